@@ -3,7 +3,7 @@
 ``Node.step`` is the single mutator. It never awaits, logs, reads a clock, draws a number or touches
 memory; the same inputs give the same outputs and the same state, so a recorded input log replays.
 This file routes; what a message does is in ``engines`` (requests of engines), ``operators``
-(requests of operators), ``decode``, ``prefill``, ``peer`` and ``lease``.
+(requests of operators), and in the rooms: ``handoff``, ``peers``, ``leases``.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Node:
             i.ClientHungUp: self.sessions.hung_up,
             i.HungUpOn: self.sessions.hung_up_on,
             i.ClientCameBack: self.sessions.returned,
-            i.PoolAdopted: self.former_leases.adopted,
+            i.PoolAdopted: self.former_leases.take_over,
             i.FromOperator: self.operators.request,
             i.StopAsked: self.drainer.stop,
             i.FromPeer: self._from_peer,
@@ -173,6 +173,8 @@ class Node:
         self.steps += 1
         self.out.at_s = self.leases.tree.at = happened.at_s
         self._handlers[type(happened)](happened)
+        # After every input, whatever it was: who frees a page need not think of who waits for it,
+        # and only what is left then says whether a drain is over.
         self.admission.pump()
         self.drainer.look()
         if self.misgiven:
@@ -247,6 +249,8 @@ class Node:
             self.refused += 1
             return
         peer, gone = taken
+        # The life before this one is over, so nothing of it writes any more. That is settled before
+        # anybody is admitted: a waiting receive may go to the same peer.
         if gone:
             self.decoder.writer_gone(gone)
             self.prefiller.outlived(gone)
@@ -285,6 +289,8 @@ class Node:
         self.admission.changed(OWN_TRANSFER)
 
     def _transfer_gone(self, got: i.TransferGone) -> None:
+        # The peers first: from here on ``generation`` is 0, and nobody orders a post or a copy of
+        # a process that is not there while those of the dead one are cleared away.
         self.peers.transfer_gone()
         self.transfers.gone()
         self.copies.transfer_gone()

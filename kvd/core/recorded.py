@@ -45,9 +45,7 @@ class FlightRecorder:
         out = self._out
         self._since_s = out.at_s
         if got.recorder.state == RECORDING:
-            out.emit(
-                events.RecordingStarted,
-            )
+            out.emit(events.RecordingStarted)
         else:
             out.emit(events.RecordingEnded, why=got.recorder.why)
 

@@ -169,14 +169,14 @@ def window_order_lost_a_node(node: Node) -> str:
 
 
 def window_sum_off(node: Node) -> str:
-    windows(node).live.evictable_bytes += ID_BYTES
+    windows(node).live.evictable_pages += 1
     return "evictable pages of swa"
 
 
 def null_page_mapped(node: Node) -> str:
     lease = leases(node)[1]
     held = windows(node).held[lease.id]
-    held.pages[-ID_BYTES:] = bytes(ID_BYTES)
+    held.pages = Pages(held.pages[:-ID_BYTES] + bytes(ID_BYTES))
     return f"swa of lease {lease.id} maps the null page at page {held.top - 1} of its row"
 
 
@@ -190,7 +190,8 @@ def stretch_too_long(node: Node) -> str:
 def window_of_another_path(node: Node) -> str:
     lease = leases(node)[0]
     held = windows(node).held[lease.id]
-    held.pages[:ID_BYTES] = windows(node).pages_at(unlocked(windows(node)))[:ID_BYTES]
+    theirs = windows(node).pages_at(unlocked(windows(node)))
+    held.pages = Pages(theirs[:ID_BYTES] + held.pages[ID_BYTES:])
     return f"swa of lease {lease.id} is not the windows of the path that it locks"
 
 

@@ -80,7 +80,7 @@ def arrival(
 
 def opened(table: LeaseTable, asked: Claim) -> Lease:
     """The lease, for which there is room."""
-    lease = table.open(asked)
+    lease = table.open_lease(asked)
     assert isinstance(lease, Lease), lease
     check(table)
     return lease

@@ -227,7 +227,7 @@ def test_what_cannot_be_is_refused_before_anything_is_changed(why):
     node = Daemon().node
     before = state_hash(node)
     with pytest.raises(NotAdopted) as told:
-        node.former_leases.adopted(BAD[why])
+        node.former_leases.take_over(BAD[why])
     assert why in str(told.value)
     assert state_hash(node) == before
 

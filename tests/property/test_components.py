@@ -158,7 +158,7 @@ class Storm:
         }
         is_sent = rng.random() < 0.35
         asked = arrival(self.table, toks, **more) if is_sent else claim(toks, **more)
-        lease = self.table.open(asked)
+        lease = self.table.open_lease(asked)
         if isinstance(lease, Shortage):
             done[f"short of {lease.budget}"] += 1
             return
@@ -351,7 +351,7 @@ class Storm:
             fresh_tokens=fresh, step_tokens=lease.step_tokens,
         )  # fmt: skip
         table.saved.turn(lease, LeaseTransition.RESUME)
-        if isinstance(table.open(asked), Shortage):
+        if isinstance(table.open_lease(asked), Shortage):
             table.saved.turn(lease, LeaseTransition.GIVEN_UP)
             done["resume refused"] += 1
             return

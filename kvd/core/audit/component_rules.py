@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from kvd.core.audit.rules import AWAY, Fault, is_linked, tile_faults
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
-from kvd.core.components.windows import WindowPages
+from kvd.core.components.windows import LeaseWindow, WindowPages
 from kvd.core.inspect.page_states import component_places, needed_nodes, nodes_behind
 from kvd.core.layout.spec import companion_factor, is_companion
 from kvd.types import ID_BYTES, NULL_PAGE, count
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.components.state import LeaseStates
-    from kvd.core.components.window_pages import LeaseWindow
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.settings import Settings

@@ -51,7 +51,7 @@ import numpy as np
 from kvd.core.audit.backrefs import Backrefs
 from kvd.core.audit.rules import Fault, missing_locks
 from kvd.core.cache.lease import ARRIVAL, ENGINE, Lease
-from kvd.core.cache.radix import drop, hide, recount, subtree
+from kvd.core.cache.radix import add_locks, drop, hide, recount, subtree
 from kvd.core.inspect.page_states import has_any
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_PAGES, Pages
@@ -281,7 +281,7 @@ class Containment:
         while edge is not None:
             missing = missing_locks(edge, refs.anchored)
             if missing > 0:
-                edge.lock_ref += missing
+                add_locks(edge, missing)
                 raised += missing
             edge = edge.parent
         if not raised:

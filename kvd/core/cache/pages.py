@@ -178,6 +178,7 @@ class PagePool:
         marked: list[int] = []
         for page in memoryview(pages).cast("I"):
             if page >= total or state[page] != OUT:
+                # All or nothing: half a call given back would be neither free nor anybody's.
                 for one in marked:
                     state[one] = OUT
                 return False
@@ -213,6 +214,7 @@ class PagePool:
         condemned = known[state[known] == CONDEMNED]
         rest = ids[~np.isin(ids, condemned)]
         if condemned.size:
+            # Dropped without a word: whoever gave them back did nothing wrong.
             self.doomed_pages = max(0, self.doomed_pages - condemned.size)
             if rest.size:
                 self.return_pages(Pages(rest.tobytes()), giver)

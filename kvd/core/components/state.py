@@ -4,7 +4,7 @@ A state stands for all tokens before one point, so it can be gone on from only t
 commits last is kept at the node where its tokens end (a **snapshot**); a later lease goes on from
 the deepest snapshot on its path. It is copied on write by whoever computes::
 
-    row   [ the snapshot behind its prefix, to be read, or none | its own, to be written ]
+    pages   [ the snapshot behind its prefix, to be read, or none | its own, to be written ]
 
 A handoff sends the state whole, with its last pages, so a receive needs no snapshot.
 
@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import Rows
+from kvd.core.cache.lease import PageSpan
 from kvd.core.cache.pages import PagePool
-from kvd.types import ID_BYTES, NO_PAGES, NULL_PAGE, Pages, count
+from kvd.types import NO_PAGES, Pages, count, null_pages
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from kvd.core.layout.spec import Component
     from kvd.errors import Refusal
 
-NONE = Pages(bytes(ID_BYTES))
-"""The null page, where a row has no snapshot."""
-
-assert NULL_PAGE == 0
+NO_SNAPSHOT = null_pages(1)
+"""What a page table has where there is none."""
 
 
 class StateSnapshot:
@@ -57,7 +55,7 @@ class LeaseStates:
 
 
 class StatePages:
-    """The keeper of one component of states. ``snapshots``: by the node at whose end they are."""
+    """The pages of one component of states. ``snapshots``: by the node at whose end they are."""
 
     def __init__(self, component: Component, total_pages: int, out: Outbox) -> None:
         self.component = component
@@ -82,7 +80,7 @@ class StatePages:
     @property
     def held_pages(self) -> int:
         """States that some lease writes."""
-        return sum([len(held.own) for held in self.held.values()]) // ID_BYTES
+        return sum([count(held.own) for held in self.held.values()])
 
     @property
     def headroom_pages(self) -> int:
@@ -197,7 +195,7 @@ class StatePages:
         held = self.held.get(lease.id)
         if held is None:
             return NO_PAGES
-        source = NONE if held.source is None else self.snapshots[held.source].page
+        source = NO_SNAPSHOT if held.source is None else self.snapshots[held.source].page
         return Pages(source + held.own)
 
     def own_pages(self, lease: Lease) -> Pages:
@@ -205,9 +203,9 @@ class StatePages:
         held = self.held.get(lease.id)
         return NO_PAGES if held is None else held.own
 
-    def pages_to_keep(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
-        """The page that it writes; its row has the snapshot before it."""
-        return Rows(1, self.own_pages(lease))
+    def pages_to_keep(self, lease: Lease, n_tokens: int) -> PageSpan | Refusal:
+        """The page that it writes; the snapshot is before it."""
+        return PageSpan(1, self.own_pages(lease))
 
     # ---- and one that ends -------------------------------------------------------------------
 
@@ -217,6 +215,7 @@ class StatePages:
         if held is None:
             return
         self._let_go(held.source)
+        # A state that has seen more or fewer tokens than the node has cannot be gone on from there.
         anchor = lease.anchor
         is_exact = (
             lease.is_whole

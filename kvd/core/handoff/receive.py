@@ -36,7 +36,7 @@ from kvd.core.handoff.refusals import (
 )
 from kvd.core.handoff.verify import SumFinding, Verifying
 from kvd.core.leases.admission import Admission, Waiter
-from kvd.core.leases.tiers import DEVICE
+from kvd.core.leases.receive_tier import DEVICE
 from kvd.errors import Code, Refusal
 from kvd.types import NO_TOKENS, Tokens, count
 from kvd.wire import client

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from kvd.core.components.state import StatePages
-from kvd.core.components.windows import WindowPages
+from kvd.core.components.windows import LeaseWindow, WindowPages
 from kvd.types import Pages
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
-    from kvd.core.components.window_pages import LeaseWindow
     from kvd.core.leases.lease_table import LeaseTable
 
 

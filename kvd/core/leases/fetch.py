@@ -11,7 +11,7 @@ looked at when the one before is answered. A retraction takes its turn among the
 away pages that a copy may still read or write.
 
 While a copy runs the lease is held by it (``FETCH``) and counts it among its readers, so neither
-its release, nor its engine's death, nor a commit that swaps pages of the row gives away what the
+its release, nor its engine's death, nor a commit that swaps pages of its table gives away what the
 copy reads or writes. A quarantined lease has none: it was never delivered, and only what has been
 delivered is copied. The end of the transfer process cuts every copy: the slots are free, and who
 waits is served by the next one.
@@ -191,7 +191,7 @@ class Fetcher:
     def _unfit(self, buffers: Buffers, lease: Lease, message: client.FetchPages) -> Refusal | None:
         """Why these pages of the lease cannot be had."""
         n_slots = buffers.resident[lease.id].n_slots
-        n_wanted = len(message.pages) // ID_BYTES
+        n_wanted = count(message.pages)
         if n_wanted > n_slots:
             return self._refusal(
                 Code.TOO_LARGE,
@@ -214,7 +214,7 @@ class Fetcher:
         return None
 
     def _bad_numbers(self, lease: Lease, frame: bytes) -> Refusal | None:
-        """Why these are no logical pages of the lease's row. The cost is bounded by the row."""
+        """Why these are no logical pages of the lease. The cost is bounded by how many it has."""
         n_pages = count(lease.page_table)
         if len(frame) % ID_BYTES or len(frame) > len(lease.page_table):
             return self._refusal(
@@ -302,6 +302,7 @@ class Fetcher:
         is_serving = self._transfer.generation > 0
         if not is_serving and not resident.needs_no_copy(fetch.needed):
             return False
+        # A page that is not written to its end yet is copied for this fetch alone: see residency.
         whole_pages = lease.written_tokens // self._table.page_size
         missing = resident.want(fetch.needed, whole_pages)
         if missing is None:
@@ -352,6 +353,7 @@ class Fetcher:
 
     def transfer_gone(self) -> None:
         """The process is reaped: no copy writes any more, and what it wrote is anything."""
+        # All are lost before the first goes on: a turn that goes on looks which pages are there.
         cut, self.copies = self.copies, {}
         for ticket, filling in cut.items():
             self._lose(filling.lease, ticket)
@@ -374,6 +376,8 @@ class Fetcher:
 
     def _let_go(self, buffers: Buffers, lease: Lease) -> None:
         """One copy is over; with the last one a lease that nobody else wants ends."""
+        # The read first: the last holder frees all that is held, and would free what is deferred
+        # a second time if the read ended after it.
         self._table.end_read(lease)
         if not buffers.resident[lease.id].n_copying:
             self._table.release(lease, FETCH, "copied")

@@ -1,8 +1,8 @@
-"""What a pool held before this process: taken in at the beginning, and what becomes of it.
+"""Leases of before a restart: a pool that outlived its process is taken over as it was left.
 
 The cached pages that were proven are the tree again. A lease of before the restart keeps its number
 and what it kept, because its engine may be reading those pages now; it can be released and nothing
-else (``Standing.FORMER``). Its session waits for its engine: for ``ClientReturned``, which says
+else (``LeaseStage.FORMER``). Its session waits for its engine: for ``ClientCameBack``, which says
 what of it is still used, or ``ClientHungUp``. Pages that were somebody's and were not proven are
 nobody's cache, and nobody's to write either: one lease of the node itself has them until the last
 former lease has ended and no session is waited for, because an engine may read pages under a lease
@@ -29,7 +29,7 @@ from kvd.wire import events
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
     from kvd.core.inputs import Branch, FormerLease, FormerSession, PoolAdopted
     from kvd.core.leases.lease_table import LeaseTable
@@ -47,7 +47,7 @@ class NotAdopted(Exception):
 class FormerLeases:
     """The leases of before the restart, and the one that keeps what their engines may still read.
 
-    Invariant: ``leases`` are those with an engine that stand as FORMER; ``unproven`` is there only
+    Invariant: ``leases`` are those with an engine that are FORMER; ``unproven`` is there only
     while somebody ``may_read`` it.
     """
 
@@ -66,7 +66,7 @@ class FormerLeases:
         """Those of one engine."""
         return [lease for lease in self.leases.values() if lease.session == session]
 
-    def adopted(self, got: PoolAdopted) -> None:
+    def take_over(self, got: PoolAdopted) -> None:
         """Take all of it in.
 
         Raises:
@@ -127,10 +127,10 @@ class FormerLeases:
                 f"are free, {n_sessions} sessions are open; adopt before anything else"
             )
 
-    def ended(self, lease: Lease) -> None:
+    def lease_ended(self, lease: Lease) -> None:
         """One of them was released."""
         del self.leases[lease.id]
-        self.settle()
+        self.free_unproven()
 
     def may_read(self) -> bool:
         """Whether an engine may still read what it had before the restart."""
@@ -138,7 +138,7 @@ class FormerLeases:
             session.is_former for session in self._sessions.by_id.values()
         )
 
-    def settle(self) -> None:
+    def free_unproven(self) -> None:
         """Free what was not proven, once nobody may read it."""
         unproven = self.unproven
         if unproven is not None and not self.may_read():
@@ -148,7 +148,7 @@ class FormerLeases:
     def _grow(self, branches: tuple[Branch, ...]) -> None:
         """The tree; each branch is used later than those before it, and uses its parent."""
         tree = self._table.tree
-        ends: list[TreeNode] = []
+        ends: list[RadixNode] = []
         for branch in branches:
             at_root = branch.parent < 0
             above = tree.match(NO_TOKENS, branch.namespace) if at_root else ends[branch.parent]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.cache.lease import ENGINE
 from kvd.core.effects import NoteCached, NoteEnded, NoteFreed, NoteHeld
-from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS
+from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, count
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
@@ -54,8 +54,8 @@ class JournalNotes:
         is_noted = ENGINE in lease.holders
         before, first, tokens = 0, 0, NO_TOKENS
         if joined:
-            n_pages = len(joined) // ID_BYTES
-            n_tokens = len(node.edge) // ID_BYTES
+            n_pages = count(joined)
+            n_tokens = count(node.edge)
             before = last_page(node.parent)
             first = (node.end_tokens - n_tokens) * n_pages // n_tokens
             tokens = node.edge

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.types import ID_BYTES, count
+from kvd.types import count
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def tell_opened(out: Outbox, lease: Lease, anchor: RadixNode, missed: int, why: 
             reason=lease.reason,
             room=lease.room,
             prefix_tokens=lease.prefix_tokens,
-            held_pages=len(lease.page_table) // ID_BYTES - lease.owned,
-            prompt_tokens=len(lease.tokens) // ID_BYTES,
+            held_pages=lease.held_pages,
+            prompt_tokens=count(lease.tokens),
             missed_tokens=missed,
             why_missed=why,
             locked_node=anchor.id if anchor.parent is not None else 0,

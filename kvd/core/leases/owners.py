@@ -123,7 +123,7 @@ class Owners:
     # ---- the lease that a request names ------------------------------------------------------
 
     def lease_of(self, session: int, lease_id: int) -> Lease | Refusal:
-        """The session's lease, whatever its standing."""
+        """The session's lease, in whatever state."""
         lease = self._leases.leases.get(lease_id)
         if lease is None or lease.session != session or ENGINE not in lease.holders:
             return Refusal(
@@ -202,11 +202,11 @@ class Owners:
     def biggest(self, budget: str) -> tuple[Kept, ...]:
         """The same as they are, the biggest first; one look at all leases."""
         table = self._leases
-        keeper = table.components.named(budget)
+        component = table.components.named(budget)
         kept = [
             (one.held_pages, one.owned, one)
-            if keeper is None
-            else (count(keeper.own_pages(one)), 0, one)
+            if component is None
+            else (count(component.own_pages(one)), 0, one)
             for one in table.leases.values()
         ]
         found = heapq.nlargest(HOLDERS_NAMED, kept, key=lambda one: one[0] + one[1])

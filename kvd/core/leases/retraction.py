@@ -2,13 +2,13 @@
 
 Out: the pages that hold its tokens are copied to the saved area, then its lock and its pages go,
 and what it had cached stays cached like anybody's. Back: it waits in the one admission queue before
-every new request, matches the tree again, and only what the tree no longer has is copied back; what
-lies beside the first component, a window or a state, is copied back whole.
+every new request, matches the tree again, and only what the tree no longer has is copied back; of
+other components, a window or a state, all is copied back.
 
-The lease keeps its number throughout; its standing is ``standing.STANDINGS``, and pages move in
-``saved`` and ``lease_table``. There is a copy, a ticket of the transfer process, for each component
-with bytes. It is over by its report or by the end of the process. A lease goes on when all of its
-copies are over, and until then neither side's pages are anybody else's.
+The lease keeps its number throughout; its state follows ``lease_state.LEASE_STAGES``, and pages
+move in ``saved_area`` and ``lease_table``. There is a copy, a ticket of the transfer process, for
+each component with bytes. It is over by its report or by the end of the process. A lease goes on
+when all of its copies are over, and until then neither side's pages are anybody else's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.cache.lease import ENGINE, RESTORE, Claim, Lease, Shortage
 from kvd.core.cache.lease_state import LeaseStage, LeaseTransition
-from kvd.core.leases.admission import Waiter
+from kvd.core.leases.admission import MemoryAsker, Waiter
 from kvd.core.leases.copies import LeaseCopies
 from kvd.core.leases.owners import describe_holder
 from kvd.errors import Code, Refusal
@@ -58,7 +58,7 @@ class Caller:
         self.waiter: Waiter | None = None
 
 
-class ResumeAsker:
+class ResumeAsker(MemoryAsker):
     """A retracted lease in the queue: it waits for memory and nothing else."""
 
     __slots__ = ("_lease", "_retractor")
@@ -74,14 +74,6 @@ class ResumeAsker:
     def refused(self, refusal: Refusal) -> None:
         """RESUMING -> RETRACTED."""
         self._retractor.not_admitted(self._lease, refusal)
-
-    def blocked(self) -> str | None:
-        """Nothing but memory."""
-        return None
-
-    def awaits(self) -> tuple[str, ...]:
-        """Nothing but memory."""
-        return ()
 
 
 class Retractor:
@@ -147,6 +139,7 @@ class Retractor:
         """Why the lease cannot be retracted now, or not like this."""
         if message.keep not in KEEPS:
             return self._refusal(Code.BAD_REQUEST, f"keep={message.keep!r} is none of {KEEPS}")
+        # Whoever reads its pages holds it or is counted: they are not given away under a post.
         if lease.holders != {ENGINE} or lease.reads:
             who = ", ".join(sorted(lease.holders - {ENGINE})) or "a post"
             return self._refusal(
@@ -221,6 +214,7 @@ class Retractor:
         wait_s = min(self._max_deadline_s, message.deadline_s)
         asker = ResumeAsker(self, lease)
         caller.waiter = Waiter(claim, self._out.at_s + wait_s, asker)
+        # Before it is asked for: a lease that is admitted at once looks for its caller.
         self._callers[lease.id] = caller
         found = self._admission.at_once(claim)
         if isinstance(found, Lease):
@@ -236,6 +230,8 @@ class Retractor:
         caller.waiter = None
         moved = area.to_restore(lease)
         if isinstance(moved, Refusal):
+            # The tree gave it less than it had, and what is missing was never saved: better none
+            # of it than pages that hold somebody else's bytes.
             area.give_up(lease)
             self._answer_failed(lease, moved)
             return
@@ -309,7 +305,10 @@ class Retractor:
             self._told_resumed(lease, caller, kv_tokens, n_bytes, spared_bytes)
 
     def _refused(self, lease: Lease, why: str) -> None:
-        """One of its copies was refused, so the others are for nothing."""
+        """One of its copies was refused, so the others are for nothing.
+
+        It is called when the last of them is over: until then they write.
+        """
         refusal = self._refusal(
             Code.INTERNAL, f"the transfer process refused to copy lease {lease.id}: {why}"
         )
@@ -334,6 +333,7 @@ class Retractor:
                     ),
                 )
             elif ENGINE in lease.holders:
+                # It keeps its pages; what stands in them is anything, so all is copied again.
                 area.turn(lease, LeaseTransition.CUT)
                 self.uncopied[lease.id] = lease
             else:
@@ -355,6 +355,7 @@ class Retractor:
         if caller is not None:
             if caller.waiter is not None:
                 self._admission.withdraw(caller.waiter)
+            # A session that is over was taken off the table first: nobody hears of its requests.
             if caller.session in self._owners.sessions.by_id:
                 refusal = self._refusal(Code.CANCELLED, f"lease {lease.id} was released meanwhile")
                 self._out.answer(caller.session, client.Failed(caller.call, refusal))

@@ -2,7 +2,7 @@
 
 A session is what an engine opened on the attach socket, with every process that maps the pool for
 it. When the last of them is gone its handoffs are given up and its leases released; what it had
-committed stays cached. One of before a restart (``adopt``) waits for its engine to come back.
+committed stays cached. One of before a restart (``former_leases``) waits for its engine.
 
 The daemon may have to hang up on a session whose processes live: one that does not read, say. They
 map the pool and may go on writing, so only what they cannot know of is given up: requests that
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 KEEPS_PAGES = {LeaseStage.RUNNING, LeaseStage.FORMER}
-"""Standings of leases whose engine knows their pages, and may be writing them."""
+"""States of leases whose engine knows their pages, and may be writing them."""
 
 
 class HangUp(msgspec.Struct, frozen=True):
@@ -161,7 +161,7 @@ class Sessions:
         unused = [lease for lease in former if lease.id not in got.leases]
         for lease in unused:
             self.end_lease(lease, "not used after the restart")
-        self._former_leases.settle()
+        self._former_leases.free_unproven()
         out, n_kept = self._out, len(former) - len(unused)
         out.emit(
             events.ClientReturned,
@@ -250,7 +250,7 @@ class Sessions:
         leases = self._leases_of(session)
         for lease in leases:
             self.end_lease(lease, Code.CLIENT_GONE.value)
-        self._former_leases.settle()
+        self._former_leases.free_unproven()
         out = self._out
         out.emit(
             events.ClientGone,
@@ -262,9 +262,10 @@ class Sessions:
 
     def end_lease(self, lease: Lease, cause: str) -> None:
         """The engine lets go of a lease; a delivered handoff behind it is over too."""
+        # Who waits for it is told while there is a lease to be named.
         self._fetcher.lease_ends(lease)
         self._retractor.lease_ends(lease)
         self._leases.release(lease, ENGINE, cause)
         self._receiving.lease_ended(lease.id)
         if lease.state is LeaseStage.FORMER:
-            self._former_leases.ended(lease)
+            self._former_leases.lease_ended(lease)
