@@ -712,6 +712,7 @@ def concerns(context: Context) -> list[Concern]:
     """All there are: the gravest first, of those the oldest."""
     context.progress.look(context)
     found = [one for look in _LOOKS for one in look(context)]
+    # Only now: what no look asked for since the last time is over, and begins anew if it returns.
     context.since.end_look()
     found.sort(key=lambda one: (GRAVEST.index(one.severity), one.since_s))
     return found

@@ -223,6 +223,7 @@ class Recent:
         self.ended.append(event)
         is_delivered = event.outcome in DELIVERED
         is_receive = event.side == "decode"
+        # Without a lease it was never admitted, and no LeaseOpened has counted its prompt.
         if is_receive and event.lease:
             delta_tokens = event.prompt_tokens - event.decode_prefix_len
             if is_delivered:

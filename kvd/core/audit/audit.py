@@ -74,6 +74,7 @@ class StandingAudit:
         if sweep is None:
             return
         node = self._node
+        # What moved since the last turn must be known before anything is judged by this one.
         sweep.learn(node)
         refs = Backrefs(node)
         while self.work_done < got.work and sweep.phase is not SweepPhase.OVER:
@@ -132,7 +133,7 @@ class StandingAudit:
         self._next_s = at_s + EVERY_S
         self._look += 1
         for pool in pools(self._node.leases):
-            pool.moved.watch()
+            pool.moved.watch()  # before the first look: a move in between would go unseen
         self._sweep = Sweep(self._node, at_s)
         return self._sweep
 

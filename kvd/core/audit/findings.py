@@ -107,8 +107,10 @@ class Findings:
         found.last_seen_s = now_s
         found.look = look
         if is_news:
+            # Whose it is first: containment may take the lease or the part off its registers.
             self._describe(found)
             found.done = self.containment.contain(fault)
+        # Told after it is contained, so that the event says what was done.
         if is_news or has_changed:
             self._tell(found)
 

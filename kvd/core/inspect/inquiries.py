@@ -109,6 +109,7 @@ class Inquiries:
         question = self.questions.get(message.ask)
         if question is None or question.incarnation != peer.incarnation:
             return
+        # Before it is used: a second Story to the same ask must find nothing to fill.
         del self.questions[message.ask]
         inquiry = question.inquiry
         end = inquiry.ends[question.end]

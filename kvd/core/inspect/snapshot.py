@@ -68,6 +68,7 @@ def waiting_states(node: NodeView) -> list[WaitingState]:
         if waiter.budget not in holders:
             holders[waiter.budget] = node.owners.of_most_pages(waiter.budget)
         states.append(_state(node, waiter, ahead, holders[waiter.budget]))
+        # Who waits for a peer lets those behind it pass: it is ahead of nobody.
         ahead += waiter.asker.blocked() is None
     return states
 
