@@ -86,8 +86,8 @@ class BareTree:
             start = clock()
             freed = tree.evict(short).pages
             ns += clock() - start
-            pool.give(freed)
-        pages = pool.take(n_new)
+            pool.return_pages(freed)
+        pages = pool.take_pages(n_new)
         start = clock()
         tree.extend(anchor, tokens, pages, start_tokens=hit)
         tree.unlock(anchor)

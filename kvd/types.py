@@ -73,6 +73,16 @@ def count(ids: bytes) -> int:
     return len(ids) // ID_BYTES
 
 
+def slice_pages(pages: Pages, first: int, end: int | None = None) -> Pages:
+    """Pages ``[first, end)`` of the sequence, counted in pages; up to its end without ``end``."""
+    return Pages(pages[first * ID_BYTES : None if end is None else end * ID_BYTES])
+
+
+def null_pages(n_pages: int) -> Pages:
+    """The null page, so many times: what a page table has where there is no page."""
+    return Pages(bytes(n_pages * ID_BYTES))
+
+
 def page_ids(pages: Pages) -> list[int]:
     """The page ids as integers, for people and for tests."""
     import numpy as np  # noqa: PLC0415

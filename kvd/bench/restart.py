@@ -41,7 +41,7 @@ from kvd.pools.kept_memory import JOURNAL
 from kvd.trace import BLOCK_TOKENS, Blocks, TraceRequest, read_trace
 from kvd.types import ID_BYTES
 from kvd.wire.admin import EventPage, ListEvents
-from kvd.wire.restart_events import Adopted
+from kvd.wire.events import Adopted
 
 if TYPE_CHECKING:
     from kvd.bench.report import Told

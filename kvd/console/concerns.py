@@ -1,55 +1,725 @@
-"""What an operator should look at, the gravest first.
+"""What an operator should look at, the gravest first; and the view of the standing audit.
 
 Each concern is a function of the node's state and of what looks remember; there is none on a
-healthy node, however busy. Rules are in ``concerns_holding``, ``concerns_moving`` and
-``concerns_running``.
+healthy node, however busy. They are about who holds what, about what should move, and about the
+daemon itself, in this order.
+
+They must cost little while all is well: of the leases only those are looked at that were opened a
+minute ago or longer, a session's are added up only where one of its processes is gone, and a part
+that waits for its own node alone costs two comparisons, so that a thousand take a millisecond.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.console import concerns_holding, concerns_moving, concerns_running
-from kvd.console.concern import GRAVEST, Concern
-from kvd.console.view import Field, View
-from kvd.console.vitals import Worry
+import msgspec
+
+from kvd.console.leases import sessions_held
+from kvd.console.view import Field, View, owner
+from kvd.console.waiting import turns
+from kvd.core.cache.lease import ENGINE
+from kvd.core.cache.lease_state import LeaseStage
+from kvd.core.handoff.protocol import Decode, Prefill
+from kvd.core.inspect.snapshot import kind_of, lacks_pages, why_waits
+from kvd.core.peers.peer import Agent, Life
 
 if TYPE_CHECKING:
-    from kvd.console.scene import Scene
+    from collections.abc import Iterator
 
-_LOOKS = (
-    concerns_holding.violations,
-    concerns_running.transfer,
-    concerns_moving.peers,
-    concerns_moving.receives,
-    concerns_moving.sends,
-    concerns_holding.waiting,
-    concerns_holding.quarantines,
-    concerns_holding.gone_clients,
-    concerns_holding.awaited_clients,
-    concerns_holding.hung_up_clients,
-    concerns_holding.full_pools,
-    concerns_holding.lingering,
-    concerns_holding.old_leases,
-    concerns_running.draining,
-    concerns_running.refused,
-    concerns_running.recorder,
-    concerns_running.loop,
+    from kvd.console.context import Context
+    from kvd.console.waiting import WaitingRow
+    from kvd.core.cache.lease import Lease, Writer
+    from kvd.core.handoff.parts import ReceivePart, SendPart
+    from kvd.wire.console import Query
+    from kvd.wire.snapshot import AuditState
+
+
+HIGH, MEDIUM, LOW = "high", "medium", "low"
+GRAVEST = (HIGH, MEDIUM, LOW)
+
+
+class Concern(msgspec.Struct, frozen=True):
+    """What is not as it should be; a moment says since when, never an age.
+
+    ``subject`` is what to open: ``lease:7``, ``send:4``, ``peer:one``, ``pool:kv``, or empty for
+    the node itself. ``evidence`` are numbers and names, ``rule`` what should be so, ``action`` one
+    command of the console (``open lease:7``, ``fence``), or words. ``apart`` tells concerns of the
+    same kind about the same subject from each other.
+    """
+
+    severity: str
+    kind: str
+    subject: str
+    evidence: str
+    since_s: float
+    rule: str
+    action: str
+    apart: str = ""
+
+    @property
+    def key(self) -> str:
+        """The same from look to look."""
+        return f"concern:{self.kind}:{self.apart or self.subject}"
+
+
+def first_seen(context: Context, kind: str, apart: str = "") -> float:
+    """Since when looks have seen it; for what the node does not date itself."""
+    return context.since.of(f"concern:{kind}:{apart}", context.now_s)
+
+
+def kept_by(context: Context, budget: str) -> str:
+    """Who keeps the most pages of a component, for the evidence."""
+    found = context.biggest.of(context, budget)
+    return "; ".join(f"{one.ref} of {one.who}" for one in found) or "nobody"
+
+
+def amount(number: int, what: str) -> str:
+    """``1 page``, ``2 pages``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+WAITS_S = 1.0
+LATE = 0.2
+"""The last fifth of the time that a request has."""
+QUARANTINE_S = 2.0
+LONG_QUARANTINE_S = 5.0
+OLD_S = 60.0
+"""A lease of an engine that works is extended or committed more often than this."""
+OLD_UNCACHED_S = 600.0
+"""One that is not cached is not committed page by page: only a long time says anything."""
+LINGERS_S = 2.0
+AWAITED_S = 10.0
+
+RULES = {
+    "I1": "every page is in exactly one place: free, held, cached or in quarantine",
+    "I2": "a node of the tree is locked as often as leases cross it",
+    "I3": "what can be evicted is exactly what nobody locks",
+    "I4": "the tree, and what is sent of a prompt, is whole pages",
+    "I5": "nothing is posted twice, or outside of what was asked for",
+    "I6": "nothing is under way for what has settled, and no page in quarantine is another's",
+    "I7": "every quarantine names who may still write",
+    "I8": "events are numbered without a gap",
+    "I9": "what is held is held for somebody",
+}
+
+
+def violations(context: Context) -> Iterator[Concern]:
+    """Each finding of the audit that is broken now: always a bug of the daemon."""
+    for found in context.node.audit.findings.by_key.values():
+        if not found.is_broken:
+            continue
+        fault = found.fault
+        refs = (("lease", fault.lease), ("node", fault.node))
+        ref = next((f"{kind}:{number}" for kind, number in refs if number), "")
+        whose = f"; {found.owner} {found.pid}" if found.owner else ""
+        room = f", room {found.room}" if found.room else ""
+        yield Concern(
+            severity=HIGH,
+            kind="violation",
+            subject=ref or f"pool:{fault.component or context.node.leases.pool.name}",
+            evidence=f"{fault.sentence}{whose}{room}",
+            since_s=found.first_seen_s,
+            rule=RULES.get(fault.rule, fault.rule),
+            action=f"open {ref}" if ref else "audit",
+            apart=str(found.id),
+        )
+
+
+def waiting(context: Context) -> Iterator[Concern]:
+    """The queue, once for each component that is short and each peer that is waited for.
+
+    Whoever waits for its turn only waits for those.
+    """
+    if not len(context.node.admission):
+        return
+    groups: dict[str, list[WaitingRow]] = {}
+    for one in turns(context):
+        if context.now_s - one.waiter.since_s <= WAITS_S:
+            continue
+        if lacks_pages(one.waiter):
+            groups.setdefault(one.waiter.budget, []).append(one)
+        elif (blocked := one.waiter.asker.blocked()) is not None:
+            groups.setdefault(blocked, []).append(one)
+    for group in groups.values():
+        yield _waiting(context, min(group, key=lambda one: one.waiter.since_s), len(group))
+
+
+def _waiting(context: Context, oldest: WaitingRow, n_waiting: int) -> Concern:
+    waiter = oldest.waiter
+    claim = waiter.claim
+    has_s = waiter.deadline_s - waiter.since_s
+    is_late = waiter.deadline_s - context.now_s < LATE * has_s
+    who = owner(context, claim.session)
+    what = f"{kind_of(waiter)} of {who}{f' for room {claim.room}' if claim.room else ''}"
+    others = f", and {n_waiting - 1} more" if n_waiting > 1 else ""
+    why = why_waits(context.node.admission, waiter, oldest.ahead)
+    action, by = f"open client:{claim.session}", ""
+    if lacks_pages(waiter):
+        holders = context.biggest.of(context, waiter.budget)
+        by = f"; most is kept by {kept_by(context, waiter.budget)}"
+        action = f"open {holders[0].ref}" if holders else f"open pool:{waiter.budget}"
+    return Concern(
+        severity=HIGH if is_late else MEDIUM,
+        kind="waiting",
+        subject=f"receive:{oldest.receive}" if oldest.receive else f"client:{claim.session}",
+        evidence=f"{what} {why}{others}{by}",
+        since_s=waiter.since_s,
+        rule=f"a request has its pages within {WAITS_S:g} s",
+        action=action,
+    )
+
+
+def quarantines(context: Context) -> Iterator[Concern]:
+    """Pages that a remote may still write, once for each writer."""
+    groups: dict[tuple[Writer, ...], list[Lease]] = {}
+    leases, decoder = context.node.leases.leases, context.node.decoder
+    for number, since_s in context.recent.quarantined.items():
+        lease = leases.get(number)
+        if context.now_s - since_s <= QUARANTINE_S:
+            break
+        if lease is not None and lease.quarantine is not None:
+            groups.setdefault(lease.quarantine.writers, []).append(lease)
+    for group in groups.values():
+        first = group[0]
+        held = first.quarantine
+        if held is None:
+            continue
+        pages = sum(one.held_pages for one in group)
+        is_long = context.now_s - held.since_s > LONG_QUARANTINE_S
+        others = f" and {amount(len(group) - 1, 'more lease')}" if len(group) > 1 else ""
+        yield Concern(
+            severity=MEDIUM if is_long else LOW,
+            kind="quarantine",
+            subject=f"lease:{first.id}",
+            evidence=f"{amount(pages, 'page')} of lease {first.id}{others}: {held.peers} may still "
+            f"write them ({held.why}); waits for {decoder.quarantines.waits_for(first)}",
+            since_s=held.since_s,
+            rule=f"a writer says within {QUARANTINE_S:g} s that it is done",
+            action="fence" if is_long else f"open lease:{first.id}",
+        )
+
+
+def old_leases(context: Context) -> Iterator[Concern]:
+    """Leases that a living engine holds and has not touched for long, once for each engine."""
+    now_s, node = context.now_s, context.node
+    groups: dict[int, list[Lease]] = {}
+    for lease in node.leases.leases.values():  # in the order in which they were opened
+        if now_s - lease.since_s <= OLD_S:
+            break
+        untouched_s = now_s - lease.touched_s
+        if untouched_s <= OLD_S or lease.state is not LeaseStage.RUNNING:
+            continue
+        if (lease.cache or untouched_s > OLD_UNCACHED_S) and lease.holders == {ENGINE}:
+            groups.setdefault(lease.session, []).append(lease)
+    for session, group in groups.items():
+        client = node.sessions.by_id.get(session)
+        if client is None:
+            continue
+        first = min(group, key=lambda lease: lease.touched_s)
+        pages = sum(lease.held_pages for lease in group)
+        ref = f"lease:{first.id}" if len(group) == 1 else f"client:{session}"
+        yield Concern(
+            severity=MEDIUM if node.admission.queue else LOW,
+            kind="old-lease",
+            subject=ref,
+            evidence=f"{client.name} {client.pids[0]} is there, and has neither extended nor "
+            f"committed {amount(len(group), 'lease')} with {amount(pages, 'page')}; longest "
+            f"lease {first.id} ({first.reason})",
+            since_s=first.touched_s,
+            rule=f"an engine touches a lease every {OLD_S:g} s, or releases it; one that waits "
+            "for its "
+            "user may mean it, one that has forgotten it leaks",
+            action=f"open lease:{first.id}",
+        )
+
+
+def lingering(context: Context) -> Iterator[Concern]:
+    """Leases whose engine let go, and whose pages are still read."""
+    for part in context.node.prefiller.rooms.by_room.values():
+        lease = part.engine.lease if part.engine is not None else None
+        if lease is None or ENGINE in lease.holders:
+            continue
+        ref = f"lease:{lease.id}"
+        since_s = first_seen(context, "lingering", ref)
+        if context.now_s - since_s > LINGERS_S:
+            yield Concern(
+                severity=LOW,
+                kind="lingering",
+                subject=ref,
+                evidence=f"{amount(lease.held_pages, 'page')}, released by "
+                f"{owner(context, lease.session)} and still read by send {part.id} of room "
+                f"{part.room}",
+                since_s=since_s,
+                rule=f"a released lease is free within {LINGERS_S:g} s",
+                action=f"open send:{part.id}",
+            )
+
+
+def gone_clients(context: Context) -> Iterator[Concern]:
+    """Sessions with a dead process that still hold something."""
+    alive = context.engines.is_alive
+    suspects = [
+        one
+        for one in context.node.sessions.by_id.values()
+        if not (one.is_former or one.hang_up) and not all(map(alive, one.pids))
+    ]
+    held = sessions_held(context) if suspects else {}
+    for session in suspects:
+        has = held[session.id]
+        if not (has.leases or has.receives or has.sends):
+            continue
+        gone = [pid for pid in session.pids if not alive(pid)]
+        living = [pid for pid in session.pids if pid not in gone]
+        by = f"pid {living[0]}" if living else "a process that inherited it"
+        pages = sum(lease.held_pages for lease in has.leases)
+        ref = f"client:{session.id}"
+        yield Concern(
+            severity=MEDIUM if living else HIGH,
+            kind="client-gone",
+            subject=ref,
+            evidence=f"pid {gone[0]} of {session.name} is gone, its connection is kept open by "
+            f"{by}: "
+            f"{amount(len(has.leases), 'lease')} with {amount(pages, 'page')}, "
+            f"{amount(has.receives + has.sends, 'handoff')}",
+            since_s=first_seen(context, "client-gone", ref),
+            rule="what a dead engine held is released when its last process hangs up",
+            action=f"stop {by}: what the session holds is released at once",
+        )
+
+
+def awaited_clients(context: Context) -> Iterator[Concern]:
+    """Engines of before the restart that have not come back, and whose pages are kept for them."""
+    node = context.node
+    if not node.former_leases.leases:
+        return
+    for session in node.sessions.by_id.values():
+        leases = node.former_leases.of_session(session.id) if session.is_former else []
+        if leases and context.now_s - session.since_s > AWAITED_S:
+            pages = sum(lease.held_pages for lease in leases)
+            yield Concern(
+                severity=MEDIUM if node.admission.queue else LOW,
+                kind="awaited",
+                subject=f"client:{session.id}",
+                evidence=f"{session.name} {session.pids[0]} was there before the restart and has "
+                "not come "
+                f"back: {amount(len(leases), 'lease')} with {amount(pages, 'page')} wait for it",
+                since_s=session.since_s,
+                rule=f"an engine that lives comes back within {AWAITED_S:g} s; what it held is "
+                "released "
+                "when it does, or ends",
+                action=f"open client:{session.id}",
+            )
+
+
+def hung_up_clients(context: Context) -> Iterator[Concern]:
+    """Engines that kvd hung up on, which live and may write what they hold."""
+    node = context.node
+    for session in node.sessions.by_id.values():
+        if session.hang_up is None:
+            continue
+        leases = [one for one in node.leases.leases.values() if one.session == session.id]
+        pages = sum(lease.held_pages for lease in leases)
+        pids = " ".join(map(str, session.pids))
+        yield Concern(
+            severity=MEDIUM,
+            kind="hung-up-on",
+            subject=f"client:{session.id}",
+            evidence=f"kvd hung up on {session.name} {pids}: {session.hang_up.why.message}; "
+            f"{amount(len(leases), 'lease')} with {amount(pages, 'page')} stay held",
+            since_s=session.hang_up.since_s,
+            rule="a process that lives may write its pages, so they come back when it ends",
+            action=f"stop pid {pids}: what the session holds is released within 1 s",
+        )
+
+
+def full_pools(context: Context) -> Iterator[Concern]:
+    """Components of which not a page can be had: none is free, none can be evicted."""
+    budgets = context.node.leases.budgets
+    for name in budgets.names:
+        if budgets.headroom(name):
+            continue
+        holders = context.biggest.of(context, name)
+        yield Concern(
+            severity=MEDIUM,
+            kind="pool-full",
+            subject=f"pool:{name}",
+            evidence=f"{name}: {budgets.told(name)}; most is kept by {kept_by(context, name)}",
+            since_s=first_seen(context, "pool-full", f"pool:{name}"),
+            rule="a page of each component can be had: it is free, or cached and not in use",
+            action=f"open {holders[0].ref}" if holders else f"open pool:{name}",
+        )
+
+
+STUCK_S = 2.0
+"""A handoff under way moves at least this often."""
+LONG_S = 5.0
+"""Waiting for an engine longer than this is more than its turn to compute."""
+LATE_HANDOFF = 0.2
+"""The last fifth of the time that a handoff has."""
+DIAL_S = 2.0
+"""A configured peer answers within this, if it is there."""
+
+_RECEIVING = {Decode.OFFERED, Decode.RECEIVING, Decode.VERIFYING}
+_SENDING = {Prefill.AWAIT_ENGINE, Prefill.AWAIT_OFFER, Prefill.STREAMING, Prefill.FLUSHING}
+
+_MOVES = f"a handoff under way moves at least every {STUCK_S:g} s"
+
+
+def receives(context: Context) -> Iterator[Concern]:
+    """Those that do not move, and those that will be late."""
+    now_s = context.now_s
+    seen = context.progress.receives
+    for part in context.node.decoder.parts.values():
+        if part.state not in _RECEIVING:
+            continue
+        found = seen.get(part.id)
+        moved_s = found[1] if found is not None else now_s
+        if now_s - moved_s > STUCK_S:
+            yield _still_receive(context, part, moved_s)
+        if part.deadline_s - now_s < LATE_HANDOFF * (part.deadline_s - part.since_s):
+            yield _late(context, f"receive:{part.id}", part, part.moved_bytes)
+
+
+def sends(context: Context) -> Iterator[Concern]:
+    """The same of the other side; and those whose receiver does not end them."""
+    now_s, prefiller = context.now_s, context.node.prefiller
+    seen = context.progress.sends
+    for part in prefiller.known():
+        found = seen.get(part.id)
+        moved_s = found[1] if found is not None else now_s
+        if now_s - moved_s > STUCK_S:
+            yield _still_send(context, part, moved_s)
+        is_late = part.deadline_s - now_s < LATE_HANDOFF * (part.deadline_s - part.since_s)
+        if is_late and part.state in _SENDING:
+            yield _late(context, f"send:{part.id}", part, prefiller.posts.live_bytes(part))
+
+
+def peers(context: Context) -> Iterator[Concern]:
+    """Those that are silent, differ, or cannot be sent to."""
+    known = context.node.peers
+    for peer in known.by_name.values():
+        ref = f"peer:{peer.name}"
+        if peer.life is not Life.UP:
+            kind, grave = ("peer-lost", HIGH) if peer.life is Life.LOST else ("peer-silent", MEDIUM)
+            why = known.trouble(peer.name)
+            yield Concern(
+                severity=grave,
+                kind=kind,
+                subject=ref,
+                evidence=f"{peer.name} is {peer.life.value}{f': {why}' if why else ''}",
+                since_s=peer.heard_s,
+                rule=f"a peer is heard every {context.node.settings.heartbeat_s:g} s",
+                action=f"look whether kvd runs on {peer.name}, and at the network between the two",
+            )
+        elif peer.refusal is not None and peer.source_refusal is not None:
+            yield Concern(
+                severity=MEDIUM,
+                kind="peer-refused",
+                subject=ref,
+                evidence=peer.refusal.message,
+                since_s=first_seen(context, "peer-refused", ref),
+                rule="peers that exchange KV have the same layout of their pools",
+                action="compare kvd config show on both nodes",
+            )
+        elif peer.agent is Agent.FAILED:
+            yield Concern(
+                severity=HIGH,
+                kind="peer-refused",
+                subject=ref,
+                evidence=f"no sending agent: {peer.agent_why}",
+                since_s=peer.agent_since_s,
+                rule="there is a sending agent towards every peer that lives",
+                action=f"open {ref}",
+            )
+    yield from _unanswered(context)
+
+
+def _unanswered(context: Context) -> Iterator[Concern]:
+    known = context.node.peers
+    if context.now_s - context.node.started_s < DIAL_S:
+        return
+    for dialed in known.dialed.values():
+        if dialed.name in known.by_name:
+            continue
+        ref = f"peer:{dialed.name}"
+        why = dialed.trouble or "nobody answers"
+        yield Concern(
+            severity=MEDIUM,
+            kind="peer-refused" if dialed.trouble else "peer-silent",
+            subject=ref,
+            evidence=f"{dialed.name} at {dialed.address} has not said Hello: {why}",
+            since_s=dialed.trouble_s or context.node.started_s,
+            rule="a configured peer is there, and its keys are those we know",
+            action=f"look whether kvd runs on {dialed.name} as configured in peers.connect",
+        )
+
+
+# ---- one handoff ---------------------------------------------------------------------------------
+
+
+def _late(context: Context, ref: str, part: ReceivePart | SendPart, done_bytes: int) -> Concern:
+    whole = f" of {part.total_bytes}" if part.total_bytes else ""
+    return Concern(
+        severity=MEDIUM,
+        kind="late-handoff",
+        subject=ref,
+        evidence=f"room {part.room} with {part.peer or 'nobody yet'}: {part.state.value}, "
+        f"{done_bytes}{whole} bytes",
+        since_s=part.deadline_s - LATE_HANDOFF * (part.deadline_s - part.since_s),
+        rule="a handoff is done before the last fifth of its time",
+        action=f"open {ref}",
+    )
+
+
+def _silence(context: Context, incarnation: str) -> str:
+    """Its peer, if that is what is wrong with it."""
+    peer = context.node.peers.by_incarnation.get(incarnation)
+    return f"; {peer.name} is {peer.life.value}" if peer and peer.life is not Life.UP else ""
+
+
+def _still_receive(context: Context, part: ReceivePart, moved_s: float) -> Concern:
+    silence = _silence(context, part.incarnation)
+    grave = MEDIUM if context.now_s - moved_s > LONG_S else LOW
+    match part.state:
+        case Decode.OFFERED:
+            what = "its pages are offered, and the prefill engine has not begun"
+        case Decode.VERIFYING:
+            what, grave = "its pages are verified by our transfer process", MEDIUM
+        case _:
+            what = (
+                f"{part.moved_bytes} of {part.total_bytes} bytes, and nothing since: the prefill "
+                "engine does not compute, or bytes have stopped"
+            )
+    return Concern(
+        severity=HIGH if silence else grave,
+        kind="stuck-handoff",
+        subject=f"receive:{part.id}",
+        evidence=f"room {part.room} from {part.peer}: {what}{silence}",
+        since_s=moved_s,
+        rule=_MOVES,
+        action=f"open peer:{part.peer}" if silence else f"open receive:{part.id}",
+    )
+
+
+def _still_send(context: Context, part: SendPart, moved_s: float) -> Concern:
+    silence = _silence(context, part.incarnation)
+    is_long = context.now_s - moved_s > LONG_S
+    grave, what, action = _what_keeps(context, part, is_long=is_long)
+    return Concern(
+        severity=HIGH if silence else grave,
+        kind="stuck-handoff",
+        subject=f"send:{part.id}",
+        evidence=f"room {part.room} to {part.peer or 'nobody yet'}: {what}{silence}",
+        since_s=moved_s,
+        rule=_MOVES,
+        action=f"open peer:{part.peer}" if silence else action,
+    )
+
+
+def _what_keeps(context: Context, part: SendPart, *, is_long: bool) -> tuple[str, str, str]:
+    """How grave it is, what is wrong, and what to do."""
+    after_its_turn = MEDIUM if is_long else LOW
+    engine, peer = f"open client:{part.session}", f"open peer:{part.peer}"
+    if part.outstanding:
+        moved = context.node.prefiller.posts.live_bytes(part)
+        what = (
+            f"{amount(len(part.outstanding), 'post')} under way, "
+            f"{moved} of {part.total_bytes} bytes, and nothing since: bytes have stopped"
+        )
+        return HIGH, what, peer
+    match part.state:
+        case Prefill.AWAIT_ENGINE:
+            what = "its pages are offered, and no engine here has begun to send"
+            return after_its_turn, what, f"open send:{part.id}"
+        case Prefill.AWAIT_OFFER:
+            what = "the engine here sends, and no decode side has offered pages"
+            return after_its_turn, what, f"open send:{part.id}"
+        case Prefill.SETTLED:
+            return MEDIUM, "all is sent, and the decode side does not end it", peer
+        case _:
+            pass
+    found = context.node.peers.by_incarnation.get(part.incarnation)
+    if found is not None and found.agent is not Agent.LOADED:
+        return MEDIUM, f"there is no sending agent yet ({found.agent.value})", peer
+    what = (
+        f"{part.cursor_tokens} of {part.prompt_tokens} tokens computed, and nothing since: the "
+        "engine does not compute"
+    )
+    return after_its_turn, what, engine
+
+
+REFUSED_OVER_S = 10.0
+MANY_REFUSED = 10
+"""So many messages refused in that time are more than a restart or a mistake."""
+LAG_S = 0.1
+LONG_LAG_S = 0.5
+
+
+def transfer(context: Context) -> Iterator[Concern]:
+    """Without a transfer process nothing can be sent or received."""
+    if not context.node.peers.generation:
+        yield Concern(
+            severity=HIGH,
+            kind="transfer-down",
+            subject="",
+            evidence="the transfer process of this node does not serve",
+            since_s=first_seen(context, "transfer-down"),
+            rule="there is a transfer process; one that ends is started again at once",
+            action="look at the daemon's log: it says why the last one ended",
+        )
+
+
+def draining(context: Context) -> Iterator[Concern]:
+    """A node that was taken out of service, and may have been forgotten so."""
+    drainer = context.node.drainer
+    if drainer.drain is not None:
+        receives, sends = drainer.under_way()
+        yield Concern(
+            severity=LOW,
+            kind="draining",
+            subject="",
+            evidence=f"{drainer.words()}: {len(receives)} receives and {len(sends)} sends under "
+            "way",
+            since_s=drainer.drain.since_s,
+            rule="a node serves; one that drains refuses every new lease, receive and send",
+            action="kvd undrain serves again, unless it is stopping",
+        )
+
+
+def refused(context: Context) -> Iterator[Concern]:
+    """Somebody keeps sending what cannot be acted on."""
+    lately = []
+    for one in reversed(context.recent.refused):
+        if context.now_s - one.at_s > REFUSED_OVER_S:
+            break
+        lately.append(one)
+    if len(lately) < MANY_REFUSED:
+        return
+    last = lately[0]
+    more = " or more" if len(lately) == context.recent.refused.maxlen else ""
+    yield Concern(
+        severity=LOW,
+        kind="refused-messages",
+        subject="",
+        evidence=f"{len(lately)}{more} messages refused within {REFUSED_OVER_S:g} s; the last on "
+        f"{last.socket} from {last.sender}: {last.code}, {last.why}",
+        since_s=lately[-1].at_s,
+        rule="engines, operators and peers send what the daemon can read and act on",
+        action="look for message-refused among the events: each says who sent it, and why it was "
+        "refused",
+    )
+
+
+def recorder(context: Context) -> Iterator[Concern]:
+    """A flight recorder that has lost the thread."""
+    state = context.node.recorded.state
+    if state.state == "ended":
+        yield Concern(
+            severity=LOW,
+            kind="recorder-ended",
+            subject="",
+            evidence=state.why or "the flight recorder has ended",
+            since_s=context.node.recorded.since_s,
+            rule="where the recorder is enabled, every input is recorded",
+            action="restart the daemon when it is idle, to record again",
+        )
+
+
+def loop(context: Context) -> Iterator[Concern]:
+    """Everybody waits when the loop does."""
+    if context.lag_s >= LAG_S:
+        yield Concern(
+            severity=MEDIUM if context.lag_s >= LONG_LAG_S else LOW,
+            kind="loop-lag",
+            subject="",
+            evidence=f"its timer was late by {context.lag_s * 1e3:.0f} ms, at worst in the last "
+            "second",
+            since_s=first_seen(context, "loop-lag"),
+            rule=f"the daemon answers within {LAG_S * 1e3:.0f} ms",
+            action="look at the processor of this host: pin the daemon, or give it a core of its "
+            "own",
+        )
+
+
+def _states(context: Context, _: Query) -> list[AuditState]:
+    return [context.node.audit.state()]
+
+
+def _state(_: Context, one: AuditState) -> str:
+    if one.findings:
+        return "broken"
+    return "ok" if one.sweeps else "waiting"
+
+
+def _ended(context: Context, one: AuditState) -> float | None:
+    """When the last sweep ended; None before any has."""
+    return context.node.out.at_s - one.last_sweep_ago_s if one.sweeps else None
+
+
+def _looked_at(one: AuditState, figure: float) -> float | None:
+    return figure if one.sweeps else None
+
+
+AUDIT: View[AuditState] = View(
+    "audit",
+    (
+        Field("state", "state", _state),
+        Field("findings", "count", lambda _, one: one.findings, "rules that are broken now"),
+        Field("sweeps", "count", lambda _, one: one.sweeps, "counter"),
+        Field("ended", "since", _ended, "of the last sweep"),
+        Field("took_s", "seconds", lambda _, one: _looked_at(one, one.sweep_s)),
+        Field("objects", "count", lambda _, one: _looked_at(one, one.objects)),
+        Field("pages", "pages", lambda _, one: _looked_at(one, one.pages)),
+        Field("spent_s", "seconds", lambda _, one: one.spent_s, "of processor time, in all"),
+        Field("core", "share", lambda _, one: one.share, "of a core, between the last two sweeps"),
+    ),
+    objects=_states,
+    key=lambda _: "audit:standing",
 )
 
 
-def concerns(scene: Scene) -> list[Concern]:
+_LOOKS = (
+    violations,
+    transfer,
+    peers,
+    receives,
+    sends,
+    waiting,
+    quarantines,
+    gone_clients,
+    awaited_clients,
+    hung_up_clients,
+    full_pools,
+    lingering,
+    old_leases,
+    draining,
+    refused,
+    recorder,
+    loop,
+)
+
+
+class Worry(msgspec.Struct, frozen=True):
+    """How many concerns there are, and how grave the gravest is: empty where there is none."""
+
+    count: int = 0
+    worst: str = ""
+
+
+def concerns(context: Context) -> list[Concern]:
     """All there are: the gravest first, of those the oldest."""
-    scene.progress.look(scene)
-    found = [one for look in _LOOKS for one in look(scene)]
-    scene.since.end_look()
+    context.progress.look(context)
+    found = [one for look in _LOOKS for one in look(context)]
+    # Only now: what no look asked for since the last time is over, and begins anew if it returns.
+    context.since.end_look()
     found.sort(key=lambda one: (GRAVEST.index(one.severity), one.since_s))
     return found
 
 
-def worry(scene: Scene) -> Worry:
+def worry(context: Context) -> Worry:
     """What the head of a frame says of them."""
-    found = concerns(scene)
+    found = concerns(context)
     return Worry(len(found), found[0].severity if found else "")
 
 
@@ -64,6 +734,6 @@ CONCERNS: View[Concern] = View(
         Field("rule", "text", lambda _, one: one.rule, "what should be so"),
         Field("action", "text", lambda _, one: one.action, "what to do about it"),
     ),
-    objects=lambda scene, _: concerns(scene),
+    objects=lambda context, _: concerns(context),
     key=lambda one: one.key,
 )

@@ -1,4 +1,7 @@
-"""The view of the leases: who holds or locks what, since when, and what it waits for."""
+"""The views of the leases and of the sessions: who holds or locks what, and for how long.
+
+The columns of leases are declared in ``kvd.core.inspect.schema``, with the fields of the snapshot.
+"""
 
 from __future__ import annotations
 
@@ -6,102 +9,119 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from kvd.console.named import client_ref, owner
-from kvd.console.view import Field, View
+from kvd.console.view import Field, View, field_of, owner
 from kvd.core.cache.lease import Lease
-from kvd.core.cache.lease_state import Standing
-from kvd.core.inspect.words import lease_waits_for, lease_word
-from kvd.types import count
+from kvd.core.inspect.schema import LEASE_COLUMNS
+from kvd.core.leases.sessions import Session
 
 if TYPE_CHECKING:
-    from kvd.console.scene import Scene
+    from collections.abc import Iterator
 
-
-_AWAY = {Standing.RETRACTED, Standing.RESUMING, Standing.RESTORING}
-
-
-def _pid(scene: Scene, lease: Lease) -> int | None:
-    session = scene.node.sessions.by_id.get(lease.session)
-    return session.pids[0] if session is not None else None
-
-
-def _held(_: Scene, lease: Lease) -> int:
-    return 0 if lease.quarantine is not None else lease.held_pages
-
-
-def _quarantined(_: Scene, lease: Lease) -> int:
-    return lease.held_pages if lease.quarantine is not None else 0
-
-
-def _beside(scene: Scene, lease: Lease) -> str:
-    """``swa 12, state 1``."""
-    own = [(one.component.name, count(one.own(lease))) for one in scene.node.leases.beside.each]
-    return ", ".join(f"{name} {pages}" for name, pages in own if pages)
-
-
-def _why(_: Scene, lease: Lease) -> str:
-    return lease.quarantine.why if lease.quarantine is not None else ""
-
-
-def _away(_: Scene, lease: Lease) -> float | None:
-    if lease.quarantine is not None:
-        return lease.quarantine.since_s
-    return lease.retracted_s if lease.standing in _AWAY else None
+    from kvd.console.context import Context
+    from kvd.wire.console import Query
 
 
 class Leases(View[Lease]):
     """Leases may be gone before their row is made."""
 
     @override
-    def is_there(self, scene: Scene, one: Lease) -> bool:
+    def is_there(self, context: Context, one: Lease) -> bool:
         """Whether it has not been released meanwhile."""
-        return one.id in scene.node.leases.leases
+        return one.id in context.node.leases.leases
 
 
 LEASES = Leases(
     "leases",
+    [field_of(row) for row in LEASE_COLUMNS],
+    objects=lambda context, _: context.node.leases.leases.values(),
+    key=lambda one: f"lease:{one.id}",
+    sort="since",
+)
+
+
+class ClientRow:
+    """One session, its leases, and how many handoffs it has open."""
+
+    __slots__ = ("leases", "receives", "sends", "session")
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.leases: list[Lease] = []
+        self.receives = self.sends = 0
+
+
+def sessions_held(context: Context) -> dict[int, ClientRow]:
+    """By session, those that are gone and still have leases too; one look at all leases."""
+    node = context.node
+    held = {one.id: ClientRow(one) for one in node.sessions.by_id.values()}
+    for lease in node.leases.leases.values():
+        found = held.get(lease.session)
+        if found is None and not lease.session:
+            continue  # the node's own: what may still be read of before a restart
+        if found is None:
+            gone = Session(lease.session, owner(context, lease.session), lease.since_s)
+            found = held[lease.session] = ClientRow(gone)
+        found.leases.append(lease)
+    for receive in node.decoder.parts.values():
+        if receive.session in held:
+            held[receive.session].receives += 1
+    for send in node.prefiller.by_send.values():
+        if send.session in held:
+            held[send.session].sends += 1
+    return held
+
+
+def _clients(context: Context, _: Query) -> Iterator[ClientRow]:
+    yield from sessions_held(context).values()
+
+
+def _state(context: Context, one: ClientRow) -> str:
+    if one.session.hang_up is not None:
+        return "hung up on"
+    if one.session.is_former:
+        return "awaited"
+    alive = [context.engines.is_alive(pid) for pid in one.session.pids]
+    if not any(alive):
+        return "gone"
+    return "alive" if all(alive) else "partly gone"
+
+
+CLIENTS: View[ClientRow] = View(
+    "clients",
     (
-        Field("id", "count", lambda _, one: one.id),
-        Field("state", "state", lambda _, one: lease_word(one)),
-        Field("owner", "text", lambda scene, one: owner(scene, one.session)),
-        Field("client", "ref", lambda _, one: client_ref(one.session)),
-        Field("pid", "count", _pid, "of the first process of its session"),
-        Field("reason", "text", lambda _, one: one.reason),
-        Field("room", "count", lambda _, one: one.room or None),
-        Field("held", "pages", _held, "pages of its own"),
-        Field("row", "pages", lambda _, one: count(one.row), "cached ones of its prefix too"),
-        Field("quarantined", "pages", _quarantined, "that a remote may still write"),
-        Field("beside", "text", _beside, "pages of the other components"),
+        Field("name", "text", lambda _, one: one.session.name),
+        Field(
+            "state",
+            "state",
+            _state,
+            "whether its processes run; awaited: of before the restart; hung up on: served no more",
+        ),
+        Field("pids", "text", lambda _, one: " ".join(map(str, one.session.pids))),
+        Field("leases", "count", lambda _, one: len(one.leases)),
+        Field(
+            "held",
+            "pages",
+            lambda _, one: sum([lease.held_pages for lease in one.leases]),
+            "pages of its own, in quarantine or not",
+        ),
         Field(
             "locked",
             "tokens",
-            lambda _, one: one.anchor.end_tokens if one.anchor is not None else 0,
-            "cached tokens that it keeps from eviction",
+            lambda _, one: sum([lease.anchor.end_tokens for lease in one.leases if lease.anchor]),
+            "cached tokens that its leases keep from eviction",
         ),
-        Field("prefix_tokens", "tokens", lambda _, one: one.prefix_tokens, "cached when it opened"),
-        Field("prompt_tokens", "tokens", lambda _, one: count(one.tokens), "known by now"),
         Field(
-            "locked_node",
-            "ref",
-            lambda _, one: f"node:{one.anchor.id}" if one.anchor and one.anchor.parent else None,
-            "where its lock begins; everything above is locked too",
-        ),
-        Field("holders", "text", lambda _, one: ", ".join(sorted(one.holders))),
-        Field("waiting_for", "text", lambda scene, one: lease_waits_for(scene.node, one)),
-        Field("why", "text", _why, "why it is in quarantine"),
-        Field("since", "since", lambda _, one: one.since_s),
-        Field(
-            "touched",
+            "oldest",
             "since",
-            lambda _, one: one.touched_s,
-            "opened, extended or committed last",
+            lambda _, one: min([lease.since_s for lease in one.leases], default=None),
+            "its oldest lease",
         ),
-        Field("away_since", "since", _away, "in quarantine or retracted"),
-        Field("saved", "pages", lambda _, one: one.saved_pages, "kept for it in host memory"),
-        Field("priority", "count", lambda _, one: one.priority),
-        Field("namespace", "text", lambda _, one: one.namespace),
+        Field("receives", "count", lambda _, one: one.receives),
+        Field("sends", "count", lambda _, one: one.sends),
+        Field("calls", "count", lambda context, one: context.engines.calls(one.session.id)),
+        Field("since", "since", lambda _, one: one.session.since_s, "attached"),
     ),
-    objects=lambda scene, _: scene.node.leases.leases.values(),
-    key=lambda one: f"lease:{one.id}",
-    sort="since",
+    objects=_clients,
+    key=lambda one: f"client:{one.session.id}",
+    sort="-held",
 )

@@ -11,13 +11,13 @@ from kvd.core.inspect.words import agent_words, layout_words
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.console.recent import Traffic
-    from kvd.console.scene import Scene
+    from kvd.console.context import Context
+    from kvd.console.history import PeerTraffic
     from kvd.core.peers.peer import Peer
     from kvd.wire.console import Query
 
 
-class Neighbour:
+class PeerRow:
     """One daemon: as it said itself, as we dial it, or both; with what is open with it now."""
 
     __slots__ = (
@@ -25,7 +25,7 @@ class Neighbour:
         "traffic",
     )
 
-    def __init__(self, name: str, peer: Peer | None, address: str, traffic: Traffic) -> None:
+    def __init__(self, name: str, peer: Peer | None, address: str, traffic: PeerTraffic) -> None:
         self.name = name
         self.peer = peer
         """None: it has not said Hello."""
@@ -36,25 +36,25 @@ class Neighbour:
         self.out_bytes = traffic.out_bytes
 
 
-def neighbours(scene: Scene) -> dict[str, Neighbour]:
+def neighbours(context: Context) -> dict[str, PeerRow]:
     """Everybody whom we dial or who dialed us, by name; one look at all open parts."""
-    peers, recent = scene.node.peers, scene.recent
+    peers, recent = context.node.peers, context.recent
     dialed = {one.name: one.address for one in peers.dialed.values()}
     found = {
-        name: Neighbour(
+        name: PeerRow(
             name, peers.by_name.get(name), dialed.get(name, "dialed us"), recent.traffic(name)
         )
         for name in dict.fromkeys([*peers.by_name, *dialed])
     }
-    _count_open(scene, found)
+    _count_open(context, found)
     return found
 
 
-def _count_open(scene: Scene, found: dict[str, Neighbour]) -> None:
-    prefiller = scene.node.prefiller
+def _count_open(context: Context, found: dict[str, PeerRow]) -> None:
+    prefiller = context.node.prefiller
     receives, sends = Counter[str](), Counter[str]()
     incoming, outgoing, posts = Counter[str](), Counter[str](), Counter[str]()
-    for receive in scene.node.decoder.parts.values():
+    for receive in context.node.decoder.parts.values():
         receives[receive.peer] += 1
         incoming[receive.peer] += receive.moved_bytes
     for send in prefiller.known():
@@ -68,11 +68,11 @@ def _count_open(scene: Scene, found: dict[str, Neighbour]) -> None:
         one.out_bytes += outgoing[one.name]
 
 
-def _peers(scene: Scene, _: Query) -> Iterator[Neighbour]:
-    yield from neighbours(scene).values()
+def _peers(context: Context, _: Query) -> Iterator[PeerRow]:
+    yield from neighbours(context).values()
 
 
-PEERS: View[Neighbour] = View(
+PEERS: View[PeerRow] = View(
     "peers",
     (
         Field("name", "text", lambda _, one: one.name),
@@ -111,7 +111,7 @@ PEERS: View[Neighbour] = View(
         Field("out_bytes", "bytes", lambda _, one: one.out_bytes, "counter"),
         Field("delivered", "count", lambda _, one: one.traffic.delivered, "counter"),
         Field("failed", "count", lambda _, one: one.traffic.failed, "counter"),
-        Field("trouble", "text", lambda scene, one: scene.node.peers.trouble(one.name)),
+        Field("trouble", "text", lambda context, one: context.node.peers.trouble(one.name)),
     ),
     objects=_peers,
     key=lambda one: f"peer:{one.name}",

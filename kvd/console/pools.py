@@ -6,20 +6,20 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvd.console.view import Field, View
-from kvd.core.inspect.pool_snapshot import pool_states
+from kvd.core.inspect.snapshot import pool_states
 from kvd.types import NULL_PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.console.scene import Scene
+    from kvd.console.context import Context
     from kvd.wire.console import Query
     from kvd.wire.snapshot import PoolState
 
 NULL_PAGES = NULL_PAGE + 1
 
 
-class Pool:
+class PoolRow:
     """One component with page ids of its own, and how many requests wait for it."""
 
     __slots__ = ("headroom", "state", "waiting")
@@ -30,16 +30,16 @@ class Pool:
         self.waiting = waiting
 
 
-def _pools(scene: Scene, _: Query) -> Iterator[Pool]:
+def _pools(context: Context, _: Query) -> Iterator[PoolRow]:
     """One look at all leases, and at the queue."""
-    node = scene.node
+    node = context.node
     waiting = Counter(waiter.budget for waiter in node.admission.queue if waiter.missing_pages)
     for state in pool_states(node):
         headroom = node.leases.budgets.headroom(state.component)
-        yield Pool(state, headroom, waiting[state.component])
+        yield PoolRow(state, headroom, waiting[state.component])
 
 
-def _state(_: Scene, one: Pool) -> str:
+def _state(_: Context, one: PoolRow) -> str:
     """The gravest that is so."""
     pool = one.state
     known = pool.free_pages + pool.held_pages + pool.cached_pages + pool.quarantined_pages
@@ -55,19 +55,19 @@ def _state(_: Scene, one: Pool) -> str:
     return "quarantined" if pool.quarantined_pages else "ok"
 
 
-def _evicted(scene: Scene, one: Pool) -> int | None:
+def _evicted(context: Context, one: PoolRow) -> int | None:
     """Only those of the first component are counted."""
-    table = scene.node.leases
+    table = context.node.leases
     return table.evicted_pages if one.state.component == table.pool.name else None
 
 
-def _companions(_: Scene, one: Pool) -> str:
+def _companions(_: Context, one: PoolRow) -> str:
     return ", ".join(
         f"{other.component} ({other.pages_each} for each page)" for other in one.state.companions
     )
 
 
-def _window(_: Scene, one: Pool) -> str:
+def _window(_: Context, one: PoolRow) -> str:
     window = one.state.window
     if window is None:
         return ""
@@ -77,14 +77,14 @@ def _window(_: Scene, one: Pool) -> str:
     )
 
 
-def _buffer(_: Scene, one: Pool) -> str:
+def _buffer(_: Context, one: PoolRow) -> str:
     buffer = one.state.buffer
     if buffer is None:
         return ""
     return f"{buffer.request_tokens} tokens a request, {buffer.hits} hits, {buffer.misses} misses"
 
 
-POOLS: View[Pool] = View(
+POOLS: View[PoolRow] = View(
     "pools",
     (
         Field("component", "text", lambda _, one: one.state.component),
@@ -111,7 +111,7 @@ POOLS: View[Pool] = View(
         Field(
             "held_by",
             "holders",
-            lambda scene, one: scene.biggest.of(scene, one.state.component),
+            lambda context, one: context.biggest.of(context, one.state.component),
             "who keeps the most of it",
         ),
     ),

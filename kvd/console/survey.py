@@ -3,13 +3,13 @@
 Theory of operation. A survey walks free lists, tree and leases as the audit's sweep does, a slice
 at a time, and the node lives on in between: so it is a picture of no moment, but each page is shown
 where it was at some moment of it. Surveys earn ``share`` of the time that passes, and go on while
-they have earned it and somebody asks: that is half of what the desk has, so that a large pool
+they have earned it and somebody asks: that is half of what the server has, so that a large pool
 leaves something to the tables. All consoles share one survey, whatever part of it they look at.
 When nobody has asked for a while, it is dropped.
 
 Costs (one core of a server): some 1.2 us a node, 10 ns a page.
 
-What must not live here: what is made of it (``pagemap``, ``tree``).
+What must not live here: what is made of it (``page_map``, ``tree``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.console.plane import FIRST_NODE, FREE, Is, Plane, Things, planes_of
+from kvd.console.page_owners import FIRST_NODE, FREE, Is, PageOwners, Things, page_owners_of
 from kvd.core.cache.lease import ARRIVAL, ENGINE
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.cache.radix_node import RadixNode as TreeNode
 from kvd.types import ID_BYTES
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvd.core.cache.lease import Lease
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
 
 SLICE_S = 0.001
 """A slice ends with the step that takes it over this; no step takes over a millisecond."""
@@ -51,17 +51,17 @@ AGAIN = 2048
 """Leases and nodes that are looked at once more at once, where pages are missing: 2 ms."""
 SUMMED_NODES = 4096
 
-GONE = TreeNode(0, None, b"", b"", b"")
+GONE = TreeNode(node_id=0, parent=None, key=b"", edge=b"", pages=b"")
 """In place of a node that left the tree before it was looked at."""
 
 
 class Survey:
     """One survey, under way or over. ``steps`` is its work: each ``next`` some 0.3 ms of it."""
 
-    def __init__(self, node: Node, before: Survey | None, at_s: float) -> None:
+    def __init__(self, node: NodeView, before: Survey | None, at_s: float) -> None:
         self.began_s = self.at_s = at_s
         """``at_s`` is its end."""
-        self.planes = planes_of(node)
+        self.planes = page_owners_of(node)
         self.steps = self._look(node, before)
         # By node in the order of the walk, parents first; a node is the thing FIRST_NODE + index.
         self.index: dict[int, int] = {}
@@ -79,7 +79,7 @@ class Survey:
         self._hits = array("q")
         self._own_pages = array("q")
 
-    def plane(self, component: str) -> Plane | None:
+    def plane(self, component: str) -> PageOwners | None:
         """Of that component; empty: the first one's."""
         if not component:
             return self.planes[0]
@@ -97,7 +97,7 @@ class Survey:
 
     # ---- the walk ----------------------------------------------------------------------------
 
-    def _look(self, node: Node, before: Survey | None) -> Generator[None]:
+    def _look(self, node: NodeView, before: Survey | None) -> Generator[None]:
         for plane in self.planes:
             for first in range(0, plane.total_pages, FREE_PAGES):
                 free = np.frombuffer(plane.pool.free_slice(first, FREE_PAGES), dtype="<i4")
@@ -125,7 +125,7 @@ class Survey:
             yield
         self._nodes = []
 
-    def _look_at_tree(self, node: Node, locks: dict[str, array[int]]) -> Iterator[None]:
+    def _look_at_tree(self, node: NodeView, locks: dict[str, array[int]]) -> Iterator[None]:
         """Level by level, so that the children of a node stand side by side."""
         nodes = self._nodes = list(node.leases.tree.roots.values())
         planes = [plane for plane in self.planes if plane.has_nodes]
@@ -162,7 +162,7 @@ class Survey:
             yield
         self.below_pages = below
 
-    def _look_at_leases(self, node: Node, of_leases: dict[str, list[Things]]) -> Iterator[None]:
+    def _look_at_leases(self, node: NodeView, of_leases: dict[str, list[Things]]) -> Iterator[None]:
         first_lease = FIRST_NODE + len(self._nodes)
         numbers = list(node.leases.leases)
         for first in range(0, len(numbers), LEASES):
@@ -176,7 +176,7 @@ class Survey:
             yield
 
     def _look_again(
-        self, node: Node, plane: Plane, suspects: npt.NDArray[np.intp]
+        self, node: NodeView, plane: PageOwners, suspects: npt.NDArray[np.intp]
     ) -> Generator[None, None, npt.NDArray[np.intp]]:
         """Those that are free now, a lease's, or at a node where they can have come since.
 
@@ -198,24 +198,24 @@ class Survey:
             yield
         return suspects[is_there[suspects] > 0]
 
-    def _later_nodes(self, node: Node, plane: Plane) -> list[TreeNode]:
+    def _later_nodes(self, node: NodeView, plane: PageOwners) -> list[TreeNode]:
         """Nodes that the walk has not seen; of a component beside the first all that have some."""
         if plane.keeper is not None:
             return list(plane.keeper.nodes)
         order = node.leases.tree.order if plane.has_nodes else ()
         return [one for one in order if one.id not in self.index]
 
-    def _things_of_nodes(self, plane: Plane, locks: array[int] | None) -> Things:
+    def _things_of_nodes(self, plane: PageOwners, locks: array[int] | None) -> Things:
         n_nodes = len(self._hits)
         lock_counts = np.array(locks, np.int64) if locks else np.zeros(n_nodes, np.int64)
         return Things(
-            np.where(lock_counts > 0, Is.LOCKED, Is.CACHED).astype(np.uint8),
-            np.zeros(n_nodes, np.int64),
-            np.array(self.used_s, np.float64),
-            np.array(self._hits, np.int64),
-            lock_counts,
-            np.zeros(n_nodes, np.bool_),
-            np.zeros(n_nodes, np.uint8),
+            what=np.where(lock_counts > 0, Is.LOCKED, Is.CACHED).astype(np.uint8),
+            session=np.zeros(n_nodes, np.int64),
+            since_s=np.array(self.used_s, np.float64),
+            hits=np.array(self._hits, np.int64),
+            locks=lock_counts,
+            is_saved=np.zeros(n_nodes, np.bool_),
+            missed=np.zeros(n_nodes, np.uint8),
         )
 
 
@@ -238,7 +238,7 @@ def _next_nodes(nodes: list[TreeNode], first: int) -> tuple[list[TreeNode], list
     return seen, n_children
 
 
-def _things_of_leases(leases: Sequence[Lease], plane: Plane) -> Things:
+def _things_of_leases(leases: Sequence[Lease], plane: PageOwners) -> Things:
     what = [_in_area(one) if plane.saves else _in_pool(one) for one in leases]
     since_s = [one.since_s if one.quarantine is None else one.quarantine.since_s for one in leases]
     is_saved = [bool(plane.saves) or one.saved is not None for one in leases]
@@ -248,19 +248,19 @@ def _things_of_leases(leases: Sequence[Lease], plane: Plane) -> Things:
 def _in_pool(lease: Lease) -> Is:
     if lease.quarantine is not None:
         return Is.QUARANTINED
-    if ARRIVAL in lease.holders or lease.standing is Standing.RESTORING:
+    if ARRIVAL in lease.holders or lease.state is LeaseStage.RESTORING:
         return Is.ARRIVING
-    if lease.standing is Standing.RUNNING and ENGINE not in lease.holders:
+    if lease.state is LeaseStage.RUNNING and ENGINE not in lease.holders:
         return Is.LINGERING
-    if lease.reads or lease.standing is Standing.SAVING:
+    if lease.reads or lease.state is LeaseStage.SAVING:
         return Is.SENDING
     return Is.HELD
 
 
 def _in_area(lease: Lease) -> Is:
-    if lease.standing is Standing.SAVING:
+    if lease.state is LeaseStage.SAVING:
         return Is.ARRIVING
-    return Is.SENDING if lease.standing is Standing.RESTORING else Is.SAVED
+    return Is.SENDING if lease.state is LeaseStage.RESTORING else Is.SAVED
 
 
 class Surveyor:
@@ -268,7 +268,7 @@ class Surveyor:
 
     def __init__(
         self,
-        node: Node,
+        node: NodeView,
         share: float = 1.0,
         timer: Callable[[], float] = time.thread_time,
     ) -> None:

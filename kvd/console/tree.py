@@ -1,7 +1,10 @@
-"""The views of the tree: its opened part, what is locked, and locks that nobody stands for.
+"""The views of the tree: its opened part, what is locked, what is evicted next, and orphaned locks.
 
-``tree`` walks down through opened nodes only, and ``locked`` up from the leases; only the sizes of
-subtrees need a survey of everything.
+``tree`` walks down through opened nodes only, and ``locked`` up from the leases, which stops where
+others have been; only the sizes of subtrees need a survey of everything.
+
+Of ``eviction``, ``frees`` adds up: evicting as many pages takes all nodes down to that row. Locked
+nodes stand in the order where their last use put them, and are passed.
 """
 
 from __future__ import annotations
@@ -12,19 +15,88 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import numpy as np
 from typing_extensions import override
 
-from kvd.console.crossings import Crossings, holder_counts, locks_of
-from kvd.console.named import state_of
-from kvd.console.view import Field, View
-from kvd.core.inspect.why_beside import beside
+from kvd.console.view import Field, View, lease_holder, state_of
+from kvd.core.inspect.why import beside
 from kvd.types import count
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterator
+    from collections.abc import Collection, Generator, Iterable, Iterator
 
-    from kvd.console.scene import Scene
+    from kvd.console.context import Context
     from kvd.console.survey import Survey
+    from kvd.core.cache.lease import Lease
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.wire.console import Holder, Query
+
+
+HOLDERS = 8
+"""Named of each node, those that have been there for longest: a root is crossed by all leases."""
+
+
+def locks_of(node: TreeNode) -> int:
+    """Locks by leases: a root has one of its own."""
+    return node.lock_ref - (node.parent is None)
+
+
+class Crossings:
+    """The holders of nodes as they were when this was made: one look at all leases."""
+
+    def __init__(self, context: Context) -> None:
+        self._scene = context
+        self._first = first_holders(context.node.leases.leases.values())
+
+    def of(self, node: TreeNode) -> tuple[Holder, ...]:
+        """Some ``HOLDERS`` leases that lock this node."""
+        if not locks_of(node):
+            return ()
+        return tuple([lease_holder(self._scene, one) for one in self._first.get(node, ())])
+
+
+def first_holders(leases: Iterable[Lease]) -> dict[TreeNode, list[Lease]]:
+    """By node, the first leases that cross it.
+
+    Whoever crosses a node crosses those above it: from where one has enough, all have.
+    """
+    first: dict[TreeNode, list[Lease]] = {}
+    for lease in leases:
+        step = lease.anchor
+        while step is not None:
+            found = first.get(step)
+            if found is None:
+                first[step] = [lease]
+            elif len(found) < HOLDERS:
+                found.append(lease)
+            else:
+                break
+            step = step.parent
+    return first
+
+
+def holder_counts(leases: Collection[Lease]) -> dict[TreeNode, int]:
+    """By node, how many leases cross it; every node on the path of one is there."""
+    counts: dict[TreeNode, int] = {}
+    open_below: dict[TreeNode, int] = {}
+    """Nodes on paths below a node whose own count is not added to it yet."""
+    for lease in leases:
+        step = lease.anchor
+        while step is not None and step not in counts:
+            counts[step] = 0
+            step = step.parent
+            if step is not None:
+                open_below[step] = open_below.get(step, 0) + 1
+        if lease.anchor is not None:
+            counts[lease.anchor] += 1
+    ready = [node for node in counts if node not in open_below]
+    while ready:
+        node = ready.pop()
+        above = node.parent
+        if above is not None:
+            counts[above] += counts[node]
+            open_below[above] -= 1
+            if not open_below[above]:
+                ready.append(above)
+    return counts
+
 
 NAMED_TOKENS = 6
 """Of an edge: enough to tell siblings apart, few enough for a line."""
@@ -38,7 +110,7 @@ ABANDONED = frozenset({"gone", "lingering"})
 """States of holders that no engine stands for any more."""
 
 
-class Branch(NamedTuple):
+class TreeRow(NamedTuple):
     """One node that is shown, and what is asked about it."""
 
     node: TreeNode
@@ -60,13 +132,13 @@ class HasNode(Protocol):
 R = TypeVar("R", bound=HasNode)
 
 
-class Nodes(View[R]):
+class NodeTable(View[R]):
     """Nodes may be evicted before their row is made."""
 
     @override
-    def is_there(self, scene: Scene, one: R) -> bool:
+    def is_there(self, context: Context, one: R) -> bool:
         """Whether it has not been evicted meanwhile."""
-        return one.node.parent is None or one.node in scene.node.leases.tree.order
+        return one.node.parent is None or one.node in context.node.leases.tree.order
 
 
 # ---- cells ---------------------------------------------------------------------------------------
@@ -87,10 +159,10 @@ def name_of(node: TreeNode) -> str:
     return tokens_in_short(node)
 
 
-def beside_of(scene: Scene, node: TreeNode) -> str:
+def beside_of(context: Context, node: TreeNode) -> str:
     """What of the components beside the first lies there: ``swa 4, state 1 (2 locks)``."""
     said = []
-    for one in beside(scene.node, node) if node.parent is not None else ():
+    for one in beside(context.node.leases, node) if node.parent is not None else ():
         locks = f" ({one.locks} locks)" if one.locks else ""
         said.append(f"{one.component} {one.pages or 'gone'}{locks}")
     return ", ".join(said)
@@ -101,58 +173,60 @@ def start_of(node: TreeNode) -> int:
     return node.end_tokens - count(node.edge)
 
 
-def _below(_: Scene, one: Branch) -> int | None:
+def _below(_: Context, one: TreeRow) -> int | None:
     return one.survey.below(one.node) if one.survey is not None else None
 
 
-def _last_use(_: Scene, one: Branch) -> float | None:
+def _last_use(_: Context, one: TreeRow) -> float | None:
     used_s = one.survey.last_use(one.node) if one.survey is not None else one.node.touched_at
     return used_s or None
 
 
-def _holders(_: Scene, one: Branch) -> tuple[Holder, ...]:
+def _holders(_: Context, one: TreeRow) -> tuple[Holder, ...]:
     return one.crossings.of(one.node)
 
 
-_TOKENS: Field[Branch] = Field("tokens", "tokens", lambda _, one: count(one.node.edge))
-_PAGES: Field[Branch] = Field("pages", "pages", lambda _, one: one.node.n_pages)
-_HITS: Field[Branch] = Field("hits", "count", lambda _, one: one.node.hits, "leases that used it")
-_USED: Field[Branch] = Field("last_use", "since", _last_use, "of anything below it, too")
-_LOCKS: Field[Branch] = Field(
+_TOKENS: Field[TreeRow] = Field("tokens", "tokens", lambda _, one: count(one.node.edge))
+_PAGES: Field[TreeRow] = Field("pages", "pages", lambda _, one: one.node.n_pages)
+_HITS: Field[TreeRow] = Field("hits", "count", lambda _, one: one.node.hits, "leases that used it")
+_USED: Field[TreeRow] = Field("last_use", "since", _last_use, "of anything below it, too")
+_LOCKS: Field[TreeRow] = Field(
     "lock_ref", "count", lambda _, one: locks_of(one.node), "leases that keep it from eviction"
 )
-_HOLDERS: Field[Branch] = Field("holders", "holders", _holders, "those, the first few")
-_BESIDE: Field[Branch] = Field(
+_HOLDERS: Field[TreeRow] = Field("holders", "holders", _holders, "those, the first few")
+_BESIDE: Field[TreeRow] = Field(
     "beside",
     "text",
-    lambda scene, one: beside_of(scene, one.node),
+    lambda context, one: beside_of(context, one.node),
     "windows and snapshots that lie there",
 )
-_NAMESPACE: Field[Branch] = Field(
+_NAMESPACE: Field[TreeRow] = Field(
     "namespace", "text", lambda _, one: one.node.namespace or NO_NAMESPACE
 )
-_START: Field[Branch] = Field("start", "tokens", lambda _, one: start_of(one.node), "tokens before")
-_NAME: Field[Branch] = Field("name", "text", lambda _, one: name_of(one.node), "its first tokens")
+_START: Field[TreeRow] = Field(
+    "start", "tokens", lambda _, one: start_of(one.node), "tokens before"
+)
+_NAME: Field[TreeRow] = Field("name", "text", lambda _, one: name_of(one.node), "its first tokens")
 
 
 # ---- tree ----------------------------------------------------------------------------------------
 
 
-def _opened(scene: Scene, query: Query) -> Iterator[Branch | None]:
+def _opened(context: Context, query: Query) -> Iterator[TreeRow | None]:
     """Roots, and the children of opened nodes, each behind its parent."""
-    survey = scene.surveyor.ask(scene.now_s)
+    survey = context.surveyor.ask(context.now_s)
     yield None
-    crossings = Crossings(scene)
+    crossings = Crossings(context)
     yield None
     opened = set(query.opened)
-    roots = scene.node.leases.tree.roots.values()
+    roots = context.node.leases.tree.roots.values()
     used = [root for root in roots if root.children or locks_of(root)]
     shown = yield from _smallest_first(used, survey)
     stack = [(root, 0) for root in shown]
     n_shown = 0
     while stack:
         node, depth = stack.pop()
-        yield Branch(node, depth, crossings, survey)
+        yield TreeRow(node=node, depth=depth, crossings=crossings, survey=survey)
         n_shown += 1
         if n_shown % SHOWN_AT_ONCE == 0:
             yield None
@@ -185,7 +259,7 @@ def _smallest_first(
     return [siblings[place] for place in order.tolist()]
 
 
-TREE: Nodes[Branch] = Nodes(
+TREE: NodeTable[TreeRow] = NodeTable(
     "tree",
     (
         Field("depth", "depth", lambda _, one: one.depth),
@@ -208,17 +282,17 @@ TREE: Nodes[Branch] = Nodes(
 # ---- locked --------------------------------------------------------------------------------------
 
 
-def _locked(scene: Scene, _: Query) -> Iterator[Branch | None]:
-    crossings = Crossings(scene)
+def _locked(context: Context, _: Query) -> Iterator[TreeRow | None]:
+    crossings = Crossings(context)
     yield None
-    counts = holder_counts(scene.node.leases.leases.values())
+    counts = holder_counts(context.node.leases.leases.values())
     yield None
     for node in reversed(counts):
         if node.parent is not None:
-            yield Branch(node, 0, crossings, None)
+            yield TreeRow(node=node, depth=0, crossings=crossings, survey=None)
 
 
-LOCKED: Nodes[Branch] = Nodes(
+LOCKED: NodeTable[TreeRow] = NodeTable(
     "locked",
     (_NAMESPACE, _START, _NAME, _TOKENS, _PAGES, _HITS, _USED, _LOCKS, _HOLDERS, _BESIDE),
     objects=_locked,
@@ -230,15 +304,15 @@ LOCKED: Nodes[Branch] = Nodes(
 # ---- orphans -------------------------------------------------------------------------------------
 
 
-def _orphans(scene: Scene, _: Query) -> Iterator[Branch | None]:
+def _orphans(context: Context, _: Query) -> Iterator[TreeRow | None]:
     """Nodes on the paths of leases; and what a survey saw locked where no lease is.
 
     Locks and leases are counted at one moment: they change together.
     """
-    survey = scene.surveyor.ask(scene.now_s)
+    survey = context.surveyor.ask(context.now_s)
     yield None
     whys: dict[TreeNode, str] = {}
-    counts = holder_counts(scene.node.leases.leases.values())
+    counts = holder_counts(context.node.leases.leases.values())
     for node, holders in counts.items():
         if locks_of(node) != holders:
             whys[node] = f"{locks_of(node)} locks, {holders} holders"
@@ -246,19 +320,19 @@ def _orphans(scene: Scene, _: Query) -> Iterator[Branch | None]:
         if node.lock_ref and node not in counts:  # what is locked does not leave the tree
             whys[node] = f"{node.lock_ref} locks, no holder"
     yield None
-    for lease in scene.node.leases.leases.values():
-        state = state_of(scene, lease)
+    for lease in context.node.leases.leases.values():
+        state = state_of(context, lease)
         step = lease.anchor if state in ABANDONED else None
         while step is not None and step.parent is not None:
             whys.setdefault(step, f"lease {lease.id} is {state}")
             step = step.parent
     yield None
-    crossings = Crossings(scene)
+    crossings = Crossings(context)
     for node, why in whys.items():
-        yield Branch(node, 0, crossings, survey, why)
+        yield TreeRow(node=node, depth=0, crossings=crossings, survey=survey, why=why)
 
 
-ORPHANS: Nodes[Branch] = Nodes(
+ORPHANS: NodeTable[TreeRow] = NodeTable(
     "orphans",
     (
         Field("why", "text", lambda _, one: one.why),
@@ -267,4 +341,59 @@ ORPHANS: Nodes[Branch] = Nodes(
     objects=_orphans,
     key=lambda one: f"node:{one.node.id}",
     sort="-pages",
+)
+
+
+PEEKED = 1000
+"""Nodes that are shown at most: 2 ms."""
+
+
+class EvictionRow(NamedTuple):
+    """One node and when its turn comes."""
+
+    node: TreeNode
+    rank: int | None
+    """None for one that is passed."""
+    frees: int | None
+    """Pages that are free when it is gone."""
+    crossings: Crossings
+
+
+def _turns(context: Context, _: Query) -> Iterator[EvictionRow | None]:
+    crossings = Crossings(context)
+    yield None
+    rank = pages = 0
+    for node in context.node.leases.tree.order.peek(PEEKED):
+        if node.lock_ref:
+            yield EvictionRow(node=node, rank=None, frees=None, crossings=crossings)
+        else:
+            rank += 1
+            pages += node.n_pages
+            yield EvictionRow(node=node, rank=rank, frees=pages, crossings=crossings)
+
+
+def _skipped(_: Context, one: EvictionRow) -> str:
+    locks = locks_of(one.node)
+    return f"locked by {locks} lease{'s' if locks > 1 else ''}" if locks else ""
+
+
+EVICTION: NodeTable[EvictionRow] = NodeTable(
+    "eviction",
+    (
+        Field("rank", "count", lambda _, one: one.rank, "who goes first; empty: passed"),
+        Field("frees", "pages", lambda _, one: one.frees, "with all before it"),
+        Field("skipped", "text", _skipped, "why it is passed"),
+        Field("namespace", "text", lambda _, one: one.node.namespace or NO_NAMESPACE),
+        Field("start", "tokens", lambda _, one: start_of(one.node), "tokens before"),
+        Field("name", "text", lambda _, one: name_of(one.node), "its first tokens"),
+        Field("tokens", "tokens", lambda _, one: count(one.node.edge)),
+        Field("pages", "pages", lambda _, one: one.node.n_pages),
+        Field("hits", "count", lambda _, one: one.node.hits, "leases that used it"),
+        Field("last_use", "since", lambda _, one: one.node.touched_at or None),
+        Field("lock_ref", "count", lambda _, one: locks_of(one.node)),
+        Field("holders", "holders", lambda _, one: one.crossings.of(one.node), "who locks it"),
+        Field("beside", "text", lambda context, one: beside_of(context, one.node), "goes with it"),
+    ),
+    objects=_turns,
+    key=lambda one: f"node:{one.node.id}",
 )

@@ -8,7 +8,7 @@ and the loop has other things to do. The node lives on in between: a large table
 moment, each row was so at some moment of the look, and what has gone meanwhile is left out. A small
 one is one step or two.
 
-What must not live here: what has changed (``feed``), and how often anybody may look (``desk``).
+What must not live here: what has changed and how often anybody may look (``server``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
+from kvd.core.inspect.schema import session_name
+from kvd.core.inspect.words import lease_word
 from kvd.filters import WORD_KINDS, cell_passes, rank, texts_of
-from kvd.wire.console import Cell, Column, Filter, Query, TableRow
+from kvd.wire.console import Cell, Column, Filter, Holder, Query, TableRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
-    from kvd.console.scene import Scene
+    from kvd.console.context import Context
+    from kvd.core.cache.lease import Lease
+    from kvd.core.inspect.schema import StateField
+    from kvd.core.leases.owners import Kept
+
 
 T = TypeVar("T")
 
@@ -39,13 +45,18 @@ class Field(Generic[T]):
     __slots__ = ("column", "get")
 
     def __init__(
-        self, name: str, kind: str, get: Callable[[Scene, T], Cell], help_: str = ""
+        self, name: str, kind: str, get: Callable[[Context, T], Cell], help_: str = ""
     ) -> None:
         self.column = Column(name, kind, help_)
         self.get = get
 
 
-class Window(msgspec.Struct, frozen=True):
+def field_of(row: StateField[T]) -> Field[T]:
+    """A column whose values are the node's own: see ``kvd.core.inspect.schema``."""
+    return Field(row.column, row.unit, lambda context, one: row.get(context.node, one), row.help)
+
+
+class TableWindow(msgspec.Struct, frozen=True):
     """The rows that a query asked for; ``total`` pass its filters, of ``of``."""
 
     rows: tuple[TableRow, ...]
@@ -53,7 +64,7 @@ class Window(msgspec.Struct, frozen=True):
     of: int
 
 
-class Flaw(msgspec.Struct, frozen=True):
+class NoWindow(msgspec.Struct, frozen=True):
     """Why there is no such window."""
 
     why: str
@@ -71,7 +82,7 @@ class View(Generic[T]):
         name: str,
         fields: Sequence[Field[T]],
         *,
-        objects: Callable[[Scene, Query], Iterable[T | None]],
+        objects: Callable[[Context, Query], Iterable[T | None]],
         key: Callable[[T], str],
         sort: str = "",
     ) -> None:
@@ -83,28 +94,28 @@ class View(Generic[T]):
         self._key = key
         self._sort = sort
 
-    def is_there(self, scene: Scene, one: T) -> bool:
+    def is_there(self, context: Context, one: T) -> bool:
         """Whether one that was found in an earlier step can still be read; others override it."""
         return True
 
-    def window(self, scene: Scene, query: Query) -> Window | Flaw:
+    def window(self, context: Context, query: Query) -> TableWindow | NoWindow:
         """The rows asked for, or which column there is none of; at one moment."""
-        steps = self.look(scene, query)
+        steps = self.look(context, query)
         while True:
             try:
                 next(steps)
             except StopIteration as end:
-                found: Window | Flaw = end.value
+                found: TableWindow | NoWindow = end.value
                 return found
 
-    def look(self, scene: Scene, query: Query) -> Generator[None, None, Window | Flaw]:
+    def look(self, context: Context, query: Query) -> Generator[None, None, TableWindow | NoWindow]:
         """The same a step at a time."""
         unknown = self._unknown(query)
         if unknown:
             known = ", ".join(self._by_name)
-            return Flaw(f"{self.name} has no column {unknown!r}: it has {known}")
+            return NoWindow(f"{self.name} has no column {unknown!r}: it has {known}")
         everything: list[T] = []
-        for one in self._objects(scene, query):
+        for one in self._objects(context, query):
             if one is None:
                 yield
             else:
@@ -112,7 +123,7 @@ class View(Generic[T]):
         sort = query.sort or self._sort
         passing, ranks = everything, None
         if query.filters or sort:
-            passing, ranks = yield from self._passing(scene, query, sort, everything)
+            passing, ranks = yield from self._passing(context, query, sort, everything)
         places: Sequence[int] = range(len(passing))
         if ranks is not None:
             places = _in_order(ranks, is_falling=sort.startswith("-"))
@@ -121,54 +132,54 @@ class View(Generic[T]):
         rows: list[TableRow] = []
         for start in range(0, len(shown), ROWS):
             rows += [
-                TableRow(self._key(one), tuple([field.get(scene, one) for field in self.fields]))
+                TableRow(self._key(one), tuple([field.get(context, one) for field in self.fields]))
                 for one in shown[start : start + ROWS]
-                if self.is_there(scene, one)
+                if self.is_there(context, one)
             ]
             yield
-        return Window(tuple(rows), len(passing), len(everything))
+        return TableWindow(tuple(rows), len(passing), len(everything))
 
     def _unknown(self, query: Query) -> str:
         asked = [query.sort.removeprefix("-"), *[one.column for one in query.filters]]
         return next((name for name in asked if name and name not in self._by_name), "")
 
     def _passing(
-        self, scene: Scene, query: Query, sort: str, everything: list[T]
+        self, context: Context, query: Query, sort: str, everything: list[T]
     ) -> Generator[None, None, tuple[list[T], list[Rank] | None]]:
         """What passes the filters, and its ranks if it is sorted."""
-        tests = self._tests(scene, query.filters)
+        tests = self._tests(context, query.filters)
         get = self._by_name[sort.removeprefix("-")].get if sort else None
         passing: list[T] = []
         ranks: list[Rank] = []
         for start in range(0, len(everything), OBJECTS):
             some = everything[start : start + OBJECTS]
-            some = [one for one in some if self.is_there(scene, one)]
+            some = [one for one in some if self.is_there(context, one)]
             for holds in tests:
                 some = [one for one in some if holds(one)]
             passing += some
             if get is not None:
-                ranks += [rank(get(scene, one)) for one in some]
+                ranks += [rank(get(context, one)) for one in some]
             yield
         return passing, ranks if get is not None else None
 
-    def _tests(self, scene: Scene, filters: Sequence[Filter]) -> list[Callable[[T], bool]]:
+    def _tests(self, context: Context, filters: Sequence[Filter]) -> list[Callable[[T], bool]]:
         """The conditions as tests of one object: one by one, those of any text together."""
-        tests = [self._test(scene, one) for one in filters if one.column]
+        tests = [self._test(context, one) for one in filters if one.column]
         of_any = [one for one in filters if not one.column]
-        return [*tests, self._test_any(scene, of_any)] if of_any else tests
+        return [*tests, self._test_any(context, of_any)] if of_any else tests
 
-    def _test(self, scene: Scene, condition: Filter) -> Callable[[T], bool]:
+    def _test(self, context: Context, condition: Filter) -> Callable[[T], bool]:
         field = self._by_name[condition.column]
         get, kind = field.get, field.column.kind
-        return lambda one: cell_passes(condition, get(scene, one), kind, scene.now_s)
+        return lambda one: cell_passes(condition, get(context, one), kind, context.now_s)
 
-    def _test_any(self, scene: Scene, conditions: Sequence[Filter]) -> Callable[[T], bool]:
+    def _test_any(self, context: Context, conditions: Sequence[Filter]) -> Callable[[T], bool]:
         """Some text of the object has each of what is wanted, and none what is not."""
         wanted = [(str(one.value).casefold(), not one.test.endswith("-not")) for one in conditions]
         getters = [field.get for field in self.fields if field.column.kind in WORD_KINDS]
 
         def holds(one: T) -> bool:
-            cells = [get(scene, one) for get in getters]
+            cells = [get(context, one) for get in getters]
             texts = [text for cell in cells if cell for text in texts_of(cell)]
             return all(
                 any(word in text for text in texts) is is_wanted for word, is_wanted in wanted
@@ -193,3 +204,52 @@ def _in_order(ranks: Sequence[Rank], *, is_falling: bool) -> list[int]:
     if len(places) < len(ranks):
         places += [place for place, rank in enumerate(ranks) if rank is None]
     return places
+
+
+def owner(context: Context, session: int) -> str:
+    """The name of a session; of one that is gone its number, of none nothing."""
+    return session_name(context.node, session)
+
+
+def client_ref(session: int) -> str | None:
+    """What to open for a session."""
+    return f"client:{session}" if session else None
+
+
+def lease_ref(lease: Lease | None) -> str | None:
+    """What to open for a lease."""
+    return f"lease:{lease.id}" if lease is not None else None
+
+
+def peer_ref(name: str) -> str | None:
+    """What to open for a peer."""
+    return f"peer:{name}" if name else None
+
+
+def lease_holder(context: Context, lease: Lease, pages: str = "") -> Holder:
+    """A lease as a holder of something; ``pages`` says how much it has of it."""
+    session = context.node.sessions.by_id.get(lease.session)
+    who = (
+        owner(context, lease.session) or "kvd"
+        if session is None
+        else f"{session.name} {session.pids[0]}"
+    )
+    room = f" room {lease.room}" if lease.room else ""
+    what = f"{who}: {lease.reason}{room}{pages}"
+    return Holder(
+        who=what, since_s=lease.since_s, ref=f"lease:{lease.id}", state=state_of(context, lease)
+    )
+
+
+def state_of(context: Context, lease: Lease) -> str:
+    """Empty for one that runs; ``gone`` where its owner is, else its state: see ``Holder``."""
+    word = lease_word(lease)
+    if word != "held":
+        return word
+    return "" if lease.session in context.node.sessions.by_id else "gone"
+
+
+def kept_holder(context: Context, kept: Kept) -> Holder:
+    """A lease as one of those that keep the most pages from others."""
+    locked = f", locks {kept.locked} cached" if kept.locked else ""
+    return lease_holder(context, kept.lease, f", {kept.pages} pages{locked}")

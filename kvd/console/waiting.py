@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.console.named import client_ref, owner
-from kvd.console.view import Field, View
+from kvd.console.view import Field, View, client_ref, owner
 from kvd.core.inspect.snapshot import kind_of, lacks_pages, why_waits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.console.scene import Scene
+    from kvd.console.context import Context
     from kvd.core.leases.admission import Waiter
     from kvd.wire.console import Cell, Query
 
 
-class Turn:
+class WaitingRow:
     """One request in the queue, and how many come before it."""
 
     __slots__ = ("ahead", "receive", "waiter")
@@ -28,40 +27,40 @@ class Turn:
         """The part that it would become; 0 for a lease."""
 
 
-def turns(scene: Scene) -> Iterator[Turn]:
+def turns(context: Context) -> Iterator[WaitingRow]:
     """The queue in its order; one look at the receives."""
-    queue = scene.node.admission.queue
+    queue = context.node.admission.queue
     if not queue:
         return
-    parts = scene.node.decoder.parts.values()
+    parts = context.node.decoder.parts.values()
     receives = {part.waiter.number: part.id for part in parts if part.waiter is not None}
     ahead = 0
     for waiter in queue:
-        yield Turn(waiter, ahead, receives.get(waiter.number, 0))
+        yield WaitingRow(waiter, ahead, receives.get(waiter.number, 0))
         ahead += waiter.asker.blocked() is None
 
 
-def _turns(scene: Scene, _: Query) -> Iterator[Turn]:
-    yield from turns(scene)
+def _turns(context: Context, _: Query) -> Iterator[WaitingRow]:
+    yield from turns(context)
 
 
-def _what(_: Scene, one: Turn) -> Cell:
+def _what(_: Context, one: WaitingRow) -> Cell:
     if one.waiter.claim.resumes:
         return f"lease:{one.waiter.claim.resumes}"
     return f"receive:{one.receive}" if one.receive else None
 
 
-def _held_by(scene: Scene, one: Turn) -> Cell:
-    return scene.biggest.of(scene, one.waiter.budget) if lacks_pages(one.waiter) else ()
+def _held_by(context: Context, one: WaitingRow) -> Cell:
+    return context.biggest.of(context, one.waiter.budget) if lacks_pages(one.waiter) else ()
 
 
-WAITING: View[Turn] = View(
+WAITING: View[WaitingRow] = View(
     "waiting",
     (
         Field("place", "count", lambda _, one: one.ahead + 1, "in the queue"),
         Field("kind", "text", lambda _, one: kind_of(one.waiter)),
         Field("what", "ref", _what, "the handoff, or the lease that comes back"),
-        Field("owner", "text", lambda scene, one: owner(scene, one.waiter.claim.session)),
+        Field("owner", "text", lambda context, one: owner(context, one.waiter.claim.session)),
         Field("client", "ref", lambda _, one: client_ref(one.waiter.claim.session)),
         Field("room", "count", lambda _, one: one.waiter.claim.room or None),
         Field("priority", "count", lambda _, one: one.waiter.claim.priority),
@@ -70,14 +69,18 @@ WAITING: View[Turn] = View(
         Field(
             "budget",
             "text",
-            lambda scene, one: one.waiter.budget or scene.node.leases.pool.name,
+            lambda context, one: one.waiter.budget or context.node.leases.pool.name,
             "the component that is short",
         ),
         Field("needed_pages", "pages", lambda _, one: one.waiter.needed_pages),
         Field("missing_pages", "pages", lambda _, one: one.waiter.missing_pages),
         Field("ahead", "count", lambda _, one: one.ahead, "requests that come first"),
         Field("overtaken", "count", lambda _, one: one.waiter.overtaken, "how many went past it"),
-        Field("why", "text", lambda scene, one: why_waits(scene.node, one.waiter, one.ahead)),
+        Field(
+            "why",
+            "text",
+            lambda context, one: why_waits(context.node.admission, one.waiter, one.ahead),
+        ),
         Field("held_by", "holders", _held_by, "who has the most of what is short"),
     ),
     objects=_turns,

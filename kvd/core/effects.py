@@ -1,6 +1,6 @@
 """What the shell must do after a step, in this order, and the box in which a step collects it.
 
-What of a writer that is over may still land: how far the bytes in doubt reach.
+``Doubt`` says how far the bytes of a writer that is over may still be from having landed.
 """
 
 from __future__ import annotations

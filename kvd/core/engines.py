@@ -5,18 +5,19 @@ Every request gets one answer, now or when there is room; a refusal names the se
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from kvd.core.cache.lease import Claim, Lease, Shortage
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.inspect.snapshot import snapshot
-from kvd.core.leases.admission import Waiter
-from kvd.core.leases.cache_mode import gate_of
-from kvd.core.leases.holding import former_lease_of, lease_of, running_lease_of
-from kvd.core.leases.tiers import bad_tier
+from kvd.core.leases.admission import MemoryAsker, Waiter
+from kvd.core.leases.receive_tier import bad_tier
+from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, MAX_ROOM, Tokens, count
+from kvd.types import MAX_ROOM, Tokens, count, slice_pages
 from kvd.wire import client
 from kvd.wire.bounds import MAX_SOURCES
 
@@ -29,7 +30,17 @@ if TYPE_CHECKING:
     from kvd.core.node import Node
 
 
-class LeaseAsker:
+COUNTS: Final = (
+    client.OpenLease,
+    client.ExtendLease,
+    client.ReleaseLease,
+    client.GetSnapshot,
+    client.CancelCall,
+)
+"""Requests that need no KV: only these are served where there is none."""
+
+
+class LeaseAsker(MemoryAsker):
     """An engine that asked for a plain lease: it waits for memory and nothing else."""
 
     __slots__ = ("_call", "_leases", "_out", "_session")
@@ -42,15 +53,15 @@ class LeaseAsker:
 
     def admitted(self, lease: Lease) -> None:
         """Answer with the lease."""
-        rows = self._leases.beside.rows(lease)
+        beside = self._leases.components.page_tables(lease)
         self._out.answer(
             self._session,
             client.Leased(
                 call=self._call,
                 lease=lease.id,
                 prefix_tokens=lease.prefix_tokens,
-                pages=lease.row,
-                beside=rows,
+                pages=lease.page_table,
+                beside=beside,
             ),
         )
 
@@ -58,23 +69,22 @@ class LeaseAsker:
         """Answer with the reason."""
         self._out.answer(self._session, client.Failed(self._call, refusal))
 
-    def blocked(self) -> str | None:
-        """Nothing but memory."""
-        return None
-
-    def awaits(self) -> tuple[str, ...]:
-        """Nothing but memory."""
-        return ()
-
 
 class Engines:
     """The verbs of the client API."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._leases = node.leases
+        self._owners = node.owners
+        self._admission = node.admission
+        self._sessions = node.sessions
+        self._decoder = node.decoder
+        self._prefiller = node.prefiller
+        self._drainer = node.drainer
         self._out = node.out
         self._name = node.settings.name
-        self._gate = gate_of(node.settings)
+        self._mode = node.settings.cache_mode
         # One verb per request type: Any, because each takes its own type of message.
         self._verbs: dict[type, Callable[[int, Any, Tokens], Refusal | None]] = {
             client.OpenLease: self._open_lease,
@@ -101,25 +111,47 @@ class Engines:
         """One request of an engine: one answer, now or when there is room."""
         message = got.message
         verb = self._verbs.get(type(message))
-        refusal = self._node.sessions.refusal(got.session)
+        refusal = self._owners.sessions.refusal(got.session)
         if refusal is not None:
             pass
         elif verb is None:
             refusal = self._wrong(f"this node's core serves no {type(message).__name__}")
-        elif self._gate is None:
+        elif self._mode is CacheMode.RADIX:
             refusal = verb(got.session, message, got.tokens)
         else:
-            let = self._gate(message)
+            let = self._allowed(message)
             refusal = let if isinstance(let, Refusal) else verb(got.session, let, got.tokens)
         if refusal is not None:
             self._out.answer(got.session, client.Failed(message.call, refusal))
+
+    def _allowed(self, request: client.Request) -> client.Request | Refusal:
+        """The request as ``cache.mode`` has it, or why it is not served; before any verb sees it.
+
+        ``off`` takes away the tree: nothing is inserted, so nothing is ever matched.
+        ``prefill-only`` takes away the bytes too: leases count tokens, and whatever would write,
+        insert, match, send, receive, check or copy KV is refused rather than done with nothing.
+        """
+        if self._mode is CacheMode.OFF:
+            if isinstance(request, client.OpenLease | client.Receive):
+                return msgspec.structs.replace(request, cache=False)
+            return request
+        if isinstance(request, COUNTS):
+            return request
+        verb = type(request).__struct_config__.tag
+        return Refusal(
+            Code.NOT_SUPPORTED,
+            f"{verb} needs KV, and pool {self._node.settings.spec.name} of {self._name} has none: "
+            'cache.mode is "prefill-only" there, which counts tokens and takes no byte; set '
+            'cache.mode = "radix"',
+            side=self._name,
+        )
 
     # ---- leases ------------------------------------------------------------------------------
 
     def _open_lease(
         self, session: int, message: client.OpenLease, tokens: Tokens
     ) -> Refusal | None:
-        refusal = self._node.drainer.refusal()
+        refusal = self._drainer.refusal()
         if refusal is not None:
             return refusal
         is_empty = not tokens and not message.reserve_tokens
@@ -128,7 +160,6 @@ class Engines:
                 f"a lease of {count(tokens)} tokens and {message.reserve_tokens} in reserve, "
                 f"{message.step_tokens} at a time"
             )
-        node = self._node
         claim = Claim(
             session=session,
             call=message.call,
@@ -141,31 +172,31 @@ class Engines:
             cache=message.cache,
             step_tokens=message.step_tokens,
         )
-        asker = LeaseAsker(session, message.call, node.leases, self._out)
-        lease = node.admission.at_once(claim)
+        asker = LeaseAsker(session, message.call, self._leases, self._out)
+        lease = self._admission.at_once(claim)
         if isinstance(lease, Lease):
             asker.admitted(lease)
             return None
-        wait_s = min(node.settings.max_deadline_s, message.deadline_s)
-        node.admission.submit(Waiter(claim, self._out.at_s + wait_s, asker), lease)
+        wait_s = min(self._node.settings.max_deadline_s, message.deadline_s)
+        self._admission.submit(Waiter(claim, self._out.at_s + wait_s, asker), lease)
         return None
 
     def _extend_lease(self, session: int, message: client.ExtendLease, _: Tokens) -> Refusal | None:
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         if message.n_tokens < 0:
             return self._wrong(f"extend by {message.n_tokens} tokens")
-        first = count(lease.row)
-        leases = self._node.leases
+        first = count(lease.page_table)
+        leases = self._leases
         shortage = leases.extend(lease, message.n_tokens)
         if shortage is not None:
             return self._no_room(lease, shortage)
-        self._answer_row(session, message.call, lease, first)
+        self._answer_page_table(session, message.call, lease, first)
         return None
 
     def _slide_lease(self, session: int, message: client.SlideLease, _: Tokens) -> Refusal | None:
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         if not 0 <= message.upto_tokens <= lease.room_tokens:
@@ -173,27 +204,27 @@ class Engines:
                 f"slide of lease {lease.id} to token {message.upto_tokens}, it has room for "
                 f"{lease.room_tokens}"
             )
-        refusal = self._node.leases.slide(lease, message.upto_tokens)
+        refusal = self._leases.slide(lease, message.upto_tokens)
         if refusal is None:
-            self._answer_row(session, message.call, lease, count(lease.row))
+            self._answer_page_table(session, message.call, lease, count(lease.page_table))
         return refusal
 
     def _commit_lease(
         self, session: int, message: client.CommitLease, tokens: Tokens
     ) -> Refusal | None:
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
-        first = self._node.leases.commit(lease, tokens)
+        first = self._leases.commit(lease, tokens)
         if isinstance(first, Refusal):
             return first
-        self._answer_row(session, message.call, lease, first)
+        self._answer_page_table(session, message.call, lease, first)
         return None
 
     def _release_lease(
         self, session: int, message: client.ReleaseLease, _: Tokens
     ) -> Refusal | None:
-        lease = lease_of(self._node, session, message.lease)
+        lease = self._owners.lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         self._release(session, message.call, lease)
@@ -202,14 +233,15 @@ class Engines:
     def _commit_and_release(
         self, session: int, message: client.CommitAndRelease, tokens: Tokens
     ) -> Refusal | None:
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
-            former = former_lease_of(self._node, session, message.lease)
+            # An engine that is back after a restart ends its leases the way it always did.
+            former = self._owners.former_lease_of(session, message.lease)
             if former is None or tokens:
                 return lease
             self._release(session, message.call, former)
             return None
-        first = self._node.leases.commit(lease, tokens)
+        first = self._leases.commit(lease, tokens)
         if isinstance(first, Refusal):
             return first
         lease.is_whole = True
@@ -217,25 +249,25 @@ class Engines:
         return None
 
     def _release(self, session: int, call: int, lease: Lease) -> None:
-        self._node.sessions.end_lease(lease, "normal")
+        self._sessions.end_lease(lease, "normal")
         self._out.answer(session, client.Done(call))
 
-    def _answer_row(self, session: int, call: int, lease: Lease, first: int) -> None:
-        rows = self._node.leases.beside.rows(lease)
+    def _answer_page_table(self, session: int, call: int, lease: Lease, first: int) -> None:
+        beside = self._leases.components.page_tables(lease)
         self._out.answer(
             session,
             client.PageTable(
-                call=call, first=first, pages=lease.row[first * ID_BYTES :], beside=rows
+                call=call, first=first, pages=slice_pages(lease.page_table, first), beside=beside
             ),
         )
 
     def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
-        who = "; ".join(self._node.owners.of_most_pages(shortage.budget))
+        who = "; ".join(self._owners.of_most_pages(shortage.budget))
         return Refusal(
             Code.NO_ROOM,
             f"lease {lease.id} needs {shortage.needed_pages} more pages of {shortage.budget}, "
             f"{shortage.headroom_pages} are obtainable "
-            f"({self._node.leases.budgets.told(shortage.budget)}); most are held by {who}",
+            f"({self._leases.budgets.told(shortage.budget)}); most are held by {who}",
             side=self._name,
             numbers={
                 "needed_pages": shortage.needed_pages,
@@ -245,7 +277,7 @@ class Engines:
 
     def _cancel_call(self, session: int, message: client.CancelCall, _: Tokens) -> Refusal | None:
         """Take a request out of the queue; one that was admitted meanwhile is not touched."""
-        self._node.admission.cancel(
+        self._admission.cancel(
             session,
             message.of,
             Refusal(Code.CANCELLED, "the engine no longer waits for it", side=self._name),
@@ -259,13 +291,15 @@ class Engines:
         refusal = self._bad_room(message.room)
         if refusal is not None:
             return refusal
-        node = self._node
-        refusal = node.drainer.refusal() or self._bad_receive(message, tokens)
+        refusal = self._drainer.refusal() or self._bad_receive(message, tokens)
         if refusal is None:
-            node.decoder.receive(session, message, tokens)
+            self._decoder.receive(session, message, tokens)
             return None
+        # The writers are told too: an engine may have opened a send for this room already.
         for source in message.source[:MAX_SOURCES]:
-            node.decoder.withdraw_room(message.room, node.peers.find(source) or source, refusal)
+            self._decoder.withdraw_room(
+                message.room, self._node.peers.find(source) or source, refusal
+            )
         return refusal
 
     def _bad_receive(self, message: client.Receive, tokens: Tokens) -> Refusal | None:
@@ -276,16 +310,17 @@ class Engines:
             )
         n_tokens = count(tokens)
         refusal = bad_tier(message.tier, n_tokens, self._node.settings.spec, self._name)
-        return refusal or self._node.decoder.offers.unfit_sources(message.source, n_tokens)
+        return refusal or self._decoder.offers.unfit_sources(message.source, n_tokens)
 
     def _cancel_receive(
         self, session: int, message: client.CancelReceive, _: Tokens
     ) -> Refusal | None:
-        attempt = self._node.decoder.attempts.get(message.receive)
+        attempt = self._decoder.attempts.get(message.receive)
         if attempt is None or attempt.session != session:
             return self._unknown_handoff("receive", message.receive)
+        # Answered first: what the cancel answers after it belongs to the receive, not to this call.
         self._out.answer(session, client.Done(message.call))
-        self._node.decoder.cancel_attempt(
+        self._decoder.cancel_attempt(
             attempt, Refusal(Code.CANCELLED, "the decode engine cancelled it", side=self._name)
         )
         return None
@@ -293,10 +328,10 @@ class Engines:
     # ---- prefill side ------------------------------------------------------------------------
 
     def _send(self, session: int, message: client.Send, tokens: Tokens) -> Refusal | None:
-        refusal = self._bad_room(message.room) or self._node.drainer.refusal()
+        refusal = self._bad_room(message.room) or self._drainer.refusal()
         if refusal is not None:
             return refusal
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         if (
@@ -312,7 +347,7 @@ class Engines:
                 side=self._name,
             )
         digest = prompt_digest(tokens, message.namespace)
-        return self._node.prefiller.open_send(
+        return self._prefiller.open_send(
             message, SendingEngine(session=session, lease=lease, tokens=tokens, digest=digest)
         )
 
@@ -320,7 +355,7 @@ class Engines:
         part = self._part(session, message.send)
         if isinstance(part, Refusal):
             return part
-        refusal = self._node.prefiller.advance_send(part, message.upto_tokens, message.after)
+        refusal = self._prefiller.advance_send(part, message.upto_tokens, message.after)
         if refusal is None:
             self._out.answer(session, client.Done(message.call))
         return refusal
@@ -328,29 +363,29 @@ class Engines:
     def _finish(self, session: int, message: client.Finish, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
         if isinstance(part, Refusal):
-            self._node.prefiller.forget_failed(session, message.send)
+            self._prefiller.forget_failed(session, message.send)
             return part
-        return self._node.prefiller.finish_send(part, message)
+        return self._prefiller.finish_send(part, message)
 
     def _abort_send(self, session: int, message: client.AbortSend, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
         if isinstance(part, Refusal):
-            if not self._node.prefiller.forget_failed(session, message.send):
+            if not self._prefiller.forget_failed(session, message.send):
                 return part
             self._out.answer(session, client.Done(message.call))
             return None
         self._out.answer(session, client.Done(message.call))
-        self._node.prefiller.abandon_send(
+        self._prefiller.abandon_send(
             part,
             Refusal(Code.ABORTED, f"the prefill engine gave up: {message.reason}", self._name),
         )
         return None
 
     def _part(self, session: int, send: int) -> SendPart | Refusal:
-        part = self._node.prefiller.by_send.get(send)
+        part = self._prefiller.by_send.get(send)
         if part is not None and part.session == session:
             return part
-        failed = self._node.prefiller.failed.get(send)
+        failed = self._prefiller.failed.get(send)
         if failed is not None and failed.session == session:
             return failed.refusal
         return self._unknown_handoff("send", send)
@@ -358,15 +393,14 @@ class Engines:
     # ---- routers -----------------------------------------------------------------------------
 
     def _match(self, session: int, message: client.MatchPrefix, tokens: Tokens) -> Refusal | None:
-        node = self._node
-        load = len(node.decoder.parts) + len(node.prefiller.rooms.by_room) + len(node.admission)
+        load = len(self._decoder.parts) + len(self._prefiller.rooms.by_room) + len(self._admission)
         self._out.answer(
             session,
             client.Matched(
                 call=message.call,
-                tokens=node.leases.tree.probe(tokens, message.namespace),
+                tokens=self._leases.tree.probe(tokens, message.namespace),
                 load=load,
-                free=node.leases.headroom_pages,
+                free=self._leases.headroom_pages,
             ),
         )
         return None

@@ -56,7 +56,7 @@ class ClientCameBack(msgspec.Struct, frozen=True, tag="ClientReturned"):
 
 
 class Branch(msgspec.Struct, frozen=True):
-    """A stretch of cached pages that was proven, behind the end of branch ``parent``.
+    """Cached pages in one piece that were proven, behind the end of branch ``parent``.
 
     ``parent`` is the place of an earlier one in the list; -1: it begins a sequence of
     ``namespace``. ``tokens`` are whole pages, one for each of ``pages``.

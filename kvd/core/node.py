@@ -3,7 +3,7 @@
 ``Node.step`` is the single mutator. It never awaits, logs, reads a clock, draws a number or touches
 memory; the same inputs give the same outputs and the same state, so a recorded input log replays.
 This file routes; what a message does is in ``engines`` (requests of engines), ``operators``
-(requests of operators), ``decode``, ``prefill``, ``peer`` and ``lease``.
+(requests of operators), and in the rooms: ``handoff``, ``peers``, ``leases``.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from kvd.core.handoff.send import Prefiller
 from kvd.core.handoff.transfers import Transfers
 from kvd.core.inspect.inquiries import Inquiries
 from kvd.core.leases.admission import OWN_TRANSFER, Admission
-from kvd.core.leases.adopt import Adoption
 from kvd.core.leases.copies import Copies
 from kvd.core.leases.fetch import Fetcher
+from kvd.core.leases.former_leases import FormerLeases
 from kvd.core.leases.lease_table import LeaseTable
 from kvd.core.leases.owners import Owners
 from kvd.core.leases.retraction import Retractor
-from kvd.core.leases.sessions import Sessions
+from kvd.core.leases.sessions import Sessions, SessionTable
 from kvd.core.operators import Operators
 from kvd.core.peers.hello import impostor
 from kvd.core.peers.peer import Life
 from kvd.core.peers.registry import Peers
 from kvd.core.recorded import FlightRecorder
-from kvd.core.retuned import Retuned
 from kvd.errors import Code
 from kvd.types import short
 from kvd.wire import events
@@ -68,35 +67,48 @@ class Node:
         self.settings = settings
         self.started_s = at_s
         self.steps = 0
-        self.refused = self.violations = 0
+        self.refused = 0
         self.transport = ""
         self.out = Outbox()
         self.out.at_s = at_s
         self.leases = LeaseTable(
             settings.spec, settings.policy, self.out, is_journaled=settings.is_journaled
         )
-        self.owners = Owners(self)
-        self.admission = Admission(settings, self.leases, self.owners, self.out)
-        self.peers = Peers(settings, self.out)
-        self.copies = Copies(self.out)
-        self.retractor = Retractor(self)
-        self.fetcher = Fetcher(self)
-        self.decoder = Decoder(
-            settings, self.leases, self.admission, self.peers, self.fetcher, self.out
+        out, leases = self.out, self.leases
+        open_sessions = SessionTable(settings.name, out)
+        self.former_leases = FormerLeases(settings, leases, open_sessions, out)
+        self.owners = Owners(settings.name, leases, open_sessions, self.former_leases, out)
+        self.admission = Admission(settings, leases, self.owners, out)
+        self.peers = Peers(settings, out)
+        self.copies = Copies(out)
+        self.retractor = Retractor(
+            settings, leases, self.owners, self.admission, self.peers, self.copies, out
         )
-        self.prefiller = Prefiller(settings, self.leases, self.peers, self.out)
-        self.transfers = Transfers(settings, self.prefiller, self.peers, self.out)
-        self.sessions = Sessions(self)
-        self.former = Adoption(self)
+        self.fetcher = Fetcher(
+            settings, leases, self.owners, self.retractor, self.peers, self.copies, out
+        )
+        self.decoder = Decoder(settings, leases, self.admission, self.peers, self.fetcher, out)
+        self.prefiller = Prefiller(settings, leases, self.peers, out)
+        self.transfers = Transfers(settings, self.prefiller, self.peers, out)
+        self.sessions = Sessions(
+            owners=self.owners,
+            leases=leases,
+            admission=self.admission,
+            retractor=self.retractor,
+            fetcher=self.fetcher,
+            receiving=self.decoder,
+            sending=self.prefiller,
+            out=out,
+        )
         self.drainer = Drainer(
             settings,
-            self.leases,
+            leases,
             self.admission,
             self.sessions,
             self.peers,
             self.decoder,
             self.prefiller,
-            self.out,
+            out,
         )
         self.engines = Engines(self)
         self.inquiries = Inquiries(self)
@@ -111,11 +123,11 @@ class Node:
         """One handler per input type: Any, because each takes its own type of input."""
         return {
             i.FromClient: self.engines.request,
-            i.ClientJoined: self.sessions.joined,
+            i.ClientJoined: self.owners.sessions.joined,
             i.ClientHungUp: self.sessions.hung_up,
             i.HungUpOn: self.sessions.hung_up_on,
             i.ClientCameBack: self.sessions.returned,
-            i.PoolAdopted: self.former.adopted,
+            i.PoolAdopted: self.former_leases.take_over,
             i.FromOperator: self.operators.request,
             i.StopAsked: self.drainer.stop_node,
             i.FromPeer: self._from_peer,
@@ -142,7 +154,8 @@ class Node:
             i.Recalled: self.audit.recalled,
             i.RecorderSaid: self.recorded.said,
             i.RecorderSaved: self.recorded.saved,
-            **Retuned(self).handlers,
+            i.Reconfigured: self._reconfigured,
+            i.ReloadRefused: self._reload_refused,
         }
 
     def _peer_handlers(self) -> dict[type, Callable[[Any, Any], None]]:
@@ -169,6 +182,8 @@ class Node:
         self.steps += 1
         self.out.at_s = self.leases.tree.at = happened.at_s
         self._handlers[type(happened)](happened)
+        # After every input, whatever it was: who frees a page need not think of who waits for it,
+        # and only what is left then says whether a drain is over.
         self.admission.pump()
         self.drainer.end_if_over()
         if self.misgiven:
@@ -185,6 +200,18 @@ class Node:
             code=got.refusal.code.value,
             why=got.refusal.message,
         )
+
+    def _reconfigured(self, got: i.Reconfigured) -> None:
+        """New figures: for the next Hello, and for the queue as it is now.
+
+        Every other figure of ``settings`` stays as it was when the node was made.
+        """
+        self.peers.allow = got.allow
+        self.admission.retune(max_queue=got.max_queue, overtakers=got.overtakers)
+        self.out.emit(events.ConfigReloaded, changed=got.changed, needs_restart=got.needs_restart)
+
+    def _reload_refused(self, got: i.ReloadRefused) -> None:
+        self.out.emit(events.ConfigRefused, errors=got.errors)
 
     # ---- peers -------------------------------------------------------------------------------
 
@@ -231,6 +258,8 @@ class Node:
             self.refused += 1
             return
         peer, gone = taken
+        # The life before this one is over, so nothing of it writes any more. That is settled before
+        # anybody is admitted: a waiting receive may go to the same peer.
         if gone:
             self.decoder.writer_gone(gone)
             self.prefiller.outlived(gone)
@@ -272,6 +301,8 @@ class Node:
         self.admission.changed(OWN_TRANSFER)
 
     def _transfer_gone(self, got: i.TransferGone) -> None:
+        # The peers first: from here on ``generation`` is 0, and nobody orders a post or a copy of
+        # a process that is not there while those of the dead one are cleared away.
         self.peers.transfer_gone()
         self.transfers.gone()
         self.copies.transfer_gone()

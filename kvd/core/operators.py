@@ -1,25 +1,54 @@
 """What each request of an operator does: it says what it changed, what it refused, and why.
 
-The report of a verb that changes something is made first, by ``rehearse``, and then made true.
+A verb that changes something is a plan, made by one function: its report, and what makes that
+true. The verb carries its plan out in the step in which it was made; ``--dry-run`` (``Rehearse``)
+only shows the report. So what is told is what is done: there is no second reckoning.
+
+To add a verb: its message in ``wire.admin``, a function below and its line in ``PLANS`` (or in
+``ANSWERS`` where it only reads), its command in ``kvd.cli``.
+
+Pages in reports are those of the first component, as in every figure about leases. What follows
+later, as when a peer settles, is not in the figures; a note says what is waited for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from kvd.core import effects
 from kvd.core.audit.invariants import faults
 from kvd.core.audit.sweep import pools
-from kvd.core.inspect import rehearse, why
+from kvd.core.cache.eviction import victims
+from kvd.core.cache.lease import ENGINE
+from kvd.core.handoff.protocol import Decode, Prefill
+from kvd.core.handoff.receive import ASKING
+from kvd.core.handoff.send import WRITING
+from kvd.core.inspect import why
 from kvd.core.inspect.snapshot import snapshot
+from kvd.core.inspect.why import holders
+from kvd.core.layout.spec import device_number, has_bytes
+from kvd.core.leases.owners import describe_holder
 from kvd.errors import Code, Refusal
+from kvd.types import ID_BYTES, short
 from kvd.wire import admin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.radix_node import RadixNode as TreeEdge
+    from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inputs import FromOperator
+    from kvd.core.inspect.view import NodeView
     from kvd.core.node import Node
+
+UNLOCKED = "unlocked"
+STRICT = "strict"
+"""The flush mode that changes nothing when anything is locked."""
+
+MAX_NOTES = 16
+"""Of what would happen, in words: a screen of them; the figures count everything."""
 
 
 class Operators:
@@ -28,109 +57,332 @@ class Operators:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._out = node.out
-        # One verb per request type: Any, because each takes its own type of message.
-        self._verbs: dict[type, Callable[[Any], admin.AdminReply | Refusal]] = {
-            admin.ShowStatus: self._status,
-            admin.ShowTree: self._tree,
-            admin.Why: self._why,
-            admin.Flush: self._flush,
-            admin.Evict: self._evict,
-            admin.AbortRoom: self._abort,
-            admin.Fence: self._fence,
-            admin.Drain: self._drain,
-            admin.Undrain: self._undrain,
-            admin.Rehearse: self._rehearse,
-            admin.Audit: self._audit,
-        }
 
     def request(self, got: FromOperator) -> None:
         """One request, one answer; where peers are asked first, it comes when they have spoken."""
         if isinstance(got.message, admin.AskOtherEnd):
             self._node.inquiries.ask(got, got.message)
             return
-        verb = self._verbs.get(type(got.message))
-        answer: admin.AdminReply | Refusal
-        if verb is None:
-            answer = Refusal(Code.BAD_REQUEST, "this request is served by the shell")
-        else:
-            answer = verb(got.message)
+        answer = self._answer(got.message)
         if isinstance(answer, Refusal):
             answer = admin.AdminFailed(got.message.call, answer)
         self._out.effects.append(effects.AnswerOperator(got.operator, answer))
 
-    def _status(self, got: admin.ShowStatus) -> admin.Status:
-        return admin.Status(got.call, snapshot(self._node))
-
-    def _why(self, got: admin.Why) -> admin.Because | Refusal:
-        return why.because(self._node, got)
-
-    def _tree(self, got: admin.ShowTree) -> admin.Tree:
-        edges = why.in_display_order(self._node.leases.tree)
-        by_edge = why.holders(self._node)
-        shown = tuple(
-            why.tree_node(self._node, edge, by_edge.get(edge.id, []))
-            for edge in edges[: max(0, got.limit)]
-        )
-        return admin.Tree(got.call, shown, len(edges))
-
-    def _rehearse(self, got: admin.Rehearse) -> admin.Report | Refusal:
-        return rehearse.rehearse(self._node, got)
-
-    def _flush(self, got: admin.Flush) -> admin.Report | Refusal:
-        told = rehearse.flush(self._node, got)
-        if isinstance(told, Refusal) or (got.mode == rehearse.STRICT and told.refused):
-            return told
-        self._node.leases.flush()
-        return told
-
-    def _evict(self, got: admin.Evict) -> admin.Report:
-        told = rehearse.evict(self._node, got)
-        self._node.leases.evict(max(0, got.pages), "operator")
-        return told
-
-    def _abort(self, got: admin.AbortRoom) -> admin.Report | Refusal:
+    def _answer(self, message: Any) -> admin.AdminReply | Refusal:
+        """Any: each verb takes its own type of message."""
         node = self._node
-        told = rehearse.abort(node, got)
-        if isinstance(told, Refusal):
-            return told
-        refusal = Refusal(
-            Code.ABORTED, f"an operator aborted it: {got.reason}", side=node.settings.name
+        if type(message) in PLANS:
+            plan = PLANS[type(message)](node, message)
+            if isinstance(plan, Refusal):
+                return plan
+            plan.carry_out()
+            return plan.report
+        answer = ANSWERS.get(type(message))
+        if answer is None:
+            return Refusal(Code.BAD_REQUEST, "this request is served by the shell")
+        return answer(node, message)
+
+
+# ---- verbs that only read ------------------------------------------------------------------------
+
+
+def status(node: Node, got: admin.ShowStatus) -> admin.Status:
+    """Everything there is to see."""
+    return admin.Status(got.call, snapshot(node))
+
+
+def tree(node: Node, got: admin.ShowTree) -> admin.Tree:
+    """The first nodes in display order, and how many there are."""
+    edges = why.in_display_order(node.leases.tree)
+    by_edge = holders(node.leases)
+    shown = tuple(
+        why.tree_node(node, edge, by_edge.get(edge.id, [])) for edge in edges[: max(0, got.limit)]
+    )
+    return admin.Tree(got.call, shown, len(edges))
+
+
+def audit(node: Node, got: admin.Audit) -> admin.Report:
+    """Every rule at once; as good as a sweep of the standing audit, which hears of it."""
+    found = faults(node)
+    node.audit.looked_at_all(found)
+    table = node.leases
+    return admin.Report(
+        call=got.call,
+        changed={
+            "pages": sum(pool.total_pages for pool in pools(table)),
+            "leases": len(table.leases),
+            "nodes": sum(1 for _ in table.tree.nodes()),
+            "violations": len(found),
+        },
+        refused=tuple(fault.sentence for fault in found),
+        standing=node.audit.state(),
+    )
+
+
+# ---- plans -----------------------------------------------------------------------------------
+
+
+class VerbPlan(msgspec.Struct, frozen=True):
+    """What a verb would report now, and what makes it true; it must not outlive its step."""
+
+    report: admin.Report
+    carry_out: Callable[[], object]
+
+
+def _nothing() -> None:
+    """What is refused as a whole."""
+
+
+def rehearse(node: NodeView, got: admin.Rehearse) -> admin.Report | Refusal:
+    """What ``got.verb`` would answer now; nothing is changed, not even an order."""
+    plan = PLANS[type(got.verb)](node, got.verb)
+    if isinstance(plan, Refusal):
+        return plan
+    told = plan.report
+    return admin.Report(got.call, told.changed, told.refused, notes=told.notes)
+
+
+def flush(node: NodeView, got: admin.Flush) -> VerbPlan | Refusal:
+    """Drop what nobody locks; what is locked is refused, with its holders."""
+    if got.mode not in {UNLOCKED, STRICT}:
+        return Refusal(
+            Code.BAD_REQUEST,
+            f"flush mode {got.mode!r} is none of {UNLOCKED}, {STRICT}",
+            side=node.settings.name,
         )
-        for one in [one for one in node.decoder.attempts.values() if one.room == got.room]:
+    tree = node.leases.tree
+    locked = [edge for edge in tree.nodes() if edge.lock_ref]
+    by_edge = holders(node.leases)
+    kept = tuple(
+        f"node {edge.id} kept, {len(edge.pages) // ID_BYTES} pages: "
+        + "; ".join(describe_holder(node, lease) for lease in by_edge.get(edge.id, []))
+        for edge in locked
+    )
+    if got.mode == STRICT and locked:
+        return VerbPlan(admin.Report(got.call, {"freed_pages": 0}, kept), _nothing)
+    changed = {"freed_pages": tree.evictable_pages, "locked_pages": tree.protected_pages}
+    return VerbPlan(admin.Report(got.call, changed, kept), node.leases.flush)
+
+
+def evict(node: NodeView, got: admin.Evict) -> VerbPlan:
+    """Whole unlocked leaves, in the order of eviction, until so many pages are out."""
+    tree = node.leases.tree
+    wanted = max(0, got.pages)
+    going = victims(tree.order, min(wanted, tree.evictable_pages) * ID_BYTES)
+    freed = sum(len(edge.pages) for edge in going) // ID_BYTES
+    refused: tuple[str, ...] = ()
+    if freed < wanted:
+        locked = tree.protected_pages
+        rest = f"is locked ({locked} pages)" if locked else "is empty"
+        refused = (f"{wanted - freed} of {wanted} pages: the rest of the cache {rest}",)
+    notes = _bounded([_said_of_victim(node, edge) for edge in going[:MAX_NOTES]], len(going))
+    report = admin.Report(got.call, {"evicted_pages": freed}, refused, notes=notes)
+    # By the pages of these victims, not by dropping them one by one: the order also puts behind
+    # them the locked nodes that it passes, and stays the one that evicts for a lease.
+    return VerbPlan(report, lambda: node.leases.evict(freed, "operator"))
+
+
+def _said_of_victim(node: NodeView, edge: TreeEdge) -> str:
+    return (
+        f"node {edge.id} goes, {edge.n_pages} pages, tokens to {edge.end_tokens}"
+        f"{f' of namespace {edge.namespace!r}' if edge.namespace else ''}, "
+        f"last used {node.out.at_s - edge.touched_at:.1f} s ago"
+    )
+
+
+# ---- handoffs --------------------------------------------------------------------------------
+
+
+def abort(node: NodeView, got: admin.AbortRoom) -> VerbPlan | Refusal:
+    """Give up every part of the room; pages that a remote may write go to quarantine."""
+    receives = [part for part in node.decoder.parts.values() if part.room == got.room]
+    sends = node.prefiller.rooms.parts_of(got.room)
+    if not receives and not sends:
+        return Refusal(Code.BAD_REQUEST, f"no open handoff in room {got.room} on this node")
+    drained = {
+        part.lease.id: part.lease
+        for part in receives
+        if part.lease is not None and _would_drain(part)
+    }
+    notes = [_said_of_receive(part) for part in receives]
+    notes += [_said_of_send(part, _freed_by_sender(part)) for part in sends]
+    changed = {
+        "receives": len(receives),
+        "sends": len(sends),
+        "freed_pages": sum(map(_freed_by_sender, sends)),
+        "quarantined_pages": sum(lease.held_pages for lease in drained.values()),
+    }
+    attempts = [one for one in node.decoder.attempts.values() if one.room == got.room]
+    refusal = Refusal(
+        Code.ABORTED, f"an operator aborted it: {got.reason}", side=node.settings.name
+    )
+
+    def give_up() -> None:
+        for one in attempts:
             node.decoder.cancel_attempt(one, refusal)
-        for send in node.prefiller.rooms.parts_of(got.room):
+        for send in sends:
             node.prefiller.give_up_send(send, refusal)
-        return told
 
-    def _fence(self, got: admin.Fence) -> admin.Report:
-        told = rehearse.fence(self._node, got)
-        self._out.effects.append(effects.RestartTransfer("an operator fenced this node"))
-        return told
+    report = admin.Report(got.call, changed, (), notes=_bounded(notes, len(notes)))
+    return VerbPlan(report, give_up)
 
-    def _drain(self, got: admin.Drain) -> admin.Report | Refusal:
-        told = rehearse.drain(self._node, got)
-        if isinstance(told, admin.Report):
-            self._node.drainer.begin_drain(got.who, got.why, got.deadline_s)
-        return told
 
-    def _undrain(self, got: admin.Undrain) -> admin.Report | Refusal:
-        told = rehearse.undrain(self._node, got)
-        if isinstance(told, admin.Report):
-            self._node.drainer.end_drain()
-        return told
+def _would_drain(part: ReceivePart) -> bool:
+    """Whether the writer may still write when the part is given up now."""
+    return part.state in ASKING and part.ended is None
 
-    def _audit(self, got: admin.Audit) -> admin.Report:
-        found = faults(self._node)
-        self._node.audit.looked_at_all(found)
-        table = self._node.leases
-        return admin.Report(
-            call=got.call,
-            changed={
-                "pages": sum(pool.total_pages for pool in pools(self._node)),
-                "leases": len(table.leases),
-                "nodes": sum(1 for _ in table.tree.nodes()),
-                "violations": len(found),
-            },
-            refused=tuple(fault.sentence for fault in found),
-            standing=self._node.audit.state(),
+
+def _said_of_receive(part: ReceivePart) -> str:
+    lease = part.lease
+    if lease is None:
+        return f"receive {part.id} leaves the queue: it holds nothing"
+    what = f"receive {part.id}, {lease.held_pages} pages of lease {lease.id}"
+    writer = f"{part.peer} ({short(part.incarnation)})"
+    if _would_drain(part):
+        return f"{what}: in quarantine until {writer} settles or restarts, or a fence"
+    if part.state is Decode.DRAINING:
+        return f"{what}: given up already, in quarantine until {writer} settles or restarts"
+    if any(_would_drain(one) for one in part.attempt.parts):
+        return f"{what}: {part.peer} has sent all of its part, which is dropped"
+    return f"{what}: everything has arrived; they are verified first, and then let go"
+
+
+def _freed_by_sender(part: SendPart) -> int:
+    """Pages that nobody needs when the send is given up now."""
+    if part.engine is None or part.outstanding or part.state is Prefill.DRAINING:
+        return 0
+    lease: Lease = part.engine.lease
+    return lease.held_pages if lease.holders == {f"send {part.id}"} else 0
+
+
+def _said_of_send(part: SendPart, freed: int) -> str:
+    who = f"send {part.id} to {part.peer or 'nobody yet'}"
+    if part.engine is None:
+        return f"{who}: no engine has opened it, it holds nothing"
+    lease = part.engine.lease
+    if part.outstanding:
+        posts = f"{len(part.outstanding)} posts that read them are over"
+        return f"{who}: the pages of lease {lease.id} stay until {posts}"
+    if freed:
+        return f"{who}: {freed} pages of lease {lease.id} are free"
+    others = ", ".join(sorted(lease.holders - {f"send {part.id}"}))
+    return f"{who}: lease {lease.id} stays with {others or 'nobody, and has no pages of its own'}"
+
+
+def fence(node: NodeView, got: admin.Fence) -> VerbPlan:
+    """Restart the transfer process: what is under way through it ends, no quarantine outlives it.
+
+    A receive is cut because its pages cannot be reached any more; the peer says so when it hears
+    of the new generation. A send is cut if one of its posts is under way.
+    """
+    draining = [one for one in node.leases.leases.values() if one.quarantine is not None]
+    receives = [part for part in node.decoder.parts.values() if part.state in ASKING]
+    sends = [
+        part
+        for part in node.prefiller.rooms.by_room.values()
+        if part.state in WRITING and part.outstanding
+    ]
+    notes = [
+        f"room {part.room}: receive {part.id} from {part.peer} is cut, "
+        f"{part.moved_bytes} of {part.total_bytes} bytes had arrived"
+        for part in receives[:MAX_NOTES]
+    ]
+    notes += [
+        f"room {part.room}: send {part.id} to {part.peer} is cut, {len(part.outstanding)} posts "
+        "under way"
+        for part in sends[:MAX_NOTES]
+    ]
+    parts = node.settings.spec.components
+    if any(has_bytes(part) and device_number(part) is not None for part in parts):
+        ends = (
+            "the pool lies on a device, in memory of the transfer process: this daemon ends with "
+            "it (status 1), and the next one has an empty pool"
         )
+        notes.insert(0, ends)
+    changed = {
+        "quarantined_leases": len(draining),
+        "quarantined_pages": sum(one.held_pages for one in draining),
+        "receives_cut": len(receives),
+        "sends_cut": len(sends),
+    }
+    told = _bounded(notes, len(receives) + len(sends))
+    restart = effects.RestartTransfer("an operator fenced this node")
+    return VerbPlan(
+        admin.Report(got.call, changed, (), notes=told), lambda: node.out.effects.append(restart)
+    )
+
+
+# ---- the node --------------------------------------------------------------------------------
+
+
+def drain(node: NodeView, got: admin.Drain) -> VerbPlan | Refusal:
+    """Refuse those who wait for something new; what is under way goes on, leases stay."""
+    refusal = _is_stopping(node)
+    if refusal is not None:
+        return refusal
+    drainer = node.drainer
+    waiting, waiting_sends = drainer.would_refuse()
+    receives, sends = drainer.under_way()
+    notes = [f"room {part.room}: receive {part.id} from {part.peer} goes on" for part in receives]
+    notes += [f"room {part.room}: send {part.id} to {part.peer} goes on" for part in sends]
+    notes = notes[:MAX_NOTES]
+    leases = [one for one in node.leases.leases.values() if ENGINE in one.holders]
+    changed = {
+        "refused_waiting": len(waiting),
+        "refused_sends": len(waiting_sends),
+        "receives_under_way": len(receives),
+        "sends_under_way": len(sends),
+        "leases_kept": len(leases),
+    }
+    until = f"given up after {got.deadline_s:g} s" if got.deadline_s > 0 else "never given up"
+    told = _bounded(notes, len(receives) + len(sends))
+    report = admin.Report(got.call, changed, (), notes=(*told, f"what is under way is {until}"))
+    return VerbPlan(report, lambda: drainer.begin_drain(got.who, got.why, got.deadline_s))
+
+
+def undrain(node: NodeView, got: admin.Undrain) -> VerbPlan | Refusal:
+    """Begin new things again."""
+    refusal = _is_stopping(node)
+    if refusal is not None:
+        return refusal
+    drainer = node.drainer
+    note = f"{drainer.words()}, and serves again" if drainer.drain else "nothing was drained here"
+    changed = {"drains_ended": int(drainer.drain is not None)}
+    return VerbPlan(admin.Report(got.call, changed, (), notes=(note,)), drainer.end_drain)
+
+
+def _is_stopping(node: NodeView) -> Refusal | None:
+    drainer = node.drainer
+    if drainer.drain is None or not drainer.drain.is_stop:
+        return None
+    return Refusal(
+        Code.WRONG_STATE,
+        f"{drainer.words()}: that cannot be taken back, start it again",
+        side=node.settings.name,
+    )
+
+
+def _bounded(notes: list[str], total: int) -> tuple[str, ...]:
+    """The first of ``total`` notes, and how many more there are."""
+    if total <= MAX_NOTES:
+        return tuple(notes)
+    return (*notes[:MAX_NOTES], f"and {total - MAX_NOTES} more")
+
+
+# One function per verb: Any, because each takes its own type of message.
+PLANS: dict[type, Callable[[NodeView, Any], VerbPlan | Refusal]] = {
+    admin.Flush: flush,
+    admin.Evict: evict,
+    admin.AbortRoom: abort,
+    admin.Fence: fence,
+    admin.Drain: drain,
+    admin.Undrain: undrain,
+}
+
+ANSWERS: dict[type, Callable[[Node, Any], admin.AdminReply | Refusal]] = {
+    admin.ShowStatus: status,
+    admin.ShowTree: tree,
+    admin.Why: why.because,
+    admin.Rehearse: rehearse,
+    admin.Audit: audit,
+}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.wire import recording_events as events
+from kvd.wire import events
 from kvd.wire.snapshot import RecorderState
 
 if TYPE_CHECKING:
@@ -45,9 +45,7 @@ class FlightRecorder:
         out = self._out
         self._since_s = out.at_s
         if got.recorder.state == RECORDING:
-            out.emit(
-                events.RecordingStarted,
-            )
+            out.emit(events.RecordingStarted)
         else:
             out.emit(events.RecordingEnded, why=got.recorder.why)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from typing_extensions import override
 
-from kvd.console.lockhistory import with_lock_history
+from kvd.console.history import with_lock_history
 from kvd.core.inputs import FromOperator, Unreadable
 from kvd.core.replay.freeze import TooManyObjects, state_hash
 from kvd.errors import Code, Refusal

@@ -27,7 +27,6 @@ from kvd.core.inputs import (
     Unreadable,
 )
 from kvd.core.inspect.words import node_word
-from kvd.core.leases.adopt import why_not
 from kvd.core.node import Node
 from kvd.daemon.admins import AdminPort
 from kvd.daemon.attach import AttachServer, device_memory
@@ -195,7 +194,7 @@ class Daemon:
         if taken is None:
             return
         if taken.adopted is not None:
-            wrong = why_not(self.node, taken.adopted)
+            wrong = self.node.former_leases.why_not(taken.adopted)
             if wrong:
                 raise UnfitConfig(
                     f"the journal of the pool contradicts itself: {wrong}; kvd drop removes both, "
@@ -334,7 +333,7 @@ class Daemon:
         self.reactor.feed(
             ClientCameBack(at_s=self._clock(), session=session, pid=pid, leases=leases)
         )
-        return tuple(lease.id for lease in self.node.former.of_session(session))
+        return tuple(lease.id for lease in self.node.former_leases.of_session(session))
 
     def _hung_up_on(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:
         self.clients.hang_up(session)

@@ -1,4 +1,4 @@
-"""Consoles (``kvd-tui``): the desk that serves them, and what the shell knows for it.
+"""Consoles (``kvd-tui``): the server that serves them, and what the shell knows for it.
 
 What must not live here: what a console may see, and what that may cost (``kvd.console``).
 """
@@ -9,10 +9,9 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.console.desk import Desk
-from kvd.console.recent import Recent
-from kvd.console.scene import Scene
-from kvd.console.watch import Watch
+from kvd.console.context import Context
+from kvd.console.history import Recent
+from kvd.console.server import ConsoleServer, Watch
 from kvd.types import Sent
 
 if TYPE_CHECKING:
@@ -71,7 +70,9 @@ class Consoles:
     ) -> None:
         recent = Recent()
         bus.subscribe(recent.take, wants=recent.wants)
-        self._desk = Desk(Scene(node, recent, EngineProcesses(calls, clock)), bus.after, budget)
+        self._desk = ConsoleServer(
+            Context(node, recent, EngineProcesses(calls, clock)), bus.after, budget
+        )
         self._clock = clock
         self._watches: dict[bytes, Watch] = {}
         """Who has waited for longest comes first."""

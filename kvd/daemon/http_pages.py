@@ -11,8 +11,7 @@ from kvd import __version__
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.layout.spec import PoolSpec
 from kvd.observe.exposition import CONTENT_TYPE, Build, Exposition
-from kvd.observe.gauges import gauges_of
-from kvd.observe.http import PLAIN, Pages, Response
+from kvd.observe.http import PLAIN, HttpPages, Response
 from kvd.wire import peer
 from kvd.wire.attach import PROTOCOL
 
@@ -46,11 +45,11 @@ def exposition_of(node: Node, metrics: Metrics) -> Exposition:
     return Exposition(
         metrics,
         Build(version=__version__, proto=str(peer.PROTOCOL), nixl=node.transport),
-        lambda: gauges_of(snapshot(node)),
+        lambda: snapshot(node),
     )
 
 
-def http_pages(config: Config, node: Node, exposition: Exposition) -> Pages:
+def http_pages(config: Config, node: Node, exposition: Exposition) -> HttpPages:
     """The pages of a node; each is answered from the state between two steps."""
     info = Info(
         node=config.node.name,
@@ -71,7 +70,7 @@ def http_pages(config: Config, node: Node, exposition: Exposition) -> Pages:
             return Response(200, PLAIN, b"ready\n")
         return Response(503, PLAIN, b"the transfer process is restarting\n")
 
-    return Pages(
+    return HttpPages(
         livez=lambda: Response(200, PLAIN, b"alive\n"),
         readyz=readyz,
         metrics=lambda: Response(200, CONTENT_TYPE, exposition.render()),

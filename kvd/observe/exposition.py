@@ -5,25 +5,33 @@ imported by ``load`` or by the first scrape, never by importing this file. It fo
 state of ours, and its global registry stays empty.
 
 Invariant: a counter's series that was shown once is shown until the process ends.
+
+What is counted is in ``metrics``. What is read off the node at the moment of a scrape is a row of
+``STATE_FAMILIES``, over the snapshot that ``kvd status`` prints, so that both say the same.
 """
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.observe.families import counter, gauge, histogram, histograms, total, totals
+from kvd.observe.metrics import Labels
+from kvd.wire.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-    from kvd.observe.gauges import Gauges
-    from kvd.observe.metrics import Metrics
-    from kvd.wire.snapshot import AuditState
+    from kvd.observe.metrics import Counter, Histogram, Histograms, Metrics
+    from kvd.wire.snapshot import PeerState, PoolState
+
+    Series = Iterable[tuple[Labels, float]]
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -37,12 +45,14 @@ class Build(msgspec.Struct, frozen=True):
 
 
 class Exposition:
-    """Renders one node's metrics. ``read_gauges`` is called once for each page."""
+    """Renders one node's metrics. ``read_snapshot`` is called once for each page."""
 
-    def __init__(self, metrics: Metrics, build: Build, read_gauges: Callable[[], Gauges]) -> None:
+    def __init__(
+        self, metrics: Metrics, build: Build, read_snapshot: Callable[[], Snapshot]
+    ) -> None:
         self._metrics = metrics
         self._build = build
-        self._read_gauges = read_gauges
+        self._read_snapshot = read_snapshot
         self._registry: CollectorRegistry | None = None
 
     def load(self) -> None:
@@ -72,7 +82,7 @@ class Exposition:
         yield from _handoffs(self._metrics)
         yield from _ledger(self._metrics)
         yield from _loop(self._metrics)
-        yield from _state(self._read_gauges(), self._build)
+        yield from _state(self._read_snapshot(), self._build)
 
 
 def _handoffs(metrics: Metrics) -> Iterator[Metric]:
@@ -172,182 +182,306 @@ def _loop(metrics: Metrics) -> Iterator[Metric]:
     )
 
 
-def _state(gauges: Gauges, build: Build) -> Iterator[Metric]:
-    """The node as it is."""
-    from prometheus_client.core import InfoMetricFamily  # noqa: PLC0415
+class StateFamily(msgspec.Struct, frozen=True):
+    """One family that is read off the snapshot: ``series`` gives label values and figures.
 
-    yield from _pools(gauges)
-    yield from _peers(gauges)
-    yield gauge(
-        "kvd_leases", "Leases by reason and state.", ("reason", "state"), gauges.leases.items()
-    )
-    yield gauge(
+    It is a gauge, or a counter where ``is_total``; one that is ``is_optional`` is not on the page
+    while it has no series.
+    """
+
+    name: str
+    doc: str
+    series: Callable[[Snapshot], Series]
+    labels: Labels = ()
+    is_total: bool = False
+    is_optional: bool = False
+
+
+def _one(read: Callable[[Snapshot], float]) -> Callable[[Snapshot], Series]:
+    """A family without labels."""
+    return lambda node: [((), read(node))]
+
+
+def _each_pool(read: Callable[[PoolState], dict[str, float]]) -> Callable[[Snapshot], Series]:
+    """Of each component by one more label."""
+    return lambda node: [
+        ((pool.pool, pool.component, name), figure)
+        for pool in node.pools
+        for name, figure in read(pool).items()
+    ]
+
+
+def _of_pool(read: Callable[[PoolState], float | None]) -> Callable[[Snapshot], Series]:
+    """Of each component that has such a figure."""
+    return lambda node: [
+        ((pool.pool, pool.component), figure)
+        for pool in node.pools
+        if (figure := read(pool)) is not None
+    ]
+
+
+def _each_peer(read: Callable[[PeerState], float]) -> Callable[[Snapshot], Series]:
+    return lambda node: [((peer.name,), read(peer)) for peer in node.peers]
+
+
+def _pages_by_state(pool: PoolState) -> dict[str, float]:
+    """They add up to all pages."""
+    counted: dict[str, float] = {
+        "free": pool.free_pages,
+        "leased": pool.held_pages,
+        "cached": pool.cached_pages,
+        "quarantined": pool.quarantined_pages,
+        "condemned": pool.condemned_pages,
+    }
+    return counted | {"reserved": pool.total_pages - sum(counted.values())}
+
+
+def _memory_bytes(node: Snapshot) -> Series:
+    """Of each component, those in lockstep with it too."""
+    return [
+        ((pool.pool, component), size)
+        for pool in node.pools
+        for component, size in {
+            pool.component: pool.page_bytes * pool.total_pages,
+            **{one.component: one.page_bytes * one.total_pages for one in pool.companions},
+        }.items()
+    ]
+
+
+def _window_pages(pool: PoolState) -> dict[str, float]:
+    window = pool.window
+    return {"mapped": window.mapped_pages, "full": window.full_pages} if window else {}
+
+
+def _leases(node: Snapshot) -> Series:
+    kinds = [(lease.reason.partition(" ")[0], lease.state) for lease in node.leases]
+    return collections.Counter(kinds).items()
+
+
+def _inflight(node: Snapshot) -> Series:
+    sides = [room.side for room in node.rooms if room.state not in OVER]
+    return [((role,), sides.count(role)) for role in ("decode", "prefill")]
+
+
+OVER = frozenset({"ready", "closed", "settled", "forgotten"})
+"""States of a part in which nothing is under way any more."""
+
+_POOL = ("pool", "component")
+STATE_FAMILIES = (
+    StateFamily(
+        "kvd_pool_pages",
+        "Pages by state; the states add up to all pages.",
+        series=_each_pool(_pages_by_state),
+        labels=(*_POOL, "state"),
+    ),
+    StateFamily("kvd_pool_bytes", "Memory of the pool.", series=_memory_bytes, labels=_POOL),
+    StateFamily(
+        "kvd_pool_saved_pages",
+        "Pages of host memory for retracted leases, by state.",
+        series=_each_pool(
+            lambda pool: {
+                "used": pool.saved_pages,
+                "free": pool.saved_capacity_pages - pool.saved_pages,
+            }
+        ),
+        labels=(*_POOL, "state"),
+    ),
+    StateFamily(
+        "kvd_pool_evictable_pages",
+        "Cached pages that nobody locks.",
+        series=_of_pool(lambda pool: pool.evictable_pages),
+        labels=_POOL,
+    ),
+    StateFamily(
+        "kvd_pool_locked_pages",
+        "Cached pages that a lease locks.",
+        series=_of_pool(lambda pool: pool.locked_pages),
+        labels=_POOL,
+    ),
+    StateFamily(
+        "kvd_pool_window_pages",
+        "Pages that live leases have of a window: mapped, and with one for every token (full).",
+        series=_each_pool(_window_pages),
+        labels=(*_POOL, "allocation"),
+        is_optional=True,
+    ),
+    StateFamily(
+        "kvd_pool_window_slides",
+        "Times that a lease gave back what had left its window.",
+        series=_of_pool(lambda pool: pool.window.slides if pool.window else None),
+        labels=_POOL,
+        is_total=True,
+        is_optional=True,
+    ),
+    StateFamily(
+        "kvd_pool_buffer_pages_wanted",
+        "Pages that engines fetched: there already (hit), or copied for it (miss).",
+        series=_each_pool(
+            lambda pool: (
+                {"hit": pool.buffer.hits, "miss": pool.buffer.misses} if pool.buffer else {}
+            )
+        ),
+        labels=(*_POOL, "result"),
+        is_total=True,
+        is_optional=True,
+    ),
+    StateFamily(
+        "kvd_pool_buffer_copied_bytes",
+        "Bytes copied into the device buffer.",
+        series=_of_pool(lambda pool: pool.buffer.copied_bytes if pool.buffer else None),
+        labels=_POOL,
+        is_total=True,
+        is_optional=True,
+    ),
+    StateFamily(
+        "kvd_peer_up",
+        "1 if the peer is heard, 0 if it is suspect or lost.",
+        series=_each_peer(lambda peer: int(peer.state == "up")),
+        labels=("peer",),
+    ),
+    StateFamily(
+        "kvd_peer_generation",
+        "Generation of the peer's transfer process.",
+        series=_each_peer(lambda peer: peer.generation),
+        labels=("peer",),
+    ),
+    StateFamily(
+        "kvd_rtt_seconds",
+        "Round trip of the last Ping.",
+        series=_each_peer(lambda peer: peer.round_trip_ms / 1e3),
+        labels=("peer",),
+    ),
+    StateFamily(
+        "kvd_leases", "Leases by reason and state.", series=_leases, labels=("reason", "state")
+    ),
+    StateFamily(
         "kvd_lease_age_seconds",
         "Age of the oldest lease.",
-        ("quantile",),
-        [(("max",), gauges.oldest_lease_s)],
-    )
-    yield gauge(
-        "kvd_inflight_handoffs",
-        "Handoffs under way.",
-        ("role",),
-        [((role,), count) for role, count in gauges.inflight.items()],
-    )
-    yield gauge("kvd_waiting_requests", "Requests that wait for room.", (), [((), gauges.waiting)])
-    yield gauge("kvd_engine_clients", "Engine sessions.", (), [((), gauges.engine_clients)])
-    yield gauge(
+        series=lambda node: [(("max",), max((lease.age_s for lease in node.leases), default=0.0))],
+        labels=("quantile",),
+    ),
+    StateFamily("kvd_inflight_handoffs", "Handoffs under way.", series=_inflight, labels=("role",)),
+    StateFamily(
+        "kvd_waiting_requests",
+        "Requests that wait for room.",
+        series=_one(lambda node: len(node.waiting)),
+    ),
+    StateFamily(
+        "kvd_engine_clients", "Engine sessions.", series=_one(lambda node: len(node.clients))
+    ),
+    StateFamily(
         "kvd_draining",
         "1 while this node begins nothing new.",
-        (),
-        [((), int(gauges.is_draining))],
-    )
-    yield gauge(
+        series=_one(lambda node: int(node.drain is not None)),
+    ),
+    StateFamily(
         "kvd_transfer_generation",
         "Generation of the transfer process; a step says that it was restarted.",
-        (),
-        [((), gauges.transfer_generation)],
+        series=_one(lambda node: node.generation),
+    ),
+    StateFamily(
+        "kvd_events",
+        "Events since the daemon began.",
+        series=_one(lambda node: node.last_event),
+        is_total=True,
+    ),
+    StateFamily(
+        "kvd_last_event_seq",
+        "Number of the last event.",
+        series=_one(lambda node: node.last_event),
+    ),
+    StateFamily(
+        "kvd_audit_findings",
+        "Rules that are broken now; must stay 0.",
+        series=_one(lambda node: node.audit.findings),
+    ),
+    StateFamily(
+        "kvd_audit_sweeps",
+        "Whole looks at pages, locks and transfers.",
+        series=_one(lambda node: node.audit.sweeps),
+        is_total=True,
+    ),
+    StateFamily(
+        "kvd_audit_seconds",
+        "Processor time of the standing audit.",
+        series=_one(lambda node: node.audit.spent_s),
+        is_total=True,
+    ),
+    StateFamily(
+        "kvd_audit_age_seconds",
+        "Since the last sweep ended.",
+        series=_one(lambda node: node.audit.last_sweep_ago_s),
+    ),
+    StateFamily(
+        "kvd_uptime_seconds", "Age of this incarnation.", series=_one(lambda node: node.uptime_s)
+    ),
+)
+"""In the order of the page."""
+
+
+def _state(node: Snapshot, build: Build) -> Iterator[Metric]:
+    """The node as it is."""
+    from prometheus_client.core import (  # noqa: PLC0415
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        InfoMetricFamily,
     )
-    yield total("kvd_events", "Events since the daemon began.", gauges.last_event)
-    yield gauge("kvd_last_event_seq", "Number of the last event.", (), [((), gauges.last_event)])
-    yield from _audit(gauges.audit)
-    yield gauge("kvd_uptime_seconds", "Age of this incarnation.", (), [((), gauges.uptime_s)])
+
+    for one in STATE_FAMILIES:
+        make = CounterMetricFamily if one.is_total else GaugeMetricFamily
+        series = one.series(node)
+        if not series and one.is_optional:
+            continue
+        family = make(one.name, one.doc, labels=one.labels)
+        for label_values, figure in series:
+            family.add_metric(label_values, figure)
+        yield family
     yield InfoMetricFamily("kvd_build", "What runs here.", value=msgspec.structs.asdict(build))
 
 
-def _audit(audit: AuditState) -> Iterator[Metric]:
-    """The standing audit."""
-    yield gauge(
-        "kvd_audit_findings", "Rules that are broken now; must stay 0.", (), [((), audit.findings)]
-    )
-    yield total("kvd_audit_sweeps", "Whole looks at pages, locks and transfers.", audit.sweeps)
-    yield total("kvd_audit_seconds", "Processor time of the standing audit.", audit.spent_s)
-    yield gauge(
-        "kvd_audit_age_seconds",
-        "Since the last sweep ended.",
-        (),
-        [((), audit.last_sweep_ago_s)],
+def counter(
+    name: str, doc: str, counter: Counter, labels: Labels, always: tuple[Labels, ...] = ()
+) -> Metric:
+    """A counter family; the series in ``always`` are shown even at 0."""
+    from prometheus_client.core import CounterMetricFamily  # noqa: PLC0415
+
+    family = CounterMetricFamily(name, doc, labels=labels)
+    for values, total in (dict.fromkeys(always, 0) | counter.values).items():
+        family.add_metric(values, total)
+    return family
+
+
+def total(name: str, doc: str, total: float) -> Metric:
+    """A counter without labels."""
+    from prometheus_client.core import CounterMetricFamily  # noqa: PLC0415
+
+    return CounterMetricFamily(name, doc, value=total)
+
+
+def histogram(name: str, doc: str, histogram: Histogram) -> Metric:
+    """A histogram without labels."""
+    from prometheus_client.core import HistogramMetricFamily  # noqa: PLC0415
+
+    return HistogramMetricFamily(
+        name, doc, buckets=_cumulated(histogram), sum_value=histogram.total
     )
 
 
-def _pools(gauges: Gauges) -> Iterator[Metric]:
-    """Pages and bytes of each component."""
-    names = ("pool", "component")
-    yield gauge(
-        "kvd_pool_pages",
-        "Pages by state; the states add up to all pages.",
-        (*names, "state"),
-        [
-            ((pool.pool, pool.component, state), count)
-            for pool in gauges.pools
-            for state, count in pool.pages.items()
-        ],
-    )
-    yield gauge(
-        "kvd_pool_bytes",
-        "Memory of the pool.",
-        names,
-        [
-            ((pool.pool, component), size)
-            for pool in gauges.pools
-            for component, size in pool.memory_bytes.items()
-        ],
-    )
-    yield gauge(
-        "kvd_pool_saved_pages",
-        "Pages of host memory for retracted leases, by state.",
-        (*names, "state"),
-        [
-            ((pool.pool, pool.component, state), count)
-            for pool in gauges.pools
-            for state, count in pool.saved_pages.items()
-        ],
-    )
-    yield gauge(
-        "kvd_pool_evictable_pages",
-        "Cached pages that nobody locks.",
-        names,
-        [((pool.pool, pool.component), pool.evictable_pages) for pool in gauges.pools],
-    )
-    yield gauge(
-        "kvd_pool_locked_pages",
-        "Cached pages that a lease locks.",
-        names,
-        [((pool.pool, pool.component), pool.locked_pages) for pool in gauges.pools],
-    )
-    yield from _windows(gauges)
-    yield from _buffers(gauges)
+def histograms(name: str, doc: str, histograms: Histograms, labels: Labels) -> Metric:
+    """A histogram family."""
+    from prometheus_client.core import HistogramMetricFamily  # noqa: PLC0415
+
+    family = HistogramMetricFamily(name, doc, labels=labels)
+    for values, histogram in histograms.values.items():
+        family.add_metric(values, _cumulated(histogram), histogram.total)
+    return family
 
 
-def _windows(gauges: Gauges) -> Iterator[Metric]:
-    """What sliding windows save, where a component has one."""
-    windows = [
-        ((pool.pool, pool.component), pool.window)
-        for pool in gauges.pools
-        if pool.window is not None
-    ]
-    if not windows:
-        return
-    names = ("pool", "component")
-    yield gauge(
-        "kvd_pool_window_pages",
-        "Pages that live leases have of a window: mapped, and with one for every token (full).",
-        (*names, "allocation"),
-        [
-            ((*labels, allocation), pages)
-            for labels, one in windows
-            for allocation, pages in (("mapped", one.mapped_pages), ("full", one.full_pages))
-        ],
-    )
-    yield totals(
-        "kvd_pool_window_slides",
-        "Times that a lease gave back what had left its window.",
-        names,
-        [(labels, one.slides) for labels, one in windows],
-    )
-
-
-def _buffers(gauges: Gauges) -> Iterator[Metric]:
-    """How the device buffer fares, where there is one."""
-    buffers = [
-        ((pool.pool, pool.component), pool.buffer)
-        for pool in gauges.pools
-        if pool.buffer is not None
-    ]
-    if not buffers:
-        return
-    names = ("pool", "component")
-    yield totals(
-        "kvd_pool_buffer_pages_wanted",
-        "Pages that engines fetched: there already (hit), or copied for it (miss).",
-        (*names, "result"),
-        [
-            ((*labels, result), pages)
-            for labels, one in buffers
-            for result, pages in (("hit", one.hits), ("miss", one.misses))
-        ],
-    )
-    yield totals(
-        "kvd_pool_buffer_copied_bytes",
-        "Bytes copied into the device buffer.",
-        names,
-        [(labels, one.copied_bytes) for labels, one in buffers],
-    )
-
-
-def _peers(gauges: Gauges) -> Iterator[Metric]:
-    """Other daemons."""
-    peers = gauges.peers
-    up = [((peer.peer,), int(peer.is_up)) for peer in peers]
-    yield gauge("kvd_peer_up", "1 if the peer is heard, 0 if it is suspect or lost.", ("peer",), up)
-    yield gauge(
-        "kvd_peer_generation",
-        "Generation of the peer's transfer process.",
-        ("peer",),
-        [((peer.peer,), peer.generation) for peer in peers],
-    )
-    yield gauge(
-        "kvd_rtt_seconds",
-        "Round trip of the last Ping.",
-        ("peer",),
-        [((peer.peer,), peer.round_trip_s) for peer in peers],
-    )
+def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
+    """Prometheus buckets: how many values lie at or below each bound."""
+    below = 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
+        below += count
+        buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), below))
+    return buckets

@@ -47,7 +47,7 @@ OnFault = Callable[[str, BaseException], None]
 OnRefused = Callable[[int], None]
 
 
-class Pages(msgspec.Struct, frozen=True):
+class HttpPages(msgspec.Struct, frozen=True):
     """The five pages. A handler is called on the event loop and answers at once."""
 
     livez: Handler
@@ -68,7 +68,7 @@ class HttpServer:
     of a request that is none of the pages, or none at all.
     """
 
-    def __init__(self, pages: Pages, on_fault: OnFault, on_refused: OnRefused) -> None:
+    def __init__(self, pages: HttpPages, on_fault: OnFault, on_refused: OnRefused) -> None:
         self._pages: dict[str, Handler] = {
             "/livez": pages.livez,
             "/healthz": pages.livez,

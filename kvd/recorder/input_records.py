@@ -123,7 +123,7 @@ def mark_of(node: Node) -> StateMark:
         table.tree.protected_pages,
         *(
             (one.pool.free_ids()[-_TOP_BYTES:], one.pool.free_pages, one.evictable_pages)
-            for one in table.beside.each
+            for one in table.components.each
         ),
         (table.opened, table.released, table.evicted_pages),
         (len(table.leases), len(node.admission)),

@@ -14,7 +14,7 @@ import msgspec
 from typing_extensions import override
 
 from kvd.core import effects, inputs
-from kvd.core.audit import beside_rules
+from kvd.core.audit import component_rules
 from kvd.core.audit.invariants import violations
 from kvd.sim.node_shell import NodeShell, incarnation
 from kvd.sim.pool import SimMemory
@@ -261,8 +261,8 @@ class SimHost(NodeShell):
     def _check_balance(self) -> None:
         """Free + cached + held is the pool, whenever one of them has changed."""
         table = self.node.leases
-        for keeper in table.beside.each:
-            if beside_rules.is_uncounted(keeper):
+        for keeper in table.components.each:
+            if component_rules.is_uncounted(keeper):
                 raise Violated(f"I1: {self.name}: pages of {keeper.component.name} do not add up")
         free, cached = table.pool.free_pages, table.tree.cached_pages
         if (free, cached) == self._balance:
@@ -293,7 +293,7 @@ class SimHost(NodeShell):
             contents = of(tree.path_tokens(node), node.namespace)[-len(units) :]
             what = f"cached {node.describe()}"
             self.check(units, contents, count(node.edge), what)
-            for keeper in self.node.leases.beside.each:
+            for keeper in self.node.leases.components.each:
                 # A window is as long as the node, a snapshot stands for the end of it.
                 pages = page_ids(keeper.pages_at(node))
                 dues = contents[len(contents) - len(pages) :]

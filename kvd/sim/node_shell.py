@@ -156,9 +156,9 @@ class NodeShell:
 
     def own_pages(self, lease: Lease, component: str) -> Pages:
         """The pages of a component that are this lease's and nobody else's."""
-        keeper = self.node.leases.beside.named(component)
+        keeper = self.node.leases.components.named(component)
         if keeper is not None:
-            return keeper.own(lease)
+            return keeper.own_pages(lease)
         spec = self.node.settings.spec
         factor = companion_factor(spec, spec.components[spec.index(component)])
         return companion_pages(lease.held, factor)

@@ -320,7 +320,7 @@ class World:
                 table.headroom_pages == table.capacity_pages,
                 f"{host.name}: {table.headroom_pages} of {table.capacity_pages} pages obtainable",
             )
-            for keeper in table.beside.each:
+            for keeper in table.components.each:
                 kept = keeper.pool.total_pages - 1 - keeper.headroom_pages
                 require(not kept, f"{host.name}: {kept} pages of {keeper.component.name} kept")
             host.attach()

@@ -19,10 +19,25 @@ import msgspec
 from kvd.errors import Refusal
 from kvd.wire.bounds import Call, EventHandle, Figure, Name, Namespace, Priority, Reason
 from kvd.wire.events import Event
-from kvd.wire.sent_share import SentShare
 from kvd.wire.snapshot import Snapshot
 
 # ---- requests on the client socket ---------------------------------------------------------------
+
+
+class SentShare(msgspec.Struct, frozen=True, array_like=True):
+    """What a send has to send: KV of tokens ``[start_tokens, end_tokens)``, all of it or a share.
+
+    Sources with the same shards divide the pages: this is number ``rank`` of ``ranks`` of them. A
+    dummy sends nothing, and concludes all the same. The aux of ``finish`` travels from the
+    authoritative source alone.
+    """
+
+    rank: int
+    ranks: int
+    start_tokens: int
+    end_tokens: int
+    is_dummy: bool
+    is_authoritative: bool
 
 
 class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):

@@ -8,12 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-from kvd.wire.config_events import ConfigEvent
-from kvd.wire.drain_events import DrainEvent
-from kvd.wire.recording_events import RecordingEnded, RecordingSaved, RecordingStarted
-from kvd.wire.restart_events import RestartEvent
-from kvd.wire.session_events import ClientHungUpOn
-
 
 class ClientAttached(msgspec.Struct, frozen=True, tag="client-attached"):
     """A session opened, or one more process joined it."""
@@ -34,6 +28,107 @@ class ClientGone(msgspec.Struct, frozen=True, tag="client-gone"):
     name: str
     leases: int
     handoffs: int
+
+
+class ClientHungUpOn(msgspec.Struct, frozen=True, tag="client-hung-up-on"):
+    """The daemon hung up on a session whose processes live, and serves it no more.
+
+    ``leases`` with ``held_pages`` stay held until all of ``pids`` are dead, because those may go on
+    writing; ``handoffs`` were given up.
+    """
+
+    seq: int
+    at_s: float
+    session: int
+    name: str
+    pids: tuple[int, ...]
+    code: str
+    why: str
+    leases: int
+    held_pages: int
+    handoffs: int
+
+
+class Adopted(msgspec.Struct, frozen=True, tag="adopted"):
+    """The pool is what it was before the restart, as far as that was proven.
+
+    ``pages`` are cached, in ``nodes`` of the tree; ``leases`` of ``sessions`` keep ``held_pages``
+    of their own and ``unproven_pages`` that they may read. ``generation``: how often that was done.
+    """
+
+    seq: int
+    at_s: float
+    generation: int
+    pages: int
+    nodes: int
+    sessions: int
+    leases: int
+    held_pages: int
+    unproven_pages: int
+
+
+class ClientReturned(msgspec.Struct, frozen=True, tag="client-returned"):
+    """A session of before the restart is back.
+
+    It still uses ``kept`` leases, which can only be released; ``ended`` others have ended.
+    """
+
+    seq: int
+    at_s: float
+    session: int
+    name: str
+    pid: int
+    kept: int
+    ended: int
+
+
+class DrainBegan(msgspec.Struct, frozen=True, tag="drain-began"):
+    """From here on nothing new is begun; ``refused`` waited and were told so.
+
+    ``receives`` and ``sends`` are under way and go on; ``deadline_s`` from now what is left of them
+    is given up, 0: never. ``is_stop``: the process ends when it is drained.
+    """
+
+    seq: int
+    at_s: float
+    who: str
+    why: str
+    receives: int
+    sends: int
+    leases: int
+    refused: int
+    deadline_s: float = 0.0
+    is_stop: bool = False
+
+
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    """No handoff is under way and nobody waits; ``cut`` of them were given up at the deadline."""
+
+    seq: int
+    at_s: float
+    lasted_s: float
+    cut: int
+    leases: int
+
+
+class DrainEnded(msgspec.Struct, frozen=True, tag="drain-ended"):
+    """The node serves again."""
+
+    seq: int
+    at_s: float
+    lasted_s: float
+
+
+class PeerDraining(msgspec.Struct, frozen=True, tag="peer-draining"):
+    """A peer said that it is ``draining`` or ``leaving``, or that it is ``serving`` again."""
+
+    seq: int
+    at_s: float
+    peer: str
+    state: str
+    why: str
+    refused: int
+    """Receives from it that waited here and were told so."""
 
 
 class LeaseOpened(msgspec.Struct, frozen=True, tag="lease-opened"):
@@ -367,12 +462,60 @@ class ViolationHealed(msgspec.Struct, frozen=True, tag="violation-healed"):
     lasted_s: float
 
 
+class RecordingStarted(msgspec.Struct, frozen=True, tag="recording-started"):
+    """From here on the flight recorder has every input."""
+
+    seq: int
+    at_s: float
+
+
+class RecordingEnded(msgspec.Struct, frozen=True, tag="recording-ended"):
+    """The flight recorder has lost the thread; the node goes on unrecorded."""
+
+    seq: int
+    at_s: float
+    why: str
+
+
+class RecordingSaved(msgspec.Struct, frozen=True, tag="recording-saved"):
+    """A recording was written: ``kvd replay`` reads it."""
+
+    seq: int
+    at_s: float
+    path: str
+    why: str
+
+
+class ConfigReloaded(msgspec.Struct, frozen=True, tag="config-reloaded"):
+    """The configuration was read again: what holds from here on, and what waits for a restart.
+
+    Each as ``key: before -> after``.
+    """
+
+    seq: int
+    at_s: float
+    changed: tuple[str, ...]
+    needs_restart: tuple[str, ...]
+
+
+class ConfigRefused(msgspec.Struct, frozen=True, tag="config-refused"):
+    """The configuration was read again and is invalid: nothing was changed."""
+
+    seq: int
+    at_s: float
+    errors: tuple[str, ...]
+
+
 Event = (
     ClientAttached
     | ClientGone
     | ClientHungUpOn
-    | RestartEvent
-    | DrainEvent
+    | Adopted
+    | ClientReturned
+    | DrainBegan
+    | Drained
+    | DrainEnded
+    | PeerDraining
     | LeaseOpened
     | LeaseExtended
     | LeaseCommitted
@@ -401,5 +544,6 @@ Event = (
     | RecordingStarted
     | RecordingEnded
     | RecordingSaved
-    | ConfigEvent
+    | ConfigReloaded
+    | ConfigRefused
 )

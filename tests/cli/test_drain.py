@@ -18,7 +18,7 @@ from kvd.wire.admin import (
     Status,
     Undrain,
 )
-from kvd.wire.drain_events import Drained
+from kvd.wire.events import Drained
 from kvd.wire.snapshot import DrainState
 
 UNDER_WAY = DrainState("root", "new switch", 3.0, None, False, False, 2, 1, 0, 4)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from kvd.console.pagemap import map_in_steps
+from kvd.console.page_map import map_in_steps
 from kvd.console.survey import Survey
 from kvd.wire.console import MapQuery
 

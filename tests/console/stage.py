@@ -1,13 +1,13 @@
-"""A side of a world as consoles see it: its scene, fed with everything that happens there."""
+"""A side of a world as consoles see it: its context, fed with everything that happens there."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.console.recent import Recent
-from kvd.console.scene import Scene
-from kvd.console.view import Window
-from kvd.console.views import VIEWS
+from kvd.console.context import Context
+from kvd.console.history import Recent
+from kvd.console.server import VIEWS
+from kvd.console.view import TableWindow
 from kvd.observe.bus import Bus
 from kvd.wire.console import Filter, Query
 
@@ -38,20 +38,20 @@ class Stage:
         self.shell = Shell()
         recent = Recent()
         self.bus.subscribe(recent.take, wants=recent.wants)
-        self.scene = Scene(side.node, recent, self.shell)
+        self.context = Context(side.node, recent, self.shell)
         self._published = 0
 
-    def now(self) -> Scene:
-        """The scene as it is now."""
+    def now(self) -> Context:
+        """The context as it is now."""
         self.bus.publish(self.side.events[self._published :])
         self._published = len(self.side.events)
-        self.scene.now_s = self.side.world.now_s
-        return self.scene
+        self.context.now_s = self.side.world.now_s
+        return self.context
 
-    def window(self, view: str, *, sort: str = "", filters: tuple[Filter, ...] = ()) -> Window:
+    def window(self, view: str, *, sort: str = "", filters: tuple[Filter, ...] = ()) -> TableWindow:
         """All rows of a view."""
         found = VIEWS[view].window(self.now(), Query(view, sort=sort, filters=filters, limit=500))
-        assert isinstance(found, Window), found
+        assert isinstance(found, TableWindow), found
         return found
 
     def rows(self, view: str, **how: object) -> dict[str, dict[str, Cell]]:

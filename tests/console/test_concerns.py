@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvd.console.concerns import concerns, worry
-from kvd.console.vitals import Worry
+from kvd.console.concerns import Worry, concerns, worry
 from kvd.core import inputs
 from kvd.core.audit.audit import EVERY_S
 from kvd.errors import Code, Refusal
@@ -70,7 +69,7 @@ def test_a_busy_world_in_which_everything_moves_has_none():
 def test_a_page_that_nobody_has_is_found_by_the_audit_and_told():
     world = World()
     stage = Stage(world.d)
-    world.d.node.leases.pool.take(1)
+    world.d.node.leases.pool.take_pages(1)
     world.now_s += EVERY_S
     while not world.d.node.audit.sweeps:
         world.d.node.step(inputs.AuditTurn(world.now_s, 100))
@@ -494,9 +493,9 @@ def test_a_recorder_that_has_ended_is_told():
 @pytest.mark.parametrize(("lag_s", "severity"), [(0.1, "low"), (0.5, "medium")])
 def test_a_loop_that_is_late_is_told(lag_s, severity):
     stage = Stage(World().d)
-    stage.scene.lag_s = 0.09
+    stage.context.lag_s = 0.09
     assert kinds(stage) == []
-    stage.scene.lag_s = lag_s
+    stage.context.lag_s = lag_s
 
     assert kinds(stage) == [(severity, "loop-lag", "")]
 
@@ -507,7 +506,7 @@ def test_a_loop_that_is_late_is_told(lag_s, severity):
 def test_the_gravest_come_first_and_of_those_the_oldest():
     world, sender, p, _ = streaming()
     sender.advance(64)
-    p.scene.lag_s = 0.2
+    p.context.lag_s = 0.2
     after(p, 2.1)
     world.p.stop_transfer("killed")
     found = kinds(p)
@@ -520,12 +519,12 @@ def test_the_gravest_come_first_and_of_those_the_oldest():
 
 def test_what_is_seen_again_later_is_not_as_old_as_before():
     stage = Stage(World().d)
-    stage.scene.lag_s = 0.2
+    stage.context.lag_s = 0.2
     assert only(stage).since_s == 100.0
-    stage.scene.lag_s = 0.0
+    stage.context.lag_s = 0.0
     kinds(stage)
     stage.side.world.pass_time(1)
-    stage.scene.lag_s = 0.2
+    stage.context.lag_s = 0.2
 
     assert only(stage).since_s == 101.0
 

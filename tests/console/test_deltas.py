@@ -8,14 +8,12 @@ import sys
 import msgspec
 import pytest
 
-from kvd.console.desk import Desk
-from kvd.console.lenses import LENSES
-from kvd.console.pagemap import map_in_steps
-from kvd.console.recent import Recent
-from kvd.console.scene import Scene
-from kvd.console.view import Window
-from kvd.console.views import VIEWS
-from kvd.console.watch import Watch
+from kvd.console.context import Context
+from kvd.console.history import Recent
+from kvd.console.page_map import map_in_steps
+from kvd.console.page_map_modes import MODES
+from kvd.console.server import VIEWS, ConsoleServer, Watch
+from kvd.console.view import TableWindow
 from kvd.observe.bus import Bus
 from kvd.wire.admin import Frame, Look
 from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS
@@ -55,15 +53,15 @@ class Seen:
 
 
 class Console:
-    """Asks a desk, at any pace; some of what it is sent is lost."""
+    """Asks a server, at any pace; some of what it is sent is lost."""
 
     def __init__(self, family: str, rng: random.Random) -> None:
         self.engine = worked(family, rng.randrange(1000), 150)
         self.node = self.engine.node
         self.bus, recent = Bus(), Recent()
         self.bus.subscribe(recent.take, wants=recent.wants)
-        self.scene = Scene(self.node, recent, Shell())
-        self.desk = Desk(self.scene, self.bus.after, 0.5, lambda: 0.0)
+        self.context = Context(self.node, recent, Shell())
+        self.server = ConsoleServer(self.context, self.bus.after, 0.5, lambda: 0.0)
         self.rng = rng
         self.seen: dict[Query | MapQuery, Seen] = {}
         self.now_s = 1000.0
@@ -86,7 +84,7 @@ class Console:
         ]
         asked = ADMIN_REQUESTS.decode(ADMIN_REQUESTS.encode(Look(1, tuple(having))))
         assert isinstance(asked, Look), asked
-        frame = ADMIN_REPLIES.decode(self.desk.frame(Watch(asked, self.now_s), self.now_s))
+        frame = ADMIN_REPLIES.decode(self.server.frame(Watch(asked, self.now_s), self.now_s))
         assert isinstance(frame, Frame)
         if self.rng.random() < 0.1:
             return  # it is lost on its way
@@ -94,18 +92,18 @@ class Console:
             one.take(answer)
             if isinstance(query, Query):
                 self._check_table(query, one)
-            elif self.scene.surveyor.ask(self.now_s) is not None:
+            elif self.context.surveyor.ask(self.now_s) is not None:
                 self._check_map(query, one)
 
     def _check_table(self, query: Query, seen: Seen) -> None:
-        window = VIEWS[query.view].window(self.scene, query)
-        assert isinstance(window, Window)
+        window = VIEWS[query.view].window(self.context, query)
+        assert isinstance(window, TableWindow)
         assert list(seen.rows.values()) == list(window.rows), query
         assert (seen.total, seen.of) == (window.total, window.of), query
         self.checked += bool(window.rows)
 
     def _check_map(self, query: MapQuery, seen: Seen) -> None:
-        survey = self.scene.surveyor.ask(self.now_s)
+        survey = self.context.surveyor.ask(self.now_s)
         assert survey is not None
         whole = in_one(map_in_steps(query, survey, self.node))
         assert seen.cells == (None if whole.trouble else whole.cells), query
@@ -115,7 +113,7 @@ class Console:
         if rng.random() < 0.3:
             return MapQuery(
                 component=rng.choice(["", "kv", "swa", "state", "none"]),
-                lens=rng.choice([*LENSES, "none"]),
+                lens=rng.choice([*MODES, "none"]),
                 first_page=rng.choice([0, 3, 40, FAR]),
                 pages_each=rng.choice([1, 3, 17, 2**31]),
                 cells=rng.choice([0, 1, 64, 65_536]),

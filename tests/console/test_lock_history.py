@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.console.lockhistory import MARKS, lock_changes, with_lock_history
+from kvd.console.history import MARKS, lock_changes, with_lock_history
 from kvd.core.inputs import FromClient, FromOperator
 from kvd.types import NO_TOKENS
 from kvd.wire import admin, client

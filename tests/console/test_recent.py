@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.console.recent import Recent
+from kvd.console.history import Recent
 from kvd.wire import client
 from tests.core.world import PAGE, World, tokens
 

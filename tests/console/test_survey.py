@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from kvd.console.plane import FREE, Is
+from kvd.console.page_owners import FREE, Is
 from kvd.console.survey import FORGET_S, REST_S, Survey, Surveyor
 from kvd.core.inputs import FromOperator
-from kvd.core.inspect.pool_snapshot import pool_states
+from kvd.core.inspect.snapshot import pool_states
 from kvd.types import page_ids
 from kvd.wire import admin, client
 from tests.console.looked import cells_by_level, map_of, pages_by_level, surveyed
@@ -76,7 +76,7 @@ def test_a_long_chain_of_nodes_is_looked_at_many_levels_at_once():
     tree, pool = world.p.node.leases.tree, world.p.node.leases.pool
     node = tree.match(tokens((0, 0)), "")
     for number in range(500):
-        node = tree.extend(node, tokens((1000 * number, PAGE)), pool.take(1)).node
+        node = tree.extend(node, tokens((1000 * number, PAGE)), pool.take_pages(1)).node
     survey = Survey(world.p.node, None, 1.0)
     steps = sum(1 for _ in survey.steps)
 
@@ -106,7 +106,7 @@ def test_a_page_that_nobody_has_is_shown_so_by_the_second_survey():
     world = World()
     pool = world.p.node.leases.pool
     first = surveyed(world.p.node)
-    lost = page_ids(pool.take(2))
+    lost = page_ids(pool.take_pages(2))
     second = surveyed(world.p.node, first)
     third = surveyed(world.p.node, second)
     fourth = surveyed(world.p.node, third)
@@ -122,9 +122,9 @@ def test_a_page_that_nobody_has_is_shown_so_by_the_second_survey():
 
 def test_what_is_not_seen_by_the_first_survey_is_no_reason_to_worry():
     world = World()
-    lost = world.p.node.leases.pool.take(2)
+    lost = world.p.node.leases.pool.take_pages(2)
     first = surveyed(world.p.node)
-    world.p.node.leases.pool.give(lost)
+    world.p.node.leases.pool.return_pages(lost)
 
     assert pages_by_level(map_of(world.p.node, first)) == {"free": 61, "unseen": 2}
     assert pages_by_level(map_of(world.p.node, surveyed(world.p.node, first))) == {"free": 63}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.console.crossings import HOLDERS, first_holders, holder_counts, locks_of
-from kvd.console.recent import Recent
-from kvd.console.scene import Scene
+from kvd.console.context import Context
+from kvd.console.history import Recent
+from kvd.console.server import VIEWS
 from kvd.console.survey import Survey, Surveyor
-from kvd.console.tree import beside_of
-from kvd.console.view import Window
-from kvd.console.views import VIEWS
+from kvd.console.tree import HOLDERS, beside_of, first_holders, holder_counts, locks_of
+from kvd.console.view import TableWindow
 from kvd.core.audit.invariants import violations
 from kvd.core.inspect.why import holders
 from kvd.types import pack_ids
@@ -44,13 +43,13 @@ class Tree:
 
     def __init__(self, world: World) -> None:
         self.stage = Stage(world.p)
-        self.stage.scene.surveyor = Surveyor(world.p.node, timer=lambda: 0.0)
+        self.stage.context.surveyor = Surveyor(world.p.node, timer=lambda: 0.0)
         self.tree = world.p.node.leases.tree
 
     def shown(self, *opened: int, view: str = "tree", **how: object) -> list[dict[str, object]]:
         query = Query(view, opened=opened, limit=500, **how)  # type: ignore[arg-type]
         window = VIEWS[view].window(self.stage.now(), query)
-        assert isinstance(window, Window), window
+        assert isinstance(window, TableWindow), window
         names = [column.name for column in VIEWS[view].columns]
         return [{"key": row.key, **dict(zip(names, row.cells, strict=True))} for row in window.rows]
 
@@ -91,8 +90,8 @@ def test_children_are_shown_behind_an_opened_parent_and_of_no_other(world):
 
 def test_sizes_of_subtrees_are_empty_until_there_is_a_survey(world):
     tree = Tree(world)
-    tree.stage.scene.surveyor._credit_s = -1.0
-    tree.stage.scene.surveyor._now_s = world.now_s
+    tree.stage.context.surveyor._credit_s = -1.0
+    tree.stage.context.surveyor._now_s = world.now_s
 
     assert tree.column("below_pages") == [None, None]
 
@@ -114,8 +113,8 @@ def test_what_was_used_below_was_used_above(world):
 
 def test_windows_and_snapshots_are_named_where_they_lie():
     node = worked("everything", 3, 300).node
-    scene = Scene(node, Recent(), Shell())
-    cells = {beside_of(scene, edge) for edge in node.leases.tree.nodes()}
+    context = Context(node, Recent(), Shell())
+    cells = {beside_of(context, edge) for edge in node.leases.tree.nodes()}
     assert any(cell.startswith("swa gone") for cell in cells)
     assert any("state 1" in cell for cell in cells)
 
@@ -139,7 +138,7 @@ def test_holders_are_counted_as_the_locks_are(family):
     node = worked(family, 7, 300).node
     leases = node.leases.leases.values()
     counts = holder_counts(leases)
-    expected = holders(node)
+    expected = holders(node.leases)
 
     assert {one.id: n for one, n in counts.items()} == {k: len(v) for k, v in expected.items()}
     assert all(locks_of(one) == n for one, n in counts.items())
@@ -241,7 +240,7 @@ def test_views_of_the_tree_change_nothing(world):
 def test_a_node_that_is_new_since_the_survey_is_shown_without_a_size(world):
     tree = Tree(world)
     tree.shown()
-    survey = tree.stage.scene.surveyor._last
+    survey = tree.stage.context.surveyor._last
     assert isinstance(survey, Survey)
     lease = world.p.lease(tokens((5, PAGE)), namespace="new")
     world.p.call(client.CommitAndRelease, lease=lease.lease)

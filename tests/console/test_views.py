@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.console.view import Flaw
-from kvd.console.views import VIEWS
+from kvd.console.server import VIEWS
+from kvd.console.view import NoWindow
 from kvd.core import inputs
 from kvd.core.audit.audit import EVERY_S
 from kvd.wire import admin, client
@@ -272,7 +272,7 @@ def test_a_page_that_nobody_has_is_not_hidden_by_adding_up():
     world = World()
     stage = Stage(world.d)
     assert stage.row("pools", "pool:kv")["state"] == "ok"
-    world.d.node.leases.pool.take(1)
+    world.d.node.leases.pool.take_pages(1)
 
     assert stage.row("pools", "pool:kv")["state"] == "does not add up"
 
@@ -309,7 +309,7 @@ def test_the_audit_says_when_it_last_looked_and_what_that_took():
 
 def test_the_audit_is_broken_while_a_rule_is():
     world = World()
-    world.d.node.leases.pool.take(1)
+    world.d.node.leases.pool.take_pages(1)
     world.d.node.step(inputs.FromOperator(world.now_s, b"op", admin.Audit(1)))
     row = Stage(world.d).row("audit", "audit:standing")
     assert cells(row, "state", "findings") == ("broken", 1)
@@ -321,13 +321,13 @@ def test_the_audit_is_broken_while_a_rule_is():
 @pytest.mark.parametrize("name", VIEWS)
 def test_every_column_can_be_sorted_and_filtered_by(name):
     _, stage = full()
-    scene = stage.now()
+    context = stage.now()
     for column in VIEWS[name].columns:
         for sort in (column.name, f"-{column.name}"):
             found = VIEWS[name].window(
-                scene, Query(name, sort=sort, filters=(Filter(column.name, "is-not", "?"),))
+                context, Query(name, sort=sort, filters=(Filter(column.name, "is-not", "?"),))
             )
-            assert not isinstance(found, Flaw)
+            assert not isinstance(found, NoWindow)
             assert len(found.rows) == found.total == found.of
 
 
@@ -372,8 +372,8 @@ def test_a_node_that_is_evicted_before_its_row_is_made_is_left_out():
     cached(world.d, tokens((1, 64)))
     root = world.d.node.leases.tree.roots[""]
     [child] = root.children.values()
-    scene = Stage(world.d).now()
-    steps = VIEWS["tree"].look(scene, Query("tree", opened=(root.id,), sort="name"))
+    context = Stage(world.d).now()
+    steps = VIEWS["tree"].look(context, Query("tree", opened=(root.id,), sort="name"))
     for _ in range(3):
         next(steps)  # the last of these has ranked them
     world.d.node.leases.flush()

@@ -93,7 +93,7 @@ def lost_page(node: Node) -> str:
 def page_in_two_leases(node: Node) -> str:
     mine, theirs = engine_lease(node), source_lease(node)
     page = theirs.held[-ID_BYTES:]
-    mine.row = Pages(mine.row + page)
+    mine.page_table = Pages(mine.page_table + page)
     number = int.from_bytes(page, "little")
     first, second = sorted((mine.id, theirs.id))
     return f"page {number} is in lease {first} and in lease {second}"
@@ -102,7 +102,7 @@ def page_in_two_leases(node: Node) -> str:
 def page_in_two_plain_leases(node: Node) -> str:
     """Of one engine."""
     first, second = list(node.leases.leases.values())[:2]
-    second.row = Pages(second.row + first.row[-ID_BYTES:])
+    second.page_table = Pages(second.page_table + first.page_table[-ID_BYTES:])
     return f"is in lease {first.id} and in lease {second.id}"
 
 
@@ -115,7 +115,7 @@ def cached_page_in_free_list(node: Node) -> str:
 
 def stray_page(node: Node) -> str:
     lease = engine_lease(node)
-    lease.row = Pages(lease.row + (99_999).to_bytes(ID_BYTES, "little"))
+    lease.page_table = Pages(lease.page_table + (99_999).to_bytes(ID_BYTES, "little"))
     return f"lease {lease.id} has page 99999"
 
 
@@ -195,7 +195,9 @@ def edge_cut(node: Node) -> str:
 
 def row_off(node: Node) -> str:
     lease = engine_lease(node)
-    lease.row = Pages(lease.row[ID_BYTES : 2 * ID_BYTES] + lease.row[ID_BYTES:])
+    lease.page_table = Pages(
+        lease.page_table[ID_BYTES : 2 * ID_BYTES] + lease.page_table[ID_BYTES:]
+    )
     return f"the row of lease {lease.id}"
 
 

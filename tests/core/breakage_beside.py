@@ -62,19 +62,19 @@ def retracted(engine: Engine, toks: Tokens) -> None:
 
 
 def windows(node: Node) -> WindowPages:
-    found = node.leases.beside.named("swa")
+    found = node.leases.components.named("swa")
     assert isinstance(found, WindowPages)
     return found
 
 
 def states(node: Node) -> StatePages:
-    found = node.leases.beside.named("state")
+    found = node.leases.components.named("state")
     assert isinstance(found, StatePages)
     return found
 
 
 def buffers(node: Node) -> Buffers:
-    found = node.leases.beside.named("buffer")
+    found = node.leases.components.named("buffer")
     assert isinstance(found, Buffers)
     return found
 
@@ -122,7 +122,7 @@ def window_page_in_two_places(node: Node) -> str:
 
 def window_page_free_and_held(node: Node) -> str:
     keeper, (lease, _) = windows(node), leases(node)
-    page = keeper.own(lease)[:ID_BYTES]
+    page = keeper.own_pages(lease)[:ID_BYTES]
     keeper.pool._free[:0] = page
     return f"page {page_ids(page)[0]} of swa is in the free list and in lease {lease.id}"
 
@@ -154,11 +154,11 @@ def window_too_short(node: Node) -> str:
 
 def window_of_a_dropped_node(node: Node) -> str:
     tree, pool = node.leases.tree, node.leases.pool
-    kept, tree.beside = tree.beside, ()
+    kept, tree.components = tree.components, ()
     evicted = tree.evict(1)
     (gone,) = evicted.victims
-    pool.give(evicted.pages)
-    tree.beside = kept
+    pool.return_pages(evicted.pages)
+    tree.components = kept
     return f"{gone.describe()} has left the tree with 1 pages of state"
 
 
@@ -169,14 +169,14 @@ def window_order_lost_a_node(node: Node) -> str:
 
 
 def window_sum_off(node: Node) -> str:
-    windows(node).live.evictable_bytes += ID_BYTES
+    windows(node).live.evictable_pages += 1
     return "evictable pages of swa"
 
 
 def null_page_mapped(node: Node) -> str:
     lease = leases(node)[1]
     held = windows(node).held[lease.id]
-    held.pages[-ID_BYTES:] = bytes(ID_BYTES)
+    held.pages = Pages(held.pages[:-ID_BYTES] + bytes(ID_BYTES))
     return f"swa of lease {lease.id} maps the null page at page {held.top - 1} of its row"
 
 
@@ -190,7 +190,8 @@ def stretch_too_long(node: Node) -> str:
 def window_of_another_path(node: Node) -> str:
     lease = leases(node)[0]
     held = windows(node).held[lease.id]
-    held.pages[:ID_BYTES] = windows(node).pages_at(unlocked(windows(node)))[:ID_BYTES]
+    theirs = windows(node).pages_at(unlocked(windows(node)))
+    held.pages = Pages(theirs[:ID_BYTES] + held.pages[ID_BYTES:])
     return f"swa of lease {lease.id} is not the windows of the path that it locks"
 
 
@@ -221,13 +222,13 @@ def state_lost(node: Node) -> str:
 
 def buffer_of_a_gone_lease(node: Node) -> str:
     keeper = buffers(node)
-    keeper.held[99] = keeper.pool.take(2)
+    keeper.held[99] = keeper.pool.take_pages(2)
     return "buffer is kept for lease 99, which is gone"
 
 
 def buffer_too_large(node: Node) -> str:
     lease, keeper = leases(node)[0], buffers(node)
-    keeper.held[lease.id] = Pages(keeper.held[lease.id] + keeper.pool.take(1))
+    keeper.held[lease.id] = Pages(keeper.held[lease.id] + keeper.pool.take_pages(1))
     keeper.resident[lease.id].grow(5)
     return f"buffer of lease {lease.id} has 5 pages, at most 4 are any lease's"
 

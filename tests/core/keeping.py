@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.audit.radix_rules import tree_faults
+from kvd.core.audit.rules import tree_faults
 from kvd.core.cache.eviction import Policy
 from kvd.core.cache.lease import ARRIVAL, Claim, Lease
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import WindowPages
 from kvd.core.effects import Outbox
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix_node import RadixNode
 
-AWAY = {Standing.RETRACTED, Standing.RESUMING}
+AWAY = {LeaseStage.RETRACTED, LeaseStage.RESUMING}
 
 
 def pool_spec(
@@ -71,7 +71,7 @@ def arrival(
     table: LeaseTable, toks: Tokens, *, reserve: int = 0, cache: bool = True, step: int = 0
 ) -> Claim:
     """A receive: what lies beside the first component is sent."""
-    fresh = table.beside.fresh_tokens(count(toks), cached=cache)
+    fresh = table.components.fresh_tokens(count(toks), cached=cache)
     return Claim(
         1, 1, "receive", 9, "", toks, reserve, 0, cache, ARRIVAL, fresh_tokens=fresh,
         step_tokens=step,
@@ -80,7 +80,7 @@ def arrival(
 
 def opened(table: LeaseTable, asked: Claim) -> Lease:
     """The lease, for which there is room."""
-    lease = table.open(asked)
+    lease = table.open_lease(asked)
     assert isinstance(lease, Lease), lease
     check(table)
     return lease
@@ -101,21 +101,21 @@ def cached(table: LeaseTable, toks: Tokens) -> None:
 
 def row(table: LeaseTable, lease: Lease, component: str = "swa") -> list[int]:
     """What the engine sees of a component."""
-    keeper = table.beside.named(component)
+    keeper = table.components.named(component)
     assert keeper is not None
-    return page_ids(keeper.row(lease))
+    return page_ids(keeper.page_table(lease))
 
 
 def windows(table: LeaseTable) -> WindowPages:
     """The keeper of window pages."""
-    keeper = table.beside.named("swa")
+    keeper = table.components.named("swa")
     assert isinstance(keeper, WindowPages)
     return keeper
 
 
 def states(table: LeaseTable) -> StatePages:
     """The keeper of states."""
-    keeper = table.beside.named("state")
+    keeper = table.components.named("state")
     assert isinstance(keeper, StatePages)
     return keeper
 
@@ -123,7 +123,7 @@ def states(table: LeaseTable) -> StatePages:
 def pages_left(table: LeaseTable) -> dict[str, tuple[int, int]]:
     """By component: free and evictable pages."""
     left = {"kv": (table.pool.free_pages, table.tree.evictable_pages)}
-    for keeper in table.beside.each:
+    for keeper in table.components.each:
         left[keeper.component.name] = (keeper.pool.free_pages, keeper.evictable_pages)
     return left
 
@@ -137,7 +137,7 @@ def check(table: LeaseTable) -> None:
     leases = list(table.leases.values())
     nodes = list(table.tree.nodes())
     _tiles(table.pool, [n.pages for n in nodes] + [one.held for one in leases])
-    for keeper in table.beside.each:
+    for keeper in table.components.each:
         beside: list[Pages] = []
         if isinstance(keeper, WindowPages):
             _check_windows(keeper, leases, set(nodes))
@@ -145,9 +145,9 @@ def check(table: LeaseTable) -> None:
         elif isinstance(keeper, StatePages):
             _check_states(keeper, leases, set(nodes))
             beside = [snapshot.page for snapshot in keeper.snapshots.values()]
-        _tiles(keeper.pool, beside + [keeper.own(one) for one in leases])
+        _tiles(keeper.pool, beside + [keeper.own_pages(one) for one in leases])
         assert keeper.cached_pages == sum(map(count, beside))
-        assert set(keeper.leases) == {one.id for one in leases if one.standing not in AWAY}
+        assert set(keeper.leases) == {one.id for one in leases if one.state not in AWAY}
     parts = [part for one in leases if one.saved is not None for part in one.saved.parts]
     for component, pool in table.saved.pools.items():
         _tiles(pool, [part.slots for part in parts if part.component == component])
@@ -169,8 +169,8 @@ def _check_windows(keeper: WindowPages, leases: list[Lease], nodes: set[RadixNod
         assert held.floor <= held.top
         assert len(held.pages) // 4 == held.top - held.floor
         if lease.quarantine is None:
-            seen = page_ids(keeper.row(lease))
-            assert len(seen) == held.room == count(lease.row)
+            seen = page_ids(keeper.page_table(lease))
+            assert len(seen) == held.room == count(lease.page_table)
             mapped = [held.floor <= k < held.top for k in range(held.room)]
             assert [page > 0 for page in seen] == mapped
         step = lease.anchor

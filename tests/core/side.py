@@ -462,7 +462,7 @@ class Side(TransferDouble, NodeShell):
         if name != component:
             area = self.node.leases.saved.pools.get(name)
             return area.free_ids() if area is not None else NO_PAGES
-        keeper = self.node.leases.beside.named(component)
+        keeper = self.node.leases.components.named(component)
         if keeper is not None:
             return keeper.pool.free_ids()
         return self.node.leases.pool.free_ids() if component == "kv" else NO_PAGES
@@ -470,7 +470,7 @@ class Side(TransferDouble, NodeShell):
     def cached_of(self, component: str) -> set[int]:
         """The pages of a component that lie in the tree; none of what is in lockstep with kv."""
         component = component.partition("#")[0]
-        keeper = self.node.leases.beside.named(component)
+        keeper = self.node.leases.components.named(component)
         if keeper is not None:
             return {page for node in keeper.nodes for page in page_ids(keeper.pages_at(node))}
         if component != "kv":

@@ -240,9 +240,9 @@ def test_findings_are_bounded_and_all_of_them_count():
 def test_nothing_is_noted_while_no_sweep_runs():
     node = Node(settings("p", 64), 0.0)
     node.step(inputs.AuditTurn(0.0, 1))
-    node.leases.pool.give(node.leases.pool.take(3))
-    noted = len(node.leases.moves.log)
+    node.leases.pool.return_pages(node.leases.pool.take_pages(3))
+    noted = len(node.leases.moved.log)
     node.step(inputs.AuditTurn(0.1, WHOLE))
-    node.leases.pool.give(node.leases.pool.take(3))
+    node.leases.pool.return_pages(node.leases.pool.take_pages(3))
 
-    assert (noted, len(node.leases.moves.log)) == (2, 0)
+    assert (noted, len(node.leases.moved.log)) == (2, 0)

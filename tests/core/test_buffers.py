@@ -63,7 +63,7 @@ def test_a_claim_is_short_of_buffers_and_nothing_is_touched(table):
     for first in (1, 100):
         opened(table, claim(tokens((first, 12))))
 
-    assert table.open(claim(tokens((200, 8)))) == Shortage(2, 1, "buffer")
+    assert table.open_lease(claim(tokens((200, 8)))) == Shortage(2, 1, "buffer")
 
     check(table)
     assert pages_left(table) == {"kv": (34, 0), "buffer": (1, 0)}

@@ -10,8 +10,8 @@ import pytest
 
 from kvd.core import effects, inputs
 from kvd.core.audit.audit import EVERY_S
-from kvd.core.audit.fault import Fault
 from kvd.core.audit.invariants import violations
+from kvd.core.audit.rules import Fault
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import because
 from kvd.errors import Code, Refusal
@@ -133,8 +133,8 @@ def test_what_is_broken_beside_the_first_component_costs_no_page_twice(name):
 def own(node: Node, lease: int) -> dict[str, set[int]]:
     """Its own pages of each component, as its engine was told."""
     found = {"": set(page_ids(node.leases.leases[lease].held))}
-    for keeper in node.leases.beside.each:
-        pages = keeper.own(node.leases.leases[lease])
+    for keeper in node.leases.components.each:
+        pages = keeper.own_pages(node.leases.leases[lease])
         found[keeper.component.name] = set(page_ids(pages))
     return found
 
@@ -217,8 +217,8 @@ def test_pages_given_back_twice_are_found_at_that_step_and_named():
     node = world.d.node
     lease = world.d.lease(tokens((1, 64)), cache=False)
     record = node.leases.leases[lease.lease]
-    page = record.row[:ID_BYTES]
-    node.leases.pool.give(page)
+    page = record.page_table[:ID_BYTES]
+    node.leases.pool.return_pages(page)
 
     step = node.step(inputs.FromClient(world.now_s, 1, client.ReleaseLease(99, lease.lease)))
 
@@ -229,7 +229,7 @@ def test_pages_given_back_twice_are_found_at_that_step_and_named():
     answers = [one.message for one in step.effects if isinstance(one, effects.AnswerEngine)]
     assert [type(one) for one in answers] == [client.Done]
     free = page_ids(node.leases.pool.free_ids())
-    assert not set(free) & set(page_ids(record.row))
+    assert not set(free) & set(page_ids(record.page_table))
     assert len(free) == len(set(free)) == 15
     assert not sweep(node, world.now_s)[0], "all of it is accounted for"
 

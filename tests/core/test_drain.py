@@ -9,7 +9,7 @@ from kvd.core.handoff.drain import SETTLE_S
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.peers.peer import Life
 from kvd.errors import Code, Refusal
-from kvd.wire import admin, client, drain_events
+from kvd.wire import admin, client, events
 from kvd.wire.peer import Offer, Outcome, Ping, Settled, Withdrawn
 from tests.core.engines import PROMPT, Sender, totals
 from tests.core.side import incarnation
@@ -196,7 +196,7 @@ def test_a_handoff_under_way_ends_well_and_then_the_node_is_drained():
     finished = [one for one in world.p.take() if isinstance(one, client.Finished)]
     assert [one.failure for one in finished] == [None]
     assert [snapshot(side.node).state for side in (world.p, world.d)] == ["drained"] * 2
-    told = [one for one in world.p.events if isinstance(one, drain_events.Drained)]
+    told = [one for one in world.p.events if isinstance(one, events.Drained)]
     assert [(one.cut, one.leases) for one in told] == [(0, 1)]
 
 
@@ -230,7 +230,7 @@ def test_a_receive_that_waits_here_is_told_when_its_peer_begins_to_drain():
 
     (refused,) = world.d.take()
     assert code_of(refused) is Code.PEER_DRAINING
-    told = [one for one in world.d.events if isinstance(one, drain_events.PeerDraining)]
+    told = [one for one in world.d.events if isinstance(one, events.PeerDraining)]
     assert [(one.peer, one.state, one.why, one.refused) for one in told] == [
         ("p", "draining", "new switch", 1)
     ]
@@ -285,7 +285,7 @@ def test_the_deadline_gives_up_what_is_under_way_and_keeps_the_leases():
     state = snapshot(world.d.node).drain
     assert (state.is_drained, state.leases) == (True, 1)
     assert lease.lease in world.d.node.leases.leases
-    told = [one for one in world.d.events if isinstance(one, drain_events.Drained)]
+    told = [one for one in world.d.events if isinstance(one, events.Drained)]
     assert [one.cut for one in told] == [1]
 
 

@@ -12,6 +12,7 @@ from kvd.core.layout.spec import fingerprint
 from kvd.errors import Code, Refusal
 from kvd.types import Pages, pack_ids
 from kvd.wire import client
+from kvd.wire.client import SentShare
 from kvd.wire.peer import (
     Abort,
     Accept,
@@ -24,7 +25,6 @@ from kvd.wire.peer import (
     Progress,
     Settled,
 )
-from kvd.wire.sent_share import SentShare
 from tests.core.engines import PROMPT, Sender
 from tests.core.side import incarnation
 from tests.core.world import Side, World

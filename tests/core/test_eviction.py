@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
+from kvd.core.audit.rules import tree_faults
 from kvd.core.cache.eviction import HEAP_SLACK, PEEK_STALE, Policy, RankedOrder, eviction_order
-from kvd.core.cache.radix import RadixNode, RadixTree
+from kvd.core.cache.radix import RadixTree
 from kvd.types import Pages, Tokens, pack_ids
+
+if TYPE_CHECKING:
+    from kvd.core.cache.radix_node import RadixNode
 
 PAGE = 4
 NAMESPACE = "m"
@@ -33,7 +38,7 @@ class Shelf:
         self._next_page += n_new
         start = anchor.end_tokens
         grown = self.tree.extend(anchor, tokens, pages, start_tokens=start, priority=priority)
-        assert self.tree.check() == []
+        assert tree_faults(self.tree) == []
         return grown.node
 
     def get(self, word: str) -> None:
@@ -51,7 +56,7 @@ class Shelf:
         out = []
         while evicted := self.tree.evict(1).victims:
             out += [words[victim.id] for victim in evicted]
-            assert self.tree.check() == []
+            assert tree_faults(self.tree) == []
         return out
 
 
@@ -212,7 +217,7 @@ def test_heap_stays_small_when_nodes_are_locked_again_and_again():
 
 
 def test_order_asked_for_nothing_has_no_victims():
-    assert [eviction_order(policy).take(0) for policy in Policy] == [[], [], [], []]
+    assert [eviction_order(policy).take_victims(0) for policy in Policy] == [[], [], [], []]
 
 
 def busy(policy: Policy, seed: int) -> tuple[Shelf, list[RadixNode]]:

@@ -89,7 +89,7 @@ class Engine:
         self.told(self.leased.beside)
 
     def told(self, beside: tuple[bytes, ...]) -> None:
-        names = [one.component.name for one in self.side.node.leases.beside.each]
+        names = [one.component.name for one in self.side.node.leases.components.each]
         self.rows |= dict(zip(names, beside, strict=True))
 
     def compute(self, start: int, end: int) -> None:
@@ -168,8 +168,8 @@ def test_a_prefill_engine_that_slides_sends_the_same_tail():
     """It never holds more window pages than span, step and one, and the tail arrives whole."""
     world = World(spec=swa(window_pages=8), integrity=Integrity.FULL)
     engine = Engine(world.p, PROMPT, step_tokens=100)
-    keeper = world.p.node.leases.beside.each[0]
-    assert len(keeper.own(world.p.node.leases.leases[engine.leased.lease])) // 4 == 5
+    keeper = world.p.node.leases.components.each[0]
+    assert len(keeper.own_pages(world.p.node.leases.leases[engine.leased.lease])) // 4 == 5
     send = engine.send()
     for start in range(0, 1000, 100):
         engine.compute(start, start + 100)
@@ -282,7 +282,7 @@ def test_a_torn_window_page_fails_the_room_and_names_the_component():
     (failed,) = world.d.take()
     assert isinstance(failed, client.ReceiveFailed)
     assert f"page {page} (page 14 of the prompt, tokens [896, 960))" in failed.refusal.message
-    assert world.d.node.leases.beside.each[0].pool.free_pages == 63
+    assert world.d.node.leases.components.each[0].pool.free_pages == 63
     assert world.d.node.leases.pool.free_pages == 63
 
 
@@ -298,7 +298,7 @@ def test_an_abort_quarantines_the_pages_of_every_component():
     world.d.call(client.CancelReceive, receive=reply.receive)
     table = world.d.node.leases
     (lease,) = table.leases.values()
-    keeper = table.beside.each[0]
+    keeper = table.components.each[0]
 
     assert lease.quarantine is not None
     assert (table.pool.free_pages, keeper.pool.free_pages) == (63 - 16, 63 - 3)

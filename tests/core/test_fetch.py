@@ -96,7 +96,7 @@ class Decode:
 
 
 def buffers(world: World) -> Buffers:
-    (keeper,) = world.d.node.leases.beside.each
+    (keeper,) = world.d.node.leases.components.each
     assert isinstance(keeper, Buffers)
     return keeper
 

@@ -61,25 +61,25 @@ def test_what_is_beside_the_first_component_is_thawed_as_it_was(family):
 
     assert freeze(again) == freeze(node)
     assert violations(again) == []
-    for mine, theirs in zip(again.leases.beside.each, node.leases.beside.each, strict=True):
-        assert mine is again.leases.tree.beside[again.leases.beside.each.index(mine)]
+    for mine, theirs in zip(again.leases.components.each, node.leases.components.each, strict=True):
+        assert mine is again.leases.tree.components[again.leases.components.each.index(mine)]
         assert mine.pool.free_ids() == theirs.pool.free_ids()
         assert [one.id for one in mine.unlocked] == [one.id for one in theirs.unlocked]
         assert {*mine.nodes} <= {*again.leases.tree.nodes()}
         for number, lease in again.leases.leases.items():
-            assert mine.row(lease) == theirs.row(node.leases.leases[number])
+            assert mine.page_table(lease) == theirs.page_table(node.leases.leases[number])
 
 
 @pytest.mark.parametrize("change", ["window lock", "snapshot", "buffer", "last use"])
 def test_the_hash_tells_nodes_apart_that_differ_beside_the_first_component(change):
     """As those differ who have gone another way."""
     node = worked("everything", seed=1, steps=200).node
-    windows, states, buffers = node.leases.beside.each
+    windows, states, buffers = node.leases.components.each
     match change:
         case "window lock":
             next(iter(windows.live.at.values())).locks += 1
         case "snapshot":
-            states.pool.give(states.snapshots.popitem()[1].page)
+            states.pool.return_pages(states.snapshots.popitem()[1].page)
         case "buffer":
             lease, pages = buffers.held.popitem()
             buffers.held[lease] = pages[4:] + pages[:4]
@@ -141,7 +141,9 @@ def test_a_process_that_has_only_thawed_a_node_goes_on_to_the_same_state():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda node: node.leases.pool.give(node.leases.pool.take(2)[4:] + b"\1\0\0\0"),
+        lambda node: node.leases.pool.return_pages(
+            node.leases.pool.take_pages(2)[4:] + b"\1\0\0\0"
+        ),
         lambda node: node.leases.tree.match(tokens((1, 32), (900, 48)), ""),
         lambda node: node.out.emit(events.RecordingSaved, "a file", "asked"),
         lambda node: node.sessions.by_id[1].pids.append(8),

@@ -7,7 +7,7 @@ import pytest
 from kvd.core.inspect.snapshot import snapshot
 from kvd.types import count, page_ids
 from kvd.wire import client, events
-from kvd.wire.sent_share import SentShare
+from kvd.wire.client import SentShare
 from tests.core.engines import FULL, PROMPT, PageTotals, Sender, cached, offered, totals
 from tests.core.world import World, tokens
 

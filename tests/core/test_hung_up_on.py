@@ -12,7 +12,7 @@ import pytest
 from kvd.core import inputs
 from kvd.errors import Code, Refusal
 from kvd.types import page_ids
-from kvd.wire import admin, client, session_events
+from kvd.wire import admin, client, events
 from kvd.wire.events import ClientGone
 from tests.core.world import World, tokens
 
@@ -65,7 +65,7 @@ def test_it_is_told_in_one_event_however_often_it_is_said():
     hang_up_on(world.p, 1, 101, 102)
     hang_up_on(world.p, 1, 102)
 
-    [event] = told(world.p, session_events.ClientHungUpOn)
+    [event] = told(world.p, events.ClientHungUpOn)
     assert (event.session, event.pids, event.code, event.leases, event.held_pages) == (
         *(1, (101, 102), "client-gone"),
         *(1, 3),
@@ -132,7 +132,7 @@ def test_a_lease_that_was_delivered_stays_and_a_send_of_it_is_given_up():
 
     assert world.p.node.prefiller.by_send == {}
     assert list(world.p.node.leases.leases) == [lease.lease]
-    [event] = told(world.p, session_events.ClientHungUpOn)
+    [event] = told(world.p, events.ClientHungUpOn)
     assert (event.leases, event.handoffs) == (1, 1)
 
 

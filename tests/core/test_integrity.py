@@ -182,7 +182,7 @@ def test_delivered_pages_are_verified_before_they_are_cached():
 
     assert (before.free, before.held, before.cached) == (56, N_PAGES, 0)
     assert len(verify.sums) == SUM_BYTES * N_PAGES
-    assert verify.pages == world.d.node.leases.leases[1].row
+    assert verify.pages == world.d.node.leases.leases[1].page_table
     assert heard == [
         effects.AnswerEngine(1, client.Received(1, 1, verify.pages, b"aux")),
         effects.SendToPeer(

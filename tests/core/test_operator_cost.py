@@ -14,7 +14,7 @@ def test_each_node_knows_its_holders_after_one_walk_up_from_each_lease():
         cached(world.p, tokens((1, 32), (1000 * (k + 1), 16)))
     leased = [world.p.lease(tokens((1, 32), (1000 * (k + 1), 17))) for k in range(100)]
 
-    found = holders(world.p.node)
+    found = holders(world.p.node.leases)
 
     nodes = list(world.p.node.leases.tree.nodes())
     assert [len(found.get(one.id, [])) for one in nodes] == [one.lock_ref for one in nodes]

@@ -19,7 +19,7 @@ def test_pool_never_hands_out_the_null_page():
     """scenario R13."""
     pool = PagePool("kv", 8)
 
-    assert sorted(page_ids(pool.take(7))) == [1, 2, 3, 4, 5, 6, 7]
+    assert sorted(page_ids(pool.take_pages(7))) == [1, 2, 3, 4, 5, 6, 7]
     assert pool.free_pages == 0
 
 
@@ -52,23 +52,23 @@ def misgiven(pool: PagePool) -> list[str]:
 def test_give_takes_nothing_of_a_call_that_has_one_wrong_page(given, why):
     """scenario R13. One page, a run, a few, many: each has its own way to be looked at."""
     pool = PagePool("kv", 300)
-    pool.take(260)
+    pool.take_pages(260)
     before = pool.free_ids()
 
-    pool.give(Pages(np.array(given, "<u4").tobytes()))
+    pool.return_pages(Pages(np.array(given, "<u4").tobytes()))
 
     assert (misgiven(pool), pool.free_ids()) == ([why], before)
-    pool.give(pages(*range(299, 39, -1)))
+    pool.return_pages(pages(*range(299, 39, -1)))
     assert (misgiven(pool), pool.free_pages) == ([], 299), "the others are out as before"
 
 
 @pytest.mark.parametrize("n_pages", [1, 5, 64, 300])
 def test_give_refuses_what_was_just_given(n_pages):
     pool = PagePool("kv", 1000)
-    taken = pool.take(n_pages)
-    pool.give(taken)
+    taken = pool.take_pages(n_pages)
+    pool.return_pages(taken)
 
-    pool.give(taken, "who")
+    pool.return_pages(taken, "who")
 
     assert pool.free_pages == 999
     (told,) = pool.misgiven
@@ -82,7 +82,9 @@ def test_every_wrong_give_is_found_as_it_is_done(seed):
     out: list[int] = []
     for _ in range(400):
         if rng.random() < 0.5:
-            out += page_ids(pool.take(min(pool.free_pages, rng.choice([0, 1, 3, 8, 40, 300]))))
+            out += page_ids(
+                pool.take_pages(min(pool.free_pages, rng.choice([0, 1, 3, 8, 40, 300])))
+            )
             continue
         rng.shuffle(out)
         n_given = rng.choice([0, 1, 3, 9, 60, 280])
@@ -92,7 +94,7 @@ def test_every_wrong_give_is_found_as_it_is_done(seed):
             given = [*given, rng.choice([0, 600, *given, *page_ids(pool.free_ids())[:5]])]
             rng.shuffle(given)
         is_good = len(set(given)) == len(given) and set(given) <= set(out)
-        pool.give(pages(*given))
+        pool.return_pages(pages(*given))
         assert (misgiven(pool) == []) == is_good, f"seed {seed}"
         if is_good:
             out = [page for page in out if page not in set(given)]
@@ -101,25 +103,25 @@ def test_every_wrong_give_is_found_as_it_is_done(seed):
 
 def test_a_condemned_page_is_never_taken_again():
     pool = PagePool("kv", 8)
-    taken = pool.take(3)
+    taken = pool.take_pages(3)
     condemned = Pages(taken[:4] + pool.free_ids()[:4])
 
     assert (pool.condemn(condemned), pool.condemn(condemned)) == (2, 0)
-    pool.give(taken)
+    pool.return_pages(taken)
 
     assert (misgiven(pool), pool.free_pages, pool.condemned_pages) == ([], 5, 2)
     assert pool.condemned_ids() == pages(*sorted(page_ids(condemned)))
-    assert not set(page_ids(pool.take(5))) & set(page_ids(condemned))
+    assert not set(page_ids(pool.take_pages(5))) & set(page_ids(condemned))
 
 
 def test_take_takes_nothing_when_one_page_is_missing():
     """scenario R10."""
     pool = PagePool("kv", 8)
-    pool.take(4)
+    pool.take_pages(4)
     before = pool.free_ids()
 
     with pytest.raises(OutOfPages) as caught:
-        pool.take(4)
+        pool.take_pages(4)
 
     refused = caught.value
     assert (refused.wanted_pages, refused.free_pages, refused.total_pages) == (4, 3, 8)
@@ -131,27 +133,27 @@ def test_take_takes_nothing_when_one_page_is_missing():
 
 def test_take_refuses_a_negative_count():
     with pytest.raises(OutOfPages):
-        PagePool("kv", 8).take(-1)
+        PagePool("kv", 8).take_pages(-1)
 
 
 def test_take_of_nothing_gives_no_pages():
-    assert PagePool("kv", 8).take(0) == NO_PAGES
+    assert PagePool("kv", 8).take_pages(0) == NO_PAGES
 
 
 def test_take_from_a_fresh_pool_is_one_ascending_run():
     pool = PagePool("kv", 100)
 
-    assert runs_of(pool.take(30)) == [PageRun(70, 30)]
-    assert runs_of(pool.take(30)) == [PageRun(40, 30)]
+    assert runs_of(pool.take_pages(30)) == [PageRun(70, 30)]
+    assert runs_of(pool.take_pages(30)) == [PageRun(40, 30)]
 
 
 def test_given_pages_are_taken_again_first_and_in_order():
     pool = PagePool("kv", 100)
-    first, second = pool.take(5), pool.take(5)
+    first, second = pool.take_pages(5), pool.take_pages(5)
 
-    pool.give(first)
+    pool.return_pages(first)
 
-    assert pool.take(5) == first
+    assert pool.take_pages(5) == first
     assert pool.free_pages == 89
     assert page_ids(second) == [90, 91, 92, 93, 94]
 

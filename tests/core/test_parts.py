@@ -225,7 +225,7 @@ def test_a_corrupt_part_ends_the_receive_and_drops_what_the_others_have_sent():
     first.finish()
     world.hold_verify = True
     second.finish()
-    pages = world.d.node.leases.leases[1].row
+    pages = world.d.node.leases.leases[1].page_table
     world.d.memory[int.from_bytes(pages[5 * 4 : 6 * 4], "little")] = "torn"
     world.d.answer_verify()
     world.run()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvd.core.audit.rules import tree_faults
 from kvd.core.cache.eviction import Policy, eviction_order
-from kvd.core.cache.radix import Extension, LockUnderflow, RadixNode, RadixTree
+from kvd.core.cache.radix import RadixTree
+from kvd.core.cache.radix_node import Extension, LockUnderflow, RadixNode
 from kvd.types import NO_PAGES, NO_TOKENS, Pages, Tokens, pack_ids, page_ids
 
 PAGE = 16
@@ -36,7 +38,7 @@ def put(tree: RadixTree, tokens: Tokens, first_page: int, namespace: str = "m") 
     n_pages = len(tokens) // 4 // tree.match_page_tokens
     anchor = tree.match(NO_TOKENS, namespace)
     out = tree.extend(anchor, tokens, pages(first_page, n_pages))
-    assert tree.check() == []
+    assert tree_faults(tree) == []
     return out
 
 
@@ -84,7 +86,7 @@ def test_match_stops_where_the_tokens_diverge():
     assert (hit.end_tokens, page_ids(tree.path_pages(hit))) == (64, [1, 2, 3, 4])
     assert (stored.end_tokens, page_ids(stored.pages)) == (128, [5, 6, 7, 8])
     assert stored.parent is hit
-    assert tree.check() == []
+    assert tree_faults(tree) == []
 
 
 @pytest.mark.parametrize("at_page", [1, 2, 63, 64, 65, 511, 999])
@@ -171,7 +173,7 @@ def test_lock_counts_on_the_whole_path_and_unlock_takes_it_back():
     tree.unlock(deep)
     assert (deep.lock_ref, high.lock_ref) == (0, 1)
     assert (tree.evictable_pages, tree.protected_pages) == (2, 2)
-    assert tree.check() == []
+    assert tree_faults(tree) == []
 
 
 def test_unlock_below_zero_is_refused_and_changes_nothing():
@@ -189,7 +191,7 @@ def test_unlock_below_zero_is_refused_and_changes_nothing():
         tree.unlock(root)
 
     assert locks(node) == [0, 1]
-    assert tree.check() == []
+    assert tree_faults(tree) == []
 
 
 def test_relock_changes_only_the_nodes_between():
@@ -208,7 +210,7 @@ def test_relock_changes_only_the_nodes_between():
     with pytest.raises(ValueError, match="a lock only moves down"):
         tree.relock(bottom, middle)
     assert locks(bottom) == [1, 1, 1, 2]
-    assert tree.check() == []
+    assert tree_faults(tree) == []
 
 
 def test_split_under_a_lock_keeps_the_holders_node():
@@ -222,7 +224,7 @@ def test_split_under_a_lock_keeps_the_holders_node():
     assert (held.lock_ref, upper.lock_ref) == (1, 1)
     assert tree.evict(100).victims == []
     tree.unlock(held)
-    assert (tree.evictable_pages, tree.check()) == (8, [])
+    assert (tree.evictable_pages, tree_faults(tree)) == (8, [])
 
 
 def test_extend_continues_from_the_locked_node():
@@ -240,7 +242,7 @@ def test_extend_continues_from_the_locked_node():
     assert page_ids(tree.path_pages(grown.node)) == [1, 2, 3, 4, 50, 51]
     assert (grown.node.end_tokens, locks(grown.node)) == (96, [1, 1, 2])
     tree.unlock(grown.node)
-    assert tree.check() == []
+    assert tree_faults(tree) == []
 
 
 def test_extend_accepts_the_continuation_alone():
@@ -283,7 +285,7 @@ def test_extend_takes_only_what_lies_behind_a_divergence():
         [5, 6, 7, 8],
         [24, 25, 26, 27, 28, 29],
     ]
-    assert tree.check() == []
+    assert tree_faults(tree) == []
 
 
 def test_extend_does_not_call_the_trees_own_pages_duplicates():
@@ -296,7 +298,7 @@ def test_extend_does_not_call_the_trees_own_pages_duplicates():
 
     assert grown.duplicates == pages(30, 1)
     assert page_ids(grown.tree_pages) == [1, 2, 3, 4, 31, 32]
-    assert tree.check() == []
+    assert tree_faults(tree) == []
 
 
 def test_extend_by_nothing_stays_at_the_anchor():
@@ -344,7 +346,7 @@ def test_evict_takes_the_unlocked_sibling_and_no_parent_before_its_child():
     parent = locked.parent
     assert parent is not None
     assert tree.evict(8).victims == [locked, parent]
-    assert tree.check() == []
+    assert tree_faults(tree) == []
 
 
 def test_evict_takes_whole_leaves_and_stops_when_enough():
@@ -384,7 +386,7 @@ def test_flush_drops_what_is_unlocked_and_counts_the_rest():
     assert sorted(page_ids(flushed.pages)) == [14, 15, 16, 17, 20, 21, 22, 23]
     assert (flushed.kept_pages, tree.evictable_pages, tree.protected_pages) == (4, 0, 4)
     assert list(tree.roots) == ["m"]
-    assert tree.check() == []
+    assert tree_faults(tree) == []
 
 
 def test_flush_of_one_namespace_leaves_the_others():
@@ -397,7 +399,7 @@ def test_flush_of_one_namespace_leaves_the_others():
 
     assert (sorted(page_ids(flushed.pages)), flushed.kept_pages) == ([1, 2, 3, 4, 5, 6, 7, 8], 0)
     assert (tree.probe(text(64), "a"), tree.probe(text(64), "b")) == (0, 64)
-    assert tree.check() == []
+    assert tree_faults(tree) == []
 
 
 def test_empty_namespaces_are_swept():
@@ -431,7 +433,7 @@ def test_hold_is_match_and_lock_in_one():
     held = tree.hold(text(200), "m", 100)
 
     assert (held.end_tokens, locks(held)) == (96, [1, 2])
-    assert (tree.evictable_pages, tree.protected_pages, tree.check()) == (2, 6, [])
+    assert (tree.evictable_pages, tree.protected_pages, tree_faults(tree)) == (2, 6, [])
 
 
 def test_nodes_carry_the_time_of_the_input_that_last_ended_at_them():
@@ -456,7 +458,7 @@ def test_check_names_each_violation():
     second.lock_ref = -1
     tree.evictable_bytes += 4
 
-    words = "\n".join(tree.check())
+    words = "\n".join(fault.sentence for fault in tree_faults(tree))
 
     assert "I4: page 1 is in the tree more than once" in words
     assert "64 tokens on its pages" in words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.core.inspect.rehearse import rehearse
+from kvd.core.operators import rehearse
 from kvd.core.replay.freeze import freeze
 from kvd.errors import Code
 from kvd.wire import admin, client

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code
 from kvd.types import Pages, Tokens, count, pack_ids
@@ -66,7 +66,7 @@ def test_a_retraction_orders_one_copy_and_answers_when_it_is_done(world):
 
     (copy,) = made
     assert copy == effects.Copy(1, "kv", Pages(row[: 9 * 4]), "kv.saved", ids(*range(4, 13)))
-    assert world.d.node.leases.leases[1 + 1].standing is Standing.SAVING
+    assert world.d.node.leases.leases[1 + 1].state is LeaseStage.SAVING
     assert totals(world.d) == PageTotals(free=POOL - 9, held=5, cached=4)
     assert world.d.feed(inputs.Copied(100.0, 1, SAVED_BYTES)) == [
         effects.AnswerEngine(1, client.Retracted(900, 9, SAVED_BYTES))
@@ -126,7 +126,7 @@ def test_a_resumption_that_the_tree_serves_whole_copies_nothing(world):
 
     made = world.d.feed(inputs.FromClient(100.0, 1, client.ResumeLease(900, lease.lease)))
 
-    row = world.d.node.leases.leases[lease.lease].row
+    row = world.d.node.leases.leases[lease.lease].page_table
     assert made == [effects.AnswerEngine(1, client.Resumed(900, 128, 0, 128, row))]
     assert pool_of(world.d).saved_pages == 0
     assert snapshot(world.d.node).totals.spared_bytes == 8 * 128
@@ -360,7 +360,7 @@ def test_a_resumption_that_waited_too_long_leaves_the_lease_retracted(world):
     world.pass_time(1.2)
 
     assert refusal_of(world.d.answer(call))[0] is Code.DEADLINE
-    assert world.d.node.leases.leases[lease.lease].standing is Standing.RETRACTED
+    assert world.d.node.leases.leases[lease.lease].state is LeaseStage.RETRACTED
     assert pool_of(world.d).saved_pages == 9
     world.d.call(client.ReleaseLease, lease=big.lease)
     assert isinstance(world.d.call(client.ResumeLease, lease=lease.lease), client.Resumed)
@@ -376,7 +376,7 @@ def test_a_cancelled_resumption_leaves_the_lease_retracted(world):
     world.d.call(client.CancelCall, of=call)
 
     assert refusal_of(world.d.answer(call))[0] is Code.CANCELLED
-    assert world.d.node.leases.leases[lease.lease].standing is Standing.RETRACTED
+    assert world.d.node.leases.leases[lease.lease].state is LeaseStage.RETRACTED
     assert world.d.node.admission.queue == []
 
 
@@ -390,7 +390,7 @@ def test_a_full_queue_leaves_the_lease_retracted():
     reply = world.d.call(client.ResumeLease, lease=lease.lease)
 
     assert refusal_of(reply)[0] is Code.NO_ROOM
-    assert world.d.node.leases.leases[lease.lease].standing is Standing.RETRACTED
+    assert world.d.node.leases.leases[lease.lease].state is LeaseStage.RETRACTED
 
 
 # ---- releases and deaths -------------------------------------------------------------------------
@@ -481,7 +481,11 @@ def test_a_cut_save_fails_and_the_lease_runs_on_as_before(world):
     assert code is Code.ABORTED
     assert message.endswith("it runs on as before; retract it again")
     found = world.d.node.leases.leases[lease.lease]
-    assert (found.standing, found.tokens, found.row) == (Standing.RUNNING, PROMPT, lease.pages)
+    assert (found.state, found.tokens, found.page_table) == (
+        LeaseStage.RUNNING,
+        PROMPT,
+        lease.pages,
+    )
     assert pool_of(world.d).saved_pages == 0
     world.hold_copies = False
     assert isinstance(retract(world.d, lease.lease), client.Retracted)
@@ -569,7 +573,7 @@ def test_a_refused_save_leaves_the_lease_running(world):
     world.run()
 
     assert refusal_of(world.d.answer(call))[0] is Code.INTERNAL
-    assert world.d.node.leases.leases[lease.lease].standing is Standing.RUNNING
+    assert world.d.node.leases.leases[lease.lease].state is LeaseStage.RUNNING
 
 
 def test_a_refused_restore_leaves_the_lease_retracted_and_its_bytes_saved(world):

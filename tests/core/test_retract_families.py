@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.layout.spec import (
     Buffer,
@@ -111,12 +111,12 @@ def free(side: Side) -> dict[str, tuple[int, int]]:
     area = side.node.leases.saved.pools
     return {
         name: (count(side.free_of(name)), area[name].free_pages if name in area else 0)
-        for name in ("kv", *(one.component.name for one in side.node.leases.beside.each))
+        for name in ("kv", *(one.component.name for one in side.node.leases.components.each))
     }
 
 
-def standing(side: Side, lease: client.Leased) -> Standing:
-    return side.node.leases.leases[lease.lease].standing
+def standing(side: Side, lease: client.Leased) -> LeaseStage:
+    return side.node.leases.leases[lease.lease].state
 
 
 # ---- out and back --------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_the_answer_comes_with_the_last_copy_and_counts_all_of_them(world):
         world.d.finish_copy()
         world.run()
         assert world.d.answer(call) is None
-        assert standing(world.d, lease) is Standing.SAVING
+        assert standing(world.d, lease) is LeaseStage.SAVING
     world.d.finish_copy()
     world.run()
 
@@ -337,7 +337,7 @@ def test_without_the_bytes_a_lease_goes_on_behind_its_last_token_where_a_snapsho
 def test_without_the_bytes_and_without_a_window_everything_is_computed_again(world):
     lease = running(world.d)
     retract(world.d, lease, keep="nothing")
-    world.d.node.leases.beside.each[0].make_room(31)
+    world.d.node.leases.components.each[0].make_room(31)
 
     reply = resume(world.d, lease)
 
@@ -371,7 +371,7 @@ def test_restored_windows_join_the_tree_like_those_that_were_computed(world):
     world.d.call(client.CommitAndRelease, lease=lease.lease)
 
     other = world.d.lease(Tokens(KNOWN[: 128 * 4] + tokens((9000, 8))), cache=False)
-    windows = world.d.node.leases.beside.each[0]
+    windows = world.d.node.leases.components.each[0]
     assert windows.cached_pages == 2
     assert isinstance(reply, client.Resumed)
     # The state is of 129 tokens, which is no whole page: nothing can be gone on from.
@@ -382,7 +382,7 @@ def test_a_lease_that_caches_nothing_comes_back_and_gives_nothing_to_the_tree(wo
     lease = running(world.d, cache=False)
     retract(world.d, lease)
     scramble(world.d)
-    windows = world.d.node.leases.beside.each[0]
+    windows = world.d.node.leases.components.each[0]
     before = windows.cached_pages
 
     reply = resume(world.d, lease)
@@ -421,7 +421,7 @@ def test_the_component_whose_saved_pages_are_short_is_named_and_none_is_taken(
     )
     assert refusal.numbers == {"needed_pages": needed, "free_pages": there}
     assert free(side) == before
-    assert standing(side, lease) is Standing.RUNNING
+    assert standing(side, lease) is LeaseStage.RUNNING
 
 
 def test_tokens_beyond_the_windows_that_are_mapped_are_not_saved(world):
@@ -436,7 +436,7 @@ def test_tokens_beyond_the_windows_that_are_mapped_are_not_saved(world):
         "of [64, 100): slide it to the token that it computes next, and name all before that"
     )
     assert free(world.d) == before
-    assert standing(world.d, lease) is Standing.RUNNING
+    assert standing(world.d, lease) is LeaseStage.RUNNING
 
 
 @pytest.mark.parametrize(("named", "is_saved"), [(129, True), (128, True), (111, False)])
@@ -475,7 +475,7 @@ def test_a_row_that_is_mapped_and_was_not_saved_is_refused(world, lost):
     }[lost]
     gone = {"first": swa.slots[:4], "last": swa.slots[-4:], "all": swa.slots}[lost]
     found.saved = msgspec.structs.replace(whole, parts=(kv, *part, state))
-    world.d.node.leases.saved.pools["swa"].give(Pages(gone))
+    world.d.node.leases.saved.pools["swa"].return_pages(Pages(gone))
 
     refusal = resume(world.d, lease).refusal
 
@@ -484,7 +484,7 @@ def test_a_row_that_is_mapped_and_was_not_saved_is_refused(world, lost):
         f"lease {lease.lease} has pages [6, 9) of swa in its row and "
         f"{ {'first': '[7, 9)', 'last': '[6, 8)', 'all': '[0, 0)'}[lost] } saved"
     )
-    assert standing(world.d, lease) is Standing.RETRACTED
+    assert standing(world.d, lease) is LeaseStage.RETRACTED
     assert {name: pool for name, (pool, _) in free(world.d).items()} == {
         name: pool for name, (pool, _) in before.items()
     }
@@ -520,13 +520,13 @@ def test_a_save_of_which_one_copy_is_refused_is_over_when_the_others_are(world, 
     world.d.refuse_copy("no such page")
     world.run()
     assert world.d.answer(call) is None
-    assert standing(world.d, lease) is Standing.SAVING
+    assert standing(world.d, lease) is LeaseStage.SAVING
     for _ in range(3):
         world.d.finish_copy()
         world.run()
 
     assert world.d.answer(call).refusal.code is Code.INTERNAL
-    assert standing(world.d, lease) is Standing.RUNNING
+    assert standing(world.d, lease) is LeaseStage.RUNNING
     assert free(world.d) == before
     assert holds(world.d, rows(lease), KNOWN)
 
@@ -541,13 +541,13 @@ def test_a_restore_of_which_one_copy_is_refused_is_undone_when_the_others_are_ov
 
     world.d.refuse_copy("no such page")
     world.run()
-    assert standing(world.d, lease) is Standing.RESTORING
+    assert standing(world.d, lease) is LeaseStage.RESTORING
     for _ in range(3):
         world.d.finish_copy()
         world.run()
 
     assert world.d.answer(call).refusal.code is Code.INTERNAL
-    assert standing(world.d, lease) is Standing.RETRACTED
+    assert standing(world.d, lease) is LeaseStage.RETRACTED
     assert free(world.d) == before
     world.hold_copies = False
     assert holds(world.d, rows(resume(world.d, lease)), KNOWN)
@@ -558,7 +558,7 @@ def test_windows_that_were_not_restored_never_join_the_tree(world, end):
     lease = running(world.d)
     retract(world.d, lease)
     cached(world.d, Tokens(KNOWN[: 128 * 4]))
-    windows = world.d.node.leases.beside.each[0]
+    windows = world.d.node.leases.components.each[0]
     windows.make_room(31)
     world.hold_copies = True
     resume(world.d, lease)
@@ -591,7 +591,7 @@ def test_a_save_that_is_cut_between_two_copies_leaves_the_lease_as_it_was(world,
     world.run()
 
     assert world.d.answer(call).refusal.code is Code.ABORTED
-    assert standing(world.d, lease) is Standing.RUNNING
+    assert standing(world.d, lease) is LeaseStage.RUNNING
     assert free(world.d) == before
     world.hold_copies = False
     assert isinstance(retract(world.d, lease), client.Retracted)

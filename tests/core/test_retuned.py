@@ -11,7 +11,7 @@ from kvd.core.peers.hello import unwelcome
 from kvd.core.replay.freeze import state_hash
 from kvd.recorder.input_records import input_of, record_of
 from kvd.wire import client
-from kvd.wire.config_events import ConfigRefused, ConfigReloaded
+from kvd.wire.events import ConfigRefused, ConfigReloaded
 from kvd.wire.peer import Hello
 from tests.core.side import settings, tokens
 from tests.core.world import World

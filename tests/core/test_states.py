@@ -51,7 +51,7 @@ def test_a_state_is_refused_when_all_are_held_and_no_page_is_touched(table):
     for first in (1, 100, 200, 300):
         opened(table, claim(tokens((first, 8))))
 
-    assert table.open(claim(tokens((400, 8)))) == Shortage(1, 0, "state")
+    assert table.open_lease(claim(tokens((400, 8)))) == Shortage(1, 0, "state")
 
     check(table)
     assert pages_left(table) == {"kv": (32, 0), "state": (0, 0)}
@@ -202,7 +202,7 @@ def test_a_snapshot_that_is_gone_on_from_is_not_dropped(table):
     for first in (100, 200):
         opened(table, claim(tokens((first, 8))))
 
-    assert table.open(claim(tokens((300, 8)))) == Shortage(1, 0, "state")
+    assert table.open_lease(claim(tokens((300, 8)))) == Shortage(1, 0, "state")
     assert ends(table) == {8: 1}
 
 
@@ -262,7 +262,7 @@ def test_a_snapshot_without_a_window_behind_it_is_not_gone_on_from():
     table = table_of(PAGE, 40, window=8, swa=40, states=4)
     prompt = tokens((1, 32))
     cached(table, Tokens(prompt[: 12 * 4]))
-    table.beside.each[0].make_room(40)
+    table.components.each[0].make_room(40)
     lease = opened(table, arrival(table, Tokens(prompt[: 24 * 4])))
     assert lease.prefix_tokens == 12
     finish(table, lease)

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.core.cache.radix import RadixTree
 from kvd.core.inspect import why
-from kvd.core.inspect.answer import has_page
+from kvd.core.inspect.why import has_page
 from kvd.types import pack_ids, page_ids
 from kvd.wire import admin, client
 from tests.core.engines import PROMPT, Sender, cached

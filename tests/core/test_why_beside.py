@@ -49,7 +49,7 @@ def first(pages):
 
 def test_a_mapped_window_page_names_its_lease_and_its_tokens(engine):
     lease, _ = leases(engine.node)
-    page = first(windows(engine.node).own(lease))
+    page = first(windows(engine.node).own_pages(lease))
 
     assert why(engine, "page", page, "swa") == [
         f"page {page} of swa is held by {LEASE_3}",
@@ -81,7 +81,7 @@ def test_a_cached_window_page_names_its_node_and_who_needs_it(engine):
 
 def test_a_window_page_in_quarantine_says_whose_it_was_and_why(engine):
     lease, _ = leases(engine.node)
-    page = first(windows(engine.node).own(lease))
+    page = first(windows(engine.node).own_pages(lease))
     engine.node.leases.quarantine(
         lease, Quarantine((Writer("p", "i"),), 1.0, "its peer fell silent")
     )
@@ -94,7 +94,7 @@ def test_a_window_page_in_quarantine_says_whose_it_was_and_why(engine):
 
 def test_states_and_snapshots_name_who_writes_them_and_who_goes_on_from_them(engine):
     keeper, (lease, _) = states(engine.node), leases(engine.node)
-    own, source = page_ids(keeper.row(lease))[::-1]
+    own, source = page_ids(keeper.page_table(lease))[::-1]
 
     assert why(engine, "page", own, "state") == [
         f"page {own} of state is held by {LEASE_3}",
@@ -108,7 +108,7 @@ def test_states_and_snapshots_name_who_writes_them_and_who_goes_on_from_them(eng
 
 def test_a_buffer_page_names_its_lease_its_slot_and_what_is_copied_there(engine):
     _, lease = leases(engine.node)
-    taken, free = page_ids(buffers(engine.node).own(lease))[:2]
+    taken, free = page_ids(buffers(engine.node).own_pages(lease))[:2]
     buffers(engine.node).resident[lease.id].want([5], whole_pages=7)
 
     assert why(engine, "page", taken, "buffer") == [

@@ -115,7 +115,7 @@ def test_a_window_of_192_tokens_is_not_admitted_into_128_and_neither_pool_is_tou
     cached(table, tokens((1, 64)))
     before = pages_left(table), live(table), table.tree.probe(tokens((1, 200)), "")
 
-    found = table.open(arrival(table, tokens((500, 193)), reserve=63))
+    found = table.open_lease(arrival(table, tokens((500, 193)), reserve=63))
 
     assert found == Shortage(3, 2, "swa")
     check(table)
@@ -127,7 +127,7 @@ def test_a_shortage_of_pages_touches_no_window_pool():
     cached(table, tokens((1, 64)))
     before = pages_left(table), live(table)
 
-    found = table.open(arrival(table, tokens((500, 192))))
+    found = table.open_lease(arrival(table, tokens((500, 192))))
 
     assert found == Shortage(3, 2, "kv")
     check(table)
@@ -140,7 +140,7 @@ def test_pages_that_a_prefix_locks_cannot_be_had_for_its_windows():
     opened(table, claim(tokens((700, 8))))
 
     # 2 of 4 evictable window pages are the window behind the prefix.
-    found = table.open(claim(tokens((1, 16), (900, 12))))
+    found = table.open_lease(claim(tokens((1, 16), (900, 12))))
 
     assert found == Shortage(3, 2, "swa")
     check(table)
@@ -159,7 +159,7 @@ def test_a_window_pool_of_18432_tokens_admits_a_prompt_of_20000_that_is_received
 def test_with_pages_of_one_token_the_window_pool_must_hold_the_whole_prompt():
     table = table_of(1, 20_001, window=128, swa=18_432)
 
-    assert table.open(arrival(table, tokens((1, 20_000)))) == Shortage(20_000, 18_432, "swa")
+    assert table.open_lease(arrival(table, tokens((1, 20_000)))) == Shortage(20_000, 18_432, "swa")
 
 
 def test_with_pages_of_one_token_a_prefix_has_all_its_windows_or_is_none():
@@ -184,7 +184,7 @@ def test_the_null_page_is_no_window_page(table):
     lease = opened(table, claim(tokens((1, 20 * PAGE))))
 
     assert sorted(row(table, lease)) == list(range(1, 21))
-    assert table.open(claim(tokens((900, 1)))) == Shortage(1, 0, "swa")
+    assert table.open_lease(claim(tokens((900, 1)))) == Shortage(1, 0, "swa")
 
 
 # ---- the match of who computes -------------------------------------------------------------------
@@ -426,11 +426,11 @@ def test_an_extension_of_a_lease_of_steps_takes_no_more_than_ever_turns():
 def test_an_extension_without_window_pages_changes_nothing():
     table = table_of(PAGE, 40, window=WINDOW, swa=5)
     lease = opened(table, claim(tokens((1, 16))))
-    before = row(table, lease), pages_left(table), lease.row
+    before = row(table, lease), pages_left(table), lease.page_table
 
     assert table.extend(lease, 8) == Shortage(2, 1, "swa")
 
-    assert (row(table, lease), pages_left(table), lease.row) == before
+    assert (row(table, lease), pages_left(table), lease.page_table) == before
     assert lease.room_tokens == 16
 
 
@@ -559,7 +559,7 @@ def test_the_windows_used_longest_ago_go_first(table):
     check(table)
 
     # Of the one that was used again, what lies before its window was not.
-    assert table.beside.lock_prefix(claim(tokens((1, 41)))).end_tokens == 40
+    assert table.components.lock_prefix(claim(tokens((1, 41)))).end_tokens == 40
 
 
 def test_a_locked_window_is_not_dropped(table):
@@ -601,9 +601,9 @@ def test_windows_that_a_remote_may_still_write_are_kept_from_everybody(table):
     table.quarantine(lease, Quarantine((Writer("p", "i"),), 0.0, "cancelled"))
     check(table)
 
-    assert count(windows(table).own(lease)) == 3
+    assert count(windows(table).own_pages(lease)) == 3
     assert pages_left(table) == {"kv": (25, 6), "swa": (11, 6)}
-    assert table.beside.rows(lease) == (b"",)
+    assert table.components.page_tables(lease) == (b"",)
 
     table.end_quarantine(lease, "settled")
     check(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.console.desk import Desk
+from kvd.console.server import ConsoleServer
 from kvd.daemon.consoles import BEAT_S, Consoles
 from kvd.observe.bus import Bus
 from kvd.types import Sent
@@ -22,13 +22,13 @@ class Room:
         self.now_s = 100.0
         self.sent: list[bytes] = []
         self.outcome = Sent.TAKEN
-        frame = Desk.frame
+        frame = ConsoleServer.frame
 
-        def timed(desk: Desk, *args: object) -> bytes:
+        def timed(server: ConsoleServer, *args: object) -> bytes:
             self.now_s += FRAME_S
-            return frame(desk, *args)  # type: ignore[arg-type]
+            return frame(server, *args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Desk, "frame", timed)
+        monkeypatch.setattr(ConsoleServer, "frame", timed)
         node = World().d.node
         self.consoles = Consoles(node, Bus(), 0.03, lambda session: 0, lambda: self.now_s)
 

@@ -144,7 +144,7 @@ def test_paranoid_reactor_tells_and_contains_what_a_step_broke_before_the_next()
     first, second = shell.reactor.node.leases.leases.values()
     shell.done.clear()
 
-    second.row = Pages(second.row + first.row)
+    second.page_table = Pages(second.page_table + first.page_table)
     shell.reactor.feed(inputs.Tick(1.0))
 
     answers = [one.message for one in shell.done if isinstance(one, effects.AnswerEngine)]
@@ -177,4 +177,4 @@ def test_a_reactor_that_is_not_paranoid_asks_nothing() -> None:
 
     shell.reactor.feed(inputs.Tick(1.0))
 
-    assert shell.reactor.node.violations == 0
+    assert shell.reactor.node.audit.violations == 0

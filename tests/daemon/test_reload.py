@@ -15,7 +15,7 @@ from kvd.cli import kvd as command
 from kvd.errors import KvdError
 from kvd.wire import admin
 from kvd.wire.admin import Changed
-from kvd.wire.config_events import ConfigRefused, ConfigReloaded
+from kvd.wire.events import ConfigRefused, ConfigReloaded
 from tests.daemon.conftest import until
 from tests.daemon.kv import SHAPE
 from tests.daemon.manager import Manager

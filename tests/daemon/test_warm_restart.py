@@ -19,7 +19,7 @@ from kvd.journal.engines import Process
 from kvd.journal.reader import DroppedPages, FoundEngine, FoundJournal
 from kvd.types import Pages
 from kvd.wire.admin import EventPage, ListEvents
-from kvd.wire.restart_events import Adopted
+from kvd.wire.events import Adopted
 from tests.support.daemons import Daemon
 
 SHAPE = {

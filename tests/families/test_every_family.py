@@ -121,7 +121,7 @@ def test_a_family_without_a_key_that_it_needs_is_told_which(family: Family) -> N
 
 def write(side: Side, spec: PoolSpec, leased: client.Leased) -> dict[str, set[str]]:
     """What each page holds says which component and which tokens it is; by component."""
-    own = [one.component.name for one in side.node.leases.beside.each]
+    own = [one.component.name for one in side.node.leases.components.each]
     rows = {"kv": leased.pages, **dict(zip(own, leased.beside, strict=True))}
     for one in spec.components:
         if is_companion(spec, one):

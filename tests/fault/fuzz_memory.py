@@ -12,7 +12,7 @@ import msgspec
 
 from kvd.core import effects, inputs
 from kvd.core.audit.invariants import violations
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.layout.geometry import PieceRow
@@ -169,7 +169,7 @@ class CoreSiege:
         lease = rng.choice(leases)
         call = self._next_call()
         if rng.random() < 0.3:
-            is_out = lease.standing is Standing.RETRACTED
+            is_out = lease.state is LeaseStage.RETRACTED
             kind = client.ResumeLease if is_out else client.RetractLease
             self._ask(lease.session, kind(call, lease.id))
             return

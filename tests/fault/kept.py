@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from kvd.wire.admin import EventPage, ListEvents
-from kvd.wire.restart_events import Adopted
+from kvd.wire.events import Adopted
 from tests.fault.cluster import cluster
 from tests.fault.fleet import kill
 from tests.fault.jobs import Burst, Check, Hold, Known

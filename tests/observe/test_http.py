@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from kvd.observe import http
-from kvd.observe.http import HttpServer, Pages, Response
+from kvd.observe.http import HttpPages, HttpServer, Response
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,7 +26,7 @@ def fail() -> Response:
     raise RuntimeError("a bug in a page")
 
 
-PAGES = Pages(
+PAGES = HttpPages(
     livez=lambda: text(b"alive\n"),
     readyz=lambda: text(b"draining\n", 503),
     metrics=lambda: text(BIG),

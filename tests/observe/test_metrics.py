@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.observe.exposition import CONTENT_TYPE, Build, Exposition
-from kvd.observe.gauges import Gauges, gauges_of
 from kvd.observe.metrics import FAST_S, MAX_PARTS, MAX_SERIES, Counter, Histogram, Metrics
 from kvd.wire import events
 from kvd.wire.snapshot import (
@@ -103,9 +102,9 @@ def moved(side: str, part: int, at_s: float, before: str, after: str) -> events.
     return events.Moved(1, at_s, side, part, 9, "p", before, after, "x")
 
 
-def page(metrics: Metrics, gauges: Gauges) -> dict[str, float]:
+def page(metrics: Metrics, snapshot: Snapshot) -> dict[str, float]:
     """Samples of the page by ``name{label="value"}``, labels sorted, the process left out."""
-    text = Exposition(metrics, BUILD, lambda: gauges).render().decode()
+    text = Exposition(metrics, BUILD, lambda: snapshot).render().decode()
     out = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -115,7 +114,7 @@ def page(metrics: Metrics, gauges: Gauges) -> dict[str, float]:
 
 
 def test_page_says_what_the_snapshot_says() -> None:
-    samples = page(Metrics("main"), gauges_of(SNAPSHOT))
+    samples = page(Metrics("main"), SNAPSHOT)
 
     pool = 'component="kv",pool="main"'
     assert {name: value for name, value in samples.items() if "_bucket" not in name} == {
@@ -188,7 +187,7 @@ def test_page_has_every_component_the_window_and_the_buffer() -> None:
     )
     snapshot = msgspec.structs.replace(SNAPSHOT, pools=pools)
 
-    samples = page(Metrics("main"), gauges_of(snapshot))
+    samples = page(Metrics("main"), snapshot)
 
     swa, buffer = 'component="swa",pool="main"', 'component="buffer",pool="main"'
     assert {
@@ -238,9 +237,9 @@ def test_page_counts_what_events_and_requests_said() -> None:
     metrics.rpc_failed("lease", "no-room")
     metrics.loop_lag(0.002)
 
-    samples = page(metrics, gauges_of(SNAPSHOT))
+    samples = page(metrics, SNAPSHOT)
 
-    zero = page(Metrics("main"), gauges_of(SNAPSHOT))
+    zero = page(Metrics("main"), SNAPSHOT)
     changed = {name: samples[name] for name in samples if samples[name] != zero.get(name)}
     assert {name: round(v, 6) for name, v in changed.items() if "_bucket" not in name} == {
         'kvd_handoffs_total{outcome="committed",reason="",role="decode"}': 1,
@@ -286,7 +285,7 @@ def test_page_counts_what_events_and_requests_said() -> None:
 
 
 def test_page_is_stable_and_also_tells_of_the_process() -> None:
-    exposition = Exposition(Metrics("main"), BUILD, lambda: gauges_of(SNAPSHOT))
+    exposition = Exposition(Metrics("main"), BUILD, lambda: SNAPSHOT)
 
     text = exposition.render().decode()
 

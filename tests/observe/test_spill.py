@@ -11,9 +11,8 @@ import time
 import pytest
 import structlog
 
-from kvd.observe import spill as spill_module
-from kvd.observe.log import EventLog
-from kvd.observe.spill import Spill
+from kvd.observe import log as spill_module
+from kvd.observe.log import EventLog, Spill
 
 
 class Stuck(io.StringIO):

@@ -221,7 +221,7 @@ class Pool:
             del engine.leases[number]
         named = tuple(engine.leases)
         self.feed(inputs.ClientCameBack(self.now_s, session, engine.pid, named))
-        kept = {one.id for one in self.node.former.of_session(session)}
+        kept = {one.id for one in self.node.former_leases.of_session(session)}
         assert kept == set(named), "a lease that its engine uses is not kept"
         self.done["came back"] += 1
         self.done["came back for leases"] += bool(named)
@@ -256,7 +256,7 @@ class Pool:
                 self.left(session.id)
         self.done["restarts"] += 1
         self.done["not proven"] += bool(value.unproven)
-        self.done["former leases"] += len(self.node.former.leases)
+        self.done["former leases"] += len(self.node.former_leases.leases)
 
     def forget_retracted(self) -> None:
         """Engines keep only what the notes say that they have: nothing of it may be missing."""

@@ -24,7 +24,7 @@ import pytest
 
 from kvd.core.cache.eviction import Policy
 from kvd.core.cache.lease import ENGINE, Claim, Lease, Quarantine, Shortage, Writer
-from kvd.core.cache.lease_state import LeaseTransition, Standing
+from kvd.core.cache.lease_state import LeaseStage, LeaseTransition
 from kvd.errors import Refusal
 from kvd.types import ID_BYTES, Tokens, count, pack_ids, page_ids
 from tests.core.keeping import arrival, check, claim, table_of
@@ -57,7 +57,7 @@ class Owner:
 
     @property
     def running(self) -> bool:
-        return self.lease.standing is Standing.RUNNING and self.lease.quarantine is None
+        return self.lease.state is LeaseStage.RUNNING and self.lease.quarantine is None
 
 
 class Storm:
@@ -94,14 +94,17 @@ class Storm:
 
     def rows(self, lease: Lease) -> tuple[list[int], list[int], list[int]]:
         """Of pages, windows, and states."""
-        beside = {one.component.name: page_ids(one.row(lease)) for one in self.table.beside.each}
-        return page_ids(lease.row), beside["swa"], beside.get("state", [])
+        beside = {
+            one.component.name: page_ids(one.page_table(lease))
+            for one in self.table.components.each
+        }
+        return page_ids(lease.page_table), beside["swa"], beside.get("state", [])
 
     def forget_free(self) -> None:
         """A free page holds nothing."""
         table = self.table
         pools = {"kv": table.pool}
-        pools |= {one.component.name: one.pool for one in table.beside.each}
+        pools |= {one.component.name: one.pool for one in table.components.each}
         pools |= {f"{name}.saved": pool for name, pool in table.saved.pools.items()}
         for name, memory in self.memory.items():
             if name in pools:
@@ -111,7 +114,7 @@ class Storm:
     def look(self) -> None:
         """Everything that is cached, and everything that somebody has, is what it stands for."""
         tree = self.table.tree
-        keepers = {one.component.name: one for one in self.table.beside.each}
+        keepers = {one.component.name: one for one in self.table.components.each}
         for node in tree.nodes():
             text, first = tree.path_tokens(node), node.end_tokens // self.page - count(node.pages)
             wanted = [self.at(text, (first + k + 1) * self.page) for k in range(count(node.pages))]
@@ -155,7 +158,7 @@ class Storm:
         }
         is_sent = rng.random() < 0.35
         asked = arrival(self.table, toks, **more) if is_sent else claim(toks, **more)
-        lease = self.table.open(asked)
+        lease = self.table.open_lease(asked)
         if isinstance(lease, Shortage):
             done[f"short of {lease.budget}"] += 1
             return
@@ -188,7 +191,7 @@ class Storm:
         assert all(swa[first : -(-end // self.page)]), "a window page is missing that is looked at"
         own = {
             "kv": set(page_ids(lease.held)),
-            "swa": set(page_ids(self.table.beside.each[0].own(lease))),
+            "swa": set(page_ids(self.table.components.each[0].own_pages(lease))),
         }
         if state:
             reads = state[0] if start == lease.prefix_tokens and state[0] else state[1]
@@ -224,7 +227,7 @@ class Storm:
             done["extend" if short is None else "extend refused"] += 1
 
     def release(self, one: Owner) -> None:
-        if one.lease.standing is not Standing.RUNNING or one.is_arriving:
+        if one.lease.state is not LeaseStage.RUNNING or one.is_arriving:
             is_committed = False
         else:
             is_committed = self.rng.random() < 0.7 and self.commit(one)
@@ -242,7 +245,7 @@ class Storm:
         lease, table = one.lease, self.table
         n_tokens = count(lease.tokens)
         kv, swa, state = self.rows(lease)
-        fresh = table.beside.fresh_tokens(n_tokens, cached=lease.cache) or 0
+        fresh = table.components.fresh_tokens(n_tokens, cached=lease.cache) or 0
         for k in range(lease.owned, -(-n_tokens // self.page)):
             self.memory["kv"][kv[k]] = self.at(one.text, min((k + 1) * self.page, n_tokens))
         for k in range(fresh // self.page, -(-n_tokens // self.page)):
@@ -265,9 +268,10 @@ class Storm:
             self.table.end_quarantine(one.lease, "settled")
             self.owners.remove(one)
             return
-        owned = [("kv", one.lease.row)]
+        owned = [("kv", one.lease.page_table)]
         owned += [
-            (keeper.component.name, keeper.own(one.lease)) for keeper in self.table.beside.each
+            (keeper.component.name, keeper.own_pages(one.lease))
+            for keeper in self.table.components.each
         ]
         for name, pages in owned:
             for page in page_ids(pages):
@@ -305,7 +309,7 @@ class Storm:
 
     def copy(self, one: Owner) -> None:
         """The next copy is over; or the transfer process is, with all of them."""
-        area, is_out = self.table.saved, one.lease.standing is Standing.SAVING
+        area, is_out = self.table.saved, one.lease.state is LeaseStage.SAVING
         if self.rng.random() < 0.1:
             one.copies.clear()
             if is_out:
@@ -347,7 +351,7 @@ class Storm:
             fresh_tokens=fresh, step_tokens=lease.step_tokens,
         )  # fmt: skip
         table.saved.turn(lease, LeaseTransition.RESUME)
-        if isinstance(table.open(asked), Shortage):
+        if isinstance(table.open_lease(asked), Shortage):
             table.saved.turn(lease, LeaseTransition.GIVEN_UP)
             done["resume refused"] += 1
             return
@@ -373,7 +377,7 @@ class Storm:
         elif dice < 0.06:
             self.table.evict(rng.randint(1, 10), "operator")
         elif dice < 0.08:
-            keeper = rng.choice(self.table.beside.each)
+            keeper = rng.choice(self.table.components.each)
             if keeper.evictable_pages:
                 keeper.make_room(keeper.pool.free_pages + rng.randint(1, keeper.evictable_pages))
         elif dice < 0.3 or not self.owners:
@@ -391,7 +395,7 @@ class Storm:
             self.arrive(one) if dice < 0.8 else self.abort(one)
         elif one.copies:
             self.release(one) if dice < 0.05 and ENGINE in one.lease.holders else self.copy(one)
-        elif one.lease.standing is Standing.RETRACTED:
+        elif one.lease.state is LeaseStage.RETRACTED:
             self.resume(one) if dice < 0.8 else self.release(one)
         elif dice < 0.5:
             self.compute(one)
@@ -418,12 +422,12 @@ class Storm:
         self.forget_free()
         check(self.table)
         self.look()
-        for keeper in self.table.beside.each:
+        for keeper in self.table.components.each:
             assert keeper.pool.free_pages + keeper.evictable_pages == keeper.pool.total_pages - 1
         self.table.flush()
         assert self.table.pool.free_pages == self.table.capacity_pages
         assert all(
-            one.pool.free_pages == one.pool.total_pages - 1 for one in self.table.beside.each
+            one.pool.free_pages == one.pool.total_pages - 1 for one in self.table.components.each
         )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.core import inputs
-from kvd.core.inspect.rehearse import rehearse
+from kvd.core.operators import rehearse
 from kvd.wire import admin, events
 from tests.property.drawn import FAMILIES
 from tests.property.handoffs import hand_off

@@ -17,9 +17,11 @@ from collections import Counter
 
 import pytest
 
+from kvd.core.audit.rules import tree_faults
 from kvd.core.cache.eviction import Policy, eviction_order
 from kvd.core.cache.pages import PagePool
-from kvd.core.cache.radix import LockUnderflow, RadixNode, RadixTree
+from kvd.core.cache.radix import RadixTree
+from kvd.core.cache.radix_node import LockUnderflow, RadixNode
 from kvd.types import NO_PAGES, Pages, Tokens, count, pack_ids, page_ids
 
 STEPS = int(os.environ.get("KVD_RADIX_STEPS", "300"))
@@ -140,7 +142,7 @@ class Machine:
         if need > self.pool.free_pages:
             self.tree.unlock(anchor)
             return
-        self.owners.append(Owner(anchor, tokens, self.pool.take(need)))
+        self.owners.append(Owner(anchor, tokens, self.pool.take_pages(need)))
 
     def commit(self) -> None:
         """Whole pages join the tree, the lock moves down, the owner keeps a partial page."""
@@ -166,7 +168,7 @@ class Machine:
         assert page_ids(grown.duplicates) == duplicates
         assert page_ids(grown.tree_pages) == on
         assert grown.node.end_tokens == start + some * self.page
-        self.pool.give(grown.duplicates)
+        self.pool.return_pages(grown.duplicates)
         owner.anchor, owner.held = grown.node, Pages(owner.held[4 * some :])
 
     def release(self) -> None:
@@ -186,7 +188,7 @@ class Machine:
         self.tree.unlock(old)
 
         assert page_ids(grown.duplicates) == duplicates
-        self.pool.give(Pages(grown.duplicates + rest))
+        self.pool.return_pages(Pages(grown.duplicates + rest))
         self.owners.remove(owner)
 
     def abort(self) -> None:
@@ -194,7 +196,7 @@ class Machine:
         if owner is None:
             return
         self.tree.unlock(owner.anchor)
-        self.pool.give(owner.held)
+        self.pool.return_pages(owner.held)
         self.owners.remove(owner)
 
     def evict(self) -> None:
@@ -218,14 +220,14 @@ class Machine:
             keys = self.keys(victim.namespace, ends[victim.id])[-victim.n_pages :]
             gone += [self.model.pop(key) for key in keys]
         assert page_ids(evicted.pages) == gone
-        self.pool.give(evicted.pages)
+        self.pool.return_pages(evicted.pages)
 
     def flush(self) -> None:
         namespace = self.random.choice([None, *NAMESPACES])
         flushed = self.tree.flush(namespace)
         gone = set(page_ids(flushed.pages))
         self.model = {key: page for key, page in self.model.items() if page not in gone}
-        self.pool.give(flushed.pages)
+        self.pool.return_pages(flushed.pages)
         left = list(self.tree.nodes(namespace))
         assert all(node.lock_ref for node in left)
         assert flushed.kept_pages == sum(count(node.pages) for node in left)
@@ -247,7 +249,7 @@ class Machine:
         self.audit()
 
     def audit(self) -> None:
-        assert self.tree.check() == []
+        assert tree_faults(self.tree) == []
         found: dict[Key, int] = {}
         for node in self.tree.nodes():
             ids = page_ids(node.pages)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.core import inputs
-from kvd.core.inspect.rehearse import rehearse
+from kvd.core.operators import rehearse
 from kvd.core.replay.freeze import state_hash
 from kvd.errors import Refusal
 from kvd.wire import admin, events

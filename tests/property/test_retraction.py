@@ -17,7 +17,7 @@ import pytest
 from typing_extensions import override
 
 from kvd.core import inputs
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.layout.spec import (
     Buffer,
@@ -45,7 +45,7 @@ FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:24").split("
 STEPS = 200
 A_TEST = 8
 
-S = Standing
+S = LeaseStage
 WAYS = {
     (S.RUNNING, S.SAVING),
     (S.RUNNING, S.RETRACTED),
@@ -78,7 +78,7 @@ def pool(seed: int, pages: int) -> PoolSpec:
     return PoolSpec("main", "many", PageOrder.PAGE_FIRST, components, sizes, saved)
 
 
-taken: set[tuple[Standing, Standing]] = set()
+taken: set[tuple[LeaseStage, LeaseStage]] = set()
 stormed: set[int] = set()
 
 
@@ -86,7 +86,7 @@ class Watched(World):
     """Notes where every lease stands after each step."""
 
     def __init__(self, **more: object) -> None:
-        self.standings: dict[int, Standing] = {}
+        self.standings: dict[int, LeaseStage] = {}
         super().__init__(**more)
 
     @override
@@ -94,7 +94,7 @@ class Watched(World):
         if side is not self.sides.get("d"):
             return
         before = self.standings
-        self.standings = {one.id: one.standing for one in side.node.leases.leases.values()}
+        self.standings = {one.id: one.state for one in side.node.leases.leases.values()}
         for lease, standing in self.standings.items():
             if before.get(lease, standing) is not standing:
                 taken.add((before[lease], standing))
@@ -268,7 +268,7 @@ class Storm:
 
     def lying_at(self, node: RadixNode) -> list[tuple[Component, list[int]]]:
         """The components that a node of the tree has, and their pages there."""
-        keepers = self.side.node.leases.beside.each
+        keepers = self.side.node.leases.components.each
         return [(KV, page_ids(node.pages))] + [
             (one.component, page_ids(one.pages_at(node))) for one in keepers if node in one.nodes
         ]

@@ -150,7 +150,11 @@ def calm(storm: Storm) -> None:
         check_empty(side)
         operate(storm, side, admin.Flush(1))
         table = side.node.leases
-        pools = [table.pool, *[one.pool for one in table.beside.each], *table.saved.pools.values()]
+        pools = [
+            table.pool,
+            *[one.pool for one in table.components.each],
+            *table.saved.pools.values(),
+        ]
         for pool in pools:
             assert pool.free_pages == pool.total_pages - 1, (side.name, pool.name)
 
@@ -158,7 +162,7 @@ def calm(storm: Storm) -> None:
 def check_empty(side: Side) -> None:
     """Nobody has a lease, nobody waits, nothing is under way."""
     node = side.node
-    left = [(one.id, one.holders, one.standing) for one in node.leases.leases.values()]
+    left = [(one.id, one.holders, one.state) for one in node.leases.leases.values()]
     assert left == [], side.name
     assert not node.admission.queue, side.name
     assert not node.copies.under_way

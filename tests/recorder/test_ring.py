@@ -116,8 +116,8 @@ def test_marks_differ_when_pages_of_any_component_do(family, budget):
     one, other = (worked(family, seed=1, steps=30).node for _ in range(2))
     assert mark_of(one) == mark_of(other)
 
-    keeper = other.leases.beside.named(budget)
-    (other.leases.pool if keeper is None else keeper.pool).take(1)
+    keeper = other.leases.components.named(budget)
+    (other.leases.pool if keeper is None else keeper.pool).take_pages(1)
 
     assert mark_of(one) != mark_of(other)
 

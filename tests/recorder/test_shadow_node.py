@@ -18,7 +18,7 @@ from kvd.recorder.input_records import mark_of, record_of, record_of_mark
 from kvd.recorder.orders import BeginRecording
 from kvd.recorder.player import Strayed
 from kvd.recorder.shadow_node import ShadowNode
-from kvd.wire.drain_events import DrainEnded
+from kvd.wire.events import DrainEnded
 from tests.core.families import SPECS, worked
 from tests.property.recorded import recorded
 

@@ -21,10 +21,9 @@ import msgspec
 
 from kvd.core.inputs import FromOperator
 from kvd.observe.exposition import Build, Exposition
-from kvd.observe.gauges import gauges_of
 from kvd.observe.metrics import Metrics
 from kvd.sim.profile import PROFILES
-from kvd.sim.runner import Plan, run_seed
+from kvd.sim.runner import SimPlan, run_seed
 from kvd.sim.world import World
 from kvd.wire import admin
 
@@ -59,7 +58,7 @@ def steps_digest(profile: str, first_seed: int, n_seeds: int) -> str:
     """Of every effect and event of those seeds, and of how each ended."""
     digest = hashlib.sha256()
     for seed in range(first_seed, first_seed + n_seeds):
-        ending = run_seed(seed, Plan(profile=profile))
+        ending = run_seed(seed, SimPlan(profile=profile))
         digest.update(f"{ending.digest} {ending.steps} {ending.violation}\n".encode())
     return digest.hexdigest()[:24]
 
@@ -68,7 +67,7 @@ def few_steps_digest(profile: str) -> str:
     """The same of two short seeds, for the test suite."""
     digest = hashlib.sha256()
     for seed in range(FEW_SEEDS):
-        ending = run_seed(seed, Plan(profile=profile, steps=FEW_STEPS))
+        ending = run_seed(seed, SimPlan(profile=profile, steps=FEW_STEPS))
         digest.update(f"{ending.digest} {ending.steps} {ending.violation}\n".encode())
     return digest.hexdigest()[:24]
 
@@ -112,7 +111,7 @@ def questions(leases) -> list[tuple[str, admin.AdminRequest]]:
         *[("why", admin.Why(1, kind, number)) for kind, numbers in kinds for number in numbers],
         *[("why", admin.Why(1, "peer", 0, "", name)) for name in ("p0", "p1", "d0", "d1")],
     ]
-    for keeper in leases.beside.each:
+    for keeper in leases.components.each:
         name = keeper.component.name
         asked += [("why", admin.Why(1, "page", page, name)) for page in range(PAGES)]
     return asked
@@ -125,8 +124,7 @@ def _answer(node, request: admin.AdminRequest) -> bytes:
 
 def _page(metrics: Metrics, node) -> bytes:
     status = node.step(FromOperator(node.out.at_s, b"", admin.ShowStatus(1))).effects[0].message
-    gauges = gauges_of(status.snapshot)
-    page = Exposition(metrics, Build("1", "1", "1"), lambda: gauges).render()
+    page = Exposition(metrics, Build("1", "1", "1"), lambda: status.snapshot).render()
     lines = [line for line in page.splitlines() if b" process_" not in line[:20]]
     return b"\n".join(line for line in lines if not line.startswith(b"process_"))
 

@@ -20,8 +20,8 @@ def frees_a_quarantined_page(settings, at_s):
 
     def at_once(lease, why):
         quarantine(lease, why)
-        node.leases.pool.give(lease.row)
-        lease.row = NO_PAGES
+        node.leases.pool.return_pages(lease.page_table)
+        lease.page_table = NO_PAGES
 
     node.leases.quarantine = at_once
     return node
@@ -98,7 +98,7 @@ def frees_duplicates_under_a_post(settings, at_s):
     node = Node(settings, at_s)
 
     def at_once(_, duplicates):
-        node.leases.pool.give(duplicates)
+        node.leases.pool.return_pages(duplicates)
         node.leases.releases += 1
 
     node.leases._give_back = at_once
@@ -159,7 +159,7 @@ def skips_an_event_number(settings, at_s):
 def slides_a_page_too_far(settings, at_s):
     """What is behind a window is forgotten a page before it is."""
     node = Node(settings, at_s)
-    for windows in node.leases.beside.each:
+    for windows in node.leases.components.each:
         slide = windows.slide
 
         def eager(lease, upto_tokens, slide=slide, windows=windows):
@@ -175,7 +175,7 @@ def slides_a_page_too_far(settings, at_s):
 def keeps_every_state_as_a_snapshot(settings, at_s):
     """Also one that stands for more tokens than are cached at its node."""
     node = Node(settings, at_s)
-    for states in node.leases.beside.each:
+    for states in node.leases.components.each:
         end = states.end
 
         def careless(lease, end=end):
@@ -192,7 +192,7 @@ def keeps_every_state_as_a_snapshot(settings, at_s):
 def forgets_what_lies_beside_a_dropped_node(settings, at_s):
     """The tree does not say that a node is gone."""
     node = Node(settings, at_s)
-    for keeper in node.leases.beside.each:
+    for keeper in node.leases.components.each:
         keeper.dropped = lambda nodes: None
     return node
 
@@ -200,7 +200,7 @@ def forgets_what_lies_beside_a_dropped_node(settings, at_s):
 def drops_a_window_that_is_needed(settings, at_s):
     """Room is made without a look at the locks."""
     node = Node(settings, at_s)
-    for windows in node.leases.beside.each:
+    for windows in node.leases.components.each:
         lock = windows.lock
 
         def loose(anchor, claim, lock=lock, windows=windows):
@@ -216,12 +216,12 @@ def drops_a_window_that_is_needed(settings, at_s):
 def frees_a_quarantined_window_page(settings, at_s):
     """Giving up frees window pages at once, while the writer may still write them."""
     node = Node(settings, at_s)
-    for windows in node.leases.beside.each:
+    for windows in node.leases.components.each:
         quarantine = windows.quarantine
 
         def at_once(lease, quarantine=quarantine, windows=windows):
             quarantine(lease)
-            windows.pool.give(windows.own(lease))
+            windows.pool.return_pages(windows.own_pages(lease))
             windows.held[lease.id].spare = NO_PAGES
 
         windows.quarantine = at_once
@@ -231,7 +231,7 @@ def frees_a_quarantined_window_page(settings, at_s):
 def reuses_a_slot_under_a_copy(settings, at_s):
     """A page of the device buffer is given away while a copy may still write it."""
     node = Node(settings, at_s)
-    for buffers in node.leases.beside.each:
+    for buffers in node.leases.components.each:
         begin_copy = buffers.begin_copy
 
         def at_once(lease, pages, ticket, begin_copy=begin_copy, buffers=buffers):

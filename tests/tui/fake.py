@@ -1,7 +1,7 @@
 """A link to a real node in a situation: what app tests get their frames from.
 
-The frames come from the real desk over the real core, and verbs really act. Time passes when a test
-says so, and a frame comes when it asks for one: the same seed and steps give the same bytes.
+The frames come from the real server over the real core, and verbs really act. Time passes when a
+test says so, and a frame comes when it asks for one: the same seed and steps give the same bytes.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from kvd.console.desk import Desk
-from kvd.console.lockhistory import with_lock_history
-from kvd.console.scene import Scene
-from kvd.console.watch import Watch
+from kvd.console.context import Context
+from kvd.console.history import with_lock_history
+from kvd.console.server import ConsoleServer, Watch
 from kvd.core import inputs
 from kvd.errors import Code, Refusal
 from kvd.wire import admin
@@ -109,7 +108,7 @@ class FakeLink:
         self._mirror.take(self.look(self._mirror.look(self._calls, self._wanted())), self.clock())
 
     def look(self, asked: admin.Look) -> admin.Frame:
-        """The desk's answer, over the wire and back."""
+        """The server's answer, over the wire and back."""
         now_s = self.town.now_s
         reply = ADMIN_REPLIES.decode(self._desk.frame(Watch(asked, now_s), now_s))
         assert isinstance(reply, admin.Frame)
@@ -169,10 +168,10 @@ class FakeLink:
             case _:
                 return reply
 
-    def _new_desk(self) -> Desk:
+    def _new_desk(self) -> ConsoleServer:
         """Its looks cost nothing, so that it never answers with an older one."""
-        scene = Scene(self.side.node, self.side.recent, Engines(self.town))
-        return Desk(scene, self.side.bus.after, 1.0, lambda: 0.0)
+        context = Context(self.side.node, self.side.recent, Engines(self.town))
+        return ConsoleServer(context, self.side.bus.after, 1.0, lambda: 0.0)
 
 
 def _failed(request: admin.AdminRequest, code: Code, why: str) -> admin.AdminFailed:

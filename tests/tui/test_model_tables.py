@@ -17,7 +17,7 @@ NOW_S = 1000.0
 
 
 class Now:
-    """As much of a scene as a view of rows needs."""
+    """As much of a context as a view of rows needs."""
 
     now_s = NOW_S
 

@@ -1,4 +1,4 @@
-"""The console over real nodes: frames of the desk reach the screen, the same ones every time."""
+"""The console over real nodes: frames of the server reach the screen, the same ones every time."""
 
 from __future__ import annotations
 

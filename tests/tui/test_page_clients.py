@@ -27,8 +27,8 @@ async def test_a_client_has_a_letter_and_a_word_for_whether_it_lives():
 
 async def test_calls_are_told_per_second():
     async with staged("clients") as stage:
-        desk = stage.link._desk
-        desk._scene.engines.calls = lambda session: int(100 * stage.link.town.now_s)
+        server = stage.link._desk
+        server._scene.engines.calls = lambda session: int(100 * stage.link.town.now_s)
         for _ in range(4):
             await stage.pass_time(1.0)
         table = stage.app.page.table()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from kvd.console.recent import Recent
+from kvd.console.history import Recent
 from kvd.core import inputs
 from kvd.core.layout.spec import (
     Component,
@@ -265,7 +265,7 @@ def dead_client(seed: int) -> Town:
 def leak(seed: int) -> Town:
     """Pages that are neither free nor anybody's: a bug of the daemon, which the audit has found."""
     town = normal(seed)
-    town.d.node.leases.pool.take(3)
+    town.d.node.leases.pool.take_pages(3)
     town.pass_time(0.1)
     town.d.ask(admin.Audit(1))
     town.watched_s = 4.0

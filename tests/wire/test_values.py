@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from kvd.wire.values import has_more_values
+from kvd.wire.codec import has_more_values
 
 SIZES = (0, 1, 15, 16, 31, 32, 255, 256, 65_535, 65_536)
 

@@ -27,17 +27,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.audit.backrefs import Cross
+from kvd.core.audit.backrefs import Backrefs
 from kvd.core.audit.containment import misgiven_fault
 from kvd.core.audit.findings import Findings
 from kvd.core.audit.sweep import Sweep, SweepPhase, pools
 from kvd.wire.snapshot import AuditState
 
 if TYPE_CHECKING:
-    from kvd.core.audit.fault import Fault
+    from kvd.core.audit.rules import Fault
     from kvd.core.cache.pages import Misgiven
     from kvd.core.inputs import AuditTurn, Recalled
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
 
 EVERY_S = 0.25
 """From the beginning of one sweep to that of the next, at least."""
@@ -49,7 +49,7 @@ class StandingAudit:
     ``work_done`` is what the last turn took, in the units of ``AuditTurn.work``.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeView) -> None:
         self.findings = Findings(node)
         self.work_done = 0
         self.sweeps = 0
@@ -74,10 +74,11 @@ class StandingAudit:
         if sweep is None:
             return
         node = self._node
+        # What moved since the last turn must be known before anything is judged by this one.
         sweep.learn(node)
-        cross = Cross(node)
+        refs = Backrefs(node)
         while self.work_done < got.work and sweep.phase is not SweepPhase.OVER:
-            self.work_done += sweep.look(node, cross, got.work - self.work_done)
+            self.work_done += sweep.look(node, refs, got.work - self.work_done)
         faults, sweep.faults = sweep.faults, []
         for fault in faults:
             self.findings.saw(fault, self._look)
@@ -109,11 +110,20 @@ class StandingAudit:
             sweep_s=self._took_s,
             last_sweep_ago_s=self._node.out.at_s - self._ended_s,
             objects=self._last.objects if self._last is not None else 0,
-            pages=sum(pool.total_pages for pool in pools(self._node)),
+            pages=sum(pool.total_pages for pool in pools(self._node.leases)),
             spent_s=self.spent_s,
             share=self._share,
             found=self.findings.states(),
         )
+
+    @property
+    def violations(self) -> int:
+        """Told since the incarnation began; must stay 0."""
+        return self.findings.violations
+
+    def why_condemned(self, component: str, page: int) -> str:
+        """Why nobody gets this page, as far as it is still known."""
+        return self.findings.containment.why(component, page)
 
     def _begin(self) -> Sweep | None:
         """A new sweep, when it is time for one."""
@@ -122,15 +132,15 @@ class StandingAudit:
             return None
         self._next_s = at_s + EVERY_S
         self._look += 1
-        for pool in pools(self._node):
-            pool.moves.watch()
+        for pool in pools(self._node.leases):
+            pool.moved.watch()  # before the first look: a move in between would go unseen
         self._sweep = Sweep(self._node, at_s)
         return self._sweep
 
     def _end(self, sweep: Sweep) -> None:
         node = self._node
-        for pool in pools(node):
-            pool.moves.ignore()
+        for pool in pools(node.leases):
+            pool.moved.ignore()
         self.findings.looked(self._look)
         at_s = node.out.at_s
         self._share = (self.spent_s - self._spent_before_s) / max(at_s - self._ended_s, 1e-3)

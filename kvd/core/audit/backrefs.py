@@ -9,20 +9,20 @@ from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvd.core.audit.beside_rules import needs
+from kvd.core.audit.component_rules import needs
 from kvd.core.handoff.protocol import Decode
 
 if TYPE_CHECKING:
-    from kvd.core.audit.beside_rules import Needs
+    from kvd.core.audit.component_rules import Needs
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.handoff.parts import ReceivePart, SendPart
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
 
 
-class Cross:
+class Backrefs:
     """The cross-references of one node at one moment. Each costs one pass, once."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeView) -> None:
         self._node = node
 
     @cached_property
@@ -33,7 +33,7 @@ class Cross:
     @cached_property
     def needs(self) -> Needs:
         """For each component beside the first, by tree node, the leases that need what is there."""
-        return needs(self._node)
+        return needs(self._node.leases)
 
     @cached_property
     def receives(self) -> dict[int, ReceivePart]:
@@ -65,7 +65,7 @@ class Cross:
     @cached_property
     def may_read_former(self) -> bool:
         """Whether an engine may still read what it had before the restart."""
-        return self._node.former.may_read()
+        return self._node.former_leases.may_read()
 
     @cached_property
     def queued(self) -> set[int]:

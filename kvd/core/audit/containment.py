@@ -48,11 +48,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from kvd.core.audit.backrefs import Cross
-from kvd.core.audit.fault import Fault
-from kvd.core.audit.rules import missing_locks
+from kvd.core.audit.backrefs import Backrefs
+from kvd.core.audit.rules import Fault, missing_locks
 from kvd.core.cache.lease import ARRIVAL, ENGINE, Lease
-from kvd.core.cache.radix import drop, hide, recount, subtree
+from kvd.core.cache.radix import add_locks, drop, hide, recount, subtree
 from kvd.core.inspect.page_states import has_any
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_PAGES, Pages
@@ -63,8 +62,8 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.pages import Misgiven, PagePool
     from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.node import Node
 
 MAX_REASONS = 256
 """Kept: one bug breaks many things, and the first ones say which."""
@@ -84,7 +83,7 @@ class Condemned(msgspec.Struct, frozen=True):
 class Containment:
     """What to do about each check; ``contain`` says what was done."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeView) -> None:
         self.condemned: list[Condemned] = []
         """Why, for whoever asks about a page; the first of them."""
         self._node = node
@@ -173,7 +172,7 @@ class Containment:
         name = component.removesuffix(".saved")
         if name != component:
             return table.saved.pools[name]
-        keeper = table.beside.named(component)
+        keeper = table.components.named(component)
         return table.pool if keeper is None else keeper.pool
 
     def _owns(self, component: str) -> Iterable[tuple[Lease, Pages]]:
@@ -183,13 +182,13 @@ class Containment:
         if name != component:
             parts = [(one, part) for one in leases if one.saved for part in one.saved.parts]
             return [(one, part.slots) for one, part in parts if part.component == name]
-        keeper = table.beside.named(component)
-        return [(one, one.held if keeper is None else keeper.own(one)) for one in leases]
+        keeper = table.components.named(component)
+        return [(one, one.held if keeper is None else keeper.own_pages(one)) for one in leases]
 
     def _caches(self, component: str) -> Iterable[tuple[TreeNode, Pages]]:
         if component.endswith(".saved"):
             return []
-        keeper = self._node.leases.beside.named(component)
+        keeper = self._node.leases.components.named(component)
         if keeper is None:
             return [(edge, edge.pages) for edge in self._node.leases.tree.nodes()]
         return [(edge, keeper.pages_at(edge)) for edge in list(keeper.nodes)]
@@ -215,12 +214,13 @@ class Containment:
             numbers={"lease": lease.id},
         )
         n_pages = self._condemn("", lease.held, fault)
-        for keeper in table.beside.each:
-            n_pages += self._condemn(keeper.component.name, keeper.own(lease), fault)
+        for keeper in table.components.each:
+            n_pages += self._condemn(keeper.component.name, keeper.own_pages(lease), fault)
         if ARRIVAL not in lease.holders and lease.quarantine is None:
             # Nobody has them; but where a remote may write, that it is this lease's has to be seen.
-            lease.row = Pages(lease.row[: lease.owned * ID_BYTES])
+            lease.page_table = Pages(lease.page_table[: lease.owned * ID_BYTES])
             lease.deferred = NO_PAGES
+        # Before its users hear of it: what they do next may end the lease.
         lease.cache = lease.is_whole = False  # nothing of it joins the tree as it ends
         if lease.quarantine is None:
             self._fail_users(lease, refusal)
@@ -244,7 +244,7 @@ class Containment:
 
     def _raise_reads(self, fault: Fault) -> str:
         lease = self._node.leases.leases.get(fault.lease)
-        under_way = Cross(self._node).reads[fault.lease]
+        under_way = Backrefs(self._node).reads[fault.lease]
         if lease is None or lease.reads >= under_way:
             return TOLD
         lease.reads = under_way
@@ -268,7 +268,7 @@ class Containment:
         hide(table.tree, edge)
         if not any(one.lock_ref for one in below):
             pages = drop(table.tree, edge)
-            table.give(pages)
+            table.return_pages(pages)
             done.append(f"{len(below)} nodes dropped")
         else:
             done.append(f"node {edge.id} is found by no prompt any more")
@@ -276,13 +276,13 @@ class Containment:
         return "; ".join(one for one in done if one)
 
     def _raise_locks(self, fault: Fault) -> str:
-        tree, cross = self._node.leases.tree, Cross(self._node)
+        tree, refs = self._node.leases.tree, Backrefs(self._node)
         raised = 0
         edge = self._edge(fault.node)
         while edge is not None:
-            missing = missing_locks(edge, cross.anchored)
+            missing = missing_locks(edge, refs.anchored)
             if missing > 0:
-                edge.lock_ref += missing
+                add_locks(edge, missing)
                 raised += missing
             edge = edge.parent
         if not raised:
@@ -326,14 +326,16 @@ class Containment:
 
     def _strike_waiters(self, _: Fault) -> str:
         node = self._node
-        gone = [one for one in node.admission.queue if not Cross(node).is_alive(one.claim.session)]
+        gone = [
+            one for one in node.admission.queue if not Backrefs(node).is_alive(one.claim.session)
+        ]
         refusal = Refusal(Code.CLIENT_GONE, "its session is gone", side=node.settings.name)
         node.admission.turn_away(gone, refusal)
         return f"{len(gone)} requests left the queue"
 
     def _ask_again(self, _: Fault) -> str:
         admission = self._node.admission
-        for name in list(admission.apart.by_name):
+        for name in list(admission.side_queue.by_name):
             admission.changed(name)
         return "asked again"
 
@@ -344,7 +346,7 @@ class Containment:
 
 def all_pools(table: LeaseTable) -> list[PagePool]:
     """Of every component, and of the saved area."""
-    return [table.pool, *[one.pool for one in table.beside.each], *table.saved.pools.values()]
+    return [table.pool, *[one.pool for one in table.components.each], *table.saved.pools.values()]
 
 
 def one_list(table: LeaseTable) -> list[Misgiven]:

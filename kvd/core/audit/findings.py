@@ -4,7 +4,7 @@ A fault is told once, as an event that names lease, node, owner and the last tra
 it changes, but not more often than an operator can read. What the next whole look does not see any
 more is healed, and stays listed as such.
 
-What must not live here: what is a fault (``rules``, ``radix_audit``, ``places``).
+What must not live here: what is a fault (``rules``, ``component_rules``).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvd.types import count, page_ids
 from kvd.wire import events, snapshot
 
 if TYPE_CHECKING:
-    from kvd.core.audit.fault import Fault, Key
+    from kvd.core.audit.rules import Fault, Key
     from kvd.core.cache.lease import Lease
     from kvd.core.handoff.parts import ReceivePart, SendPart
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
 
 MAX_FINDINGS = 64
 """Kept; further ones are counted. One bug breaks many things, and the first ones say which."""
@@ -74,12 +74,14 @@ class AuditFinding:
 class Findings:
     """By fault. Invariant: at most ``MAX_FINDINGS``, and a broken one never gives way."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeView) -> None:
         self.by_key: dict[Key, AuditFinding] = {}
         self.containment = Containment(node)
         self._node = node
         self._out = node.out
         self._last_id = 0
+        self.violations = 0
+        """Told since the incarnation began; must stay 0."""
         self._untold: dict[Key, int] = {}
         """Those beyond ``MAX_FINDINGS``, by the look that saw them last."""
 
@@ -105,8 +107,10 @@ class Findings:
         found.last_seen_s = now_s
         found.look = look
         if is_news:
+            # Whose it is first: containment may take the lease or the part off its registers.
             self._describe(found)
             found.done = self.containment.contain(fault)
+        # Told after it is contained, so that the event says what was done.
         if is_news or has_changed:
             self._tell(found)
 
@@ -144,7 +148,7 @@ class Findings:
         """Who it is about, and what was done, for everybody."""
         out, fault = self._out, found.fault
         found.told_s = out.at_s
-        self._node.violations += 1
+        self.violations += 1
         out.emit(
             events.Violation,
             what=fault.sentence,
@@ -172,7 +176,7 @@ class Findings:
             session, found.room = lease.session, lease.room
             lines.append(describe_holder(node, lease))
         elif fault.node:
-            crossing = holders(node).get(fault.node, [])
+            crossing = holders(node.leases).get(fault.node, [])
             session = crossing[0].session if crossing else 0
             lines += [f"locked by {describe_holder(node, one)}" for one in crossing[:HOLDERS_NAMED]]
         if part is not None:

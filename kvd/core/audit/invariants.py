@@ -15,57 +15,57 @@ piece.
 - I8 event numbers are contiguous (the outbox numbers them; the shell checks on the way out)
 - I9 what is held is held for somebody: see ``rules``
 
-I1 to I4 and I9 hold of every component with pages of its own: see ``beside_rules``.
+I1 to I4 and I9 hold of every component with pages of its own: see ``component_rules``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.audit.backrefs import Cross
-from kvd.core.audit.beside_rules import beside_faults
-from kvd.core.audit.radix_rules import tree_faults
+from kvd.core.audit.backrefs import Backrefs
+from kvd.core.audit.component_rules import component_faults
 from kvd.core.audit.rules import (
     lease_faults,
     lock_faults,
+    page_faults,
     post_faults,
     queue_faults,
     ready_faults,
     receive_faults,
     register_faults,
+    saved_faults,
     send_faults,
+    tree_faults,
 )
-from kvd.core.audit.saved_rules import saved_faults
-from kvd.core.inspect.page_states import page_faults
 
 if TYPE_CHECKING:
-    from kvd.core.audit.fault import Fault
-    from kvd.core.node import Node
+    from kvd.core.audit.rules import Fault
+    from kvd.core.inspect.view import NodeView
 
 
-def violations(node: Node) -> list[str]:
+def violations(node: NodeView) -> list[str]:
     """Every violation found, one sentence each; empty when all is well."""
     return [fault.sentence for fault in faults(node)]
 
 
-def faults(node: Node) -> list[Fault]:
+def faults(node: NodeView) -> list[Fault]:
     """Every rule that does not hold now."""
-    cross = Cross(node)
+    refs = Backrefs(node)
     tree, decoder, prefiller = node.leases.tree, node.decoder, node.prefiller
-    found = page_faults(node) + saved_faults(node) + tree_faults(tree)
+    found = page_faults(node.leases) + saved_faults(node.leases) + tree_faults(tree)
     for edge in (*tree.roots.values(), *tree.nodes()):
-        found += lock_faults(edge, cross)
+        found += lock_faults(edge, refs)
     for lease in node.leases.leases.values():
-        found += lease_faults(node, lease, cross)
+        found += lease_faults(node, lease, refs)
     for receive in decoder.parts.values():
-        found += receive_faults(node, receive, cross)
+        found += receive_faults(node, receive, refs)
     for lease_id, attempt in decoder.ready.items():
-        found += ready_faults(node, lease_id, attempt)
+        found += ready_faults(node.leases, lease_id, attempt)
     for send in prefiller.known():
-        found += send_faults(node, send, cross)
+        found += send_faults(node, send, refs)
     for post, send in prefiller.posts.parts.items():
-        found += post_faults(node, post, send)
-    found += queue_faults(node, cross)
+        found += post_faults(node.prefiller, post, send)
+    found += queue_faults(node, refs)
     found += register_faults(node)
-    found += beside_faults(node, cross)
+    found += component_faults(node, refs)
     return found

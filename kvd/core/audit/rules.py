@@ -1,43 +1,256 @@
-"""The rules about one lease, one part, one waiter, one lock: exact at any moment between two steps.
+"""What must be true of one page, tree node, lease, handoff or waiter, and in words where it is not.
 
-Each looks at one thing and at what it names, and says what does not hold. Used for everything at
-once by ``invariants`` and piece by piece by ``audit``. The rules about tree nodes alone are in
-``radix_audit``, those about pages in ``places``.
+Each rule looks at one thing and at what it names, is exact at any moment between two steps, and
+gives ``Fault``s. ``invariants`` asks all of them at once, ``sweep`` piece by piece. Of a tree node
+``is_sound`` is the quick question; ``node_faults`` is the answer in words, asked where it is not.
 
 I9, beside those of the design: what is held is held for somebody. Every holder of a lease, every
 quarantine, post, part and waiter names something that lives and that knows of it; else nothing
 would ever give it back.
 
-What must not live here: what a fault means over time, and any change of state.
+What must not live here: what a fault means over time (``findings``), components beside the first
+(``component_rules``), any change of state.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from kvd.core.audit.fault import Fault
-from kvd.core.audit.radix_rules import is_linked
-from kvd.core.audit.saved_rules import AWAY, COPYING, broken_standing, saved_count_faults
-from kvd.core.cache.lease import ARRIVAL, ENGINE, FETCH, UNPROVEN
-from kvd.core.cache.lease_state import Standing
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from kvd.core.cache.lease import ARRIVAL, ENGINE, FETCH, RESTORE, SAVE, UNPROVEN
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.handoff.message_sizes import page_bytes
 from kvd.core.handoff.parts import waits_for_others
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.handoff.receive import ASKING
 from kvd.core.handoff.send import LIVE, WRITING
+from kvd.core.inspect.page_states import Place, places
 from kvd.core.leases.admission import OWN_TRANSFER
-from kvd.types import ID_BYTES, short
+from kvd.types import ID_BYTES, NO_PAGES, NULL_PAGE, Pages, count, short
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Iterator
 
-    from kvd.core.audit.backrefs import Cross
-    from kvd.core.cache.lease import Lease
+    from kvd.core.audit.backrefs import Backrefs
+    from kvd.core.cache.eviction import EvictionOrder
+    from kvd.core.cache.lease import Lease, SavedPart
+    from kvd.core.cache.pages import PagePool
+    from kvd.core.cache.radix import RadixTree
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, SendPart
+    from kvd.core.handoff.receive import Decoder
+    from kvd.core.handoff.send import Prefiller
+    from kvd.core.inspect.view import NodeView
     from kvd.core.leases.admission import Waiter
-    from kvd.core.node import Node
+    from kvd.core.leases.lease_table import LeaseTable
+
+
+Key = tuple[str, str, int, int, str, int]
+"""What makes two faults the same one: the check, and what it is about."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One broken rule, and what it is about; 0 and empty where it is about no such thing.
+
+    ``rule`` is one of I1 to I9, ``check`` says which part of it in a word, ``what`` in a sentence.
+    ``side`` and ``part`` name one part of a handoff, ``node`` a node of the tree; ``component`` is
+    empty for the first one, which is meant where none is said.
+    """
+
+    rule: str
+    check: str
+    what: str
+    lease: int = 0
+    node: int = 0
+    side: str = ""
+    part: int = 0
+    pages: Pages = NO_PAGES
+    component: str = ""
+    session: int = 0
+    """Whose lease it was, where that is gone."""
+
+    @property
+    def key(self) -> Key:
+        """Equal for the same fault seen twice."""
+        return self.check, self.component, self.lease, self.node, self.side, self.part
+
+    @property
+    def sentence(self) -> str:
+        """The rule, and what is wrong."""
+        return f"{self.rule}: {self.what}"
+
+
+_PAGES = attrgetter("pages")
+
+
+def tree_faults(tree: RadixTree) -> list[Fault]:
+    """Every violation of I2, I3 and I4 that a tree alone can tell."""
+    nodes = list(tree.nodes())
+    page_bytes = tree.match_page_tokens * ID_BYTES
+    found = [
+        fault
+        for node in nodes
+        if not is_sound(node, tree.order, page_bytes)
+        for fault in node_faults(node, tree.order, page_bytes)
+    ]
+    if len(nodes) != len(tree.order):
+        found.append(
+            Fault(
+                "I3",
+                "order-size",
+                f"{len(nodes)} nodes are in the tree, {len(tree.order)} in the eviction order",
+            )
+        )
+    return found + total_faults(tree) + _page_faults(nodes)
+
+
+def total_faults(tree: RadixTree) -> list[Fault]:
+    """I3: the counters are the sums over the nodes in the eviction order, which are all."""
+    # In one piece, so as fast as it goes: 0.1 us a node.
+    nodes = list(tree.order)
+    cached = sum(map(len, map(_PAGES, nodes)))
+    locked = sum([len(node.pages) for node in nodes if node.lock_ref])
+    evictable, protected = (cached - locked) // ID_BYTES, locked // ID_BYTES
+    if (evictable, protected) == (tree.evictable_pages, tree.protected_pages):
+        return []
+    return [
+        Fault(
+            "I3",
+            "totals",
+            f"{tree.evictable_pages} evictable and {tree.protected_pages} protected pages are "
+            f"counted, {evictable} and {protected} are in the eviction order",
+        )
+    ]
+
+
+def is_sound(node: RadixNode, order: EvictionOrder, page_bytes: int) -> bool:
+    """Whether ``node_faults`` has nothing to say; ``node`` is no root."""
+    parent, edge, key = node.parent, node.edge, node.key
+    n_bytes = len(edge)
+    return (
+        parent is not None
+        and parent.children.get(key) is node
+        and len(key) == page_bytes <= n_bytes
+        and edge.startswith(key)
+        and n_bytes % page_bytes == 0
+        and len(node.pages) * page_bytes == n_bytes * ID_BYTES
+        and node.end_tokens == parent.end_tokens + n_bytes // ID_BYTES
+        and 0 <= node.lock_ref <= parent.lock_ref
+        and node in order
+    )
+
+
+def is_linked(node: RadixNode) -> bool:
+    """Whether its parent knows it: what was evicted or flushed no longer is."""
+    return node.parent is not None and node.parent.children.get(node.key) is node
+
+
+def node_faults(node: RadixNode, order: EvictionOrder, page_bytes: int) -> list[Fault]:
+    """Every violation of I2, I3 and I4 at one node that is no root."""
+    parent, edge, name = node.parent, node.edge, node.describe()
+    n_tokens = len(edge) // ID_BYTES
+    found = []
+    if parent is None or node.key != edge[:page_bytes] or not is_linked(node):
+        found.append(("I4", "child-key", f"{name} is not its parent's child under its first page"))
+    elif node.end_tokens != parent.end_tokens + n_tokens:
+        found.append(("I4", "end", f"{name} has {n_tokens} tokens after {parent.describe()}"))
+    elif parent.lock_ref < node.lock_ref:
+        found.append(("I2", "locks-grow", f"{name} has more locks than {parent.describe()} above"))
+    if node.lock_ref < 0:
+        found.append(("I2", "lock-below-zero", f"{name} has less than no lock"))
+    if node not in order:
+        found.append(("I3", "not-in-order", f"{name} is not in the eviction order"))
+    if not edge or len(edge) % page_bytes:
+        found.append(("I4", "edge", f"{name} has {n_tokens} tokens, not whole pages"))
+    if len(node.pages) * page_bytes != len(edge) * ID_BYTES:
+        found.append(("I4", "edge-pages", f"{name} has {n_tokens} tokens on its pages"))
+    return [Fault(rule, check, what, node=node.id) for rule, check, what in found]
+
+
+def _page_faults(nodes: list[RadixNode]) -> list[Fault]:
+    pages = np.frombuffer(b"".join(node.pages for node in nodes), "<i4")
+    ids, times = np.unique(pages, return_counts=True)
+    twice = ids[times > 1]
+    found = [
+        Fault(
+            "I4",
+            "page-twice",
+            f"page {page} is in the tree more than once",
+            pages=Pages(np.int32(page).tobytes()),
+        )
+        for page in twice[:1].tolist()
+    ]
+    if ids.size and ids[0] <= NULL_PAGE:
+        what = f"page {ids[0]} is in the tree; page ids start at {NULL_PAGE + 1}"
+        found.append(Fault("I4", "null-page", what))
+    return found
+
+
+AWAY = {LeaseStage.RETRACTED, LeaseStage.RESUMING}
+"""Neither lock nor page of the pool."""
+
+COPYING = {SAVE: LeaseStage.SAVING, RESTORE: LeaseStage.RESTORING}
+"""The standing in which each of these holds a lease."""
+
+
+def saved_faults(table: LeaseTable) -> list[Fault]:
+    """I1 of the saved area: null + free + saved = total, per component; each page in one place."""
+    found = []
+    for component, pool in table.saved.pools.items():
+        held_at = [
+            Place("the free list", pool.free_ids()),
+            *(
+                Place(f"lease {lease.id}", part.slots, lease=lease.id)
+                for lease, part in _parts(table)
+                if part.component == component
+            ),
+        ]
+        found += tile_faults(held_at, pool, pool.name)
+    return found
+
+
+def saved_count_faults(table: LeaseTable) -> Iterator[Fault]:
+    """I1 of the saved area by the numbers alone: cheap, for the standing audit."""
+    area = table.saved
+    saved: Counter[str] = Counter()
+    for _, part in _parts(table):
+        saved[part.component] += count(part.slots)
+    for component, pool in area.pools.items():
+        taken = area.used_pages(component)
+        if saved[component] != taken and not pool.condemned_pages:
+            what = f"{taken} pages of {pool.name} are taken, leases have {saved[component]}"
+            yield Fault("I1", "saved-count", what, component=pool.name)
+
+
+def _parts(table: LeaseTable) -> Iterator[tuple[Lease, SavedPart]]:
+    """What every lease has there."""
+    for lease in table.leases.values():
+        if lease.saved is not None:
+            yield from ((lease, part) for part in lease.saved.parts)
+
+
+def broken_standing(node: NodeView, lease: Lease) -> Iterator[str]:
+    """What a lease has that its standing does not allow, or lacks."""
+    standing = lease.state
+    if standing in AWAY and (lease.anchor is not None or lease.page_table):
+        yield "it has a lock or pages"
+    if standing is LeaseStage.RUNNING and lease.saved is not None:
+        yield f"it has {lease.saved_pages} saved pages"
+    wanted = {holder for holder, when in COPYING.items() if when is standing}
+    if lease.holders & COPYING.keys() != wanted:
+        yield f"it is held by {sorted(lease.holders)}"
+    if lease.saved is not None:
+        table, pages = node.leases, node.leases.pages_for(count(lease.saved.tokens))
+        for part in lease.saved.parts:
+            if part.component == table.pool.name and count(part.slots) != pages:
+                yield f"{count(part.slots)} pages are saved of {pages}"
+
 
 ARRIVING = ASKING | {Decode.VERIFYING}
 """States of a part whose lease waits for its KV."""
@@ -52,10 +265,10 @@ def missing_locks(edge: TreeNode, anchored: Counter[TreeNode | None]) -> int:
     return below + anchored[edge] + (edge.parent is None) - edge.lock_ref
 
 
-def lock_faults(edge: TreeNode, cross: Cross) -> Iterator[Fault]:
+def lock_faults(edge: TreeNode, refs: Backrefs) -> Iterator[Fault]:
     """I2 at one node, in words."""
-    if missing_locks(edge, cross.anchored):
-        anchored, own = cross.anchored[edge], edge.parent is None
+    if missing_locks(edge, refs.anchored):
+        anchored, own = refs.anchored[edge], edge.parent is None
         below = sum([child.lock_ref for child in edge.children.values()])
         yield Fault(
             "I2",
@@ -66,10 +279,136 @@ def lock_faults(edge: TreeNode, cross: Cross) -> Iterator[Fault]:
         )
 
 
+# ---- pages -----
+
+MAX_PLACES = 8
+"""Different sets of places named in one answer; a broken free list would name thousands."""
+
+
+def page_faults(table: LeaseTable) -> list[Fault]:
+    """I1: null + free + held + cached + quarantined = total; each page in exactly one."""
+    return tile_faults(list(places(table)), table.pool)
+
+
+def tile_faults(everything: list[Place], pool: PagePool, component: str = "") -> list[Fault]:
+    """I1 of any pool: which of its pages are in no place, in two, or none of its own.
+
+    A condemned page is in its own place and in no other, whoever still names it.
+    """
+    total = pool.total_pages
+    if pool.condemned_pages:
+        everything = _apart_from(everything, pool.condemned_ids())
+    ids = np.frombuffer(b"".join([place.pages for place in everything]), dtype="<i4")
+    if ids.size == total - 1 and np.array_equal(np.sort(ids), np.arange(1, total)):
+        return []
+    return [
+        *_strays(everything, total, component),
+        *_doubles(everything, ids, total, component),
+        *_missing(ids, total, component),
+    ]
+
+
+def count_faults(table: LeaseTable) -> list[Fault]:
+    """I1 by the numbers alone: cheap, and blind to a page that is lost while another is double."""
+    held = sum([lease.held_pages for lease in table.leases.values()])
+    free, cached = table.pool.free_pages, table.tree.cached_pages
+    if 1 + free + cached + held == table.pool.total_pages or table.pool.condemned_pages:
+        return []  # how many of those condemned are still named is not counted
+    what = (
+        f"null 1 + free {free} + cached {cached} + held and quarantined {held} is not "
+        f"{table.pool.total_pages}"
+    )
+    return [Fault("I1", "page-count", what)]
+
+
+def _apart_from(everything: list[Place], condemned: Pages) -> list[Place]:
+    gone = np.frombuffer(condemned, "<i4")
+    found = [Place("condemned", condemned)]
+    for place in everything:
+        ids = np.frombuffer(place.pages, "<i4")
+        left = ids[~np.isin(ids, gone)]
+        is_same = left.size == ids.size
+        found.append(place if is_same else replace(place, pages=Pages(left.tobytes())))
+    return found
+
+
+def _strays(everything: list[Place], total: int, component: str) -> Iterator[Fault]:
+    """Ids that are no page of this pool, the null page included."""
+    for place in everything:
+        ids = np.frombuffer(place.pages, dtype="<i4")
+        wrong = ids[(ids < 1) | (ids >= total)]
+        if wrong.size:
+            what = (
+                f"{place.name} has page {wrong[0]}{_of(component)}; "
+                f"this pool hands out 1 to {total - 1}"
+            )
+            yield Fault(
+                rule="I1",
+                check="page-stray",
+                what=what,
+                lease=place.lease,
+                node=place.node,
+                pages=Pages(wrong.tobytes()),
+                component=component,
+            )
+
+
+def _doubles(
+    everything: list[Place], ids: np.ndarray, total: int, component: str
+) -> Iterator[Fault]:
+    """Pages in two places, or twice in one, by where they are."""
+    known = (ids >= 1) & (ids < total)
+    times = np.bincount(ids[known], minlength=total)
+    at = np.flatnonzero(known)
+    at = at[times[ids[at]] > 1]
+    ends = np.cumsum([len(place.pages) // ID_BYTES for place in everything])
+    in_which = np.searchsorted(ends, at, "right")
+    where: dict[int, list[int]] = {}
+    for page, index in zip(ids[at].tolist(), in_which.tolist(), strict=True):
+        where.setdefault(page, []).append(index)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for page, found in where.items():
+        groups.setdefault(tuple(found), []).append(page)
+    for indexes, pages in list(groups.items())[:MAX_PLACES]:
+        named = [everything[index] for index in indexes]
+        yield Fault(
+            "I1",
+            "page-double",
+            f"{_these(pages, component)} in {' and in '.join(place.name for place in named)}",
+            lease=max(place.lease for place in named),
+            node=max(place.node for place in named),
+            pages=Pages(np.asarray(pages, dtype="<i4").tobytes()),
+            component=component,
+        )
+
+
+def _missing(ids: np.ndarray, total: int, component: str) -> Iterator[Fault]:
+    """Pages in no place at all: nobody will ever have them again."""
+    is_there = np.zeros(total, dtype=bool)
+    is_there[ids[(ids >= 1) & (ids < total)]] = True
+    lost = np.flatnonzero(~is_there[1:]) + 1
+    if lost.size:
+        pages = Pages(lost.astype("<i4").tobytes())
+        what = f"{_these(lost.tolist(), component)} nowhere"
+        yield Fault("I1", "page-lost", what, pages=pages, component=component)
+
+
+def _these(pages: list[int], component: str) -> str:
+    """``page 7 is``, or how many they are and the first."""
+    of = _of(component)
+    if len(pages) == 1:
+        return f"page {pages[0]}{of} is"
+    return f"{len(pages)} pages{of}, the first is {pages[0]}, are"
+
+
+def _of(component: str) -> str:
+    return f" of {component}" if component else ""
+
+
 # ---- leases --------------------------------------------------------------------------------------
 
 
-def lease_faults(node: Node, lease: Lease, cross: Cross) -> Iterator[Fault]:
+def lease_faults(node: NodeView, lease: Lease, refs: Backrefs) -> Iterator[Fault]:
     """I1, I2, I4, I6, I7 and I9 at one lease."""
 
     def fault(rule: str, check: str, what: str) -> Fault:
@@ -78,42 +417,42 @@ def lease_faults(node: Node, lease: Lease, cross: Cross) -> Iterator[Fault]:
 
     is_quarantined = lease.quarantine is not None
     broken = _broken_quarantine if is_quarantined else _broken_claim
-    for rule, check, what in broken(node, lease, cross):
+    for rule, check, what in broken(node, lease, refs):
         yield fault(rule, check, what)
     if lease.reads < 0 or (lease.deferred and not lease.reads):
         what = f"lease {lease.id} keeps replaced pages that no post reads"
         yield fault("I1", "deferred", what)
-    if lease.reads != cross.reads[lease.id]:
+    if lease.reads != refs.reads[lease.id]:
         what = f"lease {lease.id} counts {lease.reads} posts and copies that read it, "
-        yield fault("I6", "reads", f"{what}{cross.reads[lease.id]} are under way")
+        yield fault("I6", "reads", f"{what}{refs.reads[lease.id]} are under way")
     if node.leases.leases.get(lease.id) is not lease:
         yield fault("I9", "lease-name", f"lease {lease.id} is known under another number")
 
 
-def _broken_quarantine(_: Node, lease: Lease, cross: Cross) -> Iterator[tuple[str, str, str]]:
+def _broken_quarantine(_: NodeView, lease: Lease, refs: Backrefs) -> Iterator[tuple[str, str, str]]:
     """I6, I7 and I9 of pages that a remote may still write."""
     writers = lease.quarantine.writers if lease.quarantine is not None else ()
     if not writers or not all(writer.incarnation for writer in writers):
         yield "I7", "nameless", f"quarantined lease {lease.id} names no incarnation"
     if lease.anchor is not None or lease.owned:
         yield "I6", "lock-kept", f"quarantined lease {lease.id} still locks a prefix"
-    if not cross.is_draining(lease.id):
+    if not refs.is_draining(lease.id):
         what = f"nothing would ever end the quarantine of lease {lease.id}: no part drains it"
         yield "I9", "quarantine-leaked", what
 
 
-def _broken_claim(node: Node, lease: Lease, cross: Cross) -> Iterator[tuple[str, str, str]]:
+def _broken_claim(node: NodeView, lease: Lease, refs: Backrefs) -> Iterator[tuple[str, str, str]]:
     """Row, lock and holders of a lease that is somebody's."""
-    if lease.standing not in AWAY and lease.lost is None:
+    if lease.state not in AWAY and lease.lost is None:
         for check, what in _broken_row(node, lease):
             yield "I2" if check == "unlocked" else "I4", check, what
     for what in broken_standing(node, lease):
-        yield "I1", "standing", f"lease {lease.id} is {lease.standing.value}, but {what}"
-    for check, what in _missing_holders(lease, cross):
+        yield "I1", "standing", f"lease {lease.id} is {lease.state.value}, but {what}"
+    for check, what in _missing_holders(lease, refs):
         yield "I9", check, what
 
 
-def _broken_row(node: Node, lease: Lease) -> Iterator[tuple[str, str]]:
+def _broken_row(node: NodeView, lease: Lease) -> Iterator[tuple[str, str]]:
     """Anchor, ``owned`` and row of a lease that locks a prefix."""
     table, anchor = node.leases, lease.anchor
     if anchor is None:
@@ -128,28 +467,28 @@ def _broken_row(node: Node, lease: Lease) -> Iterator[tuple[str, str]]:
             f"lease {lease.id} owns from page {lease.owned}, its lock ends at token "
             f"{anchor.end_tokens}",
         )
-    elif table.tree.path_pages(anchor) != lease.row[: lease.owned * ID_BYTES]:
+    elif table.tree.path_pages(anchor) != lease.page_table[: lease.owned * ID_BYTES]:
         yield "row", f"the row of lease {lease.id} is not the tree's path that it locks"
 
 
-def _missing_holders(lease: Lease, cross: Cross) -> Iterator[tuple[str, str]]:
+def _missing_holders(lease: Lease, refs: Backrefs) -> Iterator[tuple[str, str]]:
     """Holders that are gone, or do not know of this lease."""
     if not lease.holders:
         yield "holder-none", f"lease {lease.id} has no holder: nobody would ever release it"
     for holder in sorted(lease.holders):
         if holder == ENGINE:
-            is_there = cross.is_alive(lease.session)
+            is_there = refs.is_alive(lease.session)
         elif holder == ARRIVAL:
-            receive = cross.receives.get(lease.id)
+            receive = refs.receives.get(lease.id)
             is_there = receive is not None and receive.state in ARRIVING
         elif holder in COPYING:
-            is_there = lease.standing is COPYING[holder] and cross.copies[lease.id] > 0
+            is_there = lease.state is COPYING[holder] and refs.copies[lease.id] > 0
         elif holder == UNPROVEN:
-            is_there = cross.may_read_former
+            is_there = refs.may_read_former
         elif holder == FETCH:
-            is_there = cross.reads[lease.id] > 0
+            is_there = refs.reads[lease.id] > 0
         else:
-            send = cross.sends.get(int(holder.removeprefix("send ")))
+            send = refs.sends.get(int(holder.removeprefix("send ")))
             is_there = send is not None and send.engine is not None and send.engine.lease is lease
         if not is_there:
             what = f"session {lease.session}" if holder == ENGINE else holder
@@ -159,9 +498,9 @@ def _missing_holders(lease: Lease, cross: Cross) -> Iterator[tuple[str, str]]:
 # ---- parts ---------------------------------------------------------------------------------------
 
 
-def receive_faults(node: Node, part: ReceivePart, cross: Cross) -> Iterator[Fault]:
+def receive_faults(node: NodeView, part: ReceivePart, refs: Backrefs) -> Iterator[Fault]:
     """I4 and I9 at one part of the decode side that is not over."""
-    wrong = _unqueued(part, cross) if part.state is Decode.QUEUED else _unclaimed(node, part, cross)
+    wrong = _unqueued(part, refs) if part.state is Decode.QUEUED else _unclaimed(node, part, refs)
     if node.decoder.parts.get(part.id) is not part:
         wrong = "is known under another number"
     if wrong:
@@ -175,19 +514,19 @@ def receive_faults(node: Node, part: ReceivePart, cross: Cross) -> Iterator[Faul
         yield _receive_fault("I4", "prefix", part, f"begins at token {part.prefix_tokens}")
 
 
-def _is_preloading(node: Node, part: ReceivePart) -> bool:
+def _is_preloading(node: NodeView, part: ReceivePart) -> bool:
     """Whether it waits for its device buffer, after it was verified."""
     return part.lease is not None and part.lease.id in node.fetcher.turns
 
 
-def _unqueued(part: ReceivePart, cross: Cross) -> str:
+def _unqueued(part: ReceivePart, refs: Backrefs) -> str:
     """Why nobody would ever admit it; empty where somebody will."""
-    if part.waiter is None or id(part.waiter) not in cross.queued or part.lease is not None:
+    if part.waiter is None or id(part.waiter) not in refs.queued or part.lease is not None:
         return "is queued, and not in the queue"
     return ""
 
 
-def _unclaimed(node: Node, part: ReceivePart, cross: Cross) -> str:
+def _unclaimed(node: NodeView, part: ReceivePart, refs: Backrefs) -> str:
     """Why its pages are not kept for it as its state demands; empty where they are."""
     lease, state = part.lease, part.state
     if lease is None or node.leases.leases.get(lease.id) is not lease:
@@ -197,22 +536,22 @@ def _unclaimed(node: Node, part: ReceivePart, cross: Cross) -> str:
     is_kept = lease.quarantine is not None if state is Decode.DRAINING else ARRIVAL in lease.holders
     if not is_kept or not _is_named(part, lease):
         return f"is not what lease {lease.id} is kept for"
-    return _unfound(node, part, cross) or _unjoined(node, part)
+    return _unfound(node.decoder, part, refs) or _unjoined(node.decoder, part)
 
 
-def _unfound(node: Node, part: ReceivePart, cross: Cross) -> str:
+def _unfound(decoder: Decoder, part: ReceivePart, refs: Backrefs) -> str:
     """Why nobody would hear of it; empty where somebody does."""
-    if node.decoder.by_handoff.get(part.handoff) is not part:
+    if decoder.by_handoff.get(part.handoff) is not part:
         return f"is not found by its handoff {part.handoff}"
-    if part.state in ASKING and not cross.is_alive(part.session):
+    if part.state in ASKING and not refs.is_alive(part.session):
         return f"goes on for session {part.session}, which is gone"
     return ""
 
 
-def _unjoined(node: Node, part: ReceivePart) -> str:
+def _unjoined(decoder: Decoder, part: ReceivePart) -> str:
     """Why it does not go together with the other parts of its receive; empty where it does."""
     attempt = part.attempt
-    if part not in attempt.parts or node.decoder.attempts.get(attempt.id) is not attempt:
+    if part not in attempt.parts or decoder.attempts.get(attempt.id) is not attempt:
         return f"is no part of receive {attempt.id}"
     if part.state in ASKING and part.ended is not None:
         return "goes on, and its receive has ended"
@@ -227,9 +566,9 @@ def _is_named(part: ReceivePart, lease: Lease) -> bool:
     return any(writer.incarnation == part.incarnation for writer in held.writers)
 
 
-def ready_faults(node: Node, lease_id: int, attempt: ReceiveAttempt) -> Iterator[Fault]:
+def ready_faults(table: LeaseTable, lease_id: int, attempt: ReceiveAttempt) -> Iterator[Fault]:
     """I9 at a delivered receive, which stays until its lease is released."""
-    lease = node.leases.leases.get(lease_id)
+    lease = table.leases.get(lease_id)
     for part in attempt.parts:
         if lease is None or part.lease is not lease or part.state is not Decode.READY:
             what = f"is delivered as lease {lease_id}, which is not"
@@ -250,7 +589,7 @@ def _receive_fault(rule: str, check: str, part: ReceivePart, wrong: str) -> Faul
     )
 
 
-def send_faults(node: Node, part: SendPart, cross: Cross) -> Iterator[Fault]:
+def send_faults(node: NodeView, part: SendPart, refs: Backrefs) -> Iterator[Fault]:
     """I4, I5, I6 and I9 at one part of the prefill side that is not CLOSED."""
 
     def fault(rule: str, check: str, what: str) -> Fault:
@@ -271,14 +610,13 @@ def send_faults(node: Node, part: SendPart, cross: Cross) -> Iterator[Fault]:
     posts = node.prefiller.posts.parts
     if any(posts.get(post) is not part for post in part.outstanding):
         yield fault("I9", "post-lost", f"waits for a post of {sorted(part.outstanding)} in vain")
-    wrong = _misfiled(node, part) or _unowned(node, part, cross)
+    wrong = _misfiled(node.prefiller, part) or _unowned(node.leases, part, refs)
     if wrong:
         yield fault("I9", "send", wrong)
 
 
-def _misfiled(node: Node, part: SendPart) -> str:
+def _misfiled(prefiller: Prefiller, part: SendPart) -> str:
     """Why a part of this state cannot be found where it should be; empty where it can."""
-    prefiller = node.prefiller
     settled_sends = prefiller.settled_sends
     if part.state in LIVE:
         if not prefiller.rooms.has(part):
@@ -290,7 +628,7 @@ def _misfiled(node: Node, part: SendPart) -> str:
     return ""
 
 
-def _unowned(node: Node, part: SendPart, cross: Cross) -> str:
+def _unowned(table: LeaseTable, part: SendPart, refs: Backrefs) -> str:
     """Why the lease that it reads, or the engine it works for, is not there; empty: they are."""
     engine = part.engine
     if engine is None:
@@ -298,16 +636,16 @@ def _unowned(node: Node, part: SendPart, cross: Cross) -> str:
     lease = engine.lease
     if part.state is Prefill.SETTLED:
         return f"is settled, and keeps lease {lease.id}"
-    if node.leases.leases.get(lease.id) is not lease or f"send {part.id}" not in lease.holders:
+    if table.leases.get(lease.id) is not lease or f"send {part.id}" not in lease.holders:
         return f"reads lease {lease.id}, which is not held for it"
-    if part.state is not Prefill.DRAINING and not cross.is_alive(engine.session):
+    if part.state is not Prefill.DRAINING and not refs.is_alive(engine.session):
         return f"goes on for session {engine.session}, which is gone"
     return ""
 
 
-def post_faults(node: Node, post: int, part: SendPart) -> Iterator[Fault]:
+def post_faults(prefiller: Prefiller, post: int, part: SendPart) -> Iterator[Fault]:
     """I6 and I9 at one post under way."""
-    is_live = node.prefiller.rooms.by_room.get(part.room) is part
+    is_live = prefiller.rooms.by_room.get(part.room) is part
     if post not in part.outstanding or not is_live:
         what = f"post {post} is under way for send {part.id} (room {part.room}), which "
         what += "does not wait for it" if is_live else f"is {part.state.value}"
@@ -317,23 +655,23 @@ def post_faults(node: Node, post: int, part: SendPart) -> Iterator[Fault]:
 # ---- the queue and the registers -----------------------------------------------------------------
 
 
-def queue_faults(node: Node, cross: Cross) -> Iterator[Fault]:
+def queue_faults(node: NodeView, refs: Backrefs) -> Iterator[Fault]:
     """The queue is in order, and everybody in it lives."""
     ranks = [waiter.rank for waiter in node.admission.line]
     if ranks != sorted(ranks):
         yield Fault("I9", "queue-order", "the admission queue is not sorted by priority and time")
     yield from _forgotten(node)
     for waiter in node.admission.queue:
-        yield from _waiter_faults(waiter, cross)
+        yield from _waiter_faults(waiter, refs)
 
 
-def _forgotten(node: Node) -> Iterator[Fault]:
+def _forgotten(node: NodeView) -> Iterator[Fault]:
     """Who stands apart and waits for nothing but memory: nobody would look at it again.
 
     Those who wait for one peer wait for the same thing: whether that is there is asked once.
     """
     peers = node.peers
-    for name, waiters in node.admission.apart.by_name.items():
+    for name, waiters in node.admission.side_queue.by_name.items():
         if name == OWN_TRANSFER or peers.not_ready(name) is not None:
             continue
         for waiter in waiters.values():
@@ -343,14 +681,14 @@ def _forgotten(node: Node) -> Iterator[Fault]:
                 yield Fault("I9", f"forgotten-{session}-{call}", what)
 
 
-def _waiter_faults(waiter: Waiter, cross: Cross) -> Iterator[Fault]:
+def _waiter_faults(waiter: Waiter, refs: Backrefs) -> Iterator[Fault]:
     session = waiter.claim.session
-    if not cross.is_alive(session):
+    if not refs.is_alive(session):
         what = f"a request of session {session} (call {waiter.claim.call}) waits, and that is gone"
         yield Fault("I9", f"waiter-{session}-{waiter.claim.call}", what)
 
 
-def register_faults(node: Node) -> Iterator[Fault]:
+def register_faults(node: NodeView) -> Iterator[Fault]:
     """I9: the registers that are kept beside the parts say what the parts say."""
     decoder, prefiller, leases = node.decoder, node.prefiller, node.leases.leases
     for lease_id, lease in decoder.quarantines.leases.items():
@@ -370,13 +708,13 @@ def register_faults(node: Node) -> Iterator[Fault]:
             what = f"send {send} has failed for session {failed.session}, which is gone"
             yield Fault("I9", "failed", what, side="prefill", part=send)
     yield from _former_faults(node)
-    yield from _record_faults(node)
-    yield from saved_count_faults(node)
+    yield from _record_faults(node.prefiller)
+    yield from saved_count_faults(node.leases)
 
 
-def _former_faults(node: Node) -> Iterator[Fault]:
-    former = node.former
-    standing = [one for one in node.leases.leases.values() if one.standing is Standing.FORMER]
+def _former_faults(node: NodeView) -> Iterator[Fault]:
+    former = node.former_leases
+    standing = [one for one in node.leases.leases.values() if one.state is LeaseStage.FORMER]
     registered = [*former.leases.values(), *([former.unproven] if former.unproven else [])]
     if {one.id for one in standing} != {one.id for one in registered}:
         what = (
@@ -388,8 +726,8 @@ def _former_faults(node: Node) -> Iterator[Fault]:
         yield Fault("I9", "unproven", what, lease=former.unproven.id)
 
 
-def _record_faults(node: Node) -> Iterator[Fault]:
-    for incarnation, records in node.prefiller.settled_sends.records.items():
+def _record_faults(prefiller: Prefiller) -> Iterator[Fault]:
+    for incarnation, records in prefiller.settled_sends.records.items():
         parts = records.parts.items()
         is_open = sorted([one for one, part in parts if part.state is not Prefill.CLOSED])
         closed = sorted(records.parts.keys() - set(is_open))

@@ -1,6 +1,6 @@
 """One look at everything a node has, in slices, while the node goes on living between them.
 
-Rules about one thing (``rules``, ``radix_audit``) are exact whenever they are asked. What is true
+Rules about one thing (``rules``) are exact whenever they are asked. What is true
 only of everything together, that each page is in exactly one place, is made exact by ``moves``: a
 sweep counts how often it sees each page, learns at each turn which pages have moved meanwhile, and
 at the end judges those that have not. They were where they are all the time, so they must have been
@@ -16,13 +16,6 @@ seen exactly once. What has moved is judged by the next sweep; a lost page never
 All of it is done for the first component and, where there are any, for those with pages beside it.
 
 Plain data between two turns: no iterator, nothing that a copy of the node could not carry.
-
-How often a sweep has seen each page of one pool, and what it makes of that at the end.
-
-Pages move while a sweep goes on. What has moved is not judged; what lay still all the time must
-have been seen exactly once. See ``sweep`` for the whole argument.
-
-Plain data: two bytes for each page of the pool.
 """
 
 from __future__ import annotations
@@ -33,37 +26,42 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.audit import beside_rules
-from kvd.core.audit.radix_rules import is_linked, is_sound, node_faults, total_faults
+from kvd.core.audit import component_rules
 from kvd.core.audit.rules import (
+    count_faults,
+    is_linked,
+    is_sound,
     lease_faults,
     lock_faults,
     missing_locks,
+    node_faults,
+    page_faults,
     post_faults,
     queue_faults,
     ready_faults,
     receive_faults,
     register_faults,
+    saved_faults,
     send_faults,
+    total_faults,
 )
-from kvd.core.audit.saved_rules import saved_faults
-from kvd.core.inspect.page_states import count_faults, page_faults
 from kvd.types import ID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvd.core.audit.backrefs import Cross
-    from kvd.core.audit.fault import Fault
+    from kvd.core.audit.backrefs import Backrefs
+    from kvd.core.audit.rules import Fault
     from kvd.core.cache.lease import Lease
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.lease_table import LeaseTable
     from kvd.types import Pages
 
 
-class PageTally:
+class SweptPages:
     """One pool during one sweep. ``see`` and ``learn`` all the time, then ``judge``."""
 
     __slots__ = ("_is_blind", "_seen", "_touched", "_uncounted", "is_suspicious", "total_pages")
@@ -161,7 +159,7 @@ class Sweep:
         "was_refuted",
     )
 
-    def __init__(self, node: Node, at_s: float) -> None:
+    def __init__(self, node: NodeView, at_s: float) -> None:
         self.began_s = at_s
         self.phase = SweepPhase.FREE
         self.objects = 0
@@ -169,11 +167,11 @@ class Sweep:
         self.faults: list[Fault] = []
         self.was_refuted = False
         """A suspicion about pages came to nothing: somebody moves pages without saying so."""
-        self._tallies = [PageTally(pool.total_pages) for pool in pools(node)]
-        for tally, pool in zip(self._tallies, pools(node), strict=True):
+        self._tallies = [SweptPages(pool.total_pages) for pool in pools(node.leases)]
+        for tally, pool in zip(self._tallies, pools(node.leases), strict=True):
             tally.learn(pool.condemned_ids())  # wherever they are, they are not judged
         self._anchored: Counter[TreeNode | None] = Counter()
-        self._needs: beside_rules.Needs = ()
+        self._needs: component_rules.Needs = ()
         self._pool = 0
         """Index of the pool whose free list is looked at, or that is judged."""
         self._next = 0
@@ -181,25 +179,25 @@ class Sweep:
         self._stack: list[TreeNode] = []
         self._parts: list[tuple[str, int]] = []
 
-    def learn(self, node: Node) -> None:
+    def learn(self, node: NodeView) -> None:
         """Which pages have changed their place since the last turn."""
-        for tally, pool in zip(self._tallies, pools(node), strict=True):
-            tally.learn(pool.moves.drain())
+        for tally, pool in zip(self._tallies, pools(node.leases), strict=True):
+            tally.learn(pool.moved.drain())
 
-    def look(self, node: Node, cross: Cross, work: int) -> int:
+    def look(self, node: NodeView, refs: Backrefs, work: int) -> int:
         """One slice of at most about ``work`` units; returns how many it took."""
         used = work
         match self.phase:
             case SweepPhase.FREE:
-                used = self._look_at_free(node, cross, work)
+                used = self._look_at_free(node, refs, work)
             case SweepPhase.TREE:
-                used = self._look_at_tree(node, cross, work)
+                used = self._look_at_tree(node, refs, work)
             case SweepPhase.LEASES:
-                used = self._look_at_leases(node, cross, work)
+                used = self._look_at_leases(node, refs, work)
             case SweepPhase.PARTS:
-                used = self._look_at_parts(node, cross, work)
+                used = self._look_at_parts(node, refs, work)
             case SweepPhase.TOTALS:
-                used = self._look_at_totals(node, cross)
+                used = self._look_at_totals(node, refs)
             case SweepPhase.PAGES:
                 used = self._judge(node, work)
             case SweepPhase.OVER:
@@ -208,8 +206,8 @@ class Sweep:
 
     # ---- phases ------------------------------------------------------------------------------
 
-    def _look_at_free(self, node: Node, cross: Cross, work: int) -> int:
-        pool = pools(node)[self._pool]
+    def _look_at_free(self, node: NodeView, refs: Backrefs, work: int) -> int:
+        pool = pools(node.leases)[self._pool]
         wanted = min(FREE_SLICE_PAGES, max(1, work) * PAGES_SEEN_PER_UNIT)
         pages = pool.free_slice(self._next, wanted)
         self._tallies[self._pool].see([pages])
@@ -217,11 +215,11 @@ class Sweep:
         if self._next >= pool.free_pages and self._is_last_pool():
             self._begin(SweepPhase.TREE)
             self._stack = list(node.leases.tree.roots.values())
-            self._anchored = cross.anchored
-            self._needs = cross.needs
+            self._anchored = refs.anchored
+            self._needs = refs.needs
         return 1 + len(pages) // ID_BYTES // PAGES_SEEN_PER_UNIT
 
-    def _look_at_tree(self, node: Node, cross: Cross, work: int) -> int:
+    def _look_at_tree(self, node: NodeView, refs: Backrefs, work: int) -> int:
         stack = self._stack
         tree = node.leases.tree
         order, page_bytes = tree.order, tree.match_page_tokens * ID_BYTES
@@ -238,13 +236,13 @@ class Sweep:
                 self.faults += node_faults(edge, order, page_bytes)
             stack.extend(edge.children.values())
             if edge.lock_ref:
-                self._look_at_locks(edge, cross)
+                self._look_at_locks(edge, refs)
             edges.append(edge)
             used += NODE_UNITS
         self.objects += len(edges)
         n_pages = self._tallies[0].see([edge.pages for edge in edges])
-        for index, keeper in enumerate(node.leases.beside.each):
-            n_pages += self._look_beside(index, keeper, edges, cross)
+        for index, keeper in enumerate(node.leases.components.each):
+            n_pages += self._look_beside(index, keeper, edges, refs)
             used += len(edges) * BESIDE_UNITS
         if not stack:
             self._begin(SweepPhase.LEASES)
@@ -253,17 +251,17 @@ class Sweep:
             self._parts = [("lease", lease_id) for lease_id in node.leases.leases]
         return 1 + used + n_pages // PAGES_SEEN_PER_UNIT
 
-    def _look_at_locks(self, edge: TreeNode, cross: Cross) -> None:
+    def _look_at_locks(self, edge: TreeNode, refs: Backrefs) -> None:
         """Counting who is anchored where takes one look at all leases: an old count does, mostly.
 
         Where it does not fit, the present one decides, and is the old one from then on.
         """
         if missing_locks(edge, self._anchored):
-            self._anchored = cross.anchored
-            self.faults += lock_faults(edge, cross)
+            self._anchored = refs.anchored
+            self.faults += lock_faults(edge, refs)
 
     def _look_beside(
-        self, index: int, keeper: ComponentPages, edges: Sequence[TreeNode], cross: Cross
+        self, index: int, keeper: ComponentPages, edges: Sequence[TreeNode], refs: Backrefs
     ) -> int:
         """What a component has at these nodes; returns how many pages.
 
@@ -274,38 +272,38 @@ class Sweep:
             if edge.parent is None:
                 continue
             if keeper.locks_at(edge) != self._needs[index][edge]:
-                self._needs = cross.needs
-            self.faults += beside_rules.node_faults(keeper, edge, self._needs[index])
+                self._needs = refs.needs
+            self.faults += component_rules.component_node_faults(keeper, edge, self._needs[index])
             pieces.append(keeper.pages_at(edge))
         return self._tallies[1 + index].see(pieces)
 
-    def _look_at_leases(self, node: Node, cross: Cross, work: int) -> int:
+    def _look_at_leases(self, node: NodeView, refs: Backrefs, work: int) -> int:
         leases: list[Lease] = []
         used = 0
-        keepers = node.leases.beside.each
+        keepers = node.leases.components.each
         while self._next < len(self._parts) and used < work:
             lease = node.leases.leases.get(self._parts[self._next][1])
             self._next += 1
             if lease is not None:
-                self.faults += lease_faults(node, lease, cross)
+                self.faults += lease_faults(node, lease, refs)
                 leases.append(lease)
-                used += LEASE_UNITS + len(lease.row) // ID_BYTES // PAGES_SEEN_PER_UNIT
+                used += LEASE_UNITS + len(lease.page_table) // ID_BYTES // PAGES_SEEN_PER_UNIT
                 if keepers:
-                    self.faults += beside_rules.lease_faults(node, lease)
+                    self.faults += component_rules.component_lease_faults(node, lease)
                     used += LEASE_UNITS * len(keepers)
         self.objects += len(leases)
         self._tallies[0].see([lease.held for lease in leases])
         for tally, keeper in zip(self._tallies[1:], keepers, strict=True):
-            tally.see([keeper.own(lease) for lease in leases])
+            tally.see([keeper.own_pages(lease) for lease in leases])
         if self._next >= len(self._parts):
             self._begin(SweepPhase.PARTS)
             self._parts = list(_all_parts(node))
         return 1 + used
 
-    def _look_at_parts(self, node: Node, cross: Cross, work: int) -> int:
+    def _look_at_parts(self, node: NodeView, refs: Backrefs, work: int) -> int:
         last = min(len(self._parts), self._next + max(1, work // PART_UNITS))
         for kind, number in self._parts[self._next : last]:
-            self.faults += _part_faults(node, cross, kind, number)
+            self.faults += _part_faults(node, refs, kind, number)
         used = last - self._next
         self.objects += used
         self._next = last
@@ -313,23 +311,23 @@ class Sweep:
             self._begin(SweepPhase.TOTALS)
         return 1 + used * PART_UNITS
 
-    def _look_at_totals(self, node: Node, cross: Cross) -> int:
+    def _look_at_totals(self, node: NodeView, refs: Backrefs) -> int:
         self.faults += total_faults(node.leases.tree)
-        self.faults += queue_faults(node, cross)
+        self.faults += queue_faults(node, refs)
         self.faults += register_faults(node)
         area = node.leases.saved
         if sum(map(area.capacity_pages, area.pools)) <= SAVED_AT_ONCE_PAGES:
-            self.faults += saved_faults(node)
-        self._tallies[0].is_suspicious |= bool(count_faults(node))
-        self.faults += beside_rules.register_faults(node)
+            self.faults += saved_faults(node.leases)
+        self._tallies[0].is_suspicious |= bool(count_faults(node.leases))
+        self.faults += component_rules.component_register_faults(node)
         things = len(node.leases.tree.order) + node.prefiller.settled_sends.n_records
-        for tally, keeper in zip(self._tallies[1:], node.leases.beside.each, strict=True):
-            tally.is_suspicious |= beside_rules.is_uncounted(keeper)
+        for tally, keeper in zip(self._tallies[1:], node.leases.components.each, strict=True):
+            tally.is_suspicious |= component_rules.is_uncounted(keeper)
             things += BESIDE_UNITS * (len(keeper.nodes) + len(keeper.leases))
         self._begin(SweepPhase.PAGES)
         return 1 + things // 16
 
-    def _judge(self, node: Node, work: int) -> int:
+    def _judge(self, node: NodeView, work: int) -> int:
         """Pages that lay still and were not seen exactly once; who has them, if there are any."""
         tally = self._tallies[self._pool]
         first = self._next
@@ -337,7 +335,7 @@ class Sweep:
         self._next = last = min(tally.total_pages, first + slice_pages)
         has_doubt = tally.judge(first, last)
         if has_doubt or (tally.is_suspicious and last == tally.total_pages):
-            found = _page_faults(node, self._pool)
+            found = _page_faults(node.leases, self._pool)
             self.was_refuted |= has_doubt and not found
             self.faults += found
             last = tally.total_pages
@@ -359,20 +357,19 @@ class Sweep:
         return self._pool == len(self._tallies)
 
 
-def pools(node: Node) -> tuple[PagePool, ...]:
+def pools(table: LeaseTable) -> tuple[PagePool, ...]:
     """The pool of each component with pages of its own, the first one first."""
-    table = node.leases
-    return (table.pool, *[keeper.pool for keeper in table.beside.each])
+    return (table.pool, *[keeper.pool for keeper in table.components.each])
 
 
-def _page_faults(node: Node, pool: int) -> list[Fault]:
+def _page_faults(table: LeaseTable, pool: int) -> list[Fault]:
     """All pages of one pool at once."""
     if pool:
-        return beside_rules.page_faults(node, node.leases.beside.each[pool - 1])
-    return page_faults(node)
+        return component_rules.component_page_faults(table, table.components.each[pool - 1])
+    return page_faults(table)
 
 
-def _all_parts(node: Node) -> Iterator[tuple[str, int]]:
+def _all_parts(node: NodeView) -> Iterator[tuple[str, int]]:
     """What is under way now, by kind and number."""
     decoder, prefiller = node.decoder, node.prefiller
     yield from (("receive", one) for one in decoder.parts)
@@ -382,19 +379,19 @@ def _all_parts(node: Node) -> Iterator[tuple[str, int]]:
     yield from (("post", one) for one in prefiller.posts.parts)
 
 
-def _part_faults(node: Node, cross: Cross, kind: str, number: int) -> Iterable[Fault]:
+def _part_faults(node: NodeView, refs: Backrefs, kind: str, number: int) -> Iterable[Fault]:
     """What is wrong with one of them, if it is still there."""
     decoder, prefiller = node.decoder, node.prefiller
     match kind:
         case "receive" if number in decoder.parts:
-            return receive_faults(node, decoder.parts[number], cross)
+            return receive_faults(node, decoder.parts[number], refs)
         case "ready" if number in decoder.ready:
-            return ready_faults(node, number, decoder.ready[number])
-        case "send" if number in cross.sends:
-            return send_faults(node, cross.sends[number], cross)
+            return ready_faults(node.leases, number, decoder.ready[number])
+        case "send" if number in refs.sends:
+            return send_faults(node, refs.sends[number], refs)
         case "settled" if number in prefiller.settled_sends.settled:
-            return send_faults(node, prefiller.settled_sends.settled[number], cross)
+            return send_faults(node, prefiller.settled_sends.settled[number], refs)
         case "post" if number in prefiller.posts.parts:
-            return post_faults(node, number, prefiller.posts.parts[number])
+            return post_faults(node.prefiller, number, prefiller.posts.parts[number])
         case _:
             return ()

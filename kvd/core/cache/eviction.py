@@ -74,11 +74,11 @@ class EvictionOrder(Protocol):
     def prefer(self, node: RadixNode, priority: int) -> None:
         """Gives the path of ``node`` at least this ``priority``."""
 
-    def take(self, n_bytes: int) -> list[RadixNode]:
+    def take_victims(self, n_bytes: int) -> list[RadixNode]:
         """Takes out victims until their page ids make ``n_bytes``; that much must be unlocked."""
 
     def ahead(self) -> Iterator[RadixNode | None]:
-        """All that ``take`` would come upon, in its order; changes nothing.
+        """All that ``take_victims`` would come upon, in its order; changes nothing.
 
         The unlocked ones are its next victims. A locked one, which it would pass, is named where
         it stands, unless it was passed before. None is a step that found nobody. The order must
@@ -136,7 +136,7 @@ class LruOrder:
     def prefer(self, node: RadixNode, priority: int) -> None:
         """Nothing: priorities are not recency."""
 
-    def take(self, n_bytes: int) -> list[RadixNode]:
+    def take_victims(self, n_bytes: int) -> list[RadixNode]:
         """Takes out the nodes used longest ago."""
         nodes = self._nodes
         out = []
@@ -232,7 +232,7 @@ class RankedOrder:
             rank = self._ranks[step]
             rank.priority = max(rank.priority, priority)
 
-    def take(self, n_bytes: int) -> list[RadixNode]:
+    def take_victims(self, n_bytes: int) -> list[RadixNode]:
         """Takes out the nodes of the lowest keys."""
         heap = self._heap
         out: list[RadixNode] = []
@@ -250,7 +250,7 @@ class RankedOrder:
         return out
 
     def ahead(self) -> Iterator[RadixNode | None]:
-        """The nodes by their keys: what ``take`` does to the heap is done to what comes up of it.
+        """The nodes by their keys: a copy of what comes up goes the way of ``take_victims``.
 
         Whatever of the heap may be next is in ``front``, with its place there; an entry that was
         out of date is there once more, corrected, without a place.
@@ -302,7 +302,7 @@ def _by_priority(node: RadixNode, rank: EvictionRank) -> Key:
 
 
 def victims(order: EvictionOrder, n_bytes: int) -> list[RadixNode]:
-    """What ``order.take(n_bytes)`` would take now; that much must be unlocked."""
+    """What ``order.take_victims(n_bytes)`` would take now; that much must be unlocked."""
     out: list[RadixNode] = []
     ahead = order.ahead()
     while n_bytes > 0:

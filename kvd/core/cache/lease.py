@@ -1,16 +1,16 @@
 """One owner's claim on one sequence: a lock on its cached prefix, and held pages for the rest.
 
-A lease's row is the page of every ``page_size`` tokens, in order::
+The page table of a lease has the page of every ``page_size`` tokens, in order::
 
-    row   | cached: pages of the path to `anchor` | held: this lease's own pages      |
-          0                                       owned                     len(row)
-    tokens  0 .. anchor.end_tokens                  known tokens .. room_tokens
+    pages   | cached: the path to ``anchor``        | held: this lease's own                |
+            0                                     owned                     count(page_table)
+    tokens    0 .. anchor.end_tokens                  known tokens .. room_tokens
 
-A retracted lease has neither lock nor row; ``saved`` are the bytes that it will want back.
+A retracted lease has neither lock nor pages; ``saved`` are the bytes that it will want back.
 
 Plain records: read them; only the lease table and its saved area write them.
 
-Invariants: anchor.end_tokens == owned * page_size; owned <= len(row) in pages.
+Invariants: anchor.end_tokens == owned * page_size; owned <= count(page_table).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.cache.lease_state import Standing
-from kvd.types import ID_BYTES, NO_PAGES, Pages, Tokens, count
+from kvd.core.cache.lease_state import LeaseStage
+from kvd.types import NO_PAGES, Pages, Tokens, count, slice_pages
 
 if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode
@@ -40,8 +40,7 @@ RESTORE = "restore"
 """The holder while its saved pages are copied back: the copy writes its pages."""
 
 FETCH = "fetch"
-"""The holder while pages are copied to its device buffer: a copy reads its row, writes those."""
-
+"""The holder while pages are copied to its device buffer: it reads the lease's, writes those."""
 
 UNPROVEN = "unproven"
 """The holder of pages that only leases of before a restart may still read."""
@@ -52,9 +51,9 @@ class Claim(msgspec.Struct, frozen=True):
 
     ``reason`` is ``lease`` or ``receive from PEER``; ``holder`` is ``ENGINE`` or ``ARRIVAL``.
     ``resumes`` is the retracted lease that takes pages again, 0 for a new one; ``match_tokens`` is
-    the longest prefix that it may take from the tree. ``fresh_tokens``: what lies beside the first
-    component is written from this token on by somebody else, a remote or a restore; None: the
-    engine computes it, and goes on from what the tree has. ``step_tokens``: so many at a time.
+    the longest prefix that it may take from the tree. ``fresh_tokens``: pages of the components
+    beside the first are written from this token on by somebody else, a remote or a restore; None:
+    the engine computes them, and goes on from what the tree has. ``step_tokens``: so many at once.
     """
 
     session: int
@@ -76,7 +75,7 @@ class Claim(msgspec.Struct, frozen=True):
     @property
     def room_tokens(self) -> int:
         """Tokens that must have a slot."""
-        return len(self.tokens) // ID_BYTES + self.reserve_tokens
+        return count(self.tokens) + self.reserve_tokens
 
 
 Demand = tuple[int, ...]
@@ -122,15 +121,15 @@ class Quarantine(msgspec.Struct, frozen=True):
         return ", ".join([writer.peer for writer in self.writers])
 
 
-class Rows(msgspec.Struct, frozen=True):
-    """Pages of one component from row index ``first`` on."""
+class PageSpan(msgspec.Struct, frozen=True):
+    """Pages of one component from index ``first`` of its page table on."""
 
     first: int
     pages: Pages
 
 
 class SavedPart(msgspec.Struct, frozen=True):
-    """One component of what is saved: ``slots[i]`` of the area is row index ``first + i`` of it."""
+    """One component of what is saved: page ``first + i`` is in ``slots[i]`` of the area."""
 
     component: str
     first: int
@@ -164,6 +163,7 @@ class Lease:
         "lost",
         "namespace",
         "owned",
+        "page_table",
         "prefix_tokens",
         "priority",
         "quarantine",
@@ -172,19 +172,18 @@ class Lease:
         "retracted_s",
         "room",
         "room_tokens",
-        "row",
         "saved",
         "sent_from",
         "session",
         "since_s",
-        "standing",
+        "state",
         "step_tokens",
         "tokens",
         "touched_s",
         "written_tokens",
     )
 
-    def __init__(self, lease_id: int, claim: Claim, anchor: RadixNode, row: Pages) -> None:
+    def __init__(self, lease_id: int, claim: Claim, anchor: RadixNode, page_table: Pages) -> None:
         self.id = lease_id
         self.session = claim.session
         self.reason = claim.reason
@@ -196,8 +195,9 @@ class Lease:
         self.tokens = claim.tokens
         self.room_tokens = claim.room_tokens
         self.anchor: RadixNode | None = anchor
-        self.row = row
+        self.page_table = page_table
         self.owned = 0
+        """Pages of the table that are the tree's; the lock on ``anchor`` keeps them."""
         self.prefix_tokens = anchor.end_tokens
         self.written_tokens = anchor.end_tokens
         """So many tokens' KV is in its pages, as far as its engine has said so."""
@@ -206,7 +206,9 @@ class Lease:
         """When it was opened, extended or committed last."""
         self.holders = {claim.holder}
         self.reads = 0
+        """Posts and copies that read its pages now."""
         self.deferred = NO_PAGES
+        """Its pages that a commit replaced by equal cached ones; kept until nobody reads them."""
         self.is_whole = False
         """Whether nothing was computed beyond what is committed; said with the last commit."""
         self.sent_from: int | None = None
@@ -214,7 +216,7 @@ class Lease:
         self.quarantine: Quarantine | None = None
         self.lost: Refusal | None = None
         """Why it can only be released: it was found broken (``containment``)."""
-        self.standing = Standing.RUNNING
+        self.state = LeaseStage.RUNNING
         self.saved: Saved | None = None
         self.retracted_s = 0.0
         """When it was last retracted."""
@@ -222,7 +224,7 @@ class Lease:
     @property
     def held(self) -> Pages:
         """The pages that are this lease's own, duplicates not yet given back included."""
-        own = self.row[self.owned * ID_BYTES :]
+        own = slice_pages(self.page_table, self.owned)
         return Pages(own + self.deferred if self.deferred else own)
 
     @property
@@ -243,9 +245,9 @@ class Lease:
     @property
     def is_blank(self) -> bool:
         """Whether its own pages do not hold yet what they stand for: it is still to be restored."""
-        return self.standing is Standing.RESUMING or self.standing is Standing.RESTORING
+        return self.state is LeaseStage.RESUMING or self.state is LeaseStage.RESTORING
 
     @property
     def held_pages(self) -> int:
         """How many they are."""
-        return (len(self.row) + len(self.deferred)) // ID_BYTES - self.owned
+        return count(self.page_table) + count(self.deferred) - self.owned

@@ -1,12 +1,13 @@
-"""Where a lease stands between running and retracted, as data.
+"""The state of a lease, from running to retracted and back, as data.
 
     RUNNING --retract--> SAVING --saved--> RETRACTED --resume--> RESUMING --admitted--> RESTORING
        ^  '--drop-------------------------^      ^--given-up-----'   |                     |
        '-----------------------------------------------complete------'------restored-------'
 
 A retracted lease keeps its number, its owner and its saved bytes, and nothing of the pool: no page,
-no lock. FORMER stands apart: a lease of before a restart, which nothing but its end leads away from
-(``adopt``). What happens on the edges is ``retract``; pages and locks move in ``lease_table``.
+no lock. FORMER is outside of all that: a lease of before a restart, which only its end leads away
+from (``former_leases``). What happens on the edges is ``retraction``; pages and locks move in
+``lease_table``.
 
 Theory of operation. While a copy runs the lease has a holder of its own (``SAVE``, ``RESTORE``), so
 that neither its pages nor its saved bytes are given to anybody, whatever its engine does. The end
@@ -18,7 +19,7 @@ from __future__ import annotations
 import enum
 
 
-class Standing(enum.Enum):
+class LeaseStage(enum.Enum):
     """Who has the sequence: the pool, the saved area, or both while bytes are copied."""
 
     RUNNING = "running"
@@ -42,7 +43,7 @@ class LeaseTransition(enum.Enum):
     """The transfer process ended under the copy, or refused it."""
     RESUME = "resume"
     GIVEN_UP = "given-up"
-    """Deadline, cancelled, the queue is full, or its row and what is saved do not fit."""
+    """Deadline, cancelled, the queue is full, or its pages and what is saved do not fit."""
     ADMITTED = "admitted"
     """Prefix locked, pages held, and some of them to be restored."""
     COMPLETE = "complete"
@@ -53,9 +54,9 @@ class LeaseTransition(enum.Enum):
     pages go back, the saved bytes stay."""
 
 
-S, T = Standing, LeaseTransition
+S, T = LeaseStage, LeaseTransition
 
-STANDINGS: dict[tuple[Standing, LeaseTransition], Standing] = {
+LEASE_STAGES: dict[tuple[LeaseStage, LeaseTransition], LeaseStage] = {
     (S.RUNNING, T.RETRACT): S.SAVING,
     (S.RUNNING, T.DROP): S.RETRACTED,
     (S.SAVING, T.SAVED): S.RETRACTED,
@@ -71,13 +72,13 @@ STANDINGS: dict[tuple[Standing, LeaseTransition], Standing] = {
 """A pair without a row is a bug."""
 
 
-class IllegalTurn(Exception):
-    """A turn without a row: a bug in the daemon."""
+class IllegalLeaseTransition(Exception):
+    """A transition without a row: a bug in the daemon."""
 
 
-def standing_next(standing: Standing, turn: LeaseTransition) -> Standing:
-    """The standing after ``turn``; raises ``IllegalTurn`` where the table has no row."""
+def next_stage(stage: LeaseStage, turn: LeaseTransition) -> LeaseStage:
+    """The stage after ``turn``; raises ``IllegalLeaseTransition`` where the table has no row."""
     try:
-        return STANDINGS[standing, turn]
+        return LEASE_STAGES[stage, turn]
     except KeyError:
-        raise IllegalTurn(f"lease: no row for {turn.value} in {standing.value}") from None
+        raise IllegalLeaseTransition(f"lease: no row for {turn.value} in {stage.value}") from None

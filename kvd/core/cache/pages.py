@@ -26,7 +26,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvd.core.cache.moves import Moves
+from kvd.core.cache.moved_pages import MovedPages
 from kvd.types import ID_BYTES, NO_PAGES, Pages
 
 FEW_PAGES = 8
@@ -92,17 +92,17 @@ class PagePool:
         "condemned_pages",
         "doomed_pages",
         "misgiven",
-        "moves",
+        "moved",
         "name",
         "total_pages",
     )
 
-    def __init__(self, name: str, total_pages: int, moves: Moves | None = None) -> None:
+    def __init__(self, name: str, total_pages: int, moved: MovedPages | None = None) -> None:
         if total_pages < 1:
             raise ValueError(f"pool {name}: {total_pages} pages; the null page alone needs one")
         self.name = name
         self.total_pages = total_pages
-        self.moves = moves or Moves()
+        self.moved = moved or MovedPages()
         """Whoever moves pages of this pool in another way than by it says so here."""
         self.misgiven: list[Misgiven] = []
         """Not looked into yet; whoever does so empties it. Pools of one node share it."""
@@ -119,7 +119,7 @@ class PagePool:
         """Pages that can be taken now."""
         return len(self._free) // ID_BYTES
 
-    def take(self, n_pages: int) -> Pages:
+    def take_pages(self, n_pages: int) -> Pages:
         """Takes ``n_pages`` from the top of the stack, all or none.
 
         Raises:
@@ -137,7 +137,7 @@ class PagePool:
                 state[page] = OUT
         else:
             self._mark_out(taken, n_pages)
-        self.moves.log.append(taken)
+        self.moved.log.append(taken)
         return taken
 
     def _mark_out(self, pages: Pages, n_pages: int) -> None:
@@ -147,7 +147,7 @@ class PagePool:
         else:
             np.frombuffer(self._state, np.uint8)[np.frombuffer(pages, "<u4")] = OUT
 
-    def give(self, pages: Pages, giver: object = None) -> None:
+    def return_pages(self, pages: Pages, giver: object = None) -> None:
         """Puts ``pages`` back on top of the stack, in their order.
 
         Nothing is put back of pages that were not all out, each once: ``misgiven`` tells of them.
@@ -168,7 +168,7 @@ class PagePool:
             is_good = self._mark_scattered(pages, n_pages)
         if is_good:
             self._free += pages
-            self.moves.log.append(pages)
+            self.moved.log.append(pages)
         else:
             self._refuse(pages, giver)
 
@@ -178,6 +178,7 @@ class PagePool:
         marked: list[int] = []
         for page in memoryview(pages).cast("I"):
             if page >= total or state[page] != OUT:
+                # All or nothing: half a call given back would be neither free nor anybody's.
                 for one in marked:
                     state[one] = OUT
                 return False
@@ -213,9 +214,10 @@ class PagePool:
         condemned = known[state[known] == CONDEMNED]
         rest = ids[~np.isin(ids, condemned)]
         if condemned.size:
+            # Dropped without a word: whoever gave them back did nothing wrong.
             self.doomed_pages = max(0, self.doomed_pages - condemned.size)
             if rest.size:
-                self.give(Pages(rest.tobytes()), giver)
+                self.return_pages(Pages(rest.tobytes()), giver)
             return
         self.misgiven.append(
             Misgiven(pool=self.name, pages=pages, why=self._told(ids), giver=giver)
@@ -251,7 +253,7 @@ class PagePool:
         if left.size != free.size:
             self._free = bytearray(left.tobytes())
         self.condemned_pages += ids.size
-        self.moves.log.append(Pages(ids.tobytes()))
+        self.moved.log.append(Pages(ids.tobytes()))
         return int(ids.size)
 
     def withdraw(self, pages: Pages) -> int:
@@ -260,7 +262,7 @@ class PagePool:
         left = free[~np.isin(free, ids)]
         np.frombuffer(self._state, np.uint8)[ids] = OUT
         self._free = bytearray(left.tobytes())
-        self.moves.log.append(pages)
+        self.moved.log.append(pages)
         return int(free.size - left.size)
 
     def is_condemned(self, page: int) -> bool:
@@ -274,7 +276,7 @@ class PagePool:
         state = np.frombuffer(bytes(self._state), np.uint8)
         return Pages(np.flatnonzero(state == CONDEMNED).astype("<i4").tobytes())
 
-    def set_apart(self, pages: Pages) -> None:
+    def take_these(self, pages: Pages) -> None:
         """Takes exactly these, wherever in the stack they are, all or none.
 
         Raises:
@@ -290,7 +292,7 @@ class PagePool:
             )
         self._free = bytearray(left.tobytes())
         np.frombuffer(self._state, np.uint8)[np.frombuffer(pages, "<u4")] = OUT
-        self.moves.log.append(pages)
+        self.moved.log.append(pages)
 
     def free_ids(self) -> Pages:
         """Every free page, in stack order; for audits and snapshots."""

@@ -1,7 +1,7 @@
 """The prefix index: which tokens are cached, on which pages, and who keeps them there.
 
 A radix tree over whole pages, one root per namespace. An edge is one ``bytes`` of int32 tokens,
-beside it one page id per page; children are found by the bytes of their first page. A whole edge
+with it one page id per page; children are found by the bytes of their first page. A whole edge
 is tested by one ``startswith``, which is a memcmp; only a mismatch is looked at more closely.
 
     root ── edge: 4 pages ── node ┬─ edge: 2 pages ── node      end_tokens counts from the root
@@ -15,31 +15,24 @@ How to use it: ``match``, ``lock`` the node at once, *then* read ``evictable_pag
 needed, and later ``extend`` from the locked node and ``relock`` to the new one. A node that nobody
 locked may be gone after the next ``evict``.
 
-What must not live here: owners and free pages (the lease table and the pools), clocks, I/O.
+What must not live here: owners and free pages (the lease table and the pools), clocks, I/O, and
+what is broken and what follows of it for leases (``audit``).
 
-Invariants, checked by ``check``:
+Invariants, checked by ``audit.radix_rules``:
     I2  parent.lock_ref >= child.lock_ref >= 0; a root carries one lock of its own for good
     I3  evictable_pages = pages of the nodes with lock_ref 0
     I4  every edge is a positive number of pages, one page id each; no page id occurs twice
-
-Comparisons of token and page sequences, where one memcmp does not say enough.
-
-What must not live here: nodes. These are the only places of the index that need numpy.
-
-What is done to a tree that is broken: hide what no prompt may find, drop it, count again.
-
-What must not live here: what is broken (``radix_audit``), and what follows for leases.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
-from kvd.core.audit.radix_rules import tree_faults
-from kvd.core.cache.moves import Moves
+from kvd.core.cache.moved_pages import MovedPages
 from kvd.core.cache.radix_node import (
     NO_CHILDREN,
     EvictedNodes,
@@ -53,10 +46,9 @@ from kvd.core.cache.radix_node import (
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from kvd.core.cache.eviction import EvictionOrder
-    from kvd.core.components.component_pages import ComponentPages
 
 
 FIRST_SPAN_BYTES = 2048
@@ -79,24 +71,43 @@ def shared_bytes(edge: Tokens, tokens: Tokens, pos: int, end: int) -> int:
 
 
 def outdone_pages(mine: Pages, tree: Pages) -> tuple[Pages, Pages]:
-    """The pages of ``mine`` that lose to the tree's, and the stretch as the tree has it.
+    """The pages of ``mine`` that lose to the tree's, and all of them as the tree has them.
 
     A page that is the same on both sides (its owner repeats what it gave before) is not among the
     losers: freeing it would free a cached page.
 
     Args:
-        mine: The caller's pages for the whole stretch.
-        tree: The tree's pages for the first part of it.
+        mine: The caller's pages.
+        tree: The tree's pages for the first part of the same tokens.
     """
     first = np.frombuffer(mine[: len(tree)], "<i4")
     losers = first[first != np.frombuffer(tree, "<i4")]
     return Pages(losers.tobytes()), Pages(tree + mine[len(tree) :])
 
 
-__all__ = ["EvictedNodes", "Extension", "FlushedNodes", "LockUnderflow", "RadixNode", "RadixTree"]
+SLOTS = 2**16
+"""64 KiB: ten minutes of a node that evicts a hundred nodes a second."""
+
+NEW = "new"
+EVICTED = "evicted"
+BESIDE = "beside"
+"""The tokens are cached, but a component beside the first has nothing there to go on from."""
+
+_PLACE = SLOTS - 1
+_TAG_SHIFT = 56
 
 BARE_ROOTS = 64
 """Empty namespaces allowed beside the used ones before they are swept."""
+
+
+class PagesAtNodes(Protocol):
+    """Pages of another component that lie at the nodes: told when a node is split or leaves."""
+
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
+        """``upper`` is the new upper half of ``lower``."""
+
+    def dropped(self, nodes: Iterable[RadixNode]) -> None:
+        """``nodes`` left the tree: what was at them is free."""
 
 
 class RadixTree:
@@ -107,20 +118,20 @@ class RadixTree:
             it sets this once per input, and it is stamped on the nodes that are made or matched.
         roots: By namespace, those that were matched or filled lately; empty ones included.
         order: Who is evicted first. Read these two; only the tree writes them.
-        beside: Who keeps something beside the nodes, told when one is split or leaves.
+        components: Who keeps other pages at the nodes; ``AllComponentPages`` adds them.
     """
 
     __slots__ = (
         "_add",
         "_last_id",
-        "_moves",
+        "_moved",
         "_page_bytes",
         "_release",
         "_sweep_above",
         "_take",
         "_touch",
         "at",
-        "beside",
+        "components",
         "evictable_bytes",
         "match_page_tokens",
         "order",
@@ -129,21 +140,21 @@ class RadixTree:
     )
 
     def __init__(
-        self, match_page_tokens: int, order: EvictionOrder, moves: Moves | None = None
+        self, match_page_tokens: int, order: EvictionOrder, moved: MovedPages | None = None
     ) -> None:
         if match_page_tokens < 1:
             raise ValueError(f"match_page_tokens is {match_page_tokens}; it must be at least 1")
         self.match_page_tokens = match_page_tokens
         self.at = 0.0
-        self.beside: tuple[ComponentPages, ...] = ()
+        self.components: list[PagesAtNodes] = []
         # In bytes of page ids: what a node has is len(node.pages), without a division.
         self.evictable_bytes = 0
         self.protected_bytes = 0
         self._page_bytes = match_page_tokens * ID_BYTES
         self.order = order
-        self._moves = moves or Moves()
+        self._moved = moved or MovedPages()
         self._add = order.add
-        self._take = order.take
+        self._take = order.take_victims
         self._release = order.release
         self._touch = order.touch
         self.roots: dict[str, RadixNode] = {}
@@ -239,6 +250,8 @@ class RadixTree:
 
     def lock(self, node: RadixNode) -> None:
         """Keeps ``node`` and its path from eviction until ``unlock``; locks nest."""
+        # Up to the root, so that a locked node's ancestors are all locked (I2): an eviction order
+        # may then take any unlocked node without looking whether something locked is below it.
         kept = 0
         step: RadixNode | None = node
         while step is not None:
@@ -258,6 +271,8 @@ class RadixTree:
         Raises:
             ValueError: ``new`` is not in the subtree of ``old``; nothing was changed.
         """
+        # Between the two the lock is new; from ``old`` upwards it is the same one as before, so
+        # nothing there changes, and no node is unlocked for a moment in which it could be evicted.
         path = path_between(old, new)
         if not path and new is not old:
             raise ValueError(
@@ -278,6 +293,7 @@ class RadixTree:
         Raises:
             LockUnderflow: no lock is left to take off; nothing was changed.
         """
+        # The root's own lock is never taken off: it would be evicted with its namespace in use.
         if node.lock_ref < (1 if node.parent is not None else 2):
             raise LockUnderflow(f"{node.describe()} was unlocked more often than it was locked")
         freed = 0
@@ -286,6 +302,7 @@ class RadixTree:
             step.lock_ref = locks = step.lock_ref - 1
             if not locks:
                 freed += len(step.pages)
+                # From the deepest node up: each order gives a parent its place after its children.
                 self._release(step)
             step = step.parent
         if freed:
@@ -348,6 +365,7 @@ class RadixTree:
             self._add(leaf)
         else:
             leaf, pages = node, NO_PAGES
+        # A new leaf makes its path as young as itself. A locked parent has no place in the order.
         if not node.lock_ref:
             self._touch(node)
         if priority:
@@ -364,6 +382,7 @@ class RadixTree:
         return root
 
     def _sweep_roots(self) -> None:
+        # Namespaces are named by requests, so whoever sends a new one each time would fill memory.
         self.roots = {
             name: root for name, root in self.roots.items() if root.children or root.lock_ref > 1
         }
@@ -390,10 +409,12 @@ class RadixTree:
 
     def _split(self, lower: RadixNode, at_bytes: int) -> RadixNode:
         edge, pages, parent = lower.edge, lower.pages, lower.parent
-        self._moves.log.append(pages)
+        self._moved.log.append(pages)
         at_pages = at_bytes // self.match_page_tokens
         self._last_id += 1
         upper = RadixNode(self._last_id, parent, lower.key, edge[:at_bytes], pages[:at_pages])
+        # Whoever locked the whole crosses both halves; the lower one keeps its identity, because
+        # leases are anchored at ends of edges and an end stays where it is.
         upper.lock_ref, upper.hits = lower.lock_ref, lower.hits
         upper.touched_at = lower.touched_at
         if parent is not None:
@@ -402,9 +423,10 @@ class RadixTree:
         lower.edge, lower.pages = Tokens(edge[at_bytes:]), Pages(pages[at_pages:])
         lower.key = lower.edge[: self._page_bytes]
         upper.children = {lower.key: lower}
+        # After the tree is whole again: who is told may look at both halves.
         self.order.split(upper, lower)
-        for keeper in self.beside:
-            keeper.split(upper, lower)
+        for pages_at_nodes in self.components:
+            pages_at_nodes.split(upper, lower)
         return upper
 
     def cut(self, node: RadixNode, at_tokens: int) -> None:
@@ -430,8 +452,8 @@ class RadixTree:
             pieces.append(node.pages)
         pages: Pages = b"".join(pieces)  # type: ignore[assignment]  # see Node
         self.evictable_bytes -= len(pages)
-        for keeper in self.beside:
-            keeper.dropped(victims)
+        for pages_at_nodes in self.components:
+            pages_at_nodes.dropped(victims)
         return EvictedNodes(pages, victims)
 
     def flush(self, namespace: str | None = None) -> FlushedNodes:
@@ -449,16 +471,62 @@ class RadixTree:
                     del node.parent.children[node.key]
         pages = Pages(b"".join(pieces))
         self.evictable_bytes -= len(pages)
-        for keeper in self.beside:
-            keeper.dropped(gone)
+        for pages_at_nodes in self.components:
+            pages_at_nodes.dropped(gone)
         self._sweep_roots()
         return FlushedNodes(pages, kept // ID_BYTES, gone)
 
-    # --- audit ---------------------------------------------------------------------------------
 
-    def check(self) -> list[str]:
-        """Every violation of I2, I3 and I4, in words; empty when the tree is sound."""
-        return [fault.sentence for fault in tree_faults(self)]
+class EvictedFilter:
+    """What has left the tree lately, so that a lease can say why its prompt is not there.
+
+    A fixed table of one-byte marks, by the low bits of their hash, the newest in its place; the
+    high byte is what is kept, 0 is none. No objects, so it costs the collector nothing and a freeze
+    a copy. A mark is of the first page of a node that was evicted or flushed: its namespace, where
+    it begins, its tokens. Whole nodes leave, and the match of a prompt ends where the node began,
+    so the first page that a lease misses is the one to look up.
+
+    It may be wrong both ways, and is for the eye and for counters: a prompt with other tokens
+    before an equal page has the same mark, one in 255 others has by chance, marks are overwritten,
+    and a prompt that is cut anew inside of what has left has none.
+    """
+
+    __slots__ = ("_is_single", "_marks")
+
+    def __init__(self, *, is_single: bool) -> None:
+        self._is_single = is_single
+        """Whether nothing is beside the first component."""
+        self._marks = bytearray(SLOTS)
+
+    def left(self, nodes: Iterable[RadixNode]) -> None:
+        """These nodes have left the tree; they still know what was above them."""
+        marks, hashed = self._marks, xxh3_64_intdigest
+        for node in nodes:
+            parent = node.parent
+            if parent is None:
+                continue
+            root = parent
+            while root.parent is not None:
+                root = root.parent
+            start_tokens = parent.end_tokens
+            mark = hashed(node.key, hashed(root.key, start_tokens) if root.key else start_tokens)
+            marks[mark & _PLACE] = mark >> _TAG_SHIFT or 1
+
+    def why_missed(
+        self, tokens: Tokens, root: RadixNode, anchor: RadixNode, page_tokens: int
+    ) -> str:
+        """Why nothing of the prompt is found behind ``anchor``, of which a page misses."""
+        start_tokens = anchor.end_tokens
+        start = start_tokens * ID_BYTES
+        page = tokens[start : start + page_tokens * ID_BYTES]
+        named = xxh3_64_intdigest(root.key, start_tokens) if root.key else start_tokens
+        mark = xxh3_64_intdigest(page, named)
+        if self._marks[mark & _PLACE] == (mark >> _TAG_SHIFT or 1):
+            return EVICTED
+        return NEW if self._is_single or page not in anchor.children else BESIDE
+
+
+# What is done to a tree that is broken: hide what no prompt may find, drop it, count again.
 
 
 def subtree(node: RadixNode) -> list[RadixNode]:
@@ -499,10 +567,15 @@ def drop(tree: RadixTree, node: RadixNode) -> Pages:
         _unlink(node, node.parent)
     for one in gone:
         one.children = NO_CHILDREN
-    for keeper in tree.beside:
-        keeper.dropped(gone)
+    for pages_at_nodes in tree.components:
+        pages_at_nodes.dropped(gone)
     recount(tree)
     return Pages(b"".join([one.pages for one in gone]))
+
+
+def add_locks(node: RadixNode, n_locks: int) -> None:
+    """Gives it the locks that it lacks of those that leases count on; ``recount`` the tree then."""
+    node.lock_ref += n_locks
 
 
 def recount(tree: RadixTree) -> None:

@@ -109,11 +109,11 @@ class Extension(msgspec.Struct, frozen=True, gc=False):
     """What ``extend`` did with the caller's pages."""
 
     node: RadixNode
-    """The node that ends where the stretch ends; not locked by this."""
+    """The node that ends where they end; not locked by this."""
     duplicates: Pages
     """The caller's pages that were not taken, because the tree held these tokens on others."""
     tree_pages: Pages
-    """The pages the whole stretch is on now."""
+    """The pages that all those tokens are on now."""
     joined: Pages
     """The caller's pages that were taken: those of ``node``, or none."""
 

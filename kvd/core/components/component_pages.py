@@ -1,22 +1,13 @@
-"""The keepers of a pool together: all its components beside the first that have their own pages.
-
-Components in lockstep with the first have no keeper: their pages follow from its.
-
-Components beside the first: pages of their own, in leases and at the nodes of the tree.
-
-A pool's first component has one page for each page of tokens, and the tree is made of those. What
-else a sequence owns is kept beside it, one keeper per component and one class per extent:
-``windows`` (the tail), ``states`` (one per request), ``buffers`` (copies on a device). A keeper has
-its page pool, knows what each lease has of it, and what lies at which node. Nodes without are
-tombstones: their tokens are cached, and this component of them is not.
+"""All components of a pool that have pages of their own beside the first, one by one and together.
 
     node     | 4 pages of kv | 4 pages of kv | 4 pages of kv |      the path of a lease
     windows  |      -        |   4 pages     |   4 pages     |      live for one window back
 
-The lease table calls every keeper at the same moments as its own pool and tree, so that all
-components move together or not at all; see ``lease_table``.
+A node without is a tombstone: its tokens are cached, and this component of them is not. The lease
+table calls every component at the same moments as its own pool and tree, so that all of them move
+together or not at all; see ``lease_table``.
 
-Invariant, for each keeper: null + free + held + cached + quarantined = total.
+Invariant, for each component: null + free + held + cached + quarantined = total.
 """
 
 from __future__ import annotations
@@ -31,7 +22,7 @@ from kvd.core.layout.spec import Buffer, PerRequest, Tail, Whole
 if TYPE_CHECKING:
     from collections.abc import Iterable, KeysView
 
-    from kvd.core.cache.lease import Claim, Claimed, Demand, Lease, Rows
+    from kvd.core.cache.lease import Claim, Claimed, Demand, Lease, PageSpan
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
@@ -78,10 +69,10 @@ class ComponentPages(Protocol):
         """Leases that it has something for, by number."""
 
     def pages_at(self, node: RadixNode) -> Pages:
-        """Its pages beside that node; none at a tombstone."""
+        """Its pages at that node; none at a tombstone."""
 
     def locks_at(self, node: RadixNode) -> int:
-        """How many leases need what is beside that node."""
+        """How many leases need what is at that node."""
 
     # ---- a claim: match, lock, count, then take ----
 
@@ -123,24 +114,24 @@ class ComponentPages(Protocol):
     def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
         """The engine computes from there on: give back what is behind, have what is ahead."""
 
-    def row(self, lease: Lease) -> Pages:
+    def page_table(self, lease: Lease) -> Pages:
         """What the engine is told; the null page stands for none."""
 
-    def own(self, lease: Lease) -> Pages:
+    def own_pages(self, lease: Lease) -> Pages:
         """The pages that are this lease's own."""
 
-    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
-        """The rows that the sequence needs to go on behind ``n_tokens``; or why they are not there.
+    def pages_to_keep(self, lease: Lease, n_tokens: int) -> PageSpan | Refusal:
+        """The pages that it needs to go on behind ``n_tokens``; or why they are not there.
 
         These are what is saved of a lease that is retracted, and what it must have back.
         """
 
     # ---- and one that ends ----
 
-    def end(self, lease: Lease) -> None:
+    def end_lease(self, lease: Lease) -> None:
         """Give to the tree what may be kept, free the rest; nothing where it has none."""
 
-    def quarantine(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: Lease) -> None:
         """A remote may still write them: keep them from everybody, unlock the rest."""
 
     # ---- the tree moves ----
@@ -149,40 +140,42 @@ class ComponentPages(Protocol):
         """``upper`` is the new upper half of ``lower``."""
 
     def dropped(self, nodes: Iterable[RadixNode]) -> None:
-        """``nodes`` left the tree: what was beside them is free."""
+        """``nodes`` left the tree: what was at them is free."""
 
 
 class AllComponentPages:
-    """Each keeper in the order of the specification; what is asked of one is asked of all."""
+    """In the order of the specification: what is asked of one is asked of all."""
 
     __slots__ = ("_tree", "each")
 
     def __init__(self, spec: PoolSpec, tree: RadixTree, out: Outbox) -> None:
         self.each = _made(spec, tree, out)
         self._tree = tree
-        tree.beside = self.each
+        tree.components.extend(self.each)
 
     def named(self, component: str) -> ComponentPages | None:
-        """The keeper of that component; None for the first, and for those in lockstep."""
+        """The pages of that component; None for the first, and for those in lockstep."""
         return next((one for one in self.each if one.component.name == component), None)
 
     # ---- a claim -----------------------------------------------------------------------------
 
     def lock_prefix(self, claim: Claim) -> RadixNode:
         """Lock the longest cached prefix from which every component can go on."""
-        limits = [claim.match_tokens, *(keeper.limit_tokens(claim) for keeper in self.each)]
-        limit = min((one for one in limits if one is not None), default=None)
+        limits = [claim.match_tokens, *(one.limit_tokens(claim) for one in self.each)]
+        limit = min((tokens for tokens in limits if tokens is not None), default=None)
         found = self._tree.match(claim.tokens, claim.namespace, limit)
+        # Each may have to go further up, and then the others must be able to go on from there too.
         node = None
         while found is not node:
             node = found
-            for keeper in self.each:
-                found = keeper.usable(found, claim)
+            for one in self.each:
+                found = one.usable(found, claim)
         if not self._may_fit(found, claim):
             found = self._tree.match(claim.tokens, claim.namespace, 0)
+        # The tree first: a component that cuts a node for its lock does so under this lock.
         self._tree.lock(found)
-        for keeper in self.each:
-            keeper.lock(found, claim)
+        for one in self.each:
+            one.lock(found, claim)
         return found
 
     def _may_fit(self, anchor: RadixNode, claim: Claim) -> bool:
@@ -206,55 +199,55 @@ class AllComponentPages:
 
     def unlock(self, anchor: RadixNode, claim: Claim) -> None:
         """The claim came to nothing."""
-        for keeper in self.each:
-            keeper.unlock(anchor, claim)
+        for one in self.each:
+            one.unlock(anchor, claim)
 
     def demand(self, claim: Claim, prefix_tokens: int) -> Demand:
         """Pages of each that the claim takes behind that prefix."""
-        return tuple([keeper.demand(claim, prefix_tokens) for keeper in self.each])
+        return tuple([one.demand(claim, prefix_tokens) for one in self.each])
 
     def make_room(self, demand: Demand) -> None:
         """Have so many free pages of each."""
-        for keeper, n_pages in zip(self.each, demand, strict=True):
-            keeper.make_room(n_pages)
+        for one, n_pages in zip(self.each, demand, strict=True):
+            one.make_room(n_pages)
 
     def grant(self, lease: Lease, claimed: Claimed) -> None:
         """Take the promised pages."""
-        for keeper, n_pages in zip(self.each, claimed.demand[1:], strict=True):
-            keeper.grant(lease, claimed.claim, claimed.anchor, n_pages)
+        for one, n_pages in zip(self.each, claimed.demand[1:], strict=True):
+            one.grant(lease, claimed.claim, claimed.anchor, n_pages)
 
     # ---- a lease that lives, and one that ends -----------------------------------------------
 
     def growth(self, lease: Lease, room_tokens: int) -> Demand:
         """Further pages of each that an extension takes."""
-        return tuple([keeper.growth(lease, room_tokens) for keeper in self.each])
+        return tuple([one.growth(lease, room_tokens) for one in self.each])
 
     def extend(self, lease: Lease, room_tokens: int) -> None:
         """Take them."""
-        for keeper in self.each:
-            keeper.extend(lease, room_tokens)
+        for one in self.each:
+            one.extend(lease, room_tokens)
 
     def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on; or why nothing was changed."""
-        for keeper in self.each:
-            refusal = keeper.slide(lease, upto_tokens)
+        for one in self.each:
+            refusal = one.slide(lease, upto_tokens)
             if refusal is not None:
                 return refusal
         return None
 
-    def rows(self, lease: Lease) -> tuple[Pages, ...]:
+    def page_tables(self, lease: Lease) -> tuple[Pages, ...]:
         """What the engine is told of each."""
-        return tuple([keeper.row(lease) for keeper in self.each]) if self.each else ()
+        return tuple([one.page_table(lease) for one in self.each]) if self.each else ()
 
-    def quarantine(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: Lease) -> None:
         """A remote may still write its pages."""
-        for keeper in self.each:
-            keeper.quarantine(lease)
+        for one in self.each:
+            one.quarantine_lease(lease)
 
-    def end(self, lease: Lease) -> None:
+    def end_lease(self, lease: Lease) -> None:
         """Give to the tree what may be kept, free the rest."""
-        for keeper in self.each:
-            keeper.end(lease)
+        for one in self.each:
+            one.end_lease(lease)
 
 
 def _made(spec: PoolSpec, tree: RadixTree, out: Outbox) -> tuple[ComponentPages, ...]:
@@ -264,7 +257,7 @@ def _made(spec: PoolSpec, tree: RadixTree, out: Outbox) -> tuple[ComponentPages,
             case Whole():
                 continue
             case Tail():
-                made.append(WindowPages(component, pages, tree, out))
+                made.append(WindowPages(component=component, total_pages=pages, tree=tree, out=out))
             case PerRequest():
                 made.append(StatePages(component, pages, out))
             case Buffer():

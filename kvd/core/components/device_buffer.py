@@ -5,18 +5,18 @@ request take. They are never sent and never cached: what is in them is in the fi
 Which page of the lease is in which of them is ``residency``; how it gets there is ``fetch``.
 
 Invariant: no page of a buffer changes hands while a copy may still write it. Whoever orders a copy
-holds the lease until it is over (``lease.FETCH``), so ``end`` never sees one under way.
+holds the lease until it is over (``lease.FETCH``), so ``end_lease`` never sees one under way.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import FETCH, Rows
+from kvd.core.cache.lease import FETCH, PageSpan
 from kvd.core.cache.pages import PagePool
 from kvd.core.components.residency import Residency
 from kvd.core.layout.spec import Buffer
-from kvd.types import ID_BYTES, NO_PAGES, Pages, count, pack_ids, page_ids
+from kvd.types import NO_PAGES, Pages, count, pack_ids, page_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, KeysView, Sequence
@@ -31,7 +31,7 @@ _NOWHERE: dict[RadixNode, None] = {}
 
 
 class Buffers:
-    """The keeper of one component of device copies."""
+    """The pages of one component of device copies."""
 
     evictable_pages = 0
     cached_pages = 0
@@ -56,7 +56,7 @@ class Buffers:
     @property
     def held_pages(self) -> int:
         """Pages of all leases."""
-        return sum([len(pages) for pages in self.held.values()]) // ID_BYTES
+        return sum([count(pages) for pages in self.held.values()])
 
     @property
     def headroom_pages(self) -> int:
@@ -124,7 +124,7 @@ class Buffers:
 
     def grant(self, lease: Lease, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the pages."""
-        self.held[lease.id] = self.pool.take(n_pages)
+        self.held[lease.id] = self.pool.take_pages(n_pages)
         self.resident[lease.id] = Residency(n_pages)
 
     def growth(self, lease: Lease, room_tokens: int) -> int:
@@ -133,7 +133,7 @@ class Buffers:
 
     def extend(self, lease: Lease, room_tokens: int) -> None:
         """Take as many more."""
-        more = self.pool.take(self.growth(lease, room_tokens))
+        more = self.pool.take_pages(self.growth(lease, room_tokens))
         pages = self.held[lease.id] = Pages(self.held[lease.id] + more)
         self.resident[lease.id].grow(count(pages))
 
@@ -141,7 +141,7 @@ class Buffers:
         """Nothing: only windows slide."""
         return None
 
-    def row(self, lease: Lease) -> Pages:
+    def page_table(self, lease: Lease) -> Pages:
         """Its device pages, in the order of their slots."""
         return self.held.get(lease.id, NO_PAGES)
 
@@ -158,40 +158,41 @@ class Buffers:
         self.misses += misses
 
     def begin_copy(self, lease: Lease, pages: Sequence[int], ticket: int) -> None:
-        """A copy reads those logical pages of its row, and writes their slots, from now on."""
+        """A copy reads those logical pages of it, and writes their slots, from now on."""
+        # Held, so that it does not end; read, so that a commit frees no page that the copy reads.
         lease.holders.add(FETCH)
         lease.reads += 1
         self.resident[lease.id].copying(pages, ticket)
 
-    def own(self, lease: Lease) -> Pages:
+    def own_pages(self, lease: Lease) -> Pages:
         """All of them."""
         return self.held.get(lease.id, NO_PAGES)
 
-    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+    def pages_to_keep(self, lease: Lease, n_tokens: int) -> PageSpan | Refusal:
         """None: all of it is in the first component too."""
-        return Rows(0, NO_PAGES)
+        return PageSpan(0, NO_PAGES)
 
-    def end(self, lease: Lease) -> None:
+    def end_lease(self, lease: Lease) -> None:
         """They hold copies: all are free."""
         self._forget(lease)
         pages = self.held.pop(lease.id, NO_PAGES)
         if pages:
-            self.pool.give(pages)
+            self.pool.return_pages(pages)
 
-    def quarantine(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: Lease) -> None:
         """No remote writes them, so they are not kept."""
         self._forget(lease)
         pages = self.held[lease.id]
         self.held[lease.id] = NO_PAGES
         if pages:
-            self.pool.give(pages)
+            self.pool.return_pages(pages)
 
     def _forget(self, lease: Lease) -> None:
         resident = self.resident.pop(lease.id, None)
         assert resident is None or not resident.n_copying, f"copies write the buffer of {lease.id}"
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
-        """Nothing is beside nodes."""
+        """Nothing lies at nodes."""
 
     def dropped(self, nodes: Iterable[RadixNode]) -> None:
-        """Nothing is beside nodes."""
+        """Nothing lies at nodes."""

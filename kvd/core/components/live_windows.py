@@ -1,4 +1,4 @@
-"""Window pages beside the nodes of the tree: which are live, who needs them, which give way first.
+"""Window pages at the nodes of the tree: which are live, who needs them, which give way first.
 
 A node either has a window page for each of its pages, or none: then it is a tombstone, cached for
 whoever has the window sent. A lease that computes locks one window behind its prefix, exactly: the
@@ -13,36 +13,44 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from kvd.core.components.window_pages import NodeWindow
-from kvd.types import ID_BYTES, Pages
+from kvd.types import Pages, count, slice_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvd.core.cache.moves import Moves
+    from kvd.core.cache.moved_pages import MovedPages
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
+
+
+class NodeWindow:
+    """The window pages at one node, and the leases that need them."""
+
+    __slots__ = ("locks", "pages")
+
+    def __init__(self, pages: Pages, locks: int) -> None:
+        self.pages = pages
+        self.locks = locks
 
 
 class LiveWindows:
     """The live nodes of one windowed component. Where pages come from and go is the caller's."""
 
-    __slots__ = ("_moves", "_page", "_tree", "at", "evictable_bytes", "unlocked")
+    __slots__ = ("_moved", "_page", "_tree", "at", "evictable_pages", "unlocked")
 
-    def __init__(self, page_tokens: int, tree: RadixTree, moves: Moves) -> None:
+    def __init__(self, page_tokens: int, tree: RadixTree, moved: MovedPages) -> None:
         self.at: dict[RadixNode, NodeWindow] = {}
         self.unlocked: OrderedDict[RadixNode, None] = OrderedDict()
         """Live nodes without a lock, used longest ago first."""
-        self.evictable_bytes = 0
-        """Of the ids of their pages."""
+        self.evictable_pages = 0
         self._page = page_tokens
         self._tree = tree
-        self._moves = moves
+        self._moved = moved
 
     @property
     def cached_pages(self) -> int:
         """All of them."""
-        return sum([len(window.pages) for window in self.at.values()]) // ID_BYTES
+        return sum([count(window.pages) for window in self.at.values()])
 
     def nearest(self, node: RadixNode, span_tokens: int) -> RadixNode:
         """``node``, or the nearest above it, with so much of its path live before it, or all."""
@@ -61,14 +69,14 @@ class LiveWindows:
             step = parent
         return best
 
-    def behind(self, anchor: RadixNode, fence_tokens: int) -> bytes:
+    def behind(self, anchor: RadixNode, fence_tokens: int) -> Pages:
         """The window pages of the path from ``fence_tokens`` to the end of ``anchor``."""
         pieces: list[Pages] = []
         step: RadixNode | None = anchor
         while step is not None and step.end_tokens > fence_tokens:
             pieces.append(self.at[step].pages)
             step = step.parent
-        return b"".join(reversed(pieces))
+        return Pages(b"".join(reversed(pieces)))
 
     # ---- locks -------------------------------------------------------------------------------
 
@@ -77,10 +85,11 @@ class LiveWindows:
         step = anchor
         while step.parent is not None and step.end_tokens > fence_tokens:
             if step.parent.end_tokens < fence_tokens:
+                # Cut first: whoever unlocks finds the same end here, whatever was split meanwhile.
                 self._tree.cut(step, fence_tokens)
             window = self.at[step]
             if not window.locks:
-                self.evictable_bytes -= len(window.pages)
+                self.evictable_pages -= count(window.pages)
                 del self.unlocked[step]
             window.locks += 1
             step = step.parent
@@ -98,43 +107,43 @@ class LiveWindows:
 
     def _let_go(self, node: RadixNode, window: NodeWindow) -> None:
         self.unlocked[node] = None
-        self.evictable_bytes += len(window.pages)
+        self.evictable_pages += count(window.pages)
 
     # ---- coming and going --------------------------------------------------------------------
 
-    def adopt(self, anchor: RadixNode, first: int, own: Pages) -> Pages:
-        """Pages of the row from ``first`` to ``anchor`` go to tombstones; returns the others."""
+    def join_tree(self, anchor: RadixNode, first: int, own: Pages) -> Pages:
+        """Pages from page ``first`` to ``anchor`` bring tombstones to life; returns the others."""
         others: list[Pages] = []
         step = anchor
         while step.parent is not None and step.end_tokens > first * self._page:
             begin = step.parent.end_tokens // self._page
             if begin < first:
                 if step in self.at:
-                    others.append(Pages(own[: (step.end_tokens // self._page - first) * ID_BYTES]))
+                    others.append(slice_pages(own, 0, step.end_tokens // self._page - first))
                     break
                 self._tree.cut(step, first * self._page)
                 begin = first
             end = step.end_tokens // self._page
-            pages = Pages(own[(begin - first) * ID_BYTES : (end - first) * ID_BYTES])
+            pages = slice_pages(own, begin - first, end - first)
             if step in self.at:
                 others.append(pages)
             else:
-                self._moves.log.append(pages)
+                self._moved.log.append(pages)
                 window = self.at[step] = NodeWindow(pages, 0)
                 self._let_go(step, window)
             step = step.parent
         return Pages(b"".join(others))
 
-    def drop_oldest(self, n_bytes: int) -> tuple[Pages, int]:
-        """Make tombstones until so many bytes of ids are out; the pages, and of how many nodes."""
+    def drop_oldest(self, n_pages: int) -> tuple[Pages, int]:
+        """Make tombstones until so many pages are out; the pages, and of how many nodes."""
         pieces: list[Pages] = []
-        while n_bytes > 0:
+        while n_pages > 0:
             node, _ = self.unlocked.popitem(last=False)
             pages = self.at.pop(node).pages
-            n_bytes -= len(pages)
+            n_pages -= count(pages)
             pieces.append(pages)
         freed = Pages(b"".join(pieces))
-        self.evictable_bytes -= len(freed)
+        self.evictable_pages -= count(freed)
         return freed, len(pieces)
 
     def forget(self, nodes: Iterable[RadixNode]) -> Pages:
@@ -146,7 +155,7 @@ class LiveWindows:
                 del self.unlocked[node]
                 pieces.append(window.pages)
         freed = Pages(b"".join(pieces))
-        self.evictable_bytes -= len(freed)
+        self.evictable_pages -= count(freed)
         return freed
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
@@ -154,8 +163,8 @@ class LiveWindows:
         window = self.at.get(lower)
         if window is None:
             return
-        self._moves.log.append(window.pages)
-        size = len(upper.pages)
+        self._moved.log.append(window.pages)
+        size = len(upper.pages)  # as many window pages as pages, so the bytes are cut alike
         self.at[upper] = NodeWindow(Pages(window.pages[:size]), window.locks)
         window.pages = Pages(window.pages[size:])
         if not window.locks:

@@ -1,7 +1,7 @@
 """Which page of a lease is in which slot of its device buffer. Pure: it moves no page and no byte.
 
 Pages are logical: page ``n`` of a sequence has its tokens from ``n * page_size`` on, wherever its
-bytes lie in host memory at the moment. So a commit that swaps a page of the row for an equal cached
+bytes lie in host memory at the moment. So a commit that swaps a page of it for an equal cached
 one leaves what is here right: equal tokens behind an equal prefix are the same KV to the cache, and
 the copy was made from one of the two.
 

@@ -4,7 +4,7 @@ A state stands for all tokens before one point, so it can be gone on from only t
 commits last is kept at the node where its tokens end (a **snapshot**); a later lease goes on from
 the deepest snapshot on its path. It is copied on write by whoever computes::
 
-    row   [ the snapshot behind its prefix, to be read, or none | its own, to be written ]
+    pages   [ the snapshot behind its prefix, to be read, or none | its own, to be written ]
 
 A handoff sends the state whole, with its last pages, so a receive needs no snapshot.
 
@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import Rows
+from kvd.core.cache.lease import PageSpan
 from kvd.core.cache.pages import PagePool
-from kvd.types import ID_BYTES, NO_PAGES, NULL_PAGE, Pages, count
+from kvd.types import NO_PAGES, Pages, count, null_pages
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from kvd.core.layout.spec import Component
     from kvd.errors import Refusal
 
-NONE = Pages(bytes(ID_BYTES))
-"""The null page, where a row has no snapshot."""
-
-assert NULL_PAGE == 0
+NO_SNAPSHOT = null_pages(1)
+"""What a page table has where there is none."""
 
 
 class StateSnapshot:
@@ -57,7 +55,7 @@ class LeaseStates:
 
 
 class StatePages:
-    """The keeper of one component of states. ``snapshots``: by the node at whose end they are."""
+    """The pages of one component of states. ``snapshots``: by the node at whose end they are."""
 
     def __init__(self, component: Component, total_pages: int, out: Outbox) -> None:
         self.component = component
@@ -82,7 +80,7 @@ class StatePages:
     @property
     def held_pages(self) -> int:
         """States that some lease writes."""
-        return sum([len(held.own) for held in self.held.values()]) // ID_BYTES
+        return sum([count(held.own) for held in self.held.values()])
 
     @property
     def headroom_pages(self) -> int:
@@ -163,7 +161,7 @@ class StatePages:
             return
         nodes = [self._unlocked.popitem(last=False)[0] for _ in range(short)]
         freed = Pages(b"".join([self.snapshots.pop(node).page for node in nodes]))
-        self.pool.give(freed)
+        self.pool.return_pages(freed)
         out = self._out
         out.emit(
             events.Evicted, pages=short, nodes=short, reason="room", component=self.component.name
@@ -172,7 +170,9 @@ class StatePages:
 
     def grant(self, lease: Lease, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the page."""
-        self.held[lease.id] = LeaseStates(self._source(anchor, claim), self.pool.take(n_pages))
+        self.held[lease.id] = LeaseStates(
+            self._source(anchor, claim), self.pool.take_pages(n_pages)
+        )
 
     def _source(self, anchor: RadixNode, claim: Claim) -> RadixNode | None:
         return anchor if claim.fresh_tokens is None and anchor.parent is not None else None
@@ -190,31 +190,32 @@ class StatePages:
         """Nothing: only windows slide."""
         return None
 
-    def row(self, lease: Lease) -> Pages:
+    def page_table(self, lease: Lease) -> Pages:
         """The snapshot that it reads, or the null page; then its own."""
         held = self.held.get(lease.id)
         if held is None:
             return NO_PAGES
-        source = NONE if held.source is None else self.snapshots[held.source].page
+        source = NO_SNAPSHOT if held.source is None else self.snapshots[held.source].page
         return Pages(source + held.own)
 
-    def own(self, lease: Lease) -> Pages:
+    def own_pages(self, lease: Lease) -> Pages:
         """The page that it writes."""
         held = self.held.get(lease.id)
         return NO_PAGES if held is None else held.own
 
-    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
-        """The page that it writes; its row has the snapshot before it."""
-        return Rows(1, self.own(lease))
+    def pages_to_keep(self, lease: Lease, n_tokens: int) -> PageSpan | Refusal:
+        """The page that it writes; the snapshot is before it."""
+        return PageSpan(1, self.own_pages(lease))
 
     # ---- and one that ends -------------------------------------------------------------------
 
-    def end(self, lease: Lease) -> None:
+    def end_lease(self, lease: Lease) -> None:
         """A state of exactly the cached tokens becomes their snapshot."""
         held = self.held.pop(lease.id, None)
         if held is None:
             return
         self._let_go(held.source)
+        # A state that has seen more or fewer tokens than the node has cannot be gone on from there.
         anchor = lease.anchor
         is_exact = (
             lease.is_whole
@@ -225,13 +226,13 @@ class StatePages:
             and anchor not in self.snapshots
         )
         if is_exact and anchor is not None:
-            self.pool.moves.log.append(held.own)
+            self.pool.moved.log.append(held.own)
             self.snapshots[anchor] = StateSnapshot(held.own)
             self._unlocked[anchor] = None
         else:
-            self.pool.give(held.own)
+            self.pool.return_pages(held.own)
 
-    def quarantine(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: Lease) -> None:
         """Keep its own page, let go of the snapshot."""
         held = self.held[lease.id]
         self._let_go(held.source)
@@ -259,4 +260,4 @@ class StatePages:
                 del self._unlocked[node]
                 pieces.append(snapshot.page)
         if pieces:
-            self.pool.give(Pages(b"".join(pieces)))
+            self.pool.return_pages(Pages(b"".join(pieces)))

@@ -1,30 +1,29 @@
 """Window pages: the component of layers that look back only so far.
 
-A lease has window pages for one stretch of its row (``stretch``); they are its own while it lives.
-As it slides, what falls behind the window is used again further on: a fixed number of pages,
-admitted once, turns along the sequence, so that a slide never waits. Who computes everything at
-once has all of them mapped, and gives them back as it slides.
+A lease has window pages for one part of its sequence; they are its own while it lives. As it
+slides, what falls behind the window is used again further on: a fixed number of pages, admitted
+once, turns along the sequence, so that a slide never waits. Who computes everything at once has all
+of them mapped, and gives them back as it slides.
 
 When a lease ends, its window pages of cached tokens join the tree at their nodes; that is how a
 tombstone comes to life again. Room is made by dropping the windows used longest ago, whose nodes
 stay: the tokens are cached for whoever has the window sent anyway.
 
 A sequence goes on from a page boundary when one ``span`` before it is live, or all of it. What lies
-beside the nodes, and its locks, is ``live_windows``.
+at the nodes, and its locks, is ``live_windows``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import Rows
+from kvd.core.cache.lease import PageSpan
 from kvd.core.cache.pages import PagePool
 from kvd.core.components.live_windows import LiveWindows
 from kvd.core.components.tail import most_pages, slid_start, span, tail_start
-from kvd.core.components.window_pages import LeaseWindow
 from kvd.core.layout.spec import Tail
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, NO_PAGES, Pages, count
+from kvd.types import NO_PAGES, Pages, count, null_pages, slice_pages
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -37,8 +36,79 @@ if TYPE_CHECKING:
     from kvd.core.layout.spec import Component
 
 
+class LeaseWindow:
+    """The window pages of one lease, counted in pages of its page table.
+
+    It has them for the mapped part of its sequence, and the null page everywhere else::
+
+        table    | 0 0 0 0 | tree | own own own own | 0 0 0 |    one id per page of tokens
+                 0       floor   start            top      room
+        spare    pages of its own that stand nowhere in the table now
+
+    The window behind its prefix is the tree's and locked (``fence`` to ``start``); the rest is its
+    own.
+
+    Invariant: fence <= start, floor <= top <= room; ``pages`` has an id, and never the null page,
+    for each page of ``[floor, top)``.
+    """
+
+    __slots__ = ("fence", "floor", "pages", "room", "spare", "start", "step", "top", "upto")
+
+    def __init__(self, start: int, fence: int, room: int, step: int, upto: int) -> None:
+        self.floor = fence
+        """First page that is mapped."""
+        self.fence = fence
+        """First page of the tree that it locks; equal to ``start`` where it locks none."""
+        self.start = start
+        """First page that is its own."""
+        self.top = start
+        """End of what is mapped."""
+        self.room = room
+        """Pages of the table."""
+        self.step = step
+        """Tokens that are computed between two slides; 0: no limit."""
+        self.upto = upto
+        """Token that is computed next."""
+        self.pages = NO_PAGES
+        """Those of ``[floor, top)``."""
+        self.spare = NO_PAGES
+
+    @property
+    def n_own_pages(self) -> int:
+        """How many pages are its own."""
+        return self.top - max(self.floor, self.start) + count(self.spare)
+
+    def page_table(self) -> Pages:
+        """One id per page of the sequence, the null page where there is none."""
+        before, after = null_pages(self.floor), null_pages(self.room - self.top)
+        return Pages(before + self.pages + after)
+
+    def mapped(self, first: int, last: int) -> Pages:
+        """Those of ``[first, last)``, which is mapped."""
+        return slice_pages(self.pages, first - self.floor, last - self.floor)
+
+    def own_mapped(self) -> Pages:
+        """Its own that are mapped."""
+        return self.mapped(max(self.floor, self.start), self.top)
+
+    def map_up_to(self, top: int) -> None:
+        """Put spare pages behind what is mapped; there are as many."""
+        n_pages = top - self.top
+        self.pages = Pages(self.pages + slice_pages(self.spare, 0, n_pages))
+        self.spare = slice_pages(self.spare, n_pages)
+        self.top = top
+
+    def unmap_below(self, floor: int) -> None:
+        """Begin at ``floor``; what was its own below is spare now."""
+        first_own = max(self.floor, self.start)
+        if floor > first_own:
+            self.spare = Pages(self.spare + self.mapped(first_own, floor))
+        self.pages = slice_pages(self.pages, floor - self.floor)
+        self.floor = floor
+
+
 class WindowPages:
-    """The keeper of one windowed component."""
+    """The pages of one windowed component."""
 
     def __init__(
         self, component: Component, total_pages: int, tree: RadixTree, out: Outbox
@@ -46,7 +116,7 @@ class WindowPages:
         assert isinstance(component.extent, Tail)
         self.component = component
         self.pool = PagePool(component.name, total_pages)
-        self.live = LiveWindows(component.page_size, tree, self.pool.moves)
+        self.live = LiveWindows(component.page_size, tree, self.pool.moved)
         self.held: dict[int, LeaseWindow] = {}
         """By lease."""
         self.slides = 0
@@ -58,7 +128,7 @@ class WindowPages:
     @property
     def evictable_pages(self) -> int:
         """Window pages at nodes that no lease needs."""
-        return self.live.evictable_bytes // ID_BYTES
+        return self.live.evictable_pages
 
     @property
     def cached_pages(self) -> int:
@@ -68,7 +138,7 @@ class WindowPages:
     @property
     def held_pages(self) -> int:
         """Window pages that are some lease's own."""
-        return sum([held.own_pages for held in self.held.values()])
+        return sum([held.n_own_pages for held in self.held.values()])
 
     @property
     def headroom_pages(self) -> int:
@@ -142,9 +212,8 @@ class WindowPages:
         """Drop the windows used longest ago; their nodes stay, as tombstones."""
         # Once, unless what it drops is condemned.
         while n_pages > self.pool.free_pages and self.live.unlocked:
-            short = (n_pages - self.pool.free_pages) * ID_BYTES
-            freed, n_nodes = self.live.drop_oldest(short)
-            self.pool.give(freed)
+            freed, n_nodes = self.live.drop_oldest(n_pages - self.pool.free_pages)
+            self.pool.return_pages(freed)
             out, name = self._out, self.component.name
             out.emit(
                 events.Evicted, pages=count(freed), nodes=n_nodes, reason="room", component=name
@@ -154,6 +223,7 @@ class WindowPages:
         """Take the pages and map as many as the lease computes next."""
         fresh = claim.fresh_tokens
         start = (anchor.end_tokens if fresh is None else fresh) // self._page
+        # What is written by somebody else needs no window of the tree: nothing is computed from it.
         fence = self._fence_tokens(anchor, claim) // self._page
         first_tokens = anchor.end_tokens if fresh is None else count(claim.tokens)
         room = self._pages(claim.room_tokens)
@@ -161,8 +231,8 @@ class WindowPages:
             fence = start
         held = LeaseWindow(start, fence, room, claim.step_tokens, first_tokens)
         if fence < start:
-            held.pages += self.live.behind(anchor, fence * self._page)
-        held.spare = self.pool.take(n_pages)
+            held.pages = self.live.behind(anchor, fence * self._page)
+        held.spare = self.pool.take_pages(n_pages)
         held.map_up_to(self._top(held, first_tokens))
         self.held[lease.id] = held
 
@@ -172,7 +242,9 @@ class WindowPages:
         """``upto_tokens`` is computed next: give back what is behind, map what is ahead."""
         held = self.held[lease.id]
         behind = slid_start(upto_tokens, self._window, self._page, cached=lease.cache)
-        if lease.sent_from is not None:
+        if (
+            lease.sent_from is not None
+        ):  # a send of its prompt still reads the windows from there on
             behind = min(behind, lease.sent_from)
         floor = min(max(held.floor, behind // self._page), held.top)
         top = max(held.top, self._top(held, max(held.upto, upto_tokens)))
@@ -182,8 +254,9 @@ class WindowPages:
                 Code.WRONG_STATE,
                 f"slide of lease {lease.id} to {upto_tokens}: its window pages are still needed "
                 f"from token {floor * self._page} on, for a send or for a step longer than its "
-                f"step_tokens={held.step}; it has {held.own_pages} pages of {self.component.name}",
-                numbers={"upto_tokens": upto_tokens, "pages": held.own_pages},
+                f"step_tokens={held.step}; it has {held.n_own_pages} pages of "
+                f"{self.component.name}",
+                numbers={"upto_tokens": upto_tokens, "pages": held.n_own_pages},
             )
         self.slides += 1
         held.unmap_below(floor)
@@ -197,29 +270,29 @@ class WindowPages:
     def _trim(self, held: LeaseWindow) -> None:
         """Give back what the rest of the sequence can never need at once."""
         needed = self._budget(held.room - max(held.floor, held.start), held.step)
-        kept = len(held.spare) - min(len(held.spare), (held.own_pages - needed) * ID_BYTES)
-        if kept < len(held.spare):
-            self.pool.give(Pages(held.spare[kept:]))
-            held.spare = Pages(held.spare[:kept])
+        kept = max(0, count(held.spare) - (held.n_own_pages - needed))
+        if kept < count(held.spare):
+            self.pool.return_pages(slice_pages(held.spare, kept))
+            held.spare = slice_pages(held.spare, 0, kept)
 
     def growth(self, lease: Lease, room_tokens: int) -> int:
         """Pages beyond those it has."""
         held = self.held[lease.id]
         rest = self._pages(room_tokens) - max(held.floor, held.start)
-        return max(0, self._budget(rest, held.step) - held.own_pages)
+        return max(0, self._budget(rest, held.step) - held.n_own_pages)
 
     def extend(self, lease: Lease, room_tokens: int) -> None:
         """More room: more of it is mapped, as far as the step goes."""
         held = self.held[lease.id]
-        held.spare = Pages(held.spare + self.pool.take(self.growth(lease, room_tokens)))
+        held.spare = Pages(held.spare + self.pool.take_pages(self.growth(lease, room_tokens)))
         held.room = max(held.room, self._pages(room_tokens))
         top = min(self._top(held, held.upto), held.top + count(held.spare))
         held.map_up_to(max(held.top, top))
 
-    def row(self, lease: Lease) -> Pages:
-        """One id per page of the lease's row, the null page where there is none."""
+    def page_table(self, lease: Lease) -> Pages:
+        """One id per page of the lease's page table, the null page where there is none."""
         held = self.held.get(lease.id)
-        return NO_PAGES if held is None else held.row()
+        return NO_PAGES if held is None else held.page_table()
 
     def start_tokens(self, lease: Lease) -> int:
         """The first token that has a window page of the lease's own."""
@@ -231,12 +304,12 @@ class WindowPages:
         held = self.held[lease.id]
         return held.floor * self._page, held.top * self._page
 
-    def own(self, lease: Lease) -> Pages:
+    def own_pages(self, lease: Lease) -> Pages:
         """Mapped or spare, not the tree's."""
         held = self.held.get(lease.id)
-        return NO_PAGES if held is None else Pages(held.own() + held.spare)
+        return NO_PAGES if held is None else Pages(held.own_mapped() + held.spare)
 
-    def content(self, lease: Lease, n_tokens: int) -> Rows | Refusal:
+    def pages_to_keep(self, lease: Lease, n_tokens: int) -> PageSpan | Refusal:
         """What a slide to ``n_tokens`` leaves, as far as these go."""
         held, last = self.held[lease.id], self._pages(n_tokens)
         behind = slid_start(n_tokens, self._window, self._page, cached=lease.cache)
@@ -251,37 +324,40 @@ class WindowPages:
                 "the token that it computes next, and name all before that",
                 numbers={"tokens": n_tokens, "mapped_tokens": end, "mapped_from_tokens": begin},
             )
-        return Rows(first, held.mapped(first, last))
+        return PageSpan(first, held.mapped(first, last))
 
     # ---- and one that ends -------------------------------------------------------------------
 
-    def end(self, lease: Lease) -> None:
+    def end_lease(self, lease: Lease) -> None:
         """Window pages of cached tokens join the tree where it has none, the rest is free."""
         held = self.held.pop(lease.id, None)
         if held is None:
             return
+        # Before anything of it joins the tree: what it joins at is then not locked by itself.
         self._release_fence(held, lease)
-        first, own = max(held.floor, held.start), held.own()
+        first, own = max(held.floor, held.start), held.own_mapped()
         kept = 0
         freed = [held.spare]
+        # A lease that is still to be restored has pages in which nothing of its tokens stands yet.
         may_keep = lease.anchor is not None and lease.cache and not lease.is_blank
         if lease.anchor is not None and may_keep and lease.owned > first:
             kept = min(lease.owned, held.top) - first
+            # All up to the anchor or nothing: a window with a hole in it is of no use to anybody.
             if kept == lease.owned - first:
-                freed.append(self.live.adopt(lease.anchor, first, own))
+                freed.append(self.live.join_tree(lease.anchor, first, own))
             else:
                 kept = 0
-        freed.append(Pages(own[kept * ID_BYTES :]))
+        freed.append(slice_pages(own, kept))
         pages = Pages(b"".join(freed))
         if pages:
-            self.pool.give(pages)
+            self.pool.return_pages(pages)
 
-    def quarantine(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: Lease) -> None:
         """Keep its own pages, unlock the tree's."""
         held = self.held[lease.id]
         self._release_fence(held, lease)
-        own = self.own(lease)
-        held.pages, held.spare = bytearray(), own
+        own = self.own_pages(lease)
+        held.pages, held.spare = NO_PAGES, own
         held.floor = held.top = held.start = held.fence = held.room = 0
 
     def _release_fence(self, held: LeaseWindow, lease: Lease) -> None:
@@ -299,7 +375,7 @@ class WindowPages:
         """Their tokens are no longer cached, so their windows are free."""
         freed = self.live.forget(nodes)
         if freed:
-            self.pool.give(freed)
+            self.pool.return_pages(freed)
 
     # ---- arithmetic --------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from kvd.core.cache.lease import ENGINE
 from kvd.core.handoff.protocol import Prefill
 from kvd.core.peers.peer import DRAINING, LEAVING, SERVING, Life, PeerDrain, peer_drains
 from kvd.errors import Code, Refusal
-from kvd.wire import drain_events
+from kvd.wire import events
 from kvd.wire.bounds import MAX_REASON
 from kvd.wire.peer import Outcome
 from kvd.wire.snapshot import DrainState
@@ -121,7 +121,7 @@ class Drainer:
         if drain is not None:
             self.drain, self.is_drained, self.cut = None, False, 0
             self._tell_peers(SERVING, "")
-            out.emit(drain_events.DrainEnded, lasted_s=out.at_s - drain.since_s)
+            out.emit(events.DrainEnded, lasted_s=out.at_s - drain.since_s)
 
     def _begin(self, drain: Draining) -> None:
         # Asked before ``drain`` is set: the event tells what was there when it began.
@@ -130,7 +130,7 @@ class Drainer:
         self.drain, self.is_drained, self.cut = drain, False, 0
         out = self._out
         out.emit(
-            drain_events.DrainBegan,
+            events.DrainBegan,
             who=drain.who,
             why=drain.why,
             receives=len(receives),
@@ -195,9 +195,7 @@ class Drainer:
         assert drain is not None
         self.is_drained = True
         lasted_s = out.at_s - drain.since_s
-        out.emit(
-            drain_events.Drained, lasted_s=lasted_s, cut=self.cut, leases=self._n_engine_leases()
-        )
+        out.emit(events.Drained, lasted_s=lasted_s, cut=self.cut, leases=self._n_engine_leases())
         if drain.is_stop:
             self._leave(drain)
 
@@ -325,12 +323,12 @@ class Drainer:
         refusal = peer_drains(peer, now_s, self._name)
         if refusal is None:
             if not before.is_serving:
-                out.emit(drain_events.PeerDraining, peer=peer.name, state=state, why=why, refused=0)
+                out.emit(events.PeerDraining, peer=peer.name, state=state, why=why, refused=0)
             return
         queued = [part for part in self._decoder.parts.values() if part.peer == peer.name]
         waiters = [part.waiter for part in queued if part.waiter is not None]
         n_refused = len(waiters)
-        out.emit(drain_events.PeerDraining, peer=peer.name, state=state, why=why, refused=n_refused)
+        out.emit(events.PeerDraining, peer=peer.name, state=state, why=why, refused=n_refused)
         self._admission.turn_away(waiters, refusal)
         # Goodbye is no proof that its transfer process is reaped: its pages stay in quarantine.
         if state == LEAVING and peer.life is not Life.LOST:

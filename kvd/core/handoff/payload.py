@@ -166,7 +166,7 @@ class Payload:
         """Of what is posted as it is computed; a span begins with a page of the first component."""
         size, table = payload_part.component.page_size, self._table
         own = Pages(
-            lease.row[
+            lease.page_table[
                 span.start // table.page_size * ID_BYTES : table.pages_for(span.end) * ID_BYTES
             ]
         )
@@ -185,11 +185,11 @@ class Payload:
         size = component.page_size
         match component.extent:
             case Tail():
-                windows = table.beside.named(component.name)
+                windows = table.components.named(component.name)
                 assert isinstance(windows, WindowPages)
                 start = windows.start_tokens(lease)
                 last = -(-prompt_tokens // size)
-                row = windows.row(lease)
+                row = windows.page_table(lease)
                 pages = Pages(row[start // size * ID_BYTES : last * ID_BYTES])
             case PerRequest():
                 start, pages = 0, self._own(component, lease)
@@ -202,8 +202,8 @@ class Payload:
         )
 
     def _own(self, component: Component, lease: Lease) -> Pages:
-        kept = self._table.beside.named(component.name)
-        return NO_PAGES if kept is None else kept.own(lease)
+        kept = self._table.components.named(component.name)
+        return NO_PAGES if kept is None else kept.own_pages(lease)
 
     def granted_bytes(
         self,
@@ -243,7 +243,7 @@ class Payload:
     def windows(self) -> Iterator[tuple[int, WindowPages]]:
         """The windows of each windowed component, with the number of its grant."""
         for index, payload_part in enumerate(self.parts):
-            windows = self._table.beside.named(payload_part.component.name)
+            windows = self._table.components.named(payload_part.component.name)
             if isinstance(windows, WindowPages):
                 yield index, windows
 
@@ -261,8 +261,8 @@ class Payload:
             case Whole():
                 return self._cut_pages(lease, units, factor=payload_part.factor, pieces=pieces)
             case Tail():
-                kept = self._table.beside.named(component.name)
-                row = NO_PAGES if kept is None else kept.row(lease)
+                kept = self._table.components.named(component.name)
+                row = NO_PAGES if kept is None else kept.page_table(lease)
                 return Pages(row[units.first * ID_BYTES : units.end * ID_BYTES])
             case PerRequest():
                 return self._own(component, lease)
@@ -275,7 +275,7 @@ class Payload:
         """Of the row's pages, each ``factor`` pages of the component, of ``pieces`` pieces each."""
         each = factor * pieces
         row_first = units.first // each
-        row = Pages(lease.row[row_first * ID_BYTES : -(-units.end // each) * ID_BYTES])
+        row = Pages(lease.page_table[row_first * ID_BYTES : -(-units.end // each) * ID_BYTES])
         if each == 1:
             return row
         # The rows are whole pages of ours, and the units may begin within the first of them.

@@ -41,7 +41,7 @@ from kvd.core.handoff.refusals import (
 )
 from kvd.core.handoff.verify import SumFinding, Verifying
 from kvd.core.leases.admission import Admission, Waiter
-from kvd.core.leases.tiers import DEVICE
+from kvd.core.leases.receive_tier import DEVICE
 from kvd.errors import Code, Refusal
 from kvd.types import NO_TOKENS, Pages, Tokens, count
 from kvd.wire import client
@@ -163,7 +163,7 @@ class Decoder:
     def receive(self, session: int, message: client.Receive, tokens: Tokens) -> None:
         """The engine wants a prompt's KV from known peers: queue for room."""
         attempt = self._new_attempt(session, message, count(tokens))
-        fresh = self._leases.beside.fresh_tokens(attempt.prompt_tokens, cached=message.cache)
+        fresh = self._leases.components.fresh_tokens(attempt.prompt_tokens, cached=message.cache)
         claim = Claim(
             session=session,
             call=message.call,
@@ -181,6 +181,13 @@ class Decoder:
         asker = ReceiveAsker(self, attempt, message.call)
         attempt.waiter = Waiter(claim, attempt.deadline_s, asker)
         self._admission.submit(attempt.waiter)
+
+    def cancel_session(self, session: int, refusal: Refusal) -> int:
+        """End all receives of a session that is over; how many they were."""
+        attempts = [one for one in self.attempts.values() if one.session == session]
+        for one in attempts:
+            self.cancel_attempt(one, refusal)
+        return len(attempts)
 
     def cancel_attempt(self, attempt: ReceiveAttempt, refusal: Refusal) -> None:
         """The engine, its death, or the operator ends the attempt."""
@@ -427,11 +434,11 @@ class Decoder:
         self._leases.commit(lease, NO_TOKENS)
         if left is None:
             self.ready[lease.id] = attempt
-            rows = self._leases.beside.rows(lease)
+            rows = self._leases.components.page_tables(lease)
             received = client.Received(
                 receive=attempt.id,
                 lease=lease.id,
-                pages=lease.row,
+                pages=lease.page_table,
                 aux=attempt.aux,
                 beside=rows,
             )

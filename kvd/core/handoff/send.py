@@ -175,9 +175,13 @@ class Prefiller:
         del self.failed[send]
         return True
 
-    def forget_session(self, session: int) -> None:
-        """Nobody is left to end what has failed."""
+    def abandon_session(self, session: int, refusal: Refusal) -> int:
+        """End all sends of a session that is over, and forget what failed; how many were open."""
+        parts = [part for part in self.by_send.values() if part.session == session]
+        for part in parts:
+            self.abandon_send(part, refusal)
         self.failed = {send: one for send, one in self.failed.items() if one.session != session}
+        return len(parts)
 
     def give_up_send(self, part: SendPart, refusal: Refusal) -> None:
         """Engine failed, client gone, post failed, peer lost, deadline, operator."""

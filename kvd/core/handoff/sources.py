@@ -24,8 +24,8 @@ import msgspec
 from kvd.core.layout.shards import Shard, ShardRoute, lacking, listed, page_share
 from kvd.errors import Code, Refusal
 from kvd.wire import client
+from kvd.wire.client import SentShare
 from kvd.wire.peer import Role, Share
-from kvd.wire.sent_share import SentShare
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

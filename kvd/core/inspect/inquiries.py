@@ -25,7 +25,7 @@ from kvd.wire.peer import MAX_TOLD, AskStory, Story, Told
 if TYPE_CHECKING:
     from kvd.core.handoff.parts import SendPart
     from kvd.core.inputs import FromOperator
-    from kvd.core.node import Node
+    from kvd.core.inspect.view import NodeView
     from kvd.core.peers.peer import Peer
 
 MAX_INQUIRIES = 64
@@ -75,7 +75,7 @@ class Question:
 class Inquiries:
     """Both halves: what we ask others, and what we tell them."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeView) -> None:
         self.open: list[Inquiry] = []
         """The oldest first."""
         self.questions: dict[int, Question] = {}
@@ -109,6 +109,7 @@ class Inquiries:
         question = self.questions.get(message.ask)
         if question is None or question.incarnation != peer.incarnation:
             return
+        # Before it is used: a second Story to the same ask must find nothing to fill.
         del self.questions[message.ask]
         inquiry = question.inquiry
         end = inquiry.ends[question.end]
@@ -218,7 +219,7 @@ class Inquiries:
         return part if is_its_own and part is not None and part.room == message.room else None
 
     def _of_receive(self, part: ReceivePart, ask: int) -> Story:
-        waits_for = receive_waits_for(self._node, part)
+        waits_for = receive_waits_for(self._node.decoder, part)
         return self._story(part, ask, waits_for, part.prefix_tokens, 0)
 
     def _of_send(self, part: SendPart, ask: int) -> Story:

@@ -1,6 +1,7 @@
 """The node's state as plain data: one snapshot between two steps. Reads everything, only reads.
 
-Why each request in the admission queue waits: which budget, how much is missing, who has it.
+Leases are made from ``schema``; the queue says of each request which budget it waits for, how much
+is missing and who has it; pools say how many pages of each component are in which state.
 """
 
 from __future__ import annotations
@@ -8,42 +9,57 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd import __version__
-from kvd.core.cache.lease_state import Standing
-from kvd.core.inspect.pool_snapshot import held_states, pool_states
+from kvd.core.components.device_buffer import Buffers
+from kvd.core.components.windows import WindowPages
+from kvd.core.inspect.page_states import component_places, nobodys, places
+from kvd.core.inspect.schema import lease_state, mapped_pages
 from kvd.core.inspect.words import (
     agent_words,
     layout_words,
-    lease_waits_for,
-    lease_word,
     node_word,
     receive_share,
     receive_waits_for,
     send_share,
     send_waits_for,
 )
+from kvd.core.layout.geometry import shard_places
+from kvd.core.layout.spec import (
+    companion_factor,
+    extent_tokens,
+    has_bytes,
+    is_companion,
+    kind,
+    node_page_bytes,
+)
 from kvd.core.leases.owners import owner_of
 from kvd.core.peers.peer import drain_words
 from kvd.types import count
 from kvd.wire.snapshot import (
+    BufferState,
     ClientState,
-    LeaseState,
+    CompanionState,
     PeerState,
+    PoolState,
     RoomState,
     Snapshot,
     Totals,
     WaitingState,
+    WindowState,
 )
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Lease
+    from kvd.core.components.component_pages import ComponentPages
     from kvd.core.handoff.parts import ReceivePart, SendPart
-    from kvd.core.leases.admission import Waiter
+    from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.admission import Admission, Waiter
+    from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.sessions import Session
-    from kvd.core.node import Node
     from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
+    from kvd.core.settings import Settings
 
 
-def waiting_states(node: Node) -> list[WaitingState]:
+def waiting_states(node: NodeView) -> list[WaitingState]:
     """Every waiter in the order of the queue."""
     holders: dict[str, tuple[str, ...]] = {}
     """By budget: many wait for the same."""
@@ -53,11 +69,12 @@ def waiting_states(node: Node) -> list[WaitingState]:
         if waiter.budget not in holders:
             holders[waiter.budget] = node.owners.of_most_pages(waiter.budget)
         states.append(_state(node, waiter, ahead, holders[waiter.budget]))
+        # Who waits for a peer lets those behind it pass: it is ahead of nobody.
         ahead += waiter.asker.blocked() is None
     return states
 
 
-def _state(node: Node, waiter: Waiter, ahead: int, holders: tuple[str, ...]) -> WaitingState:
+def _state(node: NodeView, waiter: Waiter, ahead: int, holders: tuple[str, ...]) -> WaitingState:
     return WaitingState(
         kind=kind_of(waiter),
         owner=owner_of(node, waiter.claim.session)[0],
@@ -66,7 +83,7 @@ def _state(node: Node, waiter: Waiter, ahead: int, holders: tuple[str, ...]) -> 
         waited_s=node.out.at_s - waiter.since_s,
         deadline_in_s=waiter.deadline_s - node.out.at_s,
         needed_pages=waiter.needed_pages,
-        why=why_waits(node, waiter, ahead),
+        why=why_waits(node.admission, waiter, ahead),
         budget=waiter.budget or node.leases.pool.name,
         missing_pages=waiter.missing_pages,
         ahead=ahead,
@@ -80,12 +97,12 @@ def lacks_pages(waiter: Waiter) -> bool:
     return bool(waiter.budget) and waiter.asker.blocked() is None
 
 
-def why_waits(node: Node, waiter: Waiter, ahead: int) -> str:
+def why_waits(admission: Admission, waiter: Waiter, ahead: int) -> str:
     """For its peer, for pages, or for ``ahead`` others."""
     other = waiter.asker.blocked()
     if other is not None:
         return other
-    return node.admission.shortage(waiter) if waiter.budget else f"its turn: {ahead} before it"
+    return admission.shortage(waiter) if waiter.budget else f"its turn: {ahead} before it"
 
 
 def kind_of(waiter: Waiter) -> str:
@@ -95,7 +112,7 @@ def kind_of(waiter: Waiter) -> str:
     return "receive" if waiter.claim.room else "lease"
 
 
-def snapshot(node: Node) -> Snapshot:
+def snapshot(node: NodeView) -> Snapshot:
     """Everything there is to see, ages computed against the time of the running step."""
     return Snapshot(
         node=node.settings.name,
@@ -111,7 +128,7 @@ def snapshot(node: Node) -> Snapshot:
         waiting=tuple(waiting_states(node)),
         rooms=tuple(room_states(node)),
         peers=tuple(peer_state(node, peer) for peer in node.peers.by_name.values())
-        + tuple(_unanswered_peers(node)),
+        + tuple(_unanswered_peers(node.peers)),
         clients=tuple(_client_states(node)),
         totals=totals(node),
         recorder=node.recorded.state,
@@ -120,7 +137,7 @@ def snapshot(node: Node) -> Snapshot:
     )
 
 
-def totals(node: Node) -> Totals:
+def totals(node: NodeView) -> Totals:
     """Counters since the incarnation began."""
     decoder, prefiller = node.decoder, node.prefiller
     return Totals(
@@ -135,7 +152,7 @@ def totals(node: Node) -> Totals:
         saved_bytes=decoder.saved_bytes,
         evicted_pages=node.leases.evicted_pages,
         messages_refused=node.refused,
-        violations=node.violations,
+        violations=node.audit.violations,
         leases_retracted=node.retractor.retracted,
         leases_resumed=node.retractor.resumed,
         restored_bytes=node.retractor.restored_bytes,
@@ -143,46 +160,7 @@ def totals(node: Node) -> Totals:
     )
 
 
-_AWAY = {Standing.RETRACTED, Standing.RESUMING, Standing.RESTORING}
-
-
-def lease_state(node: Node, lease: Lease) -> LeaseState:
-    """One claim in words and figures."""
-    name, pid = owner_of(node, lease.session)
-    because, quarantined_s = "", 0.0
-    held, quarantined = lease.held_pages, 0
-    if lease.quarantine is not None:
-        held, quarantined = 0, lease.held_pages
-        quarantined_s = node.out.at_s - lease.quarantine.since_s
-        because = lease.quarantine.why
-    return LeaseState(
-        id=lease.id,
-        state=lease_word(lease),
-        owner=name,
-        pid=pid,
-        session=lease.session,
-        reason=lease.reason,
-        room=lease.room,
-        namespace=lease.namespace,
-        age_s=node.out.at_s - lease.since_s,
-        prompt_tokens=count(lease.tokens),
-        prefix_tokens=lease.prefix_tokens,
-        locked_node=lease.anchor.id if lease.anchor is not None else 0,
-        held_pages=held,
-        quarantined_pages=quarantined,
-        holders=tuple(sorted(lease.holders)),
-        waiting_for=lease_waits_for(node, lease),
-        quarantined_s=quarantined_s,
-        because=because,
-        saved_pages=lease.saved_pages,
-        saved_bytes=lease.saved_bytes,
-        retracted_s=node.out.at_s - lease.retracted_s if lease.standing in _AWAY else 0.0,
-        row_pages=count(lease.row),
-        beside=held_states(node, lease),
-    )
-
-
-def room_states(node: Node) -> list[RoomState]:
+def room_states(node: NodeView) -> list[RoomState]:
     """Every part that is not over, both sides; delivered ones until their lease is released."""
     decoder, prefiller = node.decoder, node.prefiller
     prefill = prefiller.known()
@@ -191,7 +169,7 @@ def room_states(node: Node) -> list[RoomState]:
     ]
 
 
-def decode_room(node: Node, part: ReceivePart) -> RoomState:
+def decode_room(node: NodeView, part: ReceivePart) -> RoomState:
     """One part of the decode side."""
     table = node.leases
     delta_tokens = part.prompt_tokens - part.prefix_tokens
@@ -215,13 +193,13 @@ def decode_room(node: Node, part: ReceivePart) -> RoomState:
         outstanding_posts=0,
         age_s=node.out.at_s - part.since_s,
         deadline_in_s=part.deadline_s - node.out.at_s,
-        waiting_for=receive_waits_for(node, part),
+        waiting_for=receive_waits_for(node.decoder, part),
         story=part.history.lines(node.out.at_s),
-        share=receive_share(node, part),
+        share=receive_share(node.settings, part),
     )
 
 
-def prefill_room(node: Node, part: SendPart) -> RoomState:
+def prefill_room(node: NodeView, part: SendPart) -> RoomState:
     """One part of the prefill side."""
     table = node.leases
     delta_tokens = part.prompt_tokens - part.decode_prefix_len
@@ -247,11 +225,11 @@ def prefill_room(node: Node, part: SendPart) -> RoomState:
         deadline_in_s=part.deadline_s - node.out.at_s,
         waiting_for=send_waits_for(part),
         story=part.history.lines(node.out.at_s),
-        share=send_share(node, part),
+        share=send_share(node.prefiller, part),
     )
 
 
-def peer_state(node: Node, peer: Peer) -> PeerState:
+def peer_state(node: NodeView, peer: Peer) -> PeerState:
     """One other daemon."""
     receives = [p for p in node.decoder.parts.values() if p.incarnation == peer.incarnation]
     sends = [p for p in node.prefiller.rooms.live() if p.incarnation == peer.incarnation]
@@ -273,7 +251,7 @@ def peer_state(node: Node, peer: Peer) -> PeerState:
     )
 
 
-def _unanswered_peers(node: Node) -> list[PeerState]:
+def _unanswered_peers(peers: Peers) -> list[PeerState]:
     return [
         PeerState(
             name=dialed.name,
@@ -287,14 +265,14 @@ def _unanswered_peers(node: Node) -> list[PeerState]:
             layout="unknown",
             open_receives=0,
             open_sends=0,
-            trouble=node.peers.trouble(dialed.name),
+            trouble=peers.trouble(dialed.name),
         )
-        for dialed in node.peers.dialed.values()
-        if dialed.name not in node.peers.by_name
+        for dialed in peers.dialed.values()
+        if dialed.name not in peers.by_name
     ]
 
 
-def _client_states(node: Node) -> list[ClientState]:
+def _client_states(node: NodeView) -> list[ClientState]:
     out = []
     for session in node.sessions.by_id.values():
         leases = [one for one in node.leases.leases.values() if one.session == session.id]
@@ -309,7 +287,7 @@ def _client_states(node: Node) -> list[ClientState]:
                 receives=sum(p.session == session.id for p in node.decoder.parts.values()),
                 sends=sum(p.session == session.id for p in node.prefiller.by_send.values()),
                 state=_session_word(session),
-                former_leases=len(node.former.of_session(session.id)),
+                former_leases=len(node.former_leases.of_session(session.id)),
                 why=session.hang_up.why.message if session.hang_up is not None else "",
             )
         )
@@ -320,3 +298,109 @@ def _session_word(session: Session) -> str:
     if session.hang_up is not None:
         return "hung-up-on"
     return "awaited" if session.is_former else "attached"
+
+
+def pool_states(node: NodeView) -> tuple[PoolState, ...]:
+    """Each component with page ids of its own, the first one first (I1)."""
+    return (_first(node), *(_beside(node, keeper) for keeper in node.leases.components.each))
+
+
+def _first(node: NodeView) -> PoolState:
+    table, spec = node.leases, node.settings.spec
+    first = spec.components[0]
+    held = quarantined = 0
+    for lease in table.leases.values():
+        if lease.quarantine is None:
+            held += lease.held_pages
+        else:
+            quarantined += lease.held_pages
+    return PoolState(
+        pool=spec.name,
+        component=table.pool.name,
+        page_size=table.page_size,
+        page_bytes=node_page_bytes(spec, first) if has_bytes(first) else 0,
+        total_pages=table.pool.total_pages,
+        free_pages=table.pool.free_pages,
+        held_pages=held,
+        cached_pages=table.tree.cached_pages,
+        quarantined_pages=quarantined,
+        evictable_pages=table.tree.evictable_pages,
+        locked_pages=table.tree.protected_pages,
+        saved_pages=table.saved.used_pages(first.name),
+        saved_capacity_pages=table.saved.capacity_pages(first.name),
+        placeholder_bytes=0 if has_bytes(first) else node_page_bytes(spec, first),
+        tier=kind(first.tier),
+        extent=kind(first.extent),
+        companions=_companions(node.settings),
+        shards=shard_places(spec),
+        condemned_pages=nobodys(places(node.leases), table.pool),
+    )
+
+
+def _companions(settings: Settings) -> tuple[CompanionState, ...]:
+    spec = settings.spec
+    return tuple(
+        CompanionState(
+            component=one.name,
+            page_size=one.page_size,
+            page_bytes=node_page_bytes(spec, one),
+            pages_each=companion_factor(spec, one),
+            total_pages=pages,
+            tier=kind(one.tier),
+        )
+        for one, pages in zip(spec.components, spec.pages, strict=True)
+        if is_companion(spec, one)
+    )
+
+
+def _beside(node: NodeView, keeper: ComponentPages) -> PoolState:
+    held = quarantined = 0
+    for lease in node.leases.leases.values():
+        if lease.quarantine is None:
+            held += count(keeper.own_pages(lease))
+        else:
+            quarantined += count(keeper.own_pages(lease))
+    component, cached = keeper.component, keeper.cached_pages
+    return PoolState(
+        pool=node.settings.spec.name,
+        component=component.name,
+        page_size=component.page_size,
+        page_bytes=node_page_bytes(node.settings.spec, component),
+        total_pages=keeper.pool.total_pages,
+        free_pages=keeper.pool.free_pages,
+        held_pages=held,
+        cached_pages=cached,
+        quarantined_pages=quarantined,
+        evictable_pages=keeper.evictable_pages,
+        locked_pages=cached - keeper.evictable_pages,
+        condemned_pages=nobodys(component_places(node.leases, keeper), keeper.pool),
+        saved_pages=node.leases.saved.used_pages(component.name),
+        saved_capacity_pages=node.leases.saved.capacity_pages(component.name),
+        tier=kind(component.tier),
+        extent=kind(component.extent),
+        window=_window(node.leases, keeper),
+        buffer=_buffer(keeper),
+    )
+
+
+def _window(table: LeaseTable, keeper: ComponentPages) -> WindowState | None:
+    if not isinstance(keeper, WindowPages):
+        return None
+    running = [one for one in table.leases.values() if one.quarantine is None]
+    return WindowState(
+        window_tokens=extent_tokens(keeper.component),
+        mapped_pages=sum(mapped_pages(keeper.page_table(lease)) for lease in running),
+        full_pages=sum(count(lease.page_table) for lease in running),
+        slides=keeper.slides,
+    )
+
+
+def _buffer(keeper: ComponentPages) -> BufferState | None:
+    if not isinstance(keeper, Buffers):
+        return None
+    return BufferState(
+        request_tokens=extent_tokens(keeper.component),
+        hits=keeper.hits,
+        misses=keeper.misses,
+        copied_bytes=keeper.copied_bytes,
+    )

@@ -1,41 +1,55 @@
 """Who holds it, why, and since when: one sentence for anything that has a number or a name.
 
-Here are pages and nodes of the tree; ``why_held``, ``why_moving`` and ``why_beside`` have the rest.
+``because`` answers for pages and nodes of the tree first, then for components beside the first,
+leases, clients, handoffs and peers. An ``Explanation`` is a sentence, facts, and what to ask next.
+
+What must not live here: what a field of the snapshot is (``schema``), states in a word (``words``).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from kvd.core.inspect import why_beside, why_held, why_moving
-from kvd.core.inspect.answer import (
-    MAX_LINKS,
-    Explanation,
-    has_page,
-    holder_refs,
-    lease_refs,
-    links_of,
-    node_refs,
-)
-from kvd.core.inspect.words import lease_waits_for
-from kvd.core.leases.owners import describe_holder
+from kvd.core.cache.lease_state import LeaseStage
+from kvd.core.components.device_buffer import Buffers
+from kvd.core.components.state import StatePages
+from kvd.core.components.windows import WindowPages
+from kvd.core.inspect.page_states import needed_nodes
+from kvd.core.inspect.schema import PLAIN_OF_LEASE, lease_state
+from kvd.core.inspect.snapshot import decode_room, prefill_room, waiting_states
+from kvd.core.inspect.words import agent_words, death_of, layout_words, lease_waits_for, lease_word
+from kvd.core.layout.shards import lacking, listed
+from kvd.core.layout.spec import companion_factor, is_companion, shards_of
+from kvd.core.leases.owners import describe_holder, owner_of
+from kvd.core.peers.peer import Life, drain_words
 from kvd.errors import Code, Refusal
-from kvd.types import NULL_PAGE, pack_ids
-from kvd.wire.admin import Because, TreeNode
+from kvd.types import ID_BYTES, NULL_PAGE, count, pack_ids, page_ids, short
+from kvd.wire.admin import Because, Beside, Mark, TreeNode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from kvd.core.cache.lease import Lease
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode as TreeEdge
-    from kvd.core.node import Node
+    from kvd.core.components.component_pages import ComponentPages
+    from kvd.core.handoff.parts import ReceivePart, SendPart
+    from kvd.core.handoff.send import Prefiller
+    from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.peers.peer import Peer
+    from kvd.core.settings import Settings
+    from kvd.types import Pages
     from kvd.wire.admin import Why
+    from kvd.wire.snapshot import RoomState
+
 
 FIRST_TOKENS_SHOWN = 8
 """Enough of an edge to recognise a prompt by, few enough for a line."""
@@ -43,7 +57,7 @@ FIRST_TOKENS_SHOWN = 8
 CHILDREN_LINKED = 8
 
 
-def because(node: Node, got: Why) -> Because | Refusal:
+def because(node: NodeView, got: Why) -> Because | Refusal:
     """Answer for any kind of thing; a Refusal when there is no such thing.
 
     A page or a node is looked for in the whole tree, once: some 0.5 us for each node.
@@ -51,12 +65,12 @@ def because(node: Node, got: Why) -> Because | Refusal:
     answers: dict[str, Callable[[], Explanation | Refusal]] = {
         "page": lambda: _page_of(node, got.component, got.id),
         "node": lambda: _node(node, got.id),
-        "room": lambda: why_moving.of_room(node, got.id),
-        "lease": lambda: why_held.of_lease(node, got.id),
-        "receive": lambda: why_moving.of_receive(node, got.id),
-        "send": lambda: why_moving.of_send(node, got.id),
-        "client": lambda: why_held.of_client(node, got.id),
-        "peer": lambda: why_moving.of_peer(node, got.name),
+        "room": lambda: of_room(node, got.id),
+        "lease": lambda: of_lease(node, got.id),
+        "receive": lambda: of_receive(node, got.id),
+        "send": lambda: of_send(node, got.id),
+        "client": lambda: of_client(node, got.id),
+        "peer": lambda: of_peer(node, got.name),
     }
     answer = answers.get(got.kind)
     if answer is None:
@@ -69,13 +83,13 @@ def because(node: Node, got: Why) -> Because | Refusal:
     )
 
 
-def holders(node: Node) -> dict[int, list[Lease]]:
+def holders(table: LeaseTable) -> dict[int, list[Lease]]:
     """By node id, the leases whose path crosses it; their number is its lock_ref (I2).
 
     One walk up from each lease, whatever the size of the tree.
     """
     found: dict[int, list[Lease]] = {}
-    for lease in node.leases.leases.values():
+    for lease in table.leases.values():
         step = lease.anchor
         while step is not None:
             found.setdefault(step.id, []).append(lease)
@@ -101,7 +115,7 @@ def in_display_order(tree: RadixTree) -> list[TreeEdge]:
     return shown
 
 
-def tree_node(node: Node, edge: TreeEdge, crossing: list[Lease]) -> TreeNode:
+def tree_node(node: NodeView, edge: TreeEdge, crossing: list[Lease]) -> TreeNode:
     """One node of the tree with its holders, which are ``crossing``."""
     parent = edge.parent
     tokens = np.frombuffer(edge.edge, dtype="<i4")
@@ -116,15 +130,15 @@ def tree_node(node: Node, edge: TreeEdge, crossing: list[Lease]) -> TreeNode:
         hits=edge.hits,
         holders=tuple(describe_holder(node, lease) for lease in crossing),
         first_tokens=tuple(tokens[:FIRST_TOKENS_SHOWN].tolist()),
-        beside=why_beside.beside(node, edge),
+        beside=beside(node.leases, edge),
     )
 
 
-def _page_of(node: Node, component: str, page: int) -> Explanation | Refusal:
+def _page_of(node: NodeView, component: str, page: int) -> Explanation | Refusal:
     """A page of any component: one in lockstep with the first is where that one's page is."""
-    first = why_beside.first_page(node, component, page)
+    first = first_page(node.settings, component, page)
     if first is None:
-        return why_beside.page_beside(node, component, page)
+        return page_beside(node, component, page)
     said = _page(node, first)
     if isinstance(said, Refusal) or component in {"", node.leases.pool.name}:
         return said
@@ -132,7 +146,7 @@ def _page_of(node: Node, component: str, page: int) -> Explanation | Refusal:
     return replace(said, sentence=goes_with)
 
 
-def _page(node: Node, page: int) -> Explanation | Refusal:
+def _page(node: NodeView, page: int) -> Explanation | Refusal:
     table = node.leases
     if not NULL_PAGE <= page < table.pool.total_pages:
         return Refusal(
@@ -142,9 +156,9 @@ def _page(node: Node, page: int) -> Explanation | Refusal:
         return Explanation("page 0 is the null page: never handed out, never freed")
     wanted = pack_ids([page])
     if table.pool.is_condemned(page):
-        return why_beside.condemned(node, f"page {page}", page, "")
+        return condemned(node, f"page {page}", page, "")
     for lease in table.leases.values():
-        if has_page(lease.row, wanted, lease.owned) or has_page(lease.deferred, wanted):
+        if has_page(lease.page_table, wanted, lease.owned) or has_page(lease.deferred, wanted):
             return _held(node, lease, page)
     for edge in table.tree.nodes():
         if has_page(edge.pages, wanted):
@@ -157,7 +171,7 @@ def _page(node: Node, page: int) -> Explanation | Refusal:
     return Explanation(f"page {page} is free")
 
 
-def _held(node: Node, lease: Lease, page: int) -> Explanation:
+def _held(node: NodeView, lease: Lease, page: int) -> Explanation:
     verb = "in quarantine under" if lease.quarantine else "held by"
     waits_for = lease_waits_for(node, lease)
     said = [f"waits for {waits_for}"] if waits_for else []
@@ -169,7 +183,7 @@ def _held(node: Node, lease: Lease, page: int) -> Explanation:
     )
 
 
-def _node(node: Node, number: int) -> Explanation | Refusal:
+def _node(node: NodeView, number: int) -> Explanation | Refusal:
     roots = node.leases.tree.roots.items()
     namespace = next((name for name, root in roots if root.id == number), None)
     if namespace is not None:
@@ -180,10 +194,10 @@ def _node(node: Node, number: int) -> Explanation | Refusal:
     return _edge(node, edge)
 
 
-def _root(node: Node, namespace: str) -> Explanation:
+def _root(node: NodeView, namespace: str) -> Explanation:
     """A root has no pages; every lease of its namespace locks it, cached or not."""
     root = node.leases.tree.roots[namespace]
-    crossing = holders(node).get(root.id, [])
+    crossing = holders(node.leases).get(root.id, [])
     first = [describe_holder(node, lease) for lease in crossing[:MAX_LINKS]]
     of = f"namespace {namespace!r}" if namespace else "no namespace"
     by = f"{len(crossing)} leases" if crossing else "nobody"
@@ -200,8 +214,8 @@ def _more(n_leases: int) -> list[str]:
     return [f"and {n_leases} more leases"] if n_leases > 0 else []
 
 
-def _edge(node: Node, edge: TreeEdge) -> Explanation:
-    crossing = holders(node).get(edge.id, [])
+def _edge(node: NodeView, edge: TreeEdge) -> Explanation:
+    crossing = holders(node.leases).get(edge.id, [])
     shown = tree_node(node, edge, crossing[:MAX_LINKS])
     where = (
         f"node {edge.id} (tokens {shown.start_tokens} to {shown.end_tokens}"
@@ -215,7 +229,515 @@ def _edge(node: Node, edge: TreeEdge) -> Explanation:
         said += _more(len(crossing) - len(shown.holders))
     else:
         said = [f"{where}, locked by nobody: it can be evicted", used]
-    said += why_beside.said_of_node(node, edge)
+    said += said_of_node(node, edge)
     parent = [edge.parent] if edge.parent is not None and edge.parent.parent is not None else []
     around = node_refs([*parent, *islice(edge.children.values(), CHILDREN_LINKED)])
     return Explanation(said[0], tuple(said[1:]), links_of(*lease_refs(crossing), *around))
+
+
+MAX_LINKS = 20
+"""Of one kind: enough to go on from, few enough to choose from."""
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """See ``Because``: who, why and since when in one sentence, then the rest."""
+
+    sentence: str
+    facts: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+    marks: tuple[Mark, ...] = ()
+
+
+def lease_refs(leases: Iterable[Lease]) -> list[str]:
+    """The first few, to be asked about next."""
+    return [f"lease:{lease.id}" for lease, _ in zip(leases, range(MAX_LINKS), strict=False)]
+
+
+def node_refs(edges: Iterable[TreeEdge]) -> list[str]:
+    """The first few, to be asked about next."""
+    return [f"node:{edge.id}" for edge, _ in zip(edges, range(MAX_LINKS), strict=False)]
+
+
+def holder_refs(lease: Lease) -> list[str]:
+    """A lease, and whose it is."""
+    return [f"lease:{lease.id}", *([f"client:{lease.session}"] if lease.session else [])]
+
+
+def links_of(*refs: str) -> tuple[str, ...]:
+    """Each once, in order."""
+    return tuple(dict.fromkeys(refs))
+
+
+def has_page(pages: bytes, wanted: bytes, first: int = 0) -> bool:
+    """Whether this page, as its id is packed, is among ``pages`` from index ``first`` on.
+
+    A search for its bytes, which is right where it begins at an id: 0.1 us for a short row, where
+    a look at every id would take 2 us.
+    """
+    at = pages.find(wanted, first * ID_BYTES)
+    while at >= 0 and at % ID_BYTES:
+        at = pages.find(wanted, at + 1)
+    return at >= 0
+
+
+def first_page(settings: Settings, component: str, page: int) -> int | None:
+    """The page of the first component that a page of ``component`` belongs to.
+
+    That is the page itself for the first one (also where none is named), and follows from the
+    lockstep for a companion; None where the component has page ids of its own.
+    """
+    spec = settings.spec
+    if component in {"", spec.components[0].name}:
+        return page
+    for one in spec.components:
+        if one.name == component and is_companion(spec, one):
+            return page // companion_factor(spec, one)
+    return None
+
+
+def page_beside(node: NodeView, component: str, page: int) -> Explanation | Refusal:
+    """Who has this page of a component with page ids of its own, or of a saved area."""
+    keeper, area = node.leases.components.named(component), node.leases.saved.pools
+    saved = next((name for name, pool in area.items() if pool.name == component), "")
+    if keeper is None and not saved:
+        names = ", ".join(one.name for one in node.settings.spec.components)
+        return Refusal(Code.BAD_REQUEST, f"this pool has no component {component!r}: {names}")
+    pool = area[saved] if keeper is None else keeper.pool
+    what = f"page {page} of {component}"
+    if not NULL_PAGE <= page < pool.total_pages:
+        return Refusal(Code.BAD_REQUEST, f"{what}: this pool has pages 0..{pool.total_pages - 1}")
+    if page == NULL_PAGE:
+        return Explanation(
+            f"{what} is the null page: never handed out, never freed; in a row it means none"
+        )
+    if pool.is_condemned(page):
+        return condemned(node, what, page, component)
+    return (
+        _saved(node, saved, page, what)
+        if keeper is None
+        else _held_beside(node, keeper, page, what)
+    )
+
+
+def condemned(node: NodeView, what: str, page: int, component: str) -> Explanation:
+    """Nobody has it, or nobody should: it was in two places, or its lease was broken."""
+    why = node.audit.why_condemned(component, page)
+    return Explanation(
+        f"{what} is condemned: nobody gets it before the daemon is started again",
+        (f"because {why}",),
+    )
+
+
+def _saved(node: NodeView, component: str, page: int, what: str) -> Explanation:
+    """Whose retracted lease wants it back, in the area of that component."""
+    for lease in node.leases.leases.values():
+        for part in () if lease.saved is None else lease.saved.parts:
+            if part.component == component and _has(part.slots, page):
+                kept = part.first + page_ids(part.slots).index(page)
+                return Explanation(
+                    f"{what} is held by {describe_holder(node, lease)}, which is "
+                    f"{lease.state.value}",
+                    (f"it keeps page {kept} of its row",),
+                    links_of(*holder_refs(lease)),
+                )
+    return Explanation(f"{what} is free")
+
+
+def _held_beside(node: NodeView, keeper: ComponentPages, page: int, what: str) -> Explanation:
+    """Which lease, or which node of the tree, has it."""
+    for lease in node.leases.leases.values():
+        if _has(keeper.own_pages(lease), page):
+            verb = "in quarantine under" if lease.quarantine else "held by"
+            waits_for = lease_waits_for(node, lease)
+            said = [f"waits for {waits_for}"] if waits_for else []
+            return Explanation(
+                f"{what} is {verb} {describe_holder(node, lease)}",
+                (_in_lease(keeper, lease, page), *said),
+                links_of(*holder_refs(lease)),
+            )
+    for edge in keeper.nodes:
+        pages = keeper.pages_at(edge)
+        if _has(pages, page):
+            needing = [
+                one for one in node.leases.leases.values() if edge in needed_nodes(keeper, one)
+            ]
+            return Explanation(
+                f"{what} is cached {_at(keeper, edge, page)}",
+                tuple(_needing(node, needing)),
+                links_of(f"node:{edge.id}", *lease_refs(needing)),
+            )
+    return Explanation(f"{what} is free")
+
+
+def _has(pages: Pages, page: int) -> bool:
+    return has_page(pages, pack_ids([page]))
+
+
+def _in_lease(keeper: ComponentPages, lease: Lease, page: int) -> str:
+    """Where in the lease it is, and what keeps it there."""
+    size = keeper.component.page_size
+    match keeper:
+        case _ if lease.quarantine is not None:
+            return f"because {lease.quarantine.why}"
+        case WindowPages() if _has(keeper.page_table(lease), page):
+            at = page_ids(keeper.page_table(lease)).index(page)
+            return f"it is the window of tokens {at * size} to {(at + 1) * size}"
+        case WindowPages():
+            return "it is spare: the lease maps it further on when it slides"
+        case StatePages():
+            return "it is the state that the lease writes"
+        case Buffers():
+            return _in_slot(keeper, lease, page_ids(keeper.own_pages(lease)).index(page))
+        case _:
+            return ""
+
+
+def _in_slot(keeper: Buffers, lease: Lease, slot: int) -> str:
+    """Which page of the lease is copied there."""
+    size = keeper.component.page_size
+    where = f"it is slot {slot} of its {count(keeper.own_pages(lease))}"
+    for logical, taken in keeper.resident[lease.id].slots.items():
+        if taken == slot:
+            return f"{where}, for tokens {logical * size} to {(logical + 1) * size}"
+    return f"{where}, and free"
+
+
+def _at(keeper: ComponentPages, edge: TreeEdge, page: int) -> str:
+    """Where in the tree it is: a window stands for tokens, a snapshot for all before a token."""
+    if isinstance(keeper, StatePages):
+        return f"at node {edge.id}: the state behind its last token, {edge.end_tokens}"
+    size = keeper.component.page_size
+    start = edge.end_tokens - count(edge.edge) + page_ids(keeper.pages_at(edge)).index(page) * size
+    return f"beside node {edge.id}: the window of tokens {start} to {start + size}"
+
+
+def _needing(node: NodeView, leases: list[Lease]) -> list[str]:
+    """The leases that need what lies there."""
+    found = [f"needed by {describe_holder(node, lease)}" for lease in leases]
+    return found or ["needed by nobody: it can be evicted"]
+
+
+# ---- nodes and leases ----------------------------------------------------------------------------
+
+
+def beside(table: LeaseTable, edge: TreeEdge) -> tuple[Beside, ...]:
+    """What lies beside a node, of each component that can; a window that is gone has no pages."""
+    return tuple(
+        Beside(keeper.component.name, count(keeper.pages_at(edge)), keeper.locks_at(edge))
+        for keeper in table.components.each
+        if isinstance(keeper, WindowPages) or edge in keeper.nodes
+    )
+
+
+def said_of_node(node: NodeView, edge: TreeEdge) -> list[str]:
+    """The same in words, with the leases that need it."""
+    said = []
+    for keeper in node.leases.components.each:
+        name = keeper.component.name
+        if edge in keeper.nodes:
+            n_pages = count(keeper.pages_at(edge))
+            what = "a snapshot" if isinstance(keeper, StatePages) else f"{n_pages} pages"
+            needing = [
+                one for one in node.leases.leases.values() if edge in needed_nodes(keeper, one)
+            ]
+            said += [f"{name}: {what}, {one}" for one in _needing(node, needing)]
+        elif isinstance(keeper, WindowPages):
+            said.append(f"{name}: a tombstone, its tokens are cached and their window is gone")
+    return said
+
+
+def said_of_lease(table: LeaseTable, lease: Lease) -> list[str]:
+    """Where in its row a lease has pages, and what of the tree it needs."""
+    said = []
+    for keeper in table.components.each:
+        name, size = keeper.component.name, keeper.component.page_size
+        needed = [edge.id for edge in needed_nodes(keeper, lease)]
+        if isinstance(keeper, WindowPages) and lease.id in keeper.leases:
+            held = keeper.held[lease.id]
+            said.append(
+                f"{name}: mapped at tokens {held.floor * size} to {held.top * size}, its own from "
+                f"token {held.start * size} on, {count(held.spare)} pages spare"
+            )
+        if needed:
+            nodes = f"node {needed[0]}" if len(needed) == 1 else f"nodes {_listed(needed)}"
+            said.append(f"{name}: needs what lies at {nodes}")
+    return said
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(str(number) for number in sorted(numbers))
+
+
+def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
+    """What it holds and locks, for whom, and what it waits for."""
+    lease = node.leases.leases.get(number)
+    if lease is None:
+        return Refusal(Code.BAD_REQUEST, f"there is no lease {number}: released, or never was")
+    state = lease_state(node, lease)
+    said = [f"holders: {', '.join(state.holders) or 'none'}"]
+    said += [
+        f"of {one.component}: {one.held_pages} pages held, {one.mapped_pages} in its row"
+        for one in state.beside
+    ]
+    said += said_of_lease(node.leases, lease)
+    if lease.quarantine:
+        said.append(f"in quarantine for {state.quarantined_s:.1f} s, because {state.because}")
+    if lease.state not in {LeaseStage.RUNNING, LeaseStage.FORMER}:
+        since = f" for {state.retracted_s:.1f} s" if state.retracted_s else ""
+        said.append(
+            f"{state.state}{since}: {state.saved_pages} pages ({state.saved_bytes} bytes) of "
+            f"{state.prompt_tokens} tokens saved"
+        )
+    if state.waiting_for:
+        said.append(f"waits for {state.waiting_for}")
+    said += [f"{field.column}: {field.get(node, lease)}" for field in PLAIN_OF_LEASE]
+    parts = list(_parts_of(node, lease))
+    refs = [f"client:{lease.session}"] if lease.session else []
+    if lease.anchor is not None and lease.anchor.parent is not None:
+        refs.append(f"node:{lease.anchor.id}")
+    refs += [ref for ref, _ in parts]
+    if lease.room:
+        refs.append(f"room:{lease.room}")
+    peers = [part.peer for _, part in parts]
+    peers += [writer.peer for writer in lease.quarantine.writers] if lease.quarantine else []
+    refs += [f"peer:{name}" for name in peers if name]
+    return Explanation(
+        sentence=f"{describe_holder(node, lease)}: {state.state}, {state.held_pages} pages held, "
+        f"{state.quarantined_pages} in quarantine, prefix of {state.prefix_tokens} tokens locked",
+        facts=tuple(said),
+        links=links_of(*refs),
+        marks=tuple(mark for _, part in parts for mark in part.history.marks(node.out.at_s)),
+    )
+
+
+def _parts_of(node: NodeView, lease: Lease) -> Iterator[tuple[str, ReceivePart | SendPart]]:
+    """The handoffs that fill it, have filled it, or read it, as links."""
+    decoder, prefiller = node.decoder, node.prefiller
+    for receive in decoder.known():
+        if receive.lease is lease:
+            yield f"receive:{receive.id}", receive
+    for send in prefiller.rooms.live():
+        if send.engine is not None and send.engine.lease is lease:
+            yield f"send:{send.id}", send
+
+
+def of_client(node: NodeView, number: int) -> Explanation | Refusal:
+    """Who it is and what it holds; one that is gone may have left leases behind."""
+    session = node.sessions.by_id.get(number)
+    leases = [one for one in node.leases.leases.values() if one.session == number]
+    if session is None and not leases:
+        return Refusal(Code.BAD_REQUEST, f"there is no client {number}: gone, or never was")
+    receives = [part for part in node.decoder.parts.values() if part.session == number]
+    sends = [part for part in node.prefiller.rooms.live() if part.session == number]
+    biggest = heapq.nlargest(MAX_LINKS, leases, key=lambda one: one.held_pages)
+    pages = sum(one.held_pages for one in leases)
+    has = (
+        f"{len(leases)} leases with {pages} pages of their own, {len(receives)} receives and "
+        f"{len(sends)} sends under way"
+    )
+    if session is None:
+        sentence = f"client {number} is gone and has left {has}"
+    elif session.hang_up is not None:
+        for_s = node.out.at_s - session.hang_up.since_s
+        sentence = (
+            f"client {number} is {session.name}, hung up on for {for_s:.1f} s "
+            f"({session.hang_up.why.code.value}): {has}"
+        )
+    elif session.is_former:
+        pids = ", ".join(map(str, session.pids))
+        age_s = node.out.at_s - session.since_s
+        sentence = (
+            f"client {number} is {session.name} (pid {pids}) of before the restart, and has not "
+            f"come back for {age_s:.1f} s: {has}"
+        )
+    else:
+        pids = ", ".join(map(str, session.pids))
+        age_s = node.out.at_s - session.since_s
+        name, _ = owner_of(node, number)
+        sentence = f"client {number} is {name} (pid {pids}), attached for {age_s:.1f} s: {has}"
+    waiting = [one for one in node.admission.queue if one.claim.session == number]
+    facts = [_lease_fact(node, one) for one in biggest]
+    if session is not None and session.hang_up is not None:
+        facts.insert(0, f"waits for {death_of(session)}")
+    if len(leases) > len(biggest):
+        facts.append(f"and {len(leases) - len(biggest)} leases more")
+    if waiting:
+        oldest_s = node.out.at_s - min(one.since_s for one in waiting)
+        facts.append(f"{len(waiting)} requests of it wait for room, the first for {oldest_s:.1f} s")
+    under_way = [f"receive:{one.id}" for one in receives] + [f"send:{one.id}" for one in sends]
+    return Explanation(
+        sentence, tuple(facts), links_of(*lease_refs(biggest), *under_way[:MAX_LINKS])
+    )
+
+
+def _lease_fact(node: NodeView, lease: Lease) -> str:
+    n_locked = lease.anchor.end_tokens if lease.anchor is not None else 0
+    locked = f", locks {n_locked} cached tokens" if n_locked else ""
+    said = describe_holder(node, lease)
+    return f"{said}: {lease_word(lease)}, {lease.held_pages} pages{locked}"
+
+
+def of_receive(node: NodeView, number: int) -> Explanation | Refusal:
+    """One part of the decode side; also one that is delivered, while its lease lives."""
+    decoder = node.decoder
+    part = next((one for one in decoder.known() if one.id == number), None)
+    if part is None:
+        return Refusal(
+            Code.BAD_REQUEST, f"there is no receive {number}: over, or never was; see its events"
+        )
+    return _handoff(node, [part], [], f"receive:{number}")
+
+
+def of_send(node: NodeView, number: int) -> Explanation | Refusal:
+    """One part of the prefill side."""
+    part = next((one for one in _sends(node.prefiller) if one.id == number), None)
+    if part is None:
+        return Refusal(
+            Code.BAD_REQUEST, f"there is no send {number}: over, or never was; see its events"
+        )
+    return _handoff(node, [], [part], f"send:{number}")
+
+
+def of_room(node: NodeView, room: int) -> Explanation | Refusal:
+    """Every part of a room on this node."""
+    decoder = node.decoder
+    receives = [one for one in decoder.known() if one.room == room]
+    sends = [one for one in _sends(node.prefiller) if one.room == room]
+    if not receives and not sends:
+        return Refusal(Code.BAD_REQUEST, f"no open handoff in room {room} on this node")
+    return _handoff(node, receives, sends, f"room:{room}")
+
+
+def _sends(prefiller: Prefiller) -> list[SendPart]:
+    return prefiller.known()
+
+
+def _handoff(
+    node: NodeView, receives: list[ReceivePart], sends: list[SendPart], asked: str
+) -> Explanation:
+    """Parts of one room: what each is at, for whom, and what it waits for."""
+    parts: list[ReceivePart | SendPart] = [*receives, *sends]
+    states = [decode_room(node, part) for part in receives]
+    states += [prefill_room(node, part) for part in sends]
+    room = states[0].room
+    said: list[str] = []
+    for part in states:
+        said += [_sentence(node, part), *_figures(part), *part.story]
+    for waiting in waiting_states(node) if any(part.waiter for part in receives) else ():
+        if waiting.room == room:
+            said.append(f"in the queue: {waiting.why}")
+            said += [f"held by {holder}" for holder in waiting.held_by]
+    refs = [f"receive:{one.id}" for one in receives] + [f"send:{one.id}" for one in sends]
+    refs = [ref for ref in (*refs, f"room:{room}") if ref != asked]
+    leases = [part.lease for part in states if part.lease]
+    sessions = [part.session for part in parts if part.session]
+    peers = [part.peer for part in states if part.peer]
+    marks = [mark for part in parts for mark in part.history.marks(node.out.at_s)]
+    return Explanation(
+        sentence=said[0],
+        facts=tuple(said[1:]),
+        links=links_of(
+            *refs,
+            *[f"lease:{number}" for number in leases],
+            *[f"client:{number}" for number in sessions],
+            *[f"peer:{name}" for name in peers],
+        ),
+        marks=tuple(sorted(marks, key=lambda mark: -mark.ago_s)),
+    )
+
+
+def _sentence(node: NodeView, part: RoomState) -> str:
+    direction = "from" if part.side == "decode" else "to"
+    owner = f" by {part.owner}" if part.owner else ""
+    return (
+        f"room {part.room}: {part.state} on the {part.side} side{owner}, "
+        f"{direction} {part.peer or 'nobody yet'}, "
+        f"for {part.age_s:.1f} s; waits for {part.waiting_for or 'nothing'}"
+    )
+
+
+def _figures(part: RoomState) -> list[str]:
+    said = [
+        f"prompt {part.prompt_tokens} tokens, decode_prefix_len {part.decode_prefix_len}, "
+        f"{part.moved_bytes} of {part.total_bytes} bytes moved"
+    ]
+    if part.share:
+        said.insert(0, part.share)
+    if part.side == "prefill":
+        said.append(
+            f"{part.written_tokens} tokens computed, {part.posted_pages} of {part.total_pages} "
+            f"pages posted, {part.outstanding_posts} posts under way"
+        )
+    return said
+
+
+# ---- peers ---------------------------------------------------------------------------------------
+
+
+def of_peer(node: NodeView, name: str) -> Explanation | Refusal:
+    """One other daemon: how it is, since when, and what is open with it."""
+    peers = node.peers
+    dialed = next((one for one in peers.dialed.values() if one.name == name), None)
+    peer = peers.by_name.get(name)
+    if peer is None and dialed is None:
+        known = ", ".join(peers.names()) or "nobody"
+        return Refusal(Code.BAD_REQUEST, f"there is no peer {name!r}: this node knows {known}")
+    receives = [one for one in node.decoder.parts.values() if one.peer == name]
+    sends = [one for one in _sends(node.prefiller) if one.peer == name]
+    trouble = peers.trouble(name)
+    facts = [f"its address is {dialed.address}" if dialed is not None else "it has dialed us"]
+    facts += [f"the last handshake failed: {trouble}"] if trouble else []
+    facts += _peer_facts(node, peer) if peer is not None else []
+    quarantined = [
+        one
+        for one in node.leases.leases.values()
+        if one.quarantine is not None
+        and any(writer.peer == name for writer in one.quarantine.writers)
+    ]
+    if quarantined:
+        pages = sum(one.held_pages for one in quarantined)
+        facts.append(f"{pages} pages of {len(quarantined)} leases wait for it to settle")
+    open_now = f"{len(receives)} receives and {len(sends)} sends under way"
+    under_way = [f"receive:{one.id}" for one in receives] + [f"send:{one.id}" for one in sends]
+    return Explanation(
+        f"{_how(node, name, peer)}, {open_now}",
+        tuple(facts),
+        links_of(*under_way[:MAX_LINKS], *[f"lease:{one.id}" for one in quarantined[:MAX_LINKS]]),
+    )
+
+
+def _how(node: NodeView, name: str, peer: Peer | None) -> str:
+    if peer is None:
+        waited_s = node.out.at_s - node.started_s
+        return f"peer {name} has not said Hello in the {waited_s:.1f} s that we have been here"
+    silent_s = node.out.at_s - peer.heard_s
+    was = "heard" if peer.life is Life.UP else "silent: last heard"
+    return (
+        f"peer {name} ({short(peer.incarnation)}) is {peer.life.value}, {was} {silent_s:.1f} s ago"
+    )
+
+
+def _shard_facts(settings: Settings, peer: Peer) -> list[str]:
+    """What of the model it has, where that is not what we have, in one shard."""
+    ours = shards_of(settings.spec)
+    if len(ours) == 1 and peer.shards in {ours, ()}:
+        return []
+    return [
+        f"shards: {len(peer.shards)} there, of {listed(lacking(peer.shards, ()))}, and {len(ours)} "
+        f"here, of {listed(lacking(ours, ()))}; ours fill {len(peer.outgoing)} of theirs, theirs "
+        f"{len(peer.incoming)} of ours"
+    ]
+
+
+def _peer_facts(node: NodeView, peer: Peer) -> list[str]:
+    since_s = node.out.at_s - peer.agent_since_s
+    agent = f" for {since_s:.1f} s" if peer.agent_since_s else ""
+    drains = drain_words(peer, node.out.at_s)
+    return [
+        *([drains] if drains else []),
+        f"generation {peer.generation} of its transfer process; our agent: {agent_words(peer)}"
+        f"{agent}",
+        f"layout: {layout_words(peer)}",
+        *_shard_facts(node.settings, peer),
+        f"round trip {peer.round_trip_s * 1e3:.2f} ms",
+    ]

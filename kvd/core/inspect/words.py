@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.cache.lease import ARRIVAL, ENGINE, FETCH
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.handoff.parts import waits_for_others
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.handoff.sources import TokenSpan, share_words, span_of
@@ -17,15 +17,18 @@ from kvd.core.layout.seal import SUM_BYTES
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
     from kvd.core.handoff.parts import ReceivePart, SendPart
+    from kvd.core.handoff.receive import Decoder
+    from kvd.core.handoff.send import Prefiller
+    from kvd.core.inspect.view import NodeView
     from kvd.core.leases.sessions import Session
-    from kvd.core.node import Node
     from kvd.core.peers.peer import Peer
+    from kvd.core.settings import Settings
 
 _STANDING_WAITS = {
-    Standing.SAVING: "its pages to be copied to the saved area",
-    Standing.RETRACTED: "its engine to resume or release it",
-    Standing.RESUMING: "room in the pool",
-    Standing.RESTORING: "its saved pages to be copied back",
+    LeaseStage.SAVING: "its pages to be copied to the saved area",
+    LeaseStage.RETRACTED: "its engine to resume or release it",
+    LeaseStage.RESUMING: "room in the pool",
+    LeaseStage.RESTORING: "its saved pages to be copied back",
 }
 
 _DECODE_WAITS = {
@@ -44,7 +47,7 @@ _PREFILL_WAITS = {
 }
 
 
-def node_word(node: Node) -> str:
+def node_word(node: NodeView) -> str:
     """``serving``, or why it does nothing new: it drains, is drained, stops, or cannot transfer."""
     drainer = node.drainer
     if drainer.drain is not None and drainer.drain.is_stop:
@@ -58,24 +61,24 @@ def lease_word(lease: Lease) -> str:
     """``held``, ``lingering``, ``quarantined``, or its standing on the way out and back."""
     if lease.quarantine is not None:
         return "quarantined"
-    if lease.standing is not Standing.RUNNING:
-        word: str = lease.standing.value
+    if lease.state is not LeaseStage.RUNNING:
+        word: str = lease.state.value
         return word
     is_somebodys = ENGINE in lease.holders or ARRIVAL in lease.holders
     return "held" if is_somebodys else "lingering"
 
 
-def lease_waits_for(node: Node, lease: Lease) -> str:
+def lease_waits_for(node: NodeView, lease: Lease) -> str:
     """What would take it further; empty for one that runs."""
     if lease.quarantine is not None:
         return node.decoder.quarantines.waits_for(lease)
     session = node.sessions.by_id.get(lease.session)
     if session is not None and session.hang_up is not None and ENGINE in lease.holders:
         return death_of(session)
-    if lease.standing is Standing.FORMER:
+    if lease.state is LeaseStage.FORMER:
         return _former_waits_for(node, lease)
-    if lease.standing is not Standing.RUNNING:
-        return _STANDING_WAITS[lease.standing]
+    if lease.state is not LeaseStage.RUNNING:
+        return _STANDING_WAITS[lease.state]
     return _running_waits_for(lease)
 
 
@@ -86,8 +89,8 @@ def death_of(session: Session) -> str:
     return f"{pids} to end, which may still write its pages: {session.hang_up.why.message}"
 
 
-def _former_waits_for(node: Node, lease: Lease) -> str:
-    if lease is node.former.unproven:
+def _former_waits_for(node: NodeView, lease: Lease) -> str:
+    if lease is node.former_leases.unproven:
         return "the leases of before the restart to end, and their engines to come back"
     session = node.sessions.by_id.get(lease.session)
     is_away = session is not None and session.is_former
@@ -104,10 +107,10 @@ def _running_waits_for(lease: Lease) -> str:
     return "the last post that reads its pages"
 
 
-def receive_waits_for(node: Node, part: ReceivePart) -> str:
+def receive_waits_for(decoder: Decoder, part: ReceivePart) -> str:
     """What would take a receive further."""
     if part.state is Decode.DRAINING and part.lease is not None:
-        return node.decoder.quarantines.waits_for(part.lease)
+        return decoder.quarantines.waits_for(part.lease)
     if waits_for_others(part):
         late = [one for one in part.attempt.parts if not one.is_verified]
         said = ", ".join([f"{one.peer} ({one.state.value})" for one in late])
@@ -136,17 +139,17 @@ def offer_awaited(part: SendPart) -> str:
     return f"{waits}{withdrawn}{turned_away}"
 
 
-def receive_share(node: Node, part: ReceivePart) -> str:
+def receive_share(settings: Settings, part: ReceivePart) -> str:
     """Which part of its prompt a source sends; empty where it sends all of it."""
-    size = node.settings.spec.components[0].page_size
+    size = settings.spec.components[0].page_size
     span = span_of(part.share, part.prefix_tokens, part.prompt_tokens, size)
     return share_words(part.share, span, size)
 
 
-def send_share(node: Node, part: SendPart) -> str:
+def send_share(prefiller: Prefiller, part: SendPart) -> str:
     """The same of a send, in pages of the decode side."""
     span = TokenSpan(part.start_tokens, part.end_tokens)
-    return share_words(part.share, span, node.prefiller.posts.page_tokens(part))
+    return share_words(part.share, span, prefiller.posts.page_tokens(part))
 
 
 def agent_words(peer: Peer) -> str:

@@ -1,1 +1,19 @@
-"""leases."""
+"""Leases: who gets pages, in which order, and every way in which they are given back.
+
+A lease begins in the admission queue, commits, extends and slides while it runs, may be retracted
+and resumed, and ends when its last holder lets go. All of that moves pages and locks through one
+class, the lease table; nothing else does. What the structures are is ``kvd.core.cache``; how a
+prompt comes from another node is ``kvd.core.handoff``, which asks for leases like an engine.
+
+Read first, in this order:
+
+- ``lease_table.LeaseTable``: everything that moves a page or a lock;
+- ``admission.Admission``: the one queue in front of it;
+- ``sessions.Sessions``: what ends with an engine; ``owners.Owners``: whose a lease is;
+- ``retraction.Retractor``: out of the pool and back; its bytes are in ``saved_area``, and
+  ``copies`` are the copies that move them;
+- ``fetch.Fetcher``: pages into a device buffer; ``receive_tier`` is what a receive may ask of that.
+
+Where a pool outlives its process: ``journal_notes`` is what is written down, ``former_leases`` what
+the next process makes of it. ``lease_events`` only tells.
+"""

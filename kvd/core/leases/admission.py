@@ -4,19 +4,12 @@ Higher priority first, then first come first served. The first request that does
 those behind it (head of line), so that a large one cannot starve; ``overtakers`` of the settings
 lets so many smaller ones go past it before it does. Whatever a step admits is given room by one
 eviction for all of it. A blocked request is not matched again until it may fit: there are as many
-pages as it lacked, or the cache has grown. What waits for its peer and not
-for memory stands apart, because it would block everybody for a reason that is not theirs: nobody
-looks at it while memory moves. It is asked again when what it waits for has changed, and stands
-then where its priority and the time of its arrival put it.
+pages as it lacked, or the cache has grown.
 
-Requests that wait for something other than memory, by what: out of the way of all the others.
-
-A thousand receives may wait for one peer that is away. While memory moves nobody looks at them;
-when what they wait for has changed, the queue takes them out by its name and asks each again.
-
-What must not live here: the order of the queue, and what a request waits for (its asker says so).
-
-Invariants: each waiter stands here under every name in its ``awaits``, and under no other.
+What waits for its peer and not for memory is in the side queue, because it would block everybody
+for a reason that is not theirs. A thousand receives may wait for one peer that is away: while
+memory moves nobody looks at them. When what they wait for has changed they are taken out by its
+name and asked again, and get the place that their priority and the time of their arrival give.
 """
 
 from __future__ import annotations
@@ -43,8 +36,13 @@ OWN_TRANSFER = ""
 """What waits for this node's own transfer process: no peer has this name."""
 
 
-class Apart:
-    """Those who stand apart. ``waiters`` are all of them by number, in no order that counts."""
+class SideQueue:
+    """Who waits for something other than memory, by what; ``waiters`` are all of them by number.
+
+    It knows no order, and not what a request waits for: its asker says so.
+
+    Invariant: each waiter stands here under every name in its ``awaits``, and under no other.
+    """
 
     __slots__ = ("by_name", "waiters")
 
@@ -68,7 +66,7 @@ class Apart:
                 del self.by_name[name]
         waiter.awaits = ()
 
-    def take(self, name: str) -> list[Waiter]:
+    def take_out(self, name: str) -> list[Waiter]:
         """All that wait for this; they stand here no longer."""
         found = list(self.by_name.get(name, {}).values())
         for waiter in found:
@@ -94,10 +92,24 @@ class Asker(Protocol):
         """It gave up, or can never fit."""
 
     def blocked(self) -> str | None:
-        """What it waits for apart from memory, in words; None when only memory counts."""
+        """What it waits for other than memory, in words; None when only memory counts."""
 
     def awaits(self) -> tuple[str, ...]:
         """The same as names for ``Admission.changed``; none when only memory counts."""
+
+
+class MemoryAsker:
+    """An asker that waits for memory and nothing else."""
+
+    __slots__ = ()
+
+    def blocked(self) -> str | None:
+        """Nothing."""
+        return None
+
+    def awaits(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
 
 
 class Waiter:
@@ -128,7 +140,7 @@ class Waiter:
         self.deadline_s = deadline_s
         self.asker = asker
         self.awaits: tuple[str, ...] = ()
-        """Where it stands apart; nowhere: it is in the line."""
+        """The names under which it is in the side queue; none: it is in the line."""
         self.since_s = 0.0
         self.number = 0
         self.budget = ""
@@ -156,16 +168,16 @@ _rank = attrgetter("rank")
 
 
 class Admission:
-    """The queue: the line of those who wait for memory, and those who stand apart.
+    """The line of those who wait for memory, and the side queue of the others.
 
-    Invariants: the line is sorted by ``rank``; nobody stands apart whom only memory keeps waiting.
-    The other way round a waiter is found out when its turn to be looked at comes.
+    Invariants: the line is sorted by ``rank``; nobody is in the side queue whom only memory keeps
+    waiting. The other way round a waiter is found out when its turn to be looked at comes.
     """
 
     def __init__(self, settings: Settings, leases: LeaseTable, owners: Owners, out: Outbox) -> None:
         self.line: list[Waiter] = []
         """Who waits for memory; read it."""
-        self.apart = Apart()
+        self.side_queue = SideQueue()
         self.looks = 0
         """How many waiters were looked at, ever."""
         self._soonest_s = float("inf")
@@ -180,14 +192,14 @@ class Admission:
         """The table's releases and growth when the queue was last looked at."""
 
     def __len__(self) -> int:
-        return len(self.line) + len(self.apart.waiters)
+        return len(self.line) + len(self.side_queue.waiters)
 
     @property
     def queue(self) -> list[Waiter]:
         """Everybody who waits, by ``rank``; made for whoever asks."""
-        if not self.apart.waiters:
+        if not self.side_queue.waiters:
             return self.line.copy()
-        return sorted([*self.line, *self.apart.waiters.values()], key=_rank)
+        return sorted([*self.line, *self.side_queue.waiters.values()], key=_rank)
 
     def retune(self, *, max_queue: int, overtakers: int) -> None:
         """Other bounds from now on; who waits already waits on, and is looked at again."""
@@ -200,7 +212,8 @@ class Admission:
 
         Otherwise submit a waiter with what came back, so that nothing is looked for twice.
         """
-        return None if self.line else self._leases.open(claim)
+        # Whoever waits was here first, even where this one would fit and that one does not.
+        return None if self.line else self._leases.open_lease(claim)
 
     def submit(self, waiter: Waiter, shortage: Shortage | None = None) -> None:
         """Admit, queue, or refuse what can never fit (scenario A16)."""
@@ -216,6 +229,7 @@ class Admission:
         self._soonest_s = min(self._soonest_s, waiter.deadline_s)
         self._stand(waiter)
         if shortage is not None:
+            # Matched in this very step: looking again before a page moves would find the same.
             self._seen = self._now()
         elif not waiter.awaits and not self._is_behind(waiter):
             self.wake()
@@ -270,6 +284,8 @@ class Admission:
 
         The node does so after every step: whoever frees a page need not think of who waits for it.
         """
+        # Again and again, because what is admitted may end at once and give its pages back. What is
+        # seen is noted first: what changes meanwhile is looked at in the next round.
         while self.line and self._seen != self._now():
             self._seen = self._now()
             self._admit_ready()
@@ -284,14 +300,14 @@ class Admission:
 
     def changed(self, name: str) -> None:
         """What ``Asker.awaits`` calls by this name is otherwise now: ask who waits for it again."""
-        for waiter in self.apart.take(name):
+        for waiter in self.side_queue.take_out(name):
             self._stand(waiter)
         self.wake()  # it may also be that somebody in the line waits for this from now on
 
     def withdraw(self, waiter: Waiter) -> None:
         """Leave the queue without a word; nothing is held yet."""
         if waiter.awaits:
-            self.apart.remove(waiter)
+            self.side_queue.remove(waiter)
         elif waiter in self.line:
             self.line.remove(waiter)
             self.wake()
@@ -306,6 +322,7 @@ class Admission:
 
     def turn_away(self, waiters: list[Waiter], refusal: Refusal) -> None:
         """Answer these with ``refusal``: none of them is ever admitted."""
+        # All leave before the first hears: an answer may free pages, and admit the next of them.
         self._strike(waiters)
         for waiter in waiters:
             waiter.asker.refused(refusal)
@@ -330,17 +347,17 @@ class Admission:
             self.wake()
 
     def sort(self) -> None:
-        """Whoever broke the order, it is there again."""
+        """The order again, whoever broke it."""
         self.line.sort(key=_rank)
 
     def _all(self) -> Iterator[Waiter]:
-        return chain(self.line, self.apart.waiters.values())
+        return chain(self.line, self.side_queue.waiters.values())
 
     def _stand(self, waiter: Waiter) -> None:
-        """Give it the place where it belongs now: in the line, or apart."""
+        """Give it the place where it belongs now: in the line, or in the side queue."""
         waiter.awaits = waiter.asker.awaits()
         if waiter.awaits:
-            self.apart.put(waiter)
+            self.side_queue.put(waiter)
         else:
             bisect.insort(self.line, waiter, key=_rank)
 
@@ -349,7 +366,7 @@ class Admission:
         gone = {waiter.number for waiter in waiters}
         for waiter in waiters:
             if waiter.awaits:
-                self.apart.remove(waiter)
+                self.side_queue.remove(waiter)
         self.line = [waiter for waiter in self.line if waiter.number not in gone]
 
     def shortage(self, waiter: Waiter) -> str:
@@ -387,7 +404,7 @@ class Admission:
         return waiter.needed_pages <= table.budgets.headroom(waiter.budget) - taken
 
     def _admit_ready(self) -> None:
-        """Lock for each that fits beside those before it, then one eviction, then the pages."""
+        """Lock for each that fits after those before it, then one eviction, then the pages."""
         waiting, kept, aside = self.line, [], []
         admitted: list[Waiter] = []
         claimed: list[Claimed] = []
@@ -400,6 +417,8 @@ class Admission:
             if awaits:
                 aside.append((waiter, awaits))
                 continue
+            # Each is counted against what those before it were promised: the pages themselves are
+            # taken below, by one eviction for all, when every prefix that it must spare is locked.
             found = self._claim(waiter, promised)
             if isinstance(found, Claimed):
                 promised = tuple(map(add, promised, found.demand))
@@ -415,10 +434,11 @@ class Admission:
             if any(self._is_barring(one) for one in blocking):
                 kept.extend(waiting[index + 1 :])
                 break
+        # The line is whole before anybody is told: who hears may withdraw somebody, or ask anew.
         self.line = kept
         for waiter, waiter.awaits in aside:
-            self.apart.put(waiter)
-        leases = self._leases.open_all(claimed)
+            self.side_queue.put(waiter)
+        leases = self._leases.open_leases(claimed)
         for waiter, lease in zip(admitted, leases, strict=True):
             waiter.asker.admitted(lease)
         for waiter in hopeless:
@@ -426,7 +446,7 @@ class Admission:
             waiter.asker.refused(refusal)
 
     def _claim(self, waiter: Waiter, promised: Demand) -> Claimed | None:
-        """The waiter's locked prefix, if its pages are there beside those promised."""
+        """The waiter's locked prefix, if there are pages for it after those promised."""
         if not self._may_fit(waiter, promised):
             return None
         found = self._leases.claim(waiter.claim, promised)

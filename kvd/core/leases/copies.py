@@ -39,6 +39,14 @@ class CopyAsker(Protocol):
         """It was refused, and wrote nothing."""
 
 
+class TransferProcess(Protocol):
+    """The process that copies; ``Peers`` knows which one serves, because it tells them."""
+
+    @property
+    def generation(self) -> int:
+        """Which one serves; 0: none does, and no copy can be ordered."""
+
+
 class Copies:
     """The copies under way, by ticket. Invariant: a ticket is used once."""
 

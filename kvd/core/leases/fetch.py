@@ -11,7 +11,7 @@ looked at when the one before is answered. A retraction takes its turn among the
 away pages that a copy may still read or write.
 
 While a copy runs the lease is held by it (``FETCH``) and counts it among its readers, so neither
-its release, nor its engine's death, nor a commit that swaps pages of the row gives away what the
+its release, nor its engine's death, nor a commit that swaps pages of its table gives away what the
 copy reads or writes. A quarantined lease has none: it was never delivered, and only what has been
 delivered is copied. The end of the transfer process cuts every copy: the slots are free, and who
 waits is served by the next one.
@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvd.core.cache.lease import FETCH
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.components.device_buffer import Buffers
-from kvd.core.leases.holding import running_lease_of
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Pages, Tokens, count, page_ids
 from kvd.wire import client
@@ -39,7 +38,11 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
     from kvd.core.effects import Outbox
     from kvd.core.inputs import Copied, CopyFailed
-    from kvd.core.node import Node
+    from kvd.core.leases.copies import Copies, TransferProcess
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.leases.owners import Owners
+    from kvd.core.leases.retraction import Retractor
+    from kvd.core.settings import Settings
 
 
 class PagesAsker(Protocol):
@@ -138,31 +141,44 @@ class Filling:
 class Fetcher:
     """The turns of each lease, and the copies that they ordered."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        leases: LeaseTable,
+        owners: Owners,
+        retractor: Retractor,
+        transfer: TransferProcess,
+        copies: Copies,
+        out: Outbox,
+    ) -> None:
         self.copies: dict[int, Filling] = {}
         """By ticket: under way in the transfer process."""
         self.turns: dict[int, deque[Fetch | Retreat]] = {}
         """By lease id; the first one has its turn. No entry where there is none."""
-        self._node = node
-        self._table = node.leases
-        self._out = node.out
-        self._name = node.settings.name
-        self._region = node.settings.spec.components[0].name
+        self._table = leases
+        self._owners = owners
+        self._retractor = retractor
+        self._transfer = transfer
+        self._copies = copies
+        self._out = out
+        self._name = settings.name
+        self._family = settings.spec.family
+        self._region = settings.spec.components[0].name
         self._buffers = next(
-            (one for one in node.leases.beside.each if isinstance(one, Buffers)), None
+            (one for one in leases.components.each if isinstance(one, Buffers)), None
         )
 
     # ---- the verbs ---------------------------------------------------------------------------
 
     def fetch(self, session: int, message: client.FetchPages, _: Tokens) -> Refusal | None:
         """Answer when the wanted pages are in the buffer, or say why that cannot be."""
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         if self._buffers is None:
             return self._refusal(
                 Code.NOT_SUPPORTED,
-                f"a pool of family {self._node.settings.spec.family} has no device buffer to fetch "
+                f"a pool of family {self._family} has no device buffer to fetch "
                 "into: its KV is where the engine reads it; fetch is for family hisparse",
             )
         refusal = self._unfit(self._buffers, lease, message)
@@ -175,7 +191,7 @@ class Fetcher:
     def _unfit(self, buffers: Buffers, lease: Lease, message: client.FetchPages) -> Refusal | None:
         """Why these pages of the lease cannot be had."""
         n_slots = buffers.resident[lease.id].n_slots
-        n_wanted = len(message.pages) // ID_BYTES
+        n_wanted = count(message.pages)
         if n_wanted > n_slots:
             return self._refusal(
                 Code.TOO_LARGE,
@@ -198,9 +214,9 @@ class Fetcher:
         return None
 
     def _bad_numbers(self, lease: Lease, frame: bytes) -> Refusal | None:
-        """Why these are no logical pages of the lease's row. The cost is bounded by the row."""
-        n_pages = count(lease.row)
-        if len(frame) % ID_BYTES or len(frame) > len(lease.row):
+        """Why these are no logical pages of the lease. The cost is bounded by how many it has."""
+        n_pages = count(lease.page_table)
+        if len(frame) % ID_BYTES or len(frame) > len(lease.page_table):
             return self._refusal(
                 Code.BAD_PAGES,
                 f"{len(frame)} bytes are no page numbers of lease {lease.id}: they are {ID_BYTES} "
@@ -223,9 +239,9 @@ class Fetcher:
 
     def retract(self, session: int, message: client.RetractLease, tokens: Tokens) -> Refusal | None:
         """As ``Retractor.retract``, once no copy reads or writes pages of the lease."""
-        lease = running_lease_of(self._node, session, message.lease)
+        lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal) or not self._is_busy(lease):
-            return self._node.retractor.retract(session, message, tokens)
+            return self._retractor.retract(session, message, tokens)
         self._take_turn(lease, Retreat(session, message, lease.tokens, tokens))
         return None
 
@@ -250,11 +266,11 @@ class Fetcher:
         """Do what can be done now; whether nothing is left to do."""
         if isinstance(turn, Retreat):
             return self._retreated(lease, turn)
-        if lease.standing is not Standing.RUNNING or self._buffers is None:
+        if lease.state is not LeaseStage.RUNNING or self._buffers is None:
             turn.asker.refused(
                 self._refusal(
                     Code.WRONG_STATE,
-                    f"lease {lease.id} is {lease.standing.value} since it was asked to fetch: "
+                    f"lease {lease.id} is {lease.state.value} since it was asked to fetch: "
                     "resume it first",
                 )
             )
@@ -275,7 +291,7 @@ class Fetcher:
             "it again, and name those behind them",
         )
         if turn.known == lease.tokens:
-            refusal = self._node.retractor.retract(turn.session, turn.message, turn.tokens)
+            refusal = self._retractor.retract(turn.session, turn.message, turn.tokens)
         if refusal is not None:
             self._out.answer(turn.session, client.Failed(turn.message.call, refusal))
         return True
@@ -283,9 +299,10 @@ class Fetcher:
     def _place(self, buffers: Buffers, lease: Lease, fetch: Fetch) -> bool:
         """Slots and copies for what is needed, then for what may be; False: not now."""
         resident = buffers.resident[lease.id]
-        is_serving = self._node.peers.generation > 0
+        is_serving = self._transfer.generation > 0
         if not is_serving and not resident.needs_no_copy(fetch.needed):
             return False
+        # A page that is not written to its end yet is copied for this fetch alone: see residency.
         whole_pages = lease.written_tokens // self._table.page_size
         missing = resident.want(fetch.needed, whole_pages)
         if missing is None:
@@ -306,9 +323,9 @@ class Fetcher:
         self, buffers: Buffers, lease: Lease, missing: list[int], fetch: Fetch | None
     ) -> None:
         """Order the copy of these pages into their slots, and keep the lease until it is over."""
-        host = Pages(np.frombuffer(lease.row, dtype="<i4")[missing].tobytes())
+        host = Pages(np.frombuffer(lease.page_table, dtype="<i4")[missing].tobytes())
         device = buffers.device_pages(lease, missing)
-        ticket = self._node.copies.order(self, self._region, host, buffers.component.name, device)
+        ticket = self._copies.order(self, self._region, host, buffers.component.name, device)
         self.copies[ticket] = Filling(lease, fetch)
         buffers.begin_copy(lease, missing, ticket)
 
@@ -336,6 +353,7 @@ class Fetcher:
 
     def transfer_gone(self) -> None:
         """The process is reaped: no copy writes any more, and what it wrote is anything."""
+        # All are lost before the first goes on: a turn that goes on looks which pages are there.
         cut, self.copies = self.copies, {}
         for ticket, filling in cut.items():
             self._lose(filling.lease, ticket)
@@ -358,6 +376,8 @@ class Fetcher:
 
     def _let_go(self, buffers: Buffers, lease: Lease) -> None:
         """One copy is over; with the last one a lease that nobody else wants ends."""
+        # The read first: the last holder frees all that is held, and would free what is deferred
+        # a second time if the read ended after it.
         self._table.end_read(lease)
         if not buffers.resident[lease.id].n_copying:
             self._table.release(lease, FETCH, "copied")

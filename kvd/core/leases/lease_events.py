@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.types import ID_BYTES, count
+from kvd.types import count
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def tell_opened(out: Outbox, lease: Lease, anchor: RadixNode, missed: int, why: 
             reason=lease.reason,
             room=lease.room,
             prefix_tokens=lease.prefix_tokens,
-            held_pages=len(lease.row) // ID_BYTES - lease.owned,
-            prompt_tokens=len(lease.tokens) // ID_BYTES,
+            held_pages=lease.held_pages,
+            prompt_tokens=count(lease.tokens),
             missed_tokens=missed,
             why_missed=why,
             locked_node=anchor.id if anchor.parent is not None else 0,
@@ -85,7 +85,7 @@ def tell_quarantined(out: Outbox, lease: Lease, was_locked: int) -> None:
     out.emit(
         events.Quarantined,
         lease=lease.id,
-        pages=count(lease.row),
+        pages=count(lease.page_table),
         peer=held.peers,
         incarnation=held.writers[0].incarnation,
         why=held.why,

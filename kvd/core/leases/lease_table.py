@@ -1,21 +1,18 @@
 """The lease table: everything that moves a page or a lock.
 
 A commit moves whole pages of a lease from *held* to *cached*: its anchor moves down, ``owned``
-grows, and where the tree had the same tokens already the row takes the tree's pages and the
+grows, and where the tree had the same tokens already the page table takes the tree's pages and the
 duplicates are given back (after the last post that reads them). A quarantined lease keeps its held
 pages and nothing else: a remote may still write them, so they are neither free nor anyone's.
 
-What a pool has beside its first component is with the keepers (``beside``), which are asked at the
-same moments: all components have room or none is touched, and all of them end together.
+What a pool has beside its first component is in ``components``, which are asked at the same
+moments: all of them have room or none is touched, and all of them end together. There is a budget
+for each component that has pages of its own: a request is admitted when every one has what it
+takes. The order of a ``Demand`` is theirs: the first component, then each of ``components``.
 
 A retracted lease has given back pages and lock; its bytes are in the saved area (``saved``).
 
 Invariants: null + free + held + cached + quarantined = total (I1); no page in two leases.
-
-The page budgets of a pool: one for each component that has pages of its own.
-
-A request is admitted when every budget has what it takes, and otherwise none is touched. The order
-of a ``Demand`` is theirs: the first component, then each keeper.
 """
 
 from __future__ import annotations
@@ -25,19 +22,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.cache.evicted_filter import EvictedFilter
 from kvd.core.cache.eviction import eviction_order
 from kvd.core.cache.lease import ENGINE, Claimed, Demand, Lease, Shortage
-from kvd.core.cache.moves import Moves
+from kvd.core.cache.moved_pages import MovedPages
 from kvd.core.cache.pages import PagePool
-from kvd.core.cache.radix import RadixTree
+from kvd.core.cache.radix import EvictedFilter, RadixTree
 from kvd.core.components.component_pages import AllComponentPages
 from kvd.core.layout.spec import lockstep_bytes
 from kvd.core.leases import lease_events
-from kvd.core.leases.notes import Notes
+from kvd.core.leases.journal_notes import JournalNotes
 from kvd.core.leases.saved_area import SavedArea
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens, count
+from kvd.types import NO_PAGES, NO_TOKENS, Pages, Tokens, count, slice_pages
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -54,7 +50,7 @@ class Budgets:
     __slots__ = ("_table", "names", "nothing")
 
     def __init__(self, table: LeaseTable) -> None:
-        self.names = (table.pool.name, *(one.component.name for one in table.beside.each))
+        self.names = (table.pool.name, *(one.component.name for one in table.components.each))
         self.nothing: Demand = (0,) * len(self.names)
         """What is promised before anybody is admitted."""
         self._table = table
@@ -62,36 +58,36 @@ class Budgets:
     def capacity(self) -> Demand:
         """Pages of each that anybody can have."""
         table = self._table
-        pools = [table.pool, *(one.pool for one in table.beside.each)]
+        pools = [table.pool, *(one.pool for one in table.components.each)]
         return tuple([one.total_pages - 1 - one.condemned_pages for one in pools])
 
     def headroom(self, name: str) -> int:
         """Pages obtainable now of that component."""
-        keeper = self._table.beside.named(name)
-        return self._table.headroom_pages if keeper is None else keeper.headroom_pages
+        component = self._table.components.named(name)
+        return self._table.headroom_pages if component is None else component.headroom_pages
 
     def told(self, name: str) -> str:
         """What its headroom is made of, in words."""
         table = self._table
-        keeper = table.beside.named(name)
-        if keeper is None:
+        component = table.components.named(name)
+        if component is None:
             return f"{table.pool.free_pages} free, {table.tree.evictable_pages} evictable"
-        return f"{keeper.pool.free_pages} free, {keeper.evictable_pages} evictable"
+        return f"{component.pool.free_pages} free, {component.evictable_pages} evictable"
 
     def least(self, claim: Claim) -> Demand:
         """What a claim takes if it can go on from all that is cached of it; of kv, all its pages.
 
-        A cached page of kv takes one of the pool too, a cached token often takes nothing beside.
+        A cached page of kv is one of the pool too; of other components it often takes none.
         """
         table = self._table
         pages = table.pages_for(claim.room_tokens)
-        if not table.beside.each:
+        if not table.components.each:
             return (pages,)
         prefix = table.tree.probe(claim.tokens, claim.namespace, claim.match_tokens)
-        return (pages, *table.beside.demand(claim, prefix))
+        return (pages, *table.components.demand(claim, prefix))
 
     def shortage(self, demand: Demand, promised: Demand) -> Shortage | None:
-        """The first that has not so many pages left beside what is promised."""
+        """The first that has not so many pages left after what is promised."""
         for name, needed, taken in zip(self.names, demand, promised, strict=True):
             obtainable = self.headroom(name) - taken
             if needed > obtainable:
@@ -106,11 +102,11 @@ class LeaseTable:
         self, spec: PoolSpec, policy: Policy, out: Outbox, *, is_journaled: bool = False
     ) -> None:
         component = spec.components[0]
-        self.moves = Moves()
-        self.pool = PagePool(component.name, spec.pages[0], self.moves)
-        self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy), self.moves)
-        self.beside = AllComponentPages(spec, self.tree, out)
-        self.departed = EvictedFilter(is_single=not self.beside.each)
+        self.moved = MovedPages()
+        self.pool = PagePool(component.name, spec.pages[0], self.moved)
+        self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy), self.moved)
+        self.components = AllComponentPages(spec, self.tree, out)
+        self.evicted_filter = EvictedFilter(is_single=not self.components.each)
         self.budgets = Budgets(self)
         self.saved = SavedArea(spec, self, out)
         self.page_size = component.page_size
@@ -132,8 +128,10 @@ class LeaseTable:
         self.released = 0
         self.evicted_pages = 0
         self._out = out
-        self._notes = Notes(self.pool, out) if is_journaled else None
-        self.give = self._notes.give if self._notes is not None else self.pool.give
+        self._journal = JournalNotes(self.pool, out) if is_journaled else None
+        self.return_pages = (
+            self.pool.return_pages if self._journal is None else self._journal.return_pages
+        )
 
     @property
     def headroom_pages(self) -> int:
@@ -150,7 +148,7 @@ class LeaseTable:
 
     # ---- one claim ---------------------------------------------------------------------------
 
-    def open(self, claim: Claim) -> Lease | Shortage:
+    def open_lease(self, claim: Claim) -> Lease | Shortage:
         """Lock the cached prefix, then hold pages for the rest; all of it or nothing."""
         claimed = self.claim(claim, self.budgets.nothing)
         if isinstance(claimed, Shortage):
@@ -159,7 +157,7 @@ class LeaseTable:
         return self._grant(claimed)
 
     def claim(self, claim: Claim, promised: Demand) -> Claimed | Shortage:
-        """Lock the cached prefix, if the rest fits beside what is promised; nothing else changes.
+        """Lock the cached prefix, if the rest fits after what is promised; nothing else changes.
 
         The headroom is read after the lock, because locking turns evictable pages into protected
         ones: the number from before would admit too much (scenario A11).
@@ -167,8 +165,8 @@ class LeaseTable:
         total = -(-claim.room_tokens // self.page_size)
         if total > self.capacity_pages:
             return Shortage(total, self.headroom_pages, self.pool.name)
-        tree, beside = self.tree, self.beside
-        if not beside.each:
+        tree, components = self.tree, self.components
+        if not components.each:
             anchor = tree.hold(claim.tokens, claim.namespace, claim.match_tokens)
             needed = total - anchor.end_tokens // self.page_size
             obtainable = self.headroom_pages - promised[0]
@@ -176,17 +174,18 @@ class LeaseTable:
                 return Claimed(claim, anchor, (needed,))
             tree.unlock(anchor)
             return Shortage(needed, obtainable, self.pool.name)
-        anchor = beside.lock_prefix(claim)
+        anchor = components.lock_prefix(claim)
         needed = total - anchor.end_tokens // self.page_size
-        demand = (needed, *beside.demand(claim, anchor.end_tokens))
+        demand = (needed, *components.demand(claim, anchor.end_tokens))
         shortage = self.budgets.shortage(demand, promised)
         if shortage is None:
             return Claimed(claim, anchor, demand)
-        beside.unlock(anchor, claim)
+        # Under the tree's lock still: without it the node could be evicted with what lies at it.
+        components.unlock(anchor, claim)
         tree.unlock(anchor)
         return shortage
 
-    def open_all(self, claimed: list[Claimed]) -> list[Lease]:
+    def open_leases(self, claimed: list[Claimed]) -> list[Lease]:
         """The pages of claims that fit side by side, with one eviction for all of them."""
         demand = self.budgets.nothing
         for one in claimed:
@@ -197,59 +196,59 @@ class LeaseTable:
     def _have_room(self, demand: Demand) -> None:
         """Free pages for all of it, for which there is headroom."""
         self._make_room(demand[0])
-        if self.beside.each:
-            self.beside.make_room(demand[1:])
+        if self.components.each:
+            self.components.make_room(demand[1:])
 
     def _grant(self, claimed: Claimed) -> Lease:
-        """Take the promised pages: the lease begins, or a retracted one has a row again."""
+        """Take the promised pages: the lease begins, or a retracted one has pages again."""
         claim, anchor = claimed.claim, claimed.anchor
         owned = anchor.end_tokens // self.page_size
-        row = self.pool.take(claimed.demand[0])
+        pages = self.pool.take_pages(claimed.demand[0])
         if owned:
-            row = Pages(self.tree.path_pages(anchor) + row)
+            pages = Pages(self.tree.path_pages(anchor) + pages)
         if claim.resumes:
-            lease = self._again(self.leases[claim.resumes], anchor, row)
+            lease = self._again(self.leases[claim.resumes], anchor, pages)
         else:
-            lease = self._opened(claim, anchor, row, owned)
-        if self._notes is not None:
-            self._notes.held(lease, lease.held)
-        if self.beside.each:
-            self.beside.grant(lease, claimed)
+            lease = self._opened(claim, anchor, pages, owned)
+        if self._journal is not None:
+            self._journal.note_held(lease, lease.held)
+        if self.components.each:
+            self.components.grant(lease, claimed)
         return lease
 
-    def _opened(self, claim: Claim, anchor: RadixNode, row: Pages, owned: int) -> Lease:
+    def _opened(self, claim: Claim, anchor: RadixNode, pages: Pages, owned: int) -> Lease:
         """A new lease."""
         self.opened += 1
         out = self._out
-        lease = Lease(self.opened + self.number_above, claim, anchor, row)
+        lease = Lease(self.opened + self.number_above, claim, anchor, pages)
         lease.owned = owned
         lease.since_s = lease.touched_s = out.at_s
         self.leases[lease.id] = lease
         tree, missed, why = self.tree, 0, ""
         size = tree.match_page_tokens
-        n_prompt = len(claim.tokens) // ID_BYTES
+        n_prompt = count(claim.tokens)
         if n_prompt - anchor.end_tokens >= size:
             missed = n_prompt // size * size - anchor.end_tokens
             root = tree.roots[claim.namespace]
-            why = self.departed.why_missed(claim, root, anchor, size * ID_BYTES)
+            why = self.evicted_filter.why_missed(claim.tokens, root, anchor, size)
         lease_events.tell_opened(out, lease, anchor, missed, why)
         return lease
 
     def extend(self, lease: Lease, n_tokens: int) -> Shortage | None:
         """Hold pages for ``n_tokens`` more, now or not at all."""
         room_tokens = lease.room_tokens + n_tokens
-        needed = self.pages_for(room_tokens) - count(lease.row)
+        needed = self.pages_for(room_tokens) - count(lease.page_table)
         if needed > 0:
-            demand = (needed, *self.beside.growth(lease, room_tokens))
+            demand = (needed, *self.components.growth(lease, room_tokens))
             shortage = self.budgets.shortage(demand, self.budgets.nothing)
             if shortage is not None:
                 return shortage
             self._have_room(demand)
-            taken = self.pool.take(needed)
-            lease.row = Pages(lease.row + taken)
-            if self._notes is not None:
-                self._notes.held(lease, taken)
-            self.beside.extend(lease, room_tokens)
+            taken = self.pool.take_pages(needed)
+            lease.page_table = Pages(lease.page_table + taken)
+            if self._journal is not None:
+                self._journal.note_held(lease, taken)
+            self.components.extend(lease, room_tokens)
             lease_events.tell_extended(self._out, lease)
         lease.room_tokens = room_tokens
         lease.touched_s = self._out.at_s
@@ -259,15 +258,16 @@ class LeaseTable:
         """KV of the known and the new tokens is written: whole pages join the tree.
 
         Returns:
-            The first page index at which the row may have changed, or why nothing was changed.
+            The first index at which the page table may have changed, or why nothing was.
         """
         n_tokens = count(lease.tokens) + count(new_tokens)
-        if n_tokens > len(lease.row) // ID_BYTES * self.page_size:
+        n_pages = count(lease.page_table)
+        if n_tokens > n_pages * self.page_size:
             return Refusal(
                 Code.BAD_REQUEST,
                 f"commit of {n_tokens} tokens on lease {lease.id}, which holds pages for "
-                f"{len(lease.row) // ID_BYTES * self.page_size}: extend it before writing",
-                numbers={"tokens": n_tokens, "pages": len(lease.row) // ID_BYTES},
+                f"{n_pages * self.page_size}: extend it before writing",
+                numbers={"tokens": n_tokens, "pages": n_pages},
             )
         lease.is_whole = False
         lease.written_tokens = n_tokens
@@ -281,24 +281,24 @@ class LeaseTable:
         return first
 
     def _cache(self, lease: Lease, anchor: RadixNode, last: int) -> None:
-        """Move the pages ``[owned, last)`` of the row into the tree; the lock follows them."""
-        first = lease.owned
-        row = lease.row
-        mine = Pages(row[first * ID_BYTES : last * ID_BYTES])
-        self.moves.log.append(mine)
+        """Move the pages ``[owned, last)`` into the tree; the lock follows them."""
+        first, pages = lease.owned, lease.page_table
+        mine = slice_pages(pages, first, last)
+        self.moved.log.append(mine)
         extension = self.tree.extend(
             anchor, lease.tokens, mine, start_tokens=anchor.end_tokens, priority=lease.priority
         )
         self.growth += 1
+        # Before anything is given back: what joined is unlocked until here, and could be evicted.
         self.tree.relock(anchor, extension.node)
         lease.anchor = extension.node
         lease.owned = last
-        if self._notes is not None:
-            self._notes.cached(lease, extension)
+        if self._journal is not None:
+            self._journal.note_cached(lease, extension)
         if extension.duplicates:
-            lease.row = Pages(
-                row[: first * ID_BYTES] + extension.tree_pages + row[last * ID_BYTES :]
-            )
+            # The duplicates may be under a post that reads them; from here on nobody begins one.
+            known, rest = slice_pages(pages, 0, first), slice_pages(pages, last)
+            lease.page_table = Pages(known + extension.tree_pages + rest)
             self._give_back(lease, extension.duplicates)
         lease.touched_s = self._out.at_s
         duplicate_pages = count(extension.duplicates)
@@ -309,31 +309,32 @@ class LeaseTable:
         if lease.reads:
             lease.deferred = Pages(lease.deferred + duplicates)
         else:
-            self.give(duplicates, lease)
+            self.return_pages(duplicates, lease)
             self.releases += 1
 
     # ---- retraction --------------------------------------------------------------------------
 
     def vacate(self, lease: Lease, tokens: Tokens) -> None:
         """Unlock the prefix and free the pages; the lease stays, and knows ``tokens``."""
-        if self._notes is not None and ENGINE in lease.holders:
-            self._notes.ended(lease)
-        self.beside.end(lease)
+        if self._journal is not None and ENGINE in lease.holders:
+            self._journal.note_ended(lease)
+        # Components first: what they give to the tree joins it at nodes that the lock still keeps.
+        self.components.end_lease(lease)
         self.growth += 1  # windows may have joined the tree
         self._unlock(lease)
         freed = lease.held
         if freed:
-            self.give(freed, lease)
-        lease.row = NO_PAGES
+            self.return_pages(freed, lease)
+        lease.page_table = NO_PAGES
         lease.owned = 0
         lease.tokens = tokens
         lease.room_tokens = max(lease.room_tokens, count(tokens))
         self.releases += 1
 
-    def _again(self, lease: Lease, anchor: RadixNode, row: Pages) -> Lease:
+    def _again(self, lease: Lease, anchor: RadixNode, pages: Pages) -> Lease:
         """A retracted lease has a lock and pages again."""
         lease.anchor = anchor
-        lease.row = row
+        lease.page_table = pages
         lease.owned = anchor.end_tokens // self.page_size
         lease.prefix_tokens = anchor.end_tokens
         lease.written_tokens = max(anchor.end_tokens, lease.saved_tokens)
@@ -346,14 +347,14 @@ class LeaseTable:
     def hold_for_send(self, lease: Lease, holder: str, prompt_tokens: int) -> None:
         """One more holder, which lets go when the prompt is sent; the last one ends the lease."""
         lease.holders.add(holder)
-        needs = self.beside.fresh_tokens(prompt_tokens, cached=True)
+        needs = self.components.fresh_tokens(prompt_tokens, cached=True)
         if needs is not None:
             known = lease.sent_from
             lease.sent_from = needs if known is None else min(known, needs)
 
     def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on: windows behind it go back."""
-        refusal = self.beside.slide(lease, upto_tokens)
+        refusal = self.components.slide(lease, upto_tokens)
         self.releases += refusal is None
         return refusal
 
@@ -361,49 +362,52 @@ class LeaseTable:
         """The prompt is here: from now on the lease is the engine's."""
         lease.holders = {ENGINE}
         lease.reason = reason
-        if self._notes is not None:
-            self._notes.held(lease, lease.held)
+        if self._journal is not None:
+            self._journal.note_held(lease, lease.held)
 
     def begin_read(self, lease: Lease) -> None:
-        """A post reads the row's pages from now on."""
+        """A post reads its pages from now on."""
         lease.reads += 1
 
     def end_read(self, lease: Lease) -> None:
         """That post is over."""
         lease.reads -= 1
         if not lease.reads and lease.deferred:
-            self.give(lease.deferred, lease)
+            self.return_pages(lease.deferred, lease)
             lease.deferred = NO_PAGES
             self.releases += 1
 
     def release(self, lease: Lease, holder: str, cause: str) -> None:
         """``holder`` lets go; the last one unlocks the prefix and frees the held pages."""
         lease.holders.discard(holder)
-        if self._notes is not None and holder == ENGINE:
-            self._notes.ended(lease)
+        # Noted before its lock goes: by its anchor the journal knows whether it kept anything.
+        if self._journal is not None and holder == ENGINE:
+            self._journal.note_ended(lease)
         if lease.holders:
             if lease.holders == {ENGINE}:
                 lease.sent_from = None
-            elif holder == ENGINE and self._notes is not None:
-                self._notes.freed(lease.held)
+            elif holder == ENGINE and self._journal is not None:
+                # Only a transfer or a copy is left, and those end with this process.
+                self._journal.note_freed(lease.held)
             return
-        if self.beside.each:
-            self.beside.end(lease)
+        if self.components.each:
+            self.components.end_lease(lease)
             self.growth += 1
         was_locked = self._unlock(lease)
         self.saved.drop(lease)
         freed = lease.held
         if freed:
-            self.give(freed, lease)
+            self.return_pages(freed, lease)
         self._forget(lease, cause, count(freed), was_locked)
 
     # ---- quarantine --------------------------------------------------------------------------
 
     def quarantine(self, lease: Lease, quarantine: Quarantine) -> None:
         """A remote may still write the held pages: keep them from everybody, unlock the rest."""
-        self.beside.quarantine(lease)
+        # Cached pages are never written by a remote, so they are unlocked; only its own are kept.
+        self.components.quarantine_lease(lease)
         was_locked = self._unlock(lease)
-        lease.row = lease.held
+        lease.page_table = lease.held
         lease.deferred = NO_PAGES
         lease.owned = 0
         lease.tokens = NO_TOKENS
@@ -419,9 +423,9 @@ class LeaseTable:
 
     def end_quarantine(self, lease: Lease, proof: str) -> None:
         """The writer has settled, is proven gone, or was fenced: the pages are free."""
-        n_pages = count(lease.row)
-        self.give(lease.row, lease)
-        self.beside.end(lease)
+        n_pages = count(lease.page_table)
+        self.return_pages(lease.page_table, lease)
+        self.components.end_lease(lease)
         lease_events.tell_quarantine_ended(self._out, lease, n_pages, proof)
         self._forget(lease, proof, n_pages, 0)
 
@@ -431,9 +435,9 @@ class LeaseTable:
         """Take at least ``n_pages`` cached pages out of the tree, if so many are evictable."""
         evicted = self.tree.evict(n_pages)
         n_freed = count(evicted.pages)
-        self.give(evicted.pages)
+        self.return_pages(evicted.pages)
         self.evicted_pages += n_freed
-        self.departed.left(evicted.victims)
+        self.evicted_filter.left(evicted.victims)
         out = self._out
         out.emit(events.Evicted, pages=n_freed, nodes=len(evicted.victims), reason=reason)
         return n_freed
@@ -441,15 +445,18 @@ class LeaseTable:
     def flush(self) -> tuple[int, int]:
         """Drop every unlocked cached page; returns pages freed and pages kept by a lock."""
         flushed = self.tree.flush()
-        self.departed.left(flushed.nodes)
+        self.evicted_filter.left(flushed.nodes)
         n_freed = count(flushed.pages)
-        self.give(flushed.pages)
+        self.return_pages(flushed.pages)
         out = self._out
         out.emit(events.Flushed, freed_pages=n_freed, kept_pages=flushed.kept_pages)
         return n_freed, flushed.kept_pages
 
     def _make_room(self, n_pages: int) -> bool:
-        """Have ``n_pages`` free pages, evicting if that is enough; otherwise change nothing."""
+        """Have ``n_pages`` free pages, evicting if that is enough; otherwise change nothing.
+
+        What is claimed is locked before this is called, so nothing of it is evicted here.
+        """
         while (short := n_pages - self.pool.free_pages) > 0:  # twice only where some are condemned
             if short > self.tree.evictable_pages:
                 return False

@@ -1,57 +1,91 @@
-"""Names for what holds a page: who, for what, in which room, and for how long."""
+"""Which session a lease belongs to: the one that a request names, and who holds a page, in words.
+
+``Owners`` has what is read for that; a node has the same parts under the same names, so the
+functions that only name a holder take either (``HolderView``).
+"""
 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvd.core.cache.lease import ENGINE
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease import ARRIVAL, ENGINE
+from kvd.core.cache.lease_state import LeaseStage
+from kvd.errors import Code, Refusal
 from kvd.types import count
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvd.core.cache.lease import Lease
-    from kvd.core.node import Node
+    from kvd.core.effects import Outbox
+    from kvd.core.leases.former_leases import FormerLeases
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.leases.sessions import Session, SessionTable
 
 HOLDERS_NAMED = 3
 """Of the leases that hold the most pages: enough to act on, few enough for a sentence."""
 
 
-def owner_of(node: Node, session: int) -> tuple[str, int]:
+class KnownSessions(Protocol):
+    """Anything that has the living sessions by number."""
+
+    @property
+    def by_id(self) -> Mapping[int, Session]:
+        """Read it."""
+
+
+class HolderView(Protocol):
+    """What is read to name a holder: ``Owners`` has it, and so does a node."""
+
+    @property
+    def sessions(self) -> KnownSessions:
+        """The living ones."""
+
+    @property
+    def former_leases(self) -> FormerLeases:
+        """Leases of before the restart."""
+
+    @property
+    def out(self) -> Outbox:
+        """For the time of this step."""
+
+
+def owner_of(held_in: HolderView, session: int) -> tuple[str, int]:
     """Name and first pid of a session; a dead one says so."""
     if not session:
         return "kvd", 0
-    found = node.sessions.by_id.get(session)
+    found = held_in.sessions.by_id.get(session)
     return (found.name, found.pids[0]) if found else (f"session {session} (gone)", 0)
 
 
-def describe_holder(node: Node, lease: Lease) -> str:
+def describe_holder(held_in: HolderView, lease: Lease) -> str:
     """A lease as one short phrase."""
-    name, pid = owner_of(node, lease.session)
-    shunned = hung_up_words(node, lease)
-    if lease.standing is Standing.FORMER:
-        former = f"lease {lease.id} of {name} (pid {pid}), {said_of_former(node, lease)}"
+    name, pid = owner_of(held_in, lease.session)
+    shunned = hung_up_words(held_in, lease)
+    if lease.state is LeaseStage.FORMER:
+        former = f"lease {lease.id} of {name} (pid {pid}), {said_of_former(held_in, lease)}"
         return f"{former}, {shunned}" if shunned else former
     room = f" room {lease.room}" if lease.room else ""
-    age_s = node.out.at_s - lease.since_s
+    age_s = held_in.out.at_s - lease.since_s
     said = f"lease {lease.id} of {name} (pid {pid}) for {lease.reason}{room}, {age_s:.1f} s"
     return f"{said}, {shunned}" if shunned else said
 
 
-def hung_up_words(node: Node, lease: Lease) -> str:
+def hung_up_words(held_in: HolderView, lease: Lease) -> str:
     """That kvd hung up on its engine, which holds it until it is dead; empty where it did not."""
-    session = node.sessions.by_id.get(lease.session)
+    session = held_in.sessions.by_id.get(lease.session)
     if session is None or session.hang_up is None or ENGINE not in lease.holders:
         return ""
-    return f"hung up on for {node.out.at_s - session.hang_up.since_s:.1f} s"
+    return f"hung up on for {held_in.out.at_s - session.hang_up.since_s:.1f} s"
 
 
-def said_of_former(node: Node, lease: Lease) -> str:
+def said_of_former(held_in: HolderView, lease: Lease) -> str:
     """Why it is there, of a lease of before the restart."""
-    age_s = node.out.at_s - lease.since_s
-    session = node.sessions.by_id.get(lease.session)
-    if lease is node.former.unproven:
-        n_leases = len(node.former.leases)
+    age_s = held_in.out.at_s - lease.since_s
+    session = held_in.sessions.by_id.get(lease.session)
+    if lease is held_in.former_leases.unproven:
+        n_leases = len(held_in.former_leases.leases)
         by = f"{n_leases} leases of that time" if n_leases else "an engine that is not back yet"
         why = f"not proven, and {by} may still read them"
     elif session is not None and session.is_former:
@@ -70,10 +104,86 @@ class Kept(NamedTuple):
 
 
 class Owners:
-    """Who holds most of the pool."""
+    """Who has which lease, and who holds most of the pool."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(
+        self,
+        name: str,
+        leases: LeaseTable,
+        sessions: SessionTable,
+        former_leases: FormerLeases,
+        out: Outbox,
+    ) -> None:
+        self.sessions = sessions
+        self.former_leases = former_leases
+        self.out = out
+        self._leases = leases
+        self._name = name
+
+    # ---- the lease that a request names ------------------------------------------------------
+
+    def lease_of(self, session: int, lease_id: int) -> Lease | Refusal:
+        """The session's lease, in whatever state."""
+        lease = self._leases.leases.get(lease_id)
+        if lease is None or lease.session != session or ENGINE not in lease.holders:
+            return Refusal(
+                Code.UNKNOWN_LEASE,
+                f"session {session} holds no lease {lease_id}: it was released, or never its own",
+                side=self._name,
+                numbers={"lease": lease_id},
+            )
+        return lease
+
+    def running_lease_of(self, session: int, lease_id: int) -> Lease | Refusal:
+        """The session's lease, which has its pages and may use them."""
+        lease = self.lease_of(session, lease_id)
+        if isinstance(lease, Refusal):
+            return lease
+        if lease.lost is not None:
+            return lease.lost
+        if lease.state is LeaseStage.RUNNING:
+            return lease
+        if lease.state is LeaseStage.FORMER:
+            return self.before_restart(lease)
+        todo = {
+            LeaseStage.RETRACTED: "resume it first",
+            LeaseStage.SAVING: "wait until it is retracted, then resume it",
+        }.get(lease.state, "wait until it runs again")
+        return Refusal(
+            Code.WRONG_STATE,
+            f"lease {lease_id} is {lease.state.value}: {todo}",
+            side=self._name,
+        )
+
+    def before_restart(self, lease: Lease) -> Refusal:
+        """What the engine of a former lease is told when it wants more than to be rid of it."""
+        return Refusal(
+            Code.BEFORE_RESTART,
+            f"lease {lease.id} is from before this daemon was restarted: its pages stay as they "
+            "are, and it can only be released; release it and open a new one, which finds what is "
+            "cached",
+            side=self._name,
+            numbers={"lease": lease.id},
+        )
+
+    def former_lease_of(self, session: int, lease_id: int) -> Lease | None:
+        """The session's lease, if it is one of before the restart."""
+        lease = self.former_leases.leases.get(lease_id)
+        return lease if lease is not None and lease.session == session else None
+
+    def arriving(self, session: int, lease_id: int) -> Refusal | None:
+        """Why the session's lease is not its own yet; None where that is not so (scenario A36)."""
+        lease = self._leases.leases.get(lease_id)
+        if lease is None or lease.session != session or ARRIVAL not in lease.holders:
+            return None
+        return Refusal(
+            Code.WRONG_STATE,
+            f"lease {lease_id} is still being received: only one that runs can be retracted; "
+            "cancel the receive instead",
+            side=self._name,
+        )
+
+    # ---- who holds most ----------------------------------------------------------------------
 
     def of_most_pages(self, budget: str) -> tuple[str, ...]:
         """The leases that keep the most pages of that component from others, in words.
@@ -81,9 +191,9 @@ class Owners:
         ``budget`` is its name; an unknown one stands for the first component, of whose cached
         pages a lease locks those of its prefix, maybe with others.
         """
-        of = "" if self._node.leases.beside.named(budget) is None else f" of {budget}"
+        of = "" if self._leases.components.named(budget) is None else f" of {budget}"
         return tuple(
-            f"{describe_holder(self._node, one.lease)} ({one.pages} pages{of}"
+            f"{describe_holder(self, one.lease)} ({one.pages} pages{of}"
             f"{' in quarantine' if one.lease.quarantine else ''}"
             f"{f', locks {one.locked} cached' if one.locked else ''})"
             for one in self.biggest(budget)
@@ -91,10 +201,12 @@ class Owners:
 
     def biggest(self, budget: str) -> tuple[Kept, ...]:
         """The same as they are, the biggest first; one look at all leases."""
-        table = self._node.leases
-        keeper = table.beside.named(budget)
+        table = self._leases
+        component = table.components.named(budget)
         kept = [
-            (one.held_pages, one.owned, one) if keeper is None else (count(keeper.own(one)), 0, one)
+            (one.held_pages, one.owned, one)
+            if component is None
+            else (count(component.own_pages(one)), 0, one)
             for one in table.leases.values()
         ]
         found = heapq.nlargest(HOLDERS_NAMED, kept, key=lambda one: one[0] + one[1])

@@ -2,13 +2,13 @@
 
 Out: the pages that hold its tokens are copied to the saved area, then its lock and its pages go,
 and what it had cached stays cached like anybody's. Back: it waits in the one admission queue before
-every new request, matches the tree again, and only what the tree no longer has is copied back; what
-lies beside the first component, a window or a state, is copied back whole.
+every new request, matches the tree again, and only what the tree no longer has is copied back; of
+other components, a window or a state, all is copied back.
 
-The lease keeps its number throughout; its standing is ``standing.STANDINGS``, and pages move in
-``saved`` and ``lease_table``. There is a copy, a ticket of the transfer process, for each component
-with bytes. It is over by its report or by the end of the process. A lease goes on when all of its
-copies are over, and until then neither side's pages are anybody else's.
+The lease keeps its number throughout; its state follows ``lease_state.LEASE_STAGES``, and pages
+move in ``saved_area`` and ``lease_table``. There is a copy, a ticket of the transfer process, for
+each component with bytes. It is over by its report or by the end of the process. A lease goes on
+when all of its copies are over, and until then neither side's pages are anybody else's.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.cache.lease import ENGINE, RESTORE, Claim, Lease, Shortage
-from kvd.core.cache.lease_state import LeaseTransition, Standing
-from kvd.core.leases.admission import Waiter
+from kvd.core.cache.lease_state import LeaseStage, LeaseTransition
+from kvd.core.leases.admission import MemoryAsker, Waiter
 from kvd.core.leases.copies import LeaseCopies
-from kvd.core.leases.holding import arriving, before_restart, lease_of, running_lease_of
 from kvd.core.leases.owners import describe_holder
 from kvd.errors import Code, Refusal
 from kvd.types import Tokens, count
 from kvd.wire import client, events
 
 if TYPE_CHECKING:
+    from kvd.core.effects import Outbox
     from kvd.core.inputs import Copied, CopyFailed
+    from kvd.core.leases.admission import Admission
+    from kvd.core.leases.copies import Copies, TransferProcess
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.leases.owners import Owners
     from kvd.core.leases.saved_area import SavedMove
-    from kvd.core.node import Node
+    from kvd.core.settings import Settings
 
 HOST = "host"
 """Keep the bytes in the saved area."""
@@ -54,7 +58,7 @@ class Caller:
         self.waiter: Waiter | None = None
 
 
-class ResumeAsker:
+class ResumeAsker(MemoryAsker):
     """A retracted lease in the queue: it waits for memory and nothing else."""
 
     __slots__ = ("_lease", "_retractor")
@@ -71,28 +75,33 @@ class ResumeAsker:
         """RESUMING -> RETRACTED."""
         self._retractor.not_admitted(self._lease, refusal)
 
-    def blocked(self) -> str | None:
-        """Nothing but memory."""
-        return None
-
-    def awaits(self) -> tuple[str, ...]:
-        """Nothing but memory."""
-        return ()
-
 
 class Retractor:
     """Leases on their way out of the pool and back."""
 
-    def __init__(self, node: Node) -> None:
-        self.copies = LeaseCopies(node.settings.spec, node.copies)
+    def __init__(
+        self,
+        settings: Settings,
+        leases: LeaseTable,
+        owners: Owners,
+        admission: Admission,
+        transfer: TransferProcess,
+        copies: Copies,
+        out: Outbox,
+    ) -> None:
+        self.copies = LeaseCopies(settings.spec, copies)
         self.uncopied: dict[int, Lease] = {}
         """By lease id: to be restored as soon as a transfer process serves."""
         self.retracted = self.resumed = 0
         self.restored_bytes = self.spared_bytes = 0
         self._callers: dict[int, Caller] = {}
-        self._node = node
-        self._out = node.out
-        self._name = node.settings.name
+        self._leases = leases
+        self._owners = owners
+        self._admission = admission
+        self._transfer = transfer
+        self._out = out
+        self._name = settings.name
+        self._max_deadline_s = settings.max_deadline_s
 
     # ---- out ---------------------------------------------------------------------------------
 
@@ -100,12 +109,13 @@ class Retractor:
         self, session: int, message: client.RetractLease, new_tokens: Tokens
     ) -> Refusal | None:
         """Save what the lease holds, or not, and free its pages; or say why nothing was changed."""
-        lease = arriving(self._node, session, message.lease) or running_lease_of(
-            self._node, session, message.lease
+        owners = self._owners
+        lease = owners.arriving(session, message.lease) or owners.running_lease_of(
+            session, message.lease
         )
         if isinstance(lease, Refusal):
             return lease
-        table = self._node.leases
+        table = self._leases
         tokens = Tokens(lease.tokens + new_tokens)
         refusal = self._unfit(lease, message, tokens)
         if refusal is not None:
@@ -129,20 +139,21 @@ class Retractor:
         """Why the lease cannot be retracted now, or not like this."""
         if message.keep not in KEEPS:
             return self._refusal(Code.BAD_REQUEST, f"keep={message.keep!r} is none of {KEEPS}")
+        # Whoever reads its pages holds it or is counted: they are not given away under a post.
         if lease.holders != {ENGINE} or lease.reads:
             who = ", ".join(sorted(lease.holders - {ENGINE})) or "a post"
             return self._refusal(
                 Code.WRONG_STATE,
                 f"lease {lease.id} is read by {who}: finish or abort that before retracting it",
             )
-        room_tokens = count(lease.row) * self._node.leases.page_size
+        room_tokens = count(lease.page_table) * self._leases.page_size
         if count(tokens) > room_tokens:
             return self._refusal(
                 Code.BAD_REQUEST,
                 f"retract of {count(tokens)} tokens on lease {lease.id}, which holds pages for "
                 f"{room_tokens}: extend it before writing",
             )
-        if message.keep == HOST and tokens and not self._node.peers.generation:
+        if message.keep == HOST and tokens and not self._transfer.generation:
             return self._refusal(
                 Code.ABORTED,
                 f"the transfer process is restarting, so lease {lease.id} cannot be saved now: it "
@@ -151,12 +162,11 @@ class Retractor:
         return None
 
     def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
-        node = self._node
-        area = node.leases.saved.pools[shortage.budget]
-        holding = [one for one in node.leases.leases.values() if one.saved_pages]
+        area = self._leases.saved.pools[shortage.budget]
+        holding = [one for one in self._leases.leases.values() if one.saved_pages]
         holding.sort(key=lambda one: -one.saved_pages)
         who = "; ".join(
-            f"{describe_holder(node, one)} ({one.saved_pages} saved pages)"
+            f"{describe_holder(self._owners, one)} ({one.saved_pages} saved pages)"
             for one in holding[:HOLDERS_NAMED]
         )
         return Refusal(
@@ -173,18 +183,17 @@ class Retractor:
 
     def resume(self, session: int, message: client.ResumeLease, _: Tokens) -> Refusal | None:
         """Queue for room, before every new request."""
-        node = self._node
-        lease = lease_of(node, session, message.lease)
+        lease = self._owners.lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
-        if lease.lost is not None or lease.standing is Standing.FORMER:
-            return lease.lost or before_restart(node, lease)
-        if lease.standing is not Standing.RETRACTED:
+        if lease.lost is not None or lease.state is LeaseStage.FORMER:
+            return lease.lost or self._owners.before_restart(lease)
+        if lease.state is not LeaseStage.RETRACTED:
             return self._refusal(
                 Code.WRONG_STATE,
-                f"lease {lease.id} is {lease.standing.value}: only a retracted one can resume",
+                f"lease {lease.id} is {lease.state.value}: only a retracted one can resume",
             )
-        node.leases.saved.turn(lease, LeaseTransition.RESUME)
+        self._leases.saved.turn(lease, LeaseTransition.RESUME)
         claim = Claim(
             session=session,
             call=message.call,
@@ -202,24 +211,27 @@ class Retractor:
             step_tokens=lease.step_tokens,
         )
         caller = Caller(session, message.call, self._out.at_s)
-        wait_s = min(node.settings.max_deadline_s, message.deadline_s)
+        wait_s = min(self._max_deadline_s, message.deadline_s)
         asker = ResumeAsker(self, lease)
         caller.waiter = Waiter(claim, self._out.at_s + wait_s, asker)
+        # Before it is asked for: a lease that is admitted at once looks for its caller.
         self._callers[lease.id] = caller
-        found = node.admission.at_once(claim)
+        found = self._admission.at_once(claim)
         if isinstance(found, Lease):
             self.admitted(found)
         else:
-            node.admission.submit(caller.waiter, found)
+            self._admission.submit(caller.waiter, found)
         return None
 
     def admitted(self, lease: Lease) -> None:
         """It has a lock and pages again: restore what the tree did not give it."""
-        area = self._node.leases.saved
+        area = self._leases.saved
         caller = self._callers[lease.id]
         caller.waiter = None
         moved = area.to_restore(lease)
         if isinstance(moved, Refusal):
+            # The tree gave it less than it had, and what is missing was never saved: better none
+            # of it than pages that hold somebody else's bytes.
             area.give_up(lease)
             self._answer_failed(lease, moved)
             return
@@ -235,19 +247,19 @@ class Retractor:
 
     def not_admitted(self, lease: Lease, refusal: Refusal) -> None:
         """It stays retracted, and what is saved of it stays saved."""
-        self._node.leases.saved.turn(lease, LeaseTransition.GIVEN_UP)
+        self._leases.saved.turn(lease, LeaseTransition.GIVEN_UP)
         self._answer_failed(lease, refusal)
 
     def _restore(self, lease: Lease, moved: list[SavedMove]) -> None:
         """Order the copies now, or as soon as a transfer process serves."""
-        if not self._node.peers.generation:
+        if not self._transfer.generation:
             self.uncopied[lease.id] = lease
             return
         self.copies.restore(self, lease, moved)
 
     def _fresh_tokens(self, lease: Lease) -> int | None:
         """From where on it gets windows and states back; None: it goes on from the tree's."""
-        if lease.saved is None or not self._node.leases.beside.each:
+        if lease.saved is None or not self._leases.components.each:
             return None
         return lease.saved.fresh_tokens
 
@@ -274,40 +286,43 @@ class Retractor:
             return
         if all_over.why:
             self._refused(all_over.lease, all_over.why)
-        elif all_over.lease.standing is Standing.SAVING:
+        elif all_over.lease.state is LeaseStage.SAVING:
             self._saved(all_over.lease)
         else:
             self._restored(all_over.lease, all_over.n_bytes)
 
     def _saved(self, lease: Lease) -> None:
         caller, freed_pages = self._callers.pop(lease.id, None), lease.held_pages
-        self._node.leases.saved.end_save(lease)
+        self._leases.saved.end_save(lease)
         if caller is not None:
             self._told_retracted(lease, caller, freed_pages)
 
     def _restored(self, lease: Lease, n_bytes: int) -> None:
         caller, kv_tokens = self._callers.pop(lease.id, None), self._kv_tokens(lease)
         spared_bytes = lease.saved_bytes - n_bytes
-        self._node.leases.saved.end_restore(lease)
+        self._leases.saved.end_restore(lease)
         if caller is not None:
             self._told_resumed(lease, caller, kv_tokens, n_bytes, spared_bytes)
 
     def _refused(self, lease: Lease, why: str) -> None:
-        """One of its copies was refused, so the others are for nothing."""
+        """One of its copies was refused, so the others are for nothing.
+
+        It is called when the last of them is over: until then they write.
+        """
         refusal = self._refusal(
             Code.INTERNAL, f"the transfer process refused to copy lease {lease.id}: {why}"
         )
-        if lease.standing is Standing.SAVING:
-            self._node.leases.saved.cut_save(lease)
+        if lease.state is LeaseStage.SAVING:
+            self._leases.saved.cut_save(lease)
         else:
-            self._node.leases.saved.undo_restore(lease)
+            self._leases.saved.undo_restore(lease)
         self._answer_failed(lease, refusal)
 
     def transfer_gone(self) -> None:
         """The process is reaped: what it saved is not whole, what it restored is done again."""
-        area = self._node.leases.saved
+        area = self._leases.saved
         for lease in self.copies.cut():
-            if lease.standing is Standing.SAVING:
+            if lease.state is LeaseStage.SAVING:
                 area.cut_save(lease)
                 self._answer_failed(
                     lease,
@@ -318,6 +333,7 @@ class Retractor:
                     ),
                 )
             elif ENGINE in lease.holders:
+                # It keeps its pages; what stands in them is anything, so all is copied again.
                 area.turn(lease, LeaseTransition.CUT)
                 self.uncopied[lease.id] = lease
             else:
@@ -327,7 +343,7 @@ class Retractor:
         """The next generation serves: restore what waited for it."""
         waiting, self.uncopied = self.uncopied, {}
         for lease in waiting.values():
-            moved = self._node.leases.saved.to_restore(lease)
+            moved = self._leases.saved.to_restore(lease)
             assert not isinstance(moved, Refusal), "it was looked at when it was admitted"
             self._restore(lease, moved)
 
@@ -338,12 +354,13 @@ class Retractor:
         caller = self._callers.pop(lease.id, None)
         if caller is not None:
             if caller.waiter is not None:
-                self._node.admission.withdraw(caller.waiter)
-            if caller.session in self._node.sessions.by_id:
+                self._admission.withdraw(caller.waiter)
+            # A session that is over was taken off the table first: nobody hears of its requests.
+            if caller.session in self._owners.sessions.by_id:
                 refusal = self._refusal(Code.CANCELLED, f"lease {lease.id} was released meanwhile")
                 self._out.answer(caller.session, client.Failed(caller.call, refusal))
         if self.uncopied.pop(lease.id, None) is not None:
-            self._node.leases.release(lease, RESTORE, "released")
+            self._leases.release(lease, RESTORE, "released")
 
     # ---- what is said ------------------------------------------------------------------------
 
@@ -394,8 +411,8 @@ class Retractor:
                 prefix_tokens=lease.prefix_tokens,
                 restored_tokens=restored_tokens,
                 kv_tokens=kv_tokens,
-                pages=lease.row,
-                beside=self._node.leases.beside.rows(lease),
+                pages=lease.page_table,
+                beside=self._leases.components.page_tables(lease),
             ),
         )
 

@@ -2,7 +2,7 @@
 
 One pool of saved pages for each component with page ids of its own and with bytes, but for buffers:
 what is in them is in the first component too. What is in lockstep with the first component is in
-lockstep here as well. So a lease has one part per such component, a stretch of its row::
+lockstep here as well. So a lease has one part per such component, some pages of it in one piece::
 
     kv       all pages of its tokens, the cached ones included: they may be gone when it is back
     windows  those mapped that its next token looks back at; the null page is never copied
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.cache.lease import RESTORE, SAVE, Rows, Saved, SavedPart, Shortage
-from kvd.core.cache.lease_state import LeaseTransition, standing_next
+from kvd.core.cache.lease import RESTORE, SAVE, PageSpan, Saved, SavedPart, Shortage
+from kvd.core.cache.lease_state import LeaseTransition, next_stage
 from kvd.core.cache.pages import PagePool
 from kvd.core.layout.spec import (
     Buffer,
@@ -36,7 +36,7 @@ from kvd.core.layout.spec import (
     saved_region,
 )
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, NO_PAGES, Pages, count
+from kvd.types import NO_PAGES, Pages, count, slice_pages
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
@@ -95,14 +95,14 @@ class SavedArea:
         wanted = self._wanted(lease, count(tokens))
         if isinstance(wanted, Refusal):
             return wanted
-        for component, rows in wanted.items():
-            pool, needed = self.pools[component], count(rows.pages)
+        for component, span in wanted.items():
+            pool, needed = self.pools[component], count(span.pages)
             if needed > pool.free_pages:
                 return Shortage(needed, pool.free_pages, component)
         self.turn(lease, LeaseTransition.RETRACT)
         parts = tuple(
-            SavedPart(component, rows.first, self.pools[component].take(count(rows.pages)))
-            for component, rows in wanted.items()
+            SavedPart(component, span.first, self.pools[component].take_pages(count(span.pages)))
+            for component, span in wanted.items()
         )
         n_pages, n_bytes = self._amount(parts)
         fresh_tokens = self._fresh_tokens(parts, count(tokens))
@@ -112,18 +112,19 @@ class SavedArea:
         lease.holders.add(SAVE)
         return None
 
-    def _wanted(self, lease: Lease, n_tokens: int) -> dict[str, Rows] | Refusal:
-        """By component, the rows that have to be saved."""
+    def _wanted(self, lease: Lease, n_tokens: int) -> dict[str, PageSpan] | Refusal:
+        """By component, the pages that have to be saved."""
         table, wanted = self._table, {}
         if self._first in self.pools:
-            used = Pages(lease.row[: table.pages_for(n_tokens) * ID_BYTES])
-            wanted[self._first] = Rows(0, used)
-        for keeper in table.beside.each:
-            rows = keeper.content(lease, n_tokens)
-            if isinstance(rows, Refusal):
-                return rows
-            if rows.pages and keeper.component.name in self.pools:
-                wanted[keeper.component.name] = rows
+            wanted[self._first] = PageSpan(
+                0, slice_pages(lease.page_table, 0, table.pages_for(n_tokens))
+            )
+        for one in table.components.each:
+            span = one.pages_to_keep(lease, n_tokens)
+            if isinstance(span, Refusal):
+                return span
+            if span.pages and one.component.name in self.pools:
+                wanted[one.component.name] = span
         return wanted
 
     def _amount(self, parts: tuple[SavedPart, ...]) -> tuple[int, int]:
@@ -156,6 +157,7 @@ class SavedArea:
     def end_save(self, lease: Lease) -> None:
         """Its bytes are saved: unlock the prefix, free the pages; if nobody wants it, all of it."""
         lease.retracted_s = self._out.at_s
+        # The pages before the holder: whoever lets go last forgets the lease.
         if lease.saved is not None:
             self._table.vacate(lease, lease.saved.tokens)
         self.turn(lease, LeaseTransition.SAVED)
@@ -170,12 +172,12 @@ class SavedArea:
     # ---- and back ----------------------------------------------------------------------------
 
     def begin_restore(self, lease: Lease) -> None:
-        """Saved bytes are on their way into the row's pages."""
+        """Saved bytes are on their way into its pages."""
         self.turn(lease, LeaseTransition.ADMITTED)
         lease.holders.add(RESTORE)
 
     def end_restore(self, lease: Lease) -> None:
-        """The row holds what was saved: the area's pages are free now."""
+        """Its pages hold what was saved: those of the area are free now."""
         self.turn(lease, LeaseTransition.RESTORED)
         self.drop(lease)
         self._table.release(lease, RESTORE, "restored")
@@ -187,12 +189,12 @@ class SavedArea:
         self._table.release(lease, RESTORE, "refused")
 
     def give_up(self, lease: Lease) -> None:
-        """Its row cannot take what was saved: the pages go back, the bytes stay saved."""
+        """Its pages cannot take what was saved: they go back, the bytes stay saved."""
         self._table.vacate(lease, lease.tokens)
         self.turn(lease, LeaseTransition.GIVEN_UP)
 
     def complete(self, lease: Lease) -> None:
-        """The row needs nothing of what was saved."""
+        """It needs nothing of what was saved: the tree had all of it."""
         self.turn(lease, LeaseTransition.COMPLETE)
         self.drop(lease)
 
@@ -201,39 +203,39 @@ class SavedArea:
         saved, lease.saved = lease.saved, None
         if saved is not None:
             for part in saved.parts:
-                self.pools[part.component].give(part.slots)
+                self.pools[part.component].return_pages(part.slots)
 
     def turn(self, lease: Lease, turn: LeaseTransition) -> None:
-        """The lease goes on to its next standing."""
-        lease.standing = standing_next(lease.standing, turn)
+        """The lease goes on to its next state."""
+        lease.state = next_stage(lease.state, turn)
 
     # ---- what is copied ----------------------------------------------------------------------
 
     def to_save(self, lease: Lease) -> list[SavedMove]:
         """Everything that the lease has, of every component."""
         moved = self._moved(lease, 0)
-        assert not isinstance(moved, Refusal), "what was taken for its rows fits them"
+        assert not isinstance(moved, Refusal), "what was taken for its pages fits them"
         return moved
 
     def to_restore(self, lease: Lease) -> list[SavedMove] | Refusal:
-        """What the tree did not give it; or which row was mapped and never saved."""
+        """What the tree did not give it; or which pages were mapped and never saved."""
         return self._moved(lease, lease.owned)
 
     def _moved(self, lease: Lease, first: int) -> list[SavedMove] | Refusal:
-        """Saved pages and the row's pages for them, kv from page ``first`` on."""
+        """Saved pages and the lease's pages for them, kv from page ``first`` on."""
         saved = lease.saved
         if saved is None:
             return []
         n_tokens = count(saved.tokens)
-        rows = self._wanted(lease, n_tokens)
-        if isinstance(rows, Refusal):
-            return rows
-        if self._first in rows:
-            used = rows[self._first].pages
-            rows[self._first] = Rows(first, Pages(used[first * ID_BYTES :]))
+        spans = self._wanted(lease, n_tokens)
+        if isinstance(spans, Refusal):
+            return spans
+        if self._first in spans:
+            used = spans[self._first].pages
+            spans[self._first] = PageSpan(first, slice_pages(used, first))
         parts = {part.component: part for part in saved.parts}
         moved = []
-        for component, now in rows.items():
+        for component, now in spans.items():
             slots = _slots_for(parts.get(component), now)
             if slots is None:
                 return self._unsaved(lease, component, now, parts.get(component))
@@ -245,7 +247,9 @@ class SavedArea:
                 ]
         return [one for one in moved if one.pages]
 
-    def _unsaved(self, lease: Lease, component: str, now: Rows, part: SavedPart | None) -> Refusal:
+    def _unsaved(
+        self, lease: Lease, component: str, now: PageSpan, part: SavedPart | None
+    ) -> Refusal:
         first = part.first if part is not None else 0
         last = first + count(part.slots) if part is not None else 0
         return Refusal(
@@ -257,12 +261,12 @@ class SavedArea:
         )
 
 
-def _slots_for(part: SavedPart | None, now: Rows) -> Pages | None:
-    """The saved pages of exactly these rows; None where one of them was not saved."""
+def _slots_for(part: SavedPart | None, now: PageSpan) -> Pages | None:
+    """The saved pages of exactly these; None where one of them was not saved."""
     if not now.pages:
         return NO_PAGES
     if part is None or now.first < part.first:
         return None
-    skip = (now.first - part.first) * ID_BYTES
-    slots = Pages(part.slots[skip : skip + len(now.pages)])
-    return slots if len(slots) == len(now.pages) else None
+    skip, n_pages = now.first - part.first, count(now.pages)
+    slots = slice_pages(part.slots, skip, skip + n_pages)
+    return slots if count(slots) == n_pages else None

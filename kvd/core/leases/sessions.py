@@ -2,7 +2,7 @@
 
 A session is what an engine opened on the attach socket, with every process that maps the pool for
 it. When the last of them is gone its handoffs are given up and its leases released; what it had
-committed stays cached. One of before a restart (``adopt``) waits for its engine to come back.
+committed stays cached. One of before a restart (``former_leases``) waits for its engine.
 
 The daemon may have to hang up on a session whose processes live: one that does not read, say. They
 map the pool and may go on writing, so only what they cannot know of is given up: requests that
@@ -16,17 +16,18 @@ has until the last of them is dead::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from kvd.core.cache.lease import ENGINE
-from kvd.core.cache.lease_state import Standing
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.errors import Code, Refusal
-from kvd.wire import events, restart_events, session_events
+from kvd.wire import events
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Lease
+    from kvd.core.effects import Outbox
     from kvd.core.inputs import (
         ClientCameBack,
         ClientHungUp,
@@ -34,11 +35,15 @@ if TYPE_CHECKING:
         FormerSession,
         HungUpOn,
     )
-    from kvd.core.node import Node
+    from kvd.core.leases.admission import Admission
+    from kvd.core.leases.fetch import Fetcher
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.leases.owners import Owners
+    from kvd.core.leases.retraction import Retractor
 
 
-KEEPS_PAGES = {Standing.RUNNING, Standing.FORMER}
-"""Standings of leases whose engine knows their pages, and may be writing them."""
+KEEPS_PAGES = {LeaseStage.RUNNING, LeaseStage.FORMER}
+"""States of leases whose engine knows their pages, and may be writing them."""
 
 
 class HangUp(msgspec.Struct, frozen=True):
@@ -69,13 +74,31 @@ class Session:
             self.pids.append(pid)
 
 
-class Sessions:
+class ReceivingSide(Protocol):
+    """The decode side, as far as the end of a session or a lease touches it."""
+
+    def cancel_session(self, session: int, why: Refusal) -> int:
+        """End all its receives; how many they were."""
+
+    def lease_ended(self, lease_id: int) -> None:
+        """A delivered handoff behind that lease is over too."""
+
+
+class SendingSide(Protocol):
+    """The prefill side, as far as the end of a session touches it."""
+
+    def abandon_session(self, session: int, why: Refusal) -> int:
+        """End all its sends, and forget those that have failed; how many were open."""
+
+
+class SessionTable:
     """The living sessions, by number."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, name: str, out: Outbox) -> None:
         self.by_id: dict[int, Session] = {}
-        self._node = node
-        self._out = node.out
+        self.name = name
+        """This node's."""
+        self._out = out
 
     def joined(self, got: ClientJoined) -> None:
         """A process opened the session or joined it."""
@@ -92,6 +115,41 @@ class Sessions:
         session.pids = list(former.pids) or [0]
         session.is_former = True
 
+    def refusal(self, number: int) -> Refusal | None:
+        """Why no request of that session is served; None where one is."""
+        session = self.by_id.get(number)
+        if session is None:
+            why = "this session is over: attach again"
+            return Refusal(Code.UNKNOWN_SESSION, why, side=self.name)
+        return session.hang_up.why if session.hang_up is not None else None
+
+
+class Sessions:
+    """How sessions come back and end, and what ends with them."""
+
+    def __init__(
+        self,
+        owners: Owners,
+        leases: LeaseTable,
+        admission: Admission,
+        retractor: Retractor,
+        fetcher: Fetcher,
+        receiving: ReceivingSide,
+        sending: SendingSide,
+        out: Outbox,
+    ) -> None:
+        self.by_id = owners.sessions.by_id
+        """Those of the table: read them."""
+        self._name = owners.sessions.name
+        self._leases = leases
+        self._admission = admission
+        self._retractor = retractor
+        self._fetcher = fetcher
+        self._receiving = receiving
+        self._sending = sending
+        self._former_leases = owners.former_leases
+        self._out = out
+
     def returned(self, got: ClientCameBack) -> None:
         """Its engine is here again: what it does not use any more is given back."""
         session = self.by_id.get(got.session)
@@ -99,14 +157,14 @@ class Sessions:
             return
         session.is_former = False
         session.saw(got.pid)
-        former = self._node.former.of_session(session.id)
+        former = self._former_leases.of_session(session.id)
         unused = [lease for lease in former if lease.id not in got.leases]
         for lease in unused:
             self.end_lease(lease, "not used after the restart")
-        self._node.former.settle()
+        self._former_leases.free_unproven()
         out, n_kept = self._out, len(former) - len(unused)
         out.emit(
-            restart_events.ClientReturned,
+            events.ClientReturned,
             session=session.id,
             name=session.name,
             pid=got.pid,
@@ -126,13 +184,13 @@ class Sessions:
         handoffs = self._give_up(session, got.why)
         kept = []
         for lease in self._leases_of(session):
-            if lease.standing in KEEPS_PAGES:
+            if lease.state in KEEPS_PAGES:
                 kept.append(lease)
             else:
                 self.end_lease(lease, Code.CLIENT_GONE.value)
         out = self._out
         out.emit(
-            session_events.ClientHungUpOn,
+            events.ClientHungUpOn,
             session=session.id,
             name=session.name,
             pids=tuple(session.pids),
@@ -145,7 +203,7 @@ class Sessions:
         if not kept and not session.is_former:
             # Nothing that it could write is held for it, and nothing ever will be again.
             self._over(session, 0)
-        self._node.admission.wake()
+        self._admission.wake()
 
     def hung_up(self, got: ClientHungUp) -> None:
         """Its last process is gone: give up its handoffs, release its leases."""
@@ -155,11 +213,11 @@ class Sessions:
         why = Refusal(
             Code.CLIENT_GONE,
             f"the last process of {session.name} (pid {session.pids[-1]}) is gone",
-            side=self._node.settings.name,
+            side=self._name,
         )
         del self.by_id[session.id]  # first: nobody is told what becomes of its requests
         self._over(session, self._give_up(session, why))
-        self._node.admission.wake()
+        self._admission.wake()
 
     def may_write(self, number: int) -> bool:
         """Whether processes of that session, if they live, may write pages or read former ones."""
@@ -167,28 +225,22 @@ class Sessions:
         if session is None:
             return False
         return session.is_former or any(
-            lease.standing in KEEPS_PAGES for lease in self._leases_of(session)
+            lease.state in KEEPS_PAGES for lease in self._leases_of(session)
         )
 
     def _give_up(self, session: Session, why: Refusal) -> int:
         """Its requests that wait and its handoffs; how many handoffs they were."""
-        node = self._node
-        # All of them before anything else: each page given back below may admit somebody.
-        node.admission.withdraw_session(session.id)
-        receives = [r for r in node.decoder.attempts.values() if r.session == session.id]
-        sends = [p for p in node.prefiller.by_send.values() if p.session == session.id]
-        for receive in receives:
-            node.decoder.cancel_attempt(receive, why)
-        for send in sends:
-            node.prefiller.abandon_send(send, why)
-        node.prefiller.forget_session(session.id)
-        return len(receives) + len(sends)
+        # The queue first: each page given back below may admit somebody, and not one of these.
+        self._admission.withdraw_session(session.id)
+        return self._receiving.cancel_session(session.id, why) + self._sending.abandon_session(
+            session.id, why
+        )
 
     def _leases_of(self, session: Session) -> list[Lease]:
         """Those that its engine holds."""
         return [
             lease
-            for lease in self._node.leases.leases.values()
+            for lease in self._leases.leases.values()
             if lease.session == session.id and ENGINE in lease.holders
         ]
 
@@ -198,7 +250,7 @@ class Sessions:
         leases = self._leases_of(session)
         for lease in leases:
             self.end_lease(lease, Code.CLIENT_GONE.value)
-        self._node.former.settle()
+        self._former_leases.free_unproven()
         out = self._out
         out.emit(
             events.ClientGone,
@@ -208,19 +260,12 @@ class Sessions:
             handoffs=handoffs,
         )
 
-    def refusal(self, number: int) -> Refusal | None:
-        """Why no request of that session is served; None where one is."""
-        session = self.by_id.get(number)
-        if session is None:
-            why = "this session is over: attach again"
-            return Refusal(Code.UNKNOWN_SESSION, why, side=self._node.settings.name)
-        return session.hang_up.why if session.hang_up is not None else None
-
     def end_lease(self, lease: Lease, cause: str) -> None:
         """The engine lets go of a lease; a delivered handoff behind it is over too."""
-        self._node.fetcher.lease_ends(lease)
-        self._node.retractor.lease_ends(lease)
-        self._node.leases.release(lease, ENGINE, cause)
-        self._node.decoder.lease_ended(lease.id)
-        if lease.standing is Standing.FORMER:
-            self._node.former.ended(lease)
+        # Who waits for it is told while there is a lease to be named.
+        self._fetcher.lease_ends(lease)
+        self._retractor.lease_ends(lease)
+        self._leases.release(lease, ENGINE, cause)
+        self._receiving.lease_ended(lease.id)
+        if lease.state is LeaseStage.FORMER:
+            self._former_leases.lease_ended(lease)

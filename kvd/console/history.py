@@ -1,0 +1,378 @@
+"""What is remembered from look to look, of what happened lately, and of a node's locks.
+
+``LastMoved``, ``Biggest`` and ``Since`` compare looks; they are bounded by what the node has open
+now, and found out again after a restart. ``Recent`` is a subscriber of the bus: bounded, and 0.4 us
+a lease. ``lock_changes`` tells from events how a node of the tree came to its locks.
+
+A lease that locks anything in a node's subtree locks the node. Events name the node at whose end a
+lease's lock is, so those that name one of the present subtree are about this node, and the changes
+add up to its ``lock_ref``, as far back as events go. Of nodes evicted since no event is known to be
+about it any more; who locked them has let go, so a gain and a loss are missing together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from kvd.console.view import kept_holder
+from kvd.wire import events
+from kvd.wire.admin import Because, Mark
+from kvd.wire.console import Latency, Sources
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvd.console.context import Context
+    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.handoff.parts import SendPart
+    from kvd.core.inspect.view import NodeView
+    from kvd.wire.console import Holder
+    from kvd.wire.events import Event, HandoffEnded, MessageRefused
+
+
+LOOK_EVERY_S = 0.2
+"""How often bytes are compared: a part that moves is never called still for longer."""
+RANK_EVERY_S = 2.0
+"""Ranking takes a look at all leases, some 5 ms for ten thousand."""
+
+Seen = tuple[int, float]
+"""Bytes of a part, and when they, or its state, last changed."""
+
+
+class LastMoved:
+    """When each open handoff last moved: by its own record, and by what looks have seen."""
+
+    def __init__(self) -> None:
+        self.receives: dict[int, Seen] = {}
+        self.sends: dict[int, Seen] = {}
+        self._at_s = float("-inf")
+
+    def look(self, context: Context) -> None:
+        """Compare with the last look, unless that was just now; one look at all open parts."""
+        now_s, prefiller = context.now_s, context.node.prefiller
+        if now_s - self._at_s < LOOK_EVERY_S:
+            return
+        self._at_s = now_s
+        before, self.receives = self.receives, {}
+        for receive in context.node.decoder.parts.values():
+            known = before.get(receive.id)
+            last_s, n_bytes = receive.history.last_s, receive.moved_bytes
+            if known is None:
+                self.receives[receive.id] = n_bytes, now_s if n_bytes else last_s
+            else:
+                self.receives[receive.id] = _next(known, n_bytes, last_s, now_s)
+        before, self.sends = self.sends, {}
+        live_bytes = prefiller.posts.live_bytes
+        for send in prefiller.known():
+            known = before.get(send.id)
+            last_s, n_bytes = send.history.last_s, live_bytes(send)
+            if known is None:
+                self.sends[send.id] = n_bytes, _first_seen(send, n_bytes, last_s, now_s)
+            else:
+                self.sends[send.id] = _next(known, n_bytes, last_s, now_s)
+
+    def moved_s(self, side: str, part: int) -> float | None:
+        """When that part last moved; None for one that was not looked at."""
+        found = (self.receives if side == "decode" else self.sends).get(part)
+        return found[1] if found is not None else None
+
+
+def _next(known: Seen, n_bytes: int, last_s: float, now_s: float) -> Seen:
+    before, moved_s = known
+    if n_bytes != before:
+        return n_bytes, now_s
+    return known if last_s <= moved_s else (n_bytes, last_s)
+
+
+def _first_seen(send: SendPart, n_bytes: int, last_s: float, now_s: float) -> float:
+    """Posts know since when not a byte of theirs has moved."""
+    flow = send.flow
+    if send.outstanding and not flow.moved_bytes:
+        return max(last_s, flow.since_s)
+    return now_s if n_bytes else last_s
+
+
+class Biggest:
+    """The leases that keep the most pages of each component, ranked now and then."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[float, tuple[Holder, ...]]] = {}
+
+    def of(self, context: Context, budget: str) -> tuple[Holder, ...]:
+        """As of ``RANK_EVERY_S`` ago at most."""
+        at_s, holders = self._found.get(budget, (float("-inf"), ()))
+        if context.now_s - at_s >= RANK_EVERY_S:
+            ranked = context.node.owners.biggest(budget)
+            holders = tuple(kept_holder(context, one) for one in ranked)
+            self._found[budget] = context.now_s, holders
+        return holders
+
+
+class Since:
+    """Since when something has been so, for what the node itself does not date.
+
+    Who looks asks for all that is so, and says when that was all.
+    """
+
+    def __init__(self) -> None:
+        self._first_s: dict[str, float] = {}
+        self._asked: dict[str, float] = {}
+
+    def of(self, key: str, now_s: float) -> float:
+        """When it was first seen: now, if the last look did not see it."""
+        found = self._asked[key] = self._first_s.get(key, now_s)
+        return found
+
+    def end_look(self) -> None:
+        """Whatever was not asked for is no longer so."""
+        self._first_s, self._asked = self._asked, {}
+
+
+WINDOW_S = 60.0
+MAX_ENDED = 4096
+MAX_PEERS = 256
+MAX_REFUSED = 64
+"""Refused messages that are remembered: enough to tell a flood from a mistake."""
+RECEIVE = "receive from "
+"""How the reason of a lease begins whose tokens come from a peer."""
+GIVEN_UP = frozenset({"aborted", "cancelled", "client-gone"})
+"""Codes of handoffs that somebody did not want any more: their tokens are not lost."""
+DELIVERED = frozenset({"delivered", "committed"})
+
+
+class PeerTraffic:
+    """Handoffs with one peer that have ended."""
+
+    __slots__ = ("delivered", "failed", "in_bytes", "out_bytes")
+
+    def __init__(self) -> None:
+        self.delivered = self.failed = self.in_bytes = self.out_bytes = 0
+
+
+class Recent:
+    """The last minute, and counters since the incarnation began."""
+
+    def __init__(self) -> None:
+        self.ended: deque[HandoffEnded] = deque(maxlen=MAX_ENDED)
+        """Handoffs by their end, the newest last."""
+        self.by_peer: dict[str, PeerTraffic] = {}
+        self.cached = self.received = self.restored = 0
+        self.new = self.evicted = self.lost = self.unaligned = 0
+        """Tokens: see ``Sources``."""
+        self.quarantined: dict[int, float] = {}
+        """By lease: since when, the oldest first."""
+        self.refused: deque[MessageRefused] = deque(maxlen=MAX_REFUSED)
+        """The newest last."""
+        self._takers: dict[type, Callable[..., None]] = {
+            events.HandoffEnded: self._handoff_ended,
+            events.LeaseOpened: self._lease_opened,
+            events.LeaseResumed: self._resumed,
+            events.Quarantined: self._lease_quarantined,
+            events.QuarantineEnded: self._quarantine_ended,
+            events.MessageRefused: self.refused.append,
+        }
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether events of this kind are looked at."""
+        return kind in self._takers
+
+    def take(self, event: Event) -> None:
+        """One event, in order."""
+        self._takers[type(event)](event)
+
+    def sources(self) -> Sources:
+        """Where the tokens of all leases came from."""
+        return Sources(
+            cached=self.cached,
+            received=self.received,
+            restored=self.restored,
+            new=self.new,
+            evicted=self.evicted,
+            lost=self.lost,
+            unaligned=self.unaligned,
+        )
+
+    def latency(self, now_s: float) -> Latency:
+        """Of the handoffs that ended in the last minute, as far as they are remembered."""
+        lately = []
+        for one in reversed(self.ended):
+            if now_s - one.at_s > WINDOW_S:
+                break
+            lately.append(one)
+        took = sorted(one.took_s for one in lately if one.outcome in DELIVERED)
+        failed = len(lately) - len(took)
+        if not took:
+            return Latency(len(lately), failed)
+        last = len(took) - 1
+        return Latency(
+            ended=len(lately),
+            failed=failed,
+            p50_s=took[len(took) // 2],
+            p99_s=took[min(last, len(took) * 99 // 100)],
+        )
+
+    def traffic(self, peer: str) -> PeerTraffic:
+        """With one peer; a stranger's is nothing."""
+        return self.by_peer.get(peer) or PeerTraffic()
+
+    def _handoff_ended(self, event: HandoffEnded) -> None:
+        self.ended.append(event)
+        is_delivered = event.outcome in DELIVERED
+        is_receive = event.side == "decode"
+        # Without a lease it was never admitted, and no LeaseOpened has counted its prompt.
+        if is_receive and event.lease:
+            delta_tokens = event.prompt_tokens - event.decode_prefix_len
+            if is_delivered:
+                self.received += delta_tokens
+            elif event.code not in GIVEN_UP:
+                self.lost += delta_tokens
+        traffic = self.by_peer.get(event.peer)
+        if traffic is None:
+            if len(self.by_peer) >= MAX_PEERS:
+                return
+            traffic = self.by_peer[event.peer] = PeerTraffic()
+        traffic.delivered += is_delivered
+        traffic.failed += not is_delivered
+        traffic.in_bytes += event.moved_bytes * is_receive
+        traffic.out_bytes += event.moved_bytes * (not is_receive)
+
+    def _lease_quarantined(self, event: events.Quarantined) -> None:
+        self.quarantined[event.lease] = event.at_s
+
+    def _quarantine_ended(self, event: events.QuarantineEnded) -> None:
+        self.quarantined.pop(event.lease, None)
+
+    def _lease_opened(self, event: events.LeaseOpened) -> None:
+        self.cached += event.prefix_tokens
+        if event.reason.startswith(RECEIVE):
+            return  # what it misses is on its way: its handoff tells what became of it
+        missed = event.missed_tokens
+        self.unaligned += event.prompt_tokens - event.prefix_tokens - missed
+        if event.why_missed == "new":
+            self.new += missed
+        else:
+            self.evicted += missed
+
+    def _resumed(self, event: events.LeaseResumed) -> None:
+        self.restored += event.restored_tokens
+
+
+MARKS = 32
+
+
+class LockChange(NamedTuple):
+    """One lock more, or one less."""
+
+    at_s: float
+    by: int
+    what: str
+
+
+def with_lock_history(
+    said: Because, node: NodeView, number: int, happened: Sequence[Event], now_s: float
+) -> Because:
+    """What was said of node ``number``, with its last lock changes, oldest first."""
+    tree = node.leases.tree
+    edges = chain(tree.roots.values(), tree.nodes())
+    edge = next((one for one in edges if one.id == number), None)
+    if edge is None:
+        return said
+    changes = lock_changes(node, edge, happened)
+    shown = changes[-MARKS:]
+    first = happened[0].seq if happened else node.out.seq + 1
+    fact = (
+        f"lock changes: {len(shown)} of {len(changes)} since event {first}, of it and of what is "
+        "below it now; nodes evicted since are not in it"
+    )
+    return msgspec.structs.replace(
+        said,
+        facts=(*said.facts, fact),
+        marks=tuple([Mark(now_s - one.at_s, one.what) for one in shown]),
+    )
+
+
+def lock_changes(node: NodeView, edge: TreeNode, happened: Iterable[Event]) -> list[LockChange]:
+    """All of them in the order in which they happened."""
+    story = _Story(node, edge)
+    for event in happened:
+        story.take(event)
+    story.end()
+    return story.changes
+
+
+class _Story:
+    """Which leases lock the node, event by event."""
+
+    def __init__(self, node: NodeView, edge: TreeNode) -> None:
+        self.changes: list[LockChange] = []
+        self._node = node
+        self._below = _ids_below(edge)
+        self._names = {one.id: one.name for one in node.sessions.by_id.values()}
+        self._owners: dict[int, str] = {}
+        """By lease, as far as its beginning is remembered."""
+        self._inside: dict[int, float] = {}
+        """Leases that lock the node, and when that was last told."""
+
+    def take(self, event: Event) -> None:
+        """One event, in order."""
+        match event:
+            case events.ClientAttached(session=session, name=name):
+                self._names[session] = name
+            case events.LeaseOpened(lease=lease, session=session, reason=reason):
+                name = self._names.get(session, f"session {session}")
+                self._owners[lease] = f"of {name} ({reason})"
+                self._enters(event, "")
+            case events.LeaseExtended():
+                self._enters(event, ", resumed")
+            case events.LeaseCommitted(lease=lease):
+                if lease not in self._owners and event.locked_node in self._below:
+                    # It began before anything that is remembered, most likely in here.
+                    self._inside.setdefault(lease, event.at_s)
+                self._enters(event, ", committed")
+            case events.LeaseReleased(cause=cause):
+                self._leaves(event, "released" if cause == "normal" else f"released: {cause}")
+            case events.Quarantined():
+                self._leaves(event, "in quarantine")
+            case events.LeaseRetracted(lease=lease) if lease in self._inside:
+                del self._inside[lease]
+                self.changes.append(LockChange(event.at_s, -1, f"-1 lease {lease} retracted"))
+            case _:
+                pass
+
+    def end(self) -> None:
+        """What gave its lock up without an event: its pages came, and could not be used."""
+        leases = self._node.leases.leases
+        for number, at_s in self._inside.items():
+            lease = leases.get(number)
+            if lease is None or lease.anchor is None or lease.anchor.id not in self._below:
+                self.changes.append(LockChange(at_s, -1, f"-1 lease {number} was not resumed"))
+
+    def _enters(
+        self, event: events.LeaseOpened | events.LeaseExtended | events.LeaseCommitted, how: str
+    ) -> None:
+        if event.locked_node not in self._below:
+            return
+        if event.lease not in self._inside:
+            owner = self._owners.get(event.lease, "")
+            self.changes.append(LockChange(event.at_s, 1, f"+1 lease {event.lease} {owner}{how}"))
+        self._inside[event.lease] = event.at_s
+
+    def _leaves(self, event: events.LeaseReleased | events.Quarantined, how: str) -> None:
+        was_inside = self._inside.pop(event.lease, None) is not None
+        if was_inside or event.locked_node in self._below:
+            self.changes.append(LockChange(event.at_s, -1, f"-1 lease {event.lease} {how}"))
+
+
+def _ids_below(edge: TreeNode) -> set[int]:
+    """Of a node and its subtree."""
+    ids: set[int] = set()
+    stack = [edge]
+    while stack:
+        node = stack.pop()
+        ids.add(node.id)
+        stack.extend(node.children.values())
+    return ids
