@@ -30,7 +30,7 @@ from kvd.core.cache.radix import RadixTree
 from kvd.core.effects import AnswerEngine, Step
 from kvd.core.inputs import ClientJoined, FromClient
 from kvd.core.layout.spec import Component, PageOrder, PoolSpec, Raw
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.core.settings import Settings
 from kvd.trace import Blocks, TraceRequest, read_trace
 from kvd.types import ID_BYTES, Incarnation, NodeName, Tokens, count
@@ -110,7 +110,7 @@ class WholeNode:
         )
         self._page_size = page_size
         self._at_s = 0.0
-        self._node = Node(Settings(NodeName("bench"), Incarnation("0" * 32), spec), self._at_s)
+        self._node = NodeState(Settings(NodeName("bench"), Incarnation("0" * 32), spec), self._at_s)
         self._node.step(ClientJoined(at_s=self._at_s, session=SESSION, name="bench", pid=1))
 
     @property

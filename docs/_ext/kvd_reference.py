@@ -28,6 +28,7 @@ import click
 import msgspec
 from docutils import nodes
 from docutils.statemachine import StringList
+from kvd.observe.gauges import Gauges
 from kvd_drawing import drawing
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 from typing_extensions import override
@@ -42,7 +43,6 @@ from kvd.config.render import EXAMPLE_HOST, toml_value
 from kvd.config.schema import SECTIONS
 from kvd.core.handoff.protocol import DECODE, PREFILL, DecodeTrigger, PrefillTrigger
 from kvd.observe.exposition import Build, Exposition
-from kvd.observe.gauges import Gauges
 from kvd.observe.metrics import Metrics
 from kvd.wire import admin, attach, client, events, peer, snapshot
 from tui import keys as console_keys

@@ -192,7 +192,7 @@ class Node:
         Raises:
             KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...
         """
-        request = wire.Receive(
+        request = wire.ReceiveRequest(
             call=self._port.connection.next_call(),
             room=_room(room),
             source=(source,) if isinstance(source, str) else tuple(source),
@@ -242,7 +242,7 @@ class Node:
         Raises:
             KvdError: ``unknown-lease``, ``duplicate-room``, ``prompt-mismatch`` ...
         """
-        request = wire.Send(
+        request = wire.SendRequest(
             call=self._port.connection.next_call(),
             room=_room(room),
             lease=lease.id,
@@ -263,7 +263,7 @@ class Node:
         the start. A receive has that sent anyway, with the end of the prompt for a window.
         """
         request = wire.MatchPrefix(self._port.connection.next_call(), namespace)
-        found = await self._port.ask(request, wire.Matched, tokens=token_frame(tokens))
+        found = await self._port.ask(request, wire.MatchReply, tokens=token_frame(tokens))
         return Matched(found.tokens, found.load, found.free)
 
     async def snapshot(self) -> Snapshot:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
 
-from kvd.client.state import EventQueue, LeaseState, News, ReceiveState, SendState, Slot
+from kvd.client.state import EventQueue, LeaseView, News, ReceiveState, SendState, Slot
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, MAX_HEADER_BYTES
@@ -53,14 +53,14 @@ Answer = (
     | wire.Receiving
     | wire.Sending
     | wire.Finished
-    | wire.Matched
+    | wire.MatchReply
     | wire.Snapshotted
     | wire.Retracted
     | wire.Resumed
-    | wire.Fetched
+    | wire.FetchReply
 )
 
-INDIFFERENT = frozenset({wire.Matched, wire.Snapshotted, wire.Fetched, Refusal})
+INDIFFERENT = frozenset({wire.MatchReply, wire.Snapshotted, wire.FetchReply, Refusal})
 """Answers that change no record."""
 
 CHANGES_ROWS = wire.CommitLease | wire.RetractLease | wire.ResumeLease | wire.SlideLease
@@ -85,7 +85,7 @@ class Call:
 
     __slots__ = ("answer", "is_abandoned", "lease", "receive", "request", "send")
 
-    def __init__(self, request: wire.Request, lease: LeaseState | None) -> None:
+    def __init__(self, request: wire.Request, lease: LeaseView | None) -> None:
         self.request = request
         self.lease = lease
         self.receive: ReceiveState | None = None
@@ -103,7 +103,7 @@ class Connection:
         self._calls: dict[int, Call] = {}
         self._receives: dict[int, ReceiveState] = {}
         self._sends: dict[int, SendState] = {}
-        self._leases: dict[int, LeaseState] = {}
+        self._leases: dict[int, LeaseView] = {}
         self._readers: list[EventQueue] = []
         self._outgoing: list[Outgoing] = []
         self._end: Refusal | None = None
@@ -145,7 +145,7 @@ class Connection:
         return self._last_call
 
     def begin(
-        self, request: wire.Request, tokens: Tokens | None = None, lease: LeaseState | None = None
+        self, request: wire.Request, tokens: Tokens | None = None, lease: LeaseView | None = None
     ) -> Call:
         """Queue a request for sending.
 
@@ -173,7 +173,7 @@ class Connection:
         if call.request.call not in self._calls:
             if call.answer.value is not None:
                 self._undo(call, call.answer.value)
-        elif isinstance(call.request, wire.OpenLease | wire.Receive | wire.ResumeLease):
+        elif isinstance(call.request, wire.OpenLease | wire.ReceiveRequest | wire.ResumeLease):
             self.tell(wire.CancelCall(self.next_call(), call.request.call))
 
     def take_outgoing(self) -> list[Outgoing]:
@@ -239,7 +239,7 @@ class Connection:
             self.tell(wire.Subscribe(self.next_call()))
         self._wake()
 
-    def forget_lease(self, lease: LeaseState) -> bool:
+    def forget_lease(self, lease: LeaseView) -> bool:
         """The engine uses a lost lease no more; whether the daemon is there and must be told."""
         lease.is_released = True
         was_kept = self._leases.pop(lease.number, None) is not None
@@ -378,8 +378,8 @@ class Connection:
 
     def _opened(
         self, number: int, prefix_tokens: int, pages: bytes, beside: tuple[bytes, ...]
-    ) -> LeaseState:
-        lease = LeaseState(number, prefix_tokens=prefix_tokens, pages=pages, beside=beside)
+    ) -> LeaseView:
+        lease = LeaseView(number, prefix_tokens=prefix_tokens, pages=pages, beside=beside)
         self._leases[number] = lease
         return lease
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.client.port import within
-from kvd.client.rows import Along, Beside, along, page_frame
+from kvd.client.rows import Along, ComponentRow, along, page_frame
 from kvd.client.tokens import token_frame
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvd.client.pool import Pools
     from kvd.client.port import Port
     from kvd.client.rows import PageNumbers
-    from kvd.client.state import LeaseState
+    from kvd.client.state import LeaseView
     from kvd.client.tokens import TokenIds
 
 
@@ -66,7 +66,7 @@ class Lease:
     raises ``before-restart``.
     """
 
-    def __init__(self, port: Port, pools: Pools, state: LeaseState) -> None:
+    def __init__(self, port: Port, pools: Pools, state: LeaseView) -> None:
         self._port = port
         self._pools = pools
         self._state = state
@@ -77,7 +77,7 @@ class Lease:
         return self._state.number
 
     @property
-    def record(self) -> LeaseState:
+    def record(self) -> LeaseView:
         """What is known of it; for the verbs of ``Node`` that take a lease."""
         return self._state
 
@@ -146,7 +146,7 @@ class Lease:
         match row:
             case Along(pages_each):
                 return along(self._state.pages, pages_each)
-            case Beside(index):
+            case ComponentRow(index):
                 rows = self._state.beside
                 if index >= len(rows):
                     raise _no_row(self.id, component, len(rows))
@@ -214,7 +214,7 @@ class Lease:
             ahead=page_frame(ahead),
         )
         done = await self._port.ask(
-            request, wire.Fetched, about=self._state, within_s=COPY_WITHIN_S
+            request, wire.FetchReply, about=self._state, within_s=COPY_WITHIN_S
         )
         found = np.frombuffer(done.pages, dtype="<i4")
         return Fetched(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvd.client.device_mapping import DeviceMapping
 from kvd.client.mapping import Mapping
-from kvd.client.rows import Along, Beside
+from kvd.client.rows import Along, ComponentRow
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Pool:
         known = ", ".join(part.name for part in self.memory.components)
         raise _none(f"pool {self.name} has no component {name!r}; it has {known}")
 
-    def row_of(self, component: str) -> Along | Beside:
+    def row_of(self, component: str) -> Along | ComponentRow:
         """How the pages that a lease has of this component are known.
 
         Raises:
@@ -82,7 +82,7 @@ class Pool:
         if wanted.extent == WHOLE:
             return Along(first.page_size // wanted.page_size)
         beside = [part.name for part in self.memory.components if part.extent != WHOLE]
-        return Beside(beside.index(component))
+        return ComponentRow(beside.index(component))
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The tensors of one layer of the first component: ``(k, v)``, or ``(latent,)``.
@@ -187,7 +187,7 @@ class Pools:
             raise _none(f"there is no pool {name!r}; there is {', '.join(self._pools) or 'none'}")
         return self._pools[name]
 
-    def row_of(self, component: str) -> Along | Beside:
+    def row_of(self, component: str) -> Along | ComponentRow:
         """How the pages that leases have of this component are known.
 
         Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvd.client.returning import RETURN_WITHIN_S
-from kvd.client.state import LeaseState
+from kvd.client.state import LeaseView
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Port:
                 about is of before a restart.
         """
         await self._ready(about, within_s)
-        lease = about if isinstance(about, LeaseState) else None
+        lease = about if isinstance(about, LeaseView) else None
         call = self.connection.begin(request, tokens, lease)
         try:
             self._channel.flush()

@@ -31,7 +31,7 @@ class Along(msgspec.Struct, frozen=True):
     pages_each: int
 
 
-class Beside(msgspec.Struct, frozen=True):
+class ComponentRow(msgspec.Struct, frozen=True):
     """A page pool of its own: the row at ``index`` beside that of the first component."""
 
     index: int

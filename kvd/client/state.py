@@ -61,7 +61,7 @@ class Slot(Generic[T]):
             self._wakes.remove(wake)
 
 
-class LeaseState:
+class LeaseView:
     """The pages of one lease, as the daemon last said; none while it is retracted.
 
     ``kv_tokens`` is how far their KV was there when it began, or last resumed. ``beside`` has the
@@ -145,7 +145,7 @@ class ReceiveState:
         self.prefix_tokens = prefix_tokens
         self.outcome: Slot[Received | Refusal] = Slot()
         self.is_unwanted = False
-        self.lease: LeaseState | None = None
+        self.lease: LeaseView | None = None
         self.lost: Refusal | None = None
 
 
@@ -168,7 +168,7 @@ class SendState:
         self.accepted.put(refusal)
 
 
-Record = LeaseState | ReceiveState | SendState
+Record = LeaseView | ReceiveState | SendState
 """What a request is about, if it is about something that the daemon told us of."""
 
 

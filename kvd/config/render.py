@@ -149,7 +149,7 @@ def _shown(key: ConfigKey, default: Value) -> Iterable[str]:
 # ---- key by key ----------------------------------------------------------------------------------
 
 
-class Explanation(msgspec.Struct, frozen=True):
+class KeyExplanation(msgspec.Struct, frozen=True):
     """One key, or one entry of a table. ``shown`` is the value as TOML, ``origin`` its place."""
 
     key: str
@@ -160,9 +160,9 @@ class Explanation(msgspec.Struct, frozen=True):
     rule: str
 
 
-def explanations(config: Config) -> list[Explanation]:
+def explanations(config: Config) -> list[KeyExplanation]:
     """All keys in the order of the schema, the entries of a table below it."""
-    out: list[Explanation] = []
+    out: list[KeyExplanation] = []
     for key in KEYS.values():
         value = value_of(config, key)
         out.append(_row(config, key, key.path, value))
@@ -172,8 +172,8 @@ def explanations(config: Config) -> list[Explanation]:
     return out
 
 
-def _row(config: Config, key: ConfigKey, path: str, value: Value) -> Explanation:
-    return Explanation(
+def _row(config: Config, key: ConfigKey, path: str, value: Value) -> KeyExplanation:
+    return KeyExplanation(
         key=path,
         value=value,
         shown="(left out)" if value is None else toml_value(value),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvd.console.context import Context
     from kvd.console.waiting import WaitingRow
-    from kvd.core.cache.lease import Lease, Writer
+    from kvd.core.cache.lease import LeaseRecord, Writer
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.wire.console import Query
     from kvd.wire.snapshot import AuditState
@@ -172,7 +172,7 @@ def _waiting(context: Context, oldest: WaitingRow, n_waiting: int) -> Concern:
 
 def quarantines(context: Context) -> Iterator[Concern]:
     """Pages that a remote may still write, once for each writer."""
-    groups: dict[tuple[Writer, ...], list[Lease]] = {}
+    groups: dict[tuple[Writer, ...], list[LeaseRecord]] = {}
     leases, decoder = context.node.leases.leases, context.node.decoder
     for number, since_s in context.recent.quarantined.items():
         lease = leases.get(number)
@@ -203,7 +203,7 @@ def quarantines(context: Context) -> Iterator[Concern]:
 def old_leases(context: Context) -> Iterator[Concern]:
     """Leases that a living engine holds and has not touched for long, once for each engine."""
     now_s, node = context.now_s, context.node
-    groups: dict[int, list[Lease]] = {}
+    groups: dict[int, list[LeaseRecord]] = {}
     for lease in node.leases.leases.values():  # in the order in which they were opened
         if now_s - lease.since_s <= OLD_S:
             break

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvd.core.audit.audit import StandingAudit
 
 
-class EngineProcesses(Protocol):
+class KnownProcesses(Protocol):
     """What the shell knows of the sessions, beside the core."""
 
     def calls(self, session: int) -> int:
@@ -42,7 +42,7 @@ class Context:
         "surveyor",
     )
 
-    def __init__(self, node: ConsoleView, recent: Recent, engines: EngineProcesses) -> None:
+    def __init__(self, node: ConsoleView, recent: Recent, engines: KnownProcesses) -> None:
         self.node = node
         self.recent = recent
         self.engines = engines

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from kvd.console.view import Field, View, field_of, owner
-from kvd.core.cache.lease import Lease
+from kvd.core.cache.lease import LeaseRecord
 from kvd.core.inspect.schema import LEASE_COLUMNS
 from kvd.core.leases.sessions import Session
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from kvd.wire.console import Query
 
 
-class Leases(View[Lease]):
+class Leases(View[LeaseRecord]):
     """Leases may be gone before their row is made."""
 
     @override
-    def is_there(self, context: Context, one: Lease) -> bool:
+    def is_there(self, context: Context, one: LeaseRecord) -> bool:
         """Whether it has not been released meanwhile."""
         return one.id in context.node.leases.leases
 
@@ -46,7 +46,7 @@ class ClientRow:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.leases: list[Lease] = []
+        self.leases: list[LeaseRecord] = []
         self.receives = self.sends = 0
 
 

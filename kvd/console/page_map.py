@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvd.console.context import Context
     from kvd.console.page_owners import PageOwners
     from kvd.console.survey import Survey
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.inspect.view import NodeView
     from kvd.wire.console import MapQuery
 
@@ -179,7 +179,7 @@ def _mark(
 
 
 def _things(
-    leases: Iterable[Lease], plane: PageOwners, survey: Survey, seen: set[int]
+    leases: Iterable[LeaseRecord], plane: PageOwners, survey: Survey, seen: set[int]
 ) -> list[int]:
     """The leases, and the nodes whose part of this component they need, but for those ``seen``."""
     found = []

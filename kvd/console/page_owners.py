@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
@@ -183,7 +183,7 @@ class PageOwners:
             return [node.lock_ref for node in nodes]
         return [keeper.locks_at(node) for node in nodes]
 
-    def of(self, lease: Lease) -> Pages:
+    def of(self, lease: LeaseRecord) -> Pages:
         """The pages that are this lease's own."""
         if self.saves:
             parts = () if lease.saved is None else lease.saved.parts

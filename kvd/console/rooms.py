@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.console.context import Context
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.handoff.parts import SendPart
     from kvd.wire.console import Query
     from kvd.wire.events import HandoffEnded
@@ -49,7 +49,7 @@ class HandoffRow:
         self.part: ReceivePart | SendPart | None = None
         self.end: HandoffEnded | None = None
         self.session = 0
-        self.lease: Lease | None = None
+        self.lease: LeaseRecord | None = None
         self.prompt_tokens = 0
         self.decode_prefix_len = 0
         self.done_bytes = 0

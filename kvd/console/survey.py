@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.inspect.view import NodeView
 
 SLICE_S = 0.001
@@ -238,14 +238,14 @@ def _next_nodes(nodes: list[TreeNode], first: int) -> tuple[list[TreeNode], list
     return seen, n_children
 
 
-def _things_of_leases(leases: Sequence[Lease], plane: PageOwners) -> Things:
+def _things_of_leases(leases: Sequence[LeaseRecord], plane: PageOwners) -> Things:
     what = [_in_area(one) if plane.saves else _in_pool(one) for one in leases]
     since_s = [one.since_s if one.quarantine is None else one.quarantine.since_s for one in leases]
     is_saved = [bool(plane.saves) or one.saved is not None for one in leases]
     return Things.of(what, [one.session for one in leases], since_s, is_saved=is_saved)
 
 
-def _in_pool(lease: Lease) -> Is:
+def _in_pool(lease: LeaseRecord) -> Is:
     if lease.quarantine is not None:
         return Is.QUARANTINED
     if ARRIVAL in lease.holders or lease.state is LeaseStage.RESTORING:
@@ -257,7 +257,7 @@ def _in_pool(lease: Lease) -> Is:
     return Is.HELD
 
 
-def _in_area(lease: Lease) -> Is:
+def _in_area(lease: LeaseRecord) -> Is:
     if lease.state is LeaseStage.SAVING:
         return Is.ARRIVING
     return Is.SENDING if lease.state is LeaseStage.RESTORING else Is.SAVED

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvd.console.context import Context
     from kvd.console.survey import Survey
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.wire.console import Holder, Query
 
@@ -52,12 +52,12 @@ class Crossings:
         return tuple([lease_holder(self._scene, one) for one in self._first.get(node, ())])
 
 
-def first_holders(leases: Iterable[Lease]) -> dict[TreeNode, list[Lease]]:
+def first_holders(leases: Iterable[LeaseRecord]) -> dict[TreeNode, list[LeaseRecord]]:
     """By node, the first leases that cross it.
 
     Whoever crosses a node crosses those above it: from where one has enough, all have.
     """
-    first: dict[TreeNode, list[Lease]] = {}
+    first: dict[TreeNode, list[LeaseRecord]] = {}
     for lease in leases:
         step = lease.anchor
         while step is not None:
@@ -72,7 +72,7 @@ def first_holders(leases: Iterable[Lease]) -> dict[TreeNode, list[Lease]]:
     return first
 
 
-def holder_counts(leases: Collection[Lease]) -> dict[TreeNode, int]:
+def holder_counts(leases: Collection[LeaseRecord]) -> dict[TreeNode, int]:
     """By node, how many leases cross it; every node on the path of one is there."""
     counts: dict[TreeNode, int] = {}
     open_below: dict[TreeNode, int] = {}

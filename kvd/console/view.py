@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
     from kvd.console.context import Context
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.inspect.schema import StateField
     from kvd.core.leases.owners import Kept
 
@@ -216,7 +216,7 @@ def client_ref(session: int) -> str | None:
     return f"client:{session}" if session else None
 
 
-def lease_ref(lease: Lease | None) -> str | None:
+def lease_ref(lease: LeaseRecord | None) -> str | None:
     """What to open for a lease."""
     return f"lease:{lease.id}" if lease is not None else None
 
@@ -226,7 +226,7 @@ def peer_ref(name: str) -> str | None:
     return f"peer:{name}" if name else None
 
 
-def lease_holder(context: Context, lease: Lease, pages: str = "") -> Holder:
+def lease_holder(context: Context, lease: LeaseRecord, pages: str = "") -> Holder:
     """A lease as a holder of something; ``pages`` says how much it has of it."""
     session = context.node.sessions.by_id.get(lease.session)
     who = (
@@ -241,7 +241,7 @@ def lease_holder(context: Context, lease: Lease, pages: str = "") -> Holder:
     )
 
 
-def state_of(context: Context, lease: Lease) -> str:
+def state_of(context: Context, lease: LeaseRecord) -> str:
     """Empty for one that runs; ``gone`` where its owner is, else its state: see ``Holder``."""
     word = lease_word(lease)
     if word != "held":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from kvd.core.cache.lease import Claim, Lease, Shortage
+from kvd.core.cache.lease import Claim, LeaseRecord, Shortage
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.inspect.snapshot import snapshot
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.inputs import FromClient
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
 
 
 COUNTS: Final = (
@@ -51,7 +51,7 @@ class LeaseAsker(MemoryAsker):
         self._call = call
         self._out = out
 
-    def admitted(self, lease: Lease) -> None:
+    def admitted(self, lease: LeaseRecord) -> None:
         """Answer with the lease."""
         beside = self._leases.components.page_tables(lease)
         self._out.answer(
@@ -73,7 +73,7 @@ class LeaseAsker(MemoryAsker):
 class Engines:
     """The verbs of the client API."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeState) -> None:
         self._node = node
         self._leases = node.leases
         self._owners = node.owners
@@ -93,9 +93,9 @@ class Engines:
             client.CommitLease: self._commit_lease,
             client.ReleaseLease: self._release_lease,
             client.CommitAndRelease: self._commit_and_release,
-            client.Receive: self._receive,
+            client.ReceiveRequest: self._receive,
             client.CancelReceive: self._cancel_receive,
-            client.Send: self._send,
+            client.SendRequest: self._send,
             client.Advance: self._advance,
             client.Finish: self._finish,
             client.AbortSend: self._abort_send,
@@ -132,7 +132,7 @@ class Engines:
         insert, match, send, receive, check or copy KV is refused rather than done with nothing.
         """
         if self._mode is CacheMode.OFF:
-            if isinstance(request, client.OpenLease | client.Receive):
+            if isinstance(request, client.OpenLease | client.ReceiveRequest):
                 return msgspec.structs.replace(request, cache=False)
             return request
         if isinstance(request, COUNTS):
@@ -174,7 +174,7 @@ class Engines:
         )
         asker = LeaseAsker(session, message.call, self._leases, self._out)
         lease = self._admission.at_once(claim)
-        if isinstance(lease, Lease):
+        if isinstance(lease, LeaseRecord):
             asker.admitted(lease)
             return None
         wait_s = min(self._node.settings.max_deadline_s, message.deadline_s)
@@ -248,11 +248,11 @@ class Engines:
         self._release(session, message.call, lease)
         return None
 
-    def _release(self, session: int, call: int, lease: Lease) -> None:
+    def _release(self, session: int, call: int, lease: LeaseRecord) -> None:
         self._sessions.end_lease(lease, "normal")
         self._out.answer(session, client.Done(call))
 
-    def _answer_page_table(self, session: int, call: int, lease: Lease, first: int) -> None:
+    def _answer_page_table(self, session: int, call: int, lease: LeaseRecord, first: int) -> None:
         beside = self._leases.components.page_tables(lease)
         self._out.answer(
             session,
@@ -261,7 +261,7 @@ class Engines:
             ),
         )
 
-    def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
+    def _no_room(self, lease: LeaseRecord, shortage: Shortage) -> Refusal:
         who = "; ".join(self._owners.of_most_pages(shortage.budget))
         return Refusal(
             Code.NO_ROOM,
@@ -287,7 +287,9 @@ class Engines:
 
     # ---- decode side -------------------------------------------------------------------------
 
-    def _receive(self, session: int, message: client.Receive, tokens: Tokens) -> Refusal | None:
+    def _receive(
+        self, session: int, message: client.ReceiveRequest, tokens: Tokens
+    ) -> Refusal | None:
         refusal = self._bad_room(message.room)
         if refusal is not None:
             return refusal
@@ -302,7 +304,7 @@ class Engines:
             )
         return refusal
 
-    def _bad_receive(self, message: client.Receive, tokens: Tokens) -> Refusal | None:
+    def _bad_receive(self, message: client.ReceiveRequest, tokens: Tokens) -> Refusal | None:
         if not tokens or message.reserve_tokens < 0 or message.step_tokens < 0:
             return self._wrong(
                 f"receive of {count(tokens)} tokens and {message.reserve_tokens} in reserve, "
@@ -327,7 +329,7 @@ class Engines:
 
     # ---- prefill side ------------------------------------------------------------------------
 
-    def _send(self, session: int, message: client.Send, tokens: Tokens) -> Refusal | None:
+    def _send(self, session: int, message: client.SendRequest, tokens: Tokens) -> Refusal | None:
         refusal = self._bad_room(message.room) or self._drainer.refusal()
         if refusal is not None:
             return refusal
@@ -396,7 +398,7 @@ class Engines:
         load = len(self._decoder.parts) + len(self._prefiller.rooms.by_room) + len(self._admission)
         self._out.answer(
             session,
-            client.Matched(
+            client.MatchReply(
                 call=message.call,
                 tokens=self._leases.tree.probe(tokens, message.namespace),
                 load=load,

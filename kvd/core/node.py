@@ -33,7 +33,7 @@ from kvd.core.operators import Operators
 from kvd.core.peers.hello import impostor
 from kvd.core.peers.peer import Life
 from kvd.core.peers.registry import Peers
-from kvd.core.recorded import FlightRecorder
+from kvd.core.recorded import RecorderFacts
 from kvd.errors import Code
 from kvd.types import short
 from kvd.wire import events
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from kvd.wire.peer import Message
 
 
-class Node:
+class NodeState:
     """The state of one daemon, and its one verb."""
 
     def __init__(self, settings: Settings, at_s: float) -> None:
@@ -115,7 +115,7 @@ class Node:
         self.operators = Operators(self)
         self.audit = StandingAudit(self)
         self.misgiven = one_list(self.leases)
-        self.recorded = FlightRecorder(self.out)
+        self.recorded = RecorderFacts(self.out)
         self._handlers = self._input_handlers()
         self._from_peers = self._peer_handlers()
 

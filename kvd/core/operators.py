@@ -36,12 +36,12 @@ from kvd.types import ID_BYTES, short
 from kvd.wire import admin
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode as TreeEdge
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inputs import FromOperator
     from kvd.core.inspect.view import NodeView
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
 
 UNLOCKED = "unlocked"
 STRICT = "strict"
@@ -54,7 +54,7 @@ MAX_NOTES = 16
 class Operators:
     """The verbs of the admin socket that touch the node's state."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeState) -> None:
         self._node = node
         self._out = node.out
 
@@ -86,12 +86,12 @@ class Operators:
 # ---- verbs that only read ------------------------------------------------------------------------
 
 
-def status(node: Node, got: admin.ShowStatus) -> admin.Status:
+def status(node: NodeState, got: admin.ShowStatus) -> admin.Status:
     """Everything there is to see."""
     return admin.Status(got.call, snapshot(node))
 
 
-def tree(node: Node, got: admin.ShowTree) -> admin.Tree:
+def tree(node: NodeState, got: admin.ShowTree) -> admin.Tree:
     """The first nodes in display order, and how many there are."""
     edges = why.in_display_order(node.leases.tree)
     by_edge = holders(node.leases)
@@ -101,7 +101,7 @@ def tree(node: Node, got: admin.ShowTree) -> admin.Tree:
     return admin.Tree(got.call, shown, len(edges))
 
 
-def audit(node: Node, got: admin.Audit) -> admin.Report:
+def audit(node: NodeState, got: admin.Audit) -> admin.Report:
     """Every rule at once; as good as a sweep of the standing audit, which hears of it."""
     found = faults(node)
     node.audit.looked_at_all(found)
@@ -251,7 +251,7 @@ def _freed_by_sender(part: SendPart) -> int:
     """Pages that nobody needs when the send is given up now."""
     if part.engine is None or part.outstanding or part.state is Prefill.DRAINING:
         return 0
-    lease: Lease = part.engine.lease
+    lease: LeaseRecord = part.engine.lease
     return lease.held_pages if lease.holders == {f"send {part.id}"} else 0
 
 
@@ -379,7 +379,7 @@ PLANS: dict[type, Callable[[NodeView, Any], VerbPlan | Refusal]] = {
     admin.Undrain: undrain,
 }
 
-ANSWERS: dict[type, Callable[[Node, Any], admin.AdminReply | Refusal]] = {
+ANSWERS: dict[type, Callable[[NodeState, Any], admin.AdminReply | Refusal]] = {
     admin.ShowStatus: status,
     admin.ShowTree: tree,
     admin.Why: why.because,

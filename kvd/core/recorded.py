@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RECORDING = "recording"
 
 
-class FlightRecorder:
+class RecorderFacts:
     """The recorder's last word about itself."""
 
     def __init__(self, out: Outbox) -> None:

@@ -27,7 +27,7 @@ from kvd.core.inputs import (
     Unreadable,
 )
 from kvd.core.inspect.words import node_word
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.daemon.admins import AdminPort
 from kvd.daemon.attach import AttachServer, device_memory
 from kvd.daemon.auditor import Auditor
@@ -119,7 +119,7 @@ class Daemon:
         placed = self.pool.memory.placed
         is_journaled = self.pool.is_journaled
         settings = settings_of(config, spec, launched.incarnation, is_journaled=is_journaled)
-        self.node = Node(settings, self._clock())
+        self.node = NodeState(settings, self._clock())
         self.bus = Bus()
         self.metrics = Metrics(spec.name)
         self.bus.subscribe(self.metrics.take, wants=self.metrics.counts)

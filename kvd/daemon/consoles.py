@@ -17,7 +17,7 @@ from kvd.types import Sent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
     from kvd.observe.bus import Bus
     from kvd.wire.admin import Look
 
@@ -62,7 +62,7 @@ class Consoles:
 
     def __init__(
         self,
-        node: Node,
+        node: NodeState,
         bus: Bus,
         budget: float,
         calls: Callable[[int], int],

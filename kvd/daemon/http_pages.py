@@ -17,7 +17,7 @@ from kvd.wire.attach import PROTOCOL
 
 if TYPE_CHECKING:
     from kvd.config import Config
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
     from kvd.observe.metrics import Metrics
     from kvd.wire.snapshot import Snapshot
 
@@ -40,7 +40,7 @@ class Info(msgspec.Struct, frozen=True):
     pool: PoolSpec
 
 
-def exposition_of(node: Node, metrics: Metrics) -> Exposition:
+def exposition_of(node: NodeState, metrics: Metrics) -> Exposition:
     """The Prometheus page of a node."""
     return Exposition(
         metrics,
@@ -49,7 +49,7 @@ def exposition_of(node: Node, metrics: Metrics) -> Exposition:
     )
 
 
-def http_pages(config: Config, node: Node, exposition: Exposition) -> HttpPages:
+def http_pages(config: Config, node: NodeState, exposition: Exposition) -> HttpPages:
     """The pages of a node; each is answered from the state between two steps."""
     info = Info(
         node=config.node.name,

@@ -23,7 +23,7 @@ from kvd.wire.client import Failed, Push
 
 if TYPE_CHECKING:
     from kvd.core.inputs import Input
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
     from kvd.observe.bus import Bus
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Reactor:
 
     def __init__(
         self,
-        node: Node,
+        node: NodeState,
         bus: Bus,
         *,
         clock: Callable[[], float],

@@ -21,7 +21,7 @@ from kvd.observe.log import Fed, Unfed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
     from kvd.daemon.reactor import Reactor
     from kvd.daemon.systemd import Systemd
     from kvd.daemon.transfer_supervisor import TransferSupervisor
@@ -97,7 +97,7 @@ class Watchdog:
         return self._transfer.trouble(self._limit_s)
 
 
-def status_line(node: Node, state: str) -> str:
+def status_line(node: NodeState, state: str) -> str:
     """What ``systemctl status`` shows: one line, no walk over anything that grows."""
     peers = node.peers
     known = {*peers.by_name, *(one.name for one in peers.dialed.values())}

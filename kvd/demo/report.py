@@ -53,7 +53,7 @@ class Environment(msgspec.Struct, frozen=True):
     decode: Division = ALONE
 
 
-class WindowPages(msgspec.Struct, frozen=True):
+class WindowPeak(msgspec.Struct, frozen=True):
     """What the layers with a window took, in their pages.
 
     ``crossed`` were sent. The peaks are the most that the lease had at once, ``most`` what it may
@@ -115,7 +115,7 @@ class TurnRow(msgspec.Struct, frozen=True):
     answer_tokens: int
     tokens_equal: bool
     max_logit_difference: float
-    window: WindowPages | None = None
+    window: WindowPeak | None = None
     damaged: str | None = None
     states: int = 0
     senders: tuple[SenderFigures, ...] = ()
@@ -231,7 +231,7 @@ def _figure_problems(row: TurnRow) -> list[str]:
     return found if row.window is None else found + _window_problems(row.window)
 
 
-def _window_problems(window: WindowPages) -> list[str]:
+def _window_problems(window: WindowPeak) -> list[str]:
     """Where window pages were kept that had to go back; or none were seen at all."""
     nodes = (
         ("prefill", window.prefill_peak, window.prefill_most),
@@ -275,7 +275,7 @@ def table_of(report: DemoReport) -> Table:
     return table
 
 
-def _peaks(window: WindowPages) -> str:
+def _peaks(window: WindowPeak) -> str:
     return f"{window.prefill_peak}/{window.decode_peak}/{window.full}"
 
 

@@ -31,7 +31,7 @@ from kvd.demo.report import (
     Environment,
     SenderFigures,
     TurnRow,
-    WindowPages,
+    WindowPeak,
     problems,
 )
 
@@ -181,12 +181,12 @@ class _Performance:
 
     def _window(
         self, prompt_tokens: int, prefilled: Prefilled, decoded: Decoded
-    ) -> WindowPages | None:
+    ) -> WindowPeak | None:
         """What the layers with a window took on both nodes; None where there are none."""
         pool = self._settings.pool
         if PoolPart.WINDOW not in pool.parts:
             return None
-        return WindowPages(
+        return WindowPeak(
             crossed=pool.due_pages(prompt_tokens, 0)[PoolPart.WINDOW],
             prefill_peak=prefilled.peak_window_pages,
             prefill_most=pool.most_window_pages(CHUNK_TOKENS),

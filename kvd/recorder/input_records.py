@@ -20,7 +20,7 @@ from kvd.core.inputs import FromClient, Input
 from kvd.types import Tokens
 
 if TYPE_CHECKING:
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
 
 HEADER: Final = struct.Struct("<IId")
 ALIGNMENT: Final = 16
@@ -109,7 +109,7 @@ def mark_in(record: InputRecord) -> StateMark:
         raise Unknown(str(error)) from error
 
 
-def mark_of(node: Node) -> StateMark:
+def mark_of(node: NodeState) -> StateMark:
     """The mark of a node between two steps; takes some 20 us, however large it is."""
     table, decoder, settled_sends = node.leases, node.decoder, node.prefiller.settled_sends
     figures = (

@@ -14,7 +14,7 @@ from kvd.recorder.input_records import InputRecord, input_of, mark_in, mark_of
 
 if TYPE_CHECKING:
     from kvd.core.effects import Step
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
 
 
 MAX_BUGS = 1000
@@ -36,7 +36,7 @@ class Bug(msgspec.Struct, frozen=True):
 class Player:
     """One node, stepped from records. ``bugs`` are the first steps that raised."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeState) -> None:
         self.node = node
         self.bugs: list[Bug] = []
         self.marks = 0

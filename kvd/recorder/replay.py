@@ -16,7 +16,7 @@ from kvd.recorder.recording import Damaged, records_in
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
     from kvd.recorder.recording import Recording
     from kvd.wire.events import Event
 
@@ -53,7 +53,7 @@ class ReplayOutcome(msgspec.Struct, frozen=True):
         return is_same and not self.strayed
 
 
-def begin(recording: Recording) -> Node:
+def begin(recording: Recording) -> NodeState:
     """The node where the recording begins.
 
     Raises:
@@ -67,7 +67,7 @@ def begin(recording: Recording) -> Node:
 
 def replay(
     recording: Recording,
-    node: Node,
+    node: NodeState,
     told: Callable[[Event], None],
     *,
     until: int | None = None,
@@ -120,7 +120,7 @@ def replay(
     )
 
 
-def _hash_of(node: Node) -> str:
+def _hash_of(node: NodeState) -> str:
     """Of the state that was reached; a forged beginning may hold what no node can."""
     try:
         return state_hash(node)

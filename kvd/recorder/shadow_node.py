@@ -18,7 +18,7 @@ from kvd.recorder.player import Player
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
     from kvd.recorder.orders import BeginRecording
     from kvd.recorder.ring import RecordRing
 
@@ -29,7 +29,7 @@ FULL_SHARE = 0.75
 class ShadowNode:
     """The shadow and its place in the ring. ``look`` before ``is_due``, ``step`` while it is."""
 
-    def __init__(self, node: Node, ring: RecordRing, begin: BeginRecording) -> None:
+    def __init__(self, node: NodeState, ring: RecordRing, begin: BeginRecording) -> None:
         self._player = Player(node)
         self._ring = ring
         self._begin = begin

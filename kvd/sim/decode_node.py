@@ -17,7 +17,7 @@ import msgspec
 
 from kvd.core import effects, inputs
 from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.core.settings import Settings
 from kvd.types import NO_TOKENS, Incarnation, NodeName, Tokens, count
 from kvd.wire import client
@@ -100,7 +100,7 @@ class DecodeNode:
             max_deadline_s=FOREVER_S,
             max_queue=2**31,
         )
-        self._node = Node(settings, agenda.now_s)
+        self._node = NodeState(settings, agenda.now_s)
         self._feed(inputs.ClientJoined(at_s=agenda.now_s, session=SESSION, name=name, pid=1))
 
     # ---- what a router may ask ---------------------------------------------------------------

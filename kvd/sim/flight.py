@@ -10,7 +10,7 @@ from kvd.types import page_ids
 
 if TYPE_CHECKING:
     from kvd.core import effects
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.sim.host import SimHost
 
 LANDING_S = 0.002
@@ -39,7 +39,7 @@ class Flight:
         "to",
     )
 
-    def __init__(self, post: effects.Post, to: SimHost, handoff: int, lease: Lease) -> None:
+    def __init__(self, post: effects.Post, to: SimHost, handoff: int, lease: LeaseRecord) -> None:
         self.post = post.post
         self.agent = (post.incarnation, post.generation)
         self.to = to

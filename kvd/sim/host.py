@@ -26,7 +26,7 @@ from kvd.wire.peer import Offer
 
 if TYPE_CHECKING:
     from kvd.core.inputs import Input
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
     from kvd.core.settings import Settings
     from kvd.sim.world import World
     from kvd.wire.admin import AdminRequest
@@ -53,7 +53,7 @@ class SimHost(NodeShell):
         self.life = 0
         self.is_up = False
         self.asleep_until_s = 0.0
-        self.node: Node
+        self.node: NodeState
         self.transfer: SimTransferProcess
         self.session: SimSession
         self.memory: SimMemory

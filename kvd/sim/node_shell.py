@@ -16,8 +16,8 @@ from kvd.sim.violation import Violated
 from kvd.types import Incarnation, Pages, page_ids
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Lease
-    from kvd.core.node import Node
+    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.node import NodeState
     from kvd.wire.peer import Offer
 
 
@@ -83,7 +83,7 @@ class NodeShell:
     """The daemon of a node in memory: each effect of a step goes to whoever performs it."""
 
     name: str
-    node: Node
+    node: NodeState
 
     def perform(self, effect: effects.Effect) -> None:
         """Carry out one effect.
@@ -143,7 +143,7 @@ class NodeShell:
 
     # ---- whose pages -------------------------------------------------------------------------
 
-    def lease_of(self, offer: Offer) -> Lease:
+    def lease_of(self, offer: Offer) -> LeaseRecord:
         """The lease whose pages an Offer of this node grants.
 
         Raises:
@@ -154,7 +154,7 @@ class NodeShell:
                 return part.lease
         raise Violated(f"{self.name}: Offer {offer.handoff} of no part")
 
-    def own_pages(self, lease: Lease, component: str) -> Pages:
+    def own_pages(self, lease: LeaseRecord, component: str) -> Pages:
         """The pages of a component that are this lease's and nobody else's."""
         keeper = self.node.leases.components.named(component)
         if keeper is not None:

@@ -43,7 +43,7 @@ class ReceivingEngine(EngineJob):
         self.tier = self._some_tier()
         self._call = session.call(
             self.asked,
-            client.Receive,
+            client.ReceiveRequest,
             request.room,
             request.sources,
             self.prompt.namespace,
@@ -229,9 +229,9 @@ class ReceivingEngine(EngineJob):
             pack_ids(ahead),
         )
 
-    def _fetched(self, wanted: list[int], reply: client.Fetched | client.Failed) -> None:
+    def _fetched(self, wanted: list[int], reply: client.FetchReply | client.Failed) -> None:
         """They are there; or the copy was refused, which happens in bad weather."""
-        if type(reply) is client.Fetched:
+        if type(reply) is client.FetchReply:
             device = page_ids(Pages(reply.pages))
             slots = self.rows.beside[-1]
             require(set(slots).issuperset(device), f"{self}: fetched into {device}, has {slots}")

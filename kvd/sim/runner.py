@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.sim.agenda import START_S
 from kvd.sim.profile import MIXED, PROFILES
 from kvd.sim.violation import Violated
@@ -57,7 +57,7 @@ class Ending(msgspec.Struct, frozen=True):
     """The last things that happened, of a seed that failed."""
 
 
-def run_seed(seed: int, plan: SimPlan, make_node: MakeNode = Node) -> Ending:
+def run_seed(seed: int, plan: SimPlan, make_node: MakeNode = NodeState) -> Ending:
     """One seed from its storm to its verdict; never raises for what the nodes do."""
     draw = random.Random(-1 - seed)
     profile = draw.choice(sorted(PROFILES)) if plan.profile == MIXED else plan.profile

@@ -24,7 +24,7 @@ SHORT_S, LONG_S = 0.02, 0.5
 """Longest pause between two calls, of an engine with a short queue and of one with a long one."""
 
 
-class SendingEngine(EngineJob):
+class SimSendingEngine(EngineJob):
     """One prompt at its prefill engine."""
 
     def __init__(self, session: SimSession, request: Request) -> None:
@@ -71,7 +71,7 @@ class SendingEngine(EngineJob):
         if request.room:
             self.session.call(
                 self.opened,
-                client.Send,
+                client.SendRequest,
                 request.room,
                 self.lease,
                 self.prompt.namespace,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvd.sim.host import SimHost
     from kvd.sim.job import EngineJob
     from kvd.sim.receiving import ReceivingEngine
-    from kvd.sim.sending import SendingEngine
+    from kvd.sim.sending import SimSendingEngine
 
 CALL_S = 0.0002
 """What a request is under way to its daemon; always the same, so that requests keep their order."""
@@ -36,7 +36,7 @@ class SimSession:
         """Who waits for the answer to each call."""
         self.jobs: set[EngineJob] = set()
         """Not over yet."""
-        self.sends: dict[int, SendingEngine] = {}
+        self.sends: dict[int, SimSendingEngine] = {}
         self.receives: dict[int, ReceivingEngine] = {}
         self._n_calls = 0
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.core.settings import Settings
 from kvd.sim.agenda import Agenda
 from kvd.sim.contents import PAGE_TOKENS, Contents, Prompt
@@ -29,7 +29,7 @@ from kvd.sim.network import Network
 from kvd.sim.node_shell import incarnation
 from kvd.sim.pool import pool_of
 from kvd.sim.receiving import ReceivingEngine
-from kvd.sim.sending import SendingEngine
+from kvd.sim.sending import SimSendingEngine
 from kvd.sim.violation import Violated, require
 from kvd.types import ID_BYTES, NodeName, Tokens
 from kvd.wire.events import Moved, Violation
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvd.sim.job import EngineJob
     from kvd.sim.profile import Profile
 
-    MakeNode = Callable[[Settings, float], Node]
+    MakeNode = Callable[[Settings, float], NodeState]
 
 RECENT = 60
 """Inputs that are shown of a seed that fails."""
@@ -68,7 +68,7 @@ class World:
     """One simulation. ``make_node`` makes each node; a test may give it a broken one."""
 
     def __init__(
-        self, seed: int, profile: Profile, n_nodes: int, make_node: MakeNode = Node
+        self, seed: int, profile: Profile, n_nodes: int, make_node: MakeNode = NodeState
     ) -> None:
         self.rng = random.Random(seed)
         self.profile = profile
@@ -84,7 +84,7 @@ class World:
         """How jobs ended."""
         self.edges: set[tuple[str, str, str]] = set()
         """Transitions that were taken: before, trigger, after."""
-        self.sent: dict[bytes, SendingEngine] = {}
+        self.sent: dict[bytes, SimSendingEngine] = {}
         self.delivered: set[bytes] = set()
         self.delivered_rooms: set[int] = set()
         self.left: set[int] = set()
@@ -168,7 +168,7 @@ class World:
         """A job is over."""
         self.outcomes[outcome] += 1
 
-    def sent_by(self, job: SendingEngine) -> bytes:
+    def sent_by(self, job: SimSendingEngine) -> bytes:
         """A new aux, which names the send behind it."""
         aux = str(len(self.sent)).encode()
         self.sent[aux] = job
@@ -204,7 +204,9 @@ class World:
         lonely = rng.random()
         if lonely > profile.lonely / 2:
             for prefill in sources:
-                self.agenda.after(0.1 * rng.random(), self._begin, prefill, SendingEngine, request)
+                self.agenda.after(
+                    0.1 * rng.random(), self._begin, prefill, SimSendingEngine, request
+                )
         if request.room and (lonely < profile.lonely / 2 or lonely > profile.lonely):
             if rng.random() < profile.lonely / 4:
                 prompt = Prompt(self.contents, request.prompt.tokens, "another")
@@ -256,7 +258,7 @@ class World:
         return Prompt(self.contents, self.some_tokens(n_tokens), rng.choice(("", "", "lora")))
 
     def _begin(
-        self, host: SimHost, kind: type[SendingEngine | ReceivingEngine], request: Request
+        self, host: SimHost, kind: type[SimSendingEngine | ReceivingEngine], request: Request
     ) -> None:
         if host.is_up and len(host.session.jobs) < MOST_JOBS:
             job = kind(host.session, request)
@@ -349,7 +351,7 @@ class World:
                     cache=True,
                 )
                 tries.append((request, decode, prefill))
-                SendingEngine(prefill.session, request)
+                SimSendingEngine(prefill.session, request)
                 ReceivingEngine(decode.session, request)
             for _ in range(12):
                 self._run_for(0.5)

@@ -85,7 +85,7 @@ class CommitAndRelease(msgspec.Struct, frozen=True, array_like=True, tag="commit
     lease: int
 
 
-class Receive(msgspec.Struct, frozen=True, array_like=True, tag="receive"):
+class ReceiveRequest(msgspec.Struct, frozen=True, array_like=True, tag="receive"):
     """Decode side of a handoff. Answer ``Receiving``, then push ``Received``/``ReceiveFailed``.
 
     ``tier``: where the prompt's pages shall lie, in a pool with KV in host memory and a device
@@ -113,7 +113,7 @@ class CancelReceive(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     receive: int
 
 
-class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
+class SendRequest(msgspec.Struct, frozen=True, array_like=True, tag="send"):
     """Prefill side of a handoff. Answer ``Sending`` at once; pushes ``Accepted``/``SendFailed``."""
 
     call: Call
@@ -155,7 +155,7 @@ class AbortSend(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 
 class MatchPrefix(msgspec.Struct, frozen=True, array_like=True, tag="match"):
-    """How much of the tokens frame is cached here; changes nothing. Answer: ``Matched``."""
+    """How much of the tokens frame is cached here; changes nothing. Answer: ``MatchReply``."""
 
     call: Call
     namespace: Namespace = ""
@@ -221,7 +221,7 @@ class SlideLease(msgspec.Struct, frozen=True, array_like=True, tag="slide"):
 
 
 class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
-    """Pages of the lease's host KV are wanted in its device buffer. Answer: ``Fetched``.
+    """Pages of the lease's host KV are wanted in its device buffer. Answer: ``FetchReply``.
 
     ``pages`` are logical page numbers, the first page of the prompt is 0; ``ahead`` are those that
     the next step is likely to want: they are copied without anybody waiting for them.
@@ -239,9 +239,9 @@ Request = (
     | CommitLease
     | ReleaseLease
     | CommitAndRelease
-    | Receive
+    | ReceiveRequest
     | CancelReceive
-    | Send
+    | SendRequest
     | Advance
     | Finish
     | AbortSend
@@ -256,7 +256,15 @@ Request = (
     | FetchPages
 )
 
-TAKES_TOKENS = (OpenLease, CommitLease, CommitAndRelease, Receive, Send, MatchPrefix, RetractLease)
+TAKES_TOKENS = (
+    OpenLease,
+    CommitLease,
+    CommitAndRelease,
+    ReceiveRequest,
+    SendRequest,
+    MatchPrefix,
+    RetractLease,
+)
 """Requests that travel with a tokens frame; every other one is a single frame."""
 
 
@@ -323,7 +331,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     sent_bytes: int
 
 
-class Matched(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
+class MatchReply(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
     """For routers: cached tokens, open handoffs and waiting requests, pages obtainable now."""
 
     call: int
@@ -361,7 +369,7 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True, tag="resumed"):
     beside: tuple[bytes, ...] = ()
 
 
-class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
+class FetchReply(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
     """``pages``: the device page of each wanted page, in the order asked; their bytes are there.
 
     ``hits`` of them were there before or on their way, ``misses`` were copied: ``copied_bytes``.
@@ -429,6 +437,6 @@ class Events(msgspec.Struct, frozen=True, array_like=True, tag="events"):
 Push = Received | ReceiveFailed | Accepted | SendFailed | LeaseLost | Events
 
 Reply = (
-    Failed | Leased | PageTable | Done | Receiving | Sending | Finished | Matched | Snapshotted
-    | Retracted | Resumed | Fetched | Push
+    Failed | Leased | PageTable | Done | Receiving | Sending | Finished | MatchReply | Snapshotted
+    | Retracted | Resumed | FetchReply | Push
 )  # fmt: skip

@@ -44,7 +44,7 @@ Streams = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_STREAMS)]
 Saying = Annotated[str, msgspec.Meta(max_length=MAX_TOLD)]
 
 
-class Outcome(enum.Enum):
+class ReceiveOutcome(enum.Enum):
     """How a handoff ended, as the side that says it sees it."""
 
     DELIVERED = "delivered"
@@ -125,7 +125,7 @@ class Role(enum.Enum):
     """Nothing: it has no part of what the decode side keeps. It concludes all the same."""
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
+class SourceShare(msgspec.Struct, frozen=True, array_like=True):
     """What one source of a handoff sends: source ``part`` of ``parts``, as the engine listed them.
 
     The pages of the delta are cut among the ``ranks`` sources that have the same, of which it is
@@ -141,7 +141,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     is_authoritative: bool = True
 
 
-ALL = Share()
+ALL = SourceShare()
 """Of the only source."""
 
 
@@ -165,7 +165,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     deadline_s: float
     integrity: Integrity = Integrity.OFF
     waited_s: float = 0.0
-    share: Share = ALL
+    share: SourceShare = ALL
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -184,7 +184,7 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
     source: Name
     target: Name
     handoff: Counter
-    outcome: Outcome
+    outcome: ReceiveOutcome
     reason: Refusal | None = None
 
 
@@ -223,7 +223,7 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
     source: Name
     target: Name
     handoff: Counter
-    outcome: Outcome
+    outcome: ReceiveOutcome
     reason: Refusal | None = None
     aux: bytes = b""
     moved_bytes: Counter = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.client.connection import UNDONE, Call, Connection
-from kvd.client.state import EventsLost, LeaseState
+from kvd.client.state import EventsLost, LeaseView
 from kvd.errors import Code, KvdError, Refusal
 from kvd.types import Tokens, pack_ids
 from kvd.wire import client as wire
@@ -20,7 +20,7 @@ def connection() -> Connection:
     return Connection(max_frame_bytes=1024)
 
 
-def begin(own: Connection, request: wire.Request, lease: LeaseState | None = None) -> Call:
+def begin(own: Connection, request: wire.Request, lease: LeaseView | None = None) -> Call:
     """Begin and send."""
     call = own.begin(request, Tokens(b"") if type(request) in wire.TAKES_TOKENS else None, lease)
     own.take_outgoing()
@@ -37,8 +37,8 @@ def sent(own: Connection) -> list[object]:
     return [CLIENT_REQUESTS.decode(out.frames[0]) for out in own.take_outgoing()]
 
 
-def lease_of(pages: list[int]) -> LeaseState:
-    return LeaseState(7, prefix_tokens=0, pages=pack_ids(pages))
+def lease_of(pages: list[int]) -> LeaseView:
+    return LeaseView(7, prefix_tokens=0, pages=pack_ids(pages))
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -48,12 +48,12 @@ def test_answers_find_their_calls_in_any_order() -> None:
     own = connection()
     calls = [begin(own, wire.MatchPrefix(own.next_call())) for _ in range(3)]
 
-    feed(own, wire.Matched(3, 30, 0, 0), wire.Failed(1, REFUSED), wire.Matched(2, 20, 0, 0))
+    feed(own, wire.MatchReply(3, 30, 0, 0), wire.Failed(1, REFUSED), wire.MatchReply(2, 20, 0, 0))
 
     assert [call.answer.value for call in calls] == [
         REFUSED,
-        wire.Matched(2, 20, 0, 0),
-        wire.Matched(3, 30, 0, 0),
+        wire.MatchReply(2, 20, 0, 0),
+        wire.MatchReply(3, 30, 0, 0),
     ]
 
 
@@ -79,7 +79,7 @@ def test_a_field_of_the_wrong_type_is_found_before_it_is_sent() -> None:
     with pytest.raises(KvdError, match=r"ExtendLease cannot be sent: .*Expected `int`, got `str`"):
         own.begin(wire.ExtendLease(own.next_call(), 1, "two"))  # type: ignore[arg-type]
     with pytest.raises(KvdError, match=r"Send cannot be sent"):
-        own.begin(wire.Send(own.next_call(), 2**70, 1), Tokens(b""))
+        own.begin(wire.SendRequest(own.next_call(), 2**70, 1), Tokens(b""))
 
     assert own.take_outgoing() == []
 
@@ -120,7 +120,7 @@ def test_a_lease_that_is_granted_after_all_calls_were_ended_is_given_back() -> N
     """The refusal named no call, so it may have been the answer to another one."""
     own = connection()
     opening = begin(own, wire.OpenLease(own.next_call()))
-    receiving = begin(own, wire.Receive(own.next_call(), 1, ("p",)))
+    receiving = begin(own, wire.ReceiveRequest(own.next_call(), 1, ("p",)))
     feed(own, wire.Failed(-1, REFUSED))
     cancelled = sent(own)
 
@@ -183,8 +183,8 @@ def test_a_lease_is_over_once_its_release_is_answered(
 
 def test_pushes_are_kept_when_they_come_before_anyone_waits() -> None:
     own = connection()
-    receive = begin(own, wire.Receive(own.next_call(), 5, ("p",)))
-    send = begin(own, wire.Send(own.next_call(), 5, 7))
+    receive = begin(own, wire.ReceiveRequest(own.next_call(), 5, ("p",)))
+    send = begin(own, wire.SendRequest(own.next_call(), 5, 7))
     received = wire.Received(11, 70, pack_ids([4]), b"aux")
 
     feed(own, wire.Receiving(1, 11, 8), received, wire.Sending(2, 12), wire.Accepted(12, 64))
@@ -197,7 +197,7 @@ def test_pushes_are_kept_when_they_come_before_anyone_waits() -> None:
 
 def test_a_failed_send_says_so_to_whoever_waits_and_to_whoever_comes_later() -> None:
     own = connection()
-    call = begin(own, wire.Send(own.next_call(), 5, 7))
+    call = begin(own, wire.SendRequest(own.next_call(), 5, 7))
     feed(own, wire.Sending(1, 12))
     state = call.send
     assert state is not None
@@ -212,8 +212,8 @@ def test_a_failed_send_says_so_to_whoever_waits_and_to_whoever_comes_later() -> 
 def test_everything_ends_when_the_daemon_is_gone() -> None:
     own = connection()
     queue = own.open_events()
-    receive = begin(own, wire.Receive(own.next_call(), 5, ("p",)))
-    send = begin(own, wire.Send(own.next_call(), 5, 7))
+    receive = begin(own, wire.ReceiveRequest(own.next_call(), 5, ("p",)))
+    send = begin(own, wire.SendRequest(own.next_call(), 5, 7))
     feed(own, wire.Receiving(1, 11, 8), wire.Sending(2, 12))
     pending = begin(own, wire.Finish(own.next_call(), 12))
 
@@ -265,7 +265,7 @@ def test_an_abandoned_call_that_is_refused_leaves_nothing_to_undo() -> None:
 
 def test_an_abandoned_resumption_leaves_the_queue_and_its_lease_is_as_the_daemon_says() -> None:
     own = connection()
-    lease = LeaseState(7, prefix_tokens=0, pages=b"")
+    lease = LeaseView(7, prefix_tokens=0, pages=b"")
     lease.retracted()
     call = begin(own, wire.ResumeLease(own.next_call(), 7), lease=lease)
     own.abandon(call)
@@ -279,7 +279,7 @@ def test_an_abandoned_resumption_leaves_the_queue_and_its_lease_is_as_the_daemon
 
 def test_an_abandoned_receive_is_cancelled_and_a_lease_that_came_all_the_same_goes_back() -> None:
     own = connection()
-    call = begin(own, wire.Receive(own.next_call(), 5, ("p",)))
+    call = begin(own, wire.ReceiveRequest(own.next_call(), 5, ("p",)))
     own.abandon(call)
     assert sent(own) == [wire.CancelCall(2, 1)]
 
@@ -292,7 +292,7 @@ def test_an_abandoned_receive_is_cancelled_and_a_lease_that_came_all_the_same_go
 def test_an_abandoned_receive_that_was_delivered_already_gives_its_lease_back() -> None:
     """Both messages were read in one go, and then the waiting task was cancelled."""
     own = connection()
-    call = begin(own, wire.Receive(own.next_call(), 5, ("p",)))
+    call = begin(own, wire.ReceiveRequest(own.next_call(), 5, ("p",)))
     feed(own, wire.Receiving(1, 11, 8), wire.Received(11, 70, b"", b""))
 
     own.abandon(call)
@@ -302,7 +302,7 @@ def test_an_abandoned_receive_that_was_delivered_already_gives_its_lease_back() 
 
 def test_an_abandoned_receive_that_failed_already_needs_nothing() -> None:
     own = connection()
-    call = begin(own, wire.Receive(own.next_call(), 5, ("p",)))
+    call = begin(own, wire.ReceiveRequest(own.next_call(), 5, ("p",)))
     feed(own, wire.Receiving(1, 11, 8), wire.ReceiveFailed(11, REFUSED))
 
     own.abandon(call)
@@ -312,7 +312,7 @@ def test_an_abandoned_receive_that_failed_already_needs_nothing() -> None:
 
 def test_an_abandoned_send_is_aborted() -> None:
     own = connection()
-    call = begin(own, wire.Send(own.next_call(), 5, 7))
+    call = begin(own, wire.SendRequest(own.next_call(), 5, 7))
     own.abandon(call)
 
     feed(own, wire.Sending(1, 12))
@@ -336,7 +336,7 @@ def test_an_abandoned_slide_still_moves_the_window() -> None:
     """The daemon has given the pages behind it to others."""
     own = connection()
     rows = (pack_ids([5, 6, 0]),)
-    lease = LeaseState(7, prefix_tokens=0, pages=pack_ids([1, 2, 3]), beside=rows)
+    lease = LeaseView(7, prefix_tokens=0, pages=pack_ids([1, 2, 3]), beside=rows)
     call = begin(own, wire.SlideLease(own.next_call(), 7, 8), lease)
     own.abandon(call)
 
@@ -352,7 +352,7 @@ def test_an_abandoned_fetch_leaves_nothing_to_undo() -> None:
     call = begin(own, wire.FetchPages(own.next_call(), 7, pack_ids([0])), lease_of([1]))
     own.abandon(call)
 
-    feed(own, wire.Fetched(1, pack_ids([4]), 0, 1, 64))
+    feed(own, wire.FetchReply(1, pack_ids([4]), 0, 1, 64))
 
     assert sent(own) == []
 
@@ -411,7 +411,7 @@ def test_each_reader_has_its_own_queue_and_a_closed_one_gets_nothing() -> None:
 # ---- the daemon ends, and is back ----------------------------------------------------------------
 
 
-def opened(own: Connection, *leases: int) -> list[LeaseState]:
+def opened(own: Connection, *leases: int) -> list[LeaseView]:
     """Leases in the hands of an engine."""
     states = []
     for number in leases:
@@ -425,8 +425,8 @@ def opened(own: Connection, *leases: int) -> list[LeaseState]:
 def test_leases_stay_and_everything_else_ends_when_the_daemon_ends() -> None:
     own = connection()
     (lease,) = opened(own, 70)
-    receive = begin(own, wire.Receive(own.next_call(), 5, ("p",)))
-    send = begin(own, wire.Send(own.next_call(), 5, 70))
+    receive = begin(own, wire.ReceiveRequest(own.next_call(), 5, ("p",)))
+    send = begin(own, wire.SendRequest(own.next_call(), 5, 70))
     feed(own, wire.Receiving(2, 11, 8), wire.Sending(3, 12))
     waiting = begin(own, wire.MatchPrefix(own.next_call()))
 
@@ -504,7 +504,7 @@ def test_a_lease_that_came_for_nobody_is_not_named() -> None:
 
 def test_undoing_a_send_of_before_says_nothing_about_one_of_the_same_number() -> None:
     own = connection()
-    call = begin(own, wire.Send(own.next_call(), 5, 7))
+    call = begin(own, wire.SendRequest(own.next_call(), 5, 7))
     feed(own, wire.Sending(1, 12))
     own.lost(GONE)
     own.returned((), max_frame_bytes=1024)

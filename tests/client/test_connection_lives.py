@@ -19,7 +19,7 @@ from kvd.wire import client as wire
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
 
 if TYPE_CHECKING:
-    from kvd.client.state import LeaseState
+    from kvd.client.state import LeaseView
 
 GONE = Refusal(Code.UNREACHABLE, "the daemon is gone", side="client")
 PICK = st.integers(0, 1000)
@@ -36,11 +36,11 @@ class Lives(RuleBasedStateMachine):
         self.last_lease = 70
         self.coming: list[wire.Request] = []
         self.calls: list[Call] = []
-        self.mine: list[LeaseState] = []
+        self.mine: list[LeaseView] = []
         self.is_up = True
         self.named: tuple[int, ...] | None = None
 
-    def begin(self, request: wire.Request, lease: LeaseState | None = None) -> Call:
+    def begin(self, request: wire.Request, lease: LeaseView | None = None) -> Call:
         tokens = Tokens(b"") if type(request) in wire.TAKES_TOKENS else None
         call = self.own.begin(request, tokens, lease)
         self.flush()
@@ -74,7 +74,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.is_up)
     @rule()
     def sends_a_prompt(self) -> None:
-        self.calls.append(self.begin(wire.Send(self.own.next_call(), 5, 1)))
+        self.calls.append(self.begin(wire.SendRequest(self.own.next_call(), 5, 1)))
 
     @precondition(lambda self: self.calls)
     @rule(pick=PICK)
@@ -118,7 +118,7 @@ class Lives(RuleBasedStateMachine):
                 assert lease in self.held
                 self.held.discard(lease)
                 self.answer(wire.Done(call))
-            case wire.Send(call):
+            case wire.SendRequest(call):
                 self.sends.add(len(self.sends) + 1)
                 self.answer(wire.Sending(call, len(self.sends)))
             case wire.AbortSend(call, send):

@@ -141,7 +141,7 @@ async def test_a_received_lease_has_the_rows_that_came_with_it(serve: Serve) -> 
         assert handoff.lease.pages_of("swa").tolist() == [0, 1, 2]
 
     assert daemon.got == [
-        wire.Receive(1, 7, ("prefill-0",), tier="device", step_tokens=16),
+        wire.ReceiveRequest(1, 7, ("prefill-0",), tier="device", step_tokens=16),
     ]
 
 
@@ -262,7 +262,7 @@ async def test_fetch_tells_the_device_page_of_each_page_in_the_order_asked(serve
     daemon = serve(HISPARSE)
     daemon.script = answering(
         OpenLease=leasing(3, 5, 7, beside=(pack_ids([2, 4]),)),
-        FetchPages=lambda r: [wire.Fetched(r.call, pack_ids([4, 2]), 1, 1, 512)],
+        FetchPages=lambda r: [wire.FetchReply(r.call, pack_ids([4, 2]), 1, 1, 512)],
     )
 
     async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
@@ -282,7 +282,7 @@ def test_the_blocking_client_slides_and_fetches_too(serve: Serve) -> None:
         OpenLease=leasing(3, beside=(pack_ids([2, 4]),)),
         Receive=lambda r: [wire.Failed(r.call, Refusal(Code.PEER_UNKNOWN, "no such peer"))],
         SlideLease=lambda r: [wire.PageTable(r.call, 1, b"", (pack_ids([2, 4]),))],
-        FetchPages=lambda r: [wire.Fetched(r.call, pack_ids([2]), 0, 1, 512)],
+        FetchPages=lambda r: [wire.FetchReply(r.call, pack_ids([2]), 0, 1, 512)],
     )
 
     with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
@@ -297,7 +297,7 @@ def test_the_blocking_client_slides_and_fetches_too(serve: Serve) -> None:
         wire.OpenLease(1, step_tokens=8),
         wire.SlideLease(2, 70, 4),
         wire.FetchPages(3, 70, pack_ids([0])),
-        wire.Receive(4, 7, ("p",), tier="host", step_tokens=8),
+        wire.ReceiveRequest(4, 7, ("p",), tier="host", step_tokens=8),
     ]
 
 

@@ -64,7 +64,7 @@ async def test_connect_is_a_context_that_leaves_the_session(daemon: Daemon) -> N
 
 
 async def test_connect_can_be_awaited(daemon: Daemon) -> None:
-    daemon.script = answering(MatchPrefix=lambda r: [wire.Matched(r.call, 8, 2, 100)])
+    daemon.script = answering(MatchPrefix=lambda r: [wire.MatchReply(r.call, 8, 2, 100)])
     node = await kvd.client.connect(daemon.endpoint, name="router")
 
     found = await node.match([1, 2, 3], namespace="lora-a")
@@ -77,7 +77,7 @@ async def test_connect_can_be_awaited(daemon: Daemon) -> None:
 
 
 def test_the_client_works_on_uvloop(daemon: Daemon) -> None:
-    daemon.script = answering(MatchPrefix=lambda r: [wire.Matched(r.call, r.call, 0, 0)])
+    daemon.script = answering(MatchPrefix=lambda r: [wire.MatchReply(r.call, r.call, 0, 0)])
 
     async def run() -> list[int]:
         async with kvd.client.connect(daemon.endpoint, name="router") as node:
@@ -95,7 +95,9 @@ async def test_connect_says_what_to_do_when_there_is_no_daemon(tmp_path: Any) ->
 
 
 async def test_many_calls_may_be_under_way_at_once(daemon: Daemon) -> None:
-    daemon.script = answering(MatchPrefix=lambda r: [wire.Matched(r.call, len(r.namespace), 0, 0)])
+    daemon.script = answering(
+        MatchPrefix=lambda r: [wire.MatchReply(r.call, len(r.namespace), 0, 0)]
+    )
 
     async with kvd.client.connect(daemon.endpoint, name="router") as node:
         found = await asyncio.gather(*(node.match([1], namespace="x" * n) for n in range(200)))
@@ -273,7 +275,7 @@ async def test_a_receive_from_offer_to_lease(daemon: Daemon) -> None:
         assert handoff.lease is handoff.lease
 
     assert daemon.got == [
-        wire.Receive(1, 9117, ("prefill-0",), deadline_s=7, tier="host"),
+        wire.ReceiveRequest(1, 9117, ("prefill-0",), deadline_s=7, tier="host"),
     ]
 
 
@@ -291,7 +293,7 @@ async def test_a_receive_that_fails_raises_what_the_other_side_said(daemon: Daem
             assert caught.value.refusal == ABORTED
         await handoff.cancel()
 
-    assert daemon.got == [wire.Receive(1, 1, ("prefill-0", "prefill-1"))]
+    assert daemon.got == [wire.ReceiveRequest(1, 1, ("prefill-0", "prefill-1"))]
 
 
 async def test_cancel_leaves_nothing_held_even_when_it_loses_the_race(daemon: Daemon) -> None:
@@ -317,7 +319,7 @@ async def test_cancel_leaves_nothing_held_even_when_it_loses_the_race(daemon: Da
 async def test_cancel_releases_what_was_delivered_and_not_taken(daemon: Daemon) -> None:
     daemon.script = answering(
         Receive=lambda r: [wire.Receiving(r.call, 11, 8), wire.Received(11, 70, b"", b"")],
-        MatchPrefix=lambda r: [wire.Matched(r.call, 0, 0, 0)],
+        MatchPrefix=lambda r: [wire.MatchReply(r.call, 0, 0, 0)],
         ReleaseLease=done,
     )
 
@@ -401,7 +403,7 @@ async def test_a_send_from_its_first_token_to_the_other_sides_word(daemon: Daemo
         assert await finishing == Outcome(True, None, 0, 1, 4096)
 
     assert daemon.got[1:] == [
-        wire.Send(2, 9117, 70, deadline_s=7, peer="decode-0"),
+        wire.SendRequest(2, 9117, 70, deadline_s=7, peer="decode-0"),
         wire.Advance(3, 12, 1),
         wire.Finish(4, 12, b"token"),
     ]

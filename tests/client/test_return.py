@@ -31,8 +31,8 @@ def script(request: Any, _: bytes) -> list[wire.Reply]:
         case wire.OpenLease(call):
             return [wire.Leased(call, 70 + call, 8, pack_ids([4, 5]))]
         case wire.MatchPrefix(call):
-            return [wire.Matched(call, 8, 0, 0)]
-        case wire.Send(call):
+            return [wire.MatchReply(call, 8, 0, 0)]
+        case wire.SendRequest(call):
             return [wire.Sending(call, 12)]
         case wire.ReleaseLease(call, 71) | wire.CommitAndRelease(call, 72) | wire.Subscribe(call):
             return [wire.Done(call)]
@@ -291,7 +291,7 @@ async def test_handoffs_of_before_are_over_and_nothing_is_said_about_them(daemon
     """The daemon that is back numbers its handoffs from 1 again: those are others."""
     daemon.script = lambda request, _: (
         [wire.Receiving(request.call, 11, 8)]
-        if isinstance(request, wire.Receive)
+        if isinstance(request, wire.ReceiveRequest)
         else script(request, _)
     )
     async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
@@ -318,7 +318,7 @@ async def test_handoffs_of_before_are_over_and_nothing_is_said_about_them(daemon
 async def test_a_prompt_that_was_delivered_before_is_there(daemon: Daemon) -> None:
     daemon.script = lambda request, _: (
         [wire.Receiving(request.call, 11, 8), wire.Received(11, 71, pack_ids([6]), b"aux")]
-        if isinstance(request, wire.Receive)
+        if isinstance(request, wire.ReceiveRequest)
         else script(request, _)
     )
     async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:

@@ -33,7 +33,7 @@ def script(request: Any, _: bytes) -> list[wire.Reply]:
         case wire.OpenLease(call):
             return [wire.Leased(call, 71, 8, pack_ids([4, 5]))]
         case wire.MatchPrefix(call):
-            return [wire.Matched(call, 8, 0, 0)]
+            return [wire.MatchReply(call, 8, 0, 0)]
         case wire.ReleaseLease(call, 71):
             return [wire.Done(call)]
         case wire.Subscribe(call):

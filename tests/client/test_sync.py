@@ -31,13 +31,13 @@ ANSWERS: dict[type, Callable[[Any], list[wire.Reply]]] = {
     wire.CommitLease: lambda r: [wire.PageTable(r.call, 0, pack_ids([3, 5, 6]))],
     wire.RetractLease: lambda r: [wire.Retracted(r.call, 2, 512)],
     wire.ResumeLease: lambda r: [wire.Resumed(r.call, 4, 3, 7, pack_ids([4, 6, 8]))],
-    wire.Receive: lambda r: [
+    wire.ReceiveRequest: lambda r: [
         wire.Receiving(r.call, 11, 8),
         wire.Received(11, 71, pack_ids([9]), b"aux"),
     ],
-    wire.Send: lambda r: [wire.Sending(r.call, 12), wire.Accepted(12, 8)],
+    wire.SendRequest: lambda r: [wire.Sending(r.call, 12), wire.Accepted(12, 8)],
     wire.Finish: lambda r: [wire.Finished(r.call, ABORTED, 8, 3, 300)],
-    wire.MatchPrefix: lambda r: [wire.Matched(r.call, 8, 1, 2)],
+    wire.MatchPrefix: lambda r: [wire.MatchReply(r.call, 8, 1, 2)],
     wire.Subscribe: lambda r: [
         wire.Done(r.call),
         wire.Events(0, (Evicted(1, 0.0, 1, 1, "room"), Evicted(3, 0.0, 1, 1, "room"))),

@@ -13,13 +13,13 @@ from kvd.wire.console import MapQuery
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
     from kvd.wire.console import PageMap
 
 T = TypeVar("T")
 
 
-def surveyed(node: Node, before: Survey | None = None, at_s: float = 200.0) -> Survey:
+def surveyed(node: NodeState, before: Survey | None = None, at_s: float = 200.0) -> Survey:
     """A whole survey, with nothing happening meanwhile."""
     survey = Survey(node, before, at_s)
     for _ in survey.steps:
@@ -37,7 +37,7 @@ def in_one(steps: Generator[None, None, T]) -> T:
             return found
 
 
-def map_of(node: Node, survey: Survey | None = None, **query: object) -> PageMap:
+def map_of(node: NodeState, survey: Survey | None = None, **query: object) -> PageMap:
     """A map of one page a cell; ``query`` says otherwise."""
     asked = MapQuery(**{"component": "", "lens": "state", **query})  # type: ignore[arg-type]
     return in_one(map_in_steps(asked, survey or surveyed(node), node))

@@ -45,7 +45,7 @@ def test_a_busy_world_in_which_everything_moves_has_none():
     for turn in range(40):
         room, prompt = 100 + turn, tokens((1000 * turn, 100))
         sender = Sender(world, prompt, room)
-        world.d.call(client.Receive, prompt, room=room, source=("p",))
+        world.d.call(client.ReceiveRequest, prompt, room=room, source=("p",))
         world.hold_posts = True
         for upto in (32, 64):
             sender.advance(upto)
@@ -141,7 +141,7 @@ def test_a_request_that_waits_for_pages_names_the_budget_and_who_has_them():
     world = World(d_pages=10)
     stage = Stage(world.d)
     world.d.lease(tokens((1, 100)))
-    world.d.call(client.Receive, tokens((5000, 64)), room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, tokens((5000, 64)), room=7, source=("p",))
     world.d.call(client.OpenLease, tokens((6000, 16)))
     assert after(stage, 1) == []
     assert after(stage, 0.1) == [("medium", "waiting", "receive:1")]
@@ -170,7 +170,7 @@ def test_requests_that_wait_for_the_same_are_one_concern():
     world.cut = {"p"}
     world.pass_time(3)
     for room in (7, 8):
-        world.d.call(client.Receive, tokens((5000, 16)), room=room, source=("p",))
+        world.d.call(client.ReceiveRequest, tokens((5000, 16)), room=room, source=("p",))
     found = [one for one in after(stage, 1.1) if one[1] == "waiting"]
 
     assert found == [("medium", "waiting", "receive:1")]
@@ -184,7 +184,7 @@ def quarantine():
     world = World()
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(64)
     world.d.call(client.CancelReceive, receive=1)
     return world, Stage(world.d)
@@ -213,7 +213,7 @@ def test_a_dead_engine_leaves_a_quarantine_behind_it_that_is_told():
     world = World()
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(64)
     stage = Stage(world.d)
     world.d.hang_up(1)
@@ -246,7 +246,7 @@ def test_a_lease_that_is_released_and_still_read_lingers():
     world = World()
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(64)
     world.p.call(client.ReleaseLease, lease=sender.lease.lease)
     stage = Stage(world.p)
@@ -279,7 +279,7 @@ def streaming(**how: object):
     world.hold_posts = True
     stages = Stage(world.p), Stage(world.d)
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     return world, sender, *stages
 
 
@@ -336,7 +336,7 @@ def test_an_engine_that_does_not_compute_is_named():
 def test_pages_that_are_offered_to_nobody_are_told_on_both_sides():
     world = World()
     p, d = Stage(world.p), Stage(world.d)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.pass_time(2.1)
 
     assert only(p).evidence == (
@@ -371,7 +371,7 @@ def test_a_handoff_in_the_last_fifth_of_its_time_is_late():
     world = World()
     stage = Stage(world.d)
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=2.0)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=2.0)
     for upto in (32, 64):
         assert after(stage, 0.7) == []
         sender.advance(upto)

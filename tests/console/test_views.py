@@ -56,7 +56,7 @@ def test_a_quarantined_lease_says_since_when_why_and_what_gives_it_back():
     world = World()
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(64)
     world.pass_time(1)
     world.d.call(client.CancelReceive, receive=1)
@@ -84,7 +84,7 @@ def both_ends():
     world.hold_posts = True
     stages = Stage(world.p), Stage(world.d)
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(64)
     return world, sender, *stages
 
@@ -236,7 +236,7 @@ def full():
     world = World(d_pages=10)
     world.d.lease(tokens((1, 100)))
     world.pass_time(1)
-    world.d.call(client.Receive, tokens((5000, 64)), room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, tokens((5000, 64)), room=7, source=("p",))
     world.d.call(client.OpenLease, tokens((6000, 16)))
     return world, Stage(world.d)
 

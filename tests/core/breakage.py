@@ -19,9 +19,9 @@ from tests.core.world import World, tokens
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode as TreeNode
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
 
 SHARED, FIRST, SECOND = (1, 64), (1000, 48), (2000, 32)
 
@@ -37,8 +37,8 @@ def busy() -> World:
     source = p.lease(prompt)
     world.hold_posts = True
     for room in (7, 8):
-        d.call(client.Receive, prompt, room=room, source=("p",))
-        p.call(client.Send, prompt, room=room, lease=source.lease)
+        d.call(client.ReceiveRequest, prompt, room=room, source=("p",))
+        p.call(client.SendRequest, prompt, room=room, lease=source.lease)
         send = p.node.prefiller.rooms.by_room[room].id
         p.call(client.Advance, send=send, upto_tokens=96)
     d.call(client.CancelReceive, receive=2)
@@ -51,30 +51,30 @@ def busy() -> World:
 # ---- what is broken where ------------------------------------------------------------------------
 
 
-def engine_lease(node: Node) -> Lease:
+def engine_lease(node: NodeState) -> LeaseRecord:
     """One that an engine holds and nobody reads."""
     return next(
         one for one in node.leases.leases.values() if one.holders == {ENGINE} and not one.reads
     )
 
 
-def source_lease(node: Node) -> Lease:
+def source_lease(node: NodeState) -> LeaseRecord:
     return next(one for one in node.leases.leases.values() if one.reads)
 
 
-def quarantined(node: Node) -> Lease:
+def quarantined(node: NodeState) -> LeaseRecord:
     return next(one for one in node.leases.leases.values() if one.quarantine is not None)
 
 
-def locked_node(node: Node) -> TreeNode:
+def locked_node(node: NodeState) -> TreeNode:
     return next(one for one in node.leases.tree.nodes() if one.lock_ref)
 
 
-def leaf(node: Node) -> TreeNode:
+def leaf(node: NodeState) -> TreeNode:
     return next(one for one in node.leases.tree.nodes() if not one.lock_ref and not one.children)
 
 
-def lost_unlock(node: Node) -> str:
+def lost_unlock(node: NodeState) -> str:
     edge = locked_node(node)
     edge.lock_ref += 1
     root = edge.parent
@@ -84,13 +84,13 @@ def lost_unlock(node: Node) -> str:
     return f"node {edge.id}"
 
 
-def lost_page(node: Node) -> str:
+def lost_page(node: NodeState) -> str:
     page = int.from_bytes(node.leases.pool._free[:ID_BYTES], "little")
     del node.leases.pool._free[:ID_BYTES]
     return f"page {page} is nowhere"
 
 
-def page_in_two_leases(node: Node) -> str:
+def page_in_two_leases(node: NodeState) -> str:
     mine, theirs = engine_lease(node), source_lease(node)
     page = theirs.held[-ID_BYTES:]
     mine.page_table = Pages(mine.page_table + page)
@@ -99,101 +99,101 @@ def page_in_two_leases(node: Node) -> str:
     return f"page {number} is in lease {first} and in lease {second}"
 
 
-def page_in_two_plain_leases(node: Node) -> str:
+def page_in_two_plain_leases(node: NodeState) -> str:
     """Of one engine."""
     first, second = list(node.leases.leases.values())[:2]
     second.page_table = Pages(second.page_table + first.page_table[-ID_BYTES:])
     return f"is in lease {first.id} and in lease {second.id}"
 
 
-def cached_page_in_free_list(node: Node) -> str:
+def cached_page_in_free_list(node: NodeState) -> str:
     edge = leaf(node)
     node.leases.pool._free[:0] = edge.pages[:ID_BYTES]
     page = int.from_bytes(edge.pages[:ID_BYTES], "little")
     return f"page {page} is in the free list and in node {edge.id}"
 
 
-def stray_page(node: Node) -> str:
+def stray_page(node: NodeState) -> str:
     lease = engine_lease(node)
     lease.page_table = Pages(lease.page_table + (99_999).to_bytes(ID_BYTES, "little"))
     return f"lease {lease.id} has page 99999"
 
 
-def leaked_quarantine(node: Node) -> str:
+def leaked_quarantine(node: NodeState) -> str:
     lease = quarantined(node)
     part = next(one for one in node.decoder.parts.values() if one.lease is lease)
     del node.decoder.parts[part.id], node.decoder.by_handoff[part.handoff]
     return f"the quarantine of lease {lease.id}"
 
 
-def nameless_quarantine(node: Node) -> str:
+def nameless_quarantine(node: NodeState) -> str:
     lease = quarantined(node)
     lease.quarantine = type(lease.quarantine)((), 0.0, "x")
     return f"lease {lease.id} names no incarnation"
 
 
-def lease_of_the_dead(node: Node) -> str:
+def lease_of_the_dead(node: NodeState) -> str:
     lease = engine_lease(node)
     lease.session = 77
     return f"lease {lease.id} is held for session 77, which is gone"
 
 
-def lease_without_holder(node: Node) -> str:
+def lease_without_holder(node: NodeState) -> str:
     lease = engine_lease(node)
     lease.holders.clear()
     return f"lease {lease.id} has no holder"
 
 
-def lease_of_a_lost_send(node: Node) -> str:
+def lease_of_a_lost_send(node: NodeState) -> str:
     lease = source_lease(node)
     lease.holders.add("send 99")
     return f"lease {lease.id} is held for send 99"
 
 
-def post_without_part(node: Node) -> str:
+def post_without_part(node: NodeState) -> str:
     post, part = next(iter(node.prefiller.posts.parts.items()))
     part.outstanding.discard(post)
     return f"post {post} is under way for send {part.id}"
 
 
-def part_without_post(node: Node) -> str:
+def part_without_post(node: NodeState) -> str:
     post, part = next(iter(node.prefiller.posts.parts.items()))
     del node.prefiller.posts.parts[post]
     source_lease(node).reads -= 1
     return f"send {part.id}"
 
 
-def reads_off(node: Node) -> str:
+def reads_off(node: NodeState) -> str:
     lease = source_lease(node)
     lease.reads += 1
     return f"lease {lease.id} counts {lease.reads} posts"
 
 
-def order_lost_a_leaf(node: Node) -> str:
+def order_lost_a_leaf(node: NodeState) -> str:
     edge = leaf(node)
     node.leases.tree.order.remove(edge)
     return f"node {edge.id}"
 
 
-def wrong_child_key(node: Node) -> str:
+def wrong_child_key(node: NodeState) -> str:
     edge = leaf(node)
     del edge.parent.children[edge.key]
     edge.parent.children[b"elsewhere"] = edge
     return f"node {edge.id}"
 
 
-def evictable_off(node: Node) -> str:
+def evictable_off(node: NodeState) -> str:
     node.leases.tree.evictable_bytes += ID_BYTES
     return "evictable"
 
 
-def edge_cut(node: Node) -> str:
+def edge_cut(node: NodeState) -> str:
     edge = leaf(node)
     edge.edge = edge.edge[:-ID_BYTES]
     return f"node {edge.id}"
 
 
-def row_off(node: Node) -> str:
+def row_off(node: NodeState) -> str:
     lease = engine_lease(node)
     lease.page_table = Pages(
         lease.page_table[ID_BYTES : 2 * ID_BYTES] + lease.page_table[ID_BYTES:]
@@ -201,49 +201,49 @@ def row_off(node: Node) -> str:
     return f"the row of lease {lease.id}"
 
 
-def lease_unlocked(node: Node) -> str:
+def lease_unlocked(node: NodeState) -> str:
     lease = engine_lease(node)
     node.leases.tree.unlock(lease.anchor)
     return f"node {lease.anchor.id}"
 
 
-def receive_without_lease(node: Node) -> str:
+def receive_without_lease(node: NodeState) -> str:
     part = next(one for one in node.decoder.parts.values() if one.state.value == "receiving")
     part.attempt.lease = None
     return f"receive {part.id}"
 
 
-def verification_forgotten(node: Node) -> str:
+def verification_forgotten(node: NodeState) -> str:
     part = next(one for one in node.decoder.parts.values() if one.state.value == "receiving")
     part.state = Decode.VERIFYING
     return f"receive {part.id}"
 
 
-def unfindable_receive(node: Node) -> str:
+def unfindable_receive(node: NodeState) -> str:
     part = next(iter(node.decoder.by_handoff.values()))
     del node.decoder.by_handoff[part.handoff]
     return f"receive {part.id}"
 
 
-def unfindable_send(node: Node) -> str:
+def unfindable_send(node: NodeState) -> str:
     part = next(iter(node.prefiller.rooms.by_room.values()))
     del node.prefiller.settled_sends.records[part.incarnation].parts[part.handoff]
     return f"send {part.id}"
 
 
-def records_off(node: Node) -> str:
+def records_off(node: NodeState) -> str:
     records = next(iter(node.prefiller.settled_sends.records.values()))
     records.kept_bytes += 4
     return "are counted as open"
 
 
-def waiter_of_the_dead(node: Node) -> str:
+def waiter_of_the_dead(node: NodeState) -> str:
     waiter = node.admission.queue[0]
     waiter.claim = msgspec.structs.replace(waiter.claim, session=77)
     return "a request of session 77"
 
 
-def settling_for_nothing(node: Node) -> str:
+def settling_for_nothing(node: NodeState) -> str:
     lease = next(iter(node.leases.leases.values()))
     node.decoder.quarantines.leases[lease.id] = lease
     return f"lease {lease.id} waits for this host"
@@ -253,7 +253,7 @@ class Breakage(NamedTuple):
     """On which side, how, and the check that finds it."""
 
     side: str
-    apply: Callable[[Node], str]
+    apply: Callable[[NodeState], str]
     """Breaks the node; returns words that the finding must have."""
     check: str
 

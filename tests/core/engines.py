@@ -29,7 +29,9 @@ class Sender:
         self.side = side or world.p
         self.lease = self.side.lease(toks)
         self.room = room
-        reply = self.side.call(client.Send, toks, room=room, lease=self.lease.lease, **fields)
+        reply = self.side.call(
+            client.SendRequest, toks, room=room, lease=self.lease.lease, **fields
+        )
         assert isinstance(reply, client.Sending), reply
         self.send = reply.send
         self.finish_call = 0

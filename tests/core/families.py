@@ -22,7 +22,7 @@ from kvd.core.layout.spec import (
     StateTensor,
     Tail,
 )
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.core.settings import Settings
 from kvd.types import ID_BYTES, NO_TOKENS, Incarnation, NodeName, Tokens
 from kvd.wire import admin, client
@@ -75,7 +75,7 @@ def settings_of(family: str, name: str = "a") -> Settings:
 class Engine:
     """One session of a node, that leases, writes, slides and lets go as its dice say."""
 
-    def __init__(self, node: Node, seed: int) -> None:
+    def __init__(self, node: NodeState, seed: int) -> None:
         self.node = node
         self.rng = random.Random(seed)
         self.now_s = 1.0
@@ -173,6 +173,6 @@ class Engine:
 
 def worked(family: str, seed: int, steps: int) -> Engine:
     """An engine after so much work on a node of its own."""
-    engine = Engine(Node(settings_of(family), 1.0), seed)
+    engine = Engine(NodeState(settings_of(family), 1.0), seed)
     engine.work(steps)
     return engine

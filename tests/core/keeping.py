@@ -13,7 +13,7 @@ import numpy as np
 
 from kvd.core.audit.rules import tree_faults
 from kvd.core.cache.eviction import Policy
-from kvd.core.cache.lease import ARRIVAL, Claim, Lease
+from kvd.core.cache.lease import ARRIVAL, Claim, LeaseRecord
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import WindowPages
@@ -78,15 +78,15 @@ def arrival(
     )  # fmt: skip
 
 
-def opened(table: LeaseTable, asked: Claim) -> Lease:
+def opened(table: LeaseTable, asked: Claim) -> LeaseRecord:
     """The lease, for which there is room."""
     lease = table.open_lease(asked)
-    assert isinstance(lease, Lease), lease
+    assert isinstance(lease, LeaseRecord), lease
     check(table)
     return lease
 
 
-def finish(table: LeaseTable, lease: Lease, new: Tokens = NO_TOKENS) -> None:
+def finish(table: LeaseTable, lease: LeaseRecord, new: Tokens = NO_TOKENS) -> None:
     """Commit and release, as an engine does that computed nothing further."""
     assert isinstance(table.commit(lease, new), int)
     lease.is_whole = True
@@ -99,7 +99,7 @@ def cached(table: LeaseTable, toks: Tokens) -> None:
     finish(table, opened(table, claim(toks)))
 
 
-def row(table: LeaseTable, lease: Lease, component: str = "swa") -> list[int]:
+def row(table: LeaseTable, lease: LeaseRecord, component: str = "swa") -> list[int]:
     """What the engine sees of a component."""
     keeper = table.components.named(component)
     assert keeper is not None
@@ -159,7 +159,7 @@ def _tiles(pool: PagePool, pieces: list[Pages]) -> None:
     assert np.array_equal(np.sort(ids), np.arange(1, pool.total_pages)), pool.name
 
 
-def _check_windows(keeper: WindowPages, leases: list[Lease], nodes: set[RadixNode]) -> None:
+def _check_windows(keeper: WindowPages, leases: list[LeaseRecord], nodes: set[RadixNode]) -> None:
     needed: Counter[RadixNode] = Counter()
     for lease in leases:
         held = keeper.held.get(lease.id)
@@ -190,7 +190,7 @@ def _check_windows(keeper: WindowPages, leases: list[Lease], nodes: set[RadixNod
     assert keeper.evictable_pages == sum(unlocked) // 4
 
 
-def _check_states(keeper: StatePages, leases: list[Lease], nodes: set[RadixNode]) -> None:
+def _check_states(keeper: StatePages, leases: list[LeaseRecord], nodes: set[RadixNode]) -> None:
     held = [keeper.held[lease.id] for lease in leases if lease.id in keeper.held]
     needed = Counter(one.source for one in held if one.source is not None)
     for node, snapshot in keeper.snapshots.items():

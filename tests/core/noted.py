@@ -15,7 +15,7 @@ from kvd.wire import client
 from kvd.wire.peer import Offer
 
 if TYPE_CHECKING:
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
     from kvd.types import Pages
     from kvd.wire.client import Reply
 
@@ -108,7 +108,7 @@ class Noted:
         wrong = [one for one in pages if one not in self.cached and self.holder[one] not in own]
         assert not wrong, f"{type(message).__name__} names pages {wrong}, which are another's"
 
-    def agree(self, node: Node) -> None:
+    def agree(self, node: NodeState) -> None:
         """It says of every page and every lease what the node says."""
         assert self.cached == tree_of(node)
         held, leases = {}, {}
@@ -121,7 +121,7 @@ class Noted:
         assert self.leases == leases
 
 
-def tree_of(node: Node) -> dict[int, Cached]:
+def tree_of(node: NodeState) -> dict[int, Cached]:
     """What is cached, page by page."""
     tree = node.leases.tree
     size = tree.match_page_tokens * ID_BYTES

@@ -27,7 +27,7 @@ from kvd.core.layout.spec import (
     PoolSpec,
     page_bytes,
 )
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.core.settings import Settings
 from kvd.sim.node_shell import NodeShell, TransferDouble, incarnation
 from kvd.types import (
@@ -56,8 +56,8 @@ SAVED = 12
 
 ANSWERS = (
     client.Failed | client.Leased | client.PageTable | client.Done | client.Receiving
-    | client.Sending | client.Finished | client.Matched | client.Snapshotted | client.Retracted
-    | client.Resumed | client.Fetched
+    | client.Sending | client.Finished | client.MatchReply | client.Snapshotted | client.Retracted
+    | client.Resumed | client.FetchReply
 )  # fmt: skip
 """Replies that answer a call; the others are pushes."""
 
@@ -144,7 +144,7 @@ class Side(TransferDouble, NodeShell):
     def begin(self) -> None:
         """A new process: nothing is known, nothing is held."""
         self.born_s = self.world.now_s
-        self.node = Node(self.config, self.born_s)
+        self.node = NodeState(self.config, self.born_s)
         self.sessions = 0
         self.log: list[inputs.Input] = []
         self.effects: list[effects.Effect] = []

@@ -215,7 +215,7 @@ def test_why_a_queued_room_waits_is_said_with_the_holders():
     world = World(d_pages=10)
     d = world.d
     d.lease(tokens((1, 100)))
-    d.call(client.Receive, tokens((5000, 64)), room=7, source=("p",))
+    d.call(client.ReceiveRequest, tokens((5000, 64)), room=7, source=("p",))
 
     answer = d.ask(admin.Why(1, "room", 7))
 
@@ -251,7 +251,7 @@ def test_a_receive_that_waits_for_its_peer_is_passed_over():
     world.cut = {"p"}
     world.pass_time(4)
 
-    waits = d.call(client.Receive, tokens((1, 100)), room=7, source=("p",))
+    waits = d.call(client.ReceiveRequest, tokens((1, 100)), room=7, source=("p",))
     lease = d.call(client.OpenLease, tokens((5000, 16)))
 
     assert waits is None
@@ -307,7 +307,7 @@ def test_quarantined_pages_are_no_headroom():
     """scenario A26: a request waits for them until the writer has settled."""
     world = World(d_pages=10)
     d = world.d
-    d.call(client.Receive, tokens((1, 100)), room=7, source=("p",))
+    d.call(client.ReceiveRequest, tokens((1, 100)), room=7, source=("p",))
     world.cut = {"p"}
     d.call(client.CancelReceive, receive=1)
     waits = d.call(client.OpenLease, tokens((5000, 64)))

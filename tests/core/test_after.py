@@ -22,7 +22,7 @@ def afters(world: World) -> dict[int, bytes]:
 def begun(**more: object) -> tuple[World, Sender]:
     world = World(**more)
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     return world, sender
 
 
@@ -54,7 +54,7 @@ def test_an_event_is_not_lost_when_the_offer_comes_later():
     sender.promise(40, FIRST)
     sender.promise(80, SECOND)
 
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     assert afters(world) == {1: SECOND}
 
@@ -66,7 +66,7 @@ def test_a_call_without_an_event_does_not_take_back_one_that_was_named(upto):
     sender.promise(40, FIRST)
     sender.promise(upto)
 
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     assert set(afters(world).values()) == {FIRST}
 
@@ -77,7 +77,7 @@ def test_less_than_before_names_no_event():
     sender.promise(40, FIRST)
     sender.promise(40, SECOND)
 
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     assert afters(world) == {1: FIRST}
 
@@ -135,7 +135,7 @@ def test_what_already_travels_is_not_forgotten():
 def test_an_event_that_cannot_come_fails_its_handoff_alone():
     world, sender = begun()
     other = Sender(world, FULL, room=8)
-    world.d.call(client.Receive, FULL, room=8, source=("p",))
+    world.d.call(client.ReceiveRequest, FULL, room=8, source=("p",))
     sender.promise(80, FIRST)
 
     world.p.feed(inputs.Unposted(world.now_s, 1, "its event failed: cudaErrorLaunchFailure"))

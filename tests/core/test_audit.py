@@ -7,7 +7,7 @@ import pytest
 from kvd.core import effects, inputs
 from kvd.core.audit.audit import EVERY_S
 from kvd.core.audit.invariants import faults
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.wire import admin, client, events
 from tests.core.breakage import BREAKAGES, busy, engine_lease, lost_page, lost_unlock
 from tests.core.breakage_beside import BESIDE_BREAKAGES, busy_beside, window_page_in_two_places
@@ -22,7 +22,7 @@ ONLY_WHOLE = {"order-size"}
 """Checks that need the tree in one piece; what they find is found by others too."""
 
 
-def sweep(world: World | Engine, node: Node, work: int = WHOLE) -> list[events.Event]:
+def sweep(world: World | Engine, node: NodeState, work: int = WHOLE) -> list[events.Event]:
     """One sweep of ``node`` from its beginning to its end, in turns of ``work``; its events."""
     world.now_s += EVERY_S
     before, told = node.audit.sweeps, []
@@ -31,7 +31,7 @@ def sweep(world: World | Engine, node: Node, work: int = WHOLE) -> list[events.E
     return told
 
 
-def only_tell(node: Node) -> None:
+def only_tell(node: NodeState) -> None:
     """What is broken stays so: see ``test_containment`` for what is done about it."""
     node.audit.findings.containment.contain = lambda fault: ""
 
@@ -104,7 +104,7 @@ def test_finding_about_a_window_page_names_component_and_owner():
 def test_a_sweep_that_is_cut_everywhere_finds_nothing_while_an_engine_works(family):
     """Slides, tombstones, snapshots and evictions between any two turns."""
     for seed in range(3):
-        engine = Engine(Node(settings_of(family), 1.0), seed)
+        engine = Engine(NodeState(settings_of(family), 1.0), seed)
         for _ in range(400):
             engine.work(1)
             engine.node.step(inputs.AuditTurn(engine.now_s, 5))
@@ -238,7 +238,7 @@ def test_findings_are_bounded_and_all_of_them_count():
 
 
 def test_nothing_is_noted_while_no_sweep_runs():
-    node = Node(settings("p", 64), 0.0)
+    node = NodeState(settings("p", 64), 0.0)
     node.step(inputs.AuditTurn(0.0, 1))
     node.leases.pool.return_pages(node.leases.pool.take_pages(3))
     noted = len(node.leases.moved.log)

@@ -30,14 +30,18 @@ def test_a_room_outside_its_range_is_refused_on_both_sides(room):
         f"room {room} is not in 1..{MAX_ROOM} (0 means no room to every router)",
     )
 
-    assert refused(world.d.call(client.Receive, PROMPT, room=room, source=("p",))) == expected
-    assert refused(world.p.call(client.Send, PROMPT, room=room, lease=lease.lease)) == expected
+    assert (
+        refused(world.d.call(client.ReceiveRequest, PROMPT, room=room, source=("p",))) == expected
+    )
+    assert (
+        refused(world.p.call(client.SendRequest, PROMPT, room=room, lease=lease.lease)) == expected
+    )
     assert world.d.node.leases.leases == {}
 
 
 def test_the_largest_room_works():
     world = World()
-    reply = world.d.call(client.Receive, PROMPT, room=MAX_ROOM, source=("p",))
+    reply = world.d.call(client.ReceiveRequest, PROMPT, room=MAX_ROOM, source=("p",))
     assert reply == client.Receiving(1, 1, 0)
     assert list(world.p.node.prefiller.rooms.by_room) == [MAX_ROOM]
 
@@ -95,7 +99,7 @@ def test_a_bad_receive_is_refused_before_anything_is_held(fields, code, message)
     world.d.call(client.CommitAndRelease, lease=cached.lease)
     nodes = [(node.id, node.lock_ref, node.hits) for node in world.d.node.leases.tree.nodes()]
 
-    reply = world.d.call(client.Receive, PROMPT, room=7, **fields)
+    reply = world.d.call(client.ReceiveRequest, PROMPT, room=7, **fields)
 
     assert refused(reply) == (code, message)
     table = world.d.node.leases
@@ -109,8 +113,8 @@ def test_a_prompt_larger_than_the_pool_is_refused_without_a_word_to_the_peer():
     """scenario A16: 1008 tokens fill the pool, 1009 can never fit."""
     world = World()
 
-    fits = world.d.call(client.Receive, tokens((1, 1008)), room=7, source=("p",))
-    reply = world.d.call(client.Receive, tokens((1, 1009)), room=8, source=("p",))
+    fits = world.d.call(client.ReceiveRequest, tokens((1, 1008)), room=7, source=("p",))
+    reply = world.d.call(client.ReceiveRequest, tokens((1, 1009)), room=8, source=("p",))
 
     assert fits == client.Receiving(1, 1, 0)
     assert refused(reply) == (
@@ -126,7 +130,7 @@ def test_an_empty_lease_and_an_empty_receive_are_refused():
         Code.BAD_REQUEST,
         "a lease of 0 tokens and 0 in reserve, 0 at a time",
     )
-    assert refused(world.d.call(client.Receive, room=7, source=("p",))) == (
+    assert refused(world.d.call(client.ReceiveRequest, room=7, source=("p",))) == (
         Code.BAD_REQUEST,
         "receive of 0 tokens and 0 in reserve, 0 at a time",
     )
@@ -146,9 +150,9 @@ def test_no_deadline_of_a_caller_makes_a_request_wait_for_ever(deadline_s):
 @pytest.mark.parametrize("deadline_s", [float("nan"), float("inf")])
 def test_no_deadline_of_a_caller_makes_a_handoff_wait_for_ever(deadline_s):
     world = World()
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=deadline_s)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=deadline_s)
     lease = world.p.lease(PROMPT)
-    world.p.call(client.Send, PROMPT, room=8, lease=lease.lease, deadline_s=deadline_s)
+    world.p.call(client.SendRequest, PROMPT, room=8, lease=lease.lease, deadline_s=deadline_s)
 
     world.pass_time(31)
 
@@ -162,9 +166,11 @@ def test_a_send_of_other_tokens_than_the_lease_holds_is_refused():
     world = World()
     lease = world.p.lease(PROMPT, namespace="lora")
 
-    other = world.p.call(client.Send, tokens((2, 100)), room=7, lease=lease.lease, namespace="lora")
-    empty = world.p.call(client.Send, room=7, lease=lease.lease, namespace="lora")
-    elsewhere = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease)
+    other = world.p.call(
+        client.SendRequest, tokens((2, 100)), room=7, lease=lease.lease, namespace="lora"
+    )
+    empty = world.p.call(client.SendRequest, room=7, lease=lease.lease, namespace="lora")
+    elsewhere = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease)
 
     assert refused(other) == (
         Code.PROMPT_MISMATCH,
@@ -183,7 +189,7 @@ def test_a_send_of_other_tokens_than_the_lease_holds_is_refused():
 def test_advance_backwards_is_no_news_and_beyond_the_prompt_is_refused():
     world = World()
     lease = world.p.lease(PROMPT)
-    send = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease)
+    send = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease)
     assert isinstance(send, client.Sending)
 
     for upto in (40, 16, 0):
@@ -201,13 +207,13 @@ def test_advance_backwards_is_no_news_and_beyond_the_prompt_is_refused():
 def test_finish_twice_is_refused_and_the_first_is_answered():
     world = World()
     lease = world.p.lease(PROMPT)
-    send = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease)
+    send = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease)
     assert isinstance(send, client.Sending)
     assert world.p.call(client.Finish, send=send.send, aux=b"1") is None
 
     reply = world.p.call(client.Finish, send=send.send, aux=b"2")
     late = world.p.call(client.Advance, send=send.send, upto_tokens=100)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     gone = world.p.call(client.Finish, send=send.send, aux=b"3")
 
     assert refused(reply) == (Code.WRONG_STATE, "send 1 is finished already")
@@ -225,7 +231,7 @@ def test_finish_twice_is_refused_and_the_first_is_answered():
 def test_an_aux_above_the_limit_is_refused_and_a_smaller_one_may_follow():
     world = World(max_aux_bytes=8)
     lease = world.p.lease(PROMPT)
-    send = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease)
+    send = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease)
     assert isinstance(send, client.Sending)
 
     reply = world.p.call(client.Finish, send=send.send, aux=b"123456789")
@@ -241,9 +247,9 @@ def test_an_aux_above_the_limit_of_the_peer_is_refused_before_it_travels():
     world = World()
     world.p.node.peers.by_name["d"].max_aux_bytes = 4
     lease = world.p.lease(PROMPT)
-    send = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease)
+    send = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease)
     assert isinstance(send, client.Sending)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     reply = world.p.call(client.Finish, send=send.send, aux=b"12345")
 
@@ -258,7 +264,7 @@ def test_an_aux_above_the_limit_of_the_peer_is_refused_before_it_travels():
 
 def test_cancel_twice_is_refused_and_fails_the_receive_once():
     world = World()
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     first = world.d.call(client.CancelReceive, receive=1)
     second = world.d.call(client.CancelReceive, receive=1)
@@ -274,9 +280,9 @@ def test_cancel_twice_is_refused_and_fails_the_receive_once():
 
 def test_handoffs_of_another_session_are_unknown():
     world = World()
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     lease = world.p.lease(PROMPT)
-    world.p.call(client.Send, PROMPT, room=8, lease=lease.lease)
+    world.p.call(client.SendRequest, PROMPT, room=8, lease=lease.lease)
     p_other, d_other = world.p.attach("other"), world.d.attach("other")
 
     assert refused(world.d.call(client.CancelReceive, session=d_other, receive=1))[0] is (
@@ -311,8 +317,8 @@ def test_a_second_send_for_a_room_is_refused_and_the_first_goes_on():
     """scenario A44: sampling n=2 with one room fails once, loudly."""
     world = World()
     lease = world.p.lease(PROMPT)
-    first = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease)
-    second = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease)
+    first = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease)
+    second = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease)
 
     assert first == client.Sending(2, 1)
     assert refused(second) == (
@@ -325,10 +331,10 @@ def test_a_second_send_for_a_room_is_refused_and_the_first_goes_on():
 def test_a_second_receive_for_a_room_is_refused_by_the_writer_and_the_first_goes_on():
     """scenario A44, on the decode side: the pages of the second are free again."""
     world = World()
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.d.take()
 
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     receiving, failed = world.d.take()
     assert receiving == client.Receiving(2, 2, 0)

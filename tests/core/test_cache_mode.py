@@ -41,9 +41,9 @@ def refused(side: Side, kind: type[client.Request], toks: Tokens = NO_TOKENS, **
 REFUSED = [
     (client.CommitLease, PROMPT, {"lease": 1}, "commit"),
     (client.CommitAndRelease, NO_TOKENS, {"lease": 1}, "commit-release"),
-    (client.Receive, PROMPT, {"room": 7, "source": ("p",)}, "receive"),
+    (client.ReceiveRequest, PROMPT, {"room": 7, "source": ("p",)}, "receive"),
     (client.CancelReceive, NO_TOKENS, {"receive": 1}, "cancel"),
-    (client.Send, PROMPT, {"room": 7, "lease": 1}, "send"),
+    (client.SendRequest, PROMPT, {"room": 7, "lease": 1}, "send"),
     (client.Advance, NO_TOKENS, {"send": 1, "upto_tokens": 16}, "advance"),
     (client.Finish, NO_TOKENS, {"send": 1, "aux": b""}, "finish"),
     (client.AbortSend, NO_TOKENS, {"send": 1, "reason": "x"}, "abort"),
@@ -115,7 +115,7 @@ def test_nodes_with_bytes_and_without_do_not_take_each_other_for_peers():
     world.restart(world.p)
     world.pass_time(3.0)
 
-    refusal = refused(world.d, client.Receive, PROMPT, room=7, source=("p",))
+    refusal = refused(world.d, client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     why = 'p has no KV to exchange: cache.mode is "prefill-only" there; set cache.mode = "radix"'
     assert (refusal.code, refusal.message) == (Code.LAYOUT_MISMATCH, why)
@@ -132,14 +132,14 @@ def test_nothing_is_cached_or_matched_with_the_cache_off():
     assert totals(world.d) == PageTotals(free=63)
     assert world.d.lease(PROMPT).prefix_tokens == 0
     matched = world.d.call(client.MatchPrefix, PROMPT)
-    assert isinstance(matched, client.Matched)
+    assert isinstance(matched, client.MatchReply)
     assert matched.tokens == 0
 
 
 def test_a_handoff_works_with_the_cache_off_on_both_sides():
     world = World(cache_mode=CacheMode.OFF)
     for room in (7, 8):
-        world.d.call(client.Receive, PROMPT, room=room, source=("p",))
+        world.d.call(client.ReceiveRequest, PROMPT, room=room, source=("p",))
         sender = Sender(world, PROMPT, room=room)
         finished = sender.finish()
         assert isinstance(finished, client.Finished)

@@ -22,7 +22,7 @@ from tests.core.breakage_beside import BESIDE_BREAKAGES, busy_beside
 from tests.core.world import World, tokens
 
 if TYPE_CHECKING:
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
 
 WHOLE = 1_000_000
 
@@ -85,7 +85,7 @@ DONE = {
 """What is done about each, beside telling; empty: see ``containment`` for why nothing is."""
 
 
-def sweep(node: Node, now_s: float) -> tuple[list[events.Violation], list[client.Reply]]:
+def sweep(node: NodeState, now_s: float) -> tuple[list[events.Violation], list[client.Reply]]:
     """Two of them, to see what the first one's deeds leave: who was told what."""
     told, heard = [], []
     for k in range(1, 3):
@@ -130,7 +130,7 @@ def test_what_is_broken_beside_the_first_component_costs_no_page_twice(name):
         work(node, rows, engine.now_s + 1)
 
 
-def own(node: Node, lease: int) -> dict[str, set[int]]:
+def own(node: NodeState, lease: int) -> dict[str, set[int]]:
     """Its own pages of each component, as its engine was told."""
     found = {"": set(page_ids(node.leases.leases[lease].held))}
     for keeper in node.leases.components.each:
@@ -139,7 +139,7 @@ def own(node: Node, lease: int) -> dict[str, set[int]]:
     return found
 
 
-def check_losers_heard(node: Node, heard: list[client.Reply]) -> None:
+def check_losers_heard(node: NodeState, heard: list[client.Reply]) -> None:
     """Each engine that has a lost lease was told so, once, and hears it again from every call."""
     lost = [one for one in node.leases.leases.values() if one.lost is not None]
     mine = sorted(one.id for one in lost if "engine" in one.holders)
@@ -151,7 +151,7 @@ def check_losers_heard(node: Node, heard: list[client.Reply]) -> None:
         assert answer.message.refusal.code is Code.CONDEMNED
 
 
-def work(node: Node, rows: dict[int, dict[str, set[int]]], now_s: float) -> None:
+def work(node: NodeState, rows: dict[int, dict[str, set[int]]], now_s: float) -> None:
     """An engine takes all it can get and gives it back; nobody else has any page of it."""
     rng = random.Random(7)
     session = max(node.sessions.by_id) + 1
@@ -277,9 +277,9 @@ def in_the_middle(world: World, standing: str) -> int:
     d, p, prompt = world.d, world.p, tokens((1, 100))
     if standing in {"receiving", "sending"}:
         world.hold_posts = True
-        d.call(client.Receive, prompt, room=7, source=("p",))
+        d.call(client.ReceiveRequest, prompt, room=7, source=("p",))
         source = p.lease(prompt)
-        send = p.call(client.Send, prompt, room=7, lease=source.lease)
+        send = p.call(client.SendRequest, prompt, room=7, lease=source.lease)
         p.call(client.Advance, send=send.send, upto_tokens=96)
         return source.lease if standing == "sending" else max(d.node.leases.leases)
     leased = d.lease(prompt)

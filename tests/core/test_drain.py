@@ -10,7 +10,7 @@ from kvd.core.inspect.snapshot import snapshot
 from kvd.core.peers.peer import Life
 from kvd.errors import Code, Refusal
 from kvd.wire import admin, client, events
-from kvd.wire.peer import Offer, Outcome, Ping, Settled, Withdrawn
+from kvd.wire.peer import Offer, Ping, ReceiveOutcome, Settled, Withdrawn
 from tests.core.engines import PROMPT, Sender, totals
 from tests.core.side import incarnation
 from tests.core.world import Side, World, tokens
@@ -43,7 +43,7 @@ def flying(world: World) -> Sender:
     """A handoff whose last post is under way; its engine waits for ``finish``."""
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.finish()
     return sender
 
@@ -73,7 +73,9 @@ def test_a_new_receive_is_refused_and_its_sender_told():
     drain(world.d)
     call = world.d.calls + 1
 
-    heard = world.d.feed(inputs.FromClient(world.now_s, 1, client.Receive(call, 7, ("p",)), PROMPT))
+    heard = world.d.feed(
+        inputs.FromClient(world.now_s, 1, client.ReceiveRequest(call, 7, ("p",)), PROMPT)
+    )
 
     refusal = world.d.node.drainer.refusal()
     assert heard == [
@@ -87,7 +89,7 @@ def test_a_new_send_is_refused_and_the_lease_stays():
     lease = world.p.lease(PROMPT)
     drain(world.p)
 
-    refused = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease)
+    refused = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease)
 
     assert code_of(refused) is Code.DRAINING
     assert isinstance(
@@ -102,7 +104,7 @@ def test_a_new_offer_is_refused_at_once():
     world = World()
     world.pass_time(0.6)
     world.hold_wire = True
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     (letter,) = world.held(Offer)
     world.wire.clear()
     world.p.ask(admin.Drain(1, "root", "new switch"))
@@ -114,7 +116,7 @@ def test_a_new_offer_is_refused_at_once():
     assert isinstance(send, effects.SendToPeer)
     assert isinstance(send.message, Settled)
     assert (send.message.outcome, send.message.reason.code) == (
-        Outcome.REFUSED,
+        ReceiveOutcome.REFUSED,
         Code.PEER_DRAINING,
     )
 
@@ -122,7 +124,7 @@ def test_a_new_offer_is_refused_at_once():
 def test_a_peer_that_never_said_its_state_is_refused_in_words_that_it_has():
     world = World()
     world.hold_wire = True
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     (letter,) = world.held(Offer)
     assert world.p.node.peers.by_name["d"].drain.state == ""
     world.p.ask(admin.Drain(1, "root", "new switch"))
@@ -136,7 +138,7 @@ def test_who_waits_for_room_is_told_at_once():
     world = World(d_pages=9)
     world.d.lease(tokens((5000, 100)))
     assert world.d.call(client.OpenLease, PROMPT) is None
-    assert world.d.call(client.Receive, PROMPT, room=7, source=("p",)) is None
+    assert world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",)) is None
     world.d.take()
 
     out = world.d.feed(inputs.FromOperator(world.now_s, b"op", admin.Drain(1, "root", "")))
@@ -171,7 +173,7 @@ def test_sends_that_only_one_side_has_joined_are_told_at_once():
     world = World()
     world.pass_time(0.6)
     Sender(world)
-    world.d.call(client.Receive, PROMPT, room=8, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=8, source=("p",))
     world.p.take()
     world.d.take()
 
@@ -205,7 +207,7 @@ def test_a_receive_from_a_draining_peer_is_refused_at_once():
     drain(world.p)
     world.now_s += 2
 
-    refused = world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    refused = world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     assert refused == client.Failed(
         world.d.calls,
@@ -223,7 +225,7 @@ def test_a_receive_from_a_draining_peer_is_refused_at_once():
 def test_a_receive_that_waits_here_is_told_when_its_peer_begins_to_drain():
     world = World(d_pages=9)
     world.d.lease(tokens((5000, 100)))
-    assert world.d.call(client.Receive, PROMPT, room=7, source=("p",)) is None
+    assert world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",)) is None
     world.d.take()
 
     drain(world.p)
@@ -249,7 +251,7 @@ def test_undrain_serves_again_on_both_sides():
         notes=("p has been drained for 0.0 s by root (new switch), and serves again",),
     )
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.finish()
     assert isinstance(world.d.take()[-1], client.Received)
     assert world.p.ask(admin.Undrain(3)) == admin.Report(
@@ -414,7 +416,7 @@ def test_a_peer_that_said_goodbye_is_lost_at_once_and_asked_nothing():
 
     peer = world.d.node.peers.by_name["p"]
     assert (peer.life, peer.drain.state) == (Life.LOST, "leaving")
-    refused = world.d.call(client.Receive, PROMPT, room=8, source=("p",))
+    refused = world.d.call(client.ReceiveRequest, PROMPT, room=8, source=("p",))
     assert code_of(refused) is Code.PEER_DRAINING
     assert "p said goodbye 0.0 s ago (SIGTERM)" in refused.refusal.message
 
@@ -434,7 +436,7 @@ def test_the_next_life_of_a_peer_that_left_is_served():
     world.pass_time(1.0)
     world.p.attach()
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.finish()
 
     assert isinstance(world.d.take()[-1], client.Received)

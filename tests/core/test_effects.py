@@ -20,9 +20,9 @@ from kvd.wire.peer import (
     Grant,
     Hello,
     Offer,
-    Outcome,
     Ping,
     Progress,
+    ReceiveOutcome,
     Settled,
 )
 from tests.core.engines import PROMPT, Sender
@@ -56,22 +56,22 @@ def offer(world: World) -> Offer:
 
 
 def test_a_receive_is_answered_and_offered(world):
-    assert from_engine(world.d, client.Receive(5, 7, ("p",)), PROMPT) == [
+    assert from_engine(world.d, client.ReceiveRequest(5, 7, ("p",)), PROMPT) == [
         effects.AnswerEngine(1, client.Receiving(5, 1, 0)),
         effects.SendToPeer("out:p", offer(world)),
     ]
 
 
 def test_an_accept_and_progress_are_only_noted(world):
-    from_engine(world.d, client.Receive(5, 7, ("p",)), PROMPT)
+    from_engine(world.d, client.ReceiveRequest(5, 7, ("p",)), PROMPT)
     assert from_peer(world.d, "out:p", Accept(P, D, 1)) == []
     assert from_peer(world.d, "out:p", Progress(P, D, 1, 256)) == []
 
 
 def test_a_delivered_prompt_is_handed_over_and_closed(world):
-    from_engine(world.d, client.Receive(5, 7, ("p",)), PROMPT)
-    settled = Settled(P, D, 1, Outcome.DELIVERED, None, b"aux", 896)
-    closed = effects.SendToPeer("out:p", Closed(D, P, 1, Outcome.COMMITTED))
+    from_engine(world.d, client.ReceiveRequest(5, 7, ("p",)), PROMPT)
+    settled = Settled(P, D, 1, ReceiveOutcome.DELIVERED, None, b"aux", 896)
+    closed = effects.SendToPeer("out:p", Closed(D, P, 1, ReceiveOutcome.COMMITTED))
 
     assert from_peer(world.d, "out:p", settled) == [
         effects.AnswerEngine(1, client.Received(1, 1, PAGES, b"aux")),
@@ -81,38 +81,38 @@ def test_a_delivered_prompt_is_handed_over_and_closed(world):
 
 
 def test_a_failed_prompt_is_told_and_closed(world):
-    from_engine(world.d, client.Receive(5, 7, ("p",)), PROMPT)
+    from_engine(world.d, client.ReceiveRequest(5, 7, ("p",)), PROMPT)
     why = Refusal(Code.POST_FAILED, "no route", "p")
-    assert from_peer(world.d, "out:p", Settled(P, D, 1, Outcome.FAILED, why)) == [
+    assert from_peer(world.d, "out:p", Settled(P, D, 1, ReceiveOutcome.FAILED, why)) == [
         effects.AnswerEngine(1, client.ReceiveFailed(1, why)),
-        effects.SendToPeer("out:p", Closed(D, P, 1, Outcome.FAILED, why)),
+        effects.SendToPeer("out:p", Closed(D, P, 1, ReceiveOutcome.FAILED, why)),
     ]
 
 
 def test_a_failed_prompt_with_bytes_in_doubt_waits_for_quiet(world):
-    from_engine(world.d, client.Receive(5, 7, ("p",)), PROMPT)
+    from_engine(world.d, client.ReceiveRequest(5, 7, ("p",)), PROMPT)
     why = Refusal(Code.POST_FAILED, "no route", "p")
-    settled = Settled(P, D, 1, Outcome.FAILED, why, in_doubt=True)
+    settled = Settled(P, D, 1, ReceiveOutcome.FAILED, why, in_doubt=True)
     assert from_peer(world.d, "out:p", settled) == [
         effects.AnswerEngine(1, client.ReceiveFailed(1, why)),
         effects.Quiesce(1, Doubt.SENT),
-        effects.SendToPeer("out:p", Closed(D, P, 1, Outcome.FAILED, why)),
+        effects.SendToPeer("out:p", Closed(D, P, 1, ReceiveOutcome.FAILED, why)),
     ]
     assert world.d.node.step(inputs.Quiet(NOW_S, 1)).effects == []
     assert world.d.node.leases.leases == {}
 
 
 def test_a_cancelled_receive_tells_the_engine_and_the_writer(world):
-    from_engine(world.d, client.Receive(5, 7, ("p",)), PROMPT)
+    from_engine(world.d, client.ReceiveRequest(5, 7, ("p",)), PROMPT)
     why = Refusal(Code.CANCELLED, "the decode engine cancelled it", "d")
     assert from_engine(world.d, client.CancelReceive(6, 1)) == [
         effects.AnswerEngine(1, client.Done(6)),
         effects.AnswerEngine(1, client.ReceiveFailed(1, why)),
         effects.SendToPeer("out:p", Abort(D, P, 1, 7, "cancelled")),
     ]
-    settled = Settled(P, D, 1, Outcome.ABORTED)
+    settled = Settled(P, D, 1, ReceiveOutcome.ABORTED)
     assert from_peer(world.d, "out:p", settled) == [
-        effects.SendToPeer("out:p", Closed(D, P, 1, Outcome.ABORTED, why))
+        effects.SendToPeer("out:p", Closed(D, P, 1, ReceiveOutcome.ABORTED, why))
     ]
 
 
@@ -157,9 +157,9 @@ def test_the_last_post_settles_and_closed_answers_finish(world):
     ]
     assert world.p.node.step(inputs.PostDone(NOW_S, 1, 896)).effects == [
         effects.SendToPeer("in:d", Progress(P, D, 1, 896)),
-        effects.SendToPeer("in:d", Settled(P, D, 1, Outcome.DELIVERED, None, b"aux", 896)),
+        effects.SendToPeer("in:d", Settled(P, D, 1, ReceiveOutcome.DELIVERED, None, b"aux", 896)),
     ]
-    closed = Closed(D, P, 1, Outcome.COMMITTED)
+    closed = Closed(D, P, 1, ReceiveOutcome.COMMITTED)
     assert from_peer(world.p, "in:d", closed) == [
         effects.AnswerEngine(1, client.Finished(sender.finish_call, None, 0, 7, 896))
     ]
@@ -178,7 +178,9 @@ def test_a_failed_post_destroys_its_agent_and_settles_after_it(world):
         effects.DropAgent(D, 1),
     ]
     assert world.p.node.step(inputs.AgentDropped(NOW_S, D, 1, 128)).effects == [
-        effects.SendToPeer("in:d", Settled(P, D, 1, Outcome.FAILED, why, b"", 0, in_doubt=True)),
+        effects.SendToPeer(
+            "in:d", Settled(P, D, 1, ReceiveOutcome.FAILED, why, b"", 0, in_doubt=True)
+        ),
         effects.LoadAgent(D, 1, b"meta:d"),
     ]
 
@@ -229,7 +231,9 @@ def test_a_dead_transfer_process_ends_its_posts_and_its_agents(world):
     assert world.p.node.step(inputs.TransferGone(NOW_S, "killed")).effects == [
         effects.AnswerEngine(1, client.SendFailed(1, why)),
         effects.AnswerEngine(1, client.Finished(sender.finish_call, why, 0, 7, 0)),
-        effects.SendToPeer("in:d", Settled(P, D, 1, Outcome.FAILED, why, b"", 0, in_doubt=True)),
+        effects.SendToPeer(
+            "in:d", Settled(P, D, 1, ReceiveOutcome.FAILED, why, b"", 0, in_doubt=True)
+        ),
     ]
     ready = inputs.TransferReady(NOW_S, 2, b"new", "simulated", "killed")
     sent = world.p.node.step(ready).effects

@@ -127,7 +127,7 @@ def test_a_quarantine_says_what_it_unlocks():
     (node,) = world.d.node.leases.tree.nodes()
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(96)
     before = len(locks(world.d))
 
@@ -140,9 +140,9 @@ def test_a_quarantine_says_what_it_unlocks():
 def test_the_end_of_a_receive_names_its_lease():
     world = World()
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.finish()
-    world.d.call(client.Receive, PROMPT, room=8, source=("p",), deadline_s=0.5)
+    world.d.call(client.ReceiveRequest, PROMPT, room=8, source=("p",), deadline_s=0.5)
     world.pass_time(1)
 
     ended = [one for one in world.d.events if isinstance(one, events.HandoffEnded)]

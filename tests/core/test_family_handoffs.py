@@ -28,7 +28,7 @@ from kvd.core.layout.spec import (
 from kvd.errors import Code
 from kvd.types import NULL_PAGE, page_ids
 from kvd.wire import client
-from kvd.wire.peer import Integrity, Offer, Outcome, Settled
+from kvd.wire.peer import Integrity, Offer, ReceiveOutcome, Settled
 from tests.core.engines import offered
 from tests.core.world import Side, World, tokens
 
@@ -108,7 +108,7 @@ class Engine:
         self.told(reply.beside)
 
     def send(self, room: int = ROOM) -> int:
-        reply = self.side.call(client.Send, self.toks, room=room, lease=self.leased.lease)
+        reply = self.side.call(client.SendRequest, self.toks, room=room, lease=self.leased.lease)
         assert isinstance(reply, client.Sending), reply
         return reply.send
 
@@ -125,7 +125,7 @@ def test_the_tail_of_the_windows_is_granted_and_sent_fresh():
     """Scenario C1 over a handoff: 16 pages of kv and 3 window pages, the rest is the null page."""
     world = World(spec=swa(), integrity=Integrity.FULL)
     engine = Engine(world.p, PROMPT)
-    world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
     offer = offered(world)
     send = engine.send()
     engine.compute(0, 1000)
@@ -156,7 +156,7 @@ def test_what_is_cached_beyond_the_tail_is_sent_again():
     world = World(spec=swa())
     lease = world.d.lease(PROMPT)
     world.d.call(client.CommitAndRelease, lease=lease.lease)
-    world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
 
     offer = offered(world)
 
@@ -175,7 +175,7 @@ def test_a_prefill_engine_that_slides_sends_the_same_tail():
         engine.compute(start, start + 100)
         world.p.call(client.Advance, send=send, upto_tokens=start + 100)
         engine.slide(start + 100)
-    world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
     engine.finish(send)
 
     (row,) = received(world).beside
@@ -196,9 +196,9 @@ def test_with_pages_of_one_token_all_windows_are_sent_behind_a_prefix_of_the_pre
     (source,) = leased.beside
     for k, page in enumerate(page_ids(source)):
         world.p.memory_of("swa")[page] = f"swa:{k}"
-    world.d.call(client.Receive, tokens((1, 30)), room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, tokens((1, 30)), room=ROOM, source=("p",))
 
-    sending = world.p.call(client.Send, tokens((1, 30)), room=ROOM, lease=leased.lease)
+    sending = world.p.call(client.SendRequest, tokens((1, 30)), room=ROOM, lease=leased.lease)
     assert isinstance(sending, client.Sending), sending
     world.p.call(client.Finish, send=sending.send)
 
@@ -225,9 +225,9 @@ def test_an_engine_that_has_slid_past_the_tail_of_a_shorter_prompt_is_told_so():
     short = PROMPT[: 300 * 4]
     engine = Engine(world.p, PROMPT)
     engine.slide(1000)
-    world.d.call(client.Receive, short, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, short, room=ROOM, source=("p",))
 
-    refused = world.p.call(client.Send, short, room=ROOM, lease=engine.leased.lease)
+    refused = world.p.call(client.SendRequest, short, room=ROOM, lease=engine.leased.lease)
 
     assert isinstance(refused, client.Failed)
     assert refused.refusal.code is Code.BAD_PAGES
@@ -240,7 +240,7 @@ def test_a_tail_of_another_length_is_refused(start):
     assert tail_start(1000, WINDOW, PAGE, cached=True) == 832
     world = World(spec=swa())
     world.hold_wire = True
-    world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
     (letter,) = world.held(Offer)
     kv, window = letter.message.grants
     window = msgspec.structs.replace(window, start_tokens=start)
@@ -250,7 +250,7 @@ def test_a_tail_of_another_length_is_refused(start):
     world.deliver(letter._replace(message=offer))
 
     (settled,) = [one.message for one in world.held(Settled)]
-    assert settled.outcome is Outcome.REFUSED
+    assert settled.outcome is ReceiveOutcome.REFUSED
     assert (
         settled.reason.message
         == (
@@ -264,7 +264,7 @@ def test_a_torn_window_page_fails_the_room_and_names_the_component():
     world = World(spec=swa(), integrity=Integrity.FULL)
     world.hold_verify = True
     engine = Engine(world.p, PROMPT)
-    world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
     offer = offered(world)
     send = engine.send()
     engine.compute(0, 1000)
@@ -291,7 +291,7 @@ def test_an_abort_quarantines_the_pages_of_every_component():
     world = World(spec=swa())
     world.hold_posts = True
     engine = Engine(world.p, PROMPT)
-    reply = world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    reply = world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
     send = engine.send()
     engine.compute(0, 1000)
     engine.finish(send)
@@ -314,7 +314,7 @@ def test_a_state_is_always_sent_whole_even_when_every_token_is_cached():
     world = World(spec=recurrent(), integrity=Integrity.FULL)
     for room in (1, 2):
         engine = Engine(world.p, PROMPT)
-        world.d.call(client.Receive, PROMPT, room=room, source=("p",))
+        world.d.call(client.ReceiveRequest, PROMPT, room=room, source=("p",))
         offer = offered(world)
         send = engine.send(room)
         engine.compute(0, 1000)
@@ -351,7 +351,7 @@ def test_companions_travel_with_their_pages():
     world = World(spec=indexed(64, 16), integrity=Integrity.FULL)
     toks = PROMPT[: 200 * 4]
     engine = Engine(world.p, toks)
-    world.d.call(client.Receive, toks, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, toks, room=ROOM, source=("p",))
     offer = offered(world)
     kv, index = offer.grants
     factor_pages = [page * 4 + k for page in page_ids(kv.pages) for k in range(4)]
@@ -376,7 +376,7 @@ def test_large_pages_are_cut_for_a_host_pool_with_small_ones():
     toks = PROMPT[: 200 * 4]
     engine = Engine(world.p, toks)
     engine.compute(0, 200)
-    reply = world.d.call(client.Receive, toks, room=ROOM, source=("p",))
+    reply = world.d.call(client.ReceiveRequest, toks, room=ROOM, source=("p",))
     assert isinstance(reply, client.Receiving), reply
     offer = offered(world)
     send = engine.send()
@@ -395,7 +395,7 @@ def test_large_pages_are_cut_for_a_host_pool_with_small_ones():
 def test_small_pages_are_never_put_together():
     """Both directions say both numbers; device memory does not take cut pages."""
     world = apart(indexed(64, 16), indexed(16, 16))
-    reply = world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    reply = world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
 
     assert isinstance(reply, client.Failed)
     assert reply.refusal.code is Code.LAYOUT_MISMATCH
@@ -410,7 +410,7 @@ def test_a_prefix_in_the_middle_of_a_large_page_is_gone_on_from():
     world.d.call(client.CommitAndRelease, lease=lease.lease)
     engine = Engine(world.p, toks)
     engine.compute(0, 200)
-    world.d.call(client.Receive, toks, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, toks, room=ROOM, source=("p",))
     offer = offered(world)
     send = engine.send()
     engine.finish(send)

@@ -12,7 +12,7 @@ from tests.core.world import World
 def quarantined(**more: object) -> World:
     """A receive that was cancelled while its writer is silent."""
     world = World(**more)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.cut = {"p"}
     world.d.call(client.CancelReceive, receive=1)
     assert totals(world.d) == PageTotals(free=56, quarantined=7)

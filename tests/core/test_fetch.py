@@ -70,14 +70,14 @@ class Decode:
         """To the last call."""
         return self.side.answer(self.side.calls)
 
-    def fetched(self, *pages: int, ahead: tuple[int, ...] = ()) -> client.Fetched:
+    def fetched(self, *pages: int, ahead: tuple[int, ...] = ()) -> client.FetchReply:
         """The answer, its bytes compared with what host memory has."""
         reply = self.fetch(*pages, ahead=ahead)
-        assert isinstance(reply, client.Fetched), reply
+        assert isinstance(reply, client.FetchReply), reply
         self.check(reply, *pages)
         return reply
 
-    def check(self, reply: client.Fetched, *pages: int) -> None:
+    def check(self, reply: client.FetchReply, *pages: int) -> None:
         there = self.side.memory_of("buffer")
         end = len(self.toks) // 4
         wanted = [content(self.toks, "", min((p + 1) * PAGE, end)) for p in pages]
@@ -137,7 +137,7 @@ def test_a_fetch_copies_what_is_missing_in_one_piece_and_answers_then(engine: De
         effects.Copy(1, "kv", host(engine, 5, 2), "buffer", device(engine, 0, 1)),
     ]
     copied_bytes = page_bytes(HISPARSE.components[0])
-    assert engine.answer() == client.Fetched(
+    assert engine.answer() == client.FetchReply(
         engine.side.calls, device(engine, 0, 1), 0, 2, 2 * copied_bytes
     )
     engine.check(engine.answer(), 5, 2)
@@ -182,14 +182,14 @@ def test_a_page_that_is_wanted_and_named_ahead_too_is_copied_once(engine: Decode
     engine.world.run()
 
     reply = engine.answer()
-    assert isinstance(reply, client.Fetched)
+    assert isinstance(reply, client.FetchReply)
     assert (reply.hits, reply.misses) == (0, 1)
 
 
 def test_nothing_wanted_is_an_answer(engine: Decode) -> None:
     reply = engine.fetched()
 
-    assert reply == client.Fetched(engine.side.calls, b"", 0, 0, 0)
+    assert reply == client.FetchReply(engine.side.calls, b"", 0, 0, 0)
 
 
 def test_hits_and_misses_are_counted_by_lease_and_in_total(engine: Decode) -> None:
@@ -233,7 +233,7 @@ def test_a_fetch_of_a_page_on_its_way_waits_for_it_and_orders_nothing(engine: De
     engine.side.finish_copy()
     engine.world.run()
 
-    assert engine.answer() == client.Fetched(engine.side.calls, device(engine, 2, 1), 2, 0, 0)
+    assert engine.answer() == client.FetchReply(engine.side.calls, device(engine, 2, 1), 2, 0, 0)
     engine.check(engine.answer(), 4, 3)
 
 
@@ -263,7 +263,7 @@ def test_a_fetch_waits_for_the_slots_that_copies_ahead_have(engine: Decode) -> N
     assert [one.source for one in engine.copies()] == [host(engine, 4, 5)]
     engine.side.finish_copy()
     engine.world.run()
-    assert isinstance(engine.answer(), client.Fetched)
+    assert isinstance(engine.answer(), client.FetchReply)
     engine.check(engine.answer(), 4, 5)
 
 
@@ -279,7 +279,7 @@ def test_fetches_of_one_lease_take_turns(engine: Decode) -> None:
     engine.world.run()
 
     reply = engine.side.answer(first)
-    assert isinstance(reply, client.Fetched)
+    assert isinstance(reply, client.FetchReply)
     engine.check(reply, 0, 1, 2, 3)
     assert len(engine.copies()) == 1
     engine.side.finish_copy()
@@ -307,7 +307,7 @@ def test_the_unfinished_page_is_copied_at_each_fetch(engine: Decode) -> None:
 
     second = engine.fetch(6)
 
-    assert isinstance(second, client.Fetched)
+    assert isinstance(second, client.FetchReply)
     assert second.pages == first.pages
     assert (second.hits, second.misses) == (0, 1)
     (page,) = page_ids(second.pages)
@@ -432,7 +432,7 @@ def test_only_the_cached_prefix_of_a_new_lease_is_written(world: World) -> None:
 
     assert isinstance(refusal, client.Failed)
     assert refusal.refusal.numbers == {"page": 3, "written_pages": 3}
-    assert isinstance(reply, client.Fetched)
+    assert isinstance(reply, client.FetchReply)
 
 
 def test_a_pool_without_a_buffer_refuses_to_fetch() -> None:
@@ -592,7 +592,7 @@ def test_what_a_dying_transfer_process_was_copying_is_copied_by_the_next(engine:
     world.run()
 
     reply = engine.answer()
-    assert isinstance(reply, client.Fetched)
+    assert isinstance(reply, client.FetchReply)
     engine.check(reply, 0, 1, 2)
     assert (reply.hits, reply.misses) == (1, 2)
     assert [one.source for one in engine.copies()] == [host(engine, 1, 2)]
@@ -656,7 +656,7 @@ def test_a_fetch_that_hoped_for_a_refused_copy_orders_its_own(engine: Decode) ->
     engine.side.finish_copy()
     engine.world.run()
     reply = engine.answer()
-    assert isinstance(reply, client.Fetched)
+    assert isinstance(reply, client.FetchReply)
     assert (reply.hits, reply.misses) == (0, 1)
 
 
@@ -670,7 +670,7 @@ def test_a_node_that_is_thawed_answers_what_was_being_fetched(engine: Decode) ->
 
     steps = [[node.step(one) for one in over] for node in (engine.side.node, again)]
     assert steps[0] == steps[1]
-    assert isinstance(steps[0][0].effects[0].message, client.Fetched)
+    assert isinstance(steps[0][0].effects[0].message, client.FetchReply)
     assert state_hash(again) == state_hash(engine.side.node)
 
 
@@ -705,7 +705,7 @@ def test_whatever_happens_meanwhile_a_fetch_answers_with_the_right_bytes(seed: i
             case _:
                 pass
         for reply in world.d.take():
-            if isinstance(reply, client.Fetched):
+            if isinstance(reply, client.FetchReply):
                 one, pages = asked.pop(reply.call)
                 one.check(reply, *pages)
             elif isinstance(reply, client.Failed):
@@ -714,6 +714,6 @@ def test_whatever_happens_meanwhile_a_fetch_answers_with_the_right_bytes(seed: i
     while world.d.copies:
         world.d.finish_copy()
         world.run()
-    answered = {reply.call for reply in world.d.take() if isinstance(reply, client.Fetched)}
+    answered = {reply.call for reply in world.d.take() if isinstance(reply, client.FetchReply)}
     assert answered == set(asked)
     assert world.d.node.fetcher.turns == world.d.node.fetcher.copies == {}

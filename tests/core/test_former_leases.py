@@ -16,7 +16,7 @@ from kvd.core.effects import AnswerEngine, NoteEnded, NoteFreed, NoteHeld
 from kvd.core.inputs import Branch, FormerLease, FormerSession
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases.former_leases import NotAdopted
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.core.replay.freeze import freeze, state_hash
 from kvd.core.replay.thaw import thaw
 from kvd.errors import Code
@@ -62,7 +62,7 @@ class Daemon:
     """A node in a pool that outlives its process; everything is checked after every step."""
 
     def __init__(self, **more: object) -> None:
-        self.node = Node(settings("d", POOL + 1, is_journaled=True, **more), NOW_S)
+        self.node = NodeState(settings("d", POOL + 1, is_journaled=True, **more), NOW_S)
         self.events: list[events.Event] = []
 
     def feed(self, happened: inputs.Input) -> list[object]:
@@ -244,7 +244,7 @@ def test_a_pool_with_windows_adopts_nothing():
         settings("d", POOL + 1), spec=pool_spec(16, POOL, window=32, swa=10)
     )
     with pytest.raises(NotAdopted, match="pages of swa beside kv, which are not kept"):
-        Node(config, NOW_S).step(ADOPTED)
+        NodeState(config, NOW_S).step(ADOPTED)
 
 
 # ---- how they end --------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_who_waits_has_what_a_former_lease_gave_back():
         (client.RetractLease, b"", {}),
         (client.ResumeLease, b"", {}),
         (client.FetchPages, b"", {"pages": b""}),
-        (client.Send, PROMPT, {"room": 9}),
+        (client.SendRequest, PROMPT, {"room": 9}),
     ],
     ids=lambda one: one.__name__ if isinstance(one, type) else "",
 )

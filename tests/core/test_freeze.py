@@ -19,7 +19,7 @@ from kvd.core import inputs
 from kvd.core.audit.invariants import violations
 from kvd.core.cache.eviction import Policy
 from kvd.core.cache.radix_node import NO_CHILDREN
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.core.replay import graph
 from kvd.core.replay.freeze import TooManyObjects, Unfreezable, freeze, state_hash
 from kvd.core.replay.thaw import NotFrozen, thaw
@@ -30,9 +30,9 @@ from tests.core.families import SPECS, worked
 from tests.core.side import settings, tokens
 
 
-def a_node(policy: Policy = Policy.LRU) -> Node:
+def a_node(policy: Policy = Policy.LRU) -> NodeState:
     """With an engine, a lease, and a tree of a few nodes."""
-    node = Node(settings("a", 40, policy=policy), 1.0)
+    node = NodeState(settings("a", 40, policy=policy), 1.0)
     node.step(inputs.ClientJoined(1.0, 1, "engine", 7))
     for call, toks in enumerate(
         (tokens((1, 64)), tokens((1, 32), (900, 48)), tokens((1, 16))), start=1
@@ -112,7 +112,7 @@ def test_the_hash_is_the_same_in_another_process():
     assert done.stdout.strip() == state_hash(a_node())
 
 
-def worked_on(node: Node) -> Node:
+def worked_on(node: NodeState) -> NodeState:
     """A lease of a dozen pages in one run comes and goes: more than are looked at one by one."""
     opened = inputs.FromClient(9.0, 1, client.OpenLease(10, ""), tokens((5000, 12 * 16)))
     leased: Any = node.step(opened).effects[0]

@@ -21,7 +21,7 @@ def test_a_receive_hears_at_once_that_its_prefill_engine_gave_up_before():
     world = World()
     aborted_send(world)
 
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
@@ -38,7 +38,7 @@ def test_a_dead_prefill_engine_is_told_to_a_later_offer():
     Sender(world)
     world.p.hang_up()
 
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
@@ -51,7 +51,7 @@ def test_a_prefill_engine_hears_at_once_that_the_receive_was_refused(fields):
     sender = Sender(world)
     world.p.take()
 
-    reply = world.d.call(client.Receive, PROMPT, room=7, source=("p",), **fields)
+    reply = world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), **fields)
 
     assert isinstance(reply, client.Failed)
     (failed,) = world.p.take()
@@ -66,10 +66,10 @@ def test_a_prefill_engine_hears_at_once_that_the_receive_was_refused(fields):
 
 def test_a_refused_receive_does_not_end_another_one_of_its_room():
     world = World()
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender = Sender(world)
 
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",), reserve_tokens=-1)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), reserve_tokens=-1)
     sender.finish()
 
     assert isinstance(world.d.take()[-1], client.Received)
@@ -80,7 +80,7 @@ def test_a_second_attempt_of_the_prefill_engine_is_a_new_room():
     aborted_send(world)
     sender = Sender(world)
 
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.finish()
 
     assert isinstance(world.d.take()[-1], client.Received)
@@ -92,7 +92,7 @@ def test_a_retry_may_ask_the_decode_side_first_when_the_send_passed_its_deadline
     Sender(world, deadline_s=1.0)
     world.pass_time(1.1)
 
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     Sender(world).finish()
 
     assert isinstance(world.d.take()[-1], client.Received)
@@ -103,7 +103,7 @@ def test_a_retry_may_ask_the_decode_side_first_some_time_after_its_engine_failed
     aborted_send(world)
     world.pass_time(LATE_S + 0.1)
 
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     Sender(world).finish()
 
     assert isinstance(world.d.take()[-1], client.Received)
@@ -113,7 +113,7 @@ def test_a_receive_that_waited_for_room_while_its_send_ended_hears_it_with_its_o
     """However long ago that was: it was asked for before."""
     world = World(d_pages=9)
     holder = world.d.lease(tokens((5000, 100)))
-    assert world.d.call(client.Receive, PROMPT, room=7, source=("p",)) is None
+    assert world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",)) is None
     Sender(world, deadline_s=1.0)
     world.pass_time(5.0)
     world.d.take()
@@ -134,7 +134,9 @@ def test_a_room_that_lapsed_is_forgotten_when_nobody_can_wait_for_it_any_more():
     aborted_send(world)
     world.pass_time(2.1)
 
-    assert isinstance(world.d.call(client.Receive, PROMPT, room=7, source=("p",)), client.Receiving)
+    assert isinstance(
+        world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",)), client.Receiving
+    )
     assert world.p.node.prefiller.expired_rooms.by_room == {}
 
 
@@ -157,7 +159,7 @@ def test_a_prefill_engine_hears_at_once_that_the_receive_was_given_up_in_the_que
     world.d.lease(tokens((5000, 100)), session=2)
     sender = Sender(world)
     receive = {"room": 7, "source": ("p",), "deadline_s": 1.0}
-    assert world.d.call(client.Receive, PROMPT, **receive) is None
+    assert world.d.call(client.ReceiveRequest, PROMPT, **receive) is None
     call = world.d.calls
 
     if by == "cancel":
@@ -179,8 +181,8 @@ def test_a_send_waits_on_for_the_second_receive_of_its_room_when_the_first_is_gi
     world = World(d_pages=9)
     holder = world.d.lease(tokens((5000, 100)))
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=1.0)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=10.0)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=1.0)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=10.0)
     world.pass_time(1.1)
 
     world.d.call(client.ReleaseLease, lease=holder.lease)
@@ -198,7 +200,7 @@ def test_a_withdrawn_room_can_be_asked_for_again():
     )
     sender = Sender(world)
 
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.finish()
 
     assert isinstance(world.d.take()[-1], client.Received)
@@ -207,7 +209,7 @@ def test_a_withdrawn_room_can_be_asked_for_again():
 def test_a_withdrawal_touches_no_room_that_has_met_its_offer():
     world = World()
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     world.inject(
         world.p, Withdrawn(world.d.incarnation, world.p.incarnation, 7, "deadline"), world.d

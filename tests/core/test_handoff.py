@@ -35,7 +35,7 @@ def test_an_offer_names_the_prefix_and_the_pages_of_the_rest(in_tree, prompt, pr
         cached(world.d, tokens((1, in_tree)))
     toks = tokens((1, prompt))
 
-    reply = world.d.call(client.Receive, toks, room=7, source=("p",))
+    reply = world.d.call(client.ReceiveRequest, toks, room=7, source=("p",))
 
     assert reply == client.Receiving(world.d.calls, 1, prefix)
     offer = offered(world)
@@ -60,7 +60,7 @@ def test_a_cold_prompt_streams_in_whole_pages_and_ends_with_the_partial_one():
     world = World()
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     part = world.p.node.prefiller.by_send[sender.send]
     posted = []
     for upto in (40, 80, 100):
@@ -77,7 +77,7 @@ def test_a_cold_prompt_streams_in_whole_pages_and_ends_with_the_partial_one():
 def test_a_delivered_prompt_reads_back_as_it_was_written():
     world = World()
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(40)
 
     finished = sender.finish(b"first token")
@@ -92,12 +92,12 @@ def test_a_delivered_prompt_reads_back_as_it_was_written():
 def test_the_two_halves_meet_in_any_order(order):
     world = World()
     if order == "offer first":
-        world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+        world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender = Sender(world)
     if order == "finished first":
         assert sender.finish() is None
     if order != "offer first":
-        world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+        world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     if order != "finished first":
         sender.finish()
 
@@ -116,7 +116,7 @@ def test_a_full_hit_sends_no_page_and_still_delivers_the_aux():
     world.d.lease(tokens((9000, 1)))
     assert totals(world.d) == PageTotals(free=0, held=1, cached=6, evictable=6)
     sender = Sender(world, FULL)
-    world.d.call(client.Receive, FULL, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, FULL, room=7, source=("p",))
     for upto in (40, 80):
         sender.advance(upto)
 
@@ -137,7 +137,7 @@ def test_a_chunk_that_ends_where_the_prefix_does_sends_nothing():
     cached(world.d, tokens((1, 80)))
     sender = Sender(world)
     world.hold_posts = True
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     sender.advance(80)
 
@@ -154,7 +154,7 @@ def test_only_what_the_decode_side_lacks_is_sent():
     world = World()
     cached(world.d, tokens((1, 64)))
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     finished = sender.finish()
 
@@ -167,7 +167,7 @@ def test_several_rooms_at_once_do_not_mix():
     world = World(p_pages=128, d_pages=128)
     prompts = {room: tokens((1000 * room, 50 + room)) for room in range(1, 6)}
     for room, toks in prompts.items():
-        world.d.call(client.Receive, toks, room=room, source=("p",))
+        world.d.call(client.ReceiveRequest, toks, room=room, source=("p",))
     senders = [Sender(world, toks, room) for room, toks in prompts.items()]
     for upto in (16, 33):
         for sender in reversed(senders):
@@ -191,7 +191,7 @@ def test_a_delivered_prompt_is_cached_in_whole_pages_and_locked_once():
     world = World()
     cached(world.d, tokens((1, 64)))
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.finish()
 
     nodes = [(one.end_tokens, one.lock_ref) for one in world.d.node.leases.tree.nodes()]
@@ -207,7 +207,7 @@ def test_the_second_of_two_equal_cold_prompts_gives_its_duplicates_back():
     """scenario A22: both transfer 7 pages; the tree keeps the first six, nothing is freed twice."""
     world = World()
     for room in (1, 2):
-        world.d.call(client.Receive, PROMPT, room=room, source=("p",))
+        world.d.call(client.ReceiveRequest, PROMPT, room=room, source=("p",))
     senders = [Sender(world, room=room) for room in (1, 2)]
     assert totals(world.d) == PageTotals(free=49, held=14)
 
@@ -226,7 +226,7 @@ def test_the_second_of_two_equal_prompts_is_cached_when_the_first_fails():
     """scenario A23."""
     world = World()
     for room in (1, 2):
-        world.d.call(client.Receive, PROMPT, room=room, source=("p",))
+        world.d.call(client.ReceiveRequest, PROMPT, room=room, source=("p",))
     first, second = (Sender(world, room=room) for room in (1, 2))
     world.p.call(client.AbortSend, send=first.send, reason="failed")
     assert totals(world.d) == PageTotals(free=56, held=7)
@@ -240,7 +240,7 @@ def test_a_warm_up_handoff_caches_nothing():
     """scenario A37."""
     world = World()
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",), cache=False)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), cache=False)
     sender.finish()
     assert totals(world.d) == PageTotals(free=56, held=7)
 
@@ -253,7 +253,7 @@ def test_a_first_token_that_ends_the_request_leaves_its_prompt_cached():
     """scenario A33: one output token without KV; 96 tokens stay."""
     world = World()
     sender = Sender(world, FULL)
-    world.d.call(client.Receive, FULL, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, FULL, room=7, source=("p",))
     sender.finish(b"eos")
 
     world.d.call(client.CommitAndRelease, lease=1)
@@ -267,7 +267,9 @@ def test_five_turns_send_only_what_is_new():
     history = tokens((1, 40))
     for turn in range(5):
         sender = Sender(world, history, room=turn + 1)
-        world.d.call(client.Receive, history, room=turn + 1, source=("p",), reserve_tokens=30)
+        world.d.call(
+            client.ReceiveRequest, history, room=turn + 1, source=("p",), reserve_tokens=30
+        )
         finished = sender.finish()
         assert isinstance(finished, client.Finished)
         prefix = max(0, count(history) - 40) // 16 * 16
@@ -291,7 +293,7 @@ def test_the_source_lease_lives_until_the_last_byte_is_sent():
     world = World()
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.finish()
     world.p.call(client.ReleaseLease, lease=sender.lease.lease)
     (lease,) = snapshot(world.p.node).leases
@@ -314,7 +316,7 @@ def test_duplicates_under_a_post_are_freed_after_it():
     world.p.write(cached_lease.pages, PROMPT)
     world.p.call(client.CommitAndRelease, lease=cached_lease.lease)
     world.hold_posts = True
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(96)
     world.p.call(client.CommitLease, lease=sender.lease.lease)
     assert world.p.node.leases.leases[2].held_pages == 7

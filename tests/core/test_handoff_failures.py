@@ -7,7 +7,7 @@ from kvd.core.inspect.snapshot import snapshot
 from kvd.core.peers.peer import Agent
 from kvd.errors import Code
 from kvd.wire import admin, client
-from kvd.wire.peer import Outcome, Settled
+from kvd.wire.peer import ReceiveOutcome, Settled
 from tests.core.engines import PROMPT, PageTotals, Sender, cached, totals
 from tests.core.world import World, tokens
 
@@ -17,7 +17,7 @@ def test_a_transfer_that_fails_frees_the_delta_and_keeps_the_prefix():
     world = World()
     cached(world.d, tokens((1, 64)))
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     assert totals(world.d) == PageTotals(free=56, held=3, cached=4)
 
     world.p.call(client.AbortSend, send=sender.send, reason="out of memory")
@@ -28,7 +28,7 @@ def test_a_transfer_that_fails_frees_the_delta_and_keeps_the_prefix():
     assert isinstance(failed, client.ReceiveFailed)
     assert failed.refusal.code is Code.ABORTED
     assert failed.refusal.message == "the prefill engine gave up: out of memory"
-    again = world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    again = world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     assert again == client.Receiving(4, 2, 64)
 
 
@@ -41,7 +41,7 @@ def test_a_handshake_that_fails_leaves_both_trees_as_they_were():
     world.d.attach()
     cached(world.d, tokens((1, 64)))
     nodes = [(one.id, one.hits, one.lock_ref) for one in world.d.node.leases.tree.nodes()]
-    reply = world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=0.5)
+    reply = world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=0.5)
     assert reply is None
 
     world.pass_time(0.6)
@@ -58,7 +58,7 @@ def test_an_abort_before_anything_is_held_is_told_once():
     """scenario A25: queued for room, then aborted by an operator."""
     world = World(d_pages=9)
     world.d.lease(tokens((5000, 100)))
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.d.take()
 
     report = world.d.ask(admin.AbortRoom(1, 7, "too slow"))
@@ -82,7 +82,7 @@ def test_an_abort_during_the_transfer_quarantines_the_pages_until_the_writer_set
     cached(world.d, tokens((1, 64)))
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(96)
 
     world.d.call(client.CancelReceive, receive=1)
@@ -102,7 +102,7 @@ def test_an_abort_during_the_transfer_quarantines_the_pages_until_the_writer_set
     failed = world.p.take()[-1]
     assert isinstance(failed, client.SendFailed)
     assert failed.refusal.message == "d gave up: cancelled"
-    settled = Settled(world.p.incarnation, world.d.incarnation, 1, Outcome.ABORTED)
+    settled = Settled(world.p.incarnation, world.d.incarnation, 1, ReceiveOutcome.ABORTED)
     world.inject(world.d, settled)
     assert totals(world.d) == PageTotals(free=59, cached=4, evictable=4), (
         "a repeated Settled frees nothing"
@@ -114,7 +114,7 @@ def test_a_failed_post_settles_only_after_its_agent_is_destroyed():
     world = World()
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(64)
     (flight,) = world.p.flights.values()
     world.p.land(flight, 1)
@@ -140,7 +140,7 @@ def test_bytes_in_doubt_keep_their_pages_until_the_receiving_host_is_quiet():
     world = World()
     world.hold_posts = world.hold_quiet = world.doubts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(64)
     (flight,) = world.p.flights.values()
     world.p.fail(flight, "transport error")
@@ -160,7 +160,7 @@ def test_other_rooms_through_a_destroyed_agent_fail_too():
     world.hold_posts = True
     senders = [Sender(world, tokens((1000 * room, 50)), room) for room in (1, 2)]
     for room in (1, 2):
-        world.d.call(client.Receive, tokens((1000 * room, 50)), room=room, source=("p",))
+        world.d.call(client.ReceiveRequest, tokens((1000 * room, 50)), room=room, source=("p",))
     for sender in senders:
         sender.advance(32)
     first, _ = world.p.flights.values()
@@ -179,7 +179,7 @@ def test_a_writer_that_aborts_in_mid_chunk_is_heard_at_once():
     """scenario B11: the decode engine knows it without a clock."""
     world = World()
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(40)
     now_s = world.now_s
 
@@ -195,7 +195,7 @@ def test_a_restarted_writer_frees_the_quarantine_by_its_hello():
     world = World()
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(64)
     world.d.call(client.CancelReceive, receive=1)
     assert totals(world.d) == PageTotals(free=56, quarantined=7)
@@ -208,7 +208,7 @@ def test_a_restarted_writer_frees_the_quarantine_by_its_hello():
     world.hold_posts = False
     world.p.attach()
     Sender(world).finish()
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     assert isinstance(world.d.take()[-1], client.Received)
 
 
@@ -216,7 +216,7 @@ def test_a_writer_that_restarts_under_a_wanted_room_fails_it_with_what_to_do():
     """scenario G5."""
     world = World()
     Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     world.restart(world.p)
     world.pass_time(1)
@@ -236,8 +236,8 @@ def test_a_restarted_decode_side_ends_its_rooms_and_no_other():
     d, e = world.d, world.sides["e"]
     world.hold_posts = True
     mine, other = Sender(world, room=7), Sender(world, room=8)
-    d.call(client.Receive, PROMPT, room=7, source=("p",))
-    e.call(client.Receive, PROMPT, room=8, source=("p",))
+    d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
+    e.call(client.ReceiveRequest, PROMPT, room=8, source=("p",))
     for sender in (mine, other):
         sender.advance(64)
 
@@ -260,7 +260,7 @@ def test_a_fence_frees_what_drains_and_fails_what_was_posted():
     world.hold_posts = True
     drains, wanted = Sender(world, room=1), Sender(world, room=2)
     for room in (1, 2):
-        world.d.call(client.Receive, PROMPT, room=room, source=("p",))
+        world.d.call(client.ReceiveRequest, PROMPT, room=room, source=("p",))
     for sender in (drains, wanted):
         sender.advance(64)
     world.d.call(client.CancelReceive, receive=1)
@@ -285,7 +285,7 @@ def test_a_fence_frees_what_drains_and_fails_what_was_posted():
 def test_a_dead_client_leaves_no_lease_and_its_writer_is_told():
     world = World()
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(64)
 
     world.d.hang_up(1)

@@ -44,7 +44,7 @@ def pool(page: int, pages: int, *, buffer_tokens: int, buffer_pages: int) -> Poo
 
 
 def receive(world: World, toks: bytes, room: int, **fields: object) -> client.Reply | None:
-    return world.d.call(client.Receive, toks, room=room, source=("p",), **fields)
+    return world.d.call(client.ReceiveRequest, toks, room=room, source=("p",), **fields)
 
 
 def waiting(world: World) -> list[tuple[int, str, int, int]]:

@@ -29,13 +29,13 @@ from kvd.wire.peer import (
     Integrity,
     Message,
     Offer,
-    Outcome,
     Ping,
     Progress,
+    ReceiveOutcome,
     Reject,
     Role,
     Settled,
-    Share,
+    SourceShare,
     Story,
     Told,
     Withdrawn,
@@ -58,15 +58,15 @@ def prefill_in(state: Prefill, *, verifies: bool = False) -> World:
     p, d = world.p, world.d
     world.hold_posts = True
     if state is Prefill.AWAIT_ENGINE:
-        d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+        d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
         return world
     lease = p.lease(PROMPT)
     p.write(lease.pages, PROMPT)
-    send = p.call(client.Send, PROMPT, room=ROOM, lease=lease.lease)
+    send = p.call(client.SendRequest, PROMPT, room=ROOM, lease=lease.lease)
     assert isinstance(send, client.Sending)
     if state is Prefill.AWAIT_OFFER:
         return world
-    d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
     if state is Prefill.STREAMING:
         p.call(client.Advance, send=send.send, upto_tokens=40)
         return world
@@ -98,7 +98,7 @@ def decode_in(state: Decode) -> World:
         world = World(d_pages=9)
         world.hold_posts = True
         world.d.lease(tokens((500, 100)))
-        world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+        world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
         return world
     world = prefill_in(reached[state], verifies=state is Decode.VERIFYING)
     if state is Decode.DRAINING:
@@ -122,11 +122,11 @@ def some(rng: random.Random, kind: object) -> object:
     """A value of this annotation, often an ugly one."""
     if kind in UGLY:
         return rng.choice(UGLY[kind])
-    if kind in {Outcome, Integrity, Role}:
+    if kind in {ReceiveOutcome, Integrity, Role}:
         return rng.choice(list(kind))  # type: ignore[call-overload]
-    if kind is Share:
+    if kind is SourceShare:
         ugly = (some(rng, of) for of in (int, int, int, int, Role, bool))
-        return rng.choice((ALL, Share(*ugly)))  # type: ignore[arg-type]
+        return rng.choice((ALL, SourceShare(*ugly)))  # type: ignore[arg-type]
     if kind is Refusal:
         return Refusal(Code.INTERNAL, "why not")
     if kind == Refusal | None:
@@ -248,12 +248,12 @@ def test_a_hostile_peer_disturbs_no_room_but_its_own(seed, comes_first, is_named
 
     def opens() -> None:
         peer = "d" if is_named else None
-        send = p.call(client.Send, PROMPT, room=ROOM, lease=lease.lease, peer=peer)
+        send = p.call(client.SendRequest, PROMPT, room=ROOM, lease=lease.lease, peer=peer)
         assert isinstance(send, client.Sending)
         sends.append(send.send)
 
     def receives() -> None:
-        d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+        d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
 
     attack(0)
     for at, step in enumerate(

@@ -62,7 +62,7 @@ def test_every_request_of_an_engine_is_answered_once_and_disturbs_nobody_else(se
     world = World()
     p, d = world.p, world.d
     sender = Sender(world)
-    d.call(client.Receive, PROMPT, room=7, source=("p",))
+    d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(40)
     hostile = {side.name: side.attach("hostile") for side in (p, d)}
     asked: dict[str, set[int]] = {"p": set(), "d": set()}
@@ -92,7 +92,7 @@ def test_every_request_of_an_engine_is_answered_once_and_disturbs_nobody_else(se
 
 def message_is_for_room_seven(message: object) -> bool:
     """The hostile sessions have rooms of their own; sharing one is ``test_bad_requests``."""
-    return isinstance(message, client.Send | client.Receive) and message.room == 7
+    return isinstance(message, client.SendRequest | client.ReceiveRequest) and message.room == 7
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -101,7 +101,7 @@ def test_a_hostile_session_leaves_the_room_beside_it_alone(seed):
     world = World()
     p, d = world.p, world.d
     sender = Sender(world)
-    d.call(client.Receive, PROMPT, room=7, source=("p",))
+    d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(40)
     hostile = {side.name: side.attach("hostile") for side in (p, d)}
     kinds = [one for one in typing.get_args(client.Request) if one not in OWNED_ONLY_BY_THE_SHELL]
@@ -131,7 +131,7 @@ def test_every_request_of_an_operator_is_answered_once(seed):
     rng = random.Random(seed)
     world = World()
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(40)
     kinds = [
         one for one in typing.get_args(admin.AdminRequest) if one not in OWNED_ONLY_BY_THE_SHELL

@@ -18,8 +18,8 @@ from kvd.wire.peer import (
     Hello,
     Message,
     Offer,
-    Outcome,
     Ping,
+    ReceiveOutcome,
     Reject,
     Settled,
 )
@@ -67,7 +67,7 @@ def test_tombstones_are_bounded_too(monkeypatch):
         abort(world, handoff)
         world.inject(
             world.p,
-            Closed(world.d.incarnation, world.p.incarnation, handoff, Outcome.ABORTED),
+            Closed(world.d.incarnation, world.p.incarnation, handoff, ReceiveOutcome.ABORTED),
         )
     (sent,) = abort(world, 4)
     assert isinstance(sent, effects.SendToPeer)
@@ -109,7 +109,7 @@ def test_the_page_ids_that_are_kept_of_a_peer_are_bounded(monkeypatch):
     assert records.kept_bytes == 480
     world.lost = {Settled}
     world.inject(world.p, Abort(world.d.incarnation, world.p.incarnation, 1, 1, "why"), world.d)
-    closed = Closed(world.d.incarnation, world.p.incarnation, 1, Outcome.ABORTED)
+    closed = Closed(world.d.incarnation, world.p.incarnation, 1, ReceiveOutcome.ABORTED)
     world.inject(world.p, closed, world.d)
     assert records.kept_bytes == 240
     assert waiting_offer(world, 3, 3, 6) is None
@@ -123,13 +123,13 @@ def test_what_is_kept_of_a_peer_is_at_most_four_of_the_longest_prompts():
 
 def test_an_aux_that_is_too_long_fails_the_handoff_and_frees_the_pages():
     world = World()
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.hold_wire = True
     long = Settled(
         world.p.incarnation,
         world.d.incarnation,
         1,
-        Outcome.DELIVERED,
+        ReceiveOutcome.DELIVERED,
         aux=b"x" * 65_537,
     )
 
@@ -145,7 +145,7 @@ def test_an_aux_that_is_too_long_fails_the_handoff_and_frees_the_pages():
     assert totals(world.d) == PageTotals(free=63)
     (closed,) = [one.message for one in world.held(Closed)]
     assert isinstance(closed, Closed)
-    assert closed.outcome is Outcome.FAILED
+    assert closed.outcome is ReceiveOutcome.FAILED
 
 
 def test_a_layout_that_is_too_long_is_refused_unread():
@@ -194,12 +194,14 @@ def test_outcomes_are_bounded_for_a_writer_that_never_says_that_it_has_heard(mon
     world.lost = {Ping}
     for room in range(1, 6):
         Sender(world, room=room).finish()
-        world.d.call(client.Receive, PROMPT, room=room, source=("p",))
+        world.d.call(client.ReceiveRequest, PROMPT, room=room, source=("p",))
     kept = world.d.node.decoder.outcomes.kept[world.p.incarnation]
     assert list(kept) == [3, 4, 5]
     world.hold_wire = True
 
-    world.inject(world.d, Settled(world.p.incarnation, world.d.incarnation, 1, Outcome.DELIVERED))
+    world.inject(
+        world.d, Settled(world.p.incarnation, world.d.incarnation, 1, ReceiveOutcome.DELIVERED)
+    )
 
     (closed,) = [one.message for one in world.held(Closed)]
     assert isinstance(closed, Closed)
@@ -212,7 +214,7 @@ def test_a_ping_folds_the_outcomes_below_its_floor_and_no_other():
     world.lost = {Ping}
     for room in range(1, 6):
         Sender(world, room=room).finish()
-        world.d.call(client.Receive, PROMPT, room=room, source=("p",))
+        world.d.call(client.ReceiveRequest, PROMPT, room=room, source=("p",))
     kept = world.d.node.decoder.outcomes.kept
 
     world.inject(world.d, Ping(world.p.incarnation, world.d.incarnation, 1, 0, 1, 4))

@@ -110,8 +110,8 @@ def test_a_receive_that_a_peer_may_write_ends_in_quarantine_and_is_free_when_it_
     world = World()
     prompt = tokens((1, 100))
     source = world.p.lease(prompt)
-    world.d.call(client.Receive, prompt, room=7, source=("p",), deadline_s=60.0)
-    world.p.call(client.Send, prompt, room=7, lease=source.lease, deadline_s=60.0)
+    world.d.call(client.ReceiveRequest, prompt, room=7, source=("p",), deadline_s=60.0)
+    world.p.call(client.SendRequest, prompt, room=7, lease=source.lease, deadline_s=60.0)
     [lease] = world.d.node.leases.leases.values()
     world.hold_wire = True
 
@@ -126,7 +126,7 @@ def test_a_receive_that_a_peer_may_write_ends_in_quarantine_and_is_free_when_it_
 def test_a_lease_that_was_delivered_stays_and_a_send_of_it_is_given_up():
     world = World()
     lease = world.p.lease(tokens((1, 100)))
-    world.p.call(client.Send, tokens((1, 100)), room=7, lease=lease.lease, deadline_s=60.0)
+    world.p.call(client.SendRequest, tokens((1, 100)), room=7, lease=lease.lease, deadline_s=60.0)
 
     hang_up_on(world.p)
 

@@ -9,7 +9,7 @@ from kvd.core.inspect.snapshot import snapshot
 from kvd.core.layout.spec import fingerprint
 from kvd.errors import Code, Refusal
 from kvd.wire import events
-from kvd.wire.client import Receive
+from kvd.wire.client import ReceiveRequest
 from kvd.wire.peer import (
     Abort,
     Accept,
@@ -17,9 +17,9 @@ from kvd.wire.peer import (
     Hello,
     Message,
     Offer,
-    Outcome,
     Ping,
     Progress,
+    ReceiveOutcome,
     Reject,
     Settled,
     Withdrawn,
@@ -95,10 +95,10 @@ REST = {
     Ping: (1, 0, 0, 0),
     Offer: (1, 7, 1, 100, 0, b"d", (), 5.0),
     Abort: (1, 7, "why"),
-    Closed: (1, Outcome.ABORTED),
+    Closed: (1, ReceiveOutcome.ABORTED),
     Accept: (1,),
     Progress: (1, 5),
-    Settled: (1, Outcome.FAILED),
+    Settled: (1, ReceiveOutcome.FAILED),
     Withdrawn: (7, "why"),
 }
 
@@ -164,7 +164,7 @@ def test_a_receive_that_waits_for_a_peer_says_why_it_cannot_be_talked_to():
     world.cut = {"p"}
     world.pass_time(3)
     world.d.feed(failed(world, "out:p", "its key is another"))
-    world.d.call(Receive, tokens((1, 100)), room=7, source=("p",), deadline_s=0.5)
+    world.d.call(ReceiveRequest, tokens((1, 100)), room=7, source=("p",), deadline_s=0.5)
     world.pass_time(1)
 
     answer = world.d.take()[-1]

@@ -32,7 +32,7 @@ def streaming() -> World:
     cached(world.d, tokens((1, 64)))
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
     sender.advance(96)
     return world
 
@@ -160,7 +160,7 @@ def test_who_is_nobodys_other_end_is_not_asked():
     world = World(d_pages=9)
     Sender(world)
     world.d.lease(tokens((5000, 100)))
-    world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
 
     answers = ask(world.d) + ask(world.p)
 
@@ -230,7 +230,7 @@ def test_only_the_other_end_of_a_handoff_is_told_of_it():
     world = World(names=("d", "e"))
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
     sender.advance(96)
 
     assert told(world, world.d).state == "streaming"
@@ -249,7 +249,7 @@ def test_a_peer_that_asks_all_the_time_is_told_so_much_a_second_and_costs_others
     world = World(names=("d", "e"))
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
     sender.advance(96)
     question = AskStory(world.d.incarnation, world.p.incarnation, 1, 1, ROOM, "prefill")
     link = f"in{world.d.connection}:d"
@@ -281,7 +281,7 @@ def test_an_answer_of_another_peer_than_was_asked_is_nothing():
     world = World(names=("d", "e"))
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
     sender.advance(96)
     world.lost = {AskStory}
     assert ask(world.p) == []

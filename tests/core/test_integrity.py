@@ -15,7 +15,7 @@ from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum, seal_of
 from kvd.errors import Code
 from kvd.types import page_ids
 from kvd.wire import admin, client, events
-from kvd.wire.peer import Closed, Integrity, Outcome, Settled
+from kvd.wire.peer import Closed, Integrity, ReceiveOutcome, Settled
 from tests.core.engines import FULL, PROMPT, PageTotals, Sender, cached, offered, totals
 from tests.core.world import PAGE, World, content, tokens
 
@@ -25,7 +25,7 @@ ROOM = 7
 
 def asked(world: World) -> int:
     """Ask for the prompt; the number of the receive."""
-    reply = world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    reply = world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
     assert isinstance(reply, client.Receiving), reply
     return reply.receive
 
@@ -186,7 +186,7 @@ def test_delivered_pages_are_verified_before_they_are_cached():
     assert heard == [
         effects.AnswerEngine(1, client.Received(1, 1, verify.pages, b"aux")),
         effects.SendToPeer(
-            "out:p", Closed(world.d.incarnation, world.p.incarnation, 1, Outcome.COMMITTED)
+            "out:p", Closed(world.d.incarnation, world.p.incarnation, 1, ReceiveOutcome.COMMITTED)
         ),
     ]
     after = totals(world.d)
@@ -196,7 +196,7 @@ def test_delivered_pages_are_verified_before_they_are_cached():
 def test_a_full_hit_is_ready_at_once():
     world = World(integrity=Integrity.FULL)
     cached(world.d, FULL)
-    world.d.call(client.Receive, FULL, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, FULL, room=ROOM, source=("p",))
     Sender(world, FULL).finish()
 
     assert not [one for one in world.d.effects if isinstance(one, effects.Verify)]
@@ -240,7 +240,7 @@ def test_many_wrong_pages_are_counted_and_the_first_are_named():
     world = World(integrity=Integrity.FULL)
     world.hold_verify = True
     long = tokens((1, 40 * PAGE))
-    world.d.call(client.Receive, long, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, long, room=ROOM, source=("p",))
     Sender(world, long).finish()
     damage(world, *range(5, 25))
 
@@ -256,7 +256,7 @@ def test_many_wrong_pages_are_counted_and_the_first_are_named():
 def test_other_rooms_go_on_when_one_is_corrupt():
     world = verifying()
     other = tokens((5000, 100))
-    world.d.call(client.Receive, other, room=8, source=("p",))
+    world.d.call(client.ReceiveRequest, other, room=8, source=("p",))
     Sender(world, other, room=8).finish()
     damage(world, 0)
 
@@ -278,7 +278,12 @@ def test_sums_that_are_missing_or_too_many_fail_the_room_with_their_own_sentence
     asked(world)
     world.d.take()
     settled = Settled(
-        world.p.incarnation, world.d.incarnation, 1, Outcome.DELIVERED, aux=b"x", checksums=sums
+        world.p.incarnation,
+        world.d.incarnation,
+        1,
+        ReceiveOutcome.DELIVERED,
+        aux=b"x",
+        checksums=sums,
     )
 
     world.inject(world.d, settled)
@@ -380,7 +385,7 @@ def test_the_next_transfer_process_is_asked_again():
 def test_what_is_delivered_while_no_transfer_process_serves_is_asked_of_the_next():
     world = World(integrity=Integrity.FULL)
     world.hold_verify = world.hold_wire = True
-    world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
     world.hold_wire = False
     world.run()
     world.hold_wire = True
@@ -410,7 +415,7 @@ def test_the_writer_restarts_while_we_verify():
     assert world.d.node.decoder.outcomes.kept == {}
 
 
-@pytest.mark.parametrize("outcome", [Outcome.DELIVERED, Outcome.FAILED])
+@pytest.mark.parametrize("outcome", [ReceiveOutcome.DELIVERED, ReceiveOutcome.FAILED])
 def test_a_second_last_word_while_verifying_changes_nothing(outcome):
     world = verifying()
     effects_before = len(world.d.effects)

@@ -6,7 +6,7 @@ from kvd.core import effects, inputs
 from kvd.core.effects import AnswerEngine, NoteCached, NoteEnded, NoteFreed, NoteHeld, SendToPeer
 from kvd.types import NO_PAGES, NO_TOKENS, Pages, Tokens, count, pack_ids
 from kvd.wire import admin, client
-from kvd.wire.peer import Closed, Integrity, Offer, Outcome, Settled
+from kvd.wire.peer import Closed, Integrity, Offer, ReceiveOutcome, Settled
 from tests.core.engines import PROMPT, Sender, cached
 from tests.core.side import incarnation
 from tests.core.world import Side, World, tokens
@@ -191,7 +191,7 @@ def test_an_evicted_page_is_noted_as_free_before_a_peer_is_offered_it():
     world = journaled(d_pages=8)
     cached(world.d, FIVE_PAGES)
 
-    first, second = from_engine(world.d, client.Receive(5, 7, ("p",)), PROMPT)[::2]
+    first, second = from_engine(world.d, client.ReceiveRequest(5, 7, ("p",)), PROMPT)[::2]
 
     assert first == NoteFreed(ids(3, 4, 5, 6, 7))
     assert isinstance(second, SendToPeer)
@@ -237,7 +237,7 @@ def test_a_flush_of_nothing_notes_nothing():
 
 
 def receiving(world: World) -> list[effects.Effect]:
-    return from_engine(world.d, client.Receive(5, 7, ("p",)), PROMPT)
+    return from_engine(world.d, client.ReceiveRequest(5, 7, ("p",)), PROMPT)
 
 
 def test_a_receive_is_not_noted_before_its_engine_has_it():
@@ -250,13 +250,13 @@ def test_a_delivered_prompt_is_noted_as_its_engines_then_as_cached_and_then_told
     world = journaled()
     receiving(world)
     pages = ids(57, 58, 59, 60, 61, 62, 63)
-    settled = Settled(P, D, 1, Outcome.DELIVERED, None, b"", 896)
+    settled = Settled(P, D, 1, ReceiveOutcome.DELIVERED, None, b"", 896)
 
     assert world.d.feed(inputs.FromPeer(NOW_S, "out:p", settled)) == [
         NoteHeld(1, 1, 0, pages),
         NoteCached(1, 62, "", 0, 0, pages[: 6 * 4], PROMPT[: 96 * 4]),
         AnswerEngine(1, client.Received(1, 1, pages, b"")),
-        SendToPeer("out:p", Closed(D, P, 1, Outcome.COMMITTED)),
+        SendToPeer("out:p", Closed(D, P, 1, ReceiveOutcome.COMMITTED)),
     ]
 
 

@@ -19,15 +19,15 @@ PROMPT = tokens((1, 100))
         (client.CommitLease, {}),
         (client.CommitAndRelease, {}),
         (client.ExtendLease, {"n_tokens": 16}),
-        (client.Send, {"room": 9}),
+        (client.SendRequest, {"room": 9}),
     ],
 )
 def test_the_lease_of_a_prompt_that_is_still_arriving_belongs_to_no_engine(kind, fields):
     world = World()
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     (lease,) = world.d.node.leases.leases
 
-    toks = PROMPT if kind is client.Send else b""
+    toks = PROMPT if kind is client.SendRequest else b""
     reply = world.d.call(kind, toks, lease=lease, **fields)
 
     assert isinstance(reply, client.Failed)
@@ -42,7 +42,7 @@ def test_the_lease_of_a_prompt_that_is_still_arriving_belongs_to_no_engine(kind,
         (client.CommitLease, {}),
         (client.CommitAndRelease, {}),
         (client.ExtendLease, {"n_tokens": 16}),
-        (client.Send, {"room": 9}),
+        (client.SendRequest, {"room": 9}),
     ],
 )
 def test_a_lease_of_another_session_is_unknown(kind, fields):
@@ -50,7 +50,7 @@ def test_a_lease_of_another_session_is_unknown(kind, fields):
     other = world.p.attach("other")
     lease = world.p.lease(PROMPT)
 
-    toks = PROMPT if kind is client.Send else b""
+    toks = PROMPT if kind is client.SendRequest else b""
     reply = world.p.call(kind, toks, session=other, lease=lease.lease, **fields)
 
     assert reply == client.Failed(reply.call, reply.refusal)

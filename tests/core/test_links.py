@@ -25,7 +25,7 @@ def test_a_room_goes_on_after_the_connection_was_reset():
     """The prefill side sees a new identity; nobody becomes suspect, and Settled arrives."""
     world = World()
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.d.connection = "2"
     world.pass_time(1)
 
@@ -57,7 +57,7 @@ def test_a_lost_peer_that_came_to_us_is_not_pinged_and_forgotten_in_the_end():
     world.pass_time(1)
     assert p.by_name["d"].agent is Agent.LOADED
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.finish()
     assert isinstance(world.d.take()[-1], client.Received)
 
@@ -65,7 +65,7 @@ def test_a_lost_peer_that_came_to_us_is_not_pinged_and_forgotten_in_the_end():
 def test_a_lost_peer_is_known_while_it_may_ask_how_something_ended():
     world = World(linger_s=1000.0)
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.lost = {Closed}
     sender.finish()
     world.cut = {"d"}

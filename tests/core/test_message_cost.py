@@ -18,7 +18,7 @@ from kvd.core import inputs
 from kvd.core.handoff.settled import MAX_RECORDS
 from kvd.core.layout.shards import MAX_SHARDS
 from kvd.core.layout.spec import fingerprint
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.errors import Code, Refusal
 from kvd.wire import client
 from kvd.wire.bounds import MAX_METADATA_BYTES, MAX_PEER_BYTES
@@ -29,8 +29,8 @@ from kvd.wire.peer import (
     Grant,
     Hello,
     Offer,
-    Outcome,
     Ping,
+    ReceiveOutcome,
     Reject,
     Settled,
     Story,
@@ -53,9 +53,9 @@ HONEST_S = 0.005
 P, D = incarnation("p", 1), incarnation("d", 1)
 
 
-def meeting(page_size: int = 16) -> Node:
+def meeting(page_size: int = 16) -> NodeState:
     """A prefill side that knows ``d``."""
-    node = Node(settings("p", 64, spec=spec(64, page_size)), 0.0)
+    node = NodeState(settings("p", 64, spec=spec(64, page_size)), 0.0)
     node.step(inputs.TransferReady(0.0, 1, b"meta", "simulated", "start"))
     node.step(inputs.FromPeer(0.0, "in:d", hello(page_size=page_size)))
     return node
@@ -67,7 +67,7 @@ def hello(page_size: int = 16, **changes: object) -> Hello:
     return msgspec.structs.replace(sound, **changes)
 
 
-def cost_s(frame: bytes, node: Callable[[], Node] | None) -> float:
+def cost_s(frame: bytes, node: Callable[[], NodeState] | None) -> float:
     """Of the message in ``frame``; a fresh node for each look, none: it is not to get so far."""
     best_s = float("inf")
     for _ in range(3):
@@ -184,7 +184,7 @@ def test_a_layout_costs_little_and_nothing_when_it_is_said_again(what):
     assert node.peers.by_name["d"].refusal is refusal
 
 
-def cost_of_step(node: Node, message: Message) -> float:
+def cost_of_step(node: NodeState, message: Message) -> float:
     began_s = time.process_time()
     node.step(inputs.FromPeer(node.out.at_s, "in:d", message))
     return time.process_time() - began_s
@@ -198,7 +198,7 @@ def test_a_ping_and_a_beat_cost_what_they_fold_not_what_is_remembered():
     rng.shuffle(handoffs)
     for handoff in handoffs:
         node.step(inputs.FromPeer(at_s, "in:d", Abort(D, P, handoff, 7, "x")))
-        node.step(inputs.FromPeer(at_s, "in:d", Closed(D, P, handoff, Outcome.ABORTED)))
+        node.step(inputs.FromPeer(at_s, "in:d", Closed(D, P, handoff, ReceiveOutcome.ABORTED)))
     assert node.prefiller.settled_sends.n_records == MAX_RECORDS
 
     pings = [cost_of_step(node, Ping(D, P, 2 + k, 0, 2 + k, 1)) for k in range(20)]
@@ -215,7 +215,7 @@ def test_a_ping_and_a_beat_cost_what_they_fold_not_what_is_remembered():
 def test_a_long_settled_costs_little():
     """The decode side has no such handoff, or its aux is too long."""
     node = meeting()
-    long = Settled(D, P, 1, Outcome.DELIVERED, aux=bytes(2**23), checksums=bytes(2**22))
+    long = Settled(D, P, 1, ReceiveOutcome.DELIVERED, aux=bytes(2**23), checksums=bytes(2**22))
     assert cost_s(PEER_MESSAGES.encode(long), lambda: node) < HONEST_S
 
 
@@ -225,10 +225,10 @@ def test_an_engine_that_opens_a_room_pays_for_few_offers():
     world = World(names=names)
     for name in names:
         side = world.sides[name]
-        side.call(client.Receive, b"\1\0\0\0" * 100, room=7, source=("p",))
+        side.call(client.ReceiveRequest, b"\1\0\0\0" * 100, room=7, source=("p",))
     assert len(world.p.node.prefiller.rooms.parts_of(7)) == 64
     lease = world.p.lease(b"\2\0\0\0" * 100)
-    asked = client.Send(99, 7, lease.lease)
+    asked = client.SendRequest(99, 7, lease.lease)
 
     began_s = time.process_time()
     world.p.node.step(inputs.FromClient(world.now_s, 1, asked, b"\2\0\0\0" * 100))

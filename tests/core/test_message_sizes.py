@@ -11,7 +11,7 @@ from kvd.core import effects, inputs
 from kvd.core.handoff.message_sizes import MESSAGE_BYTES, offer_bytes, settled_bytes
 from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, most_chosen
 from kvd.core.layout.shards import tp_shards
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.errors import Code, Refusal
 from kvd.types import Tokens, count
 from kvd.wire import client
@@ -34,7 +34,7 @@ def small(limit: int, **more: object) -> World:
 
 
 def refused(world: World) -> Refusal:
-    reply = world.d.call(client.Receive, LONG, room=7, source=("p",))
+    reply = world.d.call(client.ReceiveRequest, LONG, room=7, source=("p",))
     assert isinstance(reply, client.Failed), reply
     assert totals(world.d) == PageTotals(free=255)
     assert not [one for one in world.d.effects if _is_offer(one)]
@@ -63,7 +63,7 @@ def test_sums_that_do_not_fit_are_refused_with_the_numbers_before_anything_begin
 def test_what_just_fits_is_delivered(limit, integrity):
     world = small(limit, integrity=integrity)
     sender = Sender(world, LONG)
-    world.d.call(client.Receive, LONG, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, LONG, room=7, source=("p",))
     sender.finish(b"")
     assert isinstance(world.d.take()[-1], client.Received)
     sizes = [
@@ -100,7 +100,7 @@ def test_a_cached_prefix_makes_room():
     world.d.write(lease.pages, half)
     world.d.call(client.CommitAndRelease, lease=lease.lease)
     sender = Sender(world, LONG)
-    world.d.call(client.Receive, LONG, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, LONG, room=7, source=("p",))
     sender.finish(b"")
     assert isinstance(world.d.take()[-1], client.Received)
 
@@ -110,7 +110,7 @@ def test_the_prefill_side_refuses_what_a_decode_side_could_not_read():
     world = small(D_BYTES - 1, integrity=Integrity.FULL)
     world.d.node.decoder.offers.unsendable = lambda _: None  # type: ignore[method-assign]
     Sender(world, LONG)
-    world.d.call(client.Receive, LONG, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, LONG, room=7, source=("p",))
     (failed,) = [one for one in world.d.take() if isinstance(one, client.ReceiveFailed)]
     assert (failed.refusal.code, failed.refusal.side) == (Code.TOO_LARGE, "p")
     assert failed.refusal.numbers["bytes"] == D_BYTES
@@ -142,7 +142,9 @@ def _seal(integrity: Integrity, seed: int, n_pages: int) -> Seal:
 MILLION = 2**20
 
 
-def between(sender: Node, to: Node, link: str, sent: list[effects.Effect]) -> list[effects.Effect]:
+def between(
+    sender: NodeState, to: NodeState, link: str, sent: list[effects.Effect]
+) -> list[effects.Effect]:
     """What ``to`` does about the messages that ``sender`` sends, each through the real codec."""
     found: list[effects.Effect] = []
     for effect in sent:
@@ -159,8 +161,8 @@ class Pair:
     """A whole pool, and one in eight shards, of pages of one token."""
 
     def __init__(self, integrity: Integrity) -> None:
-        self.p = Node(self.settings("p", 1, integrity), 0.0)
-        self.d = Node(self.settings("d", 8, integrity), 0.0)
+        self.p = NodeState(self.settings("p", 1, integrity), 0.0)
+        self.d = NodeState(self.settings("d", 8, integrity), 0.0)
         for node in (self.p, self.d):
             node.step(inputs.ClientJoined(0.0, 1, "engine", 1))
             node.step(inputs.TransferReady(0.0, 1, b"meta", "simulated", "start"))
@@ -189,8 +191,8 @@ def test_a_million_pages_in_eight_shards_are_handed_over_within_the_frames(integ
     pair, prompt = Pair(integrity), Tokens(b"\5\0\0\0" * MILLION)
     p, d = pair.p, pair.d
     p.step(inputs.FromClient(1.0, 1, client.OpenLease(1), prompt))
-    p.step(inputs.FromClient(1.0, 1, client.Send(2, 7, 1, peer="d"), prompt))
-    offered = d.step(inputs.FromClient(1.0, 1, client.Receive(1, 7, ("p",)), prompt)).effects
+    p.step(inputs.FromClient(1.0, 1, client.SendRequest(2, 7, 1, peer="d"), prompt))
+    offered = d.step(inputs.FromClient(1.0, 1, client.ReceiveRequest(1, 7, ("p",)), prompt)).effects
     accepted = pair.to_p(list(offered))
     pair.to_d(accepted)
 
@@ -224,7 +226,9 @@ def test_a_million_pages_in_eight_shards_are_handed_over_within_the_frames(integ
 def test_a_million_pages_in_eight_shards_cannot_all_be_summed_and_that_is_said_first():
     pair, prompt = Pair(Integrity.FULL), Tokens(b"\5\0\0\0" * MILLION)
 
-    told = pair.d.step(inputs.FromClient(1.0, 1, client.Receive(1, 7, ("p",)), prompt)).effects
+    told = pair.d.step(
+        inputs.FromClient(1.0, 1, client.ReceiveRequest(1, 7, ("p",)), prompt)
+    ).effects
 
     (failed,) = [one.message for one in told if isinstance(one, effects.AnswerEngine)]
     assert isinstance(failed, client.Failed)
@@ -242,7 +246,7 @@ def test_a_million_pages_in_eight_shards_cannot_all_be_summed_and_that_is_said_f
 def test_the_bounds_are_never_below_what_is_sent():
     world = World(integrity=Integrity.FULL)
     sender = Sender(world)
-    world.d.call(client.Receive, sender.toks, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, sender.toks, room=7, source=("p",))
     sender.finish(b"aux")
     messages = [
         one.message for side in (world.p, world.d) for one in side.effects

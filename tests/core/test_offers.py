@@ -8,7 +8,7 @@ import pytest
 from kvd.core.handoff.protocol import Prefill
 from kvd.errors import Code
 from kvd.wire import client
-from kvd.wire.peer import Closed, Hello, Offer, Outcome, Settled
+from kvd.wire.peer import Closed, Hello, Offer, ReceiveOutcome, Settled
 from tests.core.engines import PROMPT, PageTotals, Sender, totals
 from tests.core.world import World, tokens
 
@@ -16,7 +16,7 @@ from tests.core.world import World, tokens
 def tampered(world: World, **changes: object) -> Settled:
     """The answer to the decode side's Offer with these fields changed."""
     world.hold_wire = True
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     (letter,) = world.held(Offer)
     assert isinstance(letter.message, Offer)
     grant = letter.message.grants[0]
@@ -98,7 +98,7 @@ def test_an_offer_that_is_misaligned_is_refused_with_the_numbers(changes, code, 
         else without_grants(world)
     )
 
-    assert settled.outcome is Outcome.REFUSED
+    assert settled.outcome is ReceiveOutcome.REFUSED
     assert settled.reason is not None
     assert (settled.reason.code, settled.reason.message, settled.reason.side) == (
         code,
@@ -116,7 +116,7 @@ def test_an_offer_that_is_misaligned_is_refused_with_the_numbers(changes, code, 
 
 def without_grants(world: World) -> Settled:
     world.hold_wire = True
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     (letter,) = world.held(Offer)
     world.wire.clear()
     world.deliver(letter._replace(message=msgspec.structs.replace(letter.message, grants=())))
@@ -131,15 +131,15 @@ def test_prompts_that_differ_are_refused_in_words(first):
     other = tokens((1, 99), (7, 1))
     if first == "engine":
         Sender(world, other)
-        world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+        world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
         failed = world.d.take()[-1]
         assert isinstance(failed, client.ReceiveFailed)
         refusal = failed.refusal
         assert world.p.node.prefiller.rooms.by_room[7].state is Prefill.AWAIT_OFFER
     else:
-        world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+        world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
         lease = world.p.lease(other)
-        reply = world.p.call(client.Send, other, room=7, lease=lease.lease, peer="d")
+        reply = world.p.call(client.SendRequest, other, room=7, lease=lease.lease, peer="d")
         assert isinstance(reply, client.Failed)
         refusal = reply.refusal
         assert world.p.node.prefiller.rooms.by_room == {}
@@ -152,7 +152,7 @@ def test_namespaces_that_differ_are_refused():
     """scenario A9: the digest covers the namespace."""
     world = World()
     Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",), namespace="lora")
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), namespace="lora")
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
     assert failed.refusal.code is Code.PROMPT_MISMATCH
@@ -161,7 +161,7 @@ def test_namespaces_that_differ_are_refused():
 def test_prompts_of_other_lengths_are_refused_with_both():
     world = World()
     Sender(world, tokens((1, 99)))
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
     assert failed.refusal.message == (
@@ -172,11 +172,13 @@ def test_prompts_of_other_lengths_are_refused_with_both():
 def test_a_closed_that_says_corrupt_fails_the_finish():
     world = World()
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.lost = {Closed}
     sender.finish()
 
-    world.inject(world.p, Closed(world.d.incarnation, world.p.incarnation, 1, Outcome.CORRUPT))
+    world.inject(
+        world.p, Closed(world.d.incarnation, world.p.incarnation, 1, ReceiveOutcome.CORRUPT)
+    )
 
     finished = world.p.answer(sender.finish_call)
     assert isinstance(finished, client.Finished)

@@ -19,7 +19,7 @@ FOUR = ("p", "p1", "p2", "p3")
 
 
 def receive(world: World, toks: bytes = PROMPT, sources: tuple[str, ...] = TWO) -> int:
-    reply = world.d.call(client.Receive, toks, room=7, source=sources)
+    reply = world.d.call(client.ReceiveRequest, toks, room=7, source=sources)
     assert isinstance(reply, client.Receiving), reply
     return reply.receive
 
@@ -263,7 +263,7 @@ def test_a_source_that_restarts_ends_the_receive_and_frees_it_when_the_others_ha
 
 def test_the_deadline_names_the_first_source_that_is_late():
     world = World(sources=TWO)
-    world.d.call(client.Receive, PROMPT, room=7, source=TWO, deadline_s=1.0)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=TWO, deadline_s=1.0)
     first, _ = senders(world)
     first.finish()
     world.pass_time(1.2)
@@ -417,7 +417,7 @@ def test_every_offer_says_the_same_prefix_and_every_accept_echoes_it():
     world = World(sources=TWO)
     cached(world.d, FULL)
     world.hold_wire = True
-    world.d.call(client.Receive, tokens((1, 160)), room=7, source=TWO)
+    world.d.call(client.ReceiveRequest, tokens((1, 160)), room=7, source=TWO)
     offers = [letter.message for letter in world.held(Offer)]
 
     assert [one.decode_prefix_len for one in offers] == [96, 96]

@@ -18,9 +18,9 @@ from kvd.wire.peer import (
     Hello,
     Message,
     Offer,
-    Outcome,
     Ping,
     Progress,
+    ReceiveOutcome,
     Reject,
     Settled,
 )
@@ -34,9 +34,9 @@ def handed_over(world: World, room: int = 7) -> client.Reply:
     """One whole handoff; the last thing the decode engine heard."""
     lease = world.p.lease(PROMPT)
     world.p.write(lease.pages, PROMPT)
-    send = world.p.call(client.Send, PROMPT, room=room, lease=lease.lease)
+    send = world.p.call(client.SendRequest, PROMPT, room=room, lease=lease.lease)
     assert isinstance(send, client.Sending)
-    world.d.call(client.Receive, PROMPT, room=room, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=room, source=("p",))
     world.p.call(client.Finish, send=send.send, aux=b"x")
     return world.d.take()[-1]
 
@@ -217,10 +217,10 @@ def test_a_message_between_other_processes_is_answered_and_never_acted_on(kind, 
         Ping: (1, 0, 0, 0),
         Offer: (1, 7, 1, 16, 0, b"", (), 1.0),
         Abort: (1, 7, "why"),
-        Closed: (1, Outcome.COMMITTED),
+        Closed: (1, ReceiveOutcome.COMMITTED),
         Accept: (1,),
         Progress: (1, 1),
-        Settled: (1, Outcome.FAILED),
+        Settled: (1, ReceiveOutcome.FAILED),
     }
 
     reply = answer_to(world, kind(source, target, *more[kind]))
@@ -277,7 +277,7 @@ def test_pools_of_other_layouts_are_refused_before_a_page_is_held(theirs, differ
     world.restart(world.p)
     world.pass_time(1)
 
-    reply = world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    reply = world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
 
     assert isinstance(reply, client.Failed)
     assert reply.refusal.code is Code.LAYOUT_MISMATCH

@@ -28,7 +28,7 @@ def send(world: World, toks: bytes = SHORT, room: int = 7) -> None:
 
 
 def receive(world: World, toks: bytes = SHORT, room: int = 7, **fields: object) -> client.Reply:
-    reply = world.d.call(client.Receive, toks, room=room, source=("p",), **fields)
+    reply = world.d.call(client.ReceiveRequest, toks, room=room, source=("p",), **fields)
     assert reply is not None
     return reply
 
@@ -81,7 +81,7 @@ def test_what_was_preloaded_is_there_for_the_first_fetch(world: World) -> None:
 
     reply = world.d.call(client.FetchPages, lease=got.lease, pages=pack_ids([2, 0, 1]))
 
-    assert isinstance(reply, client.Fetched)
+    assert isinstance(reply, client.FetchReply)
     row = page_ids(got.beside[0])
     assert page_ids(reply.pages) == [row[2], row[0], row[1]]
     assert (reply.hits, reply.misses) == (3, 0)
@@ -97,7 +97,7 @@ def test_nothing_is_copied_where_the_request_does_not_ask_for_it(
     (got,) = received(world.d)
     assert copies(world.d) == []
     reply = world.d.call(client.FetchPages, lease=got.lease, pages=pack_ids([0, 3]))
-    assert isinstance(reply, client.Fetched)
+    assert isinstance(reply, client.FetchReply)
     assert reply.misses == 2
 
 

@@ -92,7 +92,7 @@ def test_a_rehearsed_abort_says_which_pages_wait_for_whom():
     cached(world.d, tokens((1, 64)))
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(96)
 
     here, there = (rehearsed(side, admin.AbortRoom(1, 7, "slow")) for side in (world.d, world.p))
@@ -145,7 +145,7 @@ def test_a_rehearsed_fence_counts_the_handoffs_that_it_cuts_on_either_side():
     world.hold_posts = True
     for room in (1, 2):
         sender = Sender(world, room=room)
-        world.d.call(client.Receive, PROMPT, room=room, source=("p",))
+        world.d.call(client.ReceiveRequest, PROMPT, room=room, source=("p",))
         sender.advance(64)
     world.d.call(client.CancelReceive, receive=1)
 

@@ -200,7 +200,7 @@ def test_a_retracted_lease_is_committed_after_it_has_resumed(world):
         (client.ExtendLease, {"n_tokens": 16}, b""),
         (client.CommitLease, {}, b""),
         (client.CommitAndRelease, {}, b""),
-        (client.Send, {"room": 9}, PROMPT),
+        (client.SendRequest, {"room": 9}, PROMPT),
         (client.RetractLease, {}, b""),
     ],
 )
@@ -246,7 +246,7 @@ def test_an_unknown_lease_is_neither_retracted_nor_resumed(world, kind):
 
 def test_a_receive_still_in_transfer_is_not_retracted(world):
     world.hold_posts = True
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     (lease,) = world.d.node.leases.leases
     before = totals(world.d)
 

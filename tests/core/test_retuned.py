@@ -6,7 +6,7 @@ import pytest
 
 from kvd.core import inputs
 from kvd.core.inspect.snapshot import snapshot
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.core.peers.hello import unwelcome
 from kvd.core.replay.freeze import state_hash
 from kvd.recorder.input_records import input_of, record_of
@@ -87,7 +87,7 @@ def test_allow_list_holds_for_the_next_hello(allow, is_welcome):
 
 
 def test_tape_brings_another_node_to_the_same_state():
-    live, twin = (Node(settings("d", 16), 1.0) for _ in range(2))
+    live, twin = (NodeState(settings("d", 16), 1.0) for _ in range(2))
     taped = [
         retuned(2.0, allow=("p",), max_queue=3, overtakers=1),
         inputs.ReloadRefused(3.0, ("no",)),
@@ -98,4 +98,4 @@ def test_tape_brings_another_node_to_the_same_state():
         twin.step(input_of(record_of(happened)))
 
     assert state_hash(twin) == state_hash(live)
-    assert state_hash(live) != state_hash(Node(settings("d", 16), 1.0))
+    assert state_hash(live) != state_hash(NodeState(settings("d", 16), 1.0))

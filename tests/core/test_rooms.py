@@ -13,7 +13,7 @@ from kvd.core.replay.freeze import freeze
 from kvd.core.replay.thaw import thaw
 from kvd.errors import Code
 from kvd.wire import admin, client, events
-from kvd.wire.peer import Abort, Offer, Outcome, Reject, Settled, Withdrawn
+from kvd.wire.peer import Abort, Offer, ReceiveOutcome, Reject, Settled, Withdrawn
 from tests.core.engines import PROMPT, PageTotals, Sender, totals
 from tests.core.world import Side, World, tokens
 
@@ -27,7 +27,7 @@ def three() -> tuple[World, Side, Side]:
 
 
 def receive(side: Side, toks: bytes = PROMPT, room: int = 7) -> None:
-    reply = side.call(client.Receive, toks, room=room, source=("p",))
+    reply = side.call(client.ReceiveRequest, toks, room=room, source=("p",))
     assert isinstance(reply, client.Receiving)
 
 
@@ -115,7 +115,7 @@ def test_the_engine_is_refused_at_once_where_its_named_node_has_another_prompt()
     receive(d, OTHER)
     lease = world.p.lease(PROMPT)
 
-    reply = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease, peer="d")
+    reply = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease, peer="d")
 
     assert isinstance(reply, client.Failed)
     assert reply.refusal.code is Code.PROMPT_MISMATCH
@@ -312,7 +312,7 @@ def test_an_offer_hears_that_its_engine_gave_up_though_a_stranger_waits_for_the_
     sender = Sender(world)
     world.p.call(client.AbortSend, send=sender.send, reason="out of memory")
     world.hold_wire = True
-    d.call(client.Receive, PROMPT, room=7, source=("p",))
+    d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     late = world.held(Offer)
     world.wire.clear()
     world.hold_wire = False
@@ -384,7 +384,7 @@ def delayed_offer(world: World) -> None:
     sender = Sender(world)
     sender.advance(96)
     world.hold_wire = True
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=2.0)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=2.0)
     (letter,) = world.held(Offer)
     world.wire.clear()
     world.hold_wire = False
@@ -404,7 +404,7 @@ def test_an_offer_of_an_older_generation_is_refused_before_anything_is_posted():
         if isinstance(one, effects.SendToPeer) and isinstance(one.message, Settled)
     ]
     assert isinstance(settled, Settled)
-    assert settled.outcome is Outcome.REFUSED
+    assert settled.outcome is ReceiveOutcome.REFUSED
     assert settled.reason is not None
     assert settled.reason.message == "generation 1 of d is over, 2 serves"
     assert not [one for one in world.p.effects if isinstance(one, effects.Post)]

@@ -8,7 +8,7 @@ from kvd.core.cache.lease import ENGINE
 from kvd.core.peers.peer import Agent
 from kvd.errors import Code
 from kvd.wire import client, events
-from kvd.wire.peer import Closed, Outcome, Settled
+from kvd.wire.peer import Closed, ReceiveOutcome, Settled
 from tests.core.engines import FULL, Sender, cached, offered
 from tests.core.world import World, tokens
 
@@ -19,7 +19,7 @@ def opened(world: World, room: int = 7) -> tuple[client.Leased, client.Sending]:
     """The prefill engine has leased and opened the room."""
     lease = world.p.lease(PROMPT)
     world.p.write(lease.pages, PROMPT)
-    send = world.p.call(client.Send, PROMPT, room=room, lease=lease.lease)
+    send = world.p.call(client.SendRequest, PROMPT, room=room, lease=lease.lease)
     assert isinstance(send, client.Sending)
     return lease, send
 
@@ -65,7 +65,7 @@ def test_the_engine_ends_a_failed_send_once(kind, is_offered):
     world = World()
     _, send = opened(world)
     if is_offered:
-        world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=1.0)
+        world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=1.0)
     world.pass_time(40)
     failure = world.p.take()[-1]
     assert isinstance(failure, client.SendFailed)
@@ -114,7 +114,7 @@ def test_a_full_hit_needs_no_sending_agent():
         world.replace_processes()
         world.run()
         sender = Sender(world, FULL)
-        world.d.call(client.Receive, FULL, room=7, source=("p",))
+        world.d.call(client.ReceiveRequest, FULL, room=7, source=("p",))
         world.hold_shells = False
         world.run()
         assert world.p.node.peers.by_name["d"].agent is Agent.FAILED
@@ -131,9 +131,9 @@ def test_finish_is_answered_by_its_deadline_and_the_end_is_still_learned():
     world = World(lost_s=100.0)
     lease = world.p.lease(PROMPT)
     world.p.write(lease.pages, PROMPT)
-    send = world.p.call(client.Send, PROMPT, room=7, lease=lease.lease, deadline_s=5.0)
+    send = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease, deadline_s=5.0)
     assert isinstance(send, client.Sending)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.lost = {Closed}
     assert world.p.call(client.Finish, send=send.send, aux=b"x") is None
     call = world.p.calls
@@ -158,7 +158,7 @@ def test_finish_is_answered_by_its_deadline_and_the_end_is_still_learned():
 def test_a_deadline_that_was_cut_says_by_what():
     world = World()
     lease = world.p.lease(PROMPT)
-    world.p.call(client.Send, PROMPT, room=7, lease=lease.lease, deadline_s=600.0)
+    world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease, deadline_s=600.0)
     world.pass_time(31)
     failed = world.p.take()[-1]
     assert isinstance(failed, client.SendFailed)
@@ -172,7 +172,7 @@ def test_an_offer_repeated_after_its_end_is_not_delivered_without_its_aux():
     world = World(linger_s=3.0, lost_s=100.0)
     sender = Sender(world)
     world.lost = {Settled}
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=20.0)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=20.0)
     offer = offered(world)
     sender.finish()
     world.pass_time(3.2)
@@ -186,4 +186,4 @@ def test_an_offer_repeated_after_its_end_is_not_delivered_without_its_aux():
     assert failed.refusal.code is Code.UNKNOWN_OUTCOME
     assert world.d.node.leases.leases == {}
     (ended,) = [one for one in world.d.events if isinstance(one, events.HandoffEnded)]
-    assert ended.outcome == Outcome.FAILED.value
+    assert ended.outcome == ReceiveOutcome.FAILED.value

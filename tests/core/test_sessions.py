@@ -30,9 +30,9 @@ def test_waiting_receives_of_a_dead_session_never_reach_the_peer():
     world.d.lease(tokens((1, 100)), session=1)
     dead = world.d.attach("dying")
     world.d.call(
-        client.Receive, tokens((1, 120)), session=dead, room=1, source=("p",), deadline_s=9.0
+        client.ReceiveRequest, tokens((1, 120)), session=dead, room=1, source=("p",), deadline_s=9.0
     )
-    world.d.call(client.Receive, tokens((1, 10)), session=dead, room=2, source=("p",))
+    world.d.call(client.ReceiveRequest, tokens((1, 10)), session=dead, room=2, source=("p",))
 
     world.d.hang_up(dead)
 

@@ -44,13 +44,13 @@ def world_of(
 def send(world: CellWorld, toks: Tokens = PROMPT, room: int = 7) -> int:
     lease = world.p.lease(toks)
     fill(world.p, lease.pages, toks)
-    reply = world.p.call(client.Send, toks, room=room, lease=lease.lease)
+    reply = world.p.call(client.SendRequest, toks, room=room, lease=lease.lease)
     assert isinstance(reply, client.Sending)
     return reply.send
 
 
 def receive(world: CellWorld, toks: Tokens = PROMPT, room: int = 7) -> client.Reply | None:
-    return world.d.call(client.Receive, toks, room=room, source=("p",))
+    return world.d.call(client.ReceiveRequest, toks, room=room, source=("p",))
 
 
 def arrived(world: CellWorld) -> client.Received:

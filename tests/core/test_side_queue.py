@@ -35,7 +35,7 @@ def away(n_receives: int) -> World:
     world.pass_time(4)
     for k in range(n_receives):
         toks = tokens((100_000 + 100 * k, 32))
-        world.d.call(client.Receive, toks, room=k + 1, source=("p",), deadline_s=1000.0)
+        world.d.call(client.ReceiveRequest, toks, room=k + 1, source=("p",), deadline_s=1000.0)
     assert len(world.d.node.admission) == n_receives
     return world
 
@@ -93,9 +93,9 @@ def test_who_waited_for_a_peer_stands_where_priority_and_arrival_put_it():
     world.cut = {"p"}
     world.pass_time(4)
     holder = d.lease(tokens((9000, 144)))
-    d.call(client.Receive, tokens((1, 16)), room=1, source=("p",))
+    d.call(client.ReceiveRequest, tokens((1, 16)), room=1, source=("p",))
     d.call(client.OpenLease, tokens((2000, 16)))
-    d.call(client.Receive, tokens((3000, 16)), room=3, source=("p",), priority=1)
+    d.call(client.ReceiveRequest, tokens((3000, 16)), room=3, source=("p",), priority=1)
     d.call(client.OpenLease, tokens((4000, 16)), priority=1)
 
     world.cut = set()
@@ -113,7 +113,7 @@ def test_what_waits_for_our_own_transfer_process_goes_on_with_it():
     world = World()
     world.d.stop_transfer("killed")
 
-    assert world.d.call(client.Receive, tokens((1, 32)), room=7, source=("p",)) is None
+    assert world.d.call(client.ReceiveRequest, tokens((1, 32)), room=7, source=("p",)) is None
     assert (
         snapshot(world.d.node).waiting[0].why == "the transfer process of this node is restarting"
     )
@@ -127,7 +127,7 @@ def test_who_waits_for_two_sources_goes_on_when_the_last_of_them_is_there():
     world = World(sources=("p", "q"))
     world.cut = {"p", "q"}
     world.pass_time(4)
-    world.d.call(client.Receive, tokens((1, 64)), room=7, source=("p", "q"))
+    world.d.call(client.ReceiveRequest, tokens((1, 64)), room=7, source=("p", "q"))
     call = world.d.calls
 
     world.cut = {"q"}
@@ -211,7 +211,7 @@ def story(seed: int, overtakers: int) -> list[object]:
                 from_ = rng.choice([("p",), ("q",), ("p", "q")])
                 wait_s, first = rng.choice([1.0, 30.0]), rng.choice([0, 0, 1])
                 d.call(
-                    client.Receive,
+                    client.ReceiveRequest,
                     toks,
                     room=k + 1,
                     source=from_,
@@ -259,7 +259,7 @@ def test_who_waits_for_a_layout_is_asked_again_when_its_peer_has_another():
     p.config = msgspec.structs.replace(p.config, spec=sharded(4, 8, (Shard(0, 2, 0, 8),)))
     world.restart(p)
     world.pass_time(3)
-    d.call(client.Receive, tokens((1, 64)), room=7, source=("p",), deadline_s=30.0)
+    d.call(client.ReceiveRequest, tokens((1, 64)), room=7, source=("p",), deadline_s=30.0)
     call, admission = d.calls, d.node.admission
 
     world.lost = set()

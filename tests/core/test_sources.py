@@ -9,7 +9,7 @@ import pytest
 from kvd.core.handoff.sources import PrefillSource, TokenSpan, bad_share, shares, span_of
 from kvd.core.layout.shards import Shard, tp_shards
 from kvd.errors import Code, Refusal
-from kvd.wire.peer import ALL, Role, Share
+from kvd.wire.peer import ALL, Role, SourceShare
 
 LAYERS, HEADS = 4, 4
 WHOLE = (Shard(0, LAYERS, 0, HEADS),)
@@ -28,12 +28,14 @@ def replicas(first: int, end: int) -> tuple[Shard, ...]:
     return tp_shards(1, 8, (first, end), (0, LAYERS))
 
 
-def planned(ours: tuple[Shard, ...], *theirs: tuple[Shard, ...]) -> tuple[Share, ...] | Refusal:
+def planned(
+    ours: tuple[Shard, ...], *theirs: tuple[Shard, ...]
+) -> tuple[SourceShare, ...] | Refusal:
     sources = tuple(PrefillSource(f"p{index}", shards) for index, shards in enumerate(theirs))
     return shares(ours, sources)
 
 
-def in_short(found: tuple[Share, ...] | Refusal) -> list[str]:
+def in_short(found: tuple[SourceShare, ...] | Refusal) -> list[str]:
     """``rank/ranks``, ``-`` for a dummy, ``*`` for who sends the aux."""
     assert not isinstance(found, Refusal), found
     assert [one.part for one in found] == list(range(len(found)))
@@ -122,7 +124,7 @@ def _cells(shards: tuple[Shard, ...]) -> set[tuple[int, int]]:
     }
 
 
-def _sent(ours, theirs, found: tuple[Share, ...]) -> dict[tuple[tuple[int, int], int], int]:
+def _sent(ours, theirs, found: tuple[SourceShare, ...]) -> dict[tuple[tuple[int, int], int], int]:
     """How often each cell of each of five pages is sent."""
     times: dict[tuple[tuple[int, int], int], int] = {}
     for shards, share in zip(theirs, found, strict=True):
@@ -140,7 +142,9 @@ def test_the_spans_of_a_class_tile_what_is_not_cached(ranks, page):
     for prefix, prompt in itertools.product(range(0, 6 * page, page), range(1, 6 * page + 3)):
         if prefix > prompt:
             continue
-        spans = [span_of(Share(0, ranks, one, ranks), prefix, prompt, page) for one in range(ranks)]
+        spans = [
+            span_of(SourceShare(0, ranks, one, ranks), prefix, prompt, page) for one in range(ranks)
+        ]
         at = prefix
         for span in spans:
             if span.start != span.end:
@@ -155,20 +159,20 @@ def test_the_spans_of_a_class_tile_what_is_not_cached(ranks, page):
 
 
 def test_a_dummy_has_no_tokens():
-    assert span_of(Share(0, 2, role=Role.DUMMY), 16, 100, 16) == (16, 16)
+    assert span_of(SourceShare(0, 2, role=Role.DUMMY), 16, 100, 16) == (16, 16)
 
 
 def test_a_share_that_is_none_is_refused_in_words():
     assert bad_share(ALL, "p") is None
-    assert bad_share(Share(1, 2, 1, 2, is_authoritative=False), "p") is None
+    assert bad_share(SourceShare(1, 2, 1, 2, is_authoritative=False), "p") is None
     for share in (
-        Share(2, 2),
-        Share(0, 2, 2, 2),
-        Share(0, 2, 0, 3),
-        Share(0, 1, 0, 0),
-        Share(0, 0),
-        Share(0, 2, role=Role.DUMMY),
-        Share(is_authoritative=False),
+        SourceShare(2, 2),
+        SourceShare(0, 2, 2, 2),
+        SourceShare(0, 2, 0, 3),
+        SourceShare(0, 1, 0, 0),
+        SourceShare(0, 0),
+        SourceShare(0, 2, role=Role.DUMMY),
+        SourceShare(is_authoritative=False),
     ):
         refusal = bad_share(share, "p")
         assert refusal is not None, share

@@ -17,7 +17,7 @@ def posting(**more: object) -> tuple[World, Sender]:
     world = World(stall_s=2.0, **more)
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.finish()
     return world, sender
 
@@ -63,7 +63,7 @@ def test_an_engine_that_computes_is_no_stall():
     """Nothing is under way while the next chunk is computed."""
     world = World(stall_s=2.0)
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(64)
 
     world.pass_time(20)
@@ -75,7 +75,7 @@ def test_an_engine_that_computes_is_no_stall():
 def test_the_window_begins_with_the_post_and_not_with_the_send():
     world = World(stall_s=2.0)
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.pass_time(10)
     world.hold_posts = True
     sender.finish()

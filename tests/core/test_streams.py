@@ -30,7 +30,7 @@ def left_behind(**more: object) -> World:
     world = World(**more)  # type: ignore[arg-type]
     world.hold_posts = world.hold_network = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(96)
     silence(world)
     world.restart(world.p)
@@ -64,7 +64,7 @@ def test_this_world_sees_it_when_only_what_has_arrived_is_waited_for():
     quarantines._await_quiet = lambda lease, _: await_quiet(lease, Doubt.ARRIVED)  # type: ignore[method-assign]
     world.hold_posts = world.hold_network = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(96)
     world.restart(world.p)
     world.pass_time(1.0)
@@ -77,7 +77,7 @@ def test_a_destroyed_agent_keeps_the_pages_until_its_reset_has_arrived():
     world = World()
     world.hold_posts = world.hold_network = world.doubts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(96)
     (flight,) = world.p.flights.values()
     world.p.fail(flight, "transport error")
@@ -94,7 +94,7 @@ def test_a_destroyed_agent_keeps_the_pages_until_its_reset_has_arrived():
 def test_a_delivery_waits_for_no_connection():
     world = World(sources=("p", "q"))
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(96)
     sender.finish()
 
@@ -120,7 +120,7 @@ def test_what_a_peer_said_before_it_could_know_is_no_claim():
     world = World(sources=("p", "q"))
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(96)
     world.pass_time(1.0)
     claims = {peer.name: peer.claim for peer in world.d.node.peers.by_name.values()}
@@ -241,7 +241,7 @@ def test_the_pages_of_a_draining_part_are_not_asked_about_before_it_is_over():
     world = World()
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(96)
     world.d.call(client.CancelReceive, receive=1)
 

@@ -10,7 +10,7 @@ from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.peers.peer import Agent, Life
 from kvd.errors import Code
 from kvd.wire import client
-from kvd.wire.peer import Abort, Accept, Closed, Message, Offer, Outcome, Ping, Settled
+from kvd.wire.peer import Abort, Accept, Closed, Message, Offer, Ping, ReceiveOutcome, Settled
 from tests.core.world import Side, World, tokens
 
 PROMPT = tokens((1, 100))
@@ -21,7 +21,7 @@ def sending(world: World, room: int, toks: bytes = PROMPT, **fields: object) -> 
     """A prefill engine has written a prompt and opened the room; the send's id."""
     lease = world.p.lease(toks)
     world.p.write(lease.pages, toks)
-    send = world.p.call(client.Send, toks, room=room, lease=lease.lease, **fields)
+    send = world.p.call(client.SendRequest, toks, room=room, lease=lease.lease, **fields)
     assert isinstance(send, client.Sending)
     world.p.call(client.ReleaseLease, lease=lease.lease)
     return send.send
@@ -44,7 +44,7 @@ def sent(world: World, side: Side, seconds: float, kind: type[Message]) -> list[
 def test_an_offer_is_repeated_with_growing_pauses_until_it_is_settled():
     world = World(lost_s=100.0, resend_s=0.25)
     world.lost = {Offer}
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.lost = set()
 
     assert sent(world, world.d, 4.5, Offer) == [0.25, 0.75, 1.75, 2.75, 3.75]
@@ -60,7 +60,7 @@ def test_an_offer_is_repeated_with_growing_pauses_until_it_is_settled():
 
 def test_abort_is_repeated_until_settled():
     world = World(lost_s=100.0, resend_s=0.25)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.lost = {Abort}
     world.d.call(client.CancelReceive, receive=1)
     world.lost = set()
@@ -76,7 +76,7 @@ def test_abort_is_repeated_until_settled():
 def test_settled_is_repeated_until_closed():
     world = World(lost_s=100.0, resend_s=0.25)
     send = sending(world, 7)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.lost = {Settled}
     world.p.call(client.Finish, send=send, aux=b"x")
     world.lost = set()
@@ -91,7 +91,7 @@ def test_settled_is_repeated_until_closed():
 def test_a_decode_side_that_never_says_closed_is_waited_for_until_linger():
     world = World(linger_s=5.0, lost_s=100.0)
     send = sending(world, 7)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.lost = {Closed}
     world.p.call(client.Finish, send=send, aux=b"x")
     world.pass_time(4.9)
@@ -114,7 +114,7 @@ def test_a_decode_side_that_never_says_closed_is_waited_for_until_linger():
 def test_a_room_without_an_engine_ends_at_the_deadline_of_the_offer(deadline_s, told):
     """scenario G8: measured from the receive, whatever the other side does."""
     world = World()
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",), deadline_s=deadline_s)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=deadline_s)
 
     world.pass_time(deadline_s + 0.1)
 
@@ -150,7 +150,7 @@ def test_the_drain_deadline_destroys_the_sending_agent_so_that_the_pages_come_ba
     world = World(drain_s=2.0)
     world.hold_posts = True
     send = sending(world, 7)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.p.call(client.Advance, send=send, upto_tokens=64)
     world.p.call(client.AbortSend, send=send, reason="failed")
     (part,) = world.p.node.prefiller.rooms.by_room.values()
@@ -173,7 +173,7 @@ def test_a_silent_peer_is_suspect_then_lost_within_three_seconds():
     """scenario G5: its rooms drain at once, and the engine is told why."""
     world = World()
     send = sending(world, 7)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.pass_time(0.5)
     world.cut = {"p"}
     peer = world.d.node.peers.by_name["p"]
@@ -201,7 +201,7 @@ def test_a_false_suspicion_drains_the_room_and_the_next_one_works():
     """A silence is no proof: the pages come back by Settled, not by the clock."""
     world = World()
     sending(world, 7)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.cut = {"p"}
     world.pass_time(20)
     (lease,) = world.d.node.leases.leases.values()
@@ -213,7 +213,7 @@ def test_a_false_suspicion_drains_the_room_and_the_next_one_works():
     assert world.d.node.leases.leases == {}
     assert world.d.node.peers.by_name["p"].life is Life.UP
     second = sending(world, 8)
-    world.d.call(client.Receive, PROMPT, room=8, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=8, source=("p",))
     world.p.call(client.Finish, send=second, aux=b"x")
     assert isinstance(world.d.take()[-1], client.Received)
 
@@ -222,7 +222,7 @@ def test_a_receive_that_waits_for_a_lost_peer_goes_on_when_it_is_heard_again():
     world = World()
     world.cut = {"p"}
     world.pass_time(4)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     assert world.d.node.decoder.parts[1].state is Decode.QUEUED
     world.cut = set()
 
@@ -236,10 +236,10 @@ def test_an_outcome_is_kept_until_the_prefill_side_has_heard_it():
     world = World(lost_s=100.0, resend_s=0.25)
     early = tokens((5000, 20))
     world.lost = {Offer}
-    world.d.call(client.Receive, early, room=1, source=("p",))
+    world.d.call(client.ReceiveRequest, early, room=1, source=("p",))
     world.lost = set()
     second = sending(world, 2)
-    world.d.call(client.Receive, PROMPT, room=2, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=2, source=("p",))
     world.p.call(client.Finish, send=second, aux=b"2")
     world.lost = {Offer}
     world.pass_time(1.5)
@@ -264,7 +264,7 @@ def test_what_is_remembered_is_bounded_after_many_handoffs():
     for k in range(HANDOFFS):
         toks = tokens((k * 100, 20))
         send = sending(world, k + 1, toks)
-        world.d.call(client.Receive, toks, room=k + 1, source=("p",))
+        world.d.call(client.ReceiveRequest, toks, room=k + 1, source=("p",))
         if k % 3:
             world.p.call(client.Finish, send=send, aux=b"x")
             got = world.d.answers[-1]
@@ -300,16 +300,19 @@ def test_a_repeated_settled_is_answered_and_changes_nothing():
     """scenario A26: a late or repeated Settled frees nothing twice."""
     world = World()
     send = sending(world, 7)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.p.call(client.Finish, send=send, aux=b"x")
     free = world.d.node.leases.pool.free_pages
     world.hold_wire = True
-    for outcome in (Outcome.DELIVERED, Outcome.FAILED, Outcome.ABORTED):
+    for outcome in (ReceiveOutcome.DELIVERED, ReceiveOutcome.FAILED, ReceiveOutcome.ABORTED):
         world.inject(world.d, Settled(world.p.incarnation, world.d.incarnation, 1, outcome))
 
     answers = [letter.message for letter in world.held(Closed)]
 
-    assert answers == [Closed(world.d.incarnation, world.p.incarnation, 1, Outcome.COMMITTED)] * 3
+    assert (
+        answers
+        == [Closed(world.d.incarnation, world.p.incarnation, 1, ReceiveOutcome.COMMITTED)] * 3
+    )
     assert world.d.node.leases.pool.free_pages == free
     assert list(world.d.node.decoder.ready) == [1]
 
@@ -323,7 +326,7 @@ def test_an_abort_of_an_unknown_handoff_is_settled_and_the_room_keeps_waiting():
     (settled,) = [letter.message for letter in world.held(Settled)]
 
     assert isinstance(settled, Settled)
-    assert (settled.handoff, settled.outcome) == (9, Outcome.ABORTED)
+    assert (settled.handoff, settled.outcome) == (9, ReceiveOutcome.ABORTED)
     assert world.p.node.prefiller.rooms.by_room[7].state is Prefill.AWAIT_OFFER
 
 
@@ -338,6 +341,6 @@ def test_ids_below_the_floor_are_answered_and_leave_no_trace():
 
     (settled,) = [letter.message for letter in world.held(Settled)]
     assert isinstance(settled, Settled)
-    assert (settled.handoff, settled.outcome) == (9, Outcome.ABORTED)
+    assert (settled.handoff, settled.outcome) == (9, ReceiveOutcome.ABORTED)
     assert world.p.node.prefiller.settled_sends.records == {}
     assert world.held(Accept) == []

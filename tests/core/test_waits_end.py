@@ -12,7 +12,7 @@ def test_the_end_of_a_send_lets_in_who_waited_for_its_pages():
     world = World(p_pages=9)
     world.hold_posts = True
     sender = Sender(world)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.finish()
     world.p.call(client.ReleaseLease, lease=sender.lease.lease)
     assert world.p.call(client.OpenLease, tokens((5000, 100))) is None
@@ -28,8 +28,8 @@ def test_the_second_receive_of_a_prompt_is_let_in_when_the_first_has_cached_it()
     world = World(d_pages=9)
     sender = Sender(world)
     Sender(world, room=8)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
-    assert world.d.call(client.Receive, PROMPT, room=8, source=("p",)) is None
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
+    assert world.d.call(client.ReceiveRequest, PROMPT, room=8, source=("p",)) is None
     call = world.d.calls
     world.d.take()
 
@@ -42,7 +42,7 @@ def test_the_second_receive_of_a_prompt_is_let_in_when_the_first_has_cached_it()
 def test_a_receive_whose_peer_is_lost_no_longer_blocks_those_behind_it():
     world = World(d_pages=9)
     world.d.lease(tokens((5000, 48)))
-    assert world.d.call(client.Receive, PROMPT, room=7, source=("p",)) is None
+    assert world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",)) is None
     assert world.d.call(client.OpenLease, tokens((6000, 1))) is None
     call = world.d.calls
     world.d.take()
@@ -56,7 +56,7 @@ def test_a_receive_whose_peer_is_lost_no_longer_blocks_those_behind_it():
 def test_a_receive_blocks_nobody_while_its_node_restarts_the_transfer_process():
     world = World(d_pages=9)
     world.d.lease(tokens((5000, 48)))
-    assert world.d.call(client.Receive, PROMPT, room=7, source=("p",)) is None
+    assert world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",)) is None
     assert world.d.call(client.OpenLease, tokens((6000, 1))) is None
     call = world.d.calls
     world.d.take()

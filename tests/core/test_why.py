@@ -27,7 +27,7 @@ def world():
     cached(world.p, tokens((1, 64)))
     sender = Sender(world)
     world.pass_time(1)
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     sender.advance(96)
     return world
 
@@ -110,7 +110,7 @@ def test_a_part_is_found_by_its_own_number(world, side, kind):
 def test_two_attempts_of_one_room_are_told_together(world):
     world.d.call(client.CancelReceive, receive=1)
     world.hold_wire = True
-    world.d.call(client.Receive, PROMPT, room=7, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     said = ask(world.d, "room", 7)
 
     assert said.links[:4] == ("receive:1", "receive:2", "lease:1", "lease:2")

@@ -126,7 +126,7 @@ class Stranger(Wire):
 
     def close_room(self, handoff):
         """Its Settled is not repeated any more."""
-        self.tell(peer.Closed(self.source, self.target, handoff, peer.Outcome.ABORTED))
+        self.tell(peer.Closed(self.source, self.target, handoff, peer.ReceiveOutcome.ABORTED))
 
     def offer(self, **changes):
         usual = {

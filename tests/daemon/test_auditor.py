@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import effects, inputs
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.daemon.auditor import MAX_SLICE_S, Auditor
 from kvd.daemon.reactor import Reactor
 from kvd.observe.bus import Bus
@@ -23,7 +23,7 @@ class Bench:
         self.now_s = self.spent_s = 0.0
         self.unit_s = unit_s
         self.turns: list[inputs.AuditTurn] = []
-        self.node = Node(settings("n", pages), 0.0)
+        self.node = NodeState(settings("n", pages), 0.0)
         bus = Bus()
         self.reactor = Reactor(self.node, bus, clock=lambda: self.now_s, on_bug=self.crashed)
         self.auditor = Auditor(self.reactor, bus, share, lambda: self.spent_s)

@@ -89,18 +89,18 @@ IMPOSSIBLE_REQUESTS = [
     (client.OpenLease(1, reserve_tokens=2**63 - 1), Code.TOO_LARGE),
     (client.CommitLease(1, 2**62), Code.UNKNOWN_LEASE),
     (client.CommitAndRelease(1, -1), Code.UNKNOWN_LEASE),
-    (client.Receive(1, 0, ("p",)), Code.BAD_ROOM),
-    (client.Receive(1, -1, ("p",)), Code.BAD_ROOM),
-    (client.Receive(1, 2**63, ("p",)), Code.BAD_ROOM),
-    (client.Receive(1, 7, ()), Code.BAD_REQUEST),
-    (client.Receive(1, 7, ("p", "p")), Code.BAD_REQUEST),
-    (client.Receive(1, 7, ("p\x00\x1b[31m",)), Code.PEER_UNKNOWN),
-    (client.Receive(1, 7, ("p",), reserve_tokens=-5), Code.BAD_REQUEST),
-    (client.Receive(1, 7, ("p",), reserve_tokens=2**40), Code.TOO_LARGE),
-    (client.Receive(1, 7, ("p",), tier="gold"), Code.NOT_SUPPORTED),
-    (client.Send(1, 0, 1), Code.BAD_ROOM),
-    (client.Send(1, 2**63, 1), Code.BAD_ROOM),
-    (client.Send(1, 7, 2**40), Code.UNKNOWN_LEASE),
+    (client.ReceiveRequest(1, 0, ("p",)), Code.BAD_ROOM),
+    (client.ReceiveRequest(1, -1, ("p",)), Code.BAD_ROOM),
+    (client.ReceiveRequest(1, 2**63, ("p",)), Code.BAD_ROOM),
+    (client.ReceiveRequest(1, 7, ()), Code.BAD_REQUEST),
+    (client.ReceiveRequest(1, 7, ("p", "p")), Code.BAD_REQUEST),
+    (client.ReceiveRequest(1, 7, ("p\x00\x1b[31m",)), Code.PEER_UNKNOWN),
+    (client.ReceiveRequest(1, 7, ("p",), reserve_tokens=-5), Code.BAD_REQUEST),
+    (client.ReceiveRequest(1, 7, ("p",), reserve_tokens=2**40), Code.TOO_LARGE),
+    (client.ReceiveRequest(1, 7, ("p",), tier="gold"), Code.NOT_SUPPORTED),
+    (client.SendRequest(1, 0, 1), Code.BAD_ROOM),
+    (client.SendRequest(1, 2**63, 1), Code.BAD_ROOM),
+    (client.SendRequest(1, 7, 2**40), Code.UNKNOWN_LEASE),
 ]
 
 
@@ -128,14 +128,14 @@ def test_client_requests_about_something_unknown_are_refused(session):
 
 def test_lease_and_send_refuse_impossible_steps_and_stay_as_they_were(session):
     leased = session.request(client.OpenLease(1), TOKENS)
-    sending = session.request(client.Send(2, 2**63 - 1, leased.lease), TOKENS)
+    sending = session.request(client.SendRequest(2, 2**63 - 1, leased.lease), TOKENS)
 
     codes = [
         session.request(client.ExtendLease(3, leased.lease, -1)),
         session.request(client.ExtendLease(4, leased.lease, 2**62)),
         session.request(client.CommitLease(5, leased.lease), bytes(4 * 5_000)),
-        session.request(client.Send(6, 2**63 - 1, leased.lease), TOKENS),
-        session.request(client.Send(7, 9, leased.lease), TOKENS[4:]),
+        session.request(client.SendRequest(6, 2**63 - 1, leased.lease), TOKENS),
+        session.request(client.SendRequest(7, 9, leased.lease), TOKENS[4:]),
         session.request(client.Advance(8, sending.send, 101)),
         session.request(client.Advance(9, sending.send, -1)),
         session.request(client.Finish(10, sending.send, bytes(2**16 + 1))),
@@ -164,7 +164,9 @@ def test_leases_with_strange_deadlines_are_granted_or_refused_at_once(session):
 def test_receive_whose_deadline_has_passed_ends(session, engines):
     for deadline_s in (-1.0, 0.0, -math.inf):
         room = engines.room()
-        answer = session.request(client.Receive(1, room, ("p",), deadline_s=deadline_s), TOKENS)
+        answer = session.request(
+            client.ReceiveRequest(1, room, ("p",), deadline_s=deadline_s), TOKENS
+        )
         if isinstance(answer, client.Receiving):
             answer = session.hear()
         assert isinstance(answer, Code | client.ReceiveFailed), deadline_s
@@ -184,8 +186,8 @@ def test_random_client_frames_cost_nobody_anything(engines):
         CLIENT_REQUESTS.encode(message)
         for message in (
             client.OpenLease(1, "ns", 5, 2, 0.05, False),
-            client.Receive(2, 5, ("p",), deadline_s=0.05),
-            client.Send(3, 5, 1),
+            client.ReceiveRequest(2, 5, ("p",), deadline_s=0.05),
+            client.SendRequest(3, 5, 1),
             client.Finish(4, 1, b"aux"),
             client.ExtendLease(5, 1, 100),
             client.MatchPrefix(6, "ns"),

@@ -96,7 +96,7 @@ def test_offers_that_cannot_be_served_are_settled_as_refused(mallory):
         mallory.offer(**{"handoff": handoff, "room": 900_000 + handoff, **changes})
         settled = mallory.hears(peer.Settled)
         mallory.close_room(handoff)
-        assert (settled.handoff, settled.outcome) == (handoff, peer.Outcome.REFUSED)
+        assert (settled.handoff, settled.outcome) == (handoff, peer.ReceiveOutcome.REFUSED)
         found.append(settled.reason.code)
 
     assert found == [code for _, code in BAD_OFFERS]
@@ -130,9 +130,11 @@ def test_settled_and_closed_for_handoffs_of_others_change_nothing(engines, mallo
     [room] = [one for one in engines.pair.prefill.snapshot().rooms if one.peer == "d"]
     source, target, handoff = mallory.source, mallory.target, room.handoff
 
-    mallory.tell(peer.Closed(source, target, handoff, peer.Outcome.COMMITTED))
+    mallory.tell(peer.Closed(source, target, handoff, peer.ReceiveOutcome.COMMITTED))
     mallory.tell(peer.Abort(source, target, handoff, room.room, "not mine"))
-    mallory.tell(peer.Settled(source, target, handoff, peer.Outcome.DELIVERED, aux=b"forged"))
+    mallory.tell(
+        peer.Settled(source, target, handoff, peer.ReceiveOutcome.DELIVERED, aux=b"forged")
+    )
     mallory.tell(peer.Progress(source, target, handoff, 2**62))
     mallory.tell(peer.Accept(source, target, 2**62))
     mallory.tell(peer.Ping(source, target, 5, 0, 2**62, 2**62))
@@ -151,8 +153,8 @@ def test_random_peer_frames_cost_nobody_anything(engines, mallory):
             mallory.greeting,
             peer.Ping(source, target, 1, 0, 1, 1),
             peer.Abort(source, target, 3, 7, "why"),
-            peer.Closed(source, target, 3, peer.Outcome.COMMITTED),
-            peer.Settled(source, target, 3, peer.Outcome.FAILED, None, b"aux"),
+            peer.Closed(source, target, 3, peer.ReceiveOutcome.COMMITTED),
+            peer.Settled(source, target, 3, peer.ReceiveOutcome.FAILED, None, b"aux"),
             peer.Offer(source, target, 9, 7, 1, 100, 0, b"d" * 16, (), 0.1),
         )
     ]

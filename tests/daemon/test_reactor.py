@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core import effects, inputs
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.daemon.reactor import Paranoid, Reactor
 from kvd.errors import Code
 from kvd.observe.bus import Bus
@@ -19,7 +19,7 @@ class Shell:
         self.done: list[effects.Effect] = []
         self.bugs: list[str] = []
         self.bus = Bus()
-        node = Node(settings("n", 16), 0.0)
+        node = NodeState(settings("n", 16), 0.0)
         self.reactor = kind(
             node, self.bus, clock=lambda: 0.0, on_bug=lambda what, _: self.bugs.append(what)
         )

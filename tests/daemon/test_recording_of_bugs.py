@@ -9,7 +9,7 @@ import pytest
 
 from kvd.config.schema import RecorderSection
 from kvd.core import inputs
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.daemon.reactor import Reactor
 from kvd.daemon.recording import FlightRecorder
 from kvd.observe.bus import Bus
@@ -24,7 +24,7 @@ async def recorded(tmp_path):
     """A reactor whose node is recorded by a real process, and what is set when a file is there."""
     bus, saved = Bus(), asyncio.Event()
     bus.subscribe(lambda event: saved.set(), wants=lambda kind: kind is events.RecordingSaved)
-    node = Node(settings("b", 40), time.monotonic())
+    node = NodeState(settings("b", 40), time.monotonic())
 
     def on_bug(task: str, error: BaseException) -> None:
         made.bug(task, error)

@@ -9,7 +9,7 @@ import pytest
 from kvd.core import effects, inputs
 from kvd.core.effects import Doubt
 from kvd.core.layout.seal import Seal
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.daemon.reactor import Reactor
 from kvd.daemon.transfer_supervisor import TransferSupervisor
 from kvd.observe.bus import Bus
@@ -76,7 +76,7 @@ class Site:
         self._news = asyncio.Event()
         bus = Bus()
         bus.subscribe(self._take)
-        node = Node(settings("n", 16), 0.0)
+        node = NodeState(settings("n", 16), 0.0)
         self.bugs: list[BaseException] = []
         reactor = Reactor(
             node, bus, clock=lambda: self.now_s, on_bug=lambda _, bug: self.bugs.append(bug)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core.inputs import Tick
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.daemon.reactor import Reactor
 from kvd.daemon.systemd import Systemd
 from kvd.daemon.transfer_supervisor import TransferSupervisor
@@ -59,7 +59,7 @@ class Rig:
         self.may_start = True
         self.log = Lines()
         self.supervisor = Systemd(address, watchdog_s=LIMIT_S, clock=lambda: self.now_s)
-        node = Node(settings("d", 64), self.now_s)
+        node = NodeState(settings("d", 64), self.now_s)
         self.reactor = Reactor(
             node, Bus(), clock=lambda: self.now_s, on_bug=lambda task, error: None
         )

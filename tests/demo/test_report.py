@@ -15,7 +15,7 @@ from kvd.demo.report import (
     Environment,
     SenderFigures,
     TurnRow,
-    WindowPages,
+    WindowPeak,
     controls_told,
     legend_of,
     problems,
@@ -149,7 +149,7 @@ def test_problems_demands_that_the_negative_control_fails() -> None:
     )
 
 
-WINDOW = WindowPages(
+WINDOW = WindowPeak(
     crossed=8, prefill_peak=11, prefill_most=11, decode_peak=7, decode_most=8, full=26
 )
 

@@ -124,9 +124,9 @@ class Case:
         p, d = self.world.p, self.world.d
         match step:
             case "receive":
-                d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+                d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
             case "send":
-                reply = p.call(client.Send, PROMPT, room=ROOM, lease=self.source)
+                reply = p.call(client.SendRequest, PROMPT, room=ROOM, lease=self.source)
                 self.send = reply.send if isinstance(reply, client.Sending) else 0
             case "advance":
                 p.call(client.Advance, send=self.send, upto_tokens=2 * PAGE)

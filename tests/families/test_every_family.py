@@ -152,10 +152,10 @@ def test_a_prompt_goes_from_one_node_to_another_and_every_page_is_accounted_for(
     world = World(spec=spec)
     lease = world.p.lease(PROMPT)
     written = write(world.p, spec, lease)
-    reply = world.p.call(client.Send, PROMPT, room=ROOM, lease=lease.lease)
+    reply = world.p.call(client.SendRequest, PROMPT, room=ROOM, lease=lease.lease)
     assert isinstance(reply, client.Sending), reply
 
-    world.d.call(client.Receive, PROMPT, room=ROOM, source=("p",))
+    world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
     world.p.call(client.Finish, send=reply.send, aux=b"aux")
 
     (got,) = [one for one in world.d.take() if isinstance(one, client.Received)]

@@ -17,7 +17,7 @@ from kvd.core.handoff.offer import prompt_digest
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.layout.geometry import PieceRow
 from kvd.core.layout.spec import PoolSpec, fingerprint
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.errors import Code, Refusal
 from kvd.transfer.frames import BadStream, Frames, order_of, reports_of
 from kvd.transfer.metadata import VERSION, BadMetadata, Metadata, RegionNote, pack, unpack
@@ -48,7 +48,7 @@ class CoreSiege:
         self.fed: Counter[str] = Counter()
         self.answers = self.reports = self.questions = 0
         self._now_s = 100.0
-        self._node = Node(settings("d", 64, spec=pool), self._now_s)
+        self._node = NodeState(settings("d", 64, spec=pool), self._now_s)
         self._owed: dict[int, dict[int, client.Request]] = {}
         self._calls = 0
         self._sessions = 0
@@ -141,11 +141,11 @@ class CoreSiege:
         session, room, name = rng.choice(list(self._owed)), rng.choice(ROOMS), rng.choice(NAMES)
         mine, link = self._node.settings.incarnation, f"in:{name.encode().hex()}"
         if rng.random() < 0.4:
-            self._ask(session, client.Receive(self._next_call(), room, (name,)), PROMPT)
+            self._ask(session, client.ReceiveRequest(self._next_call(), room, (name,)), PROMPT)
             return
         self._ask(session, client.OpenLease(self._next_call()), PROMPT)
         lease = self.make.known["lease"][-1]
-        self._ask(session, client.Send(self._next_call(), room, lease), PROMPT)
+        self._ask(session, client.SendRequest(self._next_call(), room, lease), PROMPT)
         self._handoffs += 1
         self.make.known["handoff"] = [*self.make.known["handoff"][-30:], self._handoffs]
         grants = (peer.Grant("kv", 0, 100, pack_ids(list(range(1, 8)))),)

@@ -54,9 +54,9 @@ class Accomplice:
             self._wire.say(CLIENT_REQUESTS.encode(client.ReleaseLease(1, self._leases.pop(0))))
         room, prompt = rng.choice(ROOMS), PROMPT
         if rng.random() < 0.5:
-            asked = client.Receive(1, room, (rng.choice(NAMES),), deadline_s=0.5)
+            asked = client.ReceiveRequest(1, room, (rng.choice(NAMES),), deadline_s=0.5)
         elif self._leases and rng.random() < 0.7:
-            asked = client.Send(1, room, self._leases[-1], deadline_s=0.5)
+            asked = client.SendRequest(1, room, self._leases[-1], deadline_s=0.5)
         else:
             asked = client.OpenLease(1, deadline_s=0.1)
         self._wire.say(CLIENT_REQUESTS.encode(asked), prompt)

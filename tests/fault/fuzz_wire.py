@@ -257,7 +257,7 @@ class Clients(Asking):
             frames = [header, tokens][: rng.randrange(1, 3)]
             self.ask(wire, CLIENT_REQUESTS.call_of(header), *frames)
             return
-        if isinstance(message, client.OpenLease | client.Receive):
+        if isinstance(message, client.OpenLease | client.ReceiveRequest):
             header, message = self._tamed(message)
         takes = isinstance(message, client.TAKES_TOKENS)
         frames = [header, tokens] if takes else [header]

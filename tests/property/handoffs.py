@@ -33,7 +33,7 @@ def _receive(storm: Storm, asked: Asked, room: int) -> None:
 
     storm.call(
         d,
-        client.Receive,
+        client.ReceiveRequest,
         asked.tokens,
         then,
         room=room,
@@ -61,7 +61,7 @@ def _send(storm: Storm, asked: Asked, room: int) -> None:
             one.sends[reply.send] = 0
 
     fields = {"room": room, "lease": one.lease, "namespace": asked.namespace}
-    storm.call(p, client.Send, asked.tokens, then, **fields)
+    storm.call(p, client.SendRequest, asked.tokens, then, **fields)
 
 
 def advance(storm: Storm, one: Sequence) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.sim.profile import PROFILES
 from kvd.sim.world import World
 
@@ -12,7 +12,7 @@ class Recorded:
 
     def __init__(self, settings, at_s):
         self.born_s = at_s
-        self.node = Node(settings, at_s)
+        self.node = NodeState(settings, at_s)
         self.log, self.effects, self.said = [], [], []
 
     def step(self, happened):

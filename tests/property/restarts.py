@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvd.core import effects, inputs
 from kvd.core.audit.invariants import violations
 from kvd.core.inputs import Branch, FormerLease, FormerSession, PoolAdopted
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.errors import Code
 from kvd.types import NO_TOKENS, Pages, Tokens, count, pack_ids, page_ids
 from kvd.wire import admin, client
@@ -30,7 +30,7 @@ POOL = 30
 PAGE_BYTES = PAGE * 4
 VERBS = (
     *(client.ExtendLease, client.CommitLease, client.RetractLease, client.ResumeLease),
-    *(client.SlideLease, client.Send),
+    *(client.SlideLease, client.SendRequest),
 )
 
 
@@ -73,9 +73,9 @@ class Pool:
         self.now_s = 100.0
         self.node = self.new_node()
 
-    def new_node(self) -> Node:
+    def new_node(self) -> NodeState:
         config = settings("d", POOL + 1, is_journaled=True, policy=self.policy)
-        return Node(config, self.now_s)
+        return NodeState(config, self.now_s)
 
     # ---- steps -------------------------------------------------------------------------------
 

@@ -288,7 +288,7 @@ class Storm:
 
         def then(reply: client.Reply) -> None:
             one.is_fetching = False
-            if isinstance(reply, client.Fetched) and one.is_running:
+            if isinstance(reply, client.FetchReply) and one.is_running:
                 one.check_fetched(wanted, page_ids(Pages(reply.pages)), upto)
 
         one.is_fetching = True

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.core.cache.eviction import Policy
-from kvd.core.cache.lease import ENGINE, Claim, Lease, Quarantine, Shortage, Writer
+from kvd.core.cache.lease import ENGINE, Claim, LeaseRecord, Quarantine, Shortage, Writer
 from kvd.core.cache.lease_state import LeaseStage, LeaseTransition
 from kvd.errors import Refusal
 from kvd.types import ID_BYTES, Tokens, count, pack_ids, page_ids
@@ -43,7 +43,7 @@ done: Counter[str] = Counter()
 class Owner:
     """A lease as whoever has it knows it."""
 
-    def __init__(self, lease: Lease, text: Tokens, step: int) -> None:
+    def __init__(self, lease: LeaseRecord, text: Tokens, step: int) -> None:
         self.lease = lease
         self.text = text
         """What it computes, far beyond what it has named so far."""
@@ -92,7 +92,7 @@ class Storm:
         """What a page holds that ends, or is filled, at that token."""
         return hash(text[: upto_tokens * ID_BYTES])
 
-    def rows(self, lease: Lease) -> tuple[list[int], list[int], list[int]]:
+    def rows(self, lease: LeaseRecord) -> tuple[list[int], list[int], list[int]]:
         """Of pages, windows, and states."""
         beside = {
             one.component.name: page_ids(one.page_table(lease))

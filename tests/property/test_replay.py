@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvd.core.inputs import Input
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.core.replay.freeze import freeze, state_hash
 from kvd.core.replay.thaw import thaw
 from tests.core.families import SPECS, worked
@@ -24,7 +24,7 @@ LOG = msgspec.msgpack.Decoder(list[Input])
 )
 def test_a_log_of_inputs_replays_to_the_same_effects_events_and_state(seed, profile):
     for life in recorded(seed, profile):
-        again = Node(life.settings, life.born_s)
+        again = NodeState(life.settings, life.born_s)
         effects, events = [], []
         for happened in LOG.decode(msgspec.msgpack.encode(life.log)):
             step = again.step(happened)
@@ -44,7 +44,7 @@ def test_a_log_of_inputs_replays_to_the_same_effects_events_and_state(seed, prof
 )
 def test_a_node_that_was_frozen_and_thawed_on_the_way_goes_on_as_the_original(seed, profile):
     for life in recorded(seed, profile):
-        again = Node(life.settings, life.born_s)
+        again = NodeState(life.settings, life.born_s)
         effects, events = [], []
         for number, happened in enumerate(life.log):
             if number % 40 == 20:
@@ -64,7 +64,7 @@ def test_a_node_of_any_pool_replays_and_goes_on_after_it_was_frozen_and_thawed(f
     """With windows at nodes, snapshots and buffers: all that is kept beside the first component."""
     for seed in range(3):
         engine = worked(family, seed, steps=300)
-        again = Node(engine.node.settings, 1.0)
+        again = NodeState(engine.node.settings, 1.0)
         for number, happened in enumerate(LOG.decode(msgspec.msgpack.encode(engine.log))):
             if number % 40 == 20:
                 frozen = freeze(again)

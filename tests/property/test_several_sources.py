@@ -96,12 +96,12 @@ def hand_over(cut: Cut, world: CellWorld, room: int) -> None:
     rng.shuffle(names)
     world.hold_posts = rng.random() < 0.7
     leases = {side.name: side.lease(toks) for side in sources}
-    reply = d.call(client.Receive, toks, room=room, source=tuple(names))
+    reply = d.call(client.ReceiveRequest, toks, room=room, source=tuple(names))
     assert isinstance(reply, client.Receiving), reply
     sends: dict[str, int] = {}
     for side in rng.sample(sources, len(sources)):
         fill(side, leases[side.name].pages, toks)
-        sending = side.call(client.Send, toks, room=room, lease=leases[side.name].lease)
+        sending = side.call(client.SendRequest, toks, room=room, lease=leases[side.name].lease)
         assert isinstance(sending, client.Sending), sending
         sends[side.name] = sending.send
     left = dict.fromkeys(sends, 0)

@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.core.replay.freeze import freeze, state_hash
 from kvd.core.replay.thaw import thaw
 from kvd.wire import admin, client
@@ -67,7 +67,7 @@ class Weather:
         toks = tokens((1, shared), (1000 * self.room, rng.randint(1, 120)))
         some = tuple(rng.sample(self.names, rng.randint(2, len(self.names))))
         reply = world.d.call(
-            client.Receive,
+            client.ReceiveRequest,
             toks,
             room=self.room,
             source=some,
@@ -85,7 +85,7 @@ class Weather:
         if not isinstance(lease, client.Leased):
             return
         reply = side.call(
-            client.Send,
+            client.SendRequest,
             toks,
             session=side.sessions,
             room=self.room,
@@ -170,7 +170,7 @@ class Weather:
 
 def replayed(side: Side) -> None:
     """The log makes the same node, though it was frozen on the way."""
-    again = Node(side.config, side.born_s)
+    again = NodeState(side.config, side.born_s)
     for number, happened in enumerate(side.log):
         if number % 50 == 25:
             frozen = freeze(again)

@@ -23,7 +23,7 @@ def meddle(world: World, stranger: Side, rng: random.Random) -> None:
         elif dice < 0.7:
             deadline_s = rng.choice((0.3, 5.0))
             asked = {"room": 7, "source": ("p",), "deadline_s": deadline_s}
-            stranger.call(client.Receive, OTHER, **asked)
+            stranger.call(client.ReceiveRequest, OTHER, **asked)
         elif dice < 0.9:
             world.pass_time(rng.choice((0.1, 0.4, 1.2)))
         else:
@@ -41,8 +41,8 @@ def test_a_stranger_does_not_keep_two_engines_from_meeting(seed):
     peer = rng.choice(("d", None))
     meddle(world, stranger, rng)
     steps = [
-        lambda: p.call(client.Send, PROMPT, room=7, lease=lease.lease, peer=peer),
-        lambda: d.call(client.Receive, PROMPT, room=7, source=("p",)),
+        lambda: p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease, peer=peer),
+        lambda: d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",)),
     ]
     rng.shuffle(steps)
 

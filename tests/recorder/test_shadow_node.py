@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvd.core import inputs
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.core.replay.freeze import freeze, state_hash
 from kvd.core.replay.thaw import thaw
 from kvd.recorder import recording, replay, ring
@@ -50,7 +50,7 @@ class Taped:
         if isinstance(source, int):
             source = max(recorded(source), key=lambda life: len(life.log))
         self.life = source
-        self.node = Node(self.life.settings, self.life.born_s)
+        self.node = NodeState(self.life.settings, self.life.born_s)
         self._descriptor = ring.create(SIZE)
         self.writer, self.reader = (
             ring.RecordRing(self._descriptor),
@@ -161,8 +161,8 @@ def test_a_step_that_raised_raises_again_and_the_replay_goes_on(tape, tmp_path, 
         node.out.emit(DrainEnded, 1.0)
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(Node, "_quiet", _quiet)
-    node = Node(tape.life.settings, tape.life.born_s)
+    monkeypatch.setattr(NodeState, "_quiet", _quiet)
+    node = NodeState(tape.life.settings, tape.life.born_s)
     tape.node, tape.shadow = node, ShadowNode(thaw(freeze(node)), tape.reader, BEGIN)
     for number in range(40):
         happened = inputs.Quiet(1.0, 1) if number == 25 else inputs.Tick(1.0 + number / 100)

@@ -98,7 +98,7 @@ def test_a_listed_key_cannot_say_hello_as_another_node(keyed):
 def test_a_listed_key_cannot_speak_for_the_process_of_another_node(keyed):
     daemon, source = keyed.pair.prefill, info(keyed.pair.decode)["incarnation"]
     with Caller(daemon, keyed.mallory, keyed.server) as mallory:
-        mallory.tell(peer.Settled(source, mallory.target, 1, peer.Outcome.ABORTED))
+        mallory.tell(peer.Settled(source, mallory.target, 1, peer.ReceiveOutcome.ABORTED))
         refusal = mallory.hears(peer.Reject).refusal
 
     assert refusal.code is Code.PEER_UNKNOWN

@@ -9,13 +9,13 @@ import msgspec
 
 from kvd.core import inputs
 from kvd.core.effects import Doubt
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.types import NO_PAGES
 
 
 def frees_a_quarantined_page(settings, at_s):
     """Giving up frees the pages at once, while the writer may still write them."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     quarantine = node.leases.quarantine
 
     def at_once(lease, why):
@@ -29,7 +29,7 @@ def frees_a_quarantined_page(settings, at_s):
 
 def drops_an_unlock(settings, at_s):
     """One unlock in twenty is forgotten."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     unlock = node.leases._unlock
     calls = 0
 
@@ -47,7 +47,7 @@ def drops_an_unlock(settings, at_s):
 
 def settles_before_its_posts_are_over(settings, at_s):
     """The last word is said while an agent may still write."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     prefiller = node.prefiller
     settle_if_drained = prefiller._settle_if_drained
 
@@ -62,7 +62,7 @@ def settles_before_its_posts_are_over(settings, at_s):
 
 def trusts_a_host_that_is_not_quiet(settings, at_s):
     """Bytes in doubt are taken for landed."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     quarantines = node.decoder.quarantines
     quarantines._await_quiet = lambda lease, _: node.leases.end_quarantine(lease, "hasty")
     return node
@@ -70,7 +70,7 @@ def trusts_a_host_that_is_not_quiet(settings, at_s):
 
 def waits_only_for_what_has_arrived(settings, at_s):
     """What a writer that is over has sent, and is still on its way, is not waited for."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     await_quiet = node.decoder.quarantines._await_quiet
     node.decoder.quarantines._await_quiet = lambda lease, _: await_quiet(lease, Doubt.ARRIVED)
     return node
@@ -78,7 +78,7 @@ def waits_only_for_what_has_arrived(settings, at_s):
 
 def believes_any_claim(settings, at_s):
     """What a peer called its own before it could know of the end is believed."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     quarantines = node.decoder.quarantines
     awaiting = quarantines.awaiting
 
@@ -95,7 +95,7 @@ def believes_any_claim(settings, at_s):
 
 def frees_duplicates_under_a_post(settings, at_s):
     """A commit gives replaced pages back although a post reads them."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
 
     def at_once(_, duplicates):
         node.leases.pool.return_pages(duplicates)
@@ -107,7 +107,7 @@ def frees_duplicates_under_a_post(settings, at_s):
 
 def posts_through_a_newer_generation(settings, at_s):
     """What was granted through a dead transfer process is posted through its successor."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     push = node.prefiller.posts.push_part
 
     def newest(part):
@@ -123,14 +123,14 @@ def posts_through_a_newer_generation(settings, at_s):
 
 def never_repeats_its_last_word(settings, at_s):
     """Settled is said once; a lost one is never said again."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     node.prefiller.settled_sends.tick = lambda: None
     return node
 
 
 def keeps_a_dead_engines_receives(settings, at_s):
     """A hang-up releases leases, and forgets the handoffs under way."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     cancel = node.decoder.cancel_attempt
 
     def not_for_the_dead(part, refusal):
@@ -143,7 +143,7 @@ def keeps_a_dead_engines_receives(settings, at_s):
 
 def skips_an_event_number(settings, at_s):
     """Every hundredth event number is left out."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
 
     class Skipping(type(node.out)):
         __slots__ = ()
@@ -158,7 +158,7 @@ def skips_an_event_number(settings, at_s):
 
 def slides_a_page_too_far(settings, at_s):
     """What is behind a window is forgotten a page before it is."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     for windows in node.leases.components.each:
         slide = windows.slide
 
@@ -174,7 +174,7 @@ def slides_a_page_too_far(settings, at_s):
 
 def keeps_every_state_as_a_snapshot(settings, at_s):
     """Also one that stands for more tokens than are cached at its node."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     for states in node.leases.components.each:
         end = states.end
 
@@ -191,7 +191,7 @@ def keeps_every_state_as_a_snapshot(settings, at_s):
 
 def forgets_what_lies_beside_a_dropped_node(settings, at_s):
     """The tree does not say that a node is gone."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     for keeper in node.leases.components.each:
         keeper.dropped = lambda nodes: None
     return node
@@ -199,7 +199,7 @@ def forgets_what_lies_beside_a_dropped_node(settings, at_s):
 
 def drops_a_window_that_is_needed(settings, at_s):
     """Room is made without a look at the locks."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     for windows in node.leases.components.each:
         lock = windows.lock
 
@@ -215,7 +215,7 @@ def drops_a_window_that_is_needed(settings, at_s):
 
 def frees_a_quarantined_window_page(settings, at_s):
     """Giving up frees window pages at once, while the writer may still write them."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     for windows in node.leases.components.each:
         quarantine = windows.quarantine
 
@@ -230,7 +230,7 @@ def frees_a_quarantined_window_page(settings, at_s):
 
 def reuses_a_slot_under_a_copy(settings, at_s):
     """A page of the device buffer is given away while a copy may still write it."""
-    node = Node(settings, at_s)
+    node = NodeState(settings, at_s)
     for buffers in node.leases.components.each:
         begin_copy = buffers.begin_copy
 

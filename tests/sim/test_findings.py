@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvd.cli import sim
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.sim.runner import SimPlan, again, run_seed
 from tests.sim import mutations
 
@@ -52,7 +52,7 @@ def test_a_wrong_node_is_found_out(mutation, profile, words):
 
 def test_an_exception_of_the_core_is_a_finding_with_its_place():
     def broken(settings, at_s):
-        node = Node(settings, at_s)
+        node = NodeState(settings, at_s)
         node.decoder.quarantines.quiet = lambda lease_id: 1 // 0
         return node
 
@@ -66,7 +66,7 @@ def test_an_effect_that_the_simulator_does_not_know_is_named():
     class Strange(msgspec.Struct, frozen=True):
         pass
 
-    class Inventive(Node):
+    class Inventive(NodeState):
         def _tick(self, got):
             self.out.effects.append(Strange())
 

@@ -126,7 +126,7 @@ class Story:
         """The prefill engine leases the prompt and opens the room."""
         toks, side = self.prompts[prompt], self.world.sides[name]
         lease = side.lease(toks)
-        reply = side.call(client.Send, toks, room=int(room), lease=lease.lease)
+        reply = side.call(client.SendRequest, toks, room=int(room), lease=lease.lease)
         if isinstance(reply, client.Sending):
             self.sends[room, name] = (lease, reply.send, prompt)
 
@@ -150,7 +150,7 @@ class Story:
 
     def do_receive(self, prompt: str, room: str, deadline_s: str = "30") -> None:
         reply = self.world.d.call(
-            client.Receive,
+            client.ReceiveRequest,
             self.prompts[prompt],
             room=int(room),
             source=self.sources,

@@ -97,7 +97,7 @@ def test_the_arrow_says_where_the_bytes_go():
 
 
 def test_what_went_between_us_and_a_peer_is_told_both_ways():
-    traffic = peers.PeerTraffic()
+    traffic = peers.TrafficRates()
     for second, (got, gave) in enumerate([(0, 0), (4096, 0), (8192, 1024)]):
         columns = (Column("in_bytes", "bytes"), Column("out_bytes", "bytes"))
         row = TableRow("peer:p", (got, gave))

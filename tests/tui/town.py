@@ -130,14 +130,19 @@ class Town(World):
         """The decode side asks for a prompt in a new room, which is returned."""
         self.rooms += 1
         self.d.call(
-            client.Receive, toks, session=session, room=self.rooms, source=(source.name,), **more
+            client.ReceiveRequest,
+            toks,
+            session=session,
+            room=self.rooms,
+            source=(source.name,),
+            **more,
         )
         return self.rooms
 
     def send(self, source: Resident, toks: Tokens, room: int, upto_tokens: int) -> int:
         """The prefill side computes so many tokens of it, in chunks; the number of its send."""
         lease = source.lease(toks)
-        reply = source.call(client.Send, toks, room=room, lease=lease.lease)
+        reply = source.call(client.SendRequest, toks, room=room, lease=lease.lease)
         assert isinstance(reply, client.Sending), reply
         for upto in range(lease.prefix_tokens + 8 * PAGE, upto_tokens + 1, 8 * PAGE):
             source.call(client.Advance, send=reply.send, upto_tokens=upto)

@@ -46,7 +46,7 @@ KEPT = [
     ),
     (
         CLIENT_REQUESTS,
-        client.Send(1, 7, 3, "n", 30.0, "d"),
+        client.SendRequest(1, 7, 3, "n", 30.0, "d"),
         "97a473656e64010703a16ecb403e000000000000a164",
     ),
     (
@@ -94,7 +94,7 @@ KEPT = [
     ),
     (
         CLIENT_REPLIES,
-        client.Fetched(1, b"\x01\0\0\0", 1, 0, 0),
+        client.FetchReply(1, b"\x01\0\0\0", 1, 0, 0),
         "96a76665746368656401c40401000000010000",
     ),
 ]
@@ -116,7 +116,7 @@ EARLIER = [
     ),
     (
         CLIENT_REQUESTS,
-        client.Receive(1, 7, ("p",), "", 0, 0, 30.0, cache=True, tier=None),
+        client.ReceiveRequest(1, 7, ("p",), "", 0, 0, 30.0, cache=True, tier=None),
         "9aa772656365697665010791a170a00000cb403e000000000000c3c0",
     ),
     (CLIENT_REPLIES, client.Leased(1, 2, 16, b"\x01\0\0\0"), "95a66c65617365640102 10c40401000000"),
@@ -173,7 +173,7 @@ def test_codec_fills_the_defaults_of_a_shorter_message() -> None:
         ),
         (
             CLIENT_REQUESTS,
-            client.Send(1, 7, 3, "n", 30.0),
+            client.SendRequest(1, 7, 3, "n", 30.0),
             "96a473656e64010703a16ecb403e000000000000",
         ),
     ],
@@ -261,7 +261,7 @@ OUT_OF_BOUNDS = [
     (CLIENT_REQUESTS, client.SlideLease(1, 1, 2**63)),
     (CLIENT_REQUESTS, client.ReleaseLease(2**63, 1)),
     (CLIENT_REQUESTS, client.ReleaseLease(-1, 1)),
-    (CLIENT_REQUESTS, client.Receive(1, 7, ("x" * 129,))),
+    (CLIENT_REQUESTS, client.ReceiveRequest(1, 7, ("x" * 129,))),
     (CLIENT_REQUESTS, client.AbortSend(1, 1, "x" * 1025)),
     (ADMIN_REQUESTS, admin.AbortRoom(1, 7, "x" * 1025)),
     (ADMIN_REQUESTS, admin.Evict(1, 2**63)),
@@ -270,8 +270,8 @@ OUT_OF_BOUNDS = [
     (PEER_MESSAGES, peer.Progress("", "", 1, -1)),
     (PEER_MESSAGES, peer.Abort("", "", 1, 1, "x" * 4097)),
     (PEER_MESSAGES, peer.Reject("", "", LONG)),
-    (PEER_MESSAGES, peer.Closed("", "", 1, peer.Outcome.FAILED, LONG)),
-    (PEER_MESSAGES, peer.Settled("", "", 1, peer.Outcome.FAILED, LONG)),
+    (PEER_MESSAGES, peer.Closed("", "", 1, peer.ReceiveOutcome.FAILED, LONG)),
+    (PEER_MESSAGES, peer.Settled("", "", 1, peer.ReceiveOutcome.FAILED, LONG)),
     (
         PEER_MESSAGES,
         peer.Reject(
@@ -292,7 +292,7 @@ def test_codec_refuses_what_is_longer_or_larger_than_its_field(codec, message) -
 
 WITHIN_BOUNDS = [
     (CLIENT_REQUESTS, client.OpenLease(INT64, "x" * 256, INT64, -(2**31))),
-    (CLIENT_REQUESTS, client.Receive(1, 2**64 - 1, ("x" * 128,), reserve_tokens=-1)),
+    (CLIENT_REQUESTS, client.ReceiveRequest(1, 2**64 - 1, ("x" * 128,), reserve_tokens=-1)),
     (CLIENT_REQUESTS, client.Advance(1, 2**64 - 1, -1)),
     (CLIENT_REQUESTS, client.SlideLease(1, 2**64 - 1, -1)),
     (CLIENT_REQUESTS, client.FetchPages(1, 2**64 - 1, b"abc", b"\xff")),

@@ -72,7 +72,7 @@ class ByteFlow(NamedTuple):
     lately: list[float]
 
 
-class PeerTraffic:
+class TrafficRates:
     """Both ways of every peer."""
 
     def __init__(self) -> None:

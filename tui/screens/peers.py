@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvd.wire.console import Cell
     from tui.draw.spans import Style
     from tui.model.columns import NamedRow
-    from tui.model.peers import ByteFlow, PeerTraffic
+    from tui.model.peers import ByteFlow, TrafficRates
     from tui.model.snapshots import DaemonSnapshot
 
 
@@ -46,7 +46,7 @@ class PeersPage(Page):
 
     def __init__(self) -> None:
         super().__init__()
-        self._traffic = peers.PeerTraffic()
+        self._traffic = peers.TrafficRates()
         self._path = ""
 
     @override
@@ -96,7 +96,7 @@ UNKNOWN = "what goes between two other nodes, this daemon does not know: ask one
 
 
 def panel_lines(
-    row: NamedRow, traffic: PeerTraffic, now_s: float, width: int, height: int
+    row: NamedRow, traffic: TrafficRates, now_s: float, width: int, height: int
 ) -> list[Line]:
     """Its head, the charts where there is room for them, and the words."""
     words = word_lines(row, now_s, width)
@@ -176,7 +176,7 @@ def _count(value: float | None) -> str:
 class PeerPanel(Canvas):
     """Shows ``panel_lines``."""
 
-    def show(self, row: NamedRow | None, traffic: PeerTraffic, now_s: float) -> None:
+    def show(self, row: NamedRow | None, traffic: TrafficRates, now_s: float) -> None:
         """Show this peer as of ``now_s``; None: nothing is chosen."""
         width, height = self.size.width, self.size.height
         if not width or not height:

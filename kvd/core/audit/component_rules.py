@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.core.audit.backrefs import Backrefs
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.components.state import LeaseStates
@@ -192,7 +192,7 @@ def component_node_faults(
 # ---- one lease -----------------------------------------------------------------------------------
 
 
-def component_lease_faults(node: NodeView, lease: Lease) -> Iterator[Fault]:
+def component_lease_faults(node: NodeView, lease: LeaseRecord) -> Iterator[Fault]:
     """I4 and I9 of what each keeper has for one lease."""
     if lease.lost is not None:
         return
@@ -206,7 +206,9 @@ def component_lease_faults(node: NodeView, lease: Lease) -> Iterator[Fault]:
             )
 
 
-def _broken(node: NodeView, keeper: ComponentPages, lease: Lease) -> Iterator[tuple[str, str]]:
+def _broken(
+    node: NodeView, keeper: ComponentPages, lease: LeaseRecord
+) -> Iterator[tuple[str, str]]:
     is_noted = lease.id in keeper.leases
     if is_noted == (lease.state in AWAY):
         what = f"is noted, and it is {lease.state.value}" if is_noted else "is not noted"
@@ -224,7 +226,7 @@ def _broken(node: NodeView, keeper: ComponentPages, lease: Lease) -> Iterator[tu
 
 
 def _broken_stretch(
-    keeper: WindowPages, lease: Lease, held: LeaseWindow
+    keeper: WindowPages, lease: LeaseRecord, held: LeaseWindow
 ) -> Iterator[tuple[str, str]]:
     """What is mapped is one stretch of the row; up to its own it is what the path has."""
     room = held.room if lease.quarantine is not None else count(lease.page_table)
@@ -247,7 +249,9 @@ def _broken_stretch(
             yield "beside-row", "is not the windows of the path that it locks"
 
 
-def _broken_state(keeper: StatePages, lease: Lease, held: LeaseStates) -> Iterator[tuple[str, str]]:
+def _broken_state(
+    keeper: StatePages, lease: LeaseRecord, held: LeaseStates
+) -> Iterator[tuple[str, str]]:
     """One state of its own, and the snapshot that it goes on from is on its path."""
     if len(held.own) != ID_BYTES:
         yield "state", f"has {count(held.own)} pages of its own, one is due"
@@ -260,7 +264,9 @@ def _broken_state(keeper: StatePages, lease: Lease, held: LeaseStates) -> Iterat
         yield "beside-row", f"goes on from {held.source.describe()}, where it has no snapshot"
 
 
-def _broken_buffer(node: NodeView, keeper: Buffers, lease: Lease) -> Iterator[tuple[str, str]]:
+def _broken_buffer(
+    node: NodeView, keeper: Buffers, lease: LeaseRecord
+) -> Iterator[tuple[str, str]]:
     """Never more pages than are configured; a slot for each, and copies only into taken ones."""
     has = count(keeper.own_pages(lease))
     if has > keeper.most_pages:

@@ -50,7 +50,7 @@ import numpy as np
 
 from kvd.core.audit.backrefs import Backrefs
 from kvd.core.audit.rules import Fault, missing_locks
-from kvd.core.cache.lease import ARRIVAL, ENGINE, Lease
+from kvd.core.cache.lease import ARRIVAL, ENGINE, LeaseRecord
 from kvd.core.cache.radix import add_locks, drop, hide, recount, subtree
 from kvd.core.inspect.page_states import has_any
 from kvd.errors import Code, Refusal
@@ -132,7 +132,7 @@ class Containment:
         done += [self._hide(edge, fault) for edge in nodes]
         return "; ".join([one for one in done if one])
 
-    def _is_sole(self, leases: list[Lease], nodes: list[TreeNode], fault: Fault) -> bool:
+    def _is_sole(self, leases: list[LeaseRecord], nodes: list[TreeNode], fault: Fault) -> bool:
         """Whether they are in the free list too, and otherwise once in one place."""
         if len(leases) + len(nodes) != 1:
             return False
@@ -175,7 +175,7 @@ class Containment:
         keeper = table.components.named(component)
         return table.pool if keeper is None else keeper.pool
 
-    def _owns(self, component: str) -> Iterable[tuple[Lease, Pages]]:
+    def _owns(self, component: str) -> Iterable[tuple[LeaseRecord, Pages]]:
         """Each lease, and its own pages of that component."""
         table, leases = self._node.leases, list(self._node.leases.leases.values())
         name = component.removesuffix(".saved")
@@ -199,7 +199,7 @@ class Containment:
         lease = self._node.leases.leases.get(fault.lease)
         return self._lose(lease, fault) if lease is not None else TOLD
 
-    def _lose(self, lease: Lease, fault: Fault) -> str:
+    def _lose(self, lease: LeaseRecord, fault: Fault) -> str:
         """Nobody uses what it has any more, and nobody else ever gets it."""
         if lease.lost is not None:
             return TOLD
@@ -226,7 +226,7 @@ class Containment:
             self._fail_users(lease, refusal)
         return f"lease {lease.id} is lost, {n_pages} pages condemned"
 
-    def _fail_users(self, lease: Lease, refusal: Refusal) -> None:
+    def _fail_users(self, lease: LeaseRecord, refusal: Refusal) -> None:
         """Its engine, its sends, its receive and its place in the queue."""
         node = self._node
         if ENGINE in lease.holders and lease.session in node.sessions.by_id:
@@ -359,7 +359,7 @@ def one_list(table: LeaseTable) -> list[Misgiven]:
 def misgiven_fault(table: LeaseTable, one: Misgiven) -> Fault:
     """I1 at the moment when it would have been broken."""
     giver = one.giver
-    number, session = (giver.id, giver.session) if isinstance(giver, Lease) else (0, 0)
+    number, session = (giver.id, giver.session) if isinstance(giver, LeaseRecord) else (0, 0)
     who = f"lease {number}" if number else "a lease or the tree"
     component = "" if one.pool == table.pool.name else one.pool
     what = f"{who} gave back {one.why}{f' of {component}' if component else ''}"

@@ -20,7 +20,7 @@ from kvd.wire import events, snapshot
 
 if TYPE_CHECKING:
     from kvd.core.audit.rules import Fault, Key
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inspect.view import NodeView
 
@@ -221,7 +221,7 @@ class Findings:
         )
 
 
-def _is_about(fault: Fault, part: int, lease: Lease | None) -> bool:
+def _is_about(fault: Fault, part: int, lease: LeaseRecord | None) -> bool:
     if fault.side:
         return fault.part == part
     return lease is not None and lease.id == fault.lease

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvd.core.audit.backrefs import Backrefs
     from kvd.core.cache.eviction import EvictionOrder
-    from kvd.core.cache.lease import Lease, SavedPart
+    from kvd.core.cache.lease import LeaseRecord, SavedPart
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
@@ -228,14 +228,14 @@ def saved_count_faults(table: LeaseTable) -> Iterator[Fault]:
             yield Fault("I1", "saved-count", what, component=pool.name)
 
 
-def _parts(table: LeaseTable) -> Iterator[tuple[Lease, SavedPart]]:
+def _parts(table: LeaseTable) -> Iterator[tuple[LeaseRecord, SavedPart]]:
     """What every lease has there."""
     for lease in table.leases.values():
         if lease.saved is not None:
             yield from ((lease, part) for part in lease.saved.parts)
 
 
-def broken_standing(node: NodeView, lease: Lease) -> Iterator[str]:
+def broken_standing(node: NodeView, lease: LeaseRecord) -> Iterator[str]:
     """What a lease has that its standing does not allow, or lacks."""
     standing = lease.state
     if standing in AWAY and (lease.anchor is not None or lease.page_table):
@@ -408,7 +408,7 @@ def _of(component: str) -> str:
 # ---- leases --------------------------------------------------------------------------------------
 
 
-def lease_faults(node: NodeView, lease: Lease, refs: Backrefs) -> Iterator[Fault]:
+def lease_faults(node: NodeView, lease: LeaseRecord, refs: Backrefs) -> Iterator[Fault]:
     """I1, I2, I4, I6, I7 and I9 at one lease."""
 
     def fault(rule: str, check: str, what: str) -> Fault:
@@ -429,7 +429,9 @@ def lease_faults(node: NodeView, lease: Lease, refs: Backrefs) -> Iterator[Fault
         yield fault("I9", "lease-name", f"lease {lease.id} is known under another number")
 
 
-def _broken_quarantine(_: NodeView, lease: Lease, refs: Backrefs) -> Iterator[tuple[str, str, str]]:
+def _broken_quarantine(
+    _: NodeView, lease: LeaseRecord, refs: Backrefs
+) -> Iterator[tuple[str, str, str]]:
     """I6, I7 and I9 of pages that a remote may still write."""
     writers = lease.quarantine.writers if lease.quarantine is not None else ()
     if not writers or not all(writer.incarnation for writer in writers):
@@ -441,7 +443,9 @@ def _broken_quarantine(_: NodeView, lease: Lease, refs: Backrefs) -> Iterator[tu
         yield "I9", "quarantine-leaked", what
 
 
-def _broken_claim(node: NodeView, lease: Lease, refs: Backrefs) -> Iterator[tuple[str, str, str]]:
+def _broken_claim(
+    node: NodeView, lease: LeaseRecord, refs: Backrefs
+) -> Iterator[tuple[str, str, str]]:
     """Row, lock and holders of a lease that is somebody's."""
     if lease.state not in AWAY and lease.lost is None:
         for check, what in _broken_row(node, lease):
@@ -452,7 +456,7 @@ def _broken_claim(node: NodeView, lease: Lease, refs: Backrefs) -> Iterator[tupl
         yield "I9", check, what
 
 
-def _broken_row(node: NodeView, lease: Lease) -> Iterator[tuple[str, str]]:
+def _broken_row(node: NodeView, lease: LeaseRecord) -> Iterator[tuple[str, str]]:
     """Anchor, ``owned`` and row of a lease that locks a prefix."""
     table, anchor = node.leases, lease.anchor
     if anchor is None:
@@ -471,7 +475,7 @@ def _broken_row(node: NodeView, lease: Lease) -> Iterator[tuple[str, str]]:
         yield "row", f"the row of lease {lease.id} is not the tree's path that it locks"
 
 
-def _missing_holders(lease: Lease, refs: Backrefs) -> Iterator[tuple[str, str]]:
+def _missing_holders(lease: LeaseRecord, refs: Backrefs) -> Iterator[tuple[str, str]]:
     """Holders that are gone, or do not know of this lease."""
     if not lease.holders:
         yield "holder-none", f"lease {lease.id} has no holder: nobody would ever release it"
@@ -558,7 +562,7 @@ def _unjoined(decoder: Decoder, part: ReceivePart) -> str:
     return ""
 
 
-def _is_named(part: ReceivePart, lease: Lease) -> bool:
+def _is_named(part: ReceivePart, lease: LeaseRecord) -> bool:
     """I7 of one of several: whether a quarantine names its writer, while that may write."""
     held = lease.quarantine
     if held is None:

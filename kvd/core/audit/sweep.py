@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from kvd.core.audit.backrefs import Backrefs
     from kvd.core.audit.rules import Fault
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
@@ -278,7 +278,7 @@ class Sweep:
         return self._tallies[1 + index].see(pieces)
 
     def _look_at_leases(self, node: NodeView, refs: Backrefs, work: int) -> int:
-        leases: list[Lease] = []
+        leases: list[LeaseRecord] = []
         used = 0
         keepers = node.leases.components.each
         while self._next < len(self._parts) and used < work:

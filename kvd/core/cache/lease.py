@@ -150,7 +150,7 @@ class Saved(msgspec.Struct, frozen=True):
     n_bytes: int
 
 
-class Lease:
+class LeaseRecord:
     """One claim. Read it; only ``LeaseTable`` and its saved area write it."""
 
     __slots__ = (

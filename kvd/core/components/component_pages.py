@@ -22,7 +22,7 @@ from kvd.core.layout.spec import Buffer, PerRequest, Tail, Whole
 if TYPE_CHECKING:
     from collections.abc import Iterable, KeysView
 
-    from kvd.core.cache.lease import Claim, Claimed, Demand, Lease, PageSpan
+    from kvd.core.cache.lease import Claim, Claimed, Demand, LeaseRecord, PageSpan
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
@@ -100,27 +100,27 @@ class ComponentPages(Protocol):
     def make_room(self, n_pages: int) -> None:
         """Have so many free pages; there is headroom for them."""
 
-    def grant(self, lease: Lease, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
+    def grant(self, lease: LeaseRecord, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the pages: the lease begins, or has pages again."""
 
     # ---- a lease that lives ----
 
-    def growth(self, lease: Lease, room_tokens: int) -> int:
+    def growth(self, lease: LeaseRecord, room_tokens: int) -> int:
         """Further pages that the lease takes when it is extended to so many tokens."""
 
-    def extend(self, lease: Lease, room_tokens: int) -> None:
+    def extend(self, lease: LeaseRecord, room_tokens: int) -> None:
         """Take them."""
 
-    def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
+    def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """The engine computes from there on: give back what is behind, have what is ahead."""
 
-    def page_table(self, lease: Lease) -> Pages:
+    def page_table(self, lease: LeaseRecord) -> Pages:
         """What the engine is told; the null page stands for none."""
 
-    def own_pages(self, lease: Lease) -> Pages:
+    def own_pages(self, lease: LeaseRecord) -> Pages:
         """The pages that are this lease's own."""
 
-    def pages_to_keep(self, lease: Lease, n_tokens: int) -> PageSpan | Refusal:
+    def pages_to_keep(self, lease: LeaseRecord, n_tokens: int) -> PageSpan | Refusal:
         """The pages that it needs to go on behind ``n_tokens``; or why they are not there.
 
         These are what is saved of a lease that is retracted, and what it must have back.
@@ -128,10 +128,10 @@ class ComponentPages(Protocol):
 
     # ---- and one that ends ----
 
-    def end_lease(self, lease: Lease) -> None:
+    def end_lease(self, lease: LeaseRecord) -> None:
         """Give to the tree what may be kept, free the rest; nothing where it has none."""
 
-    def quarantine_lease(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: LeaseRecord) -> None:
         """A remote may still write them: keep them from everybody, unlock the rest."""
 
     # ---- the tree moves ----
@@ -211,23 +211,23 @@ class AllComponentPages:
         for one, n_pages in zip(self.each, demand, strict=True):
             one.make_room(n_pages)
 
-    def grant(self, lease: Lease, claimed: Claimed) -> None:
+    def grant(self, lease: LeaseRecord, claimed: Claimed) -> None:
         """Take the promised pages."""
         for one, n_pages in zip(self.each, claimed.demand[1:], strict=True):
             one.grant(lease, claimed.claim, claimed.anchor, n_pages)
 
     # ---- a lease that lives, and one that ends -----------------------------------------------
 
-    def growth(self, lease: Lease, room_tokens: int) -> Demand:
+    def growth(self, lease: LeaseRecord, room_tokens: int) -> Demand:
         """Further pages of each that an extension takes."""
         return tuple([one.growth(lease, room_tokens) for one in self.each])
 
-    def extend(self, lease: Lease, room_tokens: int) -> None:
+    def extend(self, lease: LeaseRecord, room_tokens: int) -> None:
         """Take them."""
         for one in self.each:
             one.extend(lease, room_tokens)
 
-    def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
+    def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on; or why nothing was changed."""
         for one in self.each:
             refusal = one.slide(lease, upto_tokens)
@@ -235,16 +235,16 @@ class AllComponentPages:
                 return refusal
         return None
 
-    def page_tables(self, lease: Lease) -> tuple[Pages, ...]:
+    def page_tables(self, lease: LeaseRecord) -> tuple[Pages, ...]:
         """What the engine is told of each."""
         return tuple([one.page_table(lease) for one in self.each]) if self.each else ()
 
-    def quarantine_lease(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: LeaseRecord) -> None:
         """A remote may still write its pages."""
         for one in self.each:
             one.quarantine_lease(lease)
 
-    def end_lease(self, lease: Lease) -> None:
+    def end_lease(self, lease: LeaseRecord) -> None:
         """Give to the tree what may be kept, free the rest."""
         for one in self.each:
             one.end_lease(lease)

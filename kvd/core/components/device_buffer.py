@@ -21,7 +21,7 @@ from kvd.types import NO_PAGES, Pages, count, pack_ids, page_ids
 if TYPE_CHECKING:
     from collections.abc import Iterable, KeysView, Sequence
 
-    from kvd.core.cache.lease import Claim, Lease
+    from kvd.core.cache.lease import Claim, LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.layout.spec import Component
     from kvd.errors import Refusal
@@ -122,64 +122,64 @@ class Buffers:
     def make_room(self, n_pages: int) -> None:
         """Nothing is ever cached, so there is nothing to drop."""
 
-    def grant(self, lease: Lease, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
+    def grant(self, lease: LeaseRecord, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the pages."""
         self.held[lease.id] = self.pool.take_pages(n_pages)
         self.resident[lease.id] = Residency(n_pages)
 
-    def growth(self, lease: Lease, room_tokens: int) -> int:
+    def growth(self, lease: LeaseRecord, room_tokens: int) -> int:
         """Up to the configured number."""
         return max(0, self._wanted(room_tokens) - count(self.held[lease.id]))
 
-    def extend(self, lease: Lease, room_tokens: int) -> None:
+    def extend(self, lease: LeaseRecord, room_tokens: int) -> None:
         """Take as many more."""
         more = self.pool.take_pages(self.growth(lease, room_tokens))
         pages = self.held[lease.id] = Pages(self.held[lease.id] + more)
         self.resident[lease.id].grow(count(pages))
 
-    def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
+    def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """Nothing: only windows slide."""
         return None
 
-    def page_table(self, lease: Lease) -> Pages:
+    def page_table(self, lease: LeaseRecord) -> Pages:
         """Its device pages, in the order of their slots."""
         return self.held.get(lease.id, NO_PAGES)
 
-    def device_pages(self, lease: Lease, pages: Sequence[int]) -> Pages:
+    def device_pages(self, lease: LeaseRecord, pages: Sequence[int]) -> Pages:
         """Where those logical pages of the lease are, or are being copied to."""
         slots, held = self.resident[lease.id].slots, page_ids(self.held[lease.id])
         return Pages(pack_ids([held[slots[page]] for page in pages]))
 
-    def count_use(self, lease: Lease, hits: int, misses: int) -> None:
+    def count_use(self, lease: LeaseRecord, hits: int, misses: int) -> None:
         """So many of the pages wanted were there, and so many not."""
         self.resident[lease.id].hits += hits
         self.resident[lease.id].misses += misses
         self.hits += hits
         self.misses += misses
 
-    def begin_copy(self, lease: Lease, pages: Sequence[int], ticket: int) -> None:
+    def begin_copy(self, lease: LeaseRecord, pages: Sequence[int], ticket: int) -> None:
         """A copy reads those logical pages of it, and writes their slots, from now on."""
         # Held, so that it does not end; read, so that a commit frees no page that the copy reads.
         lease.holders.add(FETCH)
         lease.reads += 1
         self.resident[lease.id].copying(pages, ticket)
 
-    def own_pages(self, lease: Lease) -> Pages:
+    def own_pages(self, lease: LeaseRecord) -> Pages:
         """All of them."""
         return self.held.get(lease.id, NO_PAGES)
 
-    def pages_to_keep(self, lease: Lease, n_tokens: int) -> PageSpan | Refusal:
+    def pages_to_keep(self, lease: LeaseRecord, n_tokens: int) -> PageSpan | Refusal:
         """None: all of it is in the first component too."""
         return PageSpan(0, NO_PAGES)
 
-    def end_lease(self, lease: Lease) -> None:
+    def end_lease(self, lease: LeaseRecord) -> None:
         """They hold copies: all are free."""
         self._forget(lease)
         pages = self.held.pop(lease.id, NO_PAGES)
         if pages:
             self.pool.return_pages(pages)
 
-    def quarantine_lease(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: LeaseRecord) -> None:
         """No remote writes them, so they are not kept."""
         self._forget(lease)
         pages = self.held[lease.id]
@@ -187,7 +187,7 @@ class Buffers:
         if pages:
             self.pool.return_pages(pages)
 
-    def _forget(self, lease: Lease) -> None:
+    def _forget(self, lease: LeaseRecord) -> None:
         resident = self.resident.pop(lease.id, None)
         assert resident is None or not resident.n_copying, f"copies write the buffer of {lease.id}"
 

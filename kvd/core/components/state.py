@@ -24,7 +24,7 @@ from kvd.wire import events
 if TYPE_CHECKING:
     from collections.abc import Iterable, KeysView
 
-    from kvd.core.cache.lease import Claim, Lease
+    from kvd.core.cache.lease import Claim, LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component
@@ -168,7 +168,7 @@ class StatePages:
         )
         self.make_room(n_pages)  # more only where what it dropped is condemned
 
-    def grant(self, lease: Lease, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
+    def grant(self, lease: LeaseRecord, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the page."""
         self.held[lease.id] = LeaseStates(
             self._source(anchor, claim), self.pool.take_pages(n_pages)
@@ -179,18 +179,18 @@ class StatePages:
 
     # ---- a lease that lives ------------------------------------------------------------------
 
-    def growth(self, lease: Lease, room_tokens: int) -> int:
+    def growth(self, lease: LeaseRecord, room_tokens: int) -> int:
         """None: a state does not grow."""
         return 0
 
-    def extend(self, lease: Lease, room_tokens: int) -> None:
+    def extend(self, lease: LeaseRecord, room_tokens: int) -> None:
         """Nothing: a state does not grow."""
 
-    def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
+    def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """Nothing: only windows slide."""
         return None
 
-    def page_table(self, lease: Lease) -> Pages:
+    def page_table(self, lease: LeaseRecord) -> Pages:
         """The snapshot that it reads, or the null page; then its own."""
         held = self.held.get(lease.id)
         if held is None:
@@ -198,18 +198,18 @@ class StatePages:
         source = NO_SNAPSHOT if held.source is None else self.snapshots[held.source].page
         return Pages(source + held.own)
 
-    def own_pages(self, lease: Lease) -> Pages:
+    def own_pages(self, lease: LeaseRecord) -> Pages:
         """The page that it writes."""
         held = self.held.get(lease.id)
         return NO_PAGES if held is None else held.own
 
-    def pages_to_keep(self, lease: Lease, n_tokens: int) -> PageSpan | Refusal:
+    def pages_to_keep(self, lease: LeaseRecord, n_tokens: int) -> PageSpan | Refusal:
         """The page that it writes; the snapshot is before it."""
         return PageSpan(1, self.own_pages(lease))
 
     # ---- and one that ends -------------------------------------------------------------------
 
-    def end_lease(self, lease: Lease) -> None:
+    def end_lease(self, lease: LeaseRecord) -> None:
         """A state of exactly the cached tokens becomes their snapshot."""
         held = self.held.pop(lease.id, None)
         if held is None:
@@ -232,7 +232,7 @@ class StatePages:
         else:
             self.pool.return_pages(held.own)
 
-    def quarantine_lease(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: LeaseRecord) -> None:
         """Keep its own page, let go of the snapshot."""
         held = self.held[lease.id]
         self._let_go(held.source)

@@ -29,7 +29,7 @@ from kvd.wire import events
 if TYPE_CHECKING:
     from collections.abc import Iterable, KeysView
 
-    from kvd.core.cache.lease import Claim, Lease
+    from kvd.core.cache.lease import Claim, LeaseRecord
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
@@ -219,7 +219,7 @@ class WindowPages:
                 events.Evicted, pages=count(freed), nodes=n_nodes, reason="room", component=name
             )
 
-    def grant(self, lease: Lease, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
+    def grant(self, lease: LeaseRecord, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the pages and map as many as the lease computes next."""
         fresh = claim.fresh_tokens
         start = (anchor.end_tokens if fresh is None else fresh) // self._page
@@ -238,7 +238,7 @@ class WindowPages:
 
     # ---- a lease that lives ------------------------------------------------------------------
 
-    def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
+    def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """``upto_tokens`` is computed next: give back what is behind, map what is ahead."""
         held = self.held[lease.id]
         behind = slid_start(upto_tokens, self._window, self._page, cached=lease.cache)
@@ -275,13 +275,13 @@ class WindowPages:
             self.pool.return_pages(slice_pages(held.spare, kept))
             held.spare = slice_pages(held.spare, 0, kept)
 
-    def growth(self, lease: Lease, room_tokens: int) -> int:
+    def growth(self, lease: LeaseRecord, room_tokens: int) -> int:
         """Pages beyond those it has."""
         held = self.held[lease.id]
         rest = self._pages(room_tokens) - max(held.floor, held.start)
         return max(0, self._budget(rest, held.step) - held.n_own_pages)
 
-    def extend(self, lease: Lease, room_tokens: int) -> None:
+    def extend(self, lease: LeaseRecord, room_tokens: int) -> None:
         """More room: more of it is mapped, as far as the step goes."""
         held = self.held[lease.id]
         held.spare = Pages(held.spare + self.pool.take_pages(self.growth(lease, room_tokens)))
@@ -289,27 +289,27 @@ class WindowPages:
         top = min(self._top(held, held.upto), held.top + count(held.spare))
         held.map_up_to(max(held.top, top))
 
-    def page_table(self, lease: Lease) -> Pages:
+    def page_table(self, lease: LeaseRecord) -> Pages:
         """One id per page of the lease's page table, the null page where there is none."""
         held = self.held.get(lease.id)
         return NO_PAGES if held is None else held.page_table()
 
-    def start_tokens(self, lease: Lease) -> int:
+    def start_tokens(self, lease: LeaseRecord) -> int:
         """The first token that has a window page of the lease's own."""
         held = self.held[lease.id]
         return max(held.floor, held.start) * self._page
 
-    def mapped_tokens(self, lease: Lease) -> tuple[int, int]:
+    def mapped_tokens(self, lease: LeaseRecord) -> tuple[int, int]:
         """The tokens ``[first, end)`` that have a window page."""
         held = self.held[lease.id]
         return held.floor * self._page, held.top * self._page
 
-    def own_pages(self, lease: Lease) -> Pages:
+    def own_pages(self, lease: LeaseRecord) -> Pages:
         """Mapped or spare, not the tree's."""
         held = self.held.get(lease.id)
         return NO_PAGES if held is None else Pages(held.own_mapped() + held.spare)
 
-    def pages_to_keep(self, lease: Lease, n_tokens: int) -> PageSpan | Refusal:
+    def pages_to_keep(self, lease: LeaseRecord, n_tokens: int) -> PageSpan | Refusal:
         """What a slide to ``n_tokens`` leaves, as far as these go."""
         held, last = self.held[lease.id], self._pages(n_tokens)
         behind = slid_start(n_tokens, self._window, self._page, cached=lease.cache)
@@ -328,7 +328,7 @@ class WindowPages:
 
     # ---- and one that ends -------------------------------------------------------------------
 
-    def end_lease(self, lease: Lease) -> None:
+    def end_lease(self, lease: LeaseRecord) -> None:
         """Window pages of cached tokens join the tree where it has none, the rest is free."""
         held = self.held.pop(lease.id, None)
         if held is None:
@@ -352,7 +352,7 @@ class WindowPages:
         if pages:
             self.pool.return_pages(pages)
 
-    def quarantine_lease(self, lease: Lease) -> None:
+    def quarantine_lease(self, lease: LeaseRecord) -> None:
         """Keep its own pages, unlock the tree's."""
         held = self.held[lease.id]
         self._release_fence(held, lease)
@@ -360,7 +360,7 @@ class WindowPages:
         held.pages, held.spare = NO_PAGES, own
         held.floor = held.top = held.start = held.fence = held.room = 0
 
-    def _release_fence(self, held: LeaseWindow, lease: Lease) -> None:
+    def _release_fence(self, held: LeaseWindow, lease: LeaseRecord) -> None:
         if held.fence < held.start and lease.anchor is not None:
             self.live.unlock(lease.anchor, held.start * self._page, held.fence * self._page)
             held.fence = held.start

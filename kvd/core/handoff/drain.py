@@ -30,7 +30,7 @@ from kvd.core.peers.peer import DRAINING, LEAVING, SERVING, Life, PeerDrain, pee
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 from kvd.wire.bounds import MAX_REASON
-from kvd.wire.peer import Outcome
+from kvd.wire.peer import ReceiveOutcome
 from kvd.wire.snapshot import DrainState
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Drainer:
         assert refusal is not None
         self._admission.turn_away(waiters, refusal)
         for send in sends:
-            send.outcome = Outcome.REFUSED
+            send.outcome = ReceiveOutcome.REFUSED
             self._prefiller.give_up_send(send, refusal)
 
     # ---- what becomes of it ------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Drainer:
         for receive in receives:
             self._decoder.cancel_attempt(receive.attempt, refusal)
         for send in sends:
-            send.outcome = Outcome.ABORTED
+            send.outcome = ReceiveOutcome.ABORTED
             self._prefiller.give_up_send(send, refusal)
 
     def _drained(self) -> None:

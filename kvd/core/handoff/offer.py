@@ -33,7 +33,7 @@ from kvd.wire.bounds import MAX_SOURCES
 from kvd.wire.peer import ALL, Offer
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.effects import Outbox
     from kvd.core.handoff.parts import ReceiveAttempt, SendingEngine, SendPart
     from kvd.core.handoff.payload import Payload, PayloadPart
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
     from kvd.types import Tokens
-    from kvd.wire.peer import Grant, Share
+    from kvd.wire.peer import Grant, SourceShare
 
 FIRST_EPOCH = 0
 """The generation of a namespace; a weight update will raise it."""
@@ -137,7 +137,7 @@ class OfferWriter:
                 return (name,) if peers.generation else (name, OWN_TRANSFER)
         return tuple(names) if isinstance(self.shares_of(names), Refusal) else ()
 
-    def shares_of(self, names: list[str]) -> tuple[Share, ...] | Refusal:
+    def shares_of(self, names: list[str]) -> tuple[SourceShare, ...] | Refusal:
         """What each of these peers, all of which have said Hello, sends of a prompt."""
         by_name = self._peers.by_name
         if len(names) == 1 and is_whole(by_name[names[0]].incoming, len(self._shards)):
@@ -166,7 +166,7 @@ class OfferWriter:
                 return of_source(part, refusal)
         return None
 
-    def write_offers(self, attempt: ReceiveAttempt, lease: Lease) -> None:
+    def write_offers(self, attempt: ReceiveAttempt, lease: LeaseRecord) -> None:
         """Give each part its share and its Offer; their handoff ids are there already."""
         shared = self.shares_of([part.peer for part in attempt.parts])
         # ``blocked`` asked the same in this step, and admission takes nobody who is blocked.

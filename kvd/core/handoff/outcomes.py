@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.peers.peer import as_told
 from kvd.errors import Code, Refusal
-from kvd.wire.peer import Closed, Outcome
+from kvd.wire.peer import Closed, ReceiveOutcome
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
@@ -35,7 +35,7 @@ class Outcomes:
         self._out = out
 
     def keep_outcome(
-        self, peer: Peer | None, part: ReceivePart, outcome: Outcome, reason: Refusal | None
+        self, peer: Peer | None, part: ReceivePart, outcome: ReceiveOutcome, reason: Refusal | None
     ) -> None:
         """Say Closed now, and again whenever Settled comes again; no peer: nobody will ask."""
         if peer is not None:
@@ -64,7 +64,7 @@ class Outcomes:
                 source=self._settings.incarnation,
                 target=peer.incarnation,
                 handoff=handoff,
-                outcome=Outcome.FAILED,
+                outcome=ReceiveOutcome.FAILED,
                 reason=Refusal(
                     Code.UNKNOWN_OUTCOME,
                     f"handoff {handoff} ended here before; its outcome was folded away",

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.cache.lease import Lease
+from kvd.core.cache.lease import LeaseRecord
 from kvd.core.effects import Doubt
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.errors import Code, Refusal
 from kvd.types import Tokens, count
 from kvd.wire.admin import Mark
-from kvd.wire.peer import ALL, Outcome
+from kvd.wire.peer import ALL, ReceiveOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvd.core.layout.seal import Seal
     from kvd.core.leases.admission import Waiter
     from kvd.core.settings import Settings
-    from kvd.wire.peer import Abort, Offer, Share
+    from kvd.wire.peer import Abort, Offer, SourceShare
 
 
 HISTORY_LINES = 16
@@ -118,7 +118,7 @@ class ReceiveAttempt:
     parts: tuple[ReceivePart, ...] = ()
     """In the order in which the engine named the sources; none when it is over."""
     aux: bytes = b""
-    lease: Lease | None = None
+    lease: LeaseRecord | None = None
     waiter: Waiter | None = None
     ended: Refusal | None = None
     """Why the engine no longer wants it, or why it failed."""
@@ -142,7 +142,7 @@ class ReceivePart:
     id: int
     peer: str
     attempt: ReceiveAttempt
-    share: Share = ALL
+    share: SourceShare = ALL
     incarnation: str = ""
     handoff: int = 0
     state: Decode = Decode.QUEUED
@@ -194,7 +194,7 @@ class ReceivePart:
         return self.attempt.prefix_tokens
 
     @property
-    def lease(self) -> Lease | None:
+    def lease(self) -> LeaseRecord | None:
         """Whose pages it fills, with the other sources."""
         return self.attempt.lease
 
@@ -224,7 +224,7 @@ class SendingEngine(msgspec.Struct, frozen=True):
     """The engine's half of a send: who, which pages, and the prompt it has."""
 
     session: int
-    lease: Lease
+    lease: LeaseRecord
     tokens: Tokens
     digest: bytes
 
@@ -283,7 +283,7 @@ class SendPart:
     generation: int = 0
     prompt_tokens: int = 0
     decode_prefix_len: int = 0
-    share: Share = ALL
+    share: SourceShare = ALL
     start_tokens: int = 0
     end_tokens: int = 0
     """What of the prompt it sends: all behind ``decode_prefix_len``, or its share of that."""
@@ -310,7 +310,7 @@ class SendPart:
     aux: bytes | None = None
     """Given with ``finish``; None: the engine has not finished."""
     finish_call: int | None = None
-    outcome: Outcome = Outcome.FAILED
+    outcome: ReceiveOutcome = ReceiveOutcome.FAILED
     in_doubt: bool = False
     """A post ended with bytes sent and not confirmed."""
     ended: Refusal | None = None

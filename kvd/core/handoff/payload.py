@@ -46,11 +46,11 @@ from kvd.wire.peer import Grant, Integrity, Role
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.handoff.sources import TokenSpan
     from kvd.core.layout.spec import PoolSpec
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.wire.peer import Offer, Share
+    from kvd.wire.peer import Offer, SourceShare
 
 
 def pieces_of(split: tuple[int, ...], place: int = 0) -> int:
@@ -142,7 +142,7 @@ class Payload:
     # ---- the decode side ---------------------------------------------------------------------
 
     def grants(
-        self, lease: Lease, prompt_tokens: int, share: Share, span: TokenSpan
+        self, lease: LeaseRecord, prompt_tokens: int, share: SourceShare, span: TokenSpan
     ) -> tuple[Grant, ...]:
         """The pages of a lease that one source's share of the prompt lands on: ``span`` of it."""
         grants = []
@@ -162,7 +162,7 @@ class Payload:
             grants.append(grant)
         return tuple(grants)
 
-    def _streamed(self, payload_part: PayloadPart, lease: Lease, span: TokenSpan) -> Grant:
+    def _streamed(self, payload_part: PayloadPart, lease: LeaseRecord, span: TokenSpan) -> Grant:
         """Of what is posted as it is computed; a span begins with a page of the first component."""
         size, table = payload_part.component.page_size, self._table
         own = Pages(
@@ -179,7 +179,7 @@ class Payload:
             pages=pages,
         )
 
-    def _last(self, payload_part: PayloadPart, lease: Lease, prompt_tokens: int) -> Grant:
+    def _last(self, payload_part: PayloadPart, lease: LeaseRecord, prompt_tokens: int) -> Grant:
         """Of what goes with the last chunk."""
         component, table = payload_part.component, self._table
         size = component.page_size
@@ -201,7 +201,7 @@ class Payload:
             component=component.name, start_tokens=start, end_tokens=prompt_tokens, pages=pages
         )
 
-    def _own(self, component: Component, lease: Lease) -> Pages:
+    def _own(self, component: Component, lease: LeaseRecord) -> Pages:
         kept = self._table.components.named(component.name)
         return NO_PAGES if kept is None else kept.own_pages(lease)
 
@@ -222,7 +222,7 @@ class Payload:
 
     # ---- both sides --------------------------------------------------------------------------
 
-    def carried(self, share: Share) -> tuple[PayloadPart, ...]:
+    def carried(self, share: SourceShare) -> tuple[PayloadPart, ...]:
         """What an Offer of that share has grants for."""
         return () if share.role is Role.DUMMY else self.parts
 
@@ -250,7 +250,7 @@ class Payload:
     # ---- the prefill side --------------------------------------------------------------------
 
     def source(
-        self, payload_part: PayloadPart, lease: Lease, units: UnitRange, pieces: int
+        self, payload_part: PayloadPart, lease: LeaseRecord, units: UnitRange, pieces: int
     ) -> Pages:
         """Our pages behind these units; where a page is cut, the ids of its pieces.
 
@@ -271,7 +271,9 @@ class Payload:
             case _:
                 assert_never(component.extent)
 
-    def _cut_pages(self, lease: Lease, units: UnitRange, *, factor: int, pieces: int) -> Pages:
+    def _cut_pages(
+        self, lease: LeaseRecord, units: UnitRange, *, factor: int, pieces: int
+    ) -> Pages:
         """Of the row's pages, each ``factor`` pages of the component, of ``pieces`` pieces each."""
         each = factor * pieces
         row_first = units.first // each

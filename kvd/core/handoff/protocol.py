@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.errors import Refusal
-    from kvd.wire.peer import Outcome
+    from kvd.wire.peer import ReceiveOutcome
 
 
 class Decode(enum.Enum):
@@ -257,7 +257,11 @@ def move_prefill(part: SendPart, trigger: PrefillTrigger, why: str, out: Outbox)
 
 
 def tell_ended(
-    part: ReceivePart, outcome: Outcome, reason: Refusal | None, saved_bytes: int, out: Outbox
+    part: ReceivePart,
+    outcome: ReceiveOutcome,
+    reason: Refusal | None,
+    saved_bytes: int,
+    out: Outbox,
 ) -> None:
     """A part of the decode side is over."""
     out.emit(

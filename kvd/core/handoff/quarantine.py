@@ -27,7 +27,7 @@ from kvd.core.peers.pulse import claimed
 from kvd.types import short
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.handoff.parts import ReceivePart
     from kvd.core.inputs import Awaiting
     from kvd.core.leases.lease_table import LeaseTable
@@ -58,7 +58,7 @@ class Quarantines:
     def __init__(
         self, settings: Settings, leases: LeaseTable, peers: Peers, out: effects.Outbox
     ) -> None:
-        self.leases: dict[int, Lease] = {}
+        self.leases: dict[int, LeaseRecord] = {}
         """By lease id."""
         self.awaited: dict[int, AwaitedStreams] = {}
         """Of these leases: which connections they wait for, where it is not done at once."""
@@ -68,18 +68,18 @@ class Quarantines:
         self._out = out
         self._fenced_generation = self._claims = 0
 
-    def begin_quarantine(self, lease: Lease, parts: list[ReceivePart], why: str) -> None:
+    def begin_quarantine(self, lease: LeaseRecord, parts: list[ReceivePart], why: str) -> None:
         """The writers of these parts may still write its pages: keep them from everybody."""
         writers = tuple([Writer(part.peer, part.incarnation) for part in parts])
         self._table.quarantine(lease, Quarantine(writers, self._out.at_s, why))
 
-    def narrow_writers(self, lease: Lease, parts: list[ReceivePart]) -> None:
+    def narrow_writers(self, lease: LeaseRecord, parts: list[ReceivePart]) -> None:
         """Of the writers of a quarantined lease, those of these parts are left."""
         self._table.narrow_quarantine(
             lease, tuple([Writer(part.peer, part.incarnation) for part in parts])
         )
 
-    def free_pages(self, part: ReceivePart, lease: Lease, cause: str, doubt: Doubt) -> None:
+    def free_pages(self, part: ReceivePart, lease: LeaseRecord, cause: str, doubt: Doubt) -> None:
         """Give the delta back, at once or when the bytes in doubt have come to rest."""
         # Released, and not unquarantined: there never was a quarantine, the arrival just ends.
         if doubt is Doubt.NONE:
@@ -88,7 +88,7 @@ class Quarantines:
             self.begin_quarantine(lease, [part], cause)
             self._await_quiet(lease, doubt)
 
-    def end_quarantine(self, lease: Lease, proof: str, doubt: Doubt) -> None:
+    def end_quarantine(self, lease: LeaseRecord, proof: str, doubt: Doubt) -> None:
         """The last writer of a quarantined lease is over."""
         if doubt is Doubt.NONE:
             self._table.end_quarantine(lease, proof)
@@ -154,7 +154,7 @@ class Quarantines:
             why = f"{len(late)} leases in quarantine for {limit_s:g} s (transfer.fence_after_s)"
             self._out.effects.append(effects.RestartTransfer(why))
 
-    def waits_for(self, lease: Lease) -> str:
+    def waits_for(self, lease: LeaseRecord) -> str:
         """What would give a quarantined lease's pages back, in words."""
         held = lease.quarantine
         awaited = self.awaited.get(lease.id)
@@ -187,7 +187,7 @@ class Quarantines:
             "the claim of a living peer"
         )
 
-    def _await_quiet(self, lease: Lease, doubt: Doubt) -> None:
+    def _await_quiet(self, lease: LeaseRecord, doubt: Doubt) -> None:
         """The writers are gone, but what they have sent may still come."""
         self.leases[lease.id] = lease
         # None serves: the last one is reaped, so nothing can land through it any more.

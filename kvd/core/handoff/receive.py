@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import ARRIVAL, Claim, Lease
+from kvd.core.cache.lease import ARRIVAL, Claim, LeaseRecord
 from kvd.core.effects import Doubt, worse
 from kvd.core.handoff.offer import OfferWriter
 from kvd.core.handoff.outcomes import Outcomes
@@ -45,7 +45,7 @@ from kvd.core.leases.receive_tier import DEVICE
 from kvd.errors import Code, Refusal
 from kvd.types import NO_TOKENS, Pages, Tokens, count
 from kvd.wire import client
-from kvd.wire.peer import Abort, Accept, Offer, Outcome, Progress, Settled, Withdrawn
+from kvd.wire.peer import Abort, Accept, Offer, Progress, ReceiveOutcome, Settled, Withdrawn
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
@@ -81,7 +81,7 @@ class ReceiveAsker:
         self._attempt = attempt
         self._call = call
 
-    def admitted(self, lease: Lease) -> None:
+    def admitted(self, lease: LeaseRecord) -> None:
         """There is room, and every source is ready."""
         self._decoder.queued_to_offered(self._attempt, lease, self._call)
 
@@ -160,7 +160,7 @@ class Decoder:
 
     # ---- the engine --------------------------------------------------------------------------
 
-    def receive(self, session: int, message: client.Receive, tokens: Tokens) -> None:
+    def receive(self, session: int, message: client.ReceiveRequest, tokens: Tokens) -> None:
         """The engine wants a prompt's KV from known peers: queue for room."""
         attempt = self._new_attempt(session, message, count(tokens))
         fresh = self._leases.components.fresh_tokens(attempt.prompt_tokens, cached=message.cache)
@@ -245,7 +245,7 @@ class Decoder:
             return  # the first last word stays; Closed follows when the pages are verified
         # An aux that is too long makes a failure of a delivery, before anything rests on it.
         message = bounded(message, self._settings)
-        is_delivered = message.outcome is Outcome.DELIVERED
+        is_delivered = message.outcome is ReceiveOutcome.DELIVERED
         # Before the part closes: its end is told with these bytes.
         self._moved(part, message.moved_bytes)
         why = message.reason or Refusal(Code.ABORTED, message.outcome.value, side=peer.name)
@@ -281,7 +281,9 @@ class Decoder:
             # It writes no more, but what it had sent may still be on its way: Doubt.SENT.
             if part.state in ASKING:
                 self._offered_or_receiving_to_closed(part, T.WRITER_GONE, why)
-                self._end(part, Outcome.FAILED, refusal, cause="writer-gone", doubt=Doubt.SENT)
+                self._end(
+                    part, ReceiveOutcome.FAILED, refusal, cause="writer-gone", doubt=Doubt.SENT
+                )
             elif part.state is D.DRAINING:
                 self._draining_to_closed(
                     part, T.WRITER_GONE, why, proof="new-incarnation", doubt=Doubt.SENT
@@ -336,7 +338,7 @@ class Decoder:
 
     # ---- edges: from the queue ---------------------------------------------------------------
 
-    def queued_to_offered(self, attempt: ReceiveAttempt, lease: Lease, call: int) -> None:
+    def queued_to_offered(self, attempt: ReceiveAttempt, lease: LeaseRecord, call: int) -> None:
         """ADMITTED: prefix locked, delta pages held; send the Offers.
 
         To CLOSED where an Offer, or the Settled that it asks for, would be longer than is read.
@@ -378,7 +380,7 @@ class Decoder:
             del self.parts[part.id]
         for part in attempt.parts:
             self.withdraw_room(part.room, part.peer, why)
-            self._tell_ended(part, Outcome.REFUSED, why)
+            self._tell_ended(part, ReceiveOutcome.REFUSED, why)
         del self.attempts[attempt.id]
         attempt.parts = ()
 
@@ -399,7 +401,7 @@ class Decoder:
         if isinstance(found, Refusal):
             self._verifying_to_closed(part, T.CORRUPTED, found)
             # Delivered is a proof of the writer's that all has arrived; the sums say it is none.
-            self._end(part, Outcome.CORRUPT, found, cause="corrupt", doubt=Doubt.ARRIVED)
+            self._end(part, ReceiveOutcome.CORRUPT, found, cause="corrupt", doubt=Doubt.ARRIVED)
             return
         attempt, lease = part.attempt, part.lease
         part.is_verified = found is SumFinding.GOOD
@@ -419,7 +421,7 @@ class Decoder:
         if attempt.lease is not None:
             self._verifying_to_ready(attempt, attempt.lease)
 
-    def _verifying_to_ready(self, attempt: ReceiveAttempt, lease: Lease) -> None:
+    def _verifying_to_ready(self, attempt: ReceiveAttempt, lease: LeaseRecord) -> None:
         """VERIFIED, all parts together: whole pages join the tree, the rest stays with the lease.
 
         Also where the engine has given up meanwhile: the bytes are good, so they are cached.
@@ -446,7 +448,7 @@ class Decoder:
         # The engine has it; a READY attempt lives as long as its lease, and must not keep it.
         attempt.aux = b""
         for part in attempt.parts:
-            self._close(part, Outcome.COMMITTED, None)
+            self._close(part, ReceiveOutcome.COMMITTED, None)
         if left is not None:
             self._leases.release(lease, ARRIVAL, left.code.value)
             self._ready_to_closed(attempt, left.message)
@@ -484,7 +486,7 @@ class Decoder:
             part.history.add_line(self._out.at_s, f"given up while verifying ({refusal.message})")
 
     def _end(
-        self, part: ReceivePart, outcome: Outcome, why: Refusal, *, cause: str, doubt: Doubt
+        self, part: ReceivePart, outcome: ReceiveOutcome, why: Refusal, *, cause: str, doubt: Doubt
     ) -> None:
         """A part is CLOSED without its bytes: nothing comes of the others either."""
         attempt = part.attempt
@@ -511,7 +513,7 @@ class Decoder:
         for part in asking:
             self._resend(part)
         for part in delivered:
-            self._close(part, Outcome.ABORTED, refusal)
+            self._close(part, ReceiveOutcome.ABORTED, refusal)
 
     def _offered_or_receiving_to_draining(self, part: ReceivePart, refusal: Refusal) -> None:
         """GIVEN_UP: what is said to the writer from now on, until it settles, is Abort."""
@@ -537,7 +539,7 @@ class Decoder:
         """DELIVERED, SETTLED, WRITER_GONE or FENCED: the writer is done."""
         self._move(part, trigger, why)
         self._writer_over(part, proof, doubt)
-        self._close(part, Outcome.ABORTED, part.ended)
+        self._close(part, ReceiveOutcome.ABORTED, part.ended)
 
     def _writer_over(self, part: ReceivePart, proof: str, doubt: Doubt) -> None:
         """A writer writes no more; the pages go back with the last one, unless bytes are in doubt.
@@ -557,14 +559,14 @@ class Decoder:
         else:
             self.quarantines.free_pages(part, lease, proof, attempt.doubt)
 
-    def _close(self, part: ReceivePart, outcome: Outcome, reason: Refusal | None) -> None:
+    def _close(self, part: ReceivePart, outcome: ReceiveOutcome, reason: Refusal | None) -> None:
         """The writer has no more to say: tell it the outcome, and keep that for its repetitions."""
         # From here on a repeated Settled finds no part, and ``outcomes`` answers it.
         del self.parts[part.id]
         del self.by_handoff[part.handoff]
         peer = self._peers.by_incarnation.get(part.incarnation)
         self.outcomes.keep_outcome(peer, part, outcome, reason)
-        is_committed = outcome is Outcome.COMMITTED
+        is_committed = outcome is ReceiveOutcome.COMMITTED
         if is_committed:
             self.delivered += 1
         else:
@@ -584,9 +586,11 @@ class Decoder:
 
     # ---- small things ------------------------------------------------------------------------
 
-    def _tell_ended(self, part: ReceivePart, outcome: Outcome, reason: Refusal | None) -> None:
+    def _tell_ended(
+        self, part: ReceivePart, outcome: ReceiveOutcome, reason: Refusal | None
+    ) -> None:
         """Bytes that need not be sent are told with one part, that of the first component's end."""
-        is_told = outcome is Outcome.COMMITTED and part.share.is_authoritative
+        is_told = outcome is ReceiveOutcome.COMMITTED and part.share.is_authoritative
         saved_bytes = self._leases.bytes_of(part.prefix_tokens) if is_told else 0
         tell_ended(part, outcome, reason, saved_bytes, self._out)
 
@@ -599,7 +603,9 @@ class Decoder:
         # Doubled up to a limit: a peer that is gone for minutes is not flooded when it is back.
         part.resend_gap_s = min(2 * part.resend_gap_s, self._settings.max_resend_s)
 
-    def _new_attempt(self, session: int, message: client.Receive, n_tokens: int) -> ReceiveAttempt:
+    def _new_attempt(
+        self, session: int, message: client.ReceiveRequest, n_tokens: int
+    ) -> ReceiveAttempt:
         number, at_s = self._last_part + 1, self._out.at_s
         attempt = ReceiveAttempt(
             id=number,

@@ -10,7 +10,7 @@ from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.peers.peer import LEAVING, lost_because
 from kvd.errors import Code, Refusal
 from kvd.types import short
-from kvd.wire.peer import Outcome, Settled
+from kvd.wire.peer import ReceiveOutcome, Settled
 
 if TYPE_CHECKING:
     from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, SendPart
@@ -30,7 +30,7 @@ def bounded(message: Settled, mine: Settings) -> Settled:
         side=mine.name,
         numbers={"bytes": n_bytes, "limit": limit},
     )
-    return msgspec.structs.replace(message, outcome=Outcome.FAILED, reason=refusal, aux=b"")
+    return msgspec.structs.replace(message, outcome=ReceiveOutcome.FAILED, reason=refusal, aux=b"")
 
 
 def long_aux(part: SendPart, n_bytes: int, peer: Peer | None, mine: Settings) -> Refusal | None:

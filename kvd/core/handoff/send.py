@@ -37,7 +37,7 @@ from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire import client
 from kvd.wire.bounds import MAX_REASON
-from kvd.wire.peer import Abort, Accept, Offer, Outcome, Withdrawn
+from kvd.wire.peer import Abort, Accept, Offer, ReceiveOutcome, Withdrawn
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
@@ -83,7 +83,7 @@ class Prefiller:
 
     # ---- the engine --------------------------------------------------------------------------
 
-    def open_send(self, message: client.Send, engine: SendingEngine) -> Refusal | None:
+    def open_send(self, message: client.SendRequest, engine: SendingEngine) -> Refusal | None:
         """The engine is here for a room; the caller has checked that the lease is its own."""
         part = self.rooms.by_room.get(message.room)
         # A room has one engine; Offers that wait for one (AWAIT_ENGINE) are what it came to meet.
@@ -269,7 +269,7 @@ class Prefiller:
             part = self._new_part(message.room, P.AWAIT_ENGINE)
             self._join(part, peer, message.handoff)
         if part.state in {P.AWAIT_ENGINE, P.STREAMING, P.FLUSHING}:
-            part.outcome = Outcome.ABORTED
+            part.outcome = ReceiveOutcome.ABORTED
             self._end(part, T.ABORTED, said, why)
         else:
             self._answer_again(peer, part)
@@ -292,7 +292,7 @@ class Prefiller:
                 self._out.at_s, f"{why}; {', '.join(others[:8])} may offer them still"
             )
             return
-        part.outcome = Outcome.ABORTED
+        part.outcome = ReceiveOutcome.ABORTED
         self.give_up_send(part, Refusal(Code.ABORTED, why, side=peer.name))
 
     def outlived(self, incarnation: str) -> None:
@@ -352,7 +352,7 @@ class Prefiller:
                         part.incarnation, part.generation, "still posting at the drain deadline"
                     )
             elif part.deadline_s <= now_s:
-                part.outcome = Outcome.TIMED_OUT
+                part.outcome = ReceiveOutcome.TIMED_OUT
                 self.give_up_send(part, too_late(part, now_s, self._settings))
             elif part.outstanding:
                 refusal = stalled(part, now_s, self._settings)
@@ -391,7 +391,7 @@ class Prefiller:
 
     def _flushing_to_settled(self, part: SendPart) -> None:
         """FLUSHED: everything is posted, and every post is done."""
-        part.outcome = Outcome.DELIVERED
+        part.outcome = ReceiveOutcome.DELIVERED
         self._move(part, T.FLUSHED, f"{part.posted_pages} pages, {part.moved_bytes} bytes")
         del self.by_send[part.id]
         self._settle(part, None)
@@ -450,7 +450,7 @@ class Prefiller:
 
     def _refuse(self, part: SendPart, refusal: Refusal) -> None:
         """The two sides do not agree."""
-        part.outcome = Outcome.REFUSED
+        part.outcome = ReceiveOutcome.REFUSED
         self._await_engine_to_settled(part, T.REFUSED, refusal.message, refusal)
 
     def _settle(self, part: SendPart, refusal: Refusal | None) -> None:

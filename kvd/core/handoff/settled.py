@@ -29,7 +29,7 @@ from kvd.core.peers.peer import as_told
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES
 from kvd.wire import client, events
-from kvd.wire.peer import Closed, Outcome, Settled
+from kvd.wire.peer import Closed, ReceiveOutcome, Settled
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
@@ -189,7 +189,7 @@ class SettledSends:
         self._let_go(part, "never-offered")
         # Somebody wished it, the engine or the decode side: that is no failure of ours.
         if refusal.code is Code.ABORTED:
-            part.outcome = Outcome.ABORTED
+            part.outcome = ReceiveOutcome.ABORTED
         self._tell_ended(part, refusal)
 
     def _let_go(self, part: SendPart, cause: str) -> None:
@@ -205,9 +205,9 @@ class SettledSends:
         # Said at the link where it speaks now, which may be another one than the Offer came by.
         peer = self._peers.by_incarnation.get(part.incarnation)
         outcome, why = part.outcome, part.ended
-        if outcome is Outcome.DELIVERED and part.state is Prefill.CLOSED:
+        if outcome is ReceiveOutcome.DELIVERED and part.state is Prefill.CLOSED:
             # Its aux is gone: without it nothing is delivered to who has not heard of it before.
-            outcome = Outcome.FAILED
+            outcome = ReceiveOutcome.FAILED
             why = self._unknown("asks again after this side stopped waiting for it")
         if peer is not None:
             self._out.send(
@@ -218,10 +218,10 @@ class SettledSends:
                     handoff=part.handoff,
                     outcome=outcome,
                     reason=as_told(why, peer),
-                    aux=self._aux(part) if outcome is Outcome.DELIVERED else b"",
+                    aux=self._aux(part) if outcome is ReceiveOutcome.DELIVERED else b"",
                     moved_bytes=part.moved_bytes,
                     in_doubt=part.in_doubt,
-                    checksums=part.checksums if outcome is Outcome.DELIVERED else b"",
+                    checksums=part.checksums if outcome is ReceiveOutcome.DELIVERED else b"",
                 ),
             )
 
@@ -237,7 +237,7 @@ class SettledSends:
                 source=self._settings.incarnation,
                 target=peer.incarnation,
                 handoff=handoff,
-                outcome=Outcome.ABORTED,
+                outcome=ReceiveOutcome.ABORTED,
             ),
         )
 
@@ -248,7 +248,7 @@ class SettledSends:
         if part is None or part.state is not Prefill.SETTLED:
             return
         refusal = None
-        if message.outcome is not Outcome.COMMITTED:
+        if message.outcome is not ReceiveOutcome.COMMITTED:
             refusal = part.ended or message.reason or Refusal(Code.ABORTED, message.outcome.value)
         self._settled_to_closed(part, PrefillTrigger.CLOSED, message.outcome.value, refusal)
 
@@ -365,7 +365,7 @@ class SettledSends:
             part=part.id,
             room=part.room,
             peer=part.peer,
-            outcome=(Outcome.COMMITTED if refusal is None else part.outcome).value,
+            outcome=(ReceiveOutcome.COMMITTED if refusal is None else part.outcome).value,
             code=refusal.code.value if refusal else "",
             reason=refusal.message if refusal else "",
             prompt_tokens=part.prompt_tokens,

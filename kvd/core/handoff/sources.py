@@ -25,7 +25,7 @@ from kvd.core.layout.shards import Shard, ShardRoute, lacking, listed, page_shar
 from kvd.errors import Code, Refusal
 from kvd.wire import client
 from kvd.wire.client import SentShare
-from kvd.wire.peer import Role, Share
+from kvd.wire.peer import Role, SourceShare
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -61,7 +61,7 @@ def is_whole(shard_routes: tuple[ShardRoute, ...], n_shards: int) -> bool:
 @lru_cache(maxsize=1024)
 def shares(
     ours: tuple[Shard, ...], sources: tuple[PrefillSource, ...]
-) -> tuple[Share, ...] | Refusal:
+) -> tuple[SourceShare, ...] | Refusal:
     """What each source sends of what we keep, in their order; or what is missing, or there twice.
 
     A refusal has no side: the caller is it.
@@ -82,10 +82,10 @@ def shares(
     found = []
     for index, area in enumerate(kept):
         if index not in writers:
-            share = Share(index, len(sources), role=Role.DUMMY, is_authoritative=False)
+            share = SourceShare(index, len(sources), role=Role.DUMMY, is_authoritative=False)
         else:
             ranks = classes[area]
-            share = Share(
+            share = SourceShare(
                 part=index,
                 parts=len(sources),
                 rank=ranks.index(index),
@@ -96,7 +96,9 @@ def shares(
     return tuple(found)
 
 
-def span_of(share: Share, prefix_tokens: int, prompt_tokens: int, page_tokens: int) -> TokenSpan:
+def span_of(
+    share: SourceShare, prefix_tokens: int, prompt_tokens: int, page_tokens: int
+) -> TokenSpan:
     """The tokens whose KV a source sends, in whole pages but for the prompt's last one.
 
     With more ranks than pages the last ones have none: their range has length 0, as a dummy's has.
@@ -112,7 +114,7 @@ def span_of(share: Share, prefix_tokens: int, prompt_tokens: int, page_tokens: i
     return TokenSpan(start * page_tokens, min(end * page_tokens, prompt_tokens))
 
 
-def bad_share(share: Share, side: str) -> Refusal | None:
+def bad_share(share: SourceShare, side: str) -> Refusal | None:
     """Why a share that a peer names is none."""
     what = ""
     if share.part >= share.parts:
@@ -128,7 +130,7 @@ def bad_share(share: Share, side: str) -> Refusal | None:
     return Refusal(Code.BAD_REQUEST, f"a share that is none: {what}", side=side)
 
 
-def share_words(share: Share, span: TokenSpan, page_tokens: int) -> str:
+def share_words(share: SourceShare, span: TokenSpan, page_tokens: int) -> str:
     """Which part of a handoff this is: ``part 2 of 3, pages 4..8``; empty for the only one."""
     if share.parts == 1:
         return ""

@@ -17,7 +17,7 @@ from kvd.types import Pages
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
@@ -64,7 +64,7 @@ def component_places(table: LeaseTable, keeper: ComponentPages) -> Iterator[Plac
         yield Place(f"lease {lease.id}", keeper.own_pages(lease), lease=lease.id)
 
 
-def needed_nodes(keeper: ComponentPages, lease: Lease) -> list[TreeNode]:
+def needed_nodes(keeper: ComponentPages, lease: LeaseRecord) -> list[TreeNode]:
     """The nodes whose part of this component the lease needs, the deepest first.
 
     Found by walking up from its anchor, not by what is locked.
@@ -80,7 +80,7 @@ def needed_nodes(keeper: ComponentPages, lease: Lease) -> list[TreeNode]:
             return []
 
 
-def nodes_behind(keeper: WindowPages, lease: Lease, held: LeaseWindow) -> list[TreeNode]:
+def nodes_behind(keeper: WindowPages, lease: LeaseRecord, held: LeaseWindow) -> list[TreeNode]:
     """The nodes of ``[fence, start)`` on the lease's path."""
     if held.fence >= held.start:
         return []

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.types import Pages
@@ -112,47 +112,47 @@ def session_name(node: NodeView, session: int) -> str:
     return owner_of(node, session)[0] if session else ""
 
 
-def _pid(node: NodeView, lease: Lease) -> int | None:
+def _pid(node: NodeView, lease: LeaseRecord) -> int | None:
     return owner_of(node, lease.session)[1] or None
 
 
-def _held(_: NodeView, lease: Lease) -> int:
+def _held(_: NodeView, lease: LeaseRecord) -> int:
     return 0 if lease.quarantine is not None else lease.held_pages
 
 
-def _quarantined(_: NodeView, lease: Lease) -> int:
+def _quarantined(_: NodeView, lease: LeaseRecord) -> int:
     return lease.held_pages if lease.quarantine is not None else 0
 
 
-def _beside(node: NodeView, lease: Lease) -> str:
+def _beside(node: NodeView, lease: LeaseRecord) -> str:
     """``swa 12, state 1``."""
     own = [(one.component.name, count(one.own_pages(lease))) for one in node.leases.components.each]
     return ", ".join(f"{name} {pages}" for name, pages in own if pages)
 
 
-def _locked_ref(_: NodeView, lease: Lease) -> str | None:
+def _locked_ref(_: NodeView, lease: LeaseRecord) -> str | None:
     return f"node:{lease.anchor.id}" if lease.anchor and lease.anchor.parent else None
 
 
-def _why(_: NodeView, lease: Lease) -> str:
+def _why(_: NodeView, lease: LeaseRecord) -> str:
     return lease.quarantine.why if lease.quarantine is not None else ""
 
 
-def _quarantined_since(_: NodeView, lease: Lease) -> float | None:
+def _quarantined_since(_: NodeView, lease: LeaseRecord) -> float | None:
     return lease.quarantine.since_s if lease.quarantine is not None else None
 
 
-def _retracted_since(_: NodeView, lease: Lease) -> float | None:
+def _retracted_since(_: NodeView, lease: LeaseRecord) -> float | None:
     return lease.retracted_s if lease.state in _AWAY else None
 
 
-def _away_since(node: NodeView, lease: Lease) -> float | None:
+def _away_since(node: NodeView, lease: LeaseRecord) -> float | None:
     if lease.quarantine is not None:
         return lease.quarantine.since_s
     return _retracted_since(node, lease)
 
 
-def held_states(table: LeaseTable, lease: Lease) -> tuple[HeldState, ...]:
+def held_states(table: LeaseTable, lease: LeaseRecord) -> tuple[HeldState, ...]:
     """What the lease has of each component beside the first."""
     found = []
     for keeper in table.components.each:
@@ -175,7 +175,7 @@ def mapped_pages(row: Pages) -> int:
     return int(np.count_nonzero(np.frombuffer(row, dtype="<i4")))
 
 
-LEASE: tuple[StateField[Lease], ...] = (
+LEASE: tuple[StateField[LeaseRecord], ...] = (
     StateField("id", "count", lambda _, one: one.id, wire="id"),
     StateField("state", "state", lambda _, one: lease_word(one), wire="state"),
     StateField("owner", "text", lambda node, one: session_name(node, one.session)),
@@ -257,7 +257,7 @@ LEASE_COLUMNS = (*[row for row in LEASE if row.column], *PLAIN_OF_LEASE)
 _LEASE_ON_WIRE = {row.wire: row for row in (*LEASE, *PLAIN_OF_LEASE) if row.wire}
 
 
-def lease_state(node: NodeView, lease: Lease) -> LeaseState:
+def lease_state(node: NodeView, lease: LeaseRecord) -> LeaseState:
     """One claim in words and figures, as of the running step."""
     found = {name: row.snapshot_value(node, lease) for name, row in _LEASE_ON_WIRE.items()}
     return LeaseState(**found)

@@ -36,7 +36,7 @@ from kvd.wire.admin import Because, Beside, Mark, TreeNode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode as TreeEdge
     from kvd.core.components.component_pages import ComponentPages
@@ -83,12 +83,12 @@ def because(node: NodeView, got: Why) -> Because | Refusal:
     )
 
 
-def holders(table: LeaseTable) -> dict[int, list[Lease]]:
+def holders(table: LeaseTable) -> dict[int, list[LeaseRecord]]:
     """By node id, the leases whose path crosses it; their number is its lock_ref (I2).
 
     One walk up from each lease, whatever the size of the tree.
     """
-    found: dict[int, list[Lease]] = {}
+    found: dict[int, list[LeaseRecord]] = {}
     for lease in table.leases.values():
         step = lease.anchor
         while step is not None:
@@ -115,7 +115,7 @@ def in_display_order(tree: RadixTree) -> list[TreeEdge]:
     return shown
 
 
-def tree_node(node: NodeView, edge: TreeEdge, crossing: list[Lease]) -> TreeNode:
+def tree_node(node: NodeView, edge: TreeEdge, crossing: list[LeaseRecord]) -> TreeNode:
     """One node of the tree with its holders, which are ``crossing``."""
     parent = edge.parent
     tokens = np.frombuffer(edge.edge, dtype="<i4")
@@ -171,7 +171,7 @@ def _page(node: NodeView, page: int) -> Explanation | Refusal:
     return Explanation(f"page {page} is free")
 
 
-def _held(node: NodeView, lease: Lease, page: int) -> Explanation:
+def _held(node: NodeView, lease: LeaseRecord, page: int) -> Explanation:
     verb = "in quarantine under" if lease.quarantine else "held by"
     waits_for = lease_waits_for(node, lease)
     said = [f"waits for {waits_for}"] if waits_for else []
@@ -248,7 +248,7 @@ class Explanation(msgspec.Struct, frozen=True):
     marks: tuple[Mark, ...] = ()
 
 
-def lease_refs(leases: Iterable[Lease]) -> list[str]:
+def lease_refs(leases: Iterable[LeaseRecord]) -> list[str]:
     """The first few, to be asked about next."""
     return [f"lease:{lease.id}" for lease, _ in zip(leases, range(MAX_LINKS), strict=False)]
 
@@ -258,7 +258,7 @@ def node_refs(edges: Iterable[TreeEdge]) -> list[str]:
     return [f"node:{edge.id}" for edge, _ in zip(edges, range(MAX_LINKS), strict=False)]
 
 
-def holder_refs(lease: Lease) -> list[str]:
+def holder_refs(lease: LeaseRecord) -> list[str]:
     """A lease, and whose it is."""
     return [f"lease:{lease.id}", *([f"client:{lease.session}"] if lease.session else [])]
 
@@ -373,7 +373,7 @@ def _has(pages: Pages, page: int) -> bool:
     return has_page(pages, pack_ids([page]))
 
 
-def _in_lease(keeper: ComponentPages, lease: Lease, page: int) -> str:
+def _in_lease(keeper: ComponentPages, lease: LeaseRecord, page: int) -> str:
     """Where in the lease it is, and what keeps it there."""
     size = keeper.component.page_size
     match keeper:
@@ -392,7 +392,7 @@ def _in_lease(keeper: ComponentPages, lease: Lease, page: int) -> str:
             return ""
 
 
-def _in_slot(keeper: Buffers, lease: Lease, slot: int) -> str:
+def _in_slot(keeper: Buffers, lease: LeaseRecord, slot: int) -> str:
     """Which page of the lease is copied there."""
     size = keeper.component.page_size
     where = f"it is slot {slot} of its {count(keeper.own_pages(lease))}"
@@ -411,7 +411,7 @@ def _at(keeper: ComponentPages, edge: TreeEdge, page: int) -> str:
     return f"beside node {edge.id}: the window of tokens {start} to {start + size}"
 
 
-def _needing(node: NodeView, leases: list[Lease]) -> list[str]:
+def _needing(node: NodeView, leases: list[LeaseRecord]) -> list[str]:
     """The leases that need what lies there."""
     found = [f"needed by {describe_holder(node, lease)}" for lease in leases]
     return found or ["needed by nobody: it can be evicted"]
@@ -446,7 +446,7 @@ def said_of_node(node: NodeView, edge: TreeEdge) -> list[str]:
     return said
 
 
-def said_of_lease(table: LeaseTable, lease: Lease) -> list[str]:
+def said_of_lease(table: LeaseTable, lease: LeaseRecord) -> list[str]:
     """Where in its row a lease has pages, and what of the tree it needs."""
     said = []
     for keeper in table.components.each:
@@ -510,7 +510,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
     )
 
 
-def _parts_of(node: NodeView, lease: Lease) -> Iterator[tuple[str, ReceivePart | SendPart]]:
+def _parts_of(node: NodeView, lease: LeaseRecord) -> Iterator[tuple[str, ReceivePart | SendPart]]:
     """The handoffs that fill it, have filled it, or read it, as links."""
     decoder, prefiller = node.decoder, node.prefiller
     for receive in decoder.known():
@@ -570,7 +570,7 @@ def of_client(node: NodeView, number: int) -> Explanation | Refusal:
     )
 
 
-def _lease_fact(node: NodeView, lease: Lease) -> str:
+def _lease_fact(node: NodeView, lease: LeaseRecord) -> str:
     n_locked = lease.anchor.end_tokens if lease.anchor is not None else 0
     locked = f", locks {n_locked} cached tokens" if n_locked else ""
     said = describe_holder(node, lease)

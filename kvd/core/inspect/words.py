@@ -15,7 +15,7 @@ from kvd.core.handoff.sources import TokenSpan, share_words, span_of
 from kvd.core.layout.seal import SUM_BYTES
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller
@@ -57,7 +57,7 @@ def node_word(node: NodeView) -> str:
     return "serving" if node.peers.generation else "transfer process restarting"
 
 
-def lease_word(lease: Lease) -> str:
+def lease_word(lease: LeaseRecord) -> str:
     """``held``, ``lingering``, ``quarantined``, or its standing on the way out and back."""
     if lease.quarantine is not None:
         return "quarantined"
@@ -68,7 +68,7 @@ def lease_word(lease: Lease) -> str:
     return "held" if is_somebodys else "lingering"
 
 
-def lease_waits_for(node: NodeView, lease: Lease) -> str:
+def lease_waits_for(node: NodeView, lease: LeaseRecord) -> str:
     """What would take it further; empty for one that runs."""
     if lease.quarantine is not None:
         return node.decoder.quarantines.waits_for(lease)
@@ -89,7 +89,7 @@ def death_of(session: Session) -> str:
     return f"{pids} to end, which may still write its pages: {session.hang_up.why.message}"
 
 
-def _former_waits_for(node: NodeView, lease: Lease) -> str:
+def _former_waits_for(node: NodeView, lease: LeaseRecord) -> str:
     if lease is node.former_leases.unproven:
         return "the leases of before the restart to end, and their engines to come back"
     session = node.sessions.by_id.get(lease.session)
@@ -97,7 +97,7 @@ def _former_waits_for(node: NodeView, lease: Lease) -> str:
     return "its engine to come back or to end" if is_away else "its engine to release it"
 
 
-def _running_waits_for(lease: Lease) -> str:
+def _running_waits_for(lease: LeaseRecord) -> str:
     if ARRIVAL in lease.holders:
         return "the prompt's KV to arrive"
     if ENGINE in lease.holders:

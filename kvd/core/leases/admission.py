@@ -19,7 +19,7 @@ from itertools import chain
 from operator import add, attrgetter
 from typing import TYPE_CHECKING, Protocol
 
-from kvd.core.cache.lease import Claim, Claimed, Demand, Lease, Shortage
+from kvd.core.cache.lease import Claim, Claimed, Demand, LeaseRecord, Shortage
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 
@@ -85,7 +85,7 @@ _REMEDIES = {
 class Asker(Protocol):
     """Who asked for room, and what becomes of the answer."""
 
-    def admitted(self, lease: Lease) -> None:
+    def admitted(self, lease: LeaseRecord) -> None:
         """There is room: this is the lease."""
 
     def refused(self, refusal: Refusal) -> None:
@@ -207,7 +207,7 @@ class Admission:
         self._overtakers = overtakers
         self._seen = (-1, -1)
 
-    def at_once(self, claim: Claim) -> Lease | Shortage | None:
+    def at_once(self, claim: Claim) -> LeaseRecord | Shortage | None:
         """The lease, if nobody waits for memory and there is room: the common case, no queue.
 
         Otherwise submit a waiter with what came back, so that nothing is looked for twice.

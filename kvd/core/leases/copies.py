@@ -22,7 +22,7 @@ from kvd.core import effects
 from kvd.core.layout.spec import region_names, saved_region
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.inputs import Copied, CopyFailed
     from kvd.core.layout.spec import Component, PoolSpec
     from kvd.core.leases.saved_area import SavedMove
@@ -39,7 +39,7 @@ class CopyAsker(Protocol):
         """It was refused, and wrote nothing."""
 
 
-class TransferProcess(Protocol):
+class OwnTransfer(Protocol):
     """The process that copies; ``Peers`` knows which one serves, because it tells them."""
 
     @property
@@ -104,7 +104,7 @@ class CopyRound:
 
     __slots__ = ("lease", "n_bytes", "tickets", "why")
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: LeaseRecord) -> None:
         self.lease = lease
         self.tickets: set[int] = set()
         self.n_bytes = 0
@@ -121,18 +121,18 @@ class LeaseCopies:
         """By component: its regions, each with that of its saved pages."""
         self._copies = copies
 
-    def leases(self) -> list[Lease]:
+    def leases(self) -> list[LeaseRecord]:
         """Those that have copies under way, each as often as it has."""
         return [one.lease for one in self.by_ticket.values()]
 
-    def save(self, asker: CopyAsker, lease: Lease, moved: list[SavedMove]) -> None:
+    def save(self, asker: CopyAsker, lease: LeaseRecord, moved: list[SavedMove]) -> None:
         """Order the copies out."""
         copying, order = CopyRound(lease), self._copies.order
         for one in moved:
             for region, saved in self._regions[one.component]:
                 self._note(copying, order(asker, region, one.pages, saved, one.slots))
 
-    def restore(self, asker: CopyAsker, lease: Lease, moved: list[SavedMove]) -> None:
+    def restore(self, asker: CopyAsker, lease: LeaseRecord, moved: list[SavedMove]) -> None:
         """Order the copies back."""
         copying, order = CopyRound(lease), self._copies.order
         for one in moved:
@@ -151,7 +151,7 @@ class LeaseCopies:
         copying.why = copying.why or why
         return None if copying.tickets else copying
 
-    def cut(self) -> list[Lease]:
+    def cut(self) -> list[LeaseRecord]:
         """The process is gone, and all of them with it; the leases whose they were."""
         leases = {lease.id: lease for lease in self.leases()}
         self.by_ticket = {}

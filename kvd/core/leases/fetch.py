@@ -35,10 +35,10 @@ from kvd.types import ID_BYTES, Pages, Tokens, count, page_ids
 from kvd.wire import client
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.effects import Outbox
     from kvd.core.inputs import Copied, CopyFailed
-    from kvd.core.leases.copies import Copies, TransferProcess
+    from kvd.core.leases.copies import Copies, OwnTransfer
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.owners import Owners
     from kvd.core.leases.retraction import Retractor
@@ -69,7 +69,7 @@ class FetchAsker:
         """Answer with the pages."""
         self._out.answer(
             self._session,
-            client.Fetched(
+            client.FetchReply(
                 call=self._call,
                 pages=pages,
                 hits=fetch.hits,
@@ -133,7 +133,7 @@ class Filling:
 
     __slots__ = ("fetch", "lease")
 
-    def __init__(self, lease: Lease, fetch: Fetch | None) -> None:
+    def __init__(self, lease: LeaseRecord, fetch: Fetch | None) -> None:
         self.lease = lease
         self.fetch = fetch
 
@@ -147,7 +147,7 @@ class Fetcher:
         leases: LeaseTable,
         owners: Owners,
         retractor: Retractor,
-        transfer: TransferProcess,
+        transfer: OwnTransfer,
         copies: Copies,
         out: Outbox,
     ) -> None:
@@ -188,7 +188,9 @@ class Fetcher:
             self._take_turn(lease, Fetch(asker, wanted, ahead))
         return refusal
 
-    def _unfit(self, buffers: Buffers, lease: Lease, message: client.FetchPages) -> Refusal | None:
+    def _unfit(
+        self, buffers: Buffers, lease: LeaseRecord, message: client.FetchPages
+    ) -> Refusal | None:
         """Why these pages of the lease cannot be had."""
         n_slots = buffers.resident[lease.id].n_slots
         n_wanted = count(message.pages)
@@ -213,7 +215,7 @@ class Fetcher:
             )
         return None
 
-    def _bad_numbers(self, lease: Lease, frame: bytes) -> Refusal | None:
+    def _bad_numbers(self, lease: LeaseRecord, frame: bytes) -> Refusal | None:
         """Why these are no logical pages of the lease. The cost is bounded by how many it has."""
         n_pages = count(lease.page_table)
         if len(frame) % ID_BYTES or len(frame) > len(lease.page_table):
@@ -232,7 +234,7 @@ class Fetcher:
             {"page": wrong, "pages": n_pages},
         )
 
-    def preload(self, lease: Lease, n_tokens: int, asker: PagesAsker) -> None:
+    def preload(self, lease: LeaseRecord, n_tokens: int, asker: PagesAsker) -> None:
         """All of a prompt that has just arrived, and fits: page ``n`` goes to slot ``n``."""
         lease.written_tokens = n_tokens
         self._take_turn(lease, Fetch(asker, list(range(self._table.pages_for(n_tokens))), []))
@@ -247,14 +249,14 @@ class Fetcher:
 
     # ---- turns -------------------------------------------------------------------------------
 
-    def _is_busy(self, lease: Lease) -> bool:
+    def _is_busy(self, lease: LeaseRecord) -> bool:
         return lease.id in self.turns or FETCH in lease.holders
 
-    def _take_turn(self, lease: Lease, turn: Fetch | Retreat) -> None:
+    def _take_turn(self, lease: LeaseRecord, turn: Fetch | Retreat) -> None:
         self.turns.setdefault(lease.id, deque()).append(turn)
         self._go_on(lease)
 
-    def _go_on(self, lease: Lease) -> None:
+    def _go_on(self, lease: LeaseRecord) -> None:
         """End the turns that can end now, in their order."""
         turns = self.turns.get(lease.id)
         while turns and self._is_over(lease, turns[0]):
@@ -262,7 +264,7 @@ class Fetcher:
         if not turns:
             self.turns.pop(lease.id, None)
 
-    def _is_over(self, lease: Lease, turn: Fetch | Retreat) -> bool:
+    def _is_over(self, lease: LeaseRecord, turn: Fetch | Retreat) -> bool:
         """Do what can be done now; whether nothing is left to do."""
         if isinstance(turn, Retreat):
             return self._retreated(lease, turn)
@@ -282,7 +284,7 @@ class Fetcher:
         turn.asker.fetched(turn, self._buffers.device_pages(lease, turn.wanted))
         return True
 
-    def _retreated(self, lease: Lease, turn: Retreat) -> bool:
+    def _retreated(self, lease: LeaseRecord, turn: Retreat) -> bool:
         if FETCH in lease.holders:
             return False
         refusal: Refusal | None = self._refusal(
@@ -296,7 +298,7 @@ class Fetcher:
             self._out.answer(turn.session, client.Failed(turn.message.call, refusal))
         return True
 
-    def _place(self, buffers: Buffers, lease: Lease, fetch: Fetch) -> bool:
+    def _place(self, buffers: Buffers, lease: LeaseRecord, fetch: Fetch) -> bool:
         """Slots and copies for what is needed, then for what may be; False: not now."""
         resident = buffers.resident[lease.id]
         is_serving = self._transfer.generation > 0
@@ -320,7 +322,7 @@ class Fetcher:
     # ---- copies ------------------------------------------------------------------------------
 
     def _fill(
-        self, buffers: Buffers, lease: Lease, missing: list[int], fetch: Fetch | None
+        self, buffers: Buffers, lease: LeaseRecord, missing: list[int], fetch: Fetch | None
     ) -> None:
         """Order the copy of these pages into their slots, and keep the lease until it is over."""
         host = Pages(np.frombuffer(lease.page_table, dtype="<i4")[missing].tobytes())
@@ -365,7 +367,7 @@ class Fetcher:
         for lease_id in list(self.turns):
             self._go_on(self._table.leases[lease_id])
 
-    def _lose(self, lease: Lease, ticket: int) -> None:
+    def _lose(self, lease: LeaseRecord, ticket: int) -> None:
         """What one copy wrote is not to be used: who counted on it must have it placed again."""
         buffers = self._filled()
         buffers.resident[lease.id].not_copied(ticket)
@@ -374,7 +376,7 @@ class Fetcher:
                 turn.is_placed = False
         self._let_go(buffers, lease)
 
-    def _let_go(self, buffers: Buffers, lease: Lease) -> None:
+    def _let_go(self, buffers: Buffers, lease: LeaseRecord) -> None:
         """One copy is over; with the last one a lease that nobody else wants ends."""
         # The read first: the last holder frees all that is held, and would free what is deferred
         # a second time if the read ended after it.
@@ -389,7 +391,7 @@ class Fetcher:
 
     # ---- the engine lets go ------------------------------------------------------------------
 
-    def lease_ends(self, lease: Lease) -> None:
+    def lease_ends(self, lease: LeaseRecord) -> None:
         """Its engine releases it or is dead: who waits is told, copies under way go on."""
         for turn in self.turns.pop(lease.id, ()):
             why = self._refusal(Code.CANCELLED, f"lease {lease.id} was released meanwhile")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.cache.lease import UNPROVEN, Claim, Lease
+from kvd.core.cache.lease import UNPROVEN, Claim, LeaseRecord
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.effects import NoteFreed
 from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
@@ -54,15 +54,15 @@ class FormerLeases:
     def __init__(
         self, settings: Settings, table: LeaseTable, sessions: SessionTable, out: Outbox
     ) -> None:
-        self.leases: dict[int, Lease] = {}
+        self.leases: dict[int, LeaseRecord] = {}
         """By number, oldest first."""
-        self.unproven: Lease | None = None
+        self.unproven: LeaseRecord | None = None
         self._is_journaled = settings.is_journaled
         self._table = table
         self._sessions = sessions
         self._out = out
 
-    def of_session(self, session: int) -> list[Lease]:
+    def of_session(self, session: int) -> list[LeaseRecord]:
         """Those of one engine."""
         return [lease for lease in self.leases.values() if lease.session == session]
 
@@ -127,7 +127,7 @@ class FormerLeases:
                 f"are free, {n_sessions} sessions are open; adopt before anything else"
             )
 
-    def lease_ended(self, lease: Lease) -> None:
+    def lease_ended(self, lease: LeaseRecord) -> None:
         """One of them was released."""
         del self.leases[lease.id]
         self.free_unproven()
@@ -186,11 +186,11 @@ class FormerLeases:
         )
         self.unproven = self._lease(table.opened + table.number_above, claim, pages)
 
-    def _lease(self, number: int, claim: Claim, held: Pages) -> Lease:
+    def _lease(self, number: int, claim: Claim, held: Pages) -> LeaseRecord:
         """A lease that locks the path of its tokens, and has ``held`` beside it."""
         table = self._table
         anchor = table.tree.hold(claim.tokens, claim.namespace)
-        lease = Lease(number, claim, anchor, Pages(table.tree.path_pages(anchor) + held))
+        lease = LeaseRecord(number, claim, anchor, Pages(table.tree.path_pages(anchor) + held))
         lease.owned = anchor.end_tokens // table.page_size
         lease.state = LeaseStage.FORMER
         lease.since_s = lease.touched_s = self._out.at_s

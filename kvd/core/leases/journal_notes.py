@@ -20,7 +20,7 @@ from kvd.core.effects import NoteCached, NoteEnded, NoteFreed, NoteHeld
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, count
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix_node import Extension, RadixNode
     from kvd.core.effects import Outbox
@@ -36,7 +36,7 @@ class JournalNotes:
         self._pool = pool
         self._out = out
 
-    def note_held(self, lease: Lease, pages: Pages) -> None:
+    def note_held(self, lease: LeaseRecord, pages: Pages) -> None:
         """``pages`` are new to the lease; nothing is noted while only a remote may touch them."""
         if ENGINE in lease.holders:
             self._out.effects.append(
@@ -48,7 +48,7 @@ class JournalNotes:
                 )
             )
 
-    def note_cached(self, lease: Lease, extension: Extension) -> None:
+    def note_cached(self, lease: LeaseRecord, extension: Extension) -> None:
         """Pages of the lease joined the tree, and its lock is behind them."""
         node, joined = extension.node, extension.joined
         is_noted = ENGINE in lease.holders
@@ -83,7 +83,7 @@ class JournalNotes:
         if pages:
             self._out.effects.append(NoteFreed(pages))
 
-    def note_ended(self, lease: Lease) -> None:
+    def note_ended(self, lease: LeaseRecord) -> None:
         """Its engine has let go, or keeps nothing of it but its number.
 
         Call it before its lock goes: a lease that was retracted has none, and was noted then.

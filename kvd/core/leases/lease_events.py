@@ -12,12 +12,12 @@ from kvd.types import count
 from kvd.wire import events
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
 
 
-def tell_opened(out: Outbox, lease: Lease, anchor: RadixNode, missed: int, why: str) -> None:
+def tell_opened(out: Outbox, lease: LeaseRecord, anchor: RadixNode, missed: int, why: str) -> None:
     """A prefix is locked and pages are held."""
     out.seq = seq = out.seq + 1
     out.events.append(
@@ -38,14 +38,14 @@ def tell_opened(out: Outbox, lease: Lease, anchor: RadixNode, missed: int, why: 
     )
 
 
-def tell_extended(out: Outbox, lease: Lease) -> None:
+def tell_extended(out: Outbox, lease: LeaseRecord) -> None:
     """More pages are held, or a retracted lease has pages and a lock again."""
     anchor = lease.anchor
     locked = anchor.id if anchor is not None and anchor.parent is not None else 0
     out.emit(events.LeaseExtended, lease=lease.id, held_pages=lease.held_pages, locked_node=locked)
 
 
-def tell_committed(out: Outbox, lease: Lease, node: RadixNode, duplicate_pages: int) -> None:
+def tell_committed(out: Outbox, lease: LeaseRecord, node: RadixNode, duplicate_pages: int) -> None:
     """Whole pages are in the tree, and the lock is behind them, at ``node``."""
     out.seq = seq = out.seq + 1
     out.events.append(
@@ -60,7 +60,9 @@ def tell_committed(out: Outbox, lease: Lease, node: RadixNode, duplicate_pages: 
     )
 
 
-def tell_released(out: Outbox, lease: Lease, cause: str, freed_pages: int, was_locked: int) -> None:
+def tell_released(
+    out: Outbox, lease: LeaseRecord, cause: str, freed_pages: int, was_locked: int
+) -> None:
     """It is gone; ``was_locked`` is the node that it locked until now."""
     at_s = out.at_s
     out.seq = seq = out.seq + 1
@@ -78,7 +80,7 @@ def tell_released(out: Outbox, lease: Lease, cause: str, freed_pages: int, was_l
     )
 
 
-def tell_quarantined(out: Outbox, lease: Lease, was_locked: int) -> None:
+def tell_quarantined(out: Outbox, lease: LeaseRecord, was_locked: int) -> None:
     """Its pages may still be written by a remote; ``was_locked`` as for a release."""
     held = lease.quarantine
     assert held is not None
@@ -93,7 +95,7 @@ def tell_quarantined(out: Outbox, lease: Lease, was_locked: int) -> None:
     )
 
 
-def tell_quarantine_ended(out: Outbox, lease: Lease, n_pages: int, proof: str) -> None:
+def tell_quarantine_ended(out: Outbox, lease: LeaseRecord, n_pages: int, proof: str) -> None:
     """They may not any more."""
     since_s = lease.quarantine.since_s if lease.quarantine else out.at_s
     out.emit(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core.cache.eviction import eviction_order
-from kvd.core.cache.lease import ENGINE, Claimed, Demand, Lease, Shortage
+from kvd.core.cache.lease import ENGINE, Claimed, Demand, LeaseRecord, Shortage
 from kvd.core.cache.moved_pages import MovedPages
 from kvd.core.cache.pages import PagePool
 from kvd.core.cache.radix import EvictedFilter, RadixTree
@@ -113,7 +113,7 @@ class LeaseTable:
         self.capacity_pages = spec.pages[0] - 1
         """Pages that exist, the null page not counted."""
         self.page_bytes = lockstep_bytes(spec)
-        self.leases: dict[int, Lease] = {}
+        self.leases: dict[int, LeaseRecord] = {}
         self.releases = 0
         """Grows whenever headroom may have grown: a blocked request need not look before.
 
@@ -148,7 +148,7 @@ class LeaseTable:
 
     # ---- one claim ---------------------------------------------------------------------------
 
-    def open_lease(self, claim: Claim) -> Lease | Shortage:
+    def open_lease(self, claim: Claim) -> LeaseRecord | Shortage:
         """Lock the cached prefix, then hold pages for the rest; all of it or nothing."""
         claimed = self.claim(claim, self.budgets.nothing)
         if isinstance(claimed, Shortage):
@@ -185,7 +185,7 @@ class LeaseTable:
         tree.unlock(anchor)
         return shortage
 
-    def open_leases(self, claimed: list[Claimed]) -> list[Lease]:
+    def open_leases(self, claimed: list[Claimed]) -> list[LeaseRecord]:
         """The pages of claims that fit side by side, with one eviction for all of them."""
         demand = self.budgets.nothing
         for one in claimed:
@@ -199,7 +199,7 @@ class LeaseTable:
         if self.components.each:
             self.components.make_room(demand[1:])
 
-    def _grant(self, claimed: Claimed) -> Lease:
+    def _grant(self, claimed: Claimed) -> LeaseRecord:
         """Take the promised pages: the lease begins, or a retracted one has pages again."""
         claim, anchor = claimed.claim, claimed.anchor
         owned = anchor.end_tokens // self.page_size
@@ -216,11 +216,11 @@ class LeaseTable:
             self.components.grant(lease, claimed)
         return lease
 
-    def _opened(self, claim: Claim, anchor: RadixNode, pages: Pages, owned: int) -> Lease:
+    def _opened(self, claim: Claim, anchor: RadixNode, pages: Pages, owned: int) -> LeaseRecord:
         """A new lease."""
         self.opened += 1
         out = self._out
-        lease = Lease(self.opened + self.number_above, claim, anchor, pages)
+        lease = LeaseRecord(self.opened + self.number_above, claim, anchor, pages)
         lease.owned = owned
         lease.since_s = lease.touched_s = out.at_s
         self.leases[lease.id] = lease
@@ -234,7 +234,7 @@ class LeaseTable:
         lease_events.tell_opened(out, lease, anchor, missed, why)
         return lease
 
-    def extend(self, lease: Lease, n_tokens: int) -> Shortage | None:
+    def extend(self, lease: LeaseRecord, n_tokens: int) -> Shortage | None:
         """Hold pages for ``n_tokens`` more, now or not at all."""
         room_tokens = lease.room_tokens + n_tokens
         needed = self.pages_for(room_tokens) - count(lease.page_table)
@@ -254,7 +254,7 @@ class LeaseTable:
         lease.touched_s = self._out.at_s
         return None
 
-    def commit(self, lease: Lease, new_tokens: Tokens) -> int | Refusal:
+    def commit(self, lease: LeaseRecord, new_tokens: Tokens) -> int | Refusal:
         """KV of the known and the new tokens is written: whole pages join the tree.
 
         Returns:
@@ -280,7 +280,7 @@ class LeaseTable:
             self._cache(lease, lease.anchor, last)
         return first
 
-    def _cache(self, lease: Lease, anchor: RadixNode, last: int) -> None:
+    def _cache(self, lease: LeaseRecord, anchor: RadixNode, last: int) -> None:
         """Move the pages ``[owned, last)`` into the tree; the lock follows them."""
         first, pages = lease.owned, lease.page_table
         mine = slice_pages(pages, first, last)
@@ -304,7 +304,7 @@ class LeaseTable:
         duplicate_pages = count(extension.duplicates)
         lease_events.tell_committed(self._out, lease, extension.node, duplicate_pages)
 
-    def _give_back(self, lease: Lease, duplicates: Pages) -> None:
+    def _give_back(self, lease: LeaseRecord, duplicates: Pages) -> None:
         """Free replaced pages, but not under a post that reads them."""
         if lease.reads:
             lease.deferred = Pages(lease.deferred + duplicates)
@@ -314,7 +314,7 @@ class LeaseTable:
 
     # ---- retraction --------------------------------------------------------------------------
 
-    def vacate(self, lease: Lease, tokens: Tokens) -> None:
+    def vacate(self, lease: LeaseRecord, tokens: Tokens) -> None:
         """Unlock the prefix and free the pages; the lease stays, and knows ``tokens``."""
         if self._journal is not None and ENGINE in lease.holders:
             self._journal.note_ended(lease)
@@ -331,7 +331,7 @@ class LeaseTable:
         lease.room_tokens = max(lease.room_tokens, count(tokens))
         self.releases += 1
 
-    def _again(self, lease: Lease, anchor: RadixNode, pages: Pages) -> Lease:
+    def _again(self, lease: LeaseRecord, anchor: RadixNode, pages: Pages) -> LeaseRecord:
         """A retracted lease has a lock and pages again."""
         lease.anchor = anchor
         lease.page_table = pages
@@ -344,7 +344,7 @@ class LeaseTable:
 
     # ---- holders and readers -----------------------------------------------------------------
 
-    def hold_for_send(self, lease: Lease, holder: str, prompt_tokens: int) -> None:
+    def hold_for_send(self, lease: LeaseRecord, holder: str, prompt_tokens: int) -> None:
         """One more holder, which lets go when the prompt is sent; the last one ends the lease."""
         lease.holders.add(holder)
         needs = self.components.fresh_tokens(prompt_tokens, cached=True)
@@ -352,24 +352,24 @@ class LeaseTable:
             known = lease.sent_from
             lease.sent_from = needs if known is None else min(known, needs)
 
-    def slide(self, lease: Lease, upto_tokens: int) -> Refusal | None:
+    def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on: windows behind it go back."""
         refusal = self.components.slide(lease, upto_tokens)
         self.releases += refusal is None
         return refusal
 
-    def hand_over(self, lease: Lease, reason: str) -> None:
+    def hand_over(self, lease: LeaseRecord, reason: str) -> None:
         """The prompt is here: from now on the lease is the engine's."""
         lease.holders = {ENGINE}
         lease.reason = reason
         if self._journal is not None:
             self._journal.note_held(lease, lease.held)
 
-    def begin_read(self, lease: Lease) -> None:
+    def begin_read(self, lease: LeaseRecord) -> None:
         """A post reads its pages from now on."""
         lease.reads += 1
 
-    def end_read(self, lease: Lease) -> None:
+    def end_read(self, lease: LeaseRecord) -> None:
         """That post is over."""
         lease.reads -= 1
         if not lease.reads and lease.deferred:
@@ -377,7 +377,7 @@ class LeaseTable:
             lease.deferred = NO_PAGES
             self.releases += 1
 
-    def release(self, lease: Lease, holder: str, cause: str) -> None:
+    def release(self, lease: LeaseRecord, holder: str, cause: str) -> None:
         """``holder`` lets go; the last one unlocks the prefix and frees the held pages."""
         lease.holders.discard(holder)
         # Noted before its lock goes: by its anchor the journal knows whether it kept anything.
@@ -402,7 +402,7 @@ class LeaseTable:
 
     # ---- quarantine --------------------------------------------------------------------------
 
-    def quarantine(self, lease: Lease, quarantine: Quarantine) -> None:
+    def quarantine(self, lease: LeaseRecord, quarantine: Quarantine) -> None:
         """A remote may still write the held pages: keep them from everybody, unlock the rest."""
         # Cached pages are never written by a remote, so they are unlocked; only its own are kept.
         self.components.quarantine_lease(lease)
@@ -416,12 +416,12 @@ class LeaseTable:
         self.releases += 1
         lease_events.tell_quarantined(self._out, lease, was_locked)
 
-    def narrow_quarantine(self, lease: Lease, writers: tuple[Writer, ...]) -> None:
+    def narrow_quarantine(self, lease: LeaseRecord, writers: tuple[Writer, ...]) -> None:
         """Some of the writers are over; these may still write."""
         if lease.quarantine is not None:
             lease.quarantine = msgspec.structs.replace(lease.quarantine, writers=writers)
 
-    def end_quarantine(self, lease: Lease, proof: str) -> None:
+    def end_quarantine(self, lease: LeaseRecord, proof: str) -> None:
         """The writer has settled, is proven gone, or was fenced: the pages are free."""
         n_pages = count(lease.page_table)
         self.return_pages(lease.page_table, lease)
@@ -463,7 +463,7 @@ class LeaseTable:
             self.evict(short, "room")
         return True
 
-    def _unlock(self, lease: Lease) -> int:
+    def _unlock(self, lease: LeaseRecord) -> int:
         """Take its lock off the tree; the node at whose end it was, 0 where nothing was locked."""
         anchor = lease.anchor
         if anchor is None:
@@ -472,7 +472,7 @@ class LeaseTable:
         lease.anchor = None
         return anchor.id if anchor.parent is not None else 0
 
-    def _forget(self, lease: Lease, cause: str, freed_pages: int, was_locked: int) -> None:
+    def _forget(self, lease: LeaseRecord, cause: str, freed_pages: int, was_locked: int) -> None:
         del self.leases[lease.id]
         self.releases += 1
         self.released += 1

@@ -17,7 +17,7 @@ from kvd.types import count
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.effects import Outbox
     from kvd.core.leases.former_leases import FormerLeases
     from kvd.core.leases.lease_table import LeaseTable
@@ -59,7 +59,7 @@ def owner_of(held_in: HolderView, session: int) -> tuple[str, int]:
     return (found.name, found.pids[0]) if found else (f"session {session} (gone)", 0)
 
 
-def describe_holder(held_in: HolderView, lease: Lease) -> str:
+def describe_holder(held_in: HolderView, lease: LeaseRecord) -> str:
     """A lease as one short phrase."""
     name, pid = owner_of(held_in, lease.session)
     shunned = hung_up_words(held_in, lease)
@@ -72,7 +72,7 @@ def describe_holder(held_in: HolderView, lease: Lease) -> str:
     return f"{said}, {shunned}" if shunned else said
 
 
-def hung_up_words(held_in: HolderView, lease: Lease) -> str:
+def hung_up_words(held_in: HolderView, lease: LeaseRecord) -> str:
     """That kvd hung up on its engine, which holds it until it is dead; empty where it did not."""
     session = held_in.sessions.by_id.get(lease.session)
     if session is None or session.hang_up is None or ENGINE not in lease.holders:
@@ -80,7 +80,7 @@ def hung_up_words(held_in: HolderView, lease: Lease) -> str:
     return f"hung up on for {held_in.out.at_s - session.hang_up.since_s:.1f} s"
 
 
-def said_of_former(held_in: HolderView, lease: Lease) -> str:
+def said_of_former(held_in: HolderView, lease: LeaseRecord) -> str:
     """Why it is there, of a lease of before the restart."""
     age_s = held_in.out.at_s - lease.since_s
     session = held_in.sessions.by_id.get(lease.session)
@@ -100,7 +100,7 @@ class Kept(NamedTuple):
 
     pages: int
     locked: int
-    lease: Lease
+    lease: LeaseRecord
 
 
 class Owners:
@@ -122,7 +122,7 @@ class Owners:
 
     # ---- the lease that a request names ------------------------------------------------------
 
-    def lease_of(self, session: int, lease_id: int) -> Lease | Refusal:
+    def lease_of(self, session: int, lease_id: int) -> LeaseRecord | Refusal:
         """The session's lease, in whatever state."""
         lease = self._leases.leases.get(lease_id)
         if lease is None or lease.session != session or ENGINE not in lease.holders:
@@ -134,7 +134,7 @@ class Owners:
             )
         return lease
 
-    def running_lease_of(self, session: int, lease_id: int) -> Lease | Refusal:
+    def running_lease_of(self, session: int, lease_id: int) -> LeaseRecord | Refusal:
         """The session's lease, which has its pages and may use them."""
         lease = self.lease_of(session, lease_id)
         if isinstance(lease, Refusal):
@@ -155,7 +155,7 @@ class Owners:
             side=self._name,
         )
 
-    def before_restart(self, lease: Lease) -> Refusal:
+    def before_restart(self, lease: LeaseRecord) -> Refusal:
         """What the engine of a former lease is told when it wants more than to be rid of it."""
         return Refusal(
             Code.BEFORE_RESTART,
@@ -166,7 +166,7 @@ class Owners:
             numbers={"lease": lease.id},
         )
 
-    def former_lease_of(self, session: int, lease_id: int) -> Lease | None:
+    def former_lease_of(self, session: int, lease_id: int) -> LeaseRecord | None:
         """The session's lease, if it is one of before the restart."""
         lease = self.former_leases.leases.get(lease_id)
         return lease if lease is not None and lease.session == session else None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import ENGINE, RESTORE, Claim, Lease, Shortage
+from kvd.core.cache.lease import ENGINE, RESTORE, Claim, LeaseRecord, Shortage
 from kvd.core.cache.lease_state import LeaseStage, LeaseTransition
 from kvd.core.leases.admission import MemoryAsker, Waiter
 from kvd.core.leases.copies import LeaseCopies
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.inputs import Copied, CopyFailed
     from kvd.core.leases.admission import Admission
-    from kvd.core.leases.copies import Copies, TransferProcess
+    from kvd.core.leases.copies import Copies, OwnTransfer
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.owners import Owners
     from kvd.core.leases.saved_area import SavedMove
@@ -63,11 +63,11 @@ class ResumeAsker(MemoryAsker):
 
     __slots__ = ("_lease", "_retractor")
 
-    def __init__(self, retractor: Retractor, lease: Lease) -> None:
+    def __init__(self, retractor: Retractor, lease: LeaseRecord) -> None:
         self._retractor = retractor
         self._lease = lease
 
-    def admitted(self, lease: Lease) -> None:
+    def admitted(self, lease: LeaseRecord) -> None:
         """RESUMING -> RESTORING, or RUNNING at once."""
         self._retractor.admitted(lease)
 
@@ -85,12 +85,12 @@ class Retractor:
         leases: LeaseTable,
         owners: Owners,
         admission: Admission,
-        transfer: TransferProcess,
+        transfer: OwnTransfer,
         copies: Copies,
         out: Outbox,
     ) -> None:
         self.copies = LeaseCopies(settings.spec, copies)
-        self.uncopied: dict[int, Lease] = {}
+        self.uncopied: dict[int, LeaseRecord] = {}
         """By lease id: to be restored as soon as a transfer process serves."""
         self.retracted = self.resumed = 0
         self.restored_bytes = self.spared_bytes = 0
@@ -135,7 +135,9 @@ class Retractor:
         self.copies.save(self, lease, table.saved.to_save(lease))
         return None
 
-    def _unfit(self, lease: Lease, message: client.RetractLease, tokens: Tokens) -> Refusal | None:
+    def _unfit(
+        self, lease: LeaseRecord, message: client.RetractLease, tokens: Tokens
+    ) -> Refusal | None:
         """Why the lease cannot be retracted now, or not like this."""
         if message.keep not in KEEPS:
             return self._refusal(Code.BAD_REQUEST, f"keep={message.keep!r} is none of {KEEPS}")
@@ -161,7 +163,7 @@ class Retractor:
             )
         return None
 
-    def _no_room(self, lease: Lease, shortage: Shortage) -> Refusal:
+    def _no_room(self, lease: LeaseRecord, shortage: Shortage) -> Refusal:
         area = self._leases.saved.pools[shortage.budget]
         holding = [one for one in self._leases.leases.values() if one.saved_pages]
         holding.sort(key=lambda one: -one.saved_pages)
@@ -217,13 +219,13 @@ class Retractor:
         # Before it is asked for: a lease that is admitted at once looks for its caller.
         self._callers[lease.id] = caller
         found = self._admission.at_once(claim)
-        if isinstance(found, Lease):
+        if isinstance(found, LeaseRecord):
             self.admitted(found)
         else:
             self._admission.submit(caller.waiter, found)
         return None
 
-    def admitted(self, lease: Lease) -> None:
+    def admitted(self, lease: LeaseRecord) -> None:
         """It has a lock and pages again: restore what the tree did not give it."""
         area = self._leases.saved
         caller = self._callers[lease.id]
@@ -245,25 +247,25 @@ class Retractor:
         del self._callers[lease.id]
         self._told_resumed(lease, caller, kv_tokens, 0, spared_bytes)
 
-    def not_admitted(self, lease: Lease, refusal: Refusal) -> None:
+    def not_admitted(self, lease: LeaseRecord, refusal: Refusal) -> None:
         """It stays retracted, and what is saved of it stays saved."""
         self._leases.saved.turn(lease, LeaseTransition.GIVEN_UP)
         self._answer_failed(lease, refusal)
 
-    def _restore(self, lease: Lease, moved: list[SavedMove]) -> None:
+    def _restore(self, lease: LeaseRecord, moved: list[SavedMove]) -> None:
         """Order the copies now, or as soon as a transfer process serves."""
         if not self._transfer.generation:
             self.uncopied[lease.id] = lease
             return
         self.copies.restore(self, lease, moved)
 
-    def _fresh_tokens(self, lease: Lease) -> int | None:
+    def _fresh_tokens(self, lease: LeaseRecord) -> int | None:
         """From where on it gets windows and states back; None: it goes on from the tree's."""
         if lease.saved is None or not self._leases.components.each:
             return None
         return lease.saved.fresh_tokens
 
-    def _kv_tokens(self, lease: Lease) -> int:
+    def _kv_tokens(self, lease: LeaseRecord) -> int:
         """Tokens whose KV the lease has once it runs again."""
         if lease.saved is None:
             return lease.prefix_tokens
@@ -291,20 +293,20 @@ class Retractor:
         else:
             self._restored(all_over.lease, all_over.n_bytes)
 
-    def _saved(self, lease: Lease) -> None:
+    def _saved(self, lease: LeaseRecord) -> None:
         caller, freed_pages = self._callers.pop(lease.id, None), lease.held_pages
         self._leases.saved.end_save(lease)
         if caller is not None:
             self._told_retracted(lease, caller, freed_pages)
 
-    def _restored(self, lease: Lease, n_bytes: int) -> None:
+    def _restored(self, lease: LeaseRecord, n_bytes: int) -> None:
         caller, kv_tokens = self._callers.pop(lease.id, None), self._kv_tokens(lease)
         spared_bytes = lease.saved_bytes - n_bytes
         self._leases.saved.end_restore(lease)
         if caller is not None:
             self._told_resumed(lease, caller, kv_tokens, n_bytes, spared_bytes)
 
-    def _refused(self, lease: Lease, why: str) -> None:
+    def _refused(self, lease: LeaseRecord, why: str) -> None:
         """One of its copies was refused, so the others are for nothing.
 
         It is called when the last of them is over: until then they write.
@@ -349,7 +351,7 @@ class Retractor:
 
     # ---- the engine lets go ------------------------------------------------------------------
 
-    def lease_ends(self, lease: Lease) -> None:
+    def lease_ends(self, lease: LeaseRecord) -> None:
         """Its engine releases it or is dead: who waits for it is told, a copy under way goes on."""
         caller = self._callers.pop(lease.id, None)
         if caller is not None:
@@ -364,7 +366,7 @@ class Retractor:
 
     # ---- what is said ------------------------------------------------------------------------
 
-    def _told_retracted(self, lease: Lease, caller: Caller, freed_pages: int) -> None:
+    def _told_retracted(self, lease: LeaseRecord, caller: Caller, freed_pages: int) -> None:
         saved_bytes = lease.saved_bytes
         self.retracted += 1
         out = self._out
@@ -382,7 +384,7 @@ class Retractor:
 
     def _told_resumed(
         self,
-        lease: Lease,
+        lease: LeaseRecord,
         caller: Caller,
         kv_tokens: int,
         restored_bytes: int,
@@ -416,7 +418,7 @@ class Retractor:
             ),
         )
 
-    def _answer_failed(self, lease: Lease, refusal: Refusal) -> None:
+    def _answer_failed(self, lease: LeaseRecord, refusal: Refusal) -> None:
         caller = self._callers.pop(lease.id, None)
         if caller is not None:
             self._out.answer(caller.session, client.Failed(caller.call, refusal))

@@ -39,7 +39,7 @@ from kvd.errors import Code, Refusal
 from kvd.types import NO_PAGES, Pages, count, slice_pages
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component, PoolSpec
     from kvd.core.leases.lease_table import LeaseTable
@@ -87,7 +87,7 @@ class SavedArea:
 
     # ---- out ---------------------------------------------------------------------------------
 
-    def begin_save(self, lease: Lease, tokens: Tokens) -> Shortage | Refusal | None:
+    def begin_save(self, lease: LeaseRecord, tokens: Tokens) -> Shortage | Refusal | None:
         """Take saved pages for all that the lease has of ``tokens``, all or none.
 
         Nothing else changes yet.
@@ -112,7 +112,7 @@ class SavedArea:
         lease.holders.add(SAVE)
         return None
 
-    def _wanted(self, lease: Lease, n_tokens: int) -> dict[str, PageSpan] | Refusal:
+    def _wanted(self, lease: LeaseRecord, n_tokens: int) -> dict[str, PageSpan] | Refusal:
         """By component, the pages that have to be saved."""
         table, wanted = self._table, {}
         if self._first in self.pools:
@@ -148,13 +148,13 @@ class SavedArea:
                 fresh = min(fresh, part.first * component.page_size)
         return fresh
 
-    def cut_save(self, lease: Lease) -> None:
+    def cut_save(self, lease: LeaseRecord) -> None:
         """The pages were not saved: the lease runs on as before."""
         self.turn(lease, LeaseTransition.CUT)
         self.drop(lease)
         self._table.release(lease, SAVE, "cut")
 
-    def end_save(self, lease: Lease) -> None:
+    def end_save(self, lease: LeaseRecord) -> None:
         """Its bytes are saved: unlock the prefix, free the pages; if nobody wants it, all of it."""
         lease.retracted_s = self._out.at_s
         # The pages before the holder: whoever lets go last forgets the lease.
@@ -163,7 +163,7 @@ class SavedArea:
         self.turn(lease, LeaseTransition.SAVED)
         self._table.release(lease, SAVE, "retracted")
 
-    def leave(self, lease: Lease, tokens: Tokens) -> None:
+    def leave(self, lease: LeaseRecord, tokens: Tokens) -> None:
         """Unlock the prefix and free the pages; nothing of them is kept."""
         lease.retracted_s = self._out.at_s
         self._table.vacate(lease, tokens)
@@ -171,57 +171,57 @@ class SavedArea:
 
     # ---- and back ----------------------------------------------------------------------------
 
-    def begin_restore(self, lease: Lease) -> None:
+    def begin_restore(self, lease: LeaseRecord) -> None:
         """Saved bytes are on their way into its pages."""
         self.turn(lease, LeaseTransition.ADMITTED)
         lease.holders.add(RESTORE)
 
-    def end_restore(self, lease: Lease) -> None:
+    def end_restore(self, lease: LeaseRecord) -> None:
         """Its pages hold what was saved: those of the area are free now."""
         self.turn(lease, LeaseTransition.RESTORED)
         self.drop(lease)
         self._table.release(lease, RESTORE, "restored")
 
-    def undo_restore(self, lease: Lease) -> None:
+    def undo_restore(self, lease: LeaseRecord) -> None:
         """It is not restored: the pages go back, the bytes stay saved for whoever wants them."""
         self._table.vacate(lease, lease.tokens)
         self.turn(lease, LeaseTransition.REFUSED)
         self._table.release(lease, RESTORE, "refused")
 
-    def give_up(self, lease: Lease) -> None:
+    def give_up(self, lease: LeaseRecord) -> None:
         """Its pages cannot take what was saved: they go back, the bytes stay saved."""
         self._table.vacate(lease, lease.tokens)
         self.turn(lease, LeaseTransition.GIVEN_UP)
 
-    def complete(self, lease: Lease) -> None:
+    def complete(self, lease: LeaseRecord) -> None:
         """It needs nothing of what was saved: the tree had all of it."""
         self.turn(lease, LeaseTransition.COMPLETE)
         self.drop(lease)
 
-    def drop(self, lease: Lease) -> None:
+    def drop(self, lease: LeaseRecord) -> None:
         """Free what it has here."""
         saved, lease.saved = lease.saved, None
         if saved is not None:
             for part in saved.parts:
                 self.pools[part.component].return_pages(part.slots)
 
-    def turn(self, lease: Lease, turn: LeaseTransition) -> None:
+    def turn(self, lease: LeaseRecord, turn: LeaseTransition) -> None:
         """The lease goes on to its next state."""
         lease.state = next_stage(lease.state, turn)
 
     # ---- what is copied ----------------------------------------------------------------------
 
-    def to_save(self, lease: Lease) -> list[SavedMove]:
+    def to_save(self, lease: LeaseRecord) -> list[SavedMove]:
         """Everything that the lease has, of every component."""
         moved = self._moved(lease, 0)
         assert not isinstance(moved, Refusal), "what was taken for its pages fits them"
         return moved
 
-    def to_restore(self, lease: Lease) -> list[SavedMove] | Refusal:
+    def to_restore(self, lease: LeaseRecord) -> list[SavedMove] | Refusal:
         """What the tree did not give it; or which pages were mapped and never saved."""
         return self._moved(lease, lease.owned)
 
-    def _moved(self, lease: Lease, first: int) -> list[SavedMove] | Refusal:
+    def _moved(self, lease: LeaseRecord, first: int) -> list[SavedMove] | Refusal:
         """Saved pages and the lease's pages for them, kv from page ``first`` on."""
         saved = lease.saved
         if saved is None:
@@ -248,7 +248,7 @@ class SavedArea:
         return [one for one in moved if one.pages]
 
     def _unsaved(
-        self, lease: Lease, component: str, now: PageSpan, part: SavedPart | None
+        self, lease: LeaseRecord, component: str, now: PageSpan, part: SavedPart | None
     ) -> Refusal:
         first = part.first if part is not None else 0
         last = first + count(part.slots) if part is not None else 0

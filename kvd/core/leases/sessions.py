@@ -26,7 +26,7 @@ from kvd.errors import Code, Refusal
 from kvd.wire import events
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Lease
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.effects import Outbox
     from kvd.core.inputs import (
         ClientCameBack,
@@ -236,7 +236,7 @@ class Sessions:
             session.id, why
         )
 
-    def _leases_of(self, session: Session) -> list[Lease]:
+    def _leases_of(self, session: Session) -> list[LeaseRecord]:
         """Those that its engine holds."""
         return [
             lease
@@ -260,7 +260,7 @@ class Sessions:
             handoffs=handoffs,
         )
 
-    def end_lease(self, lease: Lease, cause: str) -> None:
+    def end_lease(self, lease: LeaseRecord, cause: str) -> None:
         """The engine lets go of a lease; a delivered handoff behind it is over too."""
         # Who waits for it is told while there is a lease to be named.
         self._fetcher.lease_ends(lease)

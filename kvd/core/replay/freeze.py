@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections import Counter, OrderedDict
     from collections.abc import Iterable, Iterator
 
-    from kvd.core.node import Node
+    from kvd.core.node import NodeState
 
 Write = Callable[[Any], Any]
 """How a thing of one type becomes a value. Any: a graph holds things of every type."""
@@ -41,7 +41,7 @@ class TooManyObjects(Exception):
     """The graph is larger than the caller had time for; nothing came of it."""
 
 
-def freeze(node: Node, *, max_objects: int = UNLIMITED) -> bytes:
+def freeze(node: NodeState, *, max_objects: int = UNLIMITED) -> bytes:
     """Everything that ``node`` knows, between two steps.
 
     Raises:
@@ -51,7 +51,7 @@ def freeze(node: Node, *, max_objects: int = UNLIMITED) -> bytes:
     return msgspec.msgpack.encode(_Freezer(max_objects).freeze(node))
 
 
-def state_hash(node: Node, *, max_objects: int = UNLIMITED) -> str:
+def state_hash(node: NodeState, *, max_objects: int = UNLIMITED) -> str:
     """SHA-256 of ``freeze(node)``, in hex: equal for nodes in equal states, in any process.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvd.core.node import Node
+from kvd.core.node import NodeState
 from kvd.core.replay import graph
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class NotFrozen(Exception):
     """These bytes are no frozen node, or not one of this version of kvd; the message says why."""
 
 
-def thaw(data: bytes) -> Node:
+def thaw(data: bytes) -> NodeState:
     """The node that was frozen: it goes on exactly as that one would have.
 
     Raises:
@@ -49,7 +49,7 @@ def thaw(data: bytes) -> Node:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
         msg = f"the frozen node does not fit this kvd: {type(error).__name__}: {error}"
         raise NotFrozen(msg) from error
-    if not isinstance(root, Node):
+    if not isinstance(root, NodeState):
         msg = f"what was frozen is a {type(root).__name__}, not a node"
         raise NotFrozen(msg)
     return root
