@@ -28,7 +28,6 @@ import click
 import msgspec
 from docutils import nodes
 from docutils.statemachine import StringList
-from kvd.observe.gauges import Gauges
 from kvd_drawing import drawing
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 from typing_extensions import override
@@ -478,7 +477,7 @@ def sample(annotation: object) -> Any:  # a value of whatever type a field has
 
 def metrics_text(_: str) -> Iterator[str]:
     """Every metric family of ``/metrics``."""
-    exposition = Exposition(Metrics("main"), sample(Build), lambda: sample(Gauges))
+    exposition = Exposition(Metrics("main"), sample(Build), lambda: sample(snapshot.Snapshot))
     rows = []
     for family in exposition.collect():
         labels = vars(family).get("_labelnames") or ()

@@ -84,8 +84,9 @@ class OpenPool:
 
     @property
     def page_bytes(self) -> int:
-        """Of one of those pages."""
-        return self.memory.placed[0].geometry.page_bytes
+        """Of one of those pages; 1 where tokens are only counted: no page of such a pool is read."""
+        placed = self.memory.placed
+        return placed[0].geometry.page_bytes if placed else 1
 
     @property
     def said(self) -> str:

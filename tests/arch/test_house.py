@@ -25,7 +25,7 @@ ROOMS = (
     ("handoff",),
     ("inspect",),
     ("audit",),
-    ("engines", "operators", "recorded", "retuned", "node"),
+    ("engines", "operators", "recorded", "node"),
     ("replay",),
 )
 """The rooms of the core, lowest first: each may import those before it, and its own row."""

@@ -9,6 +9,7 @@ import pytest
 from kvd.cli.doctor.finding import Severity
 from kvd.cli.doctor.memory import numa
 from tests.cli.inchild import subject, write
+from tests.cli.sentences import sentence_of
 
 GOOD, POOR, WRONG = Severity.GOOD, Severity.POOR, Severity.WRONG
 NODES = "sys/devices/system/node"
@@ -50,13 +51,11 @@ def test_a_daemon_that_may_run_anywhere_is_told_to_bind_itself_to_the_node_of_th
     [finding] = numa(subject(root=host))
 
     assert finding.severity is POOR
-    assert finding.what == (
-        "2 nodes, and a daemon started from here may run on 2 of them: the pool lies where it "
-        "happens to start, with eth0 on node 1"
+    assert finding.what == sentence_of(
+        "a daemon that may run anywhere is told to bind itself to the node of the nic 1"
     )
-    assert finding.fix == (
-        "in the unit: NUMAPolicy=bind, NUMAMask=1, CPUAffinity=numa; "
-        "in a shell: numactl --cpunodebind=1 --membind=1 kvd serve"
+    assert finding.fix == sentence_of(
+        "a daemon that may run anywhere is told to bind itself to the node of the nic 2"
     )
 
 
@@ -108,8 +107,10 @@ def test_a_pool_larger_than_its_node_is_wrong_where_no_other_may_be_used(host):
     soft = numa(subject("pool.size=1GiB", root=host))
 
     assert [one.severity for one in strict] == [GOOD, WRONG]
-    assert strict[1].what == (
-        "the pool takes 1.1 GiB, node 1 has 1.0 GiB free, and no other node may be used"
+    assert strict[1].what == sentence_of(
+        "a pool larger than its node is wrong where no other may be used 1"
     )
     assert [one.severity for one in soft] == [GOOD, POOR]
-    assert soft[1].fix == "set pool.size to at most 1024MiB"
+    assert soft[1].fix == sentence_of(
+        "a pool larger than its node is wrong where no other may be used 2"
+    )

@@ -24,6 +24,7 @@ from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import Hello, Ping
 from tests.cli.admin_peer import SNAPSHOT
 from tests.cli.inchild import subject
+from tests.cli.sentences import sentence_of
 from tests.support.daemons import free_port, one_daemon
 
 GOOD, POOR, WRONG = Severity.GOOD, Severity.POOR, Severity.WRONG
@@ -86,8 +87,8 @@ def test_a_peer_with_the_same_pool_is_good_and_keeps_nothing_of_the_question(pre
     [finding] = neighbours(about(prefill.peers, *SETS))
 
     assert (finding.check, finding.severity) == ("peer p", GOOD)
-    assert finding.what == (
-        "speaks protocol 1, pools are laid out alike (asked the peer itself, by a Ping)"
+    assert finding.what == sentence_of(
+        "a peer with the same pool is good and keeps nothing of the question"
     )
     assert prefill.snapshot().peers == ()
 

@@ -26,6 +26,7 @@ from kvd.wire.admin import (
     Why,
 )
 from kvd.wire.snapshot import AuditState, ClientState, Finding
+from tests.cli.sentences import sentence_of
 
 NODES = (
     TreeNode(1, 0, "lora-a", 0, 64, 4, 1, 9, ("lease 7 of decode-0",), (101, 102, 103)),
@@ -39,7 +40,7 @@ def test_status_is_one_screen(run):
 
     lines = done.stdout.splitlines()
     assert done.exit_code == 0
-    assert lines[0] == "decode-node  serving  kvd 0.1.0  up 1h02m  incarnation bbbbbbbb"
+    assert lines[0] == sentence_of("status is one screen")
     assert lines[-3:] == [
         "! prefill-0 is suspect, silent 1.30s: kvd peers",
         "! 2 pages are quarantined, a remote may still write: kvd locks",
@@ -78,7 +79,7 @@ def test_status_says_how_the_audit_stands_and_shows_findings_on_top(run, daemon,
 
     lines = run("status").stdout.splitlines()
 
-    assert lines[0] == "! I1: page 9 is nowhere: kvd audit"
+    assert lines[0] == sentence_of("status says how the audit stands and shows findings on top")
     assert [line for line in lines if line.startswith("audit")] == [
         "audit     1 finding; the last sweep took 0.40s, ended 0.10s ago; 0.60 % of a core"
     ]
@@ -143,9 +144,7 @@ def test_pools_show_the_saved_area_beside_them(run, daemon, snapshot):
 
     done = run("pools")
 
-    assert done.stdout.splitlines()[3] == (
-        "    saved area: 9 of 12 pages hold 18.0 MiB of retracted leases"
-    )
+    assert done.stdout.splitlines()[3] == sentence_of("pools show the saved area beside them")
 
 
 def test_locks_say_since_when_a_lease_is_retracted_and_how_much_is_saved(run, daemon, snapshot):
@@ -164,9 +163,8 @@ def test_locks_say_since_when_a_lease_is_retracted_and_how_much_is_saved(run, da
 
     done = run("locks")
 
-    assert done.stdout.splitlines()[2] == (
-        "    held by engine decode-0, handoff 41; retracted 1m01s ago, 9 pages (18.0 MiB) saved; "
-        "waits for its engine to resume or release it"
+    assert done.stdout.splitlines()[2] == sentence_of(
+        "locks say since when a lease is retracted and how much is saved"
     )
 
 
@@ -189,9 +187,9 @@ def test_locks_name_owner_process_reason_room_pages_and_age(run, hostile):
     assert lines[1].split() == [
         *("7", "held", f"{hostile[1]}[4711]", "receive", "9117", "64/160", "6", "0", "1m35s"),
     ]
-    assert lines[2] == "    held by engine decode-0, handoff 41"
+    assert lines[2] == sentence_of("locks name owner process reason room pages and age 1")
     assert lines[3].startswith("WAITING")
-    assert lines[5] == "    needs 200 pages, 115 are free or evictable"
+    assert lines[5] == sentence_of("locks name owner process reason room pages and age 2")
 
 
 def test_names_chosen_by_others_cannot_steer_the_terminal(run, hostile):
@@ -248,7 +246,7 @@ def test_peers_show_why_a_handshake_fails(run, daemon, snapshot):
     unknown = msgspec.structs.replace(peer, trouble="its key is another")
     daemon.answer = lambda _: Status(0, msgspec.structs.replace(snapshot, peers=(unknown,)))
 
-    assert run("peers").stdout.splitlines()[-1] == "    its key is another"
+    assert run("peers").stdout.splitlines()[-1] == sentence_of("peers show why a handshake fails")
 
 
 def test_tree_is_indented_and_says_what_it_left_out(run, daemon):

@@ -8,6 +8,7 @@ from kvd.console.concerns import concerns
 from kvd.core import inputs
 from kvd.core.inputs import Branch, FormerLease, FormerSession
 from kvd.types import Pages, pack_ids
+from tests.console.sentences import sentence_of
 from tests.console.stage import Stage
 from tests.core.world import World, tokens
 
@@ -58,9 +59,8 @@ def test_one_that_does_not_come_back_is_a_concern_and_a_dead_process_of_it_no_ot
     stage.side.world.pass_time(11)
     [found] = concerns(stage.now())
     assert (found.severity, found.kind, found.subject) == ("low", "awaited", "client:3")
-    assert found.evidence == (
-        "works-0 4711 was there before the restart and has not come back: 1 lease with 2 pages "
-        "wait for it"
+    assert found.evidence == sentence_of(
+        "one that does not come back is a concern and a dead process of it no other"
     )
     stage.side.feed(inputs.ClientHungUp(stage.side.world.now_s, 3))
     assert concerns(stage.now()) == []

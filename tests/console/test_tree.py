@@ -15,6 +15,7 @@ from kvd.core.inspect.why import holders
 from kvd.types import pack_ids
 from kvd.wire import client
 from kvd.wire.console import Holder, Query
+from tests.console.sentences import sentence_of
 from tests.console.stage import Shell, Stage
 from tests.core.families import SPECS, worked
 from tests.core.world import PAGE, World, tokens
@@ -172,7 +173,7 @@ def test_a_lock_without_a_lease_is_an_orphan(world):
     [row] = tree.shown(view="orphans")
 
     assert row["key"] == f"node:{node.id}"
-    assert row["why"] == "1 locks, no holder"
+    assert row["why"] == sentence_of("a lock without a lease is an orphan")
     assert row["holders"] == ()
 
 
@@ -222,7 +223,7 @@ def test_what_is_locked_is_passed_and_says_by_whom(world):
 
     assert passed
     for row in passed:
-        assert row["skipped"] == "locked by 1 lease"
+        assert row["skipped"] == sentence_of("what is locked is passed and says by whom")
         assert [one.ref for one in row["holders"]] == ["lease:5"]
         assert row["frees"] is None
 

@@ -11,6 +11,7 @@ from kvd.core.audit.audit import EVERY_S
 from kvd.wire import admin, client
 from kvd.wire.console import Filter, Holder, Query
 from tests.console.looked import in_one
+from tests.console.sentences import sentence_of
 from tests.console.stage import Stage
 from tests.core.engines import PROMPT, Sender, cached
 from tests.core.families import SPECS
@@ -64,8 +65,12 @@ def test_a_quarantined_lease_says_since_when_why_and_what_gives_it_back():
 
     assert cells(row, "state", "held", "quarantined", "room") == ("quarantined", 0, 7, 7)
     assert row["away_since"] == 101.0
-    assert row["why"] == "the decode engine cancelled it"
-    assert row["waiting_for"] == "p (70000000) to settle, to restart, or a fence"
+    assert row["why"] == sentence_of(
+        "a quarantined lease says since when why and what gives it back 1"
+    )
+    assert row["waiting_for"] == sentence_of(
+        "a quarantined lease says since when why and what gives it back 2"
+    )
 
 
 def test_pages_of_other_components_are_named():
@@ -107,7 +112,7 @@ def test_a_handoff_under_way_is_told_from_both_ends():
     )
     assert cells(receive, "done_pages", "posts", "total_pages") == (None, None, 7)
     assert receive["total_bytes"] == 7 * world.d.node.leases.page_bytes
-    assert receive["waiting_for"] == "the rest of the bytes"
+    assert receive["waiting_for"] == sentence_of("a handoff under way is told from both ends")
 
 
 def test_bytes_of_a_post_under_way_count():
@@ -148,8 +153,8 @@ def test_a_handoff_that_failed_says_why():
     assert cells(p.row("rooms", "send:1"), "state", "waiting_for") == (
         *("failed", "aborted: the prefill engine gave up: out of memory"),
     )
-    assert d.row("rooms", "receive:1")["waiting_for"] == (
-        "aborted: the prefill engine gave up: out of memory"
+    assert d.row("rooms", "receive:1")["waiting_for"] == sentence_of(
+        "a handoff that failed says why"
     )
 
 
@@ -274,7 +279,9 @@ def test_a_page_that_nobody_has_is_not_hidden_by_adding_up():
     assert stage.row("pools", "pool:kv")["state"] == "ok"
     world.d.node.leases.pool.take_pages(1)
 
-    assert stage.row("pools", "pool:kv")["state"] == "does not add up"
+    assert stage.row("pools", "pool:kv")["state"] == sentence_of(
+        "a page that nobody has is not hidden by adding up"
+    )
 
 
 def test_every_component_with_pages_of_its_own_has_a_row():
@@ -282,8 +289,12 @@ def test_every_component_with_pages_of_its_own_has_a_row():
     rows = Stage(world.d).rows("pools")
 
     assert list(rows) == ["pool:kv", "pool:buffer"]
-    assert rows["pool:kv"]["companions"] == "index (4 for each page)"
-    assert rows["pool:buffer"]["buffer"] == "64 tokens a request, 0 hits, 0 misses"
+    assert rows["pool:kv"]["companions"] == sentence_of(
+        "every component with pages of its own has a row 1"
+    )
+    assert rows["pool:buffer"]["buffer"] == sentence_of(
+        "every component with pages of its own has a row 2"
+    )
 
 
 # ---- the audit -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from kvd.errors import Code
 from kvd.types import page_ids
 from kvd.wire import admin, client, events
 from tests.core.engines import PageTotals, totals
+from tests.core.sentences import sentence_of
 from tests.core.world import Side, World, tokens
 
 
@@ -31,9 +32,7 @@ def test_headroom_is_read_after_the_prefix_is_locked():
     assert too_much is None
     (waiting,) = snapshot(d.node).waiting
     assert (waiting.needed_pages, waiting.missing_pages, waiting.budget) == (6, 1, "kv")
-    assert waiting.why == (
-        "needs 6 pages of kv beyond what is cached of it, 5 obtainable: 1 missing"
-    )
+    assert waiting.why == sentence_of("headroom is read after the prefix is locked")
     assert totals(d) == PageTotals(free=4, held=2, cached=5, evictable=5)
     assert [node.lock_ref for node in d.node.leases.tree.nodes()] == [0, 0]
     world.pass_time(1.1)
@@ -256,7 +255,9 @@ def test_a_receive_that_waits_for_its_peer_is_passed_over():
 
     assert waits is None
     assert isinstance(lease, client.Leased)
-    assert snapshot(d.node).waiting[0].why == "p has been silent for 4.0 s"
+    assert snapshot(d.node).waiting[0].why == sentence_of(
+        "a receive that waits for its peer is passed over"
+    )
 
 
 def test_a_full_queue_refuses_the_next_with_both_numbers():
@@ -271,7 +272,7 @@ def test_a_full_queue_refuses_the_next_with_both_numbers():
 
     assert isinstance(reply, client.Failed)
     assert reply.refusal.code is Code.NO_ROOM
-    assert reply.refusal.message == "2 requests wait already, the limit is 2"
+    assert reply.refusal.message == sentence_of("a full queue refuses the next with both numbers")
 
 
 def test_who_waits_until_the_deadline_is_told_what_for():
@@ -285,10 +286,7 @@ def test_who_waits_until_the_deadline_is_told_what_for():
     reply = d.answer(2)
     assert isinstance(reply, client.Failed)
     assert reply.refusal.code is Code.DEADLINE
-    assert reply.refusal.message == (
-        "waited 0.5 s for room: needs 4 pages of kv beyond what is cached of it, 2 obtainable: "
-        "2 missing; most are held by lease 1 of engine (pid 1001) for lease, 0.5 s (7 pages)"
-    )
+    assert reply.refusal.message == sentence_of("who waits until the deadline is told what for")
 
 
 def test_the_end_of_a_wait_lets_the_next_one_in():

@@ -9,6 +9,7 @@ from kvd.core.peers.peer import Agent
 from kvd.errors import Code
 from kvd.wire import admin, client
 from tests.core.engines import FULL, PROMPT, PageTotals, Sender, totals
+from tests.core.sentences import sentence_of
 from tests.core.world import World
 
 FIRST, SECOND = bytes([1]) * 64, bytes([2]) * 64
@@ -110,7 +111,9 @@ def test_a_handoff_that_is_given_up_while_it_waits_ends_at_once_and_sends_nothin
     assert world.p.node.prefiller.posts.parts == {}
     failed = world.d.take()[-1]
     assert isinstance(failed, client.ReceiveFailed)
-    assert failed.refusal.message == "the prefill engine gave up: no use"
+    assert failed.refusal.message == sentence_of(
+        "a handoff that is given up while it waits ends at once and sends nothing"
+    )
     assert totals(world.d) == PageTotals(free=63)
     (peer,) = world.p.node.peers.by_incarnation.values()
     assert peer.agent is Agent.LOADED

@@ -9,6 +9,7 @@ from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code, Refusal
 from kvd.types import MAX_ROOM
 from kvd.wire import admin, client
+from tests.core.sentences import sentence_of
 from tests.core.world import World, tokens
 
 PROMPT = tokens((1, 100))
@@ -340,7 +341,9 @@ def test_a_second_receive_for_a_room_is_refused_by_the_writer_and_the_first_goes
     assert receiving == client.Receiving(2, 2, 0)
     assert isinstance(failed, client.ReceiveFailed)
     assert (failed.receive, failed.refusal.code) == (2, Code.DUPLICATE_ROOM)
-    assert failed.refusal.message == ("room 7 is already open here (await-engine, handoff 1 of d)")
+    assert failed.refusal.message == sentence_of(
+        "a second receive for a room is refused by the writer and the first goes on"
+    )
     assert list(world.d.node.leases.leases) == [1]
     assert world.d.node.leases.pool.free_pages == 56
 
@@ -357,7 +360,7 @@ def test_an_unknown_flush_mode_changes_nothing():
 
     assert isinstance(reply, admin.AdminFailed)
     assert reply.refusal.code is Code.BAD_REQUEST
-    assert reply.refusal.message == "flush mode 'stric' is none of unlocked, strict"
+    assert reply.refusal.message == sentence_of("an unknown flush mode changes nothing")
     assert world.p.node.leases.tree.cached_pages == 6
 
 
@@ -387,5 +390,5 @@ def test_abort_of_a_room_that_is_not_open_is_refused():
     world = World()
     reply = world.p.ask(admin.AbortRoom(1, room=7, reason="test"))
     assert isinstance(reply, admin.AdminFailed)
-    assert reply.refusal.message == "no open handoff in room 7 on this node"
+    assert reply.refusal.message == sentence_of("abort of a room that is not open is refused")
     assert snapshot(world.p.node).rooms == ()

@@ -25,6 +25,7 @@ from kvd.wire import admin, client, events
 from kvd.wire.snapshot import ClientState
 from tests.core.keeping import pool_spec
 from tests.core.noted import tree_of
+from tests.core.sentences import sentence_of
 from tests.core.world import settings, tokens
 
 NOW_S = 500.0
@@ -273,9 +274,8 @@ def test_what_was_not_proven_is_free_after_the_last_former_lease():
 
 def test_what_was_not_proven_waits_for_an_engine_whose_leases_nobody_knows():
     daemon = adopted(changed(sessions=(FormerSession(3, "works-0", (4711,), ()),)))
-    assert daemon.why("page", 14) == (
-        "page 14 is held by lease 41 of kvd (pid 0), from before the restart: not proven, and an "
-        "engine that is not back yet may still read them"
+    assert daemon.why("page", 14) == sentence_of(
+        "what was not proven waits for an engine whose leases nobody knows"
     )
     assert returned(daemon) == [NoteFreed(ids(14, 15))]
 
@@ -376,10 +376,7 @@ def test_a_former_lease_can_be_used_for_nothing_else(kind, toks, fields):
     reply = daemon.call(kind, toks, lease=7, **fields)
     assert isinstance(reply, client.Failed)
     assert reply.refusal.code is Code.BEFORE_RESTART
-    assert reply.refusal.message == (
-        "lease 7 is from before this daemon was restarted: its pages stay as they are, and it can "
-        "only be released; release it and open a new one, which finds what is cached"
-    )
+    assert reply.refusal.message == sentence_of("a former lease can be used for nothing else")
     assert not reply.refusal.is_retryable
 
 
@@ -403,26 +400,17 @@ def test_the_path_of_a_former_lease_is_not_evicted():
 
 def test_why_names_the_engine_that_has_not_come_back():
     daemon = adopted()
-    assert daemon.why("page", 11) == (
-        "page 11 is held by lease 7 of works-0 (pid 4711), from before the restart: "
-        "it has not come back yet, for 2.5 s"
-    )
+    assert daemon.why("page", 11) == sentence_of("why names the engine that has not come back")
 
 
 def test_why_says_that_the_engine_is_back():
     daemon = adopted()
     returned(daemon, 7)
-    assert daemon.why("page", 11) == (
-        "page 11 is held by lease 7 of works-0 (pid 4711), from before the restart: "
-        "it is back and still uses it, 2.5 s after the restart"
-    )
+    assert daemon.why("page", 11) == sentence_of("why says that the engine is back")
 
 
 def test_why_says_who_may_read_what_was_not_proven():
-    assert adopted().why("page", 14) == (
-        "page 14 is held by lease 41 of kvd (pid 0), from before the restart: "
-        "not proven, and 2 leases of that time may still read them"
-    )
+    assert adopted().why("page", 14) == sentence_of("why says who may read what was not proven")
 
 
 def test_why_of_a_lease_says_what_it_waits_for_and_nothing_of_saved_bytes():
@@ -438,9 +426,8 @@ def test_why_of_a_lease_says_what_it_waits_for_and_nothing_of_saved_bytes():
 
 
 def test_why_of_a_client_says_that_it_has_not_come_back():
-    assert adopted().why("client", 3) == (
-        "client 3 is works-0 (pid 4711, 4712) of before the restart, and has not come back for "
-        "2.5 s: 2 leases with 3 pages of their own, 0 receives and 0 sends under way"
+    assert adopted().why("client", 3) == sentence_of(
+        "why of a client says that it has not come back"
     )
 
 

@@ -17,6 +17,7 @@ from kvd.types import page_ids
 from kvd.wire import admin, client, events
 from kvd.wire.peer import Closed, Integrity, ReceiveOutcome, Settled
 from tests.core.engines import FULL, PROMPT, PageTotals, Sender, cached, offered, totals
+from tests.core.sentences import sentence_of
 from tests.core.world import PAGE, World, content, tokens
 
 N_PAGES = 7
@@ -439,7 +440,7 @@ def test_rooms_and_why_say_what_is_verified_and_how_it_ended():
     (room,) = [part for part in snapshot(world.d.node).rooms if part.side == "decode"]
     said = world.d.ask(admin.Why(1, "room", ROOM))
 
-    assert room.waiting_for == "its pages to be verified (7 pages)"
+    assert room.waiting_for == sentence_of("rooms and why say what is verified and how it ended")
     assert isinstance(said, admin.Because)
     assert "waits for its pages to be verified (7 pages)" in said.sentence
     assert said.facts[-1].endswith("7 of 7 pages to verify")
@@ -454,4 +455,4 @@ def test_a_quarantine_after_a_corrupt_page_says_what_ends_it():
     (lease,) = snapshot(world.d.node).leases
 
     assert lease.state == "quarantined"
-    assert lease.waiting_for == "what had reached this host to come to rest"
+    assert lease.waiting_for == sentence_of("a quarantine after a corrupt page says what ends it")

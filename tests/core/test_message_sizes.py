@@ -19,6 +19,7 @@ from kvd.wire.bounds import MAX_PEER_BYTES, OLD_PEER_BYTES
 from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import Hello, Integrity, Offer, Settled
 from tests.core.engines import PageTotals, Sender, totals
+from tests.core.sentences import sentence_of
 from tests.core.side import settings
 from tests.core.world import World, tokens
 from tests.property.cells import sharded
@@ -48,10 +49,8 @@ def _is_offer(effect: effects.Effect) -> bool:
 def test_sums_that_do_not_fit_are_refused_with_the_numbers_before_anything_begins():
     refusal = refused(small(D_BYTES - 1, integrity=Integrity.FULL))
     assert refusal.code is Code.TOO_LARGE
-    assert refusal.message == (
-        "room 7: the sums of 200 pages in 1 shards (full) and an aux make a message of 5696 bytes, "
-        'd reads 5695: set transfer.integrity = "sampled" or "off" on d, hand over a shorter '
-        "prompt, or make pool.page_size larger, or raise limits.max_frame_bytes there"
+    assert refusal.message == sentence_of(
+        "sums that do not fit are refused with the numbers before anything begins"
     )
     assert refusal.numbers == {"bytes": 5696, "limit": 5695, "pages": 200, "shards": 1}
 
@@ -78,10 +77,7 @@ def test_what_just_fits_is_delivered(limit, integrity):
 def test_an_offer_that_the_peer_cannot_read_is_refused_at_home():
     """Its limit is what its Hello says."""
     refusal = refused(small(P_BYTES - 1))
-    assert refusal.message == (
-        "room 7: 200 destination pages make an Offer of 5536 bytes, p reads 5535: hand over a "
-        "shorter prompt, or make pool.page_size larger, or raise limits.max_frame_bytes there"
-    )
+    assert refusal.message == sentence_of("an offer that the peer cannot read is refused at home")
 
 
 def test_a_refused_receive_tells_the_engine_that_waits_for_it():
@@ -89,7 +85,9 @@ def test_a_refused_receive_tells_the_engine_that_waits_for_it():
     Sender(world, LONG)
     refused(world)
     (failed,) = [one for one in world.p.take() if isinstance(one, client.SendFailed)]
-    assert failed.refusal.message == "d gave up before it offered pages: too-large"
+    assert failed.refusal.message == sentence_of(
+        "a refused receive tells the engine that waits for it"
+    )
 
 
 def test_a_cached_prefix_makes_room():

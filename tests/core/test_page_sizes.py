@@ -11,6 +11,7 @@ from kvd.core.layout.page_sizes import (
     pages_in,
     window_flaw,
 )
+from tests.core.sentences import sentence_of
 
 
 @pytest.mark.parametrize(
@@ -23,11 +24,17 @@ def test_a_page_holds_a_whole_number_of_smaller_ones_or_none(large, small, count
 
 def test_each_flaw_names_the_numbers_and_nothing_where_all_is_well():
     assert companion_flaw(16, 4) is None
-    assert companion_flaw(16, 5) == "pages of 16 tokens are no whole number of pages of 5"
+    assert companion_flaw(16, 5) == sentence_of(
+        "each flaw names the numbers and nothing where all is well 1"
+    )
     assert buffer_flaw(16, 4096) is None
-    assert buffer_flaw(16, 100) == "100 tokens are none of 16 each"
+    assert buffer_flaw(16, 100) == sentence_of(
+        "each flaw names the numbers and nothing where all is well 2"
+    )
     assert window_flaw(2) is None
     assert "no page boundary" in (window_flaw(1) or "")
     assert kernel_flaw(512) is None
     assert kernel_flaw(0) is None
-    assert kernel_flaw(64) == "page_size 64 is no multiple of 256"
+    assert kernel_flaw(64) == sentence_of(
+        "each flaw names the numbers and nothing where all is well 3"
+    )

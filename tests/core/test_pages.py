@@ -9,6 +9,7 @@ import pytest
 
 from kvd.core.cache.pages import OutOfPages, PagePool
 from kvd.types import NO_PAGES, PageRun, Pages, pack_ids, page_ids, runs_of
+from tests.core.sentences import sentence_of
 
 
 def pages(*ids: int) -> Pages:
@@ -125,9 +126,7 @@ def test_take_takes_nothing_when_one_page_is_missing():
 
     refused = caught.value
     assert (refused.wanted_pages, refused.free_pages, refused.total_pages) == (4, 3, 8)
-    assert str(refused) == (
-        "pool kv: 4 pages wanted, 3 free of 8: nothing was taken; evict or refuse before taking"
-    )
+    assert str(refused) == sentence_of("take takes nothing when one page is missing")
     assert pool.free_ids() == before
 
 

@@ -12,6 +12,7 @@ from kvd.types import count
 from kvd.wire import admin, client, events
 from kvd.wire.peer import Accept, Integrity, Offer, Settled
 from tests.core.engines import FULL, PROMPT, PageTotals, Sender, cached, totals
+from tests.core.sentences import sentence_of
 from tests.core.world import World, tokens
 
 TWO = ("p", "p1")
@@ -182,7 +183,9 @@ def test_one_engine_that_fails_ends_the_receive_and_names_its_source():
     world.land_posts()
 
     refusal = failed(world).refusal
-    assert refusal.message == "p1 (source 2 of 2): the prefill engine gave up: out of memory"
+    assert refusal.message == sentence_of(
+        "one engine that fails ends the receive and names its source"
+    )
     assert refusal.numbers["source"] == "p1"
     assert closed(world, "p").reason.startswith("p1 (source 2 of 2)")
     assert first.side.answer(first.finish_call).failure.code is Code.ABORTED
@@ -400,7 +403,9 @@ def test_a_room_says_which_part_each_source_sends_and_what_it_waits_for():
         "p": "part 1 of 2, pages 0..4, aux",
         "p1": "part 2 of 2, pages 4..7",
     }
-    assert rooms["p"].waiting_for == "what the other sources send: p1 (receiving)"
+    assert rooms["p"].waiting_for == sentence_of(
+        "a room says which part each source sends and what it waits for"
+    )
     assert [room.share for room in snapshot(world.sides["p1"].node).rooms] == [
         "part 2 of 2, pages 4..7"
     ]

@@ -24,6 +24,7 @@ from kvd.wire.peer import (
     Reject,
     Settled,
 )
+from tests.core.sentences import sentence_of
 from tests.core.side import incarnation
 from tests.core.world import World, spec, tokens
 
@@ -51,7 +52,7 @@ def test_an_agent_that_failed_to_load_is_tried_again():
     failed = handed_over(world)
     assert isinstance(failed, client.ReceiveFailed)
     assert failed.refusal.code is Code.POST_FAILED
-    assert failed.refusal.message == "no sending agent: no route"
+    assert failed.refusal.message == sentence_of("an agent that failed to load is tried again")
 
     world.pass_time(3)
 
@@ -170,7 +171,7 @@ def test_a_node_that_is_not_on_the_allow_list_is_rejected():
     world = World(allow=("d", "p"))
     reject = answer_to(world, hello_of(world))
     assert isinstance(reject, Reject)
-    assert reject.refusal.message == "'x' is not in peers.allow of p"
+    assert reject.refusal.message == sentence_of("a node that is not on the allow list is rejected")
     assert world.p.node.peers.by_name["d"].agent is Agent.LOADED
 
 
@@ -180,9 +181,8 @@ def test_a_dialed_daemon_with_another_name_is_rejected():
     world.d.feed(inputs.FromPeer(world.now_s, "out:p", hello_of(world, target=world.d.incarnation)))
     (letter,) = world.wire
     assert isinstance(letter.message, Reject)
-    assert letter.message.refusal.message == (
-        "the daemon at tcp://p calls itself 'x', peers.connect of d calls it 'p': "
-        "make the names equal"
+    assert letter.message.refusal.message == sentence_of(
+        "a dialed daemon with another name is rejected"
     )
 
 
@@ -302,13 +302,11 @@ def test_peers_of_other_page_sizes_are_told_what_goes_in_which_direction():
 
     (there,), (here,) = snapshot(world.p.node).peers, snapshot(world.d.node).peers
 
-    assert there.layout == (
-        "pages of p have 32 tokens, those of d only 16: ours can be cut on the way there, theirs "
-        "are not put together here; to receive from there too, make pool.page_size equal on both"
+    assert there.layout == sentence_of(
+        "peers of other page sizes are told what goes in which direction 1"
     )
-    assert here.layout == (
-        "pages of p have 32 tokens, those of d 16: theirs are cut on the way here, ours are not "
-        "put together there; to send there too, make pool.page_size equal on both"
+    assert here.layout == sentence_of(
+        "peers of other page sizes are told what goes in which direction 2"
     )
 
 

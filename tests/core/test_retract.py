@@ -14,6 +14,7 @@ from kvd.errors import Code
 from kvd.types import Pages, Tokens, count, pack_ids
 from kvd.wire import admin, client, events
 from tests.core.engines import PageTotals, Sender, cached, totals
+from tests.core.sentences import sentence_of
 from tests.core.side import SAVED
 from tests.core.world import PAGE, Side, World, tokens
 
@@ -263,7 +264,7 @@ def test_a_lease_that_a_send_reads_is_not_retracted(world):
     code, message = refusal_of(retract(world.p, sender.lease.lease, b""))
 
     assert code is Code.WRONG_STATE
-    assert message == ("lease 1 is read by send 1: finish or abort that before retracting it")
+    assert message == sentence_of("a lease that a send reads is not retracted")
 
 
 def test_more_tokens_than_the_pages_hold_are_refused(world):
@@ -617,9 +618,9 @@ def test_who_what_and_since_when_is_shown(world):
     )
     assert (state.held_pages, state.locked_node, state.prompt_tokens) == (0, 0, 129)
     assert state.retracted_s == pytest.approx(2.0)
-    assert state.waiting_for == "its engine to resume or release it"
+    assert state.waiting_for == sentence_of("who what and since when is shown 1")
     because = world.d.ask(admin.Why(1, "lease", lease.lease))
-    assert because.facts[1] == "retracted for 2.0 s: 9 pages (1152 bytes) of 129 tokens saved"
+    assert because.facts[1] == sentence_of("who what and since when is shown 2")
 
 
 def test_both_ways_are_told_as_events(world):

@@ -13,6 +13,7 @@ from kvd.recorder.input_records import input_of, record_of
 from kvd.wire import client
 from kvd.wire.events import ConfigRefused, ConfigReloaded
 from kvd.wire.peer import Hello
+from tests.core.sentences import sentence_of
 from tests.core.side import settings, tokens
 from tests.core.world import World
 
@@ -59,7 +60,9 @@ def test_shorter_queue_refuses_the_next_and_keeps_who_waits():
     reply = world.d.call(client.OpenLease, tokens((6000, 64)))
 
     assert isinstance(reply, client.Failed)
-    assert reply.refusal.message == "1 requests wait already, the limit is 1"
+    assert reply.refusal.message == sentence_of(
+        "shorter queue refuses the next and keeps who waits"
+    )
     assert len(snapshot(world.d.node).waiting) == 1
 
 

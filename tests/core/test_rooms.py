@@ -15,6 +15,7 @@ from kvd.errors import Code
 from kvd.wire import admin, client, events
 from kvd.wire.peer import Abort, Offer, ReceiveOutcome, Reject, Settled, Withdrawn
 from tests.core.engines import PROMPT, PageTotals, Sender, totals
+from tests.core.sentences import sentence_of
 from tests.core.world import Side, World, tokens
 
 OTHER = tokens((1, 99), (7, 1))
@@ -82,9 +83,7 @@ def test_a_named_room_is_not_withdrawn_by_another_node():
         if isinstance(one, effects.SendToPeer) and isinstance(one.message, Reject)
     ]
     assert isinstance(told, Reject)
-    assert told.refusal.message == (
-        "room 7 is open here for d, not for e: receive it there, or send it with to='e'"
-    )
+    assert told.refusal.message == sentence_of("a named room is not withdrawn by another node")
     assert send_failures(world) == []
     receive(d)
     sender.finish()
@@ -99,7 +98,7 @@ def test_a_named_room_is_withdrawn_by_its_node_at_once():
     withdraw(world, d)
 
     (failed,) = send_failures(world)
-    assert failed.refusal.message == "d gave up before it offered pages: deadline"
+    assert failed.refusal.message == sentence_of("a named room is withdrawn by its node at once")
 
 
 def test_a_room_may_be_named_by_the_address_of_its_node():
@@ -128,9 +127,7 @@ def test_a_deadline_names_the_node_that_did_not_come():
     Sender(world, peer="elsewhere", deadline_s=1.0)
     world.pass_time(1.1)
     (failed,) = send_failures(world)
-    assert failed.refusal.message == (
-        "room 7 was open for 1.0 s: elsewhere has not offered pages for it"
-    )
+    assert failed.refusal.message == sentence_of("a deadline names the node that did not come")
 
 
 # ---- a room that names nobody --------------------------------------------------------------------
@@ -174,8 +171,8 @@ def test_of_two_offers_with_the_prompt_the_first_has_the_room_and_the_other_is_t
 
     sender = Sender(world)
 
-    assert (
-        failure(e).refusal.message == "room 7 is already open here (await-engine, handoff 1 of d)"
+    assert failure(e).refusal.message == sentence_of(
+        "of two offers with the prompt the first has the room and the other is told"
     )
     moved = [one for one in world.p.events if isinstance(one, events.Moved)]
     assert ("streaming", "d") in [(one.after, one.peer) for one in moved]
@@ -213,9 +210,7 @@ def test_a_node_has_one_offer_for_a_room_at_a_time():
     receive(d)
     receive(e)
     receive(e)
-    assert (
-        failure(e).refusal.message == "room 7 is already open here (await-engine, handoff 1 of e)"
-    )
+    assert failure(e).refusal.message == sentence_of("a node has one offer for a room at a time")
     assert [one.peer for one in world.p.node.prefiller.rooms.parts_of(7)] == ["d", "e"]
 
 
@@ -270,7 +265,9 @@ def test_an_unnamed_room_is_not_ended_by_one_of_several_that_withdraws():
 
     assert send_failures(world) == []
     (room,) = snapshot(world.p.node).rooms
-    assert room.waiting_for == "the decode side to offer pages; withdrawn by e (deadline)"
+    assert room.waiting_for == sentence_of(
+        "an unnamed room is not ended by one of several that withdraws"
+    )
     assert any("e gave up before it offered pages: deadline; d may" in one for one in room.story)
     receive(d)
     sender.finish()
@@ -283,7 +280,9 @@ def test_an_unnamed_room_ends_when_all_that_could_come_have_withdrawn():
     withdraw(world, e)
     withdraw(world, d)
     (failed,) = send_failures(world)
-    assert failed.refusal.message == "d gave up before it offered pages: deadline"
+    assert failed.refusal.message == sentence_of(
+        "an unnamed room ends when all that could come have withdrawn"
+    )
 
 
 def test_who_withdrew_may_offer_after_all():
@@ -406,7 +405,9 @@ def test_an_offer_of_an_older_generation_is_refused_before_anything_is_posted():
     assert isinstance(settled, Settled)
     assert settled.outcome is ReceiveOutcome.REFUSED
     assert settled.reason is not None
-    assert settled.reason.message == "generation 1 of d is over, 2 serves"
+    assert settled.reason.message == sentence_of(
+        "an offer of an older generation is refused before anything is posted"
+    )
     assert not [one for one in world.p.effects if isinstance(one, effects.Post)]
     world.run()
     assert totals(world.d) == PageTotals(free=63)

@@ -18,6 +18,7 @@ from kvd.core.layout.spec import (
 )
 from kvd.core.peers.compatibility import WHOLE, LayoutMatch, layout_match
 from kvd.errors import Code
+from tests.core.sentences import sentence_of
 
 LAYERS, HEADS = 4, 8
 WHOLE_SHARD = Shard(0, LAYERS, 0, HEADS)
@@ -86,7 +87,7 @@ def test_another_model_is_refused_in_words_of_the_model(ours: tuple[Shard, ...])
 
     found = match(pool(*ours), theirs)
 
-    assert found.difference == "components.0.layout.heads: ours 8, theirs 4"
+    assert found.difference == sentence_of("another model is refused in words of the model")
     assert found.sending == found.receiving
     assert found.sending.code is Code.LAYOUT_MISMATCH
 
@@ -98,13 +99,13 @@ def test_pages_of_another_size_are_not_cut_between_shards() -> None:
 
     assert found.sending is not None
     assert found.receiving is not None
-    assert found.difference == "components.0.page_size: ours 64, theirs 16"
+    assert found.difference == sentence_of("pages of another size are not cut between shards")
 
 
 def test_the_order_in_memory_must_be_the_same() -> None:
     found = match(pool(*ranks(2)), pool(*ranks(2), order=PageOrder.LAYER_FIRST))
 
-    assert found.difference == "order: ours page_first, theirs layer_first"
+    assert found.difference == sentence_of("the order in memory must be the same")
 
 
 def test_shards_with_a_hole_between_them_can_be_filled_but_not_sent_from() -> None:
@@ -115,10 +116,8 @@ def test_shards_with_a_hole_between_them_can_be_filled_but_not_sent_from() -> No
     assert found.receiving is None
     assert len(found.incoming) == 2
     assert found.sending is not None
-    assert found.sending.message == (
-        "the shards of d and p do not fit: what layers 0-3 of heads 0-1, layers 0-3 of heads 4-5 "
-        "have of layers 0-3 of heads 0-7 is no rectangle of layers and heads; let each node hold "
-        "neighbouring ranks of one stage (pool.tp_ranks, pool.stage)"
+    assert found.sending.message == sentence_of(
+        "shards with a hole between them can be filled but not sent from"
     )
 
 

@@ -20,6 +20,7 @@ from kvd.core.layout.shards import (
     page_share,
     tp_shards,
 )
+from tests.core.sentences import sentence_of
 
 LAYERS = 4
 
@@ -270,8 +271,8 @@ def test_what_is_missing_and_what_is_there_make_the_whole_for_any_shards() -> No
 
 
 def test_shards_in_a_sentence() -> None:
-    assert listed((Shard(0, 1, 0, 8), Shard(0, 1, 0, 8), Shard(2, 4, 3, 4))) == (
-        "layer 0 of heads 0-7, layers 2-3 of head 3"
+    assert listed((Shard(0, 1, 0, 8), Shard(0, 1, 0, 8), Shard(2, 4, 3, 4))) == sentence_of(
+        "shards in a sentence"
     )
     assert listed(ranks(8, 8)).endswith("of head 3 and 4 more")
 

@@ -19,6 +19,7 @@ from kvd.core.layout.shards import Shard
 from kvd.core.leases.admission import Admission
 from kvd.wire import client
 from kvd.wire.peer import Hello
+from tests.core.sentences import sentence_of
 from tests.core.world import World, tokens
 from tests.property.cells import CellWorld, sharded
 
@@ -114,8 +115,8 @@ def test_what_waits_for_our_own_transfer_process_goes_on_with_it():
     world.d.stop_transfer("killed")
 
     assert world.d.call(client.ReceiveRequest, tokens((1, 32)), room=7, source=("p",)) is None
-    assert (
-        snapshot(world.d.node).waiting[0].why == "the transfer process of this node is restarting"
+    assert snapshot(world.d.node).waiting[0].why == sentence_of(
+        "what waits for our own transfer process goes on with it"
     )
     call = world.d.calls
     world.d.start_transfer("again")

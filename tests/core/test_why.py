@@ -10,6 +10,7 @@ from kvd.core.inspect.why import has_page
 from kvd.types import pack_ids, page_ids
 from kvd.wire import admin, client
 from tests.core.engines import PROMPT, Sender, cached
+from tests.core.sentences import sentence_of
 from tests.core.world import World, tokens
 
 
@@ -61,8 +62,8 @@ def test_a_node_leads_to_its_parent_its_children_and_those_who_lock_it(world):
 
     assert top.links == ("lease:2", "node:3", "node:4")
     assert left.links == right.links == ("node:2",)
-    assert left.sentence == (
-        "node 3 (tokens 64 to 96, 2 pages), locked by nobody: it can be evicted"
+    assert left.sentence == sentence_of(
+        "a node leads to its parent its children and those who lock it"
     )
     assert left.facts == ("hits: 1, last used 0.0 s ago",)
 
@@ -70,7 +71,7 @@ def test_a_node_leads_to_its_parent_its_children_and_those_who_lock_it(world):
 def test_a_lease_leads_to_its_node_its_handoff_and_the_peer(world):
     said = ask(world.p, "lease", 2)
     assert said.links == ("client:1", "node:2", "send:1", "peer:d")
-    assert said.marks[0].what == "opened by session 1"
+    assert said.marks[0].what == sentence_of("a lease leads to its node its handoff and the peer")
     theirs = ask(world.d, "lease", 1)
 
     assert theirs.links == ("client:1", "receive:1", "room:7", "peer:p")
@@ -80,10 +81,7 @@ def test_a_lease_leads_to_its_node_its_handoff_and_the_peer(world):
 def test_a_room_leads_to_its_parts_leases_client_and_peer(world):
     said = ask(world.p, "room", 7)
 
-    assert said.sentence == (
-        "room 7: streaming on the prefill side by engine, to d, for 1.0 s; waits for the engine "
-        "to compute"
-    )
+    assert said.sentence == sentence_of("a room leads to its parts leases client and peer")
     assert said.facts[:2] == (
         "prompt 100 tokens, decode_prefix_len 0, 0 of 896 bytes moved",
         "96 tokens computed, 6 of 7 pages posted, 1 posts under way",
@@ -133,12 +131,9 @@ def test_a_client_leads_to_its_largest_leases_and_its_handoffs(world):
         world.p.lease(tokens((10_000 + 100 * k, 16 if k else 80)))
     said = ask(world.p, "client", 1)
 
-    assert said.sentence == (
-        "client 1 is engine (pid 1001), attached for 1.0 s: 26 leases with 32 pages of their own, "
-        "0 receives and 1 sends under way"
-    )
-    assert said.facts[0] == "lease 3 of engine (pid 1001) for lease, 0.0 s: held, 5 pages"
-    assert said.facts[-1] == "and 6 leases more"
+    assert said.sentence == sentence_of("a client leads to its largest leases and its handoffs 1")
+    assert said.facts[0] == sentence_of("a client leads to its largest leases and its handoffs 2")
+    assert said.facts[-1] == sentence_of("a client leads to its largest leases and its handoffs 3")
     assert said.links[0] == "lease:3"
     assert len(said.links) == 21
     assert said.links[-1] == "send:1"
@@ -148,10 +143,7 @@ def test_a_client_that_is_gone_is_told_by_what_it_left(world):
     world.d.hang_up(1)
     said = ask(world.d, "client", 1)
 
-    assert said.sentence == (
-        "client 1 is gone and has left 1 leases with 7 pages of their own, 1 receives and 0 sends "
-        "under way"
-    )
+    assert said.sentence == sentence_of("a client that is gone is told by what it left")
     assert said.links == ("lease:1", "receive:1")
 
 
@@ -161,9 +153,7 @@ def test_a_client_that_waits_says_so():
     world.d.call(client.OpenLease, tokens((5000, 64)))
     world.pass_time(1)
 
-    assert ask(world.d, "client", 1).facts[-1] == (
-        "1 requests of it wait for room, the first for 1.0 s"
-    )
+    assert ask(world.d, "client", 1).facts[-1] == sentence_of("a client that waits says so")
 
 
 def test_a_peer_leads_to_what_is_open_with_it(world):
@@ -174,9 +164,9 @@ def test_a_peer_leads_to_what_is_open_with_it(world):
     assert said.sentence == (
         f"peer p (70000000) is up, heard {heard_s:.1f} s ago, 1 receives and 0 sends under way"
     )
-    assert said.facts[0] == "its address is tcp://p"
+    assert said.facts[0] == sentence_of("a peer leads to what is open with it 1")
     assert said.facts[1].startswith("generation 1 of its transfer process; our agent: loaded for ")
-    assert said.facts[-1] == "7 pages of 1 leases wait for it to settle"
+    assert said.facts[-1] == sentence_of("a peer leads to what is open with it 2")
     assert said.links == ("receive:1", "lease:1")
     assert ask(world.p, "peer", name="d").links == ("send:1",)
 
@@ -187,9 +177,8 @@ def test_a_peer_that_never_answered_is_told_with_why():
     world.restart(world.d)
     world.pass_time(2)
 
-    assert ask(world.d, "peer", name="p").sentence == (
-        "peer p has not said Hello in the 2.0 s that we have been here, 0 receives and 0 sends "
-        "under way"
+    assert ask(world.d, "peer", name="p").sentence == sentence_of(
+        "a peer that never answered is told with why"
     )
 
 
@@ -197,7 +186,9 @@ def test_a_peer_that_nobody_knows_is_refused_with_those_we_know(world):
     reply = world.d.ask(admin.Why(1, "peer", 0, name="q"))
 
     assert isinstance(reply, admin.AdminFailed)
-    assert reply.refusal.message == "there is no peer 'q': this node knows p"
+    assert reply.refusal.message == sentence_of(
+        "a peer that nobody knows is refused with those we know"
+    )
 
 
 def test_bytes_that_only_look_like_a_page_are_not_found():
@@ -242,7 +233,7 @@ def test_a_root_says_who_locks_it_and_what_begins_there():
     assert (bare.sentence, bare.facts) == (f"{what} nobody", ())
     assert said.sentence == f"{what} 25 leases"
     assert len(said.facts) == 21
-    assert said.facts[-1] == "and 5 more leases"
+    assert said.facts[-1] == sentence_of("a root says who locks it and what begins there")
     assert said.links[-1] == f"node:{child.id}"
 
 

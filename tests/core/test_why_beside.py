@@ -17,6 +17,7 @@ from tests.core.breakage_beside import (
     unlocked,
     windows,
 )
+from tests.core.sentences import sentence_of
 
 LEASE_3 = "lease 3 of engine (pid 7) for lease, 1.0 s"
 LEASE_4 = "lease 4 of engine (pid 7) for lease, 1.0 s"
@@ -115,7 +116,9 @@ def test_a_buffer_page_names_its_lease_its_slot_and_what_is_copied_there(engine)
         f"page {taken} of buffer is held by {LEASE_4}",
         "it is slot 0 of its 4, for tokens 80 to 96",
     ]
-    assert why(engine, "page", free, "buffer")[1] == "it is slot 1 of its 4, and free"
+    assert why(engine, "page", free, "buffer")[1] == sentence_of(
+        "a buffer page names its lease its slot and what is copied there"
+    )
 
 
 def test_a_saved_page_names_the_retracted_lease_that_wants_it_back(engine):
@@ -129,8 +132,8 @@ def test_a_saved_page_names_the_retracted_lease_that_wants_it_back(engine):
         "it keeps page 0 of its row",
     ]
     assert why(engine, "page", free, "swa.saved") == [f"page {free} of swa.saved is free"]
-    assert why(engine, "page", 12, "swa.saved") == (
-        "page 12 of swa.saved: this pool has pages 0..11"
+    assert why(engine, "page", 12, "swa.saved") == sentence_of(
+        "a saved page names the retracted lease that wants it back"
     )
 
 

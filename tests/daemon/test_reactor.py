@@ -97,7 +97,7 @@ def test_reactor_goes_on_after_an_effect_that_raises_and_tells_who_waits() -> No
     assert (failed.call, failed.refusal.code) == (7, Code.INTERNAL)
     assert "OverflowError" in failed.refusal.message
     assert done == client.Done(8)
-    assert shell.bugs == ["perform Answer"]
+    assert shell.bugs == ["perform AnswerEngine"]
     lost, events = shell.bus.after(0)
     assert (lost, [event.seq for event in events]) == (0, [1, 2, 3])
 
@@ -108,7 +108,7 @@ def test_reactor_gives_up_an_answer_that_cannot_even_be_refused() -> None:
 
     shell.reactor.feed(lease(7))
 
-    assert shell.bugs == ["perform Answer", "perform Answer"]
+    assert shell.bugs == ["perform AnswerEngine", "perform AnswerEngine"]
 
 
 def test_reactor_outlives_an_event_taker_that_raises() -> None:
