@@ -84,7 +84,7 @@ class OpenPool:
 
     @property
     def page_bytes(self) -> int:
-        """Of one of those pages; 1 where tokens are only counted: no page of such a pool is read."""
+        """Of one of those pages; 1 where tokens are only counted and no page is ever read."""
         placed = self.memory.placed
         return placed[0].geometry.page_bytes if placed else 1
 
