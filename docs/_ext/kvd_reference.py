@@ -72,8 +72,8 @@ UNIONS: dict[str, tuple[types.ModuleType, object]] = {
     "admin-replies": (admin, admin.AdminReply),
 }
 MAPPED = "kvd kvd.core kvd.wire kvd.families kvd.transfer kvd.daemon kvd.pools kvd.journal"
-MAPPED += " kvd.recorder kvd.observe kvd.console kvd.client kvd.connectors kvd.config kvd.cli"
-MAPPED += " kvd.device kvd.zmtp kvd.sim kvd.demo kvd.bench benchmarks tui"
+MAPPED += " kvd.recorder kvd.observe kvd.console kvd.client kvd.config kvd.cli"
+MAPPED += " kvd.device kvd.zmtp kvd.sim kvd.demo kvd.bench kvd.harness benchmarks tui"
 
 
 class Unknown(Exception):

@@ -21,5 +21,6 @@ In the transfer process::
     nixl            the binding, and nothing else
 
 What must not live here: why anything is moved. Nothing but ``worker`` and what it imports may load
-NIXL, and nothing here may wait in the daemon's loop.
+NIXL in a daemon (``kvd doctor`` and ``kvd.bench.raw_nixl`` bind it in processes of their own), and
+nothing here may wait in the daemon's loop.
 """

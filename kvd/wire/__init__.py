@@ -14,7 +14,7 @@ module          unions                                between
 ``client``      ``Request``, ``Reply``                an engine and the daemon: leases, handoffs
 ``peer``        ``Message``                           two daemons: Hello, Offer, Accept, Settled
 ``admin``       ``AdminRequest``, ``AdminReply``      an operator (``kvd`` verbs) and the daemon
-``console``     frames and tables                     a console (``kvd top``) and the daemon
+``console``     frames and tables                     a console (``kvd-tui``) and the daemon
 ``events``      ``Event``                             the daemon and whoever follows it: log,
                                                       metrics, consoles, recordings
 ``snapshot``    ``Snapshot``                          in answers of ``client`` and ``admin``

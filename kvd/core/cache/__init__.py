@@ -9,9 +9,11 @@ Read first, in this order:
 - ``pages.PagePool``: the free pages of one component; one that comes back twice is found at once;
 - ``radix_node.RadixNode``: one edge of the tree, with its ``lock_ref``;
 - ``radix.RadixTree``: match, lock, extend, evict. ``lock_ref`` changes in this file alone: in
-  ``lock``, ``relock`` and ``unlock``; a split gives it to both halves, a repair adds what lacks;
+  ``lock``, ``relock`` and ``unlock``; a new root begins with 1, a split gives it to both halves, a
+  repair adds what lacks;
 - ``eviction``: which unlocked node goes first, one class per policy;
-- ``lease.Lease``: what one owner has of the pool; ``lease_state``: running, retracted and between.
+- ``lease.LeaseRecord``: what one owner has of the pool; ``lease_state``: running, retracted, and
+  between.
 
 ``moved_pages`` is how a sweep that looks at a living node learns what moved meanwhile.
 """

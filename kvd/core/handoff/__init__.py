@@ -31,13 +31,16 @@ Which pages are sent? ``payload`` (``Payload.grants``: which pages an Offer name
 component), ``posts`` (``plan_part``: what of them a part sends; ``push_part``: what goes now). With
 several sources, ``sources`` says which of them has which share of the prompt.
 
-What happens when a decode engine is killed in the middle? ``receive.cancel_attempt``: the engine's
-parts drain (``_drop_parts``), and the pages stay in ``quarantine`` until the last writer is over
+What happens when a decode engine is killed in the middle? The daemon sees its last process go, and
+``leases.sessions.hung_up`` ends what it has: ``receive.cancel_attempt``. The engine's parts drain
+(``_drop_parts``), and the pages stay in ``quarantine`` until the last writer is over
 (``_writer_over``). Others come to the same two: ``writer_gone`` (a new process over there),
 ``peer_lost`` (only silence), ``fenced`` (our transfer process). A prefill engine: ``send``,
 ``abandon_send``; its node's transfer process: ``transfers``.
 
-How does a quarantined page become free? ``receive._writer_over``, then ``quarantine``, by no timer.
+How does a quarantined page become free? ``receive._writer_over`` once the writer is over, then
+``quarantine.free_pages``: where bytes may still be under way it orders ``Quiesce`` and waits for
+``quiet``. By no timer: ``fence_if_due`` may replace our transfer process, and that is the proof.
 
 The rest: ``offer`` writes and checks Offers, ``verify`` compares sums, ``outcomes`` answers a late
 Settled, ``rooms`` says who has a room, ``transfers`` takes reports of the transfer process,
