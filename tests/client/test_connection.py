@@ -78,7 +78,7 @@ def test_a_field_of_the_wrong_type_is_found_before_it_is_sent() -> None:
 
     with pytest.raises(KvdError, match=r"ExtendLease cannot be sent: .*Expected `int`, got `str`"):
         own.begin(wire.ExtendLease(own.next_call(), 1, "two"))  # type: ignore[arg-type]
-    with pytest.raises(KvdError, match=r"Send cannot be sent"):
+    with pytest.raises(KvdError, match=r"SendRequest cannot be sent"):
         own.begin(wire.SendRequest(own.next_call(), 2**70, 1), Tokens(b""))
 
     assert own.take_outgoing() == []

@@ -129,7 +129,7 @@ async def test_a_window_row_is_replaced_whole_while_the_pages_grow(serve: Serve)
 async def test_a_received_lease_has_the_rows_that_came_with_it(serve: Serve) -> None:
     daemon = serve(SWA)
     daemon.script = answering(
-        Receive=lambda r: [
+        ReceiveRequest=lambda r: [
             wire.Receiving(r.call, 11, 4),
             wire.Received(11, 71, pack_ids([4, 5, 6]), b"", (pack_ids([0, 1, 2]),)),
         ]
@@ -280,7 +280,7 @@ def test_the_blocking_client_slides_and_fetches_too(serve: Serve) -> None:
     daemon = serve(HISPARSE)
     daemon.script = answering(
         OpenLease=leasing(3, beside=(pack_ids([2, 4]),)),
-        Receive=lambda r: [wire.Failed(r.call, Refusal(Code.PEER_UNKNOWN, "no such peer"))],
+        ReceiveRequest=lambda r: [wire.Failed(r.call, Refusal(Code.PEER_UNKNOWN, "no such peer"))],
         SlideLease=lambda r: [wire.PageTable(r.call, 1, b"", (pack_ids([2, 4]),))],
         FetchPages=lambda r: [wire.FetchReply(r.call, pack_ids([2]), 0, 1, 512)],
     )

@@ -255,7 +255,7 @@ async def test_a_call_without_an_answer_ends_in_words(
 
 
 async def test_a_receive_from_offer_to_lease(daemon: Daemon) -> None:
-    daemon.script = answering(Receive=lambda r: [wire.Receiving(r.call, 11, 8)])
+    daemon.script = answering(ReceiveRequest=lambda r: [wire.Receiving(r.call, 11, 8)])
 
     async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
         handoff = await node.receive(9117, [1, 2, 3], "prefill-0", deadline_s=7, tier="host")
@@ -282,7 +282,7 @@ async def test_a_receive_from_offer_to_lease(daemon: Daemon) -> None:
 async def test_a_receive_that_fails_raises_what_the_other_side_said(daemon: Daemon) -> None:
     """Also when the push came in the same breath as the answer, before anyone waited."""
     daemon.script = answering(
-        Receive=lambda r: [wire.Receiving(r.call, 11, 8), wire.ReceiveFailed(11, ABORTED)]
+        ReceiveRequest=lambda r: [wire.Receiving(r.call, 11, 8), wire.ReceiveFailed(11, ABORTED)]
     )
 
     async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
@@ -298,7 +298,7 @@ async def test_a_receive_that_fails_raises_what_the_other_side_said(daemon: Daem
 
 async def test_cancel_leaves_nothing_held_even_when_it_loses_the_race(daemon: Daemon) -> None:
     daemon.script = answering(
-        Receive=lambda r: [wire.Receiving(r.call, 11, 8)],
+        ReceiveRequest=lambda r: [wire.Receiving(r.call, 11, 8)],
         CancelReceive=lambda r: [
             wire.Received(11, 70, b"", b""),
             wire.Failed(r.call, Refusal(Code.WRONG_STATE, "delivered")),
@@ -318,7 +318,7 @@ async def test_cancel_leaves_nothing_held_even_when_it_loses_the_race(daemon: Da
 
 async def test_cancel_releases_what_was_delivered_and_not_taken(daemon: Daemon) -> None:
     daemon.script = answering(
-        Receive=lambda r: [wire.Receiving(r.call, 11, 8), wire.Received(11, 70, b"", b"")],
+        ReceiveRequest=lambda r: [wire.Receiving(r.call, 11, 8), wire.Received(11, 70, b"", b"")],
         MatchPrefix=lambda r: [wire.MatchReply(r.call, 0, 0, 0)],
         ReleaseLease=done,
     )
@@ -334,7 +334,7 @@ async def test_cancel_releases_what_was_delivered_and_not_taken(daemon: Daemon) 
 
 async def test_cancel_leaves_a_lease_in_the_engines_hands_alone(daemon: Daemon) -> None:
     daemon.script = answering(
-        Receive=lambda r: [wire.Receiving(r.call, 11, 8), wire.Received(11, 70, b"", b"")],
+        ReceiveRequest=lambda r: [wire.Receiving(r.call, 11, 8), wire.Received(11, 70, b"", b"")],
     )
 
     async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
@@ -378,7 +378,7 @@ async def test_a_cancelled_send_call_aborts(daemon: Daemon) -> None:
 
 SENDING = answering(
     OpenLease=lambda r: [wire.Leased(r.call, 70, 0, pack_ids([4]))],
-    Send=lambda r: [wire.Sending(r.call, 12)],
+    SendRequest=lambda r: [wire.Sending(r.call, 12)],
     Advance=done,
     AbortSend=done,
 )
@@ -441,7 +441,7 @@ async def test_a_failed_send_stops_the_engine_at_its_next_word(daemon: Daemon) -
 
         assert await finishing == Outcome(False, ABORTED, 0, 0, 0)
 
-    assert [type(one).__name__ for one in daemon.got] == ["OpenLease", "Send", "Finish"]
+    assert [type(one).__name__ for one in daemon.got] == ["OpenLease", "SendRequest", "Finish"]
 
 
 async def test_abort_tells_the_daemon_why(daemon: Daemon) -> None:
@@ -459,9 +459,9 @@ async def test_abort_tells_the_daemon_why(daemon: Daemon) -> None:
 
 async def test_everything_that_waits_ends_at_once_when_the_daemon_dies(daemon: Daemon) -> None:
     daemon.script = answering(
-        Receive=lambda r: [wire.Receiving(r.call, 11, 8)],
+        ReceiveRequest=lambda r: [wire.Receiving(r.call, 11, 8)],
         OpenLease=lambda r: [wire.Leased(r.call, 70, 0, b"")],
-        Send=lambda r: [wire.Sending(r.call, 12)],
+        SendRequest=lambda r: [wire.Sending(r.call, 12)],
     )
 
     async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:

@@ -87,8 +87,8 @@ def test_every_verb_has_its_blocking_twin(daemon: Daemon) -> None:
 
     assert [type(one).__name__ for one in daemon.got] == [
         *("OpenLease", "ExtendLease", "RetractLease", "ResumeLease", "CommitLease"),
-        *("Send", "Advance", "Finish", "Send"),
-        *("AbortSend", "CommitAndRelease", "Receive", "ReleaseLease", "Receive"),
+        *("SendRequest", "Advance", "Finish", "SendRequest"),
+        *("AbortSend", "CommitAndRelease", "ReceiveRequest", "ReleaseLease", "ReceiveRequest"),
         *(type(one).__name__ for one in daemon.got[14:]),
     ]
     assert {type(one).__name__ for one in daemon.got[14:]} <= {

@@ -257,7 +257,7 @@ def test_a_module_that_is_named_is_not_loaded():
 )
 def test_a_graph_that_no_node_has_is_refused(shapes, objects):
     with pytest.raises(NotFrozen):
-        thaw(frozen_with(names=["Node"], shapes=shapes, objects=objects))
+        thaw(frozen_with(names=["NodeState"], shapes=shapes, objects=objects))
 
 
 def test_another_format_is_refused_by_its_number():

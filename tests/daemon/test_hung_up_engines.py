@@ -62,7 +62,7 @@ tokens = tokens_of(100, seed=2).tobytes()
 socket.send_multipart([CLIENT_REQUESTS.encode(client.OpenLease(1)), tokens])
 lease = CLIENT_REPLIES.decode(socket.recv()).lease
 for call in range(2, 2 + sends):
-    request = client.Send(call, 70_000 + call, lease, "", 4.0)
+    request = client.SendRequest(call, 70_000 + call, lease, "", 4.0)
     socket.send_multipart([CLIENT_REQUESTS.encode(request), tokens])
     assert isinstance(CLIENT_REPLIES.decode(socket.recv()), client.Sending)
 socket.send(CLIENT_REQUESTS.encode(client.Subscribe(1_000)))

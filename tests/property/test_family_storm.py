@@ -141,7 +141,7 @@ def test_all_of_it_happened():
         "OpenLease: Leased", "OpenLease: deadline", "OpenLease: too-large", "prefix gone on from",
         "ExtendLease: PageTable", "ExtendLease: no-room", "SlideLease: PageTable",
         "CommitLease: PageTable", "CommitAndRelease: Done", "ReleaseLease: Done",
-        "RetractLease: Retracted", "ResumeLease: Resumed", "FetchPages: Fetched", "Received",
+        "RetractLease: Retracted", "ResumeLease: Resumed", "FetchPages: FetchReply", "Received",
         "ReceiveFailed", "SendFailed", "Advance: Done", "Finish: Finished", "AbortSend: Done",
     }  # fmt: skip
     assert wanted - done.keys() == set()

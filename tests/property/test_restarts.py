@@ -60,8 +60,8 @@ def test_all_of_it_happened():
     wanted = {
         "OpenLease: done", "ExtendLease: done", "CommitLease: done", "CommitAndRelease: done",
         "ReleaseLease: done", "RetractLease: done", "ExtendLease: before-restart",
-        "CommitLease: before-restart", "RetractLease: before-restart", "Send: before-restart",
-        "ResumeLease: before-restart", "SlideLease: before-restart", "restarts", "not proven",
+        "CommitLease: before-restart", "RetractLease: before-restart",
+        "SendRequest: before-restart", "ResumeLease: before-restart", "SlideLease: before-restart", "restarts", "not proven",
         "former leases", "came back", "came back for leases", "died", "pages adopted",
         "cached pages found",
     }  # fmt: skip

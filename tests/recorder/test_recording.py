@@ -126,4 +126,4 @@ def test_a_resealed_file_replays_or_is_refused_and_nothing_else(file):
         except recording.Damaged:
             refused += 1
 
-    assert refused > 30, f"seed {seed}"
+    assert refused > 25, f"seed {seed}"

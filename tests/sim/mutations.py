@@ -176,7 +176,7 @@ def keeps_every_state_as_a_snapshot(settings, at_s):
     """Also one that stands for more tokens than are cached at its node."""
     node = NodeState(settings, at_s)
     for states in node.leases.components.each:
-        end = states.end
+        end = states.end_lease
 
         def careless(lease, end=end):
             tokens, lease.is_whole = lease.tokens, True
@@ -185,7 +185,7 @@ def keeps_every_state_as_a_snapshot(settings, at_s):
             end(lease)
             lease.tokens = tokens
 
-        states.end = careless
+        states.end_lease = careless
     return node
 
 
@@ -217,14 +217,14 @@ def frees_a_quarantined_window_page(settings, at_s):
     """Giving up frees window pages at once, while the writer may still write them."""
     node = NodeState(settings, at_s)
     for windows in node.leases.components.each:
-        quarantine = windows.quarantine
+        quarantine = windows.quarantine_lease
 
         def at_once(lease, quarantine=quarantine, windows=windows):
             quarantine(lease)
             windows.pool.return_pages(windows.own_pages(lease))
             windows.held[lease.id].spare = NO_PAGES
 
-        windows.quarantine = at_once
+        windows.quarantine_lease = at_once
     return node
 
 
