@@ -61,7 +61,8 @@ def test_all_of_it_happened():
         "OpenLease: done", "ExtendLease: done", "CommitLease: done", "CommitAndRelease: done",
         "ReleaseLease: done", "RetractLease: done", "ExtendLease: before-restart",
         "CommitLease: before-restart", "RetractLease: before-restart",
-        "SendRequest: before-restart", "ResumeLease: before-restart", "SlideLease: before-restart", "restarts", "not proven",
+        "SendRequest: before-restart", "ResumeLease: before-restart",
+        "SlideLease: before-restart", "restarts", "not proven",
         "former leases", "came back", "came back for leases", "died", "pages adopted",
         "cached pages found",
     }  # fmt: skip
