@@ -54,22 +54,18 @@ class _Watched(World):
             metrics.take(event)
 
 
-def steps_digest(profile: str, first_seed: int, n_seeds: int) -> str:
+def steps_digest(plan: SimPlan, seeds: range) -> str:
     """Of every effect and event of those seeds, and of how each ended."""
     digest = hashlib.sha256()
-    for seed in range(first_seed, first_seed + n_seeds):
-        ending = run_seed(seed, SimPlan(profile=profile))
+    for seed in seeds:
+        ending = run_seed(seed, plan)
         digest.update(f"{ending.digest} {ending.steps} {ending.violation}\n".encode())
     return digest.hexdigest()[:24]
 
 
 def few_steps_digest(profile: str) -> str:
     """The same of two short seeds, for the test suite."""
-    digest = hashlib.sha256()
-    for seed in range(FEW_SEEDS):
-        ending = run_seed(seed, SimPlan(profile=profile, steps=FEW_STEPS))
-        digest.update(f"{ending.digest} {ending.steps} {ending.violation}\n".encode())
-    return digest.hexdigest()[:24]
+    return steps_digest(SimPlan(profile=profile, steps=FEW_STEPS), range(FEW_SEEDS))
 
 
 def told_digests(profile: str) -> dict[str, str]:
@@ -131,7 +127,9 @@ def _page(metrics: Metrics, node) -> bytes:
 
 def _work(job: tuple[str, int, int]) -> object:
     profile, first, n_seeds = job
-    return told_digests(profile) if first < 0 else steps_digest(profile, first, n_seeds)
+    if first < 0:
+        return told_digests(profile)
+    return steps_digest(SimPlan(profile=profile), range(first, first + n_seeds))
 
 
 def main() -> int:
