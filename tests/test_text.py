@@ -57,7 +57,9 @@ def test_absence_is_not_a_number():
 
 
 def test_event_line_quotes_text_with_blanks_and_cleans_it():
-    event = MessageRefused(7, 1.5, "peer", "\x1b]0;x", "bad-request", "3 bytes are no message")
+    event = MessageRefused(
+        7, 1.5, socket="peer", sender="\x1b]0;x", code="bad-request", why="3 bytes are no message"
+    )
 
     assert event_line(event) == (
         "       7        1.500  message-refused    socket=peer sender=\\x1b]0;x "

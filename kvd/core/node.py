@@ -192,13 +192,13 @@ class NodeState:
 
     def _unreadable(self, got: i.Unreadable) -> None:
         self.refused += 1
-        out = self.out
-        out.emit(
-            events.MessageRefused,
-            socket=got.socket,
-            sender=got.sender,
-            code=got.refusal.code.value,
-            why=got.refusal.message,
+        self.out.emit(
+            events.MessageRefused(
+                socket=got.socket,
+                sender=got.sender,
+                code=got.refusal.code.value,
+                why=got.refusal.message,
+            )
         )
 
     def _reconfigured(self, got: i.Reconfigured) -> None:
@@ -208,10 +208,10 @@ class NodeState:
         """
         self.peers.allow = got.allow
         self.admission.retune(max_queue=got.max_queue, overtakers=got.overtakers)
-        self.out.emit(events.ConfigReloaded, changed=got.changed, needs_restart=got.needs_restart)
+        self.out.emit(events.ConfigReloaded(changed=got.changed, needs_restart=got.needs_restart))
 
     def _reload_refused(self, got: i.ReloadRefused) -> None:
-        self.out.emit(events.ConfigRefused, errors=got.errors)
+        self.out.emit(events.ConfigRefused(errors=got.errors))
 
     # ---- peers -------------------------------------------------------------------------------
 
@@ -243,12 +243,11 @@ class NodeState:
     def _out_of_place(self, link: str, message: Message) -> None:
         """Count a message of, or for, a process that is not, or no longer, what it says."""
         self.refused += 1
-        out = self.out
         kind, source = type(message).__name__, short(message.source)
         code, why = Code.PEER_STALE, f"{kind} of {source} is for another life of this node"
         if message.source not in self.peers.by_incarnation:
             code, why = Code.PEER_UNKNOWN, f"{kind} of {source}, which has not said Hello"
-        out.emit(events.MessageRefused, socket="peers", sender=link, code=code.value, why=why)
+        self.out.emit(events.MessageRefused(socket="peers", sender=link, code=code.value, why=why))
 
     def _hello(self, link: str, message: Hello) -> None:
         known = self.peers.by_incarnation.get(message.source)
@@ -278,20 +277,19 @@ class NodeState:
         self.prefiller.settled_sends.fold_tombstones(peer)
 
     def _rejected(self, peer: Any, message: Reject) -> None:
-        out = self.out
-        out.emit(
-            events.PeerRefused,
-            peer=peer.name,
-            code=message.refusal.code.value,
-            why=f"it refused our message: {message.refusal.message}",
+        self.out.emit(
+            events.PeerRefused(
+                peer=peer.name,
+                code=message.refusal.code.value,
+                why=f"it refused our message: {message.refusal.message}",
+            )
         )
 
     # ---- the transfer process ----------------------------------------------------------------
 
     def _transfer_ready(self, got: i.TransferReady) -> None:
         self.transport = got.transport
-        out = self.out
-        out.emit(events.TransferStarted, generation=got.generation, why=got.why)
+        self.out.emit(events.TransferStarted(generation=got.generation, why=got.why))
         self.peers.announce(got.generation, got.metadata)
         for peer in self.peers.by_name.values():
             self.peers.agents.load(peer)

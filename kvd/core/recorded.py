@@ -45,11 +45,10 @@ class RecorderFacts:
         out = self._out
         self._since_s = out.at_s
         if got.recorder.state == RECORDING:
-            out.emit(events.RecordingStarted)
+            out.emit(events.RecordingStarted())
         else:
-            out.emit(events.RecordingEnded, why=got.recorder.why)
+            out.emit(events.RecordingEnded(why=got.recorder.why))
 
     def saved(self, got: RecorderSaved) -> None:
         """It wrote a file."""
-        out = self._out
-        out.emit(events.RecordingSaved, path=got.path, why=got.why)
+        self._out.emit(events.RecordingSaved(path=got.path, why=got.why))

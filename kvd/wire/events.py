@@ -9,36 +9,37 @@ from __future__ import annotations
 import msgspec
 
 
-class ClientAttached(msgspec.Struct, frozen=True, tag="client-attached"):
+class NumberedEvent(msgspec.Struct, frozen=True):
+    """What every event begins with. Who makes one leaves it out: ``Outbox.emit`` fills it in."""
+
+    seq: int = 0
+    at_s: float = 0.0
+
+
+class ClientAttached(NumberedEvent, frozen=True, kw_only=True, tag="client-attached"):
     """A session opened, or one more process joined it."""
 
-    seq: int
-    at_s: float
     session: int
     name: str
     pid: int
 
 
-class ClientGone(msgspec.Struct, frozen=True, tag="client-gone"):
+class ClientGone(NumberedEvent, frozen=True, kw_only=True, tag="client-gone"):
     """The last process of a session hung up; what it held was given back."""
 
-    seq: int
-    at_s: float
     session: int
     name: str
     leases: int
     handoffs: int
 
 
-class ClientHungUpOn(msgspec.Struct, frozen=True, tag="client-hung-up-on"):
+class ClientHungUpOn(NumberedEvent, frozen=True, kw_only=True, tag="client-hung-up-on"):
     """The daemon hung up on a session whose processes live, and serves it no more.
 
     ``leases`` with ``held_pages`` stay held until all of ``pids`` are dead, because those may go on
     writing; ``handoffs`` were given up.
     """
 
-    seq: int
-    at_s: float
     session: int
     name: str
     pids: tuple[int, ...]
@@ -49,15 +50,13 @@ class ClientHungUpOn(msgspec.Struct, frozen=True, tag="client-hung-up-on"):
     handoffs: int
 
 
-class Adopted(msgspec.Struct, frozen=True, tag="adopted"):
+class Adopted(NumberedEvent, frozen=True, kw_only=True, tag="adopted"):
     """The pool is what it was before the restart, as far as that was proven.
 
     ``pages`` are cached, in ``nodes`` of the tree; ``leases`` of ``sessions`` keep ``held_pages``
     of their own and ``unproven_pages`` that they may read. ``generation``: how often that was done.
     """
 
-    seq: int
-    at_s: float
     generation: int
     pages: int
     nodes: int
@@ -67,14 +66,12 @@ class Adopted(msgspec.Struct, frozen=True, tag="adopted"):
     unproven_pages: int
 
 
-class ClientReturned(msgspec.Struct, frozen=True, tag="client-returned"):
+class ClientReturned(NumberedEvent, frozen=True, kw_only=True, tag="client-returned"):
     """A session of before the restart is back.
 
     It still uses ``kept`` leases, which can only be released; ``ended`` others have ended.
     """
 
-    seq: int
-    at_s: float
     session: int
     name: str
     pid: int
@@ -82,15 +79,13 @@ class ClientReturned(msgspec.Struct, frozen=True, tag="client-returned"):
     ended: int
 
 
-class DrainBegan(msgspec.Struct, frozen=True, tag="drain-began"):
+class DrainBegan(NumberedEvent, frozen=True, kw_only=True, tag="drain-began"):
     """From here on nothing new is begun; ``refused`` waited and were told so.
 
     ``receives`` and ``sends`` are under way and go on; ``deadline_s`` from now what is left of them
     is given up, 0: never. ``is_stop``: the process ends when it is drained.
     """
 
-    seq: int
-    at_s: float
     who: str
     why: str
     receives: int
@@ -101,29 +96,23 @@ class DrainBegan(msgspec.Struct, frozen=True, tag="drain-began"):
     is_stop: bool = False
 
 
-class Drained(msgspec.Struct, frozen=True, tag="drained"):
+class Drained(NumberedEvent, frozen=True, kw_only=True, tag="drained"):
     """No handoff is under way and nobody waits; ``cut`` of them were given up at the deadline."""
 
-    seq: int
-    at_s: float
     lasted_s: float
     cut: int
     leases: int
 
 
-class DrainEnded(msgspec.Struct, frozen=True, tag="drain-ended"):
+class DrainEnded(NumberedEvent, frozen=True, kw_only=True, tag="drain-ended"):
     """The node serves again."""
 
-    seq: int
-    at_s: float
     lasted_s: float
 
 
-class PeerDraining(msgspec.Struct, frozen=True, tag="peer-draining"):
+class PeerDraining(NumberedEvent, frozen=True, kw_only=True, tag="peer-draining"):
     """A peer said that it is ``draining`` or ``leaving``, or that it is ``serving`` again."""
 
-    seq: int
-    at_s: float
     peer: str
     state: str
     why: str
@@ -131,7 +120,7 @@ class PeerDraining(msgspec.Struct, frozen=True, tag="peer-draining"):
     """Receives from it that waited here and were told so."""
 
 
-class LeaseOpened(msgspec.Struct, frozen=True, tag="lease-opened"):
+class LeaseOpened(NumberedEvent, frozen=True, kw_only=True, tag="lease-opened"):
     """A prefix was locked and pages are held.
 
     ``missed_tokens``: whole pages of the prompt that the tree had not; ``why_missed`` by the first
@@ -139,8 +128,6 @@ class LeaseOpened(msgspec.Struct, frozen=True, tag="lease-opened"):
     ``locked_node`` is the end of what is locked, 0 where nothing is.
     """
 
-    seq: int
-    at_s: float
     lease: int
     session: int
     reason: str
@@ -153,35 +140,29 @@ class LeaseOpened(msgspec.Struct, frozen=True, tag="lease-opened"):
     locked_node: int = 0
 
 
-class LeaseExtended(msgspec.Struct, frozen=True, tag="lease-extended"):
+class LeaseExtended(NumberedEvent, frozen=True, kw_only=True, tag="lease-extended"):
     """More pages are held; ``locked_node`` says what a lease that is resumed locks again."""
 
-    seq: int
-    at_s: float
     lease: int
     held_pages: int
     locked_node: int = 0
 
 
-class LeaseCommitted(msgspec.Struct, frozen=True, tag="lease-committed"):
+class LeaseCommitted(NumberedEvent, frozen=True, kw_only=True, tag="lease-committed"):
     """Whole pages joined the tree; ``duplicate_pages`` were there already and were given back.
 
     The lock has moved down to ``locked_node``.
     """
 
-    seq: int
-    at_s: float
     lease: int
     cached_tokens: int
     duplicate_pages: int
     locked_node: int = 0
 
 
-class LeaseReleased(msgspec.Struct, frozen=True, tag="lease-released"):
+class LeaseReleased(NumberedEvent, frozen=True, kw_only=True, tag="lease-released"):
     """The lease is gone: unlocked, its held pages free. It locked ``locked_node`` until now."""
 
-    seq: int
-    at_s: float
     lease: int
     reason: str
     cause: str
@@ -190,11 +171,9 @@ class LeaseReleased(msgspec.Struct, frozen=True, tag="lease-released"):
     locked_node: int = 0
 
 
-class LeaseRetracted(msgspec.Struct, frozen=True, tag="retracted"):
+class LeaseRetracted(NumberedEvent, frozen=True, kw_only=True, tag="retracted"):
     """A running lease gave its pages back; the bytes of ``kv_tokens`` tokens are saved, or none."""
 
-    seq: int
-    at_s: float
     lease: int
     session: int
     kv_tokens: int
@@ -204,14 +183,12 @@ class LeaseRetracted(msgspec.Struct, frozen=True, tag="retracted"):
     took_s: float
 
 
-class LeaseResumed(msgspec.Struct, frozen=True, tag="resumed"):
+class LeaseResumed(NumberedEvent, frozen=True, kw_only=True, tag="resumed"):
     """A retracted lease runs again. ``spared_bytes`` were saved, and not needed: the tree had them.
 
     ``took_s`` is from the request, ``away_s`` from its retraction.
     """
 
-    seq: int
-    at_s: float
     lease: int
     session: int
     prefix_tokens: int
@@ -222,11 +199,9 @@ class LeaseResumed(msgspec.Struct, frozen=True, tag="resumed"):
     away_s: float
 
 
-class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
+class Quarantined(NumberedEvent, frozen=True, kw_only=True, tag="quarantined"):
     """A remote may still write its pages, so nobody has them. It locked ``locked_node`` so far."""
 
-    seq: int
-    at_s: float
     lease: int
     pages: int
     peer: str
@@ -235,22 +210,18 @@ class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
     locked_node: int = 0
 
 
-class QuarantineEnded(msgspec.Struct, frozen=True, tag="quarantine-ended"):
+class QuarantineEnded(NumberedEvent, frozen=True, kw_only=True, tag="quarantine-ended"):
     """The writer settled, is proven gone, or was fenced; the pages are free."""
 
-    seq: int
-    at_s: float
     lease: int
     pages: int
     proof: str
     age_s: float
 
 
-class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
+class Evicted(NumberedEvent, frozen=True, kw_only=True, tag="evicted"):
     """Cached pages gave way."""
 
-    seq: int
-    at_s: float
     pages: int
     nodes: int
     reason: str
@@ -258,22 +229,18 @@ class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
     """Whose pages, where they are not the first one's: their nodes stay without them."""
 
 
-class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
+class Waiting(NumberedEvent, frozen=True, kw_only=True, tag="waiting"):
     """A request waits for room."""
 
-    seq: int
-    at_s: float
     session: int
     room: int
     needed_pages: int
     headroom_pages: int
 
 
-class Moved(msgspec.Struct, frozen=True, tag="moved"):
+class Moved(NumberedEvent, frozen=True, kw_only=True, tag="moved"):
     """A part changed its state. ``side`` is decode or prefill."""
 
-    seq: int
-    at_s: float
     side: str
     part: int
     room: int
@@ -284,14 +251,12 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
     why: str = ""
 
 
-class HandoffEnded(msgspec.Struct, frozen=True, tag="handoff-ended"):
+class HandoffEnded(NumberedEvent, frozen=True, kw_only=True, tag="handoff-ended"):
     """A part is over on this side; ``moved_bytes`` were sent, ``saved_bytes`` were not needed.
 
     ``lease`` is the one that a receive had pages under; 0 if it never had any, and for a send.
     """
 
-    seq: int
-    at_s: float
     side: str
     part: int
     room: int
@@ -307,15 +272,13 @@ class HandoffEnded(msgspec.Struct, frozen=True, tag="handoff-ended"):
     lease: int = 0
 
 
-class PagesCorrupt(msgspec.Struct, frozen=True, tag="pages-corrupt"):
+class PagesCorrupt(NumberedEvent, frozen=True, kw_only=True, tag="pages-corrupt"):
     """What arrived is not what was sent: nothing was cached, the pages go to quarantine.
 
     ``pages`` are the first few wrong page ids, ``logical_pages`` their places in the prompt.
     ``checked_pages`` of ``total_pages`` were summed, ``bad_pages`` of those are wrong.
     """
 
-    seq: int
-    at_s: float
     part: int
     room: int
     peer: str
@@ -328,65 +291,53 @@ class PagesCorrupt(msgspec.Struct, frozen=True, tag="pages-corrupt"):
     why: str
 
 
-class PeerUp(msgspec.Struct, frozen=True, tag="peer-up"):
+class PeerUp(NumberedEvent, frozen=True, kw_only=True, tag="peer-up"):
     """A Hello opened or renewed a link."""
 
-    seq: int
-    at_s: float
     peer: str
     incarnation: str
     generation: int
 
 
-class PeerSuspect(msgspec.Struct, frozen=True, tag="peer-suspect"):
+class PeerSuspect(NumberedEvent, frozen=True, kw_only=True, tag="peer-suspect"):
     """Silent past the first limit."""
 
-    seq: int
-    at_s: float
     peer: str
     incarnation: str
     silent_s: float
 
 
-class PeerLost(msgspec.Struct, frozen=True, tag="peer-lost"):
+class PeerLost(NumberedEvent, frozen=True, kw_only=True, tag="peer-lost"):
     """Silent past the second limit: rooms with it are drained, not freed."""
 
-    seq: int
-    at_s: float
     peer: str
     incarnation: str
     silent_s: float
 
 
-class PeerReplaced(msgspec.Struct, frozen=True, tag="peer-replaced"):
+class PeerReplaced(NumberedEvent, frozen=True, kw_only=True, tag="peer-replaced"):
     """A new incarnation: proof that the old one will never write again."""
 
-    seq: int
-    at_s: float
     peer: str
     before: str
     after: str
 
 
-class PeerRefused(msgspec.Struct, frozen=True, tag="peer-refused"):
+class PeerRefused(NumberedEvent, frozen=True, kw_only=True, tag="peer-refused"):
     """A daemon that we will not exchange KV with, and why."""
 
-    seq: int
-    at_s: float
     peer: str
     code: str
     why: str
 
 
-class PeerHandshakeFailed(msgspec.Struct, frozen=True, tag="handshake-failed"):
+class PeerHandshakeFailed(NumberedEvent, frozen=True, kw_only=True, tag="handshake-failed"):
     """Somebody could not connect to us, or we not to a peer: keys that differ, or are missing.
 
     ``peer`` is whom we dialed; empty where somebody dialed us. ``times``: since the last such
     event, of which there is one in ten seconds for a peer and a reason.
     """
 
-    seq: int
-    at_s: float
     peer: str
     address: str
     reason: str
@@ -394,11 +345,9 @@ class PeerHandshakeFailed(msgspec.Struct, frozen=True, tag="handshake-failed"):
     times: int
 
 
-class AgentChanged(msgspec.Struct, frozen=True, tag="agent-changed"):
+class AgentChanged(NumberedEvent, frozen=True, kw_only=True, tag="agent-changed"):
     """The sending agent towards a peer: loading, loaded, failed, dropping, dropped."""
 
-    seq: int
-    at_s: float
     peer: str
     incarnation: str
     generation: int
@@ -406,40 +355,32 @@ class AgentChanged(msgspec.Struct, frozen=True, tag="agent-changed"):
     why: str = ""
 
 
-class TransferStarted(msgspec.Struct, frozen=True, tag="transfer-started"):
+class TransferStarted(NumberedEvent, frozen=True, kw_only=True, tag="transfer-started"):
     """The transfer process serves; a new generation says that the old one was reaped."""
 
-    seq: int
-    at_s: float
     generation: int
     why: str
 
 
-class MessageRefused(msgspec.Struct, frozen=True, tag="message-refused"):
+class MessageRefused(NumberedEvent, frozen=True, kw_only=True, tag="message-refused"):
     """Something arrived that could not be acted on."""
 
-    seq: int
-    at_s: float
     socket: str
     sender: str
     code: str
     why: str
 
 
-class Flushed(msgspec.Struct, frozen=True, tag="flushed"):
+class Flushed(NumberedEvent, frozen=True, kw_only=True, tag="flushed"):
     """An operator emptied the tree of everything that is not locked."""
 
-    seq: int
-    at_s: float
     freed_pages: int
     kept_pages: int
 
 
-class Violation(msgspec.Struct, frozen=True, tag="violation"):
+class Violation(NumberedEvent, frozen=True, kw_only=True, tag="violation"):
     """An invariant does not hold: a bug, named with what it touches."""
 
-    seq: int
-    at_s: float
     what: str
     rule: str = ""
     lease: int = 0
@@ -453,56 +394,43 @@ class Violation(msgspec.Struct, frozen=True, tag="violation"):
     """What was done about it; empty where it is only told."""
 
 
-class ViolationHealed(msgspec.Struct, frozen=True, tag="violation-healed"):
+class ViolationHealed(NumberedEvent, frozen=True, kw_only=True, tag="violation-healed"):
     """What the audit had found is no longer so."""
 
-    seq: int
-    at_s: float
     what: str
     lasted_s: float
 
 
-class RecordingStarted(msgspec.Struct, frozen=True, tag="recording-started"):
+class RecordingStarted(NumberedEvent, frozen=True, kw_only=True, tag="recording-started"):
     """From here on the flight recorder has every input."""
 
-    seq: int
-    at_s: float
 
-
-class RecordingEnded(msgspec.Struct, frozen=True, tag="recording-ended"):
+class RecordingEnded(NumberedEvent, frozen=True, kw_only=True, tag="recording-ended"):
     """The flight recorder has lost the thread; the node goes on unrecorded."""
 
-    seq: int
-    at_s: float
     why: str
 
 
-class RecordingSaved(msgspec.Struct, frozen=True, tag="recording-saved"):
+class RecordingSaved(NumberedEvent, frozen=True, kw_only=True, tag="recording-saved"):
     """A recording was written: ``kvd replay`` reads it."""
 
-    seq: int
-    at_s: float
     path: str
     why: str
 
 
-class ConfigReloaded(msgspec.Struct, frozen=True, tag="config-reloaded"):
+class ConfigReloaded(NumberedEvent, frozen=True, kw_only=True, tag="config-reloaded"):
     """The configuration was read again: what holds from here on, and what waits for a restart.
 
     Each as ``key: before -> after``.
     """
 
-    seq: int
-    at_s: float
     changed: tuple[str, ...]
     needs_restart: tuple[str, ...]
 
 
-class ConfigRefused(msgspec.Struct, frozen=True, tag="config-refused"):
+class ConfigRefused(NumberedEvent, frozen=True, kw_only=True, tag="config-refused"):
     """The configuration was read again and is invalid: nothing was changed."""
 
-    seq: int
-    at_s: float
     errors: tuple[str, ...]
 
 

@@ -108,13 +108,7 @@ def test_a_small_file_that_one_other_imports_goes_home(sources):
 
 def test_structs_of_many_fields_are_made_by_keyword(sources):
     """A swap of two numbers is invisible to a type checker, and to who reads the call."""
-    structs = {
-        (source.module, node.name)
-        for source in sources
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.ClassDef)
-        and any(ast.unparse(base).startswith("msgspec.Struct") for base in node.bases)
-    }
+    structs = _structs(sources)
     wrong = []
     for source in sources:
         known = {one.module.rpartition(".")[2]: one.module for one in source.imports}
@@ -124,6 +118,22 @@ def test_structs_of_many_fields_are_made_by_keyword(sources):
                 if (module, name) in structs:
                     wrong.append(f"{source.at(node)} makes {name} of {len(node.args)} by position")
     assert not wrong, "name the fields:\n" + "\n".join(wrong)
+
+
+def _structs(sources) -> set[tuple[str, str]]:
+    """Module and name of every struct, those that go on from another one too."""
+    bases = {
+        (source.module, node.name): {ast.unparse(base) for base in node.bases}
+        for source in sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    names = {"msgspec.Struct"}
+    found: set[tuple[str, str]] = set()
+    while more := {one for one, of in bases.items() if of & names} - found:
+        found |= more
+        names |= {name for _, name in more}
+    return found
 
 
 def _maker(func: ast.expr, known: dict[str, str], module: str) -> tuple[str, str]:

@@ -35,7 +35,9 @@ def drained_later(daemon, snapshot):
             case ShowStatus():
                 return Status(0, msgspec.structs.replace(snapshot, drain=states.pop(0)))
             case ListEvents():
-                return EventPage(0, 0, (Drained(request.after_seq + 1, 1.0, 3.0, 0, 4),))
+                return EventPage(
+                    0, 0, (Drained(request.after_seq + 1, 1.0, lasted_s=3.0, cut=0, leases=4),)
+                )
             case _:
                 return Report(0, {"sends_under_way": 1}, ())
 

@@ -15,7 +15,9 @@ from kvd.wire.events import ClientAttached, Evicted
 from tests.cli.admin_peer import Daemon
 from tests.cli.sentences import sentence_of
 
-EVENTS = tuple(ClientAttached(seq, seq / 2, 3, "decode 0", 4711) for seq in range(1, 6))
+EVENTS = tuple(
+    ClientAttached(seq, seq / 2, session=3, name="decode 0", pid=4711) for seq in range(1, 6)
+)
 
 
 @pytest.fixture
@@ -72,8 +74,8 @@ def test_json_is_one_object_a_line_gaps_included(run, ring):
 def test_following_goes_on_after_a_restart_of_the_daemon(daemon, snapshot):
     """The new incarnation counts from 1 again; both are shown, with a line between them."""
     again = msgspec.structs.replace(snapshot, incarnation="c" * 32, last_event=1)
-    first = Evicted(6, 3.0, 4, 1, "room")
-    second = Evicted(1, 0.1, 8, 2, "room")
+    first = Evicted(6, 3.0, pages=4, nodes=1, reason="room")
+    second = Evicted(1, 0.1, pages=8, nodes=2, reason="room")
     restarted = False
 
     def answer(request):
@@ -113,7 +115,7 @@ def test_following_waits_for_a_daemon_that_is_down(daemon, snapshot):
             case ShowStatus():
                 return Status(0, snapshot)
             case ListEvents(after_seq=5):
-                return EventPage(0, 0, (Evicted(6, 3.0, 4, 1, "room"),))
+                return EventPage(0, 0, (Evicted(6, 3.0, pages=4, nodes=1, reason="room"),))
             case ListEvents():
                 return EventPage(0, 0, ())
 
@@ -122,9 +124,13 @@ def test_following_waits_for_a_daemon_that_is_down(daemon, snapshot):
             case ShowStatus():
                 return Status(0, again)
             case ListEvents(after_seq=0):
-                return EventPage(0, 7, (Evicted(8, 0.1, 8, 2, "room"),))
+                return EventPage(0, 7, (Evicted(8, 0.1, pages=8, nodes=2, reason="room"),))
             case ListEvents(after_seq=after_seq):
-                return EventPage(0, 0, (Evicted(9, 0.2, 8, 2, "room"),) if after_seq < 9 else ())
+                return EventPage(
+                    0,
+                    0,
+                    (Evicted(9, 0.2, pages=8, nodes=2, reason="room"),) if after_seq < 9 else (),
+                )
 
     daemon.answer = before
     with subprocess.Popen(

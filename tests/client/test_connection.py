@@ -372,7 +372,7 @@ def test_nothing_is_undone_with_a_daemon_that_is_gone() -> None:
 
 
 def event(seq: int) -> Evicted:
-    return Evicted(seq, 0.0, 1, 1, "room")
+    return Evicted(seq, 0.0, pages=1, nodes=1, reason="room")
 
 
 def test_events_come_in_order_with_their_gaps_named() -> None:

@@ -488,7 +488,10 @@ async def test_everything_that_waits_ends_at_once_when_the_daemon_dies(daemon: D
 
 
 async def test_events_are_pushed_in_order_and_a_gap_is_an_item(daemon: Daemon) -> None:
-    first, second = Evicted(5, 0.0, 1, 1, "room"), Evicted(9, 0.0, 1, 1, "room")
+    first, second = (
+        Evicted(5, 0.0, pages=1, nodes=1, reason="room"),
+        Evicted(9, 0.0, pages=1, nodes=1, reason="room"),
+    )
     daemon.script = answering(
         Subscribe=lambda r: [wire.Done(r.call), wire.Events(0, (first,)), wire.Events(3, (second,))]
     )
@@ -502,8 +505,8 @@ async def test_events_are_pushed_in_order_and_a_gap_is_an_item(daemon: Daemon) -
         later = node.events()
         waiting = asyncio.create_task(later.__anext__())
         await asyncio.sleep(0)
-        daemon.push(wire.Events(0, (Evicted(10, 0.0, 1, 1, "room"),)))
-        assert await waiting == Evicted(10, 0.0, 1, 1, "room")
+        daemon.push(wire.Events(0, (Evicted(10, 0.0, pages=1, nodes=1, reason="room"),)))
+        assert await waiting == Evicted(10, 0.0, pages=1, nodes=1, reason="room")
         await later.aclose()
         await until(lambda: len(daemon.got) == 2)
 

@@ -337,7 +337,10 @@ async def test_a_prompt_that_was_delivered_before_is_there(daemon: Daemon) -> No
 
 
 async def test_a_stream_of_events_names_the_restart_and_goes_on(daemon: Daemon) -> None:
-    first, second = Evicted(7, 0.0, 1, 1, "room"), Evicted(1, 0.0, 1, 1, "room")
+    first, second = (
+        Evicted(7, 0.0, pages=1, nodes=1, reason="room"),
+        Evicted(1, 0.0, pages=1, nodes=1, reason="room"),
+    )
     daemon.script = script
     async with kvd.client.connect(daemon.endpoint, name="console") as node:
         events = node.events()

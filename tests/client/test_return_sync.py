@@ -37,7 +37,10 @@ def script(request: Any, _: bytes) -> list[wire.Reply]:
         case wire.ReleaseLease(call, 71):
             return [wire.Done(call)]
         case wire.Subscribe(call):
-            return [wire.Done(call), wire.Events(0, (Evicted(7, 0.0, 1, 1, "room"),))]
+            return [
+                wire.Done(call),
+                wire.Events(0, (Evicted(7, 0.0, pages=1, nodes=1, reason="room"),)),
+            ]
     return []
 
 
@@ -145,7 +148,7 @@ def test_an_iterator_of_events_names_the_restart_and_goes_on(daemon: Daemon) -> 
         taken += [next(events) for _ in range(2)]
         events.close()
 
-    event = Evicted(7, 0.0, 1, 1, "room")
+    event = Evicted(7, 0.0, pages=1, nodes=1, reason="room")
     assert taken == [event, EventsLost(0, is_restart=True), event]
 
 

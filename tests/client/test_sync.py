@@ -40,7 +40,13 @@ ANSWERS: dict[type, Callable[[Any], list[wire.Reply]]] = {
     wire.MatchPrefix: lambda r: [wire.MatchReply(r.call, 8, 1, 2)],
     wire.Subscribe: lambda r: [
         wire.Done(r.call),
-        wire.Events(0, (Evicted(1, 0.0, 1, 1, "room"), Evicted(3, 0.0, 1, 1, "room"))),
+        wire.Events(
+            0,
+            (
+                Evicted(1, 0.0, pages=1, nodes=1, reason="room"),
+                Evicted(3, 0.0, pages=1, nodes=1, reason="room"),
+            ),
+        ),
     ],
 }
 
@@ -104,7 +110,11 @@ def test_events_are_an_iterator(daemon: Daemon) -> None:
         taken = [next(events) for _ in range(3)]
         events.close()
 
-    assert taken == [Evicted(1, 0.0, 1, 1, "room"), EventsLost(1), Evicted(3, 0.0, 1, 1, "room")]
+    assert taken == [
+        Evicted(1, 0.0, pages=1, nodes=1, reason="room"),
+        EventsLost(1),
+        Evicted(3, 0.0, pages=1, nodes=1, reason="room"),
+    ]
 
 
 def test_a_blocked_call_ends_when_the_daemon_dies(daemon: Daemon) -> None:

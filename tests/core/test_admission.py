@@ -326,7 +326,9 @@ def test_a_waiting_request_is_an_event_with_the_numbers():
 
     (waiting,) = [one for one in d.events if isinstance(one, events.Waiting)]
 
-    assert waiting == events.Waiting(waiting.seq, 100.0, 1, 0, 4, 2)
+    assert waiting == events.Waiting(
+        waiting.seq, 100.0, session=1, room=0, needed_pages=4, headroom_pages=2
+    )
 
 
 def test_extend_takes_evictable_pages_and_never_those_under_a_lock():

@@ -127,8 +127,8 @@ def test_finding_names_owner_room_and_the_story_of_its_handoff():
     assert told == events.Violation(
         node.out.seq,
         world.now_s,
-        f"I6: lease {lease.id} counts 3 posts and copies that read it, 2 are under way",
-        "I6",
+        what=f"I6: lease {lease.id} counts 3 posts and copies that read it, 2 are under way",
+        rule="I6",
         lease=lease.id,
         tree_node=lease.anchor.id,
         owner="engine",
@@ -153,7 +153,9 @@ def test_finding_is_told_once_and_healed_when_it_is_gone():
 
     assert told == [1, 0, 0]
     what = f"I9: lease {lease.id} is held for session 77, which is gone"
-    assert healed == [events.ViolationHealed(node.out.seq, world.now_s, what, 3 * EVERY_S)]
+    assert healed == [
+        events.ViolationHealed(node.out.seq, world.now_s, what=what, lasted_s=3 * EVERY_S)
+    ]
     state = node.audit.state()
     assert (state.findings, [one.state for one in state.found]) == (0, ["healed"])
 

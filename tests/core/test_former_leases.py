@@ -151,7 +151,19 @@ def test_what_was_not_proven_is_free_and_noted_so_where_nobody_may_read_it():
 
 def test_it_is_told_in_one_event():
     daemon = adopted()
-    assert daemon.events == [events.Adopted(1, NOW_S, 2, 7, 5, 1, 2, 3, 2)]
+    assert daemon.events == [
+        events.Adopted(
+            1,
+            NOW_S,
+            generation=2,
+            pages=7,
+            nodes=5,
+            sessions=1,
+            leases=2,
+            held_pages=3,
+            unproven_pages=2,
+        )
+    ]
 
 
 def test_nothing_at_all_can_be_adopted():
@@ -254,7 +266,9 @@ def test_a_pool_with_windows_adopts_nothing():
 def test_an_engine_that_returns_keeps_what_it_names_and_the_rest_is_free():
     daemon = adopted()
     assert returned(daemon, 7) == [NoteEnded(9), NoteFreed(ids(13))]
-    assert daemon.events[-1] == events.ClientReturned(3, NOW_S, 3, "works-0", 4711, 1, 1)
+    assert daemon.events[-1] == events.ClientReturned(
+        3, NOW_S, session=3, name="works-0", pid=4711, kept=1, ended=1
+    )
     assert list(daemon.node.former_leases.leases) == [7]
     assert not daemon.node.sessions.by_id[3].is_former
 
@@ -307,7 +321,9 @@ def test_an_engine_that_has_died_gives_all_of_it_back():
     daemon = adopted()
     assert daemon.feed(inputs.ClientHungUp(NOW_S, 3))[-1] == NoteFreed(ids(14, 15))
     assert daemon.node.leases.leases == {}
-    assert daemon.events[-1] == events.ClientGone(5, NOW_S, 3, "works-0", 2, 0)
+    assert daemon.events[-1] == events.ClientGone(
+        5, NOW_S, session=3, name="works-0", leases=2, handoffs=0
+    )
 
 
 def test_a_worker_that_joins_first_does_not_speak_for_its_engine():

@@ -145,7 +145,7 @@ def test_a_process_that_has_only_thawed_a_node_goes_on_to_the_same_state():
             node.leases.pool.take_pages(2)[4:] + b"\1\0\0\0"
         ),
         lambda node: node.leases.tree.match(tokens((1, 32), (900, 48)), ""),
-        lambda node: node.out.emit(events.RecordingSaved, "a file", "asked"),
+        lambda node: node.out.emit(events.RecordingSaved(path="a file", why="asked")),
         lambda node: node.sessions.by_id[1].pids.append(8),
         lambda node: node.leases.leases[1].holders.add("send 1"),
     ],

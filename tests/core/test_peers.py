@@ -164,7 +164,9 @@ def test_a_hello_that_is_not_welcome_is_answered_with_the_reason(changes, code, 
     assert list(world.p.node.peers.by_name) == ["d"]
     assert world.p.node.refused == 1
     last = world.p.events[-1]
-    assert last == events.MessageRefused(last.seq, 100.0, "peers", "in:d", code.value, message)
+    assert last == events.MessageRefused(
+        last.seq, 100.0, socket="peers", sender="in:d", code=code.value, why=message
+    )
 
 
 def test_a_node_that_is_not_on_the_allow_list_is_rejected():

@@ -634,7 +634,26 @@ def test_both_ways_are_told_as_events(world):
         for one in world.d.events
         if isinstance(one, events.LeaseRetracted | events.LeaseResumed)
     )
-    assert out == events.LeaseRetracted(out.seq, 100.0, 2, 1, 129, 5, 9, SAVED_BYTES, 0.0)
+    assert out == events.LeaseRetracted(
+        out.seq,
+        100.0,
+        lease=2,
+        session=1,
+        kv_tokens=129,
+        freed_pages=5,
+        saved_pages=9,
+        saved_bytes=SAVED_BYTES,
+        took_s=0.0,
+    )
     assert back == events.LeaseResumed(
-        back.seq, 102.0, 2, 1, 64, 65, 5 * 128, 4 * 128, 0.0, pytest.approx(2.0)
+        back.seq,
+        102.0,
+        lease=2,
+        session=1,
+        prefix_tokens=64,
+        restored_tokens=65,
+        restored_bytes=5 * 128,
+        spared_bytes=4 * 128,
+        took_s=0.0,
+        away_s=pytest.approx(2.0),
     )

@@ -37,7 +37,9 @@ def test_new_figures_are_an_event_with_what_waits_for_a_restart():
     assert world.d.feed(retuned(world.now_s)) == []
 
     assert world.d.events[before:] == [
-        ConfigReloaded(before + 1, world.now_s, ("a: 1 -> 2",), ("b: 3 -> 4",))
+        ConfigReloaded(
+            before + 1, world.now_s, changed=("a: 1 -> 2",), needs_restart=("b: 3 -> 4",)
+        )
     ]
 
 
@@ -48,7 +50,7 @@ def test_refused_configuration_is_an_event_and_changes_nothing():
     world.d.feed(inputs.ReloadRefused(world.now_s, ("log.level = 7 must be a text",)))
 
     assert world.d.events[before:] == [
-        ConfigRefused(before + 1, world.now_s, ("log.level = 7 must be a text",))
+        ConfigRefused(before + 1, world.now_s, errors=("log.level = 7 must be a text",))
     ]
     assert world.d.node.peers.allow == hashed
 

@@ -7,7 +7,7 @@ from kvd.wire.events import Event, Flushed
 
 
 def flushed(seq: int) -> Flushed:
-    return Flushed(seq, 0.0, 1, 0)
+    return Flushed(seq, 0.0, freed_pages=1, kept_pages=0)
 
 
 def test_bus_gives_a_taker_every_event_in_order() -> None:

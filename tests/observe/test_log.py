@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOST = events.PeerLost(seq=7, at_s=1.5, peer="prefill-0", incarnation="3f", silent_s=2.5)
-MOVED = events.Moved(8, 1.5, "decode", 3, 9117, "prefill-0", "queued", "offered", "admitted")
+MOVED = events.Moved(
+    8,
+    1.5,
+    side="decode",
+    part=3,
+    room=9117,
+    peer="prefill-0",
+    before="queued",
+    after="offered",
+    trigger="admitted",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +78,9 @@ def test_log_leaves_out_what_is_below_its_level(level: str, written: int) -> Non
     log = configure(form="json", level=level, node="n", stream=stream)
 
     log.write(MOVED)
-    log.write(events.Flushed(1, 0.0, 2, 3))
+    log.write(events.Flushed(1, 0.0, freed_pages=2, kept_pages=3))
     log.write(LOST)
-    log.write(events.Violation(2, 0.0, "I1: 3 + 4 != 8"))
+    log.write(events.Violation(2, 0.0, what="I1: 3 + 4 != 8"))
 
     assert len(lines(stream)) == written
 
@@ -99,14 +109,22 @@ def test_a_line_cannot_be_split_by_what_a_peer_says() -> None:
     stream = io.StringIO()
     log = configure(form="json", level="info", node="n", stream=stream)
 
-    log.write(events.MessageRefused(1, 0.0, "peers", "a\nb\x1b[2J", "bad-request", "why"))
+    log.write(
+        events.MessageRefused(
+            1, 0.0, socket="peers", sender="a\nb\x1b[2J", code="bad-request", why="why"
+        )
+    )
 
     assert [line["sender"] for line in lines(stream)] == ["a\nb\x1b[2J"]
 
     stream = io.StringIO()
     log = configure(form="console", level="info", node="n", stream=stream)
 
-    log.write(events.MessageRefused(1, 0.0, "peers", "a\nb\x1b[2J", "bad-request", "why"))
+    log.write(
+        events.MessageRefused(
+            1, 0.0, socket="peers", sender="a\nb\x1b[2J", code="bad-request", why="why"
+        )
+    )
 
     assert stream.getvalue().count("\n") == 1
     assert "sender=a\\nb\\x1b[2J" in stream.getvalue()

@@ -99,7 +99,9 @@ def ended(side: str, part: int, at_s: float, **fields: object) -> events.Handoff
 
 
 def moved(side: str, part: int, at_s: float, before: str, after: str) -> events.Moved:
-    return events.Moved(1, at_s, side, part, 9, "p", before, after, "x")
+    return events.Moved(
+        1, at_s, side=side, part=part, room=9, peer="p", before=before, after=after, trigger="x"
+    )
 
 
 def page(metrics: Metrics, snapshot: Snapshot) -> dict[str, float]:
@@ -219,19 +221,75 @@ def test_page_counts_what_events_and_requests_said() -> None:
     metrics.take(ended("decode", 1, 10.4, took_s=0.5))
     metrics.take(moved("decode", 1, 20.0, "ready", "closed"))
     metrics.take(ended("prefill", 2, 11.0, outcome="aborted", code="deadline", saved_bytes=0))
-    metrics.take(events.Evicted(1, 0.0, 12, 3, "headroom"))
-    metrics.take(events.Evicted(1, 0.0, 5, 1, "room", "swa"))
-    metrics.take(events.LeaseReleased(1, 0.0, 4, "lease", "owner-died", 2, 1.0))
-    metrics.take(events.LeaseRetracted(1, 0.0, 4, 1, 129, 5, 9, 9000, 0.1))
-    metrics.take(events.LeaseRetracted(1, 0.0, 5, 1, 129, 5, 0, 0, 0.0))
-    metrics.take(events.LeaseResumed(1, 0.0, 4, 1, 64, 65, 5000, 4000, 0.1, 2.0))
-    metrics.take(events.MessageRefused(1, 0.0, "peers", "x", "bad-request", "no"))
-    metrics.take(events.PeerLost(1, 0.0, "prefill-0", "3f", 2.5))
+    metrics.take(events.Evicted(1, 0.0, pages=12, nodes=3, reason="headroom"))
+    metrics.take(events.Evicted(1, 0.0, pages=5, nodes=1, reason="room", component="swa"))
     metrics.take(
-        events.PagesCorrupt(1, 0.0, 1, 7, "prefill-0", "kv", (9, 11), (2, 4), 2, 7, 7, "why")
+        events.LeaseReleased(
+            1, 0.0, lease=4, reason="lease", cause="owner-died", freed_pages=2, age_s=1.0
+        )
     )
-    metrics.take(events.Violation(1, 0.0, "I1"))
-    metrics.take(events.PeerUp(1, 0.0, "prefill-0", "3f", 1))
+    metrics.take(
+        events.LeaseRetracted(
+            1,
+            0.0,
+            lease=4,
+            session=1,
+            kv_tokens=129,
+            freed_pages=5,
+            saved_pages=9,
+            saved_bytes=9000,
+            took_s=0.1,
+        )
+    )
+    metrics.take(
+        events.LeaseRetracted(
+            1,
+            0.0,
+            lease=5,
+            session=1,
+            kv_tokens=129,
+            freed_pages=5,
+            saved_pages=0,
+            saved_bytes=0,
+            took_s=0.0,
+        )
+    )
+    metrics.take(
+        events.LeaseResumed(
+            1,
+            0.0,
+            lease=4,
+            session=1,
+            prefix_tokens=64,
+            restored_tokens=65,
+            restored_bytes=5000,
+            spared_bytes=4000,
+            took_s=0.1,
+            away_s=2.0,
+        )
+    )
+    metrics.take(
+        events.MessageRefused(1, 0.0, socket="peers", sender="x", code="bad-request", why="no")
+    )
+    metrics.take(events.PeerLost(1, 0.0, peer="prefill-0", incarnation="3f", silent_s=2.5))
+    metrics.take(
+        events.PagesCorrupt(
+            1,
+            0.0,
+            part=1,
+            room=7,
+            peer="prefill-0",
+            component="kv",
+            pages=(9, 11),
+            logical_pages=(2, 4),
+            bad_pages=2,
+            checked_pages=7,
+            total_pages=7,
+            why="why",
+        )
+    )
+    metrics.take(events.Violation(1, 0.0, what="I1"))
+    metrics.take(events.PeerUp(1, 0.0, peer="prefill-0", incarnation="3f", generation=1))
     metrics.rpc("match", 0.0001)
     metrics.rpc("match", 0.5)
     metrics.rpc_failed("lease", "no-room")

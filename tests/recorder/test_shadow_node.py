@@ -158,7 +158,7 @@ def test_a_twin_that_is_not_what_the_node_was_is_found_at_the_next_mark(tape):
 @pytest.mark.parametrize("tape", [4], indirect=True)
 def test_a_step_that_raised_raises_again_and_the_replay_goes_on(tape, tmp_path, monkeypatch):
     def _quiet(node, got):
-        node.out.emit(DrainEnded, 1.0)
+        node.out.emit(DrainEnded(lasted_s=1.0))
         raise RuntimeError("planted")
 
     monkeypatch.setattr(NodeState, "_quiet", _quiet)

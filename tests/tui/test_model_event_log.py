@@ -40,11 +40,38 @@ def made(kind: type[Event]) -> Event:
 
 def moved(seq: int, room: int = 12, at_s: float | None = None, why: str = "") -> Moved:
     at_s = float(seq) if at_s is None else at_s
-    return Moved(seq, at_s, "decode", 4, room, "prefill-0", "queued", "offered", "admitted", why)
+    return Moved(
+        seq,
+        at_s,
+        side="decode",
+        part=4,
+        room=room,
+        peer="prefill-0",
+        before="queued",
+        after="offered",
+        trigger="admitted",
+        why=why,
+    )
 
 
 def ended(outcome: str) -> HandoffEnded:
-    return HandoffEnded(9, 1.0, "prefill", 4, 12, "one", outcome, "", "", 16, 0, 2048, 0, 0.5, 7)
+    return HandoffEnded(
+        9,
+        1.0,
+        side="prefill",
+        part=4,
+        room=12,
+        peer="one",
+        outcome=outcome,
+        code="",
+        reason="",
+        prompt_tokens=16,
+        decode_prefix_len=0,
+        moved_bytes=2048,
+        saved_bytes=0,
+        took_s=0.5,
+        lease=7,
+    )
 
 
 @pytest.mark.parametrize("kind", get_args(Event), ids=lambda kind: kind.__struct_config__.tag)
@@ -60,7 +87,9 @@ def test_every_kind_has_words_that_cannot_steer_a_terminal(kind):
 
 
 def test_what_is_nothing_is_not_said():
-    opened = LeaseOpened(1, 1.0, 7, 2, "prefill", 0, 0, 4)
+    opened = LeaseOpened(
+        1, 1.0, lease=7, session=2, reason="prefill", room=0, prefix_tokens=0, held_pages=4
+    )
     assert event_words.words(opened) == "lease 7 of client 2 (prefill): 4 pages held"
     full = msgspec.structs.replace(
         opened, room=3, prefix_tokens=16, prompt_tokens=64, missed_tokens=48, why_missed="evicted"
@@ -86,7 +115,20 @@ def test_an_event_names_the_narrowest_first_and_links_all_that_can_be_opened():
     event = ended("failed")
     assert event_words.refs_of(event) == ("room:12", "lease:7", "peer:one")
     assert event_words.links_of(event) == ("send:4", "room:12", "lease:7", "peer:one")
-    corrupt = PagesCorrupt(1, 1.0, 4, 12, "one", "swa", (17, 18), (0, 1), 2, 4, 4, "sums")
+    corrupt = PagesCorrupt(
+        1,
+        1.0,
+        part=4,
+        room=12,
+        peer="one",
+        component="swa",
+        pages=(17, 18),
+        logical_pages=(0, 1),
+        bad_pages=2,
+        checked_pages=4,
+        total_pages=4,
+        why="sums",
+    )
     assert event_words.links_of(corrupt) == (
         *("receive:4", "room:12", "peer:one", "page:swa:17", "page:swa:18"),
     )
@@ -122,7 +164,13 @@ def test_a_kind_that_may_be_trouble_is_asked_for_with_the_troubles():
 
 def test_events_about_a_thing_are_found_among_all():
     log = Log().add(
-        [moved(1), moved(2, room=13), EventGap(0, 1, 0), Evicted(3, 3.0, 1, 1, "room")], 3
+        [
+            moved(1),
+            moved(2, room=13),
+            EventGap(0, 1, 0),
+            Evicted(3, 3.0, pages=1, nodes=1, reason="room"),
+        ],
+        3,
     )
     found = only(log, EventQuery(0, about="room:12")).items()
     assert found == [moved(1), EventGap(0, 1, 0)]

@@ -256,7 +256,7 @@ def test_windows_that_were_not_used_for_long_are_forgotten():
 
 
 def event(seq):
-    return Evicted(seq, 1.0, 4, 1, "room")
+    return Evicted(seq, 1.0, pages=4, nodes=1, reason="room")
 
 
 def test_events_before_the_first_ask_are_no_loss_and_later_ones_are_a_gap():

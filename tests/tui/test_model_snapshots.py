@@ -150,7 +150,9 @@ def test_maps_and_logs_are_found_whatever_the_asker_has():
     query = MapQuery("kv", "state", cells=2, pages_each=4)
     mirror = Mirror()
     mirror.look(1, Subscription((query,), EventQuery(0)))
-    mirror.take(frame(1, page_map(), events=[Evicted(3, 1.0, 4, 1, "room")], upto=3), 0.0)
+    mirror.take(
+        frame(1, page_map(), events=[Evicted(3, 1.0, pages=4, nodes=1, reason="room")], upto=3), 0.0
+    )
     seen = mirror.snapshot()
 
     assert seen.page_map(msgspec.structs.replace(query, have=1)) == page_map()
@@ -191,8 +193,10 @@ def test_a_map_in_another_grid_shows_the_worst_of_what_its_cells_touch(
 def test_kinds_that_were_not_asked_for_are_found_among_all_events():
     mirror = Mirror()
     mirror.look(1, Subscription((), EventQuery(0)))
-    gone = ClientGone(4, 1.0, 1, "engine-1", 0, 0)
-    mirror.take(frame(1, events=[Evicted(3, 1.0, 4, 1, "room"), gone], upto=4), 0.0)
+    gone = ClientGone(4, 1.0, session=1, name="engine-1", leases=0, handoffs=0)
+    mirror.take(
+        frame(1, events=[Evicted(3, 1.0, pages=4, nodes=1, reason="room"), gone], upto=4), 0.0
+    )
 
     assert mirror.snapshot().log(EventQuery(0, kinds=("client-gone",))).items() == [gone]
 
@@ -200,7 +204,7 @@ def test_kinds_that_were_not_asked_for_are_found_among_all_events():
 def test_a_log_keeps_the_last_events_and_an_older_one_stays_as_it_was():
     log = Log()
     for seq in range(1, 5001):
-        log = log.add([Evicted(seq, 1.0, 4, 1, "room")], seq)
+        log = log.add([Evicted(seq, 1.0, pages=4, nodes=1, reason="room")], seq)
         if seq == 3000:
             older = log
 

@@ -49,7 +49,7 @@ class Session:
             rows = [lease(1, held=n), *(lease(at) for at in range(2, size + 1))]
             first = table(*rows, revision=n)
         cells = bytes([n % 2, 0])
-        events = [Evicted(n, 1.0, n, 1, "room")]
+        events = [Evicted(n, 1.0, pages=n, nodes=1, reason="room")]
         made = frame(
             n,
             *(first, page_map(cells, revision=n)),

@@ -117,13 +117,12 @@ class Findings:
     def looked(self, look: int) -> None:
         """That look is over: what it did not see is healed."""
         self._untold = {key: seen for key, seen in self._untold.items() if seen >= look}
-        out = self._out
         for found in self.by_key.values():
             if found.is_broken and found.look < look:
                 found.is_broken = False
-                lasted_s = out.at_s - found.first_seen_s
+                lasted_s = self._out.at_s - found.first_seen_s
                 what = found.fault.sentence
-                out.emit(events.ViolationHealed, what=what, lasted_s=lasted_s)
+                self._out.emit(events.ViolationHealed(what=what, lasted_s=lasted_s))
 
     def recalled(self, finding_id: int, lines: tuple[str, ...]) -> None:
         """The last events about it, as the shell remembers them."""
@@ -150,17 +149,18 @@ class Findings:
         found.told_s = out.at_s
         self.violations += 1
         out.emit(
-            events.Violation,
-            what=fault.sentence,
-            rule=fault.rule,
-            lease=fault.lease,
-            tree_node=fault.node,
-            owner=found.owner,
-            pid=found.pid,
-            room=found.room,
-            pages=count(fault.pages),
-            transitions=found.story,
-            done=found.done,
+            events.Violation(
+                what=fault.sentence,
+                rule=fault.rule,
+                lease=fault.lease,
+                tree_node=fault.node,
+                owner=found.owner,
+                pid=found.pid,
+                room=found.room,
+                pages=count(fault.pages),
+                transitions=found.story,
+                done=found.done,
+            )
         )
         out.effects.append(
             effects.Recall(finding=found.id, lease=fault.lease, node=fault.node, room=found.room)

@@ -162,9 +162,8 @@ class StatePages:
         nodes = [self._unlocked.popitem(last=False)[0] for _ in range(short)]
         freed = Pages(b"".join([self.snapshots.pop(node).page for node in nodes]))
         self.pool.return_pages(freed)
-        out = self._out
-        out.emit(
-            events.Evicted, pages=short, nodes=short, reason="room", component=self.component.name
+        self._out.emit(
+            events.Evicted(pages=short, nodes=short, reason="room", component=self.component.name)
         )
         self.make_room(n_pages)  # more only where what it dropped is condemned
 

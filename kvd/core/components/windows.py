@@ -216,7 +216,7 @@ class WindowPages:
             self.pool.return_pages(freed)
             out, name = self._out, self.component.name
             out.emit(
-                events.Evicted, pages=count(freed), nodes=n_nodes, reason="room", component=name
+                events.Evicted(pages=count(freed), nodes=n_nodes, reason="room", component=name)
             )
 
     def grant(self, lease: LeaseRecord, claim: Claim, anchor: RadixNode, n_pages: int) -> None:

@@ -121,24 +121,24 @@ class Drainer:
         if drain is not None:
             self.drain, self.is_drained, self.cut = None, False, 0
             self._tell_peers(SERVING, "")
-            out.emit(events.DrainEnded, lasted_s=out.at_s - drain.since_s)
+            out.emit(events.DrainEnded(lasted_s=out.at_s - drain.since_s))
 
     def _begin(self, drain: Draining) -> None:
         # Asked before ``drain`` is set: the event tells what was there when it began.
         waiters, waiting_sends = self.would_refuse()
         receives, sends = self.under_way()
         self.drain, self.is_drained, self.cut = drain, False, 0
-        out = self._out
-        out.emit(
-            events.DrainBegan,
-            who=drain.who,
-            why=drain.why,
-            receives=len(receives),
-            sends=len(sends),
-            leases=self._n_engine_leases(),
-            refused=len(waiters) + len(waiting_sends),
-            deadline_s=drain.until_s - out.at_s if drain.until_s < FOREVER else 0.0,
-            is_stop=drain.is_stop,
+        self._out.emit(
+            events.DrainBegan(
+                who=drain.who,
+                why=drain.why,
+                receives=len(receives),
+                sends=len(sends),
+                leases=self._n_engine_leases(),
+                refused=len(waiters) + len(waiting_sends),
+                deadline_s=drain.until_s - self._out.at_s if drain.until_s < FOREVER else 0.0,
+                is_stop=drain.is_stop,
+            )
         )
         # In the step that sets ``drain``: from here on nobody can join who would wait for nothing.
         self._refuse(waiters, waiting_sends)
@@ -195,7 +195,7 @@ class Drainer:
         assert drain is not None
         self.is_drained = True
         lasted_s = out.at_s - drain.since_s
-        out.emit(events.Drained, lasted_s=lasted_s, cut=self.cut, leases=self._n_engine_leases())
+        out.emit(events.Drained(lasted_s=lasted_s, cut=self.cut, leases=self._n_engine_leases()))
         if drain.is_stop:
             self._leave(drain)
 
@@ -323,12 +323,12 @@ class Drainer:
         refusal = peer_drains(peer, now_s, self._name)
         if refusal is None:
             if not before.is_serving:
-                out.emit(events.PeerDraining, peer=peer.name, state=state, why=why, refused=0)
+                out.emit(events.PeerDraining(peer=peer.name, state=state, why=why, refused=0))
             return
         queued = [part for part in self._decoder.parts.values() if part.peer == peer.name]
         waiters = [part.waiter for part in queued if part.waiter is not None]
         n_refused = len(waiters)
-        out.emit(events.PeerDraining, peer=peer.name, state=state, why=why, refused=n_refused)
+        out.emit(events.PeerDraining(peer=peer.name, state=state, why=why, refused=n_refused))
         self._admission.turn_away(waiters, refusal)
         # Goodbye is no proof that its transfer process is reaped: its pages stay in quarantine.
         if state == LEAVING and peer.life is not Life.LOST:

@@ -265,20 +265,21 @@ def tell_ended(
 ) -> None:
     """A part of the decode side is over."""
     out.emit(
-        HandoffEnded,
-        side="decode",
-        part=part.id,
-        room=part.room,
-        peer=part.peer,
-        outcome=outcome.value,
-        code=reason.code.value if reason else "",
-        reason=reason.message if reason else "",
-        prompt_tokens=part.prompt_tokens,
-        decode_prefix_len=part.prefix_tokens,
-        moved_bytes=part.moved_bytes,
-        saved_bytes=saved_bytes,
-        took_s=out.at_s - part.since_s,
-        lease=part.lease.id if part.lease is not None else 0,
+        HandoffEnded(
+            side="decode",
+            part=part.id,
+            room=part.room,
+            peer=part.peer,
+            outcome=outcome.value,
+            code=reason.code.value if reason else "",
+            reason=reason.message if reason else "",
+            prompt_tokens=part.prompt_tokens,
+            decode_prefix_len=part.prefix_tokens,
+            moved_bytes=part.moved_bytes,
+            saved_bytes=saved_bytes,
+            took_s=out.at_s - part.since_s,
+            lease=part.lease.id if part.lease is not None else 0,
+        )
     )
 
 
@@ -286,13 +287,14 @@ def _tell_moved(part: ReceivePart | SendPart, edge: Edge, why: str, out: Outbox)
     reason = f"{edge.trigger}: {why}" if why else edge.trigger
     part.history.add_line(out.at_s, f"{edge.before} -> {edge.after} ({reason})")
     out.emit(
-        Moved,
-        side=edge.side,
-        part=part.id,
-        room=part.room,
-        peer=part.peer,
-        before=edge.before,
-        after=edge.after,
-        trigger=edge.trigger,
-        why=why,
+        Moved(
+            side=edge.side,
+            part=part.id,
+            room=part.room,
+            peer=part.peer,
+            before=edge.before,
+            after=edge.after,
+            trigger=edge.trigger,
+            why=why,
+        )
     )

@@ -358,19 +358,19 @@ class SettledSends:
             self.delivered += 1
         else:
             self.failed += 1
-        out = self._out
-        out.emit(
-            events.HandoffEnded,
-            side="prefill",
-            part=part.id,
-            room=part.room,
-            peer=part.peer,
-            outcome=(ReceiveOutcome.COMMITTED if refusal is None else part.outcome).value,
-            code=refusal.code.value if refusal else "",
-            reason=refusal.message if refusal else "",
-            prompt_tokens=part.prompt_tokens,
-            decode_prefix_len=part.decode_prefix_len,
-            moved_bytes=part.moved_bytes,
-            saved_bytes=self._saved_bytes(part) if refusal is None else 0,
-            took_s=out.at_s - part.since_s,
+        self._out.emit(
+            events.HandoffEnded(
+                side="prefill",
+                part=part.id,
+                room=part.room,
+                peer=part.peer,
+                outcome=(ReceiveOutcome.COMMITTED if refusal is None else part.outcome).value,
+                code=refusal.code.value if refusal else "",
+                reason=refusal.message if refusal else "",
+                prompt_tokens=part.prompt_tokens,
+                decode_prefix_len=part.decode_prefix_len,
+                moved_bytes=part.moved_bytes,
+                saved_bytes=self._saved_bytes(part) if refusal is None else 0,
+                took_s=self._out.at_s - part.since_s,
+            )
         )

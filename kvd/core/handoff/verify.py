@@ -171,17 +171,18 @@ class Verifying:
             f"{ADVICE}"
         )
         out.emit(
-            events.PagesCorrupt,
-            part=part.id,
-            room=part.room,
-            peer=part.peer,
-            component=grant.component,
-            pages=pages,
-            logical_pages=shown,
-            bad_pages=n_bad,
-            checked_pages=checked,
-            total_pages=total,
-            why=why,
+            events.PagesCorrupt(
+                part=part.id,
+                room=part.room,
+                peer=part.peer,
+                component=grant.component,
+                pages=pages,
+                logical_pages=shown,
+                bad_pages=n_bad,
+                checked_pages=checked,
+                total_pages=total,
+                why=why,
+            )
         )
         return Refusal(
             Code.CORRUPT,

@@ -234,13 +234,13 @@ class Admission:
         elif not waiter.awaits and not self._is_behind(waiter):
             self.wake()
         if waiter.awaits or waiter in self.line:
-            out = self._out
-            out.emit(
-                events.Waiting,
-                session=waiter.claim.session,
-                room=waiter.claim.room,
-                needed_pages=waiter.needed_pages,
-                headroom_pages=self._leases.budgets.headroom(waiter.budget),
+            self._out.emit(
+                events.Waiting(
+                    session=waiter.claim.session,
+                    room=waiter.claim.room,
+                    needed_pages=waiter.needed_pages,
+                    headroom_pages=self._leases.budgets.headroom(waiter.budget),
+                )
             )
 
     def _unfit(self, waiter: Waiter) -> Refusal | None:

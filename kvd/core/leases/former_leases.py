@@ -85,20 +85,20 @@ class FormerLeases:
             self._take_in(session, lease)
         table.opened = len(former)
         table.number_above = got.last_lease - len(former)
-        out = self._out
         if got.sessions and got.unproven:
             self._keep_unproven(got.unproven)
         elif got.unproven and self._is_journaled:
-            out.effects.append(NoteFreed(got.unproven))
-        out.emit(
-            events.Adopted,
-            generation=got.generation,
-            pages=table.tree.cached_pages,
-            nodes=len(table.tree.order),
-            sessions=len(got.sessions),
-            leases=len(former),
-            held_pages=sum(count(lease.held) for _, lease in former),
-            unproven_pages=self.unproven.held_pages if self.unproven is not None else 0,
+            self._out.effects.append(NoteFreed(got.unproven))
+        self._out.emit(
+            events.Adopted(
+                generation=got.generation,
+                pages=table.tree.cached_pages,
+                nodes=len(table.tree.order),
+                sessions=len(got.sessions),
+                leases=len(former),
+                held_pages=sum(count(lease.held) for _, lease in former),
+                unproven_pages=self.unproven.held_pages if self.unproven is not None else 0,
+            )
         )
 
     def why_not(self, got: PoolAdopted) -> str:

@@ -1,8 +1,4 @@
-"""The events of leases and their pages, as the lease table tells them. Nothing is decided here.
-
-Those of every lease write ``seq`` and ``events`` of the outbox themselves: a call costs what their
-newest fields do.
-"""
+"""The events of leases and their pages, as the lease table tells them. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -19,11 +15,8 @@ if TYPE_CHECKING:
 
 def tell_opened(out: Outbox, lease: LeaseRecord, anchor: RadixNode, missed: int, why: str) -> None:
     """A prefix is locked and pages are held."""
-    out.seq = seq = out.seq + 1
-    out.events.append(
+    out.emit(
         events.LeaseOpened(
-            seq=seq,
-            at_s=out.at_s,
             lease=lease.id,
             session=lease.session,
             reason=lease.reason,
@@ -42,16 +35,13 @@ def tell_extended(out: Outbox, lease: LeaseRecord) -> None:
     """More pages are held, or a retracted lease has pages and a lock again."""
     anchor = lease.anchor
     locked = anchor.id if anchor is not None and anchor.parent is not None else 0
-    out.emit(events.LeaseExtended, lease=lease.id, held_pages=lease.held_pages, locked_node=locked)
+    out.emit(events.LeaseExtended(lease=lease.id, held_pages=lease.held_pages, locked_node=locked))
 
 
 def tell_committed(out: Outbox, lease: LeaseRecord, node: RadixNode, duplicate_pages: int) -> None:
     """Whole pages are in the tree, and the lock is behind them, at ``node``."""
-    out.seq = seq = out.seq + 1
-    out.events.append(
+    out.emit(
         events.LeaseCommitted(
-            seq=seq,
-            at_s=out.at_s,
             lease=lease.id,
             cached_tokens=node.end_tokens,
             duplicate_pages=duplicate_pages,
@@ -64,17 +54,13 @@ def tell_released(
     out: Outbox, lease: LeaseRecord, cause: str, freed_pages: int, was_locked: int
 ) -> None:
     """It is gone; ``was_locked`` is the node that it locked until now."""
-    at_s = out.at_s
-    out.seq = seq = out.seq + 1
-    out.events.append(
+    out.emit(
         events.LeaseReleased(
-            seq=seq,
-            at_s=at_s,
             lease=lease.id,
             reason=lease.reason,
             cause=cause,
             freed_pages=freed_pages,
-            age_s=at_s - lease.since_s,
+            age_s=out.at_s - lease.since_s,
             locked_node=was_locked,
         )
     )
@@ -85,13 +71,14 @@ def tell_quarantined(out: Outbox, lease: LeaseRecord, was_locked: int) -> None:
     held = lease.quarantine
     assert held is not None
     out.emit(
-        events.Quarantined,
-        lease=lease.id,
-        pages=count(lease.page_table),
-        peer=held.peers,
-        incarnation=held.writers[0].incarnation,
-        why=held.why,
-        locked_node=was_locked,
+        events.Quarantined(
+            lease=lease.id,
+            pages=count(lease.page_table),
+            peer=held.peers,
+            incarnation=held.writers[0].incarnation,
+            why=held.why,
+            locked_node=was_locked,
+        )
     )
 
 
@@ -99,5 +86,5 @@ def tell_quarantine_ended(out: Outbox, lease: LeaseRecord, n_pages: int, proof: 
     """They may not any more."""
     since_s = lease.quarantine.since_s if lease.quarantine else out.at_s
     out.emit(
-        events.QuarantineEnded, lease=lease.id, pages=n_pages, proof=proof, age_s=out.at_s - since_s
+        events.QuarantineEnded(lease=lease.id, pages=n_pages, proof=proof, age_s=out.at_s - since_s)
     )

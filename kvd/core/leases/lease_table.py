@@ -219,10 +219,9 @@ class LeaseTable:
     def _opened(self, claim: Claim, anchor: RadixNode, pages: Pages, owned: int) -> LeaseRecord:
         """A new lease."""
         self.opened += 1
-        out = self._out
         lease = LeaseRecord(self.opened + self.number_above, claim, anchor, pages)
         lease.owned = owned
-        lease.since_s = lease.touched_s = out.at_s
+        lease.since_s = lease.touched_s = self._out.at_s
         self.leases[lease.id] = lease
         tree, missed, why = self.tree, 0, ""
         size = tree.match_page_tokens
@@ -231,7 +230,7 @@ class LeaseTable:
             missed = n_prompt // size * size - anchor.end_tokens
             root = tree.roots[claim.namespace]
             why = self.evicted_filter.why_missed(claim.tokens, root, anchor, size)
-        lease_events.tell_opened(out, lease, anchor, missed, why)
+        lease_events.tell_opened(self._out, lease, anchor, missed, why)
         return lease
 
     def extend(self, lease: LeaseRecord, n_tokens: int) -> Shortage | None:
@@ -438,8 +437,7 @@ class LeaseTable:
         self.return_pages(evicted.pages)
         self.evicted_pages += n_freed
         self.evicted_filter.left(evicted.victims)
-        out = self._out
-        out.emit(events.Evicted, pages=n_freed, nodes=len(evicted.victims), reason=reason)
+        self._out.emit(events.Evicted(pages=n_freed, nodes=len(evicted.victims), reason=reason))
         return n_freed
 
     def flush(self) -> tuple[int, int]:
@@ -448,8 +446,7 @@ class LeaseTable:
         self.evicted_filter.left(flushed.nodes)
         n_freed = count(flushed.pages)
         self.return_pages(flushed.pages)
-        out = self._out
-        out.emit(events.Flushed, freed_pages=n_freed, kept_pages=flushed.kept_pages)
+        self._out.emit(events.Flushed(freed_pages=n_freed, kept_pages=flushed.kept_pages))
         return n_freed, flushed.kept_pages
 
     def _make_room(self, n_pages: int) -> bool:

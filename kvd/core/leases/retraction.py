@@ -371,14 +371,15 @@ class Retractor:
         self.retracted += 1
         out = self._out
         out.emit(
-            events.LeaseRetracted,
-            lease=lease.id,
-            session=lease.session,
-            kv_tokens=count(lease.tokens),
-            freed_pages=freed_pages,
-            saved_pages=lease.saved_pages,
-            saved_bytes=saved_bytes,
-            took_s=out.at_s - caller.since_s,
+            events.LeaseRetracted(
+                lease=lease.id,
+                session=lease.session,
+                kv_tokens=count(lease.tokens),
+                freed_pages=freed_pages,
+                saved_pages=lease.saved_pages,
+                saved_bytes=saved_bytes,
+                took_s=out.at_s - caller.since_s,
+            )
         )
         out.answer(caller.session, client.Retracted(caller.call, lease.saved_pages, saved_bytes))
 
@@ -396,15 +397,16 @@ class Retractor:
         self.spared_bytes += spared_bytes
         out = self._out
         out.emit(
-            events.LeaseResumed,
-            lease=lease.id,
-            session=lease.session,
-            prefix_tokens=lease.prefix_tokens,
-            restored_tokens=restored_tokens,
-            restored_bytes=restored_bytes,
-            spared_bytes=spared_bytes,
-            took_s=out.at_s - caller.since_s,
-            away_s=out.at_s - lease.retracted_s,
+            events.LeaseResumed(
+                lease=lease.id,
+                session=lease.session,
+                prefix_tokens=lease.prefix_tokens,
+                restored_tokens=restored_tokens,
+                restored_bytes=restored_bytes,
+                spared_bytes=spared_bytes,
+                took_s=out.at_s - caller.since_s,
+                away_s=out.at_s - lease.retracted_s,
+            )
         )
         out.answer(
             caller.session,

@@ -106,8 +106,7 @@ class SessionTable:
         if session is None:
             session = self.by_id[got.session] = Session(got.session, got.name, got.at_s)
         session.saw(got.pid)
-        out = self._out
-        out.emit(events.ClientAttached, session=session.id, name=session.name, pid=got.pid)
+        self._out.emit(events.ClientAttached(session=session.id, name=session.name, pid=got.pid))
 
     def awaits(self, former: FormerSession) -> None:
         """It was there before the restart; its engine may come back."""
@@ -164,12 +163,13 @@ class Sessions:
         self._former_leases.free_unproven()
         out, n_kept = self._out, len(former) - len(unused)
         out.emit(
-            events.ClientReturned,
-            session=session.id,
-            name=session.name,
-            pid=got.pid,
-            kept=n_kept,
-            ended=len(unused),
+            events.ClientReturned(
+                session=session.id,
+                name=session.name,
+                pid=got.pid,
+                kept=n_kept,
+                ended=len(unused),
+            )
         )
 
     def hung_up_on(self, got: HungUpOn) -> None:
@@ -188,17 +188,17 @@ class Sessions:
                 kept.append(lease)
             else:
                 self.end_lease(lease, Code.CLIENT_GONE.value)
-        out = self._out
-        out.emit(
-            events.ClientHungUpOn,
-            session=session.id,
-            name=session.name,
-            pids=tuple(session.pids),
-            code=got.why.code.value,
-            why=got.why.message,
-            leases=len(kept),
-            held_pages=sum(lease.held_pages for lease in kept),
-            handoffs=handoffs,
+        self._out.emit(
+            events.ClientHungUpOn(
+                session=session.id,
+                name=session.name,
+                pids=tuple(session.pids),
+                code=got.why.code.value,
+                why=got.why.message,
+                leases=len(kept),
+                held_pages=sum(lease.held_pages for lease in kept),
+                handoffs=handoffs,
+            )
         )
         if not kept and not session.is_former:
             # Nothing that it could write is held for it, and nothing ever will be again.
@@ -251,13 +251,13 @@ class Sessions:
         for lease in leases:
             self.end_lease(lease, Code.CLIENT_GONE.value)
         self._former_leases.free_unproven()
-        out = self._out
-        out.emit(
-            events.ClientGone,
-            session=session.id,
-            name=session.name,
-            leases=len(leases),
-            handoffs=handoffs,
+        self._out.emit(
+            events.ClientGone(
+                session=session.id,
+                name=session.name,
+                leases=len(leases),
+                handoffs=handoffs,
+            )
         )
 
     def end_lease(self, lease: LeaseRecord, cause: str) -> None:

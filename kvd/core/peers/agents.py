@@ -133,12 +133,12 @@ class Agents:
         peer.agent = agent
         peer.agent_why = why
         peer.agent_since_s = self._out.at_s
-        out = self._out
-        out.emit(
-            events.AgentChanged,
-            peer=peer.name,
-            incarnation=peer.incarnation,
-            generation=peer.generation,
-            state=agent.value,
-            why=why,
+        self._out.emit(
+            events.AgentChanged(
+                peer=peer.name,
+                incarnation=peer.incarnation,
+                generation=peer.generation,
+                state=agent.value,
+                why=why,
+            )
         )

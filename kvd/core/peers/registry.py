@@ -104,18 +104,18 @@ class Peers:
 
     def handshake_failed(self, got: HandshakeFailed) -> None:
         """Remember why a dialed peer cannot be talked to, and tell everybody who watches."""
-        out = self._out
         dialed = self.dialed.get(got.link)
         name = ""
         if dialed is not None:
-            name, dialed.trouble, dialed.trouble_s = dialed.name, got.why, out.at_s
-        out.emit(
-            events.PeerHandshakeFailed,
-            peer=name,
-            address=got.address,
-            reason=got.reason,
-            why=got.why,
-            times=got.times,
+            name, dialed.trouble, dialed.trouble_s = dialed.name, got.why, self._out.at_s
+        self._out.emit(
+            events.PeerHandshakeFailed(
+                peer=name,
+                address=got.address,
+                reason=got.reason,
+                why=got.why,
+                times=got.times,
+            )
         )
 
     def trouble(self, name: str) -> str:
@@ -165,8 +165,7 @@ class Peers:
         if gone:
             self.by_incarnation.pop(gone, None)
             self.agents.leave(peer)
-            out = self._out
-            out.emit(events.PeerReplaced, peer=peer.name, before=gone, after=message.source)
+            self._out.emit(events.PeerReplaced(peer=peer.name, before=gone, after=message.source))
         peer.incarnation = message.source
         # Below every generation, so that the one in this Hello is taken with all that it says.
         peer.generation = 0
@@ -191,15 +190,15 @@ class Peers:
         peer.max_frame_bytes = message.max_frame_bytes
         read_layout(peer, message.layout, self._settings)
         if peer.refusal is not None and peer.source_refusal is not None:
-            out = self._out
             why = peer.layout.difference
-            out.emit(events.PeerRefused, peer=peer.name, code=peer.refusal.code.value, why=why)
+            self._out.emit(
+                events.PeerRefused(peer=peer.name, code=peer.refusal.code.value, why=why)
+            )
         self.agents.load(peer)
 
     def _tell_up(self, peer: Peer) -> None:
-        out = self._out
-        out.emit(
-            events.PeerUp, peer=peer.name, incarnation=peer.incarnation, generation=peer.generation
+        self._out.emit(
+            events.PeerUp(peer=peer.name, incarnation=peer.incarnation, generation=peer.generation)
         )
 
     def _say_hello(self, link: str, target: str) -> None:
@@ -224,13 +223,13 @@ class Peers:
     def reject(self, link: str, source: str, refusal: Refusal) -> None:
         """Tell whoever sent it why it was not acted on, and everybody who watches."""
         self._out.send(link, Reject(self._settings.incarnation, source, refusal))
-        out = self._out
-        out.emit(
-            events.MessageRefused,
-            socket="peers",
-            sender=link,
-            code=refusal.code.value,
-            why=refusal.message,
+        self._out.emit(
+            events.MessageRefused(
+                socket="peers",
+                sender=link,
+                code=refusal.code.value,
+                why=refusal.message,
+            )
         )
 
     def not_ready(self, name: str) -> str | None:
@@ -301,26 +300,27 @@ class Peers:
 
     def lose_peer(self, peer: Peer) -> None:
         """It is gone: silent for too long, or it said so."""
-        out = self._out
-        peer.life, silent_s = Life.LOST, out.at_s - peer.heard_s
-        out.emit(events.PeerLost, peer=peer.name, incarnation=peer.incarnation, silent_s=silent_s)
+        peer.life, silent_s = Life.LOST, self._out.at_s - peer.heard_s
+        self._out.emit(
+            events.PeerLost(peer=peer.name, incarnation=peer.incarnation, silent_s=silent_s)
+        )
 
     def age_peers(self) -> list[Peer]:
         """Make silent peers suspect, then lost; returns those that became lost just now."""
-        out = self._out
         lost = []
         for peer in self.by_name.values():
-            silent_s = out.at_s - peer.heard_s
+            silent_s = self._out.at_s - peer.heard_s
             if peer.life is not Life.LOST and silent_s >= self._settings.lost_s:
                 lost.append(peer)
                 self.lose_peer(peer)
             elif peer.life is Life.UP and silent_s >= self._settings.suspect_s:
                 peer.life = Life.SUSPECT
-                out.emit(
-                    events.PeerSuspect,
-                    peer=peer.name,
-                    incarnation=peer.incarnation,
-                    silent_s=silent_s,
+                self._out.emit(
+                    events.PeerSuspect(
+                        peer=peer.name,
+                        incarnation=peer.incarnation,
+                        silent_s=silent_s,
+                    )
                 )
         return lost
 
