@@ -17,41 +17,42 @@ from kvd.wire.events import Event
 from kvd.wire.snapshot import AuditState, Snapshot
 
 
-class ShowStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+class OperatorRequest(msgspec.Struct, frozen=True, array_like=True):
+    """What every request begins with: the number that its answer bears."""
+
+    call: Call
+
+
+class ShowStatus(OperatorRequest, frozen=True, tag="status"):
     """Answer: ``Status``."""
 
-    call: Call
 
-
-class ShowTree(msgspec.Struct, frozen=True, array_like=True, tag="tree"):
+class ShowTree(OperatorRequest, frozen=True, tag="tree"):
     """The radix tree, biggest subtrees first, at most ``limit`` nodes. Answer: ``Tree``."""
 
-    call: Call
     limit: Figure = 200
 
 
-class Why(msgspec.Struct, frozen=True, array_like=True, tag="why"):
+class Why(OperatorRequest, frozen=True, tag="why"):
     """Who holds it, why, since when. Answer: ``Because``.
 
     ``kind``: page, node, room, lease, receive, send, client; or peer, which has a ``name`` and no
     ``id``. ``component``: whose page it is; empty for the first one.
     """
 
-    call: Call
     kind: Name
     id: Figure
     component: Name = ""
     name: Name = ""
 
 
-class AskOtherEnd(msgspec.Struct, frozen=True, array_like=True, tag="other-end"):
+class AskOtherEnd(OperatorRequest, frozen=True, tag="other-end"):
     """What the peers of a room here say of their ends of it. Answer within 1 s: ``OtherEnds``."""
 
-    call: Call
     room: int
 
 
-class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
+class Look(OperatorRequest, frozen=True, tag="look"):
     """What is on a console's screen now. Answer: ``Frame``, ``frames`` of them, all to this call.
 
     The first comes at once, the others ``every_s``, as changes of the one before. The next look of
@@ -59,95 +60,79 @@ class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
     ``frames`` at most, and asks in time for more if it goes on.
     """
 
-    call: Call
     queries: Annotated[tuple[Query | MapQuery, ...], msgspec.Meta(max_length=MAX_QUERIES)] = ()
     events: EventQuery | None = None
     frames: Annotated[int, msgspec.Meta(ge=1, le=MAX_FRAMES)] = 1
     every_s: Annotated[float, msgspec.Meta(ge=0.05, le=60)] = 0.1
 
 
-class ListEvents(msgspec.Struct, frozen=True, array_like=True, tag="events"):
+class ListEvents(OperatorRequest, frozen=True, tag="events"):
     """Events after ``after_seq``, waiting up to ``wait_s`` for one. Answer: ``EventPage``."""
 
-    call: Call
     after_seq: Figure
     wait_s: float = 0.0
 
 
-class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
+class Flush(OperatorRequest, frozen=True, tag="flush"):
     """Drop every unlocked cached page; ``STRICT``: nothing at all if any is locked. ``Report``."""
 
-    call: Call
     mode: Name = "unlocked"
 
 
-class Evict(msgspec.Struct, frozen=True, array_like=True, tag="evict"):
+class Evict(OperatorRequest, frozen=True, tag="evict"):
     """Evict at least ``pages`` pages in eviction order. Answer: ``Report``."""
 
-    call: Call
     pages: Figure
 
 
-class AbortRoom(msgspec.Struct, frozen=True, array_like=True, tag="abort-room"):
+class AbortRoom(OperatorRequest, frozen=True, tag="abort-room"):
     """Give up every part of a room on this node. Answer: ``Report``."""
 
-    call: Call
     room: int
     reason: Reason
 
 
-class Fence(msgspec.Struct, frozen=True, array_like=True, tag="fence"):
+class Fence(OperatorRequest, frozen=True, tag="fence"):
     """Restart this node's transfer process, so that nothing can write through the old one."""
 
-    call: Call
 
-
-class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
+class Drain(OperatorRequest, frozen=True, tag="drain"):
     """Begin nothing new; what is under way ends, or is given up after ``deadline_s`` (0: never).
 
     ``who`` asks, as they call themselves. Asked again, the new deadline counts. Answer: ``Report``.
     """
 
-    call: Call
     who: Name = ""
     why: Reason = ""
     deadline_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
 
 
-class Undrain(msgspec.Struct, frozen=True, array_like=True, tag="undrain"):
+class Undrain(OperatorRequest, frozen=True, tag="undrain"):
     """Serve again. Answer: ``Report``."""
 
-    call: Call
 
-
-class Rehearse(msgspec.Struct, frozen=True, array_like=True, tag="rehearse"):
+class Rehearse(OperatorRequest, frozen=True, tag="rehearse"):
     """What that verb would report now; nothing is changed. Answer: ``Report``."""
 
-    call: Call
     verb: Flush | Evict | AbortRoom | Fence | Drain | Undrain
 
 
-class Audit(msgspec.Struct, frozen=True, array_like=True, tag="audit"):
+class Audit(OperatorRequest, frozen=True, tag="audit"):
     """Check every invariant now. Answer: ``Report``; ``refused`` is what is broken now."""
 
-    call: Call
 
-
-class Record(msgspec.Struct, frozen=True, array_like=True, tag="record"):
+class Record(OperatorRequest, frozen=True, tag="record"):
     """Save what the flight recorder has. Answer: ``Recorded``.
 
     The live node's state is hashed for it if it has at most ``hash_objects`` objects (tree nodes,
     leases, parts...): about 10 us each, during which the loop stands still.
     """
 
-    call: Call
     hash_objects: Figure = 2000
 
 
-class Reload(msgspec.Struct, frozen=True, array_like=True, tag="reload"):
+class Reload(OperatorRequest, frozen=True, tag="reload"):
     """Read the configuration again. Answer: ``Reloaded``."""
-
-    call: Call
 
 
 AdminRequest = (
@@ -198,17 +183,21 @@ class TreeNode(msgspec.Struct, frozen=True):
     beside: tuple[Beside, ...] = ()
 
 
-class Status(msgspec.Struct, frozen=True, array_like=True, tag="status"):
-    """The snapshot."""
+class OperatorReply(msgspec.Struct, frozen=True, array_like=True):
+    """What every answer begins with: the number of its request."""
 
     call: int
+
+
+class Status(OperatorReply, frozen=True, tag="status"):
+    """The snapshot."""
+
     snapshot: Snapshot
 
 
-class Tree(msgspec.Struct, frozen=True, array_like=True, tag="tree"):
+class Tree(OperatorReply, frozen=True, tag="tree"):
     """``nodes`` in display order, parents first; ``total`` counts those not shown too."""
 
-    call: int
     nodes: tuple[TreeNode, ...]
     total: int
 
@@ -220,7 +209,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
     what: str
 
 
-class Because(msgspec.Struct, frozen=True, array_like=True, tag="because"):
+class Because(OperatorReply, frozen=True, tag="because"):
     """One sentence that answers, then the facts and the story behind it.
 
     ``links`` are what has to do with it, to be asked about next: ``lease:7``, ``node:3``,
@@ -228,7 +217,6 @@ class Because(msgspec.Struct, frozen=True, array_like=True, tag="because"):
     oldest first: of a handoff, or of a node's locks.
     """
 
-    call: int
     sentence: str
     facts: tuple[str, ...]
     links: tuple[str, ...] = ()
@@ -258,21 +246,19 @@ class OtherEnd(msgspec.Struct, frozen=True, array_like=True):
     why_none: str = ""
 
 
-class OtherEnds(msgspec.Struct, frozen=True, array_like=True, tag="other-ends"):
+class OtherEnds(OperatorReply, frozen=True, tag="other-ends"):
     """One for each part of the room here."""
 
-    call: int
     ends: tuple[OtherEnd, ...]
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
+class Frame(OperatorReply, frozen=True, tag="frame"):
     """The answer to a ``Look``: ``answers`` are a ``Table`` or a ``PageMap`` each, in order.
 
     ``lost`` events had left the ring before they were asked for, ``skipped`` did not fit. All up to
     number ``upto`` were looked at: ask for those after it next.
     """
 
-    call: int
     vitals: Vitals
     answers: tuple[msgspec.Raw, ...]
     events: tuple[Event, ...]
@@ -281,18 +267,16 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
     upto: int = 0
 
 
-class EventPage(msgspec.Struct, frozen=True, array_like=True, tag="event-page"):
+class EventPage(OperatorReply, frozen=True, tag="event-page"):
     """Events in order; ``lost`` of them had already left the ring."""
 
-    call: int
     lost: int
     events: tuple[Event, ...]
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+class Report(OperatorReply, frozen=True, tag="report"):
     """What changed (figures by name), and what was refused and why."""
 
-    call: int
     changed: dict[str, int]
     refused: tuple[str, ...]
     standing: AuditState | None = None
@@ -301,14 +285,13 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """What becomes of single things: which nodes go, whose pages wait for whom."""
 
 
-class Recorded(msgspec.Struct, frozen=True, array_like=True, tag="recorded"):
+class Recorded(OperatorReply, frozen=True, tag="recorded"):
     """The recording, on the daemon's host, readable by the daemon's user only.
 
     ``steps`` and ``last_event`` are the node's at its end; ``state_hash`` is of the live node
     there, empty if it has too many objects.
     """
 
-    call: int
     path: str
     seconds: float
     inputs: int
@@ -329,22 +312,20 @@ class Changed(msgspec.Struct, frozen=True, array_like=True):
     after: str
 
 
-class Reloaded(msgspec.Struct, frozen=True, array_like=True, tag="reloaded"):
+class Reloaded(OperatorReply, frozen=True, tag="reloaded"):
     """``changed`` holds now, ``needs_restart`` is as it was. With ``errors`` nothing was changed.
 
     An error is a sentence: where, what, and what to do.
     """
 
-    call: int
     changed: tuple[Changed, ...]
     needs_restart: tuple[Changed, ...]
     errors: tuple[str, ...] = ()
 
 
-class AdminFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+class AdminFailed(OperatorReply, frozen=True, tag="failed"):
     """The request was refused as a whole."""
 
-    call: int
     refusal: Refusal
 
 

@@ -64,7 +64,14 @@ class Integrity(enum.Enum):
     OFF = "off"
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+class PeerMessage(msgspec.Struct, frozen=True, array_like=True):
+    """What every message begins with: who speaks, and to whom, as incarnations."""
+
+    source: Name
+    target: Name
+
+
+class Hello(PeerMessage, frozen=True, tag="hello"):
     """Opens a link, and announces a new generation of the sender's receiving transfer process.
 
     Sent only after the sender has reaped every older transfer process of its own: a Hello with a
@@ -72,8 +79,6 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     message that it reads.
     """
 
-    source: Name
-    target: Name
     node: Name
     layout: Layout
     generation: Counter
@@ -84,7 +89,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     max_frame_bytes: Counter = OLD_PEER_BYTES
 
 
-class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+class Ping(PeerMessage, frozen=True, tag="ping"):
     """Keeps the link, and bounds what both sides remember.
 
     ``offer_floor``: the lowest handoff id still open at the sender's decode side.
@@ -96,8 +101,6 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     lives: of nobody whose end was known when the ping left.
     """
 
-    source: Name
-    target: Name
     number: Counter
     echo: Counter
     offer_floor: Counter
@@ -145,7 +148,7 @@ ALL = SourceShare()
 """Of the only source."""
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
+class Offer(PeerMessage, frozen=True, tag="offer"):
     """Decode to prefill: pages for ``[decode_prefix_len, prompt_tokens)`` of this prompt.
 
     ``integrity``: the sums that Settled(DELIVERED) must bring; the decode side decides.
@@ -153,8 +156,6 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     ``share``: which part of it this source sends; the grants are for that part alone.
     """
 
-    source: Name
-    target: Name
     handoff: Counter
     room: int
     generation: Counter
@@ -168,49 +169,41 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     share: SourceShare = ALL
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+class Abort(PeerMessage, frozen=True, tag="abort"):
     """Decode to prefill: stop, and say Settled when no byte can land any more."""
 
-    source: Name
-    target: Name
     handoff: Counter
     room: int
     reason: Relayed
 
 
-class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
+class Closed(PeerMessage, frozen=True, tag="closed"):
     """Decode to prefill: how the handoff ended here. The answer to Settled, for ever."""
 
-    source: Name
-    target: Name
     handoff: Counter
     outcome: ReceiveOutcome
     reason: Refusal | None = None
 
 
-class Accept(msgspec.Struct, frozen=True, array_like=True, tag="accept"):
+class Accept(PeerMessage, frozen=True, tag="accept"):
     """Prefill to decode: the engine is here and agrees with the offer.
 
     ``decode_prefix_len``: where it begins to send. All sources of a handoff must begin at the same
     token; None from a peer that does not say.
     """
 
-    source: Name
-    target: Name
     handoff: Counter
     decode_prefix_len: Figure | None = None
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+class Progress(PeerMessage, frozen=True, tag="progress"):
     """Prefill to decode, lossy: bytes written so far."""
 
-    source: Name
-    target: Name
     handoff: Counter
     moved_bytes: Counter
 
 
-class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
+class Settled(PeerMessage, frozen=True, tag="settled"):
     """Prefill to decode, the writer's last word: I will never again write for this handoff.
 
     ``in_doubt``: the writer destroyed its agent, or died, with bytes sent and not confirmed. They
@@ -220,8 +213,6 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
     that ``kvd.core.layout.seal.chosen`` names, ascending.
     """
 
-    source: Name
-    target: Name
     handoff: Counter
     outcome: ReceiveOutcome
     reason: Refusal | None = None
@@ -231,36 +222,30 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
     checksums: Checksums = b""
 
 
-class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag="withdrawn"):
+class Withdrawn(PeerMessage, frozen=True, tag="withdrawn"):
     """Decode to prefill, lossy: this room was given up before an Offer went out for it.
 
     Not answered where it is acted on: the prefill engine that waits for the Offer of this node
     hears it before its deadline. A room that is open for another node is not touched: Reject.
     """
 
-    source: Name
-    target: Name
     room: int
     reason: Relayed
 
 
-class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):
+class Reject(PeerMessage, frozen=True, tag="reject"):
     """What you sent could not be acted on. Never answered."""
 
-    source: Name
-    target: Name
     refusal: Refusal
 
 
-class AskStory(msgspec.Struct, frozen=True, array_like=True, tag="ask-story"):
+class AskStory(PeerMessage, frozen=True, tag="ask-story"):
     """What do you know of your end of this handoff of ours? Answer: ``Story``, lossy.
 
     ``side`` is the addressee's: ``decode`` or ``prefill``. A daemon that does not know the question
     says Reject, and the asker stops waiting after a second.
     """
 
-    source: Name
-    target: Name
     ask: Counter
     handoff: Counter
     room: int
@@ -274,11 +259,9 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     what: Saying
 
 
-class Story(msgspec.Struct, frozen=True, array_like=True, tag="story"):
+class Story(PeerMessage, frozen=True, tag="story"):
     """The answer to ``AskStory``; ``state`` is empty where the asker has no such handoff here."""
 
-    source: Name
-    target: Name
     ask: Counter
     state: Name = ""
     waiting_for: Saying = ""
