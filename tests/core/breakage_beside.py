@@ -129,25 +129,25 @@ def window_page_free_and_held(node: NodeState) -> str:
 
 def window_lock_too_many(node: NodeState) -> str:
     edge = locked(windows(node))
-    windows(node).live.at[edge].locks += 1
+    windows(node).at[edge].locks += 1
     return f"swa at {edge.describe()} has 2 locks, due for leases: 1"
 
 
 def window_lock_too_few(node: NodeState) -> str:
     edge = locked(windows(node))
-    windows(node).live.at[edge].locks -= 1
+    windows(node).at[edge].locks -= 1
     return f"swa at {edge.describe()} has 0 locks, due for leases: 1"
 
 
 def needed_window_dropped(node: NodeState) -> str:
     edge = locked(windows(node))
-    del windows(node).live.at[edge]
+    del windows(node).at[edge]
     return f"swa at {edge.describe()} has 0 locks, due for leases: 1"
 
 
 def window_too_short(node: NodeState) -> str:
     edge = unlocked(windows(node))
-    window = windows(node).live.at[edge]
+    window = windows(node).at[edge]
     window.pages = Pages(window.pages[:-ID_BYTES])
     return f"{edge.describe()} has {edge.n_pages - 1} pages of swa, {edge.n_pages} are due"
 
@@ -164,12 +164,12 @@ def window_of_a_dropped_node(node: NodeState) -> str:
 
 def window_order_lost_a_node(node: NodeState) -> str:
     edge = unlocked(windows(node))
-    del windows(node).live.unlocked[edge]
+    del windows(node).unlocked[edge]
     return f"swa at {edge.describe()} has 0 locks and may be dropped, or neither"
 
 
 def window_sum_off(node: NodeState) -> str:
-    windows(node).live.evictable_pages += 1
+    windows(node).evictable_pages += 1
     return "evictable pages of swa"
 
 
@@ -203,7 +203,7 @@ def stretch_forgotten(node: NodeState) -> str:
 
 def snapshot_lock_too_many(node: NodeState) -> str:
     edge = locked(states(node))
-    states(node).snapshots[edge].locks += 1
+    states(node).at[edge].locks += 1
     return f"state at {edge.describe()} has 2 locks, due for leases: 1"
 
 

@@ -141,10 +141,10 @@ def check(table: LeaseTable) -> None:
         beside: list[Pages] = []
         if isinstance(keeper, WindowPages):
             _check_windows(keeper, leases, set(nodes))
-            beside = [window.pages for window in keeper.live.at.values()]
+            beside = [window.pages for window in keeper.at.values()]
         elif isinstance(keeper, StatePages):
             _check_states(keeper, leases, set(nodes))
-            beside = [snapshot.page for snapshot in keeper.snapshots.values()]
+            beside = [snapshot.pages for snapshot in keeper.at.values()]
         _tiles(keeper.pool, beside + [keeper.own_pages(one) for one in leases])
         assert keeper.cached_pages == sum(map(count, beside))
         assert set(keeper.leases) == {one.id for one in leases if one.state not in AWAY}
@@ -179,23 +179,23 @@ def _check_windows(keeper: WindowPages, leases: list[LeaseRecord], nodes: set[Ra
             if held.fence * page < step.end_tokens <= held.start * page:
                 needed[step] += 1
             step = step.parent
-    for node, window in keeper.live.at.items():
+    for node, window in keeper.at.items():
         assert node in nodes
         assert len(window.pages) == len(node.pages)
         assert window.locks == needed.pop(node, 0) <= node.lock_ref
         assert (node in keeper.unlocked) == (not window.locks)
     assert not needed, "a lease needs the window of a tombstone"
     assert set(keeper.unlocked) <= set(keeper.nodes)
-    unlocked = [len(one.pages) for one in keeper.live.at.values() if not one.locks]
+    unlocked = [len(one.pages) for one in keeper.at.values() if not one.locks]
     assert keeper.evictable_pages == sum(unlocked) // 4
 
 
 def _check_states(keeper: StatePages, leases: list[LeaseRecord], nodes: set[RadixNode]) -> None:
     held = [keeper.held[lease.id] for lease in leases if lease.id in keeper.held]
     needed = Counter(one.source for one in held if one.source is not None)
-    for node, snapshot in keeper.snapshots.items():
+    for node, snapshot in keeper.at.items():
         assert node in nodes
         assert snapshot.locks == needed.pop(node, 0) <= node.lock_ref
-        assert (node in keeper._unlocked) == (not snapshot.locks)
+        assert (node in keeper.unlocked) == (not snapshot.locks)
     assert not needed, "a lease goes on from a snapshot that is gone"
-    assert set(keeper._unlocked) <= set(keeper.snapshots)
+    assert set(keeper.unlocked) <= set(keeper.at)

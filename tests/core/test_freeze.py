@@ -77,14 +77,14 @@ def test_the_hash_tells_nodes_apart_that_differ_beside_the_first_component(chang
     windows, states, buffers = node.leases.components.each
     match change:
         case "window lock":
-            next(iter(windows.live.at.values())).locks += 1
+            next(iter(windows.at.values())).locks += 1
         case "snapshot":
-            states.pool.return_pages(states.snapshots.popitem()[1].page)
+            states.pool.return_pages(states.at.popitem()[1].pages)
         case "buffer":
             lease, pages = buffers.held.popitem()
             buffers.held[lease] = pages[4:] + pages[:4]
         case "last use":
-            windows.live.unlocked.move_to_end(next(iter(windows.unlocked)))
+            windows.unlocked.move_to_end(next(iter(windows.unlocked)))
 
     assert state_hash(node) != state_hash(worked("everything", seed=1, steps=200).node)
 

@@ -37,7 +37,7 @@ def table() -> LeaseTable:
 
 def ends(table: LeaseTable) -> dict[int, int]:
     """By the token where it stands, the locks of each snapshot."""
-    return {node.end_tokens: one.locks for node, one in states(table).snapshots.items()}
+    return {node.end_tokens: one.locks for node, one in states(table).at.items()}
 
 
 def test_a_request_takes_one_state_whatever_its_length(table):
@@ -65,7 +65,7 @@ def test_the_state_of_exactly_the_cached_tokens_becomes_their_snapshot(table):
 
     assert own[0] == 0
     assert ends(table) == {20: 0}
-    assert [one.page for one in states(table).snapshots.values()] == [own[1].to_bytes(4, "little")]
+    assert [one.pages for one in states(table).at.values()] == [own[1].to_bytes(4, "little")]
 
 
 @pytest.mark.parametrize("n_tokens", [17, 18, 19])
@@ -104,13 +104,13 @@ def test_a_receive_that_caches_nothing_leaves_no_snapshot_at_cached_tokens(table
 
 def test_a_snapshot_is_gone_on_from_and_not_written(table):
     cached(table, tokens((1, 16)))
-    (snapshot,) = states(table).snapshots.values()
+    (snapshot,) = states(table).at.values()
 
     lease = opened(table, claim(tokens((1, 16), (500, 8))))
 
     source, own = row(table, lease, "state")
     assert lease.prefix_tokens == 16
-    assert source.to_bytes(4, "little") == snapshot.page
+    assert source.to_bytes(4, "little") == snapshot.pages
     assert own not in {0, source}
     assert ends(table) == {16: 1}
 
@@ -152,7 +152,7 @@ def test_the_halves_of_a_split_node_have_the_snapshot_at_its_end(table):
 
     assert opened(table, claim(tokens((1, 16), (900, 4)))).prefix_tokens == 16
     assert opened(table, claim(tokens((1, 12), (900, 4)))).prefix_tokens == 0
-    assert [node.end_tokens for node in states(table).snapshots] == [16, 16]
+    assert [node.end_tokens for node in states(table).at] == [16, 16]
 
 
 def test_a_receive_needs_no_snapshot_and_has_a_state_of_its_own(table):
@@ -181,7 +181,7 @@ def test_the_snapshots_used_longest_ago_make_room(table):
     opened(table, claim(tokens((300, 8))))
     opened(table, claim(tokens((400, 8))))
 
-    assert [node.edge for node in states(table).snapshots] == [tokens((1, 8)), tokens((200, 8))]
+    assert [node.edge for node in states(table).at] == [tokens((1, 8)), tokens((200, 8))]
     assert table.tree.probe(tokens((100, 8)), "") == 8
 
 
@@ -218,11 +218,11 @@ def test_tokens_that_leave_the_tree_take_their_snapshots_with_them(table):
 def test_a_snapshot_that_is_there_already_keeps_its_page(table):
     first, second = (opened(table, claim(tokens((1, 16)))) for _ in range(2))
     finish(table, first)
-    page = next(iter(states(table).snapshots.values())).page
+    page = next(iter(states(table).at.values())).pages
 
     finish(table, second)
 
-    assert next(iter(states(table).snapshots.values())).page == page
+    assert next(iter(states(table).at.values())).pages == page
     assert pages_left(table)["state"] == (3, 1)
 
 

@@ -52,7 +52,7 @@ def live(table: LeaseTable, page: int = PAGE) -> list[tuple[int, int, int]]:
     """First and last token and locks of each live node, in order."""
     return sorted(
         (node.end_tokens - node.n_pages * page, node.end_tokens, window.locks)
-        for node, window in windows(table).live.at.items()
+        for node, window in windows(table).at.items()
     )
 
 
@@ -192,7 +192,7 @@ def test_the_null_page_is_no_window_page(table):
 
 def test_a_prefix_is_gone_on_from_with_its_window(table):
     cached(table, tokens((1, 24)))
-    (before,) = windows(table).live.at.values()
+    (before,) = windows(table).at.values()
     there = before.pages
 
     lease = opened(table, claim(tokens((1, 24), (900, 8))))
@@ -235,7 +235,7 @@ def test_a_match_ends_before_a_tombstone_that_has_no_window_behind_it(table):
     tree = table.tree
     deep = tree.match(tokens((1, 16), (500, 8)), "")
     keeper = windows(table)
-    while deep in keeper.live.at:
+    while deep in keeper.at:
         keeper.make_room(keeper.pool.free_pages + 1)
     check(table)
     assert live(table) == []
@@ -517,11 +517,11 @@ def test_a_tombstone_comes_to_life_when_its_tokens_are_computed_again(table, is_
 def test_what_is_live_already_keeps_its_pages_and_the_others_go_back(table):
     first, second = (opened(table, claim(tokens((1, 24)))) for _ in range(2))
     finish(table, first)
-    pages = [window.pages for window in windows(table).live.at.values()]
+    pages = [window.pages for window in windows(table).at.values()]
 
     finish(table, second)
 
-    assert [window.pages for window in windows(table).live.at.values()] == pages
+    assert [window.pages for window in windows(table).at.values()] == pages
     assert pages_left(table) == {"kv": (34, 6), "swa": (14, 6)}
 
 

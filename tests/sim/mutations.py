@@ -205,9 +205,9 @@ def drops_a_window_that_is_needed(settings, at_s):
 
         def loose(anchor, claim, lock=lock, windows=windows):
             lock(anchor, claim)
-            for edge, window in windows.live.at.items():
-                if window.locks and edge not in windows.live.unlocked:
-                    windows.live.unlocked[edge] = None
+            for edge, window in windows.at.items():
+                if window.locks and edge not in windows.unlocked:
+                    windows.unlocked[edge] = None
 
         windows.lock = loose
     return node

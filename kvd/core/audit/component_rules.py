@@ -126,13 +126,7 @@ def _gone_faults(keeper: ComponentPages) -> Iterator[Fault]:
 def _evictable_faults(keeper: ComponentPages) -> Iterator[Fault]:
     """I3: the sum of what no lease needs, and that nothing else is handed out."""
     # In one piece, so as fast as it goes: 0.1 us a node.
-    match keeper:
-        case WindowPages():
-            free = [len(one.pages) for one in keeper.live.at.values() if not one.locks]
-        case StatePages():
-            free = [len(one.page) for one in keeper.snapshots.values() if not one.locks]
-        case _:
-            free = []
+    free = [len(one.pages) for one in keeper.at.values() if not one.locks]
     evictable = sum(free) // ID_BYTES
     if (evictable, len(free)) != (keeper.evictable_pages, len(keeper.unlocked)):
         what = (

@@ -10,9 +10,9 @@ calls each component at the moments at which it moves its own pages and locks.
 
 Read first, in this order:
 
-- ``component_pages.ComponentPages``: what every component can be asked, in the order of a lease;
+- ``component_pages.ComponentPages``: what every component can be asked, in the order of a lease,
+  and what most of them answer; ``all_components`` asks each in turn;
 - ``state.StatePages``: one page per request, the shortest of the three;
-- ``windows.WindowPages``: sliding windows; ``tail`` is their arithmetic, ``live_windows`` what of
-  them lies at the nodes of the tree;
+- ``windows.WindowPages``: sliding windows; ``tail`` is their arithmetic;
 - ``device_buffer.Buffers``: copies on a device; ``residency`` says which page is in which slot.
 """

@@ -1,89 +1,169 @@
-"""All components of a pool that have pages of their own beside the first, one by one and together.
+"""One component that has pages of its own beside the first: what it can be asked, and when.
 
-    node     | 4 pages of kv | 4 pages of kv | 4 pages of kv |      the path of a lease
-    windows  |      -        |   4 pages     |   4 pages     |      live for one window back
+The moments are those of a lease: a claim is matched, locked, counted and granted; the lease grows
+and slides; it ends. And those of the tree: a node is split, nodes leave. A component says only what
+it does at a moment; where it says nothing, nothing happens.
 
-A node without is a tombstone: its tokens are cached, and this component of them is not. The lease
-table calls every component at the same moments as its own pool and tree, so that all of them move
-together or not at all; see ``lease_table``.
+What lies at nodes is alike for all of them: pages, and the leases that need them; what nobody needs
+gives way when there is no room, used longest ago first, and the node stays.
 
-Invariant, for each component: null + free + held + cached + quarantined = total.
+Invariant: null + free + held + cached + quarantined = total.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, assert_never
+from collections import OrderedDict
+from typing import TYPE_CHECKING
 
-from kvd.core.components.device_buffer import Buffers
-from kvd.core.components.state import StatePages
-from kvd.core.components.windows import WindowPages
-from kvd.core.layout.spec import Buffer, PerRequest, Tail, Whole
+from kvd.core.cache.lease import PageSpan
+from kvd.core.cache.pages import PagePool
+from kvd.types import NO_PAGES, Pages, count
+from kvd.wire import events
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, KeysView
+    from collections.abc import Iterable, KeysView, Mapping
 
-    from kvd.core.cache.lease import Claim, Claimed, Demand, LeaseRecord, PageSpan
-    from kvd.core.cache.pages import PagePool
-    from kvd.core.cache.radix import RadixTree
+    from kvd.core.cache.lease import Claim, LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
-    from kvd.core.layout.spec import Component, PoolSpec
+    from kvd.core.layout.spec import Component
     from kvd.errors import Refusal
-    from kvd.types import Pages
 
 
-class ComponentPages(Protocol):
-    """One component beside the first."""
+class PagesAtNode:
+    """What lies at one node: a window, or the state at its end; and how many leases need it."""
 
-    component: Component
-    pool: PagePool
+    __slots__ = ("locks", "pages")
 
-    @property
-    def evictable_pages(self) -> int:
-        """Cached pages that can be had now."""
+    def __init__(self, pages: Pages, locks: int = 0) -> None:
+        self.pages = pages
+        self.locks = locks
+
+
+class ComponentPages:
+    """One component beside the first. Its own class says what it does otherwise than this one."""
+
+    held: Mapping[int, object]
+    """By lease, what it has of it."""
+
+    def __init__(self, component: Component, total_pages: int, out: Outbox) -> None:
+        self.component = component
+        self.pool = PagePool(component.name, total_pages)
+        self.at: dict[RadixNode, PagesAtNode] = {}
+        """What lies at nodes; one without is a tombstone."""
+        self.unlocked: OrderedDict[RadixNode, None] = OrderedDict()
+        """Those whose pages no lease needs, used longest ago first."""
+        self.evictable_pages = 0
+        """The pages of these."""
+        self._out = out
+
+    # ---- what there is -----------------------------------------------------------------------
 
     @property
     def cached_pages(self) -> int:
         """Pages at nodes of the tree."""
+        return sum([count(there.pages) for there in self.at.values()])
 
     @property
     def held_pages(self) -> int:
         """Pages that are some lease's own, in quarantine or not."""
+        raise NotImplementedError
 
     @property
     def headroom_pages(self) -> int:
         """Pages obtainable now."""
-
-    # ---- what there is, for reports and audits ----
+        return self.pool.free_pages + self.evictable_pages - self.pool.doomed_pages
 
     @property
     def nodes(self) -> KeysView[RadixNode]:
         """Nodes that have something of it."""
-
-    @property
-    def unlocked(self) -> KeysView[RadixNode]:
-        """Those whose pages can be had now."""
+        return self.at.keys()
 
     @property
     def leases(self) -> KeysView[int]:
         """Leases that it has something for, by number."""
+        return self.held.keys()
 
     def pages_at(self, node: RadixNode) -> Pages:
         """Its pages at that node; none at a tombstone."""
+        return self.at[node].pages if node in self.at else NO_PAGES
 
     def locks_at(self, node: RadixNode) -> int:
         """How many leases need what is at that node."""
+        return self.at[node].locks if node in self.at else 0
 
-    # ---- a claim: match, lock, count, then take ----
+    # ---- at nodes ----------------------------------------------------------------------------
+
+    def _put_at(self, node: RadixNode, pages: Pages) -> None:
+        """Pages of a lease stay at that node, which had none; nobody needs them yet."""
+        # Said where they go, because no pool is asked: a sweep must know that they have moved.
+        self.pool.moved.log.append(pages)
+        self.at[node] = PagesAtNode(pages)
+        self._let_go(node)
+
+    def _lock_at(self, node: RadixNode) -> None:
+        there = self.at[node]
+        if not there.locks:
+            self.evictable_pages -= count(there.pages)
+            del self.unlocked[node]
+        there.locks += 1
+
+    def _unlock_at(self, node: RadixNode) -> None:
+        there = self.at[node]
+        there.locks -= 1
+        if not there.locks:
+            self._let_go(node)
+
+    def _let_go(self, node: RadixNode) -> None:
+        # At the recent end: that somebody needed them until now is their last use.
+        self.unlocked[node] = None
+        self.evictable_pages += count(self.at[node].pages)
+
+    def make_room(self, n_pages: int) -> None:
+        """Have so many free pages; there is headroom for them."""
+        # Once, unless what it drops is condemned: those pages do not come back.
+        while n_pages > self.pool.free_pages and self.unlocked:
+            short = n_pages - self.pool.free_pages
+            nodes: list[RadixNode] = []
+            for node in self.unlocked:
+                if short <= 0:
+                    break
+                short -= count(self.at[node].pages)
+                nodes.append(node)
+            freed = self._take_from(nodes)
+            self.pool.return_pages(freed)
+            self._out.emit(
+                events.Evicted(
+                    pages=count(freed),
+                    nodes=len(nodes),
+                    reason="room",
+                    component=self.component.name,
+                )
+            )
+
+    def _take_from(self, nodes: Iterable[RadixNode]) -> Pages:
+        """These nodes, whose pages nobody needs, have none any more."""
+        pieces = []
+        for node in nodes:
+            del self.unlocked[node]
+            pieces.append(self.at.pop(node).pages)
+        freed = Pages(b"".join(pieces))
+        self.evictable_pages -= count(freed)
+        return freed
+
+    # ---- a claim: match, lock, count, then take ----------------------------------------------
 
     def limit_tokens(self, claim: Claim) -> int | None:
         """The longest prefix that the claim may take from the tree; None where any is right."""
+        return None
 
     def fresh_tokens(self, prompt_tokens: int, *, cached: bool) -> int:
         """The token of a received prompt from which on this component of it is always sent."""
+        return prompt_tokens
 
     def usable(self, node: RadixNode, claim: Claim) -> RadixNode:
         """``node``, or the nearest above it, from where the sequence can go on."""
+        return node
 
     def lock(self, anchor: RadixNode, claim: Claim) -> None:
         """Keep what the claim needs of the path; undone by ``unlock`` or when the lease ends."""
@@ -93,175 +173,62 @@ class ComponentPages(Protocol):
 
     def demand(self, claim: Claim, prefix_tokens: int) -> int:
         """Pages of its own that it takes behind that prefix."""
+        raise NotImplementedError
 
     def kept(self, anchor: RadixNode, claim: Claim) -> int:
         """Pages of the tree that it keeps locked while it goes on from there."""
-
-    def make_room(self, n_pages: int) -> None:
-        """Have so many free pages; there is headroom for them."""
+        return 0
 
     def grant(self, lease: LeaseRecord, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the pages: the lease begins, or has pages again."""
+        raise NotImplementedError
 
-    # ---- a lease that lives ----
+    # ---- a lease that lives ------------------------------------------------------------------
 
     def growth(self, lease: LeaseRecord, room_tokens: int) -> int:
         """Further pages that the lease takes when it is extended to so many tokens."""
+        return 0
 
     def extend(self, lease: LeaseRecord, room_tokens: int) -> None:
         """Take them."""
 
     def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """The engine computes from there on: give back what is behind, have what is ahead."""
+        return None
 
     def page_table(self, lease: LeaseRecord) -> Pages:
         """What the engine is told; the null page stands for none."""
+        return self.own_pages(lease)
 
     def own_pages(self, lease: LeaseRecord) -> Pages:
         """The pages that are this lease's own."""
+        raise NotImplementedError
 
     def pages_to_keep(self, lease: LeaseRecord, n_tokens: int) -> PageSpan | Refusal:
         """The pages that it needs to go on behind ``n_tokens``; or why they are not there.
 
         These are what is saved of a lease that is retracted, and what it must have back.
         """
+        return PageSpan(0, NO_PAGES)
 
-    # ---- and one that ends ----
+    # ---- and one that ends -------------------------------------------------------------------
 
     def end_lease(self, lease: LeaseRecord) -> None:
         """Give to the tree what may be kept, free the rest; nothing where it has none."""
+        raise NotImplementedError
 
     def quarantine_lease(self, lease: LeaseRecord) -> None:
         """A remote may still write them: keep them from everybody, unlock the rest."""
+        raise NotImplementedError
 
-    # ---- the tree moves ----
+    # ---- the tree moves ----------------------------------------------------------------------
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
-        """``upper`` is the new upper half of ``lower``."""
+        """``upper`` is the new upper half of ``lower``, which keeps the end and what is there."""
 
     def dropped(self, nodes: Iterable[RadixNode]) -> None:
         """``nodes`` left the tree: what was at them is free."""
-
-
-class AllComponentPages:
-    """In the order of the specification: what is asked of one is asked of all."""
-
-    __slots__ = ("_tree", "each")
-
-    def __init__(self, spec: PoolSpec, tree: RadixTree, out: Outbox) -> None:
-        self.each = _made(spec, tree, out)
-        self._tree = tree
-        tree.components.extend(self.each)
-
-    def named(self, component: str) -> ComponentPages | None:
-        """The pages of that component; None for the first, and for those in lockstep."""
-        return next((one for one in self.each if one.component.name == component), None)
-
-    # ---- a claim -----------------------------------------------------------------------------
-
-    def lock_prefix(self, claim: Claim) -> RadixNode:
-        """Lock the longest cached prefix from which every component can go on."""
-        limits = [claim.match_tokens, *(one.limit_tokens(claim) for one in self.each)]
-        limit = min((tokens for tokens in limits if tokens is not None), default=None)
-        found = self._tree.match(claim.tokens, claim.namespace, limit)
-        # Each may have to go further up, and then the others must be able to go on from there too.
-        node = None
-        while found is not node:
-            node = found
-            for one in self.each:
-                found = one.usable(found, claim)
-        if not self._may_fit(found, claim):
-            found = self._tree.match(claim.tokens, claim.namespace, 0)
-        # The tree first: a component that cuts a node for its lock does so under this lock.
-        self._tree.lock(found)
-        for one in self.each:
-            one.lock(found, claim)
-        return found
-
-    def _may_fit(self, anchor: RadixNode, claim: Claim) -> bool:
-        """False where what it would keep and what it takes are more pages than there are.
-
-        It would wait for ever, and everybody behind it: with nothing cached it may fit.
-        """
-        return all(
-            one.kept(anchor, claim) + one.demand(claim, anchor.end_tokens) < one.pool.total_pages
-            for one in self.each
-        )
-
-    def fresh_tokens(self, prompt_tokens: int, *, cached: bool) -> int | None:
-        """From where on a remote writes what lies beside the first component; None: nothing does.
-
-        What it writes has only to be whole where all of it is sent, as a state is.
-        """
-        if not self.each:
-            return None
-        return min([one.fresh_tokens(prompt_tokens, cached=cached) for one in self.each])
-
-    def unlock(self, anchor: RadixNode, claim: Claim) -> None:
-        """The claim came to nothing."""
-        for one in self.each:
-            one.unlock(anchor, claim)
-
-    def demand(self, claim: Claim, prefix_tokens: int) -> Demand:
-        """Pages of each that the claim takes behind that prefix."""
-        return tuple([one.demand(claim, prefix_tokens) for one in self.each])
-
-    def make_room(self, demand: Demand) -> None:
-        """Have so many free pages of each."""
-        for one, n_pages in zip(self.each, demand, strict=True):
-            one.make_room(n_pages)
-
-    def grant(self, lease: LeaseRecord, claimed: Claimed) -> None:
-        """Take the promised pages."""
-        for one, n_pages in zip(self.each, claimed.demand[1:], strict=True):
-            one.grant(lease, claimed.claim, claimed.anchor, n_pages)
-
-    # ---- a lease that lives, and one that ends -----------------------------------------------
-
-    def growth(self, lease: LeaseRecord, room_tokens: int) -> Demand:
-        """Further pages of each that an extension takes."""
-        return tuple([one.growth(lease, room_tokens) for one in self.each])
-
-    def extend(self, lease: LeaseRecord, room_tokens: int) -> None:
-        """Take them."""
-        for one in self.each:
-            one.extend(lease, room_tokens)
-
-    def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
-        """The engine computes from ``upto_tokens`` on; or why nothing was changed."""
-        for one in self.each:
-            refusal = one.slide(lease, upto_tokens)
-            if refusal is not None:
-                return refusal
-        return None
-
-    def page_tables(self, lease: LeaseRecord) -> tuple[Pages, ...]:
-        """What the engine is told of each."""
-        return tuple([one.page_table(lease) for one in self.each]) if self.each else ()
-
-    def quarantine_lease(self, lease: LeaseRecord) -> None:
-        """A remote may still write its pages."""
-        for one in self.each:
-            one.quarantine_lease(lease)
-
-    def end_lease(self, lease: LeaseRecord) -> None:
-        """Give to the tree what may be kept, free the rest."""
-        for one in self.each:
-            one.end_lease(lease)
-
-
-def _made(spec: PoolSpec, tree: RadixTree, out: Outbox) -> tuple[ComponentPages, ...]:
-    made: list[ComponentPages] = []
-    for component, pages in zip(spec.components[1:], spec.pages[1:], strict=True):
-        match component.extent:
-            case Whole():
-                continue
-            case Tail():
-                made.append(WindowPages(component=component, total_pages=pages, tree=tree, out=out))
-            case PerRequest():
-                made.append(StatePages(component, pages, out))
-            case Buffer():
-                made.append(Buffers(component, pages))
-            case _:
-                assert_never(component.extent)
-    return tuple(made)
+        # Nobody needs it: a component's lock lies on a path that the lease's own lock keeps (I2).
+        freed = self._take_from([node for node in nodes if node in self.at])
+        if freed:
+            self.pool.return_pages(freed)

@@ -9,25 +9,29 @@ When a lease ends, its window pages of cached tokens join the tree at their node
 tombstone comes to life again. Room is made by dropping the windows used longest ago, whose nodes
 stay: the tokens are cached for whoever has the window sent anyway.
 
-A sequence goes on from a page boundary when one ``span`` before it is live, or all of it. What lies
-at the nodes, and its locks, is ``live_windows``.
+A sequence goes on from a page boundary when one ``span`` before it is live, or all of it. A node
+either has a window page for each of its pages, or none. A lease that computes locks one window
+behind its prefix, exactly: the node in which that begins is cut there, so that a lock is undone at
+the same place whatever was split since.
+
+Invariants: a lock crosses live nodes only; a node has as many window pages as pages.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from kvd.core.cache.lease import PageSpan
-from kvd.core.cache.pages import PagePool
-from kvd.core.components.live_windows import LiveWindows
+from kvd.core.components.component_pages import ComponentPages, PagesAtNode
 from kvd.core.components.tail import most_pages, slid_start, span, tail_start
 from kvd.core.layout.spec import Tail
 from kvd.errors import Code, Refusal
 from kvd.types import NO_PAGES, Pages, count, null_pages, slice_pages
-from kvd.wire import events
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, KeysView
+    from collections.abc import Iterator
 
     from kvd.core.cache.lease import Claim, LeaseRecord
     from kvd.core.cache.radix import RadixTree
@@ -107,71 +111,30 @@ class LeaseWindow:
         self.floor = floor
 
 
-class WindowPages:
+class WindowPages(ComponentPages):
     """The pages of one windowed component."""
 
     def __init__(
-        self, component: Component, total_pages: int, tree: RadixTree, out: Outbox
+        self, component: Component, total_pages: int, out: Outbox, tree: RadixTree
     ) -> None:
+        super().__init__(component, total_pages, out)
         assert isinstance(component.extent, Tail)
-        self.component = component
-        self.pool = PagePool(component.name, total_pages)
-        self.live = LiveWindows(component.page_size, tree, self.pool.moved)
         self.held: dict[int, LeaseWindow] = {}
-        """By lease."""
         self.slides = 0
+        self._tree = tree
         self._window = component.extent.window_tokens
         self._page = component.page_size
         self._span = span(self._window, self._page)
-        self._out = out
 
     @property
-    def evictable_pages(self) -> int:
-        """Window pages at nodes that no lease needs."""
-        return self.live.evictable_pages
-
-    @property
-    def cached_pages(self) -> int:
-        """Window pages at nodes."""
-        return self.live.cached_pages
-
-    @property
+    @override
     def held_pages(self) -> int:
         """Window pages that are some lease's own."""
         return sum([held.n_own_pages for held in self.held.values()])
 
-    @property
-    def headroom_pages(self) -> int:
-        """Pages obtainable now."""
-        return self.pool.free_pages + self.evictable_pages - self.pool.doomed_pages
-
-    # ---- what there is -----------------------------------------------------------------------
-
-    @property
-    def nodes(self) -> KeysView[RadixNode]:
-        """Nodes with a live window."""
-        return self.live.at.keys()
-
-    @property
-    def unlocked(self) -> KeysView[RadixNode]:
-        """Live nodes that no lease needs."""
-        return self.live.unlocked.keys()
-
-    @property
-    def leases(self) -> KeysView[int]:
-        """Leases that it has something for."""
-        return self.held.keys()
-
-    def pages_at(self, node: RadixNode) -> Pages:
-        """The window pages of that node."""
-        return self.live.at[node].pages if node in self.live.at else NO_PAGES
-
-    def locks_at(self, node: RadixNode) -> int:
-        """Leases whose window crosses that node."""
-        return self.live.at[node].locks if node in self.live.at else 0
-
     # ---- a claim -----------------------------------------------------------------------------
 
+    @override
     def limit_tokens(self, claim: Claim) -> int | None:
         """A receive's window is always sent; who computes needs one more token to compute."""
         if claim.resumes:
@@ -180,45 +143,66 @@ class WindowPages:
             return claim.fresh_tokens
         return max(0, count(claim.tokens) - 1)
 
+    @override
     def fresh_tokens(self, prompt_tokens: int, *, cached: bool) -> int:
         """Where the tail begins."""
         return tail_start(prompt_tokens, self._window, self._page, cached=cached)
 
+    @override
     def usable(self, node: RadixNode, claim: Claim) -> RadixNode:
-        """The nearest node with a live window behind it."""
+        """The nearest node with one span of its path live before it, or all."""
         if claim.fresh_tokens is not None:
             return node
-        return self.live.nearest(node, self._span)
+        best = node
+        start = node.end_tokens  # from here to the end of ``best`` everything is live
+        step: RadixNode | None = node
+        while step is not None and step.parent is not None:
+            parent = step.parent
+            if step in self.at:
+                start = parent.end_tokens
+                if best.end_tokens - start >= self._span:
+                    return best
+            else:
+                best, start = parent, parent.end_tokens
+            step = parent
+        return best
 
+    @override
     def lock(self, anchor: RadixNode, claim: Claim) -> None:
         """Keep the window behind ``anchor``, exactly: the node that it begins in is cut there."""
-        self.live.lock(anchor, self._fence_tokens(anchor, claim))
+        fence_tokens = self._fence_tokens(anchor, claim)
+        step = anchor
+        while step.parent is not None and step.end_tokens > fence_tokens:
+            if step.parent.end_tokens < fence_tokens:
+                # Cut first: whoever unlocks finds the same end here, whatever was split meanwhile.
+                self._tree.cut(step, fence_tokens)
+            self._lock_at(step)
+            step = step.parent
 
+    @override
     def unlock(self, anchor: RadixNode, claim: Claim) -> None:
         """The claim came to nothing."""
-        self.live.unlock(anchor, anchor.end_tokens, self._fence_tokens(anchor, claim))
+        self._unlock_path(anchor, anchor.end_tokens, self._fence_tokens(anchor, claim))
 
+    def _unlock_path(self, below: RadixNode, end_tokens: int, fence_tokens: int) -> None:
+        """Undo one lock of ``[fence, end)``; ``below`` is on the path, at its end or deeper."""
+        for step in _path(below, fence_tokens):
+            if step.end_tokens <= end_tokens:
+                self._unlock_at(step)
+
+    @override
     def demand(self, claim: Claim, prefix_tokens: int) -> int:
         """What is computed or received, or as much of it as is ever mapped at once."""
         start = prefix_tokens if claim.fresh_tokens is None else claim.fresh_tokens
         room = self._pages(claim.room_tokens)
         return self._budget(max(0, room - start // self._page), claim.step_tokens)
 
+    @override
     def kept(self, anchor: RadixNode, claim: Claim) -> int:
         """The window behind ``anchor``."""
         return (anchor.end_tokens - self._fence_tokens(anchor, claim)) // self._page
 
-    def make_room(self, n_pages: int) -> None:
-        """Drop the windows used longest ago; their nodes stay, as tombstones."""
-        # Once, unless what it drops is condemned.
-        while n_pages > self.pool.free_pages and self.live.unlocked:
-            freed, n_nodes = self.live.drop_oldest(n_pages - self.pool.free_pages)
-            self.pool.return_pages(freed)
-            out, name = self._out, self.component.name
-            out.emit(
-                events.Evicted(pages=count(freed), nodes=n_nodes, reason="room", component=name)
-            )
-
+    @override
     def grant(self, lease: LeaseRecord, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the pages and map as many as the lease computes next."""
         fresh = claim.fresh_tokens
@@ -231,13 +215,15 @@ class WindowPages:
             fence = start
         held = LeaseWindow(start, fence, room, claim.step_tokens, first_tokens)
         if fence < start:
-            held.pages = self.live.behind(anchor, fence * self._page)
+            path = [self.at[step].pages for step in _path(anchor, fence * self._page)]
+            held.pages = Pages(b"".join(reversed(path)))
         held.spare = self.pool.take_pages(n_pages)
         held.map_up_to(self._top(held, first_tokens))
         self.held[lease.id] = held
 
     # ---- a lease that lives ------------------------------------------------------------------
 
+    @override
     def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """``upto_tokens`` is computed next: give back what is behind, map what is ahead."""
         held = self.held[lease.id]
@@ -275,12 +261,14 @@ class WindowPages:
             self.pool.return_pages(slice_pages(held.spare, kept))
             held.spare = slice_pages(held.spare, 0, kept)
 
+    @override
     def growth(self, lease: LeaseRecord, room_tokens: int) -> int:
         """Pages beyond those it has."""
         held = self.held[lease.id]
         rest = self._pages(room_tokens) - max(held.floor, held.start)
         return max(0, self._budget(rest, held.step) - held.n_own_pages)
 
+    @override
     def extend(self, lease: LeaseRecord, room_tokens: int) -> None:
         """More room: more of it is mapped, as far as the step goes."""
         held = self.held[lease.id]
@@ -289,6 +277,7 @@ class WindowPages:
         top = min(self._top(held, held.upto), held.top + count(held.spare))
         held.map_up_to(max(held.top, top))
 
+    @override
     def page_table(self, lease: LeaseRecord) -> Pages:
         """One id per page of the lease's page table, the null page where there is none."""
         held = self.held.get(lease.id)
@@ -304,11 +293,13 @@ class WindowPages:
         held = self.held[lease.id]
         return held.floor * self._page, held.top * self._page
 
+    @override
     def own_pages(self, lease: LeaseRecord) -> Pages:
         """Mapped or spare, not the tree's."""
         held = self.held.get(lease.id)
         return NO_PAGES if held is None else Pages(held.own_mapped() + held.spare)
 
+    @override
     def pages_to_keep(self, lease: LeaseRecord, n_tokens: int) -> PageSpan | Refusal:
         """What a slide to ``n_tokens`` leaves, as far as these go."""
         held, last = self.held[lease.id], self._pages(n_tokens)
@@ -328,6 +319,7 @@ class WindowPages:
 
     # ---- and one that ends -------------------------------------------------------------------
 
+    @override
     def end_lease(self, lease: LeaseRecord) -> None:
         """Window pages of cached tokens join the tree where it has none, the rest is free."""
         held = self.held.pop(lease.id, None)
@@ -344,7 +336,7 @@ class WindowPages:
             kept = min(lease.owned, held.top) - first
             # All up to the anchor or nothing: a window with a hole in it is of no use to anybody.
             if kept == lease.owned - first:
-                freed.append(self.live.join_tree(lease.anchor, first, own))
+                freed.append(self._join_tree(lease.anchor, first, own))
             else:
                 kept = 0
         freed.append(slice_pages(own, kept))
@@ -352,6 +344,28 @@ class WindowPages:
         if pages:
             self.pool.return_pages(pages)
 
+    def _join_tree(self, anchor: RadixNode, first: int, own: Pages) -> Pages:
+        """Pages from page ``first`` to ``anchor`` bring tombstones to life; returns the others."""
+        others: list[Pages] = []
+        step = anchor
+        while step.parent is not None and step.end_tokens > first * self._page:
+            begin = step.parent.end_tokens // self._page
+            if begin < first:
+                if step in self.at:
+                    others.append(slice_pages(own, 0, step.end_tokens // self._page - first))
+                    break
+                self._tree.cut(step, first * self._page)
+                begin = first
+            end = step.end_tokens // self._page
+            pages = slice_pages(own, begin - first, end - first)
+            if step in self.at:
+                others.append(pages)
+            else:
+                self._put_at(step, pages)
+            step = step.parent
+        return Pages(b"".join(others))
+
+    @override
     def quarantine_lease(self, lease: LeaseRecord) -> None:
         """Keep its own pages, unlock the tree's."""
         held = self.held[lease.id]
@@ -362,20 +376,23 @@ class WindowPages:
 
     def _release_fence(self, held: LeaseWindow, lease: LeaseRecord) -> None:
         if held.fence < held.start and lease.anchor is not None:
-            self.live.unlock(lease.anchor, held.start * self._page, held.fence * self._page)
+            self._unlock_path(lease.anchor, held.start * self._page, held.fence * self._page)
             held.fence = held.start
 
     # ---- the tree moves ----------------------------------------------------------------------
 
+    @override
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """Both halves are as live and as locked as the whole was."""
-        self.live.split(upper, lower)
-
-    def dropped(self, nodes: Iterable[RadixNode]) -> None:
-        """Their tokens are no longer cached, so their windows are free."""
-        freed = self.live.forget(nodes)
-        if freed:
-            self.pool.return_pages(freed)
+        window = self.at.get(lower)
+        if window is None:
+            return
+        self.pool.moved.log.append(window.pages)
+        size = len(upper.pages)  # as many window pages as pages, so the bytes are cut alike
+        self.at[upper] = PagesAtNode(Pages(window.pages[:size]), window.locks)
+        window.pages = Pages(window.pages[size:])
+        if not window.locks:
+            self.unlocked[upper] = None
 
     # ---- arithmetic --------------------------------------------------------------------------
 
@@ -399,3 +416,11 @@ class WindowPages:
         if not held.step or self._page == 1:
             return held.room
         return min(held.room, self._pages(upto_tokens + held.step))
+
+
+def _path(node: RadixNode, fence_tokens: int) -> Iterator[RadixNode]:
+    """From ``node`` up, those that end behind the fence."""
+    step: RadixNode | None = node
+    while step is not None and step.end_tokens > fence_tokens:
+        yield step
+        step = step.parent

@@ -27,7 +27,7 @@ from kvd.core.cache.lease import ENGINE, Claimed, Demand, LeaseRecord, Shortage
 from kvd.core.cache.moved_pages import MovedPages
 from kvd.core.cache.pages import PagePool
 from kvd.core.cache.radix import EvictedFilter, RadixTree
-from kvd.core.components.component_pages import AllComponentPages
+from kvd.core.components.all_components import AllComponentPages
 from kvd.core.layout.spec import lockstep_bytes
 from kvd.core.leases import lease_events
 from kvd.core.leases.journal_notes import JournalNotes
