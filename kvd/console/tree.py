@@ -16,6 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from kvd.console.view import Field, View, lease_holder, state_of
+from kvd.core.cache.eviction import peek
 from kvd.core.inspect.why import beside
 from kvd.types import count
 
@@ -363,7 +364,7 @@ def _turns(context: Context, _: Query) -> Iterator[EvictionRow | None]:
     crossings = Crossings(context)
     yield None
     rank = pages = 0
-    for node in context.node.leases.tree.order.peek(PEEKED):
+    for node in peek(context.node.leases.tree.order, PEEKED):
         if node.lock_ref:
             yield EvictionRow(node=node, rank=None, frees=None, crossings=crossings)
         else:

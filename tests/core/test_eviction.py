@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.core.audit.rules import tree_faults
-from kvd.core.cache.eviction import HEAP_SLACK, PEEK_STALE, Policy, RankedOrder, eviction_order
+from kvd.core.cache.eviction import (
+    HEAP_SLACK,
+    PEEK_STALE,
+    Policy,
+    RankedOrder,
+    eviction_order,
+    peek,
+)
 from kvd.core.cache.radix import RadixTree
 from kvd.types import Pages, Tokens, pack_ids
 
@@ -247,7 +254,7 @@ def busy(policy: Policy, seed: int) -> tuple[Shelf, list[RadixNode]]:
 def test_unlocked_nodes_of_a_peek_are_the_next_victims(policy: Policy, seed: int):
     shelf, _ = busy(policy, seed)
 
-    seen = shelf.order.peek(1000)
+    seen = peek(shelf.order, 1000)
     victims = shelf.tree.evict(shelf.tree.evictable_pages).victims
 
     assert [node for node in seen if node.lock_ref == 0] == victims
@@ -260,7 +267,7 @@ def test_a_peek_changes_no_later_victim(policy: Policy, seed: int):
     peeked, left_alone = busy(policy, seed)[0], busy(policy, seed)[0]
 
     for limit in (0, 1, 3, 1000):
-        peeked.order.peek(limit)
+        peek(peeked.order, limit)
 
     assert peeked.drain() == left_alone.drain()
 
@@ -271,8 +278,8 @@ def test_a_peek_names_so_many_nodes_and_the_locked_ones_among_them(policy: Polic
     nodes = [shelf.put(word) for word in "abcd"]
     shelf.tree.lock(nodes[1])
 
-    assert shelf.order.peek(0) == []
-    assert shelf.order.peek(3) == nodes[:3]
+    assert peek(shelf.order, 0) == []
+    assert peek(shelf.order, 3) == nodes[:3]
 
 
 def test_a_peek_gives_up_when_the_heap_is_out_of_date_from_end_to_end():
@@ -283,5 +290,5 @@ def test_a_peek_gives_up_when_the_heap_is_out_of_date_from_end_to_end():
     for word in words[:-1]:
         shelf.tree.match(shelf.tokens(word), NAMESPACE)  # used: its key grew, its entry did not
 
-    assert shelf.order.peek(5) == []
-    assert [shelf.word(node) for node in shelf.order.peek(20)] == [words[-1], *words[:10]]
+    assert peek(shelf.order, 5) == []
+    assert [shelf.word(node) for node in peek(shelf.order, 20)] == [words[-1], *words[:10]]

@@ -85,9 +85,6 @@ class EvictionOrder(Protocol):
         not change meanwhile.
         """
 
-    def peek(self, limit: int) -> list[RadixNode]:
-        """The first ``limit`` nodes of ``ahead``: fewer where they are not found soon."""
-
     def __contains__(self, node: object) -> bool: ...
 
     def __iter__(self) -> Iterator[RadixNode]:
@@ -152,10 +149,6 @@ class LruOrder:
     def ahead(self) -> Iterator[RadixNode | None]:
         """The nodes as they stand."""
         return iter(self._nodes)
-
-    def peek(self, limit: int) -> list[RadixNode]:
-        """The first nodes as they stand."""
-        return list(islice(self._nodes, limit))
 
 
 class EvictionRank:
@@ -273,11 +266,6 @@ class RankedOrder:
                 passed.add(node)
                 yield node
 
-    def peek(self, limit: int) -> list[RadixNode]:
-        """The first nodes by their keys, at most ``PEEK_STALE`` entries passed on the way."""
-        found = (node for node in islice(self.ahead(), limit + PEEK_STALE) if node is not None)
-        return list(islice(found, limit))
-
     def _entry(self, node: RadixNode) -> tuple[Key, int, RadixNode]:
         return self._key(node, self._ranks[node]), node.id, node
 
@@ -299,6 +287,12 @@ def _by_age(node: RadixNode, rank: EvictionRank) -> Key:
 
 def _by_priority(node: RadixNode, rank: EvictionRank) -> Key:
     return rank.priority, rank.used, -node.end_tokens
+
+
+def peek(order: EvictionOrder, limit: int) -> list[RadixNode]:
+    """The first ``limit`` nodes of ``order.ahead()``: fewer where they are not found soon."""
+    found = (node for node in islice(order.ahead(), limit + PEEK_STALE) if node is not None)
+    return list(islice(found, limit))
 
 
 def victims(order: EvictionOrder, n_bytes: int) -> list[RadixNode]:

@@ -86,17 +86,6 @@ class Misgiven(msgspec.Struct, frozen=True):
 class PagePool:
     """A stack of free pages; page 0, the null page, is never handed out and never comes back."""
 
-    __slots__ = (
-        "_free",
-        "_state",
-        "condemned_pages",
-        "doomed_pages",
-        "misgiven",
-        "moved",
-        "name",
-        "total_pages",
-    )
-
     def __init__(self, name: str, total_pages: int, moved: MovedPages | None = None) -> None:
         if total_pages < 1:
             raise ValueError(f"pool {name}: {total_pages} pages; the null page alone needs one")

@@ -121,24 +121,6 @@ class RadixTree:
         components: Who keeps other pages at the nodes; ``AllComponentPages`` adds them.
     """
 
-    __slots__ = (
-        "_add",
-        "_last_id",
-        "_moved",
-        "_page_bytes",
-        "_release",
-        "_sweep_above",
-        "_take",
-        "_touch",
-        "at",
-        "components",
-        "evictable_bytes",
-        "match_page_tokens",
-        "order",
-        "protected_bytes",
-        "roots",
-    )
-
     def __init__(
         self, match_page_tokens: int, order: EvictionOrder, moved: MovedPages | None = None
     ) -> None:
