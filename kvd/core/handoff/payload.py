@@ -20,7 +20,7 @@ What must not live here: whether an Offer is accepted (``offer``), when somethin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, assert_never
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -31,7 +31,6 @@ from kvd.core.layout.spec import (
     Buffer,
     Component,
     PerRequest,
-    Tail,
     Whole,
     companion_factor,
     companion_pages,
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.components.component_pages import ComponentPages
     from kvd.core.handoff.sources import TokenSpan
     from kvd.core.layout.spec import PoolSpec
     from kvd.core.leases.lease_table import LeaseTable
@@ -86,12 +86,16 @@ def routes_of(offer: Offer, shard_routes: tuple[ShardRoute, ...]) -> tuple[Paylo
 class PayloadPart:
     """One component that travels. ``place`` is its place among those that peers compare."""
 
-    __slots__ = ("component", "factor", "page_bytes", "place", "streams")
+    __slots__ = ("component", "factor", "kept", "page_bytes", "place", "streams")
 
-    def __init__(self, component: Component, factor: int, place: int) -> None:
+    def __init__(
+        self, component: Component, factor: int, place: int, kept: ComponentPages | None
+    ) -> None:
         self.component = component
         self.factor = factor
         """Of its pages to one of the first component, where it is in lockstep with it."""
+        self.kept = kept
+        """Who has its pages; None where they are the first component's, or follow from those."""
         self.page_bytes = page_bytes(component)
         """Of one of our shards."""
         self.place = place
@@ -124,7 +128,7 @@ class Payload:
         # Buffers are a node's own: peers neither compare nor send them.
         compared = [one for one in spec.components if not isinstance(one.extent, Buffer)]
         self.parts = tuple(
-            PayloadPart(one, companion_factor(spec, one), place)
+            PayloadPart(one, companion_factor(spec, one), place, table.components.named(one.name))
             for place, one in enumerate(compared)
             if has_bytes(one)
         )
@@ -180,30 +184,17 @@ class Payload:
         )
 
     def _last(self, payload_part: PayloadPart, lease: LeaseRecord, prompt_tokens: int) -> Grant:
-        """Of what goes with the last chunk."""
-        component, table = payload_part.component, self._table
-        size = component.page_size
-        match component.extent:
-            case Tail():
-                windows = table.components.named(component.name)
-                assert isinstance(windows, WindowPages)
-                start = windows.start_tokens(lease)
-                last = -(-prompt_tokens // size)
-                row = windows.page_table(lease)
-                pages = Pages(row[start // size * ID_BYTES : last * ID_BYTES])
-            case PerRequest():
-                start, pages = 0, self._own(component, lease)
-            case Whole() | Buffer():
-                raise AssertionError(component.name)
-            case _:
-                assert_never(component.extent)
+        """Of what goes with the last chunk: the tail's windows, or the one page of a state."""
+        component, kept = payload_part.component, payload_part.kept
+        assert kept is not None
+        start, pages = 0, kept.own_pages(lease)
+        if isinstance(kept, WindowPages):
+            start = kept.start_tokens(lease)
+            first, last = start // component.page_size, -(-prompt_tokens // component.page_size)
+            pages = Pages(kept.page_table(lease)[first * ID_BYTES : last * ID_BYTES])
         return Grant(
             component=component.name, start_tokens=start, end_tokens=prompt_tokens, pages=pages
         )
-
-    def _own(self, component: Component, lease: LeaseRecord) -> Pages:
-        kept = self._table.components.named(component.name)
-        return NO_PAGES if kept is None else kept.own_pages(lease)
 
     def granted_bytes(
         self,
@@ -243,9 +234,8 @@ class Payload:
     def windows(self) -> Iterator[tuple[int, WindowPages]]:
         """The windows of each windowed component, with the number of its grant."""
         for index, payload_part in enumerate(self.parts):
-            windows = self._table.components.named(payload_part.component.name)
-            if isinstance(windows, WindowPages):
-                yield index, windows
+            if isinstance(payload_part.kept, WindowPages):
+                yield index, payload_part.kept
 
     # ---- the prefill side --------------------------------------------------------------------
 
@@ -256,25 +246,13 @@ class Payload:
 
         Piece ``s`` of page ``p`` has the id ``p * pieces + s``.
         """
-        component = payload_part.component
-        match component.extent:
-            case Whole():
-                return self._cut_pages(lease, units, factor=payload_part.factor, pieces=pieces)
-            case Tail():
-                kept = self._table.components.named(component.name)
-                row = NO_PAGES if kept is None else kept.page_table(lease)
-                return Pages(row[units.first * ID_BYTES : units.end * ID_BYTES])
-            case PerRequest():
-                return self._own(component, lease)
-            case Buffer():
-                raise AssertionError(component.name)
-            case _:
-                assert_never(component.extent)
-
-    def _cut_pages(
-        self, lease: LeaseRecord, units: UnitRange, *, factor: int, pieces: int
-    ) -> Pages:
-        """Of the row's pages, each ``factor`` pages of the component, of ``pieces`` pieces each."""
+        kept = payload_part.kept
+        if isinstance(kept, WindowPages):
+            return Pages(kept.page_table(lease)[units.first * ID_BYTES : units.end * ID_BYTES])
+        if kept is not None:
+            return kept.own_pages(lease)
+        # Each page of the row is ``factor`` pages of the component, of ``pieces`` pieces each.
+        factor = payload_part.factor
         each = factor * pieces
         row_first = units.first // each
         row = Pages(lease.page_table[row_first * ID_BYTES : -(-units.end // each) * ID_BYTES])

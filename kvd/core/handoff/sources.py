@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvd.core.layout.shards import Shard, ShardRoute, lacking, listed, page_share
+from kvd.core.layout.shards import Shard, ShardRoute, heads_on, lacking, listed, page_share
 from kvd.errors import Code, Refusal
 from kvd.wire import client
 from kvd.wire.client import SentShare
@@ -164,14 +164,9 @@ def _all_shards(sources: Iterable[PrefillSource]) -> Iterable[Shard]:
     return (shard for one in sources for shard in one.shards)
 
 
-def _area(shards: Iterable[Shard], n_layers: int) -> Area:
+def _area(shards: tuple[Shard, ...], n_layers: int) -> Area:
     """What is on any of them."""
-    rows = [0] * n_layers
-    for one in shards:
-        heads = (1 << one.end_head) - (1 << one.first_head)
-        for layer in range(one.first_layer, one.end_layer):
-            rows[layer] |= heads
-    return tuple(rows)
+    return tuple(heads_on(shards, layer) for layer in range(n_layers))
 
 
 def _both(one: Area, other: Area) -> Area:

@@ -156,7 +156,7 @@ def lacking(wanted: tuple[Shard, ...], found: tuple[Shard, ...]) -> tuple[Shard,
     ``wanted`` in few words.
     """
     n_layers = max(one.end_layer for one in wanted)
-    rows = groupby(range(n_layers), lambda layer: _heads(wanted, layer) & ~_heads(found, layer))
+    rows = groupby(range(n_layers), lambda layer: heads_on(wanted, layer) & ~heads_on(found, layer))
     return tuple(
         Shard(layers[0], layers[-1] + 1, *run)
         for heads, layers in ((heads, list(row)) for heads, row in rows)
@@ -174,7 +174,7 @@ def _runs(heads: int) -> Iterator[tuple[int, int]]:
         yield first, end
 
 
-def _heads(shards: tuple[Shard, ...], layer: int) -> int:
+def heads_on(shards: tuple[Shard, ...], layer: int) -> int:
     """A bit for each head of the layer that one of the shards has."""
     found = 0
     for one in shards:
