@@ -19,8 +19,11 @@ from kvd.wire.events import Event
 from kvd.wire.peer import Message
 
 
-class Doubt(enum.Enum):
-    """Which bytes for a lease's pages must come to rest before anybody else gets these pages."""
+class Doubt(enum.IntEnum):
+    """Which bytes for a lease's pages must come to rest before anybody else gets these pages.
+
+    The larger one reaches further.
+    """
 
     NONE = 0
     """None: every byte has landed, or was never sent."""
@@ -28,15 +31,6 @@ class Doubt(enum.Enum):
     """What has reached this host: the writer says that it was all, and what it says is doubted."""
     SENT = 2
     """What the writer has sent: the network or a dead writer's system may still bring it."""
-
-
-def worse(one: Doubt, other: Doubt) -> Doubt:
-    """The one that reaches further."""
-    return max(one, other, key=_reach)
-
-
-def _reach(doubt: Doubt) -> int:
-    return doubt.value
 
 
 class AnswerEngine(msgspec.Struct, frozen=True, tag="Answer"):

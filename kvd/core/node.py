@@ -132,19 +132,19 @@ class NodeState:
             i.StopAsked: self.drainer.stop_node,
             i.FromPeer: self._from_peer,
             i.Unreadable: self._unreadable,
-            i.LinkDialed: self._link_dialed,
+            i.LinkDialed: self.peers.dial_link,
             i.HandshakeFailed: self.peers.handshake_failed,
             i.TransferReady: self._transfer_ready,
             i.TransferGone: self._transfer_gone,
-            i.AgentLoaded: self._agent_loaded,
-            i.AgentFailed: self._agent_failed,
-            i.AgentDropped: self._agent_dropped,
+            i.AgentLoaded: self.transfers.agent_loaded,
+            i.AgentFailed: self.transfers.agent_failed,
+            i.AgentDropped: self.transfers.agent_dropped,
             i.PostMoved: self.transfers.post_moved,
             i.PostDone: self.transfers.post_done,
             i.PostFailed: self.transfers.post_failed,
             i.Unposted: self.transfers.unposted,
             i.Verified: self.decoder.verified,
-            i.Quiet: self._quiet,
+            i.Quiet: self.decoder.quarantines.quiet,
             i.Awaiting: self.decoder.quarantines.awaiting,
             i.Copied: self.copies.copied,
             i.CopyFailed: self.copies.copy_failed,
@@ -237,9 +237,6 @@ class NodeState:
             self.admission.changed(peer.name)
         self._from_peers[type(message)](peer, message)
 
-    def _link_dialed(self, got: i.LinkDialed) -> None:
-        self.peers.dial_link(got.link, got.name, got.address)
-
     def _out_of_place(self, link: str, message: Message) -> None:
         """Count a message of, or for, a process that is not, or no longer, what it says."""
         self.refused += 1
@@ -274,7 +271,7 @@ class NodeState:
         self.peers.pulse.heard(peer, message)
         self.drainer.heard(peer, message)
         self.decoder.outcomes.fold_outcomes(peer)
-        self.prefiller.settled_sends.fold_tombstones(peer)
+        self.prefiller.settled_sends.fold_tombstones(peer.incarnation, peer.offer_floor)
 
     def _rejected(self, peer: Any, message: Reject) -> None:
         self.out.emit(
@@ -309,25 +306,6 @@ class NodeState:
         self.decoder.fenced()
         self.admission.wake()  # what waits for us and not for memory lets those behind it pass
 
-    def _agent_loaded(self, got: i.AgentLoaded) -> None:
-        peer = self.peers.current(got.incarnation, got.generation)
-        if peer is not None and self.peers.agents.loaded(peer, got.streams):
-            self.transfers.agent_loaded(got.incarnation)
-
-    def _agent_failed(self, got: i.AgentFailed) -> None:
-        peer = self.peers.current(got.incarnation, got.generation)
-        if peer is not None and self.peers.agents.failed(peer, got.why):
-            self.transfers.agent_failed(got.incarnation, got.why)
-
-    def _agent_dropped(self, got: i.AgentDropped) -> None:
-        self.transfers.agent_dropped(got.incarnation, got.generation, got.unconfirmed_bytes)
-        peer = self.peers.current(got.incarnation, got.generation)
-        if peer is not None:
-            self.peers.agents.dropped(peer)
-
-    def _quiet(self, got: i.Quiet) -> None:
-        self.decoder.quarantines.quiet(got.lease)
-
     # ---- time --------------------------------------------------------------------------------
 
     def _tick(self, _: i.Tick) -> None:
@@ -352,7 +330,7 @@ class NodeState:
     def _beat(self, peer: Peer) -> None:
         if peer.life is not Life.LOST:
             if self.peers.agents.is_overdue(peer):
-                self.transfers.agent_failed(peer.incarnation, peer.agent_why)
+                self.transfers.no_agent(peer)
             self.peers.agents.retry(peer)
             self.peers.pulse.beat(
                 peer,
@@ -360,7 +338,7 @@ class NodeState:
                 self.prefiller.settled_sends.floor(peer),
             )
         elif self.peers.is_stale(peer) and not self._is_involved(peer):
-            self.prefiller.settled_sends.forget_incarnation(peer.incarnation)
+            self.prefiller.settled_sends.fold_tombstones(peer.incarnation)
             self.peers.forget_peer(peer)
 
     def _is_involved(self, peer: Peer) -> bool:

@@ -24,18 +24,14 @@ class RecorderFacts:
 
     def __init__(self, out: Outbox) -> None:
         self._state = RecorderState()
-        self._since_s = out.at_s
+        self.since_s = out.at_s
+        """When it began to be as it is."""
         self._out = out
 
     @property
     def state(self) -> RecorderState:
         """As the snapshot shows it."""
-        return msgspec.structs.replace(self._state, since_s=self._out.at_s - self._since_s)
-
-    @property
-    def since_s(self) -> float:
-        """When it began to be as it is."""
-        return self._since_s
+        return msgspec.structs.replace(self._state, since_s=self._out.at_s - self.since_s)
 
     def said(self, got: RecorderSaid) -> None:
         """It says how it does; a change of state is an event."""
@@ -43,7 +39,7 @@ class RecorderFacts:
         if got.recorder.state == before:
             return
         out = self._out
-        self._since_s = out.at_s
+        self.since_s = out.at_s
         if got.recorder.state == RECORDING:
             out.emit(events.RecordingStarted())
         else:

@@ -53,7 +53,7 @@ def test_a_wrong_node_is_found_out(mutation, profile, words):
 def test_an_exception_of_the_core_is_a_finding_with_its_place():
     def broken(settings, at_s):
         node = NodeState(settings, at_s)
-        node.decoder.quarantines.quiet = lambda lease_id: 1 // 0
+        node.decoder.quarantines._free_quiet = lambda lease_id: 1 // 0
         return node
 
     ending = found(broken, "transfer")

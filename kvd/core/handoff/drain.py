@@ -26,6 +26,7 @@ import msgspec
 from kvd.core import effects
 from kvd.core.cache.lease import ENGINE
 from kvd.core.handoff.protocol import Prefill
+from kvd.core.handoff.send import WRITING
 from kvd.core.peers.peer import DRAINING, LEAVING, SERVING, Life, PeerDrain, peer_drains
 from kvd.errors import Code, Refusal
 from kvd.wire import events
@@ -180,8 +181,7 @@ class Drainer:
         receives, sends = self.under_way()
         # What was given up before for another reason keeps that reason.
         receives = [part for part in receives if part.ended is None]
-        sends = [part for part in sends if self._prefiller.rooms.has(part)]
-        sends = [part for part in sends if part.state is not Prefill.DRAINING]
+        sends = [part for part in sends if part.state in WRITING]
         self.cut += len(receives) + len(sends)
         refusal = self._too_late()
         for receive in receives:

@@ -9,7 +9,7 @@ decode side that does not.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvd.core.layout.seal import SUM_BYTES, most_chosen
 from kvd.errors import Code, Refusal
@@ -18,6 +18,8 @@ from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
+    from kvd.core.peers.peer import Peer
+    from kvd.core.settings import Settings
     from kvd.wire.peer import Offer
 
 MESSAGE_BYTES = 4096
@@ -25,22 +27,6 @@ MESSAGE_BYTES = 4096
 
 _GRANT_BYTES = 640
 """Of a grant apart from its page ids: a name of 128 characters, and two numbers."""
-
-
-class Reader(Protocol):
-    """Who is to read a message: a peer, or this node by its settings."""
-
-    @property
-    def name(self) -> str:
-        """Of the node."""
-
-    @property
-    def max_frame_bytes(self) -> int:
-        """The longest message that it reads."""
-
-    @property
-    def max_aux_bytes(self) -> int:
-        """The longest aux that it takes."""
 
 
 def page_bytes(offer: Offer) -> int:
@@ -78,7 +64,7 @@ def _or_raise(limit: int) -> str:
     return ", or raise limits.max_frame_bytes there" if limit < MAX_PEER_BYTES else ""
 
 
-def long_offer(offer: Offer, reader: Reader, side: str) -> Refusal | None:
+def long_offer(offer: Offer, reader: Peer | Settings, side: str) -> Refusal | None:
     """Why ``reader``, which is the prefill side, could not read an Offer."""
     n_bytes, limit = offer_bytes(offer), reader.max_frame_bytes
     if n_bytes <= limit:
@@ -94,7 +80,7 @@ def long_offer(offer: Offer, reader: Reader, side: str) -> Refusal | None:
     )
 
 
-def long_settled(offer: Offer, n_shards: int, reader: Reader, side: str) -> Refusal | None:
+def long_settled(offer: Offer, n_shards: int, reader: Peer | Settings, side: str) -> Refusal | None:
     """Why ``reader``, which is the decode side, could not read what it asks for."""
     n_bytes, limit = settled_bytes(offer, n_shards, reader.max_aux_bytes), reader.max_frame_bytes
     if n_bytes <= limit:

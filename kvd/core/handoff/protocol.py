@@ -29,7 +29,7 @@ One transition: the table decides, the part's history remembers, the event tells
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Never
 
 from kvd.wire.events import HandoffEnded, Moved
 
@@ -205,55 +205,36 @@ settles its own id, as a record apart (``AWAIT_ENGINE``, ``REFUSED``), and the r
 """
 
 
-class Edge(NamedTuple):
-    """One transition as it is told: of which side, from which state to which, and why."""
-
-    side: str
-    before: str
-    after: str
-    trigger: str
-
-
 class IllegalTransition(Exception):
     """A trigger without a row: a bug in the daemon, reported with the handoff's history."""
 
 
 def decode_next(state: Decode, trigger: DecodeTrigger) -> Decode:
     """The state after ``trigger``; raises ``IllegalTransition`` where the table has no row."""
-    try:
-        return DECODE[state, trigger]
-    except KeyError:
-        raise IllegalTransition(
-            f"decode side: no row for {trigger.value} in {state.value}"
-        ) from None
+    after = DECODE.get((state, trigger))
+    return after if after is not None else _no_row("decode", state, trigger)
 
 
 def prefill_next(state: Prefill, trigger: PrefillTrigger) -> Prefill:
     """The state after ``trigger``; raises ``IllegalTransition`` where the table has no row."""
-    try:
-        return PREFILL[state, trigger]
-    except KeyError:
-        raise IllegalTransition(
-            f"prefill side: no row for {trigger.value} in {state.value}"
-        ) from None
+    after = PREFILL.get((state, trigger))
+    return after if after is not None else _no_row("prefill", state, trigger)
+
+
+def _no_row(side: str, state: Decode | Prefill, trigger: DecodeTrigger | PrefillTrigger) -> Never:
+    raise IllegalTransition(f"{side} side: no row for {trigger.value} in {state.value}")
 
 
 def move_decode(part: ReceivePart, trigger: DecodeTrigger, why: str, out: Outbox) -> None:
     """Apply ``trigger`` to a part of the decode side."""
-    before = part.state
-    part.state = decode_next(before, trigger)
-    if part.state is not before:
-        edge = Edge("decode", before.value, part.state.value, trigger.value)
-        _tell_moved(part, edge, why, out)
+    before, part.state = part.state, decode_next(part.state, trigger)
+    _tell_moved("decode", part, before, trigger, why, out)
 
 
 def move_prefill(part: SendPart, trigger: PrefillTrigger, why: str, out: Outbox) -> None:
     """Apply ``trigger`` to a part of the prefill side."""
-    before = part.state
-    part.state = prefill_next(before, trigger)
-    if part.state is not before:
-        edge = Edge("prefill", before.value, part.state.value, trigger.value)
-        _tell_moved(part, edge, why, out)
+    before, part.state = part.state, prefill_next(part.state, trigger)
+    _tell_moved("prefill", part, before, trigger, why, out)
 
 
 def tell_ended(
@@ -283,18 +264,29 @@ def tell_ended(
     )
 
 
-def _tell_moved(part: ReceivePart | SendPart, edge: Edge, why: str, out: Outbox) -> None:
-    reason = f"{edge.trigger}: {why}" if why else edge.trigger
-    part.history.add_line(out.at_s, f"{edge.before} -> {edge.after} ({reason})")
+def _tell_moved(
+    side: str,
+    part: ReceivePart | SendPart,
+    before: Decode | Prefill,
+    trigger: DecodeTrigger | PrefillTrigger,
+    why: str,
+    out: Outbox,
+) -> None:
+    after = part.state
+    # A repeated message fires its row again; only what has changed is worth a line and an event.
+    if after is before:
+        return
+    reason = f"{trigger.value}: {why}" if why else trigger.value
+    part.history.add_line(out.at_s, f"{before.value} -> {after.value} ({reason})")
     out.emit(
         Moved(
-            side=edge.side,
+            side=side,
             part=part.id,
             room=part.room,
             peer=part.peer,
-            before=edge.before,
-            after=edge.after,
-            trigger=edge.trigger,
+            before=before.value,
+            after=after.value,
+            trigger=trigger.value,
             why=why,
         )
     )

@@ -29,7 +29,7 @@ from kvd.types import short
 if TYPE_CHECKING:
     from kvd.core.cache.lease import LeaseRecord
     from kvd.core.handoff.parts import ReceivePart
-    from kvd.core.inputs import Awaiting
+    from kvd.core.inputs import Awaiting, Quiet
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
@@ -123,8 +123,11 @@ class Quarantines:
         for streams, leases in groups.items():
             self._out.effects.append(effects.Exempt(tuple(leases), streams))
 
-    def quiet(self, lease_id: int) -> None:
+    def quiet(self, got: Quiet) -> None:
         """Nothing that was in doubt for the lease's pages can land any more."""
+        self._free_quiet(got.lease)
+
+    def _free_quiet(self, lease_id: int) -> None:
         # A fence may have freed it while the report about it was under way: then there is none.
         lease = self.leases.pop(lease_id, None)
         self.awaited.pop(lease_id, None)
@@ -135,7 +138,7 @@ class Quarantines:
         """Our receiving transfer process is reaped: nothing can land through it any more."""
         # Quiet was asked of the process that is gone: nobody else would ever answer.
         for lease_id in list(self.leases):
-            self.quiet(lease_id)
+            self._free_quiet(lease_id)
 
     def fence_if_due(self) -> None:
         """The configured policy: a quarantine that outlives ``fence_after_s`` costs a restart."""
@@ -194,4 +197,4 @@ class Quarantines:
         if self._peers.generation:
             self._out.effects.append(effects.Quiesce(lease.id, doubt))
         else:
-            self.quiet(lease.id)
+            self._free_quiet(lease.id)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.core.cache.lease import ARRIVAL, Claim, LeaseRecord
-from kvd.core.effects import Doubt, worse
+from kvd.core.effects import Doubt
 from kvd.core.handoff.offer import OfferWriter
 from kvd.core.handoff.outcomes import Outcomes
 from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, is_wanted
@@ -548,7 +548,7 @@ class Decoder:
         """
         attempt, lease = part.attempt, part.lease
         # The worst of all writers counts: quiet is asked for once, for the whole lease.
-        attempt.doubt = worse(attempt.doubt, doubt)
+        attempt.doubt = max(attempt.doubt, doubt)
         if lease is None:
             return
         writers = attempt.in_state(*WRITABLE)

@@ -308,7 +308,7 @@ class Prefiller:
         for part in list(self.settled_sends.settled.values()):
             if part.incarnation == incarnation:
                 self.settled_sends.outlive_part(part)
-        self.settled_sends.forget_incarnation(incarnation)
+        self.settled_sends.fold_tombstones(incarnation)
 
     def peer_lost(self, peer: Peer) -> None:
         """Silence: stop posting for it."""

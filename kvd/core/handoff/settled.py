@@ -182,7 +182,7 @@ class SettledSends:
             self.say_settled(part)
         else:  # a newer process of that node has said Hello meanwhile: nobody will answer
             self.outlive_part(part)
-            self._fold(part.incarnation, FOREVER)
+            self.fold_tombstones(part.incarnation)
 
     def end_forgotten(self, part: SendPart, refusal: Refusal) -> None:
         """It was never offered: there is nobody to tell but those who watch."""
@@ -283,15 +283,11 @@ class SettledSends:
             if part.resend_s <= now_s:
                 self.say_settled(part)
 
-    def fold_tombstones(self, peer: Peer) -> None:
-        """Drop tombstones below the decode side's floor: they are never asked about again."""
-        self._fold(peer.incarnation, peer.offer_floor)
+    def fold_tombstones(self, incarnation: str, floor: int = FOREVER) -> None:
+        """Drop tombstones below the decode side's floor: they are never asked about again.
 
-    def forget_incarnation(self, incarnation: str) -> None:
-        """The decode side's process is over: its tombstones answer nobody."""
-        self._fold(incarnation, FOREVER)
-
-    def _fold(self, incarnation: str, floor: int) -> None:
+        No floor: its process is over, and they answer nobody.
+        """
         records = self.records.get(incarnation)
         if records is not None:
             records.fold(floor)

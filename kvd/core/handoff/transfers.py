@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from kvd.core.effects import Outbox
     from kvd.core.handoff.parts import SendPart
     from kvd.core.handoff.send import Prefiller
-    from kvd.core.inputs import PostDone, PostFailed, PostMoved, Unposted
+    from kvd.core.inputs import (
+        AgentDropped,
+        AgentFailed,
+        AgentLoaded,
+        PostDone,
+        PostFailed,
+        PostMoved,
+        Unposted,
+    )
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
@@ -69,27 +77,42 @@ class Transfers:
 
     # ---- agents ------------------------------------------------------------------------------
 
-    def agent_loaded(self, incarnation: str) -> None:
+    def agent_loaded(self, got: AgentLoaded) -> None:
         """Post what waited for the agent."""
-        for part in self._prefiller.parts_offered_by(incarnation):
+        # A report about an agent of another generation is about one that nobody posts through.
+        peer = self._peers.current(got.incarnation, got.generation)
+        if peer is None or not self._peers.agents.loaded(peer, got.streams):
+            return
+        for part in self._prefiller.parts_offered_by(got.incarnation):
             if part.state in WRITING:
                 self._prefiller.push_part(part)
 
-    def agent_failed(self, incarnation: str, why: str) -> None:
-        """Nothing can be posted to this peer."""
-        for part in self._prefiller.parts_offered_by(incarnation):
+    def agent_failed(self, got: AgentFailed) -> None:
+        """The agent could not be made."""
+        peer = self._peers.current(got.incarnation, got.generation)
+        if peer is not None and self._peers.agents.failed(peer, got.why):
+            self.no_agent(peer)
+
+    def no_agent(self, peer: Peer) -> None:
+        """Nothing can be posted to this peer, as ``agent_why`` says."""
+        why = f"no sending agent: {peer.agent_why}"
+        for part in self._prefiller.parts_offered_by(peer.incarnation):
             # A part with nothing left to post needs no agent: a full hit has none.
             if part.state in WRITING and not part.is_posted:
-                self._prefiller.give_up_send(part, self._failed(f"no sending agent: {why}"))
+                self._prefiller.give_up_send(part, self._failed(why))
 
-    def agent_dropped(self, incarnation: str, generation: int, unconfirmed_bytes: int) -> None:
+    def agent_dropped(self, got: AgentDropped) -> None:
         """We send nothing more through that agent: its posts are over."""
-        for post in self._posts.posts_through(incarnation, generation):
+        for post in self._posts.posts_through(got.incarnation, got.generation):
             part = self._posts.parts[post]
             # Before the post is over: with the last one Settled leaves, and tells it.
-            part.in_doubt = part.in_doubt or unconfirmed_bytes > 0
+            part.in_doubt = part.in_doubt or got.unconfirmed_bytes > 0
             self._prefiller.give_up_send(part, self._failed("its agent was destroyed"))
             self._over(post, 0)
+        # Last: a living peer gets its next agent at once, and none of these parts may post there.
+        peer = self._peers.current(got.incarnation, got.generation)
+        if peer is not None:
+            self._peers.agents.dropped(peer)
 
     # ---- processes ---------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from kvd.core.layout.spec import (
     shards_of,
 )
 from kvd.core.peers.peer import Layout
-from kvd.errors import Code, Refusal
+from kvd.errors import Code, Number, Refusal
 
 if TYPE_CHECKING:
     from kvd.core.peers.peer import Peer
@@ -141,41 +141,38 @@ def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMa
         else f'{bare} has no KV to exchange: cache.mode is "prefill-only" there; set cache.mode = '
         '"radix"'
     )
-    refusal = Refusal(Code.LAYOUT_MISMATCH, why, side=here)
     if found is None:
+        refusal = Refusal(Code.LAYOUT_MISMATCH, why, side=here)
         return LayoutMatch(sending=refusal, receiving=refusal, split=(), difference=difference)
-    sizes: dict[str, int | float | str] = {"ours": found.ours_tokens, "theirs": found.theirs_tokens}
-    if found.ours_tokens >= found.theirs_tokens:
-        smaller = Refusal(
-            Code.LAYOUT_MISMATCH,
-            f"pages of {here} have {found.ours_tokens} tokens, those of {there} only "
-            f"{found.theirs_tokens}: ours can be cut on the way there, theirs are not put together "
-            "here; to receive from there too, make pool.page_size equal on both",
-            side=here,
-            numbers=sizes,
+    our_tokens, their_tokens = found.ours_tokens, found.theirs_tokens
+    is_cut_here = isinstance(ours.components[0].tier, Host)
+    if our_tokens >= their_tokens:
+        why = (
+            f"pages of {here} have {our_tokens} tokens, those of {there} only {their_tokens}: ours "
+            "can be cut on the way there, theirs are not put together here; to receive from there "
+            "too, make pool.page_size equal on both"
         )
-        return LayoutMatch(
-            sending=None, receiving=smaller, split=found.parts, difference=difference
+    elif is_cut_here:
+        why = (
+            f"pages of {there} have {their_tokens} tokens, those of {here} {our_tokens}: theirs "
+            "are cut on the way here, ours are not put together there; to send there too, make "
+            "pool.page_size equal on both"
         )
-    if isinstance(ours.components[0].tier, Host):
-        larger = Refusal(
-            Code.LAYOUT_MISMATCH,
-            f"pages of {there} have {found.theirs_tokens} tokens, those of {here} "
-            f"{found.ours_tokens}: theirs are cut on the way here, ours are not put together "
-            "there; to send there too, make pool.page_size equal on both",
-            side=here,
-            numbers=sizes,
+    else:
+        why = (
+            f"pages of {there} have {their_tokens} tokens, those of {here} {our_tokens}: they are "
+            "cut only where they land in host memory (family hisparse); make pool.page_size equal "
+            "on both"
         )
-        return LayoutMatch(sending=larger, receiving=None, split=(), difference=difference)
-    device = Refusal(
-        Code.LAYOUT_MISMATCH,
-        f"pages of {there} have {found.theirs_tokens} tokens, those of {here} "
-        f"{found.ours_tokens}: they are cut only where they land in host memory (family hisparse); "
-        "make pool.page_size equal on both",
-        side=here,
-        numbers=sizes,
+    numbers: dict[str, Number] = {"ours": our_tokens, "theirs": their_tokens}
+    refusal = Refusal(Code.LAYOUT_MISMATCH, why, side=here, numbers=numbers)
+    can_send, can_receive = our_tokens >= their_tokens, our_tokens < their_tokens and is_cut_here
+    return LayoutMatch(
+        sending=None if can_send else refusal,
+        receiving=None if can_receive else refusal,
+        split=found.parts if can_send else (),
+        difference=difference,
     )
-    return LayoutMatch(sending=device, receiving=device, split=(), difference=difference)
 
 
 def _between_shards(

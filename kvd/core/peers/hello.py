@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire.peer import PROTOCOL, Hello
 
 if TYPE_CHECKING:
-    from kvd.core.peers.peer import Dialed, Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
     from kvd.wire.peer import Message
 
@@ -28,16 +28,7 @@ MAX_LAYOUT_CHARS: Final = 65_536
 """Of a pool layout as text: hundreds of components. Nothing longer is read."""
 
 
-class KnownPeers(Protocol):
-    """Who has said Hello and who is called by configuration: ``Peers``, as a Hello is judged."""
-
-    by_name: dict[str, Peer]
-    by_incarnation: dict[str, Peer]
-    dialed: dict[str, Dialed]
-    allow: tuple[str, ...]
-
-
-def unwelcome(message: Hello, link: str, peers: KnownPeers, mine: Settings) -> Refusal | None:
+def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusal | None:
     """Why ``mine`` does not exchange KV with the sender; None when it does."""
     is_named = INCARNATION.fullmatch(message.source) and NODE.fullmatch(message.node)
     if not is_named or message.generation < 1:
@@ -81,7 +72,7 @@ def unwelcome(message: Hello, link: str, peers: KnownPeers, mine: Settings) -> R
     return _too_long(message, mine.name) or _unexpected_name(message, link, peers, mine.name)
 
 
-def impostor(message: Message, proven: str, peers: KnownPeers, mine: Settings) -> Refusal | None:
+def impostor(message: Message, proven: str, peers: Peers, mine: Settings) -> Refusal | None:
     """Why a message is not acted on though its sender may connect: it speaks as another node.
 
     ``proven`` is whose key the sender has; empty where links need no keys, and then anyone may.
@@ -116,7 +107,7 @@ def _too_long(message: Hello, side: str) -> Refusal | None:
     )
 
 
-def _unexpected_name(message: Hello, link: str, peers: KnownPeers, side: str) -> Refusal | None:
+def _unexpected_name(message: Hello, link: str, peers: Peers, side: str) -> Refusal | None:
     """One link and one process have one name each, and a superseded process never comes back."""
     dialed = peers.dialed.get(link)
     if dialed is not None and dialed.name != message.node:

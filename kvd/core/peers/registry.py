@@ -28,7 +28,7 @@ from kvd.wire.peer import Hello, Message, Reject
 
 if TYPE_CHECKING:
     from kvd.core.effects import Outbox
-    from kvd.core.inputs import HandshakeFailed
+    from kvd.core.inputs import HandshakeFailed, LinkDialed
     from kvd.core.settings import Settings
     from kvd.errors import Refusal
 
@@ -53,10 +53,10 @@ class Peers:
 
     # ---- links and Hello ---------------------------------------------------------------------
 
-    def dial_link(self, link: str, name: str, address: str) -> None:
+    def dial_link(self, got: LinkDialed) -> None:
         """A configured peer: say Hello there until it answers by its name."""
-        self.dialed[link] = Dialed(name, address)
-        self._say_hello(link, "")
+        self.dialed[got.link] = Dialed(got.name, got.address)
+        self._say_hello(got.link, "")
 
     def announce(self, generation: int, metadata: bytes) -> None:
         """Our transfer process serves: tell everybody, as a new generation."""
