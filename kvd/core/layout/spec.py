@@ -12,14 +12,14 @@ The first component is called ``kv``, and its page is the page of matching. Of t
 
 Invariant of every spec: page sizes divide that of the first component, and a companion has k times
 its pages. Which page sizes are right, and why, is ``page_sizes``.
-
-The leaves of a pool's layout by dotted path, for a difference to be said in words.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+from itertools import islice, zip_longest
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -27,56 +27,8 @@ import numpy as np
 from kvd.core.layout.shards import Shard
 from kvd.types import Pages
 
-_MAX_DEPTH = 8
-"""Our own layouts nest four deep; below this a stranger's is shown as one value."""
-
-
-def owner(key: str) -> str:
-    """``components.1`` of ``components.1.layers``, or of itself."""
-    return ".".join(key.split(".", 2)[:2])
-
-
-def named(leaves: dict[str, str]) -> set[str]:
-    """The components that have a name: where only one side has one, that name says enough."""
-    return {owner(key) for key in leaves if key.endswith(".name") and key.count(".") == 2}
-
-
-MAX_LEAVES = 2048
-"""Of a stranger's: our own have some ten for each component."""
-
-
-_TOP = {"0": "order", "1": "components"}
-
-
-def leaves_of(value: object) -> dict[str, str]:
-    """Leaves of nested lists and maps by dotted path, each name and value cut to a line's part.
-
-    A list or a map that would make it more than ``MAX_LEAVES`` is shown as one value.
-    """
-    leaves: dict[str, str] = {}
-    stack: list[tuple[str, int, object]] = [("", 0, value)]
-    while stack:
-        path, depth, found = stack.pop()
-        items: list[tuple[str, object]]
-        room = MAX_LEAVES - len(leaves) - len(stack)
-        if isinstance(found, dict) and depth < _MAX_DEPTH and len(found) <= room:
-            items = list(found.items())
-        elif isinstance(found, list) and depth < _MAX_DEPTH and len(found) <= room:
-            items = [(str(index), item) for index, item in enumerate(found)]
-        else:
-            leaves[path] = _shown(found)
-            continue
-        for key, item in items:
-            name = f"{path}.{key[:40]}" if depth else _TOP.get(key, key[:40])
-            stack.append((name, depth + 1, item))
-    return leaves
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict | list):
-        return f"{type(value).__name__} of {len(value)}"
-    return str(value)[:80]
-
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -440,6 +392,11 @@ def read_shards(theirs: str) -> tuple[str, tuple[Shard, ...]]:
 MAX_DIFFERENCE_CHARS = 500
 """Of what is said about a peer's layout: a dozen fields."""
 
+MAX_DIFFERENCES = 100
+"""Looked for in a peer's layout: more of them than fit into what is said."""
+
+ABSENT = "absent"
+
 
 def layout_difference(ours: PoolSpec, theirs: str) -> str | None:
     """The differences between our layout and a peer's fingerprint, in words; None when equal.
@@ -451,18 +408,47 @@ def layout_difference(ours: PoolSpec, theirs: str) -> str | None:
     theirs, _ = read_shards(theirs)
     if text == theirs:
         return None
-    mine = leaves_of(msgspec.json.decode(text))
     try:
-        other = leaves_of(msgspec.json.decode(theirs))
+        other = _by_name(theirs)
     except (msgspec.DecodeError, RecursionError):
         return f"theirs is no layout: {theirs[:40]!r}"
-    lone = named(mine) ^ named(other)
-    parts = [
-        f"{key or 'layout'}: ours {mine.get(key, 'absent')}, theirs {other.get(key, 'absent')}"
-        for key in sorted(mine.keys() | other.keys())
-        if mine.get(key) != other.get(key) and (key.endswith(".name") or owner(key) not in lone)
-    ]
-    said = "; ".join(parts) or f"equal, but written differently: {theirs[:40]!r}"
+    said = "; ".join(islice(_differences("", _by_name(text), other), MAX_DIFFERENCES))
     if len(said) > MAX_DIFFERENCE_CHARS:
         return said[: MAX_DIFFERENCE_CHARS - 3] + "..."
-    return said
+    return said or f"equal, but written differently: {theirs[:40]!r}"
+
+
+def _by_name(text: str) -> object:
+    """A fingerprint, whose two halves have no names of their own, with these."""
+    read = msgspec.json.decode(text)
+    if not isinstance(read, list):
+        return read
+    names = ("order", "components", *map(str, range(2, len(read))))
+    return dict(zip(names, read, strict=False))
+
+
+def _differences(path: str, ours: object, theirs: object) -> Iterator[str]:
+    """Leaf by leaf, no deeper than both of them go: a stranger's may nest as deep as it likes."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted(ours.keys() | theirs.keys()):
+            name = f"{path}.{key[:40]}" if path else key[:40]
+            yield from _differences(name, ours.get(key, ABSENT), theirs.get(key, ABSENT))
+    elif isinstance(ours, list) and isinstance(theirs, list):
+        for index, pair in enumerate(zip_longest(ours, theirs, fillvalue=ABSENT)):
+            # A component that only one side has: its name says enough.
+            one, other = map(_its_name, pair) if ABSENT in pair else pair
+            yield from _differences(f"{path}.{index}", one, other)
+    elif ours != theirs:
+        yield f"{path or 'layout'}: ours {_shown(ours)}, theirs {_shown(theirs)}"
+
+
+def _its_name(value: object) -> object:
+    if value == ABSENT:
+        return {}
+    return {"name": value["name"]} if isinstance(value, dict) and "name" in value else value
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict | list):
+        return f"{type(value).__name__} of {len(value)}"
+    return str(value)[:80]
