@@ -110,6 +110,7 @@ class Drainer:
 
     def stop_node(self, got: StopAsked) -> None:
         """The process ends as soon as it is drained, and soon after the deadline in any case."""
+        # A second SIGTERM is no new stop: the first one's deadline stays.
         if self.drain is None or not self.drain.is_stop:
             until_s = self._out.at_s + max(0.0, got.drain_s)
             self._begin(
@@ -149,6 +150,8 @@ class Drainer:
     def _refuse(self, waiters: list[Waiter], sends: list[SendPart]) -> None:
         refusal = self.refusal()
         assert refusal is not None
+        # By the lists that were counted in the event: whoever joins while these are told is not
+        # among them.
         self._admission.turn_away(waiters, refusal)
         for send in sends:
             send.outcome = ReceiveOutcome.REFUSED
@@ -172,6 +175,8 @@ class Drainer:
     def end_if_over(self) -> None:
         """After every step: whether it is drained by now."""
         if self.drain is not None and not self.is_drained and self._is_over():
+            # Even while parts are under way: their pages are in quarantine in a process that ends,
+            # and the next daemon's Hello is the proof for the peers.
             self._drained()
 
     def _is_over(self) -> bool:
@@ -193,6 +198,8 @@ class Drainer:
     def _drained(self) -> None:
         drain, out = self.drain, self._out
         assert drain is not None
+        # Before anything is told or ended: ``end_if_over`` comes after every step, and this is
+        # once.
         self.is_drained = True
         lasted_s = out.at_s - drain.since_s
         out.emit(events.Drained(lasted_s=lasted_s, cut=self.cut, leases=self._n_engine_leases()))
@@ -270,6 +277,7 @@ class Drainer:
 
         A lease that resumes is nothing new.
         """
+        # Its engine computed with it before the drain began, and its tokens must come to an end.
         waiters = [one for one in self._admission.queue if not one.claim.resumes]
         sends = [one for one in self._prefiller.rooms.live() if one.state in WAITING]
         return waiters, sends
@@ -319,6 +327,8 @@ class Drainer:
         if not state or (state, why) == (before.state, before.why):
             return
         now_s, out = self._out.at_s, self._out
+        # Noted first: the refusal below is made of it, and whoever asks again in this step must see
+        # it.
         peer.drain = PeerDrain(state, why, now_s)
         refusal = peer_drains(peer, now_s, self._name)
         if refusal is None:

@@ -101,6 +101,7 @@ class Posts:
         what is outstanding keeps the part from ever being settled.
         """
         peer = self._peers.current(part.incarnation, part.generation)
+        # Nothing is lost by waiting: when the agent is loaded every part is pushed again.
         if peer is None or peer.agent is not Agent.LOADED:
             return
         engine, offer = part.engine, part.offer
@@ -117,6 +118,8 @@ class Posts:
             unit = self._payload.unit_tokens(payload_part, part.split)
             granted = payload_part.units(offer.grants[route.grant], unit)
             if payload_part.streams:
+                # Both ends on page borders but for the prompt's own end, so no unit is posted twice
+                # (I5).
                 now = UnitRange(part.posted_tokens // unit, -(-upto // unit))
             elif is_last and not part.posted_last:
                 now = granted
@@ -161,8 +164,12 @@ class Posts:
         payload_part, grant = self._payload.parts[route.grant], offer.grants[route.grant]
         pieces = pieces_of(part.split, payload_part.place)
         self._last += 1
+        # The stall clock runs only while something is under way: an engine may compute for minutes
+        # between two chunks.
         if not part.outstanding:
             part.flow.restart(self._out.at_s)
+        # Registered in the step that orders it: its report finds its part, and Settled waits for
+        # it.
         part.outstanding.add(self._last)
         self.parts[self._last] = part
         self._routes[self._last] = index
@@ -189,6 +196,7 @@ class Posts:
 
     def forget_waiting(self, part: SendPart) -> None:
         """Those of the part whose event has not come are not to begin any more."""
+        # Without an event they have begun already, and nothing calls back what has begun.
         if part.after:
             self._out.effects += [effects.Forget(post) for post in sorted(part.outstanding)]
 
@@ -216,6 +224,7 @@ class Posts:
         index = self._routes.pop(post)
         part.outstanding.discard(post)
         part.moved_bytes += moved_bytes
+        # A post that failed or was cut has none; its part is given up and asks for no sums.
         if sums:
             part.sums[index, post] = sums
         self.sent_bytes += moved_bytes

@@ -174,16 +174,21 @@ class Decoder:
             reserve_tokens=message.reserve_tokens,
             priority=message.priority,
             cache=message.cache,
+            # Not ENGINE: until it is verified a remote writes these pages, and no call of the
+            # engine may touch, commit or retract them.
             holder=ARRIVAL,
             fresh_tokens=fresh,
             step_tokens=message.step_tokens,
         )
         asker = ReceiveAsker(self, attempt, message.call)
+        # The waiter is what says that it is queued: set before ``submit``, which may refuse or
+        # admit it in this call.
         attempt.waiter = Waiter(claim, attempt.deadline_s, asker)
         self._admission.submit(attempt.waiter)
 
     def cancel_session(self, session: int, refusal: Refusal) -> int:
         """End all receives of a session that is over; how many they were."""
+        # A list first: one that ends may leave ``attempts``.
         attempts = [one for one in self.attempts.values() if one.session == session]
         for one in attempts:
             self.cancel_attempt(one, refusal)
@@ -227,11 +232,13 @@ class Decoder:
         begins = message.decode_prefix_len
         if part.state in ASKING and begins is not None and begins != part.prefix_tokens:
             why = begun_elsewhere(part, begins, self._settings)
+            # Given up, not closed: it has begun to write somewhere, so the pages must be drained.
             self._give_up(part.attempt, of_source(part, why))
 
     def progressed(self, peer: Peer, message: Progress) -> None:
         """Bytes that have landed so far; lossy, for the eyes only."""
         part = self._part(peer, message.handoff)
+        # Not while it drains or is verified: what is told then is what Settled said.
         if part is not None and part.state in ASKING:
             self._moved(part, message.moved_bytes)
 
@@ -248,6 +255,7 @@ class Decoder:
         is_delivered = message.outcome is ReceiveOutcome.DELIVERED
         # Before the part closes: its end is told with these bytes.
         self._moved(part, message.moved_bytes)
+        # A peer that gives no reason has still ended it: an engine must not hear an empty refusal.
         why = message.reason or Refusal(Code.ABORTED, message.outcome.value, side=peer.name)
         # This message does not travel behind the bytes of a destroyed agent: those may come later.
         doubt = Doubt.SENT if message.in_doubt else Doubt.NONE
@@ -277,6 +285,8 @@ class Decoder:
         """Proof that this incarnation never writes again: nothing of it need be drained."""
         refusal = writer_restarted(incarnation, self._settings)
         why = "new incarnation"
+        # A list first: parts leave ``parts`` as they end. Two parts of one attempt are never of one
+        # incarnation, so none of these is closed before its turn.
         for part in [one for one in self.parts.values() if one.incarnation == incarnation]:
             # It writes no more, but what it had sent may still be on its way: Doubt.SENT.
             if part.state in ASKING:
@@ -296,6 +306,7 @@ class Decoder:
     def fenced(self) -> None:
         """Our receiving transfer process was reaped: nothing can write through it any more."""
         why = "new transport generation"
+        # No doubt is left: bytes land through the agent of the reaped process or not at all.
         for part in list(self.parts.values()):
             if part.state is D.DRAINING:
                 self._draining_to_closed(part, T.FENCED, why, proof="fenced", doubt=Doubt.NONE)
@@ -310,6 +321,8 @@ class Decoder:
         """Silence: drain what is under way with it."""
         refusal = writer_silent(peer, self._out.at_s, self._settings)
         for part in list(self.parts.values()):
+            # VERIFYING goes on without the peer: all its bytes are here. DRAINING goes on too,
+            # silence is no proof that it writes no more.
             if part.incarnation == peer.incarnation and part.state in ASKING:
                 self._give_up(part.attempt, of_source(part, refusal))
 
@@ -319,6 +332,8 @@ class Decoder:
             (
                 part.handoff
                 for part in self.parts.values()
+                # QUEUED has no id yet; of every other one in ``parts`` there is still something to
+                # be said.
                 if part.incarnation == incarnation and part.state in OPEN
             ),
             default=self._last_handoff + 1,
@@ -330,6 +345,8 @@ class Decoder:
         """Deadlines and repetitions."""
         now_s = self._out.at_s
         for part in list(self.parts.values()):
+            # DRAINING has no deadline: its pages are not free before the writer is over, however
+            # late.
             if part.state in WANTED and part.deadline_s <= now_s and part.ended is None:
                 why = took_too_long(part.attempt, now_s, self._settings)
                 self._give_up(part.attempt, why)
@@ -343,14 +360,19 @@ class Decoder:
 
         To CLOSED where an Offer, or the Settled that it asks for, would be longer than is read.
         """
+        # First of all: with a waiter it counts as queued, and a cancel would withdraw it from a
+        # queue in which it is no longer.
         attempt.waiter = None
         attempt.lease = lease
         attempt.prefix_tokens = lease.prefix_tokens
         for part in attempt.parts:
             part.incarnation = self._peers.by_name[part.peer].incarnation
+            # Assigned in the step in which the Offer goes out, so ids grow with the Offers and the
+            # floor (``offer_floor``) never passes one that is still to come.
             self._last_handoff += 1
             part.handoff = self._last_handoff
         self.offers.write_offers(attempt, lease)
+        # Before anything is registered or sent: afterwards it could only be given up by draining.
         refusal = self.offers.unsendable(attempt)
         if refusal is not None:
             # No Offer has left, so nobody can write: the pages are free at once.
@@ -362,6 +384,8 @@ class Decoder:
             self.by_handoff[part.handoff] = part
         for part in attempt.parts:
             self._move(part, T.ADMITTED, _wanted(part))
+        # Before the Offers among the effects: the engine knows the number before anybody can say
+        # anything about it.
         answer = client.Receiving(call, attempt.id, attempt.prefix_tokens)
         self._out.answer(attempt.session, answer)
         for part in attempt.parts:
@@ -393,6 +417,7 @@ class Decoder:
     def _offered_or_receiving_to_verifying(self, part: ReceivePart, message: Settled) -> None:
         """DELIVERED: every byte has landed, says the writer; Accept may have been lost."""
         self._move(part, T.DELIVERED, "")
+        # The Settled of the other sources brings none, and must not erase it.
         if part.share.is_authoritative:
             part.attempt.aux = message.aux
         self._judge(part, self.verifying.begin_part(part, message.checksums))
@@ -404,6 +429,8 @@ class Decoder:
             self._end(part, ReceiveOutcome.CORRUPT, found, cause="corrupt", doubt=Doubt.ARRIVED)
             return
         attempt, lease = part.attempt, part.lease
+        # ASKED is neither good nor bad: the transfer process will say, and ``verified`` comes here
+        # again.
         part.is_verified = found is SumFinding.GOOD
         # The lease is one: it is committed when the last source is good, and not page by page.
         if lease is None or not all(one.is_verified for one in attempt.parts):
@@ -417,6 +444,8 @@ class Decoder:
     def preloaded(self, attempt: ReceiveAttempt, refusal: Refusal | None) -> None:
         """The prompt is in the device buffer too, or cannot be; its bytes are good all the same."""
         if refusal is not None and attempt.ended is None:
+            # The engine hears why; what was received is cached all the same, so that asking again
+            # moves nothing.
             self.fail_attempt(attempt, refusal)
         if attempt.lease is not None:
             self._verifying_to_ready(attempt, attempt.lease)
@@ -430,9 +459,13 @@ class Decoder:
             self._move(part, T.VERIFIED, "")
             self.received_bytes += part.moved_bytes
         self.saved_bytes += self._leases.bytes_of(attempt.prefix_tokens)
+        # Read before the commit: who has given up is not told Received, and gets no lease.
         left = attempt.ended
         if left is None:
+            # Before the commit: a journal notes what moves in leases that an engine has, and this
+            # one has it from here on.
             self._leases.hand_over(lease, f"received from {attempt.sources}")
+        # No tokens beyond those claimed: the whole prompt is in its pages, and nothing else is.
         self._leases.commit(lease, NO_TOKENS)
         if left is None:
             self.ready[lease.id] = attempt
@@ -450,6 +483,7 @@ class Decoder:
         for part in attempt.parts:
             self._close(part, ReceiveOutcome.COMMITTED, None)
         if left is not None:
+            # After the commit, so that the pages stay cached; the lock alone is let go.
             self._leases.release(lease, ARRIVAL, left.code.value)
             self._ready_to_closed(attempt, left.message)
 
@@ -458,6 +492,8 @@ class Decoder:
     ) -> None:
         """CORRUPTED, or DROPPED because another source failed: nothing of it is cached."""
         self._move(part, trigger, refusal.message)
+        # An answer that is under way must find no ticket: the part is closed, its pages may be
+        # others'.
         self.verifying.forget_part(part)
 
     def _ready_to_closed(self, attempt: ReceiveAttempt, why: str) -> None:
@@ -476,6 +512,7 @@ class Decoder:
         if not attempt.in_state(*WANTED):
             return
         self.fail_attempt(attempt, refusal)
+        # One source that may still write is enough: the lease cannot be completed without it.
         if attempt.in_state(*ASKING):
             self._drop_parts(attempt, refusal)
             return
@@ -525,6 +562,7 @@ class Decoder:
             room=part.room,
             reason=refusal.code.value,
         )
+        # The Offer may have been repeated for long and its gap has grown; the Abort begins anew.
         part.resend_gap_s = self._settings.resend_s
 
     def _offered_or_receiving_to_closed(
@@ -554,6 +592,8 @@ class Decoder:
         writers = attempt.in_state(*WRITABLE)
         if writers:
             self.quarantines.narrow_writers(lease, writers)
+        # Two ways to the same end: drained, it is in quarantine since the Abort; ended by the
+        # writer itself, it never was, and only doubt can put it there.
         elif lease.quarantine is not None:
             self.quarantines.end_quarantine(lease, proof, attempt.doubt)
         else:
@@ -565,6 +605,8 @@ class Decoder:
         del self.parts[part.id]
         del self.by_handoff[part.handoff]
         peer = self._peers.by_incarnation.get(part.incarnation)
+        # By incarnation: to a newer process of that node nothing is said, it never heard of this
+        # handoff.
         self.outcomes.keep_outcome(peer, part, outcome, reason)
         is_committed = outcome is ReceiveOutcome.COMMITTED
         if is_committed:
@@ -573,6 +615,7 @@ class Decoder:
             self.failed += 1
         self._tell_ended(part, outcome, reason)
         attempt = part.attempt
+        # The last part takes the attempt along; before, ``cancel`` and ``why`` must still find it.
         if not any(one.id in self.parts for one in attempt.parts):
             del self.attempts[attempt.id]
             # A delivered attempt keeps its parts while READY: ``kvd why`` tells of them.
@@ -619,6 +662,7 @@ class Decoder:
         parts = []
         for source in message.source:
             self._last_part += 1
+            # By its node name, which its Hello will bear, whatever address the engine wrote.
             part = ReceivePart(self._last_part, self._peers.find(source) or source, attempt)
             part.history.add_line(at_s, f"asked for by session {session}")
             self.parts[part.id] = part
@@ -629,9 +673,12 @@ class Decoder:
 
     def _moved(self, part: ReceivePart, moved_bytes: int) -> None:
         """What the writer says has landed, as far as it can be."""
+        # Progress is lossy and may be overtaken, and a peer may say any number: never less than was
+        # known, never more than was granted.
         part.moved_bytes = min(max(part.moved_bytes, moved_bytes), part.total_bytes)
 
     def _part(self, peer: Peer, handoff: int) -> ReceivePart | None:
+        # The id is ours, and any peer could name it: only whoever it was offered to speaks of it.
         part = self.by_handoff.get(handoff)
         return part if part is not None and part.incarnation == peer.incarnation else None
 

@@ -89,8 +89,10 @@ class Prefiller:
         # A room has one engine; Offers that wait for one (AWAIT_ENGINE) are what it came to meet.
         if part is not None and part.state is not P.AWAIT_ENGINE:
             return taken(part, self._settings.name, f"send {part.id}")
+        # The engine may name an address of peers.connect; Offers come from nodes, by name.
         destination = (self._peers.find(message.peer) or message.peer) if message.peer else ""
         meeting = self.rooms.match_engine(message.room, destination, engine)
+        # Also where the engine itself is refused: its word has decided about these Offers.
         for turned in meeting.turned:
             self._refuse(turned.part, turned.refusal)
         if meeting.refusal is not None:
@@ -103,6 +105,8 @@ class Prefiller:
             for turned in meeting.turned:
                 self._turned_away(part, turned.part.peer, turned.refusal)
         part.awaited.destination = destination
+        # A new attempt: an Offer that comes now is for it, and must not hear why the last one
+        # failed.
         self.expired_rooms.forget(message.room)
         part.engine = engine
         part.session = engine.session
@@ -122,6 +126,7 @@ class Prefiller:
         refusal = no_event(after, self._settings.name)
         if refusal is not None:
             return refusal
+        # A cursor beyond the prompt would post pages that no Offer names.
         if not 0 <= upto_tokens <= part.prompt_tokens:
             return Refusal(
                 Code.BAD_REQUEST,
@@ -133,6 +138,7 @@ class Prefiller:
         if part.aux is None and upto_tokens > part.cursor_tokens:
             part.cursor_tokens = upto_tokens
             part.after = after or part.after
+            # Before the push: a trigger without a row must raise before a page has left.
             self._move(part, T.ADVANCED, "")
             self.posts.push_part(part)
         return None
@@ -155,6 +161,7 @@ class Prefiller:
         part.finish_call = message.call
         part.aux = message.aux
         part.after = message.after or part.after
+        # Finish is the last advance too: an engine need not have said how far it was.
         part.cursor_tokens = part.prompt_tokens
         if part.state is P.STREAMING:
             self._streaming_to_flushing(part)
@@ -164,6 +171,8 @@ class Prefiller:
 
     def abandon_send(self, part: SendPart, refusal: Refusal) -> None:
         """The engine ends it: it failed, or is dead."""
+        # After giving up, which may just have put it there: this engine ends it now and asks no
+        # more.
         self.give_up_send(part, refusal)
         self.failed.pop(part.id, None)
 
@@ -185,6 +194,8 @@ class Prefiller:
 
     def give_up_send(self, part: SendPart, refusal: Refusal) -> None:
         """Engine failed, client gone, post failed, peer lost, deadline, operator."""
+        # What has settled stays settled: a late abort of the engine, or a deadline, changes
+        # nothing.
         if part.state in LIVE:
             self._end(part, T.GIVEN_UP, refusal.message, refusal)
 
@@ -206,6 +217,7 @@ class Prefiller:
                 self._peers.reject(peer.link, peer.incarnation, refusal)
             return
         # Our agent leads to the older transfer process over there: its pages are not these.
+        # Asked after a repetition is answered: that needs no agent, and must stay as it was.
         if message.generation > peer.generation:
             self._peers.ask_hello(peer)  # the Offer will be repeated
             return
@@ -222,12 +234,15 @@ class Prefiller:
             self._join(stranger, peer, message.handoff)
             self._refuse(stranger, refusal)
             return
+        # The engine is still to come: each peer's Offer waits as a part of its own (``rooms``).
         if part is None or part.state is P.AWAIT_ENGINE:
             part = self._new_part(message.room, P.AWAIT_ENGINE)
+            # Until an engine opens the room the receiver's deadline is the only one there is.
             part.deadline_s = self._deadline(message.deadline_s)
             self.rooms.add_part(part)
         self._join(part, peer, message.handoff)
         self.settled_sends.keep_offer(part, message, kept_bytes)
+        # Before the edge to STREAMING, which posts by the plan in the same step.
         self.posts.plan_part(part, message, peer)
         if part.state is P.AWAIT_OFFER:
             self._await_engine_or_await_offer_to_streaming(part, T.OFFERED)
@@ -235,6 +250,8 @@ class Prefiller:
     def _unserved(self, peer: Peer, offer: Offer, part: SendPart | None) -> Refusal | None:
         """Why an Offer is not served; ``part`` has its room."""
         refusal = (
+            # The cheap and certain ones first: an Offer of a time that is over is told so, whatever
+            # else is wrong with it.
             outdated(offer, peer, self._settings.name)
             or self.rooms.refusal(offer.room, peer.name)
             or unacceptable(offer, peer, self._payload, self._settings)
@@ -242,6 +259,8 @@ class Prefiller:
         if refusal is not None:
             return refusal
         if part is None or part.engine is None:
+            # By when the receiver began to wait, not by when this Offer came: it may be a
+            # repetition.
             return self.expired_rooms.refusal(offer.room, self._out.at_s - offer.waited_s)
         refusal = disagreement(offer, part.engine, self._payload, self._settings.name)
         if refusal is not None:
@@ -258,6 +277,7 @@ class Prefiller:
         part = self.settled_sends.find_part(peer.incarnation, message.handoff)
         said = message.reason[:MAX_REASON]  # our Settled quotes it, and must stay readable
         why = Refusal(Code.ABORTED, f"{peer.name} gave up: {said}", side=peer.name)
+        # Below the floor no Offer can come any more, so the answer is true without a tombstone.
         if part is None and message.handoff < peer.offer_floor:
             self.settled_sends.answer_below_floor(peer, message.handoff)
             return
@@ -269,6 +289,8 @@ class Prefiller:
             part = self._new_part(message.room, P.AWAIT_ENGINE)
             self._join(part, peer, message.handoff)
         if part.state in {P.AWAIT_ENGINE, P.STREAMING, P.FLUSHING}:
+            # Set before the edge: from AWAIT_ENGINE it settles in this call, and Settled tells the
+            # outcome.
             part.outcome = ReceiveOutcome.ABORTED
             self._end(part, T.ABORTED, said, why)
         else:
@@ -277,6 +299,8 @@ class Prefiller:
     def withdrawn(self, peer: Peer, message: Withdrawn) -> None:
         """The decode side gave a room up before it had pages for it: it will not come."""
         part = self.rooms.by_room.get(message.room)
+        # It is lossy and comes without a handoff id: an Offer that has come meanwhile is worth
+        # more.
         if part is None or part.state is not P.AWAIT_OFFER:
             return
         refusal = self.rooms.refusal(message.room, peer.name)
@@ -302,6 +326,7 @@ class Prefiller:
             f"the decode daemon restarted (incarnation {short(incarnation)} is gone)",
             side=self._settings.name,
         )
+        # Drained like any other: posts under way still read our pages, whoever wants them.
         for part in self.parts_offered_by(incarnation):
             self.give_up_send(part, refusal)
         # Those that had settled before: nobody is left who would say Closed.
@@ -351,6 +376,8 @@ class Prefiller:
                     self._peers.drop_agent(
                         part.incarnation, part.generation, "still posting at the drain deadline"
                     )
+            # The deadline ends the wait and not the writing: STREAMING goes to DRAINING, and
+            # Settled is said when the posts are over.
             elif part.deadline_s <= now_s:
                 part.outcome = ReceiveOutcome.TIMED_OUT
                 self.give_up_send(part, too_late(part, now_s, self._settings))
@@ -386,6 +413,7 @@ class Prefiller:
         self.push_part(part)  # by the new state it sees that this is the last chunk
 
     def _settle_if_flushed(self, part: SendPart) -> None:
+        # All three: where there is no agent pages are unposted while nothing is outstanding.
         if part.state is P.FLUSHING and part.is_posted and not part.outstanding:
             self._flushing_to_settled(part)
 
@@ -393,6 +421,7 @@ class Prefiller:
         """FLUSHED: everything is posted, and every post is done."""
         part.outcome = ReceiveOutcome.DELIVERED
         self._move(part, T.FLUSHED, f"{part.posted_pages} pages, {part.moved_bytes} bytes")
+        # Before Settled: from here on the engine can neither advance nor end it.
         del self.by_send[part.id]
         self._settle(part, None)
 
@@ -414,6 +443,8 @@ class Prefiller:
         """ABORTED or GIVEN_UP: the engine hears at once, the decode side when no post is left."""
         self._move(part, trigger, why)
         part.drain_s = self._out.at_s + self._settings.drain_s
+        # The engine first, and at once: the part holds the lease for its posts, so nobody has to
+        # wait for them.
         self._tell_engine(part, refusal)
         # A post that still waits for an event of the engine's may wait for ever, now that nobody
         # computes: it comes back as Unposted, and with the last one the part has drained.
@@ -463,6 +494,8 @@ class Prefiller:
         """The engine hears of the failure at once, and may name the send once more to end it."""
         self.settled_sends.tell_engine(part, refusal)
         if self.by_send.pop(part.id, None) is not None and part.aux is None:
+            # Without this an honest ``abort_send`` that crosses our SendFailed would be refused as
+            # unknown.
             # An engine that has finished names it in no further call.
             self.failed[part.id] = FailedSend(part.session, refusal)
             if len(self.failed) > MAX_FAILED_SENDS:
@@ -471,12 +504,16 @@ class Prefiller:
     def _new_part(self, room: int, state: Prefill) -> SendPart:
         self._last_part += 1
         at_s = self._out.at_s
+        # The deadline of a part that waits for nobody yet is now; whoever makes it wait gives it
+        # one.
         return SendPart(id=self._last_part, room=room, state=state, since_s=at_s, deadline_s=at_s)
 
     def _join(self, part: SendPart, peer: Peer, handoff: int) -> None:
         part.peer = peer.name
         part.incarnation = peer.incarnation
         part.handoff = handoff
+        # From its first message on it answers for the id: any repetition must find it, whatever
+        # becomes of it.
         self.settled_sends.add_part(part)
 
     def _accept(self, peer: Peer, part: SendPart) -> None:

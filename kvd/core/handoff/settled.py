@@ -59,6 +59,7 @@ class HandoffRecords:
     def add_part(self, part: SendPart) -> None:
         """It has met its Offer or Abort."""
         self.parts[part.handoff] = part
+        # Ids come in order but for overtaking, so this is an append nearly always.
         insort(self.open, part.handoff)
 
     def bury_part(self, handoff: int) -> None:
@@ -142,6 +143,8 @@ class SettledSends:
         A Reject, not a Settled: that would have to stay true, which only a record makes sure of.
         An honest peer repeats the message until there is room.
         """
+        # Counted by incarnation: what a stranger leaves here is its own limit, and no honest
+        # peer's.
         records = self.records.get(peer.incarnation)
         if records is None:
             return False  # the first handoff of a peer is always taken
@@ -196,10 +199,12 @@ class SettledSends:
         """No page of it is read any more: its prompt and its lease are the engine's alone."""
         if part.engine is not None:
             self._leases.release(part.engine.lease, f"send {part.id}", cause)
+            # The tokens of a long prompt are megabytes: a part that lingers must not keep them.
             part.engine = None
 
     def say_settled(self, part: SendPart) -> None:
         """Say Settled, now, and again later."""
+        # Counted even while there is no link to say it on: when it is back, the next tick says it.
         part.resend_s = self._out.at_s + part.resend_gap_s
         part.resend_gap_s = min(2 * part.resend_gap_s, self._settings.max_resend_s)
         # Said at the link where it speaks now, which may be another one than the Offer came by.
@@ -249,6 +254,8 @@ class SettledSends:
             return
         refusal = None
         if message.outcome is not ReceiveOutcome.COMMITTED:
+            # What ended it here comes first: over there it is told as our failure, with fewer
+            # words.
             refusal = part.ended or message.reason or Refusal(Code.ABORTED, message.outcome.value)
         self._settled_to_closed(part, PrefillTrigger.CLOSED, message.outcome.value, refusal)
 
@@ -308,6 +315,7 @@ class SettledSends:
     def tell_engine(self, part: SendPart, refusal: Refusal) -> None:
         """The engine hears of a failure at once; a waiting ``finish`` is answered with it."""
         part.ended = refusal
+        # A part that was only offered has no engine to tell; its peer hears Settled.
         if part.session:
             self._out.answer(part.session, client.SendFailed(part.id, refusal))
             self._answer_finish(part, refusal)
