@@ -80,6 +80,7 @@ class OfferWriter:
             refusal = self._unfit_source(source, n_tokens)
             if refusal is not None:
                 return refusal
+        # Each was found above, so every name is a known one.
         peers = self._peers
         names = [peers.find(source) or source for source in sources]
         # By their node names: two addresses of one node would write the same pages twice.
@@ -89,6 +90,8 @@ class OfferWriter:
                 f"receive from {', '.join(sources)}: {twice} is named {names.count(twice)} times, "
                 "and each source sends its part once"
             )
+        # Who has not said Hello may fit or not: the receive waits for that, and ``blocked`` asks
+        # again.
         if not all(name in peers.by_name for name in names):
             return None
         found = self.shares_of(names)
@@ -140,6 +143,7 @@ class OfferWriter:
     def shares_of(self, names: list[str]) -> tuple[SourceShare, ...] | Refusal:
         """What each of these peers, all of which have said Hello, sends of a prompt."""
         by_name = self._peers.by_name
+        # The case of nearly every receive, without a look at layers and heads.
         if len(names) == 1 and is_whole(by_name[names[0]].incoming, len(self._shards)):
             return (ALL,)
         # A peer with other page sizes names no shards, and is only accepted where neither side has
@@ -182,6 +186,7 @@ class OfferWriter:
                 mine.spec.components[0].page_size,
             )
             grants = self._payload.grants(lease, attempt.prompt_tokens, share, span)
+            # Kept, as it is what is repeated, and what its answer and its sums are checked against.
             part.unanswered = offer = Offer(
                 source=mine.incarnation,
                 target=part.incarnation,
@@ -192,6 +197,7 @@ class OfferWriter:
                 decode_prefix_len=attempt.prefix_tokens,
                 digest=digest,
                 grants=grants,
+                # What is left of it, because two hosts have two clocks.
                 deadline_s=attempt.deadline_s - now_s,
                 integrity=mine.integrity,
                 waited_s=now_s - attempt.since_s,
@@ -220,12 +226,14 @@ def bad_offer(
             side=side,
             numbers={"room": str(offer.room)},
         )
+    # Before the grants: their ranges are worked out from share and prefix.
     refusal = bad_share(offer.share, side) or _bad_prefix(prompt, prefix, page_size, side)
     if refusal is not None:
         return refusal
     carried = payload.carried(offer.share)
     wanted = [payload_part.component.name for payload_part in carried]
     granted = [grant.component for grant in offer.grants]
+    # By name and in order: routes, posts and sums go by a grant's place among them.
     if granted != wanted:
         return Refusal(
             Code.BAD_PAGES,
@@ -273,6 +281,8 @@ def _ranges(offer: Offer, payload_part: PayloadPart, span: TokenSpan) -> set[Tok
     match component.extent:
         case Tail(window):
             size = component.page_size
+            # Both are right: whether its prompt will be cached is the decode side's own affair, and
+            # not in the Offer.
             starts = {tail_start(prompt, window, size, cached=cached) for cached in (True, False)}
             return {TokenSpan(start, prompt) for start in starts}
         case PerRequest():
@@ -295,6 +305,7 @@ def _bad_range(grant: Grant, ranges: set[TokenSpan], side: str) -> Refusal | Non
 
 def _bad_pages(payload_part: PayloadPart, grant: Grant, unit: int, side: str) -> Refusal | None:
     first, end = payload_part.units(grant, unit)
+    # Before the ids are read: a million of them for a short prompt would cost what they like.
     if len(grant.pages) != (end - first) * ID_BYTES:
         return Refusal(
             Code.BAD_PAGES,
@@ -325,6 +336,8 @@ def slid_past(offer: Offer, engine: SendingEngine, payload: Payload, side: str) 
     for index, windows in payload.windows():
         start = offer.grants[index].start_tokens
         floor, _ = windows.mapped_tokens(engine.lease)
+        # The pages in front have been given back, or turned to tokens further on: what would be
+        # sent is not the KV of these.
         if floor > start:
             return Refusal(
                 Code.BAD_PAGES,
@@ -353,6 +366,7 @@ def not_reached(engine: SendingEngine, payload: Payload, side: str) -> Refusal |
                 numbers={"prompt_tokens": engine.prompt_tokens, "mapped_tokens": top},
             )
     written = engine.lease.written_tokens
+    # A state cannot be wound back: one that has seen a token more is the state of another prompt.
     if written > engine.prompt_tokens and payload.has_state:
         return Refusal(
             Code.BAD_REQUEST,
@@ -405,6 +419,7 @@ def differs(known: SendPart, offer: Offer, side: str) -> Refusal | None:
     before = known.offer
     if before is None:
         return None
+    # Field by field and not as a whole: deadlines and waits differ with each repetition.
     changed = [one for one in _REPEATED if getattr(before, one) != getattr(offer, one)]
     if not changed:
         return None
@@ -454,6 +469,8 @@ def unacceptable(offer: Offer, peer: Peer, payload: Payload, mine: Settings) -> 
     # Before anything of it is looked at: the cost of the checks below is bounded by the prompt.
     if offer.prompt_tokens > mine.max_prompt_tokens:
         return _long_prompt(offer, mine)
+    # What the receiver has: its prefix ends on one of its own borders, which need not be one of
+    # ours.
     page_size = mine.spec.components[0].page_size // pieces_of(peer.split)
     refusal = bad_offer(offer, payload, peer.split, page_size, mine.name)
     return refusal or long_settled(offer, len(peer.outgoing), peer, mine.name)

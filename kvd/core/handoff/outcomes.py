@@ -39,6 +39,8 @@ class Outcomes:
     ) -> None:
         """Say Closed now, and again whenever Settled comes again; no peer: nobody will ask."""
         if peer is not None:
+            # Worded before it is kept: a peer that learns the newer codes later must not hear
+            # another answer than the first time.
             reason = as_told(reason, peer)
             closed = Closed(
                 source=self._settings.incarnation,
@@ -52,6 +54,8 @@ class Outcomes:
             kept = self.kept.setdefault(part.incarnation, {})
             kept[part.handoff] = closed
             if len(kept) > MAX_KEPT:
+                # The oldest by order of closing: whoever still repeats that Settled hears that its
+                # outcome is unknown, which ends it too.
                 del kept[next(iter(kept))]
             self._out.send(peer.link, closed)
 
@@ -81,6 +85,7 @@ class Outcomes:
         kept = self.kept.get(peer.incarnation)
         if kept is None:
             return
+        # From the front and no further than it must: a Ping that folds nothing costs one look.
         for handoff in list(takewhile(lambda one: one < peer.settled_floor, kept)):
             del kept[handoff]
         if not kept:

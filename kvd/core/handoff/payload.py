@@ -105,6 +105,7 @@ class PayloadPart:
     def bytes_per_page(self, shard_route: ShardRoute) -> int:
         """Bytes of each page that go along a route; less than a page where the shards differ."""
         first = shard_route.copies[0]
+        # Pieces of a page differ in bytes by shard, whole pages do not.
         if isinstance(first, Straight):
             return self.page_bytes
         cells = self.component.layers * heads_of(self.component.layout)
@@ -126,6 +127,8 @@ class Payload:
 
     def __init__(self, spec: PoolSpec, table: LeaseTable) -> None:
         # Buffers are a node's own: peers neither compare nor send them.
+        # First without buffers, then without those that have no bytes: ``place`` counts what both
+        # sides compare, also where nothing of it is sent.
         compared = [one for one in spec.components if not isinstance(one.extent, Buffer)]
         self.parts = tuple(
             PayloadPart(one, companion_factor(spec, one), place, table.components.named(one.name))
@@ -174,6 +177,7 @@ class Payload:
                 span.start // table.page_size * ID_BYTES : table.pages_for(span.end) * ID_BYTES
             ]
         )
+        # Fewer than those of the row: a prompt may end before the last page of a companion begins.
         n_pages = -(-span.end // size) - span.start // size
         pages = Pages(companion_pages(own, payload_part.factor)[: n_pages * ID_BYTES])
         return Grant(
@@ -190,6 +194,7 @@ class Payload:
         start, pages = 0, kept.own_pages(lease)
         if isinstance(kept, WindowPages):
             start = kept.start_tokens(lease)
+            # Rounded up: the last page goes though the prompt may end within it.
             first, last = start // component.page_size, -(-prompt_tokens // component.page_size)
             pages = Pages(kept.page_table(lease)[first * ID_BYTES : last * ID_BYTES])
         return Grant(
@@ -251,6 +256,8 @@ class Payload:
             return Pages(kept.page_table(lease)[units.first * ID_BYTES : units.end * ID_BYTES])
         if kept is not None:
             return kept.own_pages(lease)
+        # Cut out of the row by whole pages of ours, and then by units: numbers of units need not
+        # begin with a page.
         # Each page of the row is ``factor`` pages of the component, of ``pieces`` pieces each.
         factor = payload_part.factor
         each = factor * pieces

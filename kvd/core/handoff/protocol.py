@@ -29,7 +29,7 @@ One transition: the table decides, the part's history remembers, the event tells
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING
 
 from kvd.wire.events import HandoffEnded, Moved
 
@@ -211,18 +211,24 @@ class IllegalTransition(Exception):
 
 def decode_next(state: Decode, trigger: DecodeTrigger) -> Decode:
     """The state after ``trigger``; raises ``IllegalTransition`` where the table has no row."""
-    after = DECODE.get((state, trigger))
-    return after if after is not None else _no_row("decode", state, trigger)
+    try:
+        return DECODE[state, trigger]
+    except KeyError:
+        raise _no_row("decode", state, trigger) from None
 
 
 def prefill_next(state: Prefill, trigger: PrefillTrigger) -> Prefill:
     """The state after ``trigger``; raises ``IllegalTransition`` where the table has no row."""
-    after = PREFILL.get((state, trigger))
-    return after if after is not None else _no_row("prefill", state, trigger)
+    try:
+        return PREFILL[state, trigger]
+    except KeyError:
+        raise _no_row("prefill", state, trigger) from None
 
 
-def _no_row(side: str, state: Decode | Prefill, trigger: DecodeTrigger | PrefillTrigger) -> Never:
-    raise IllegalTransition(f"{side} side: no row for {trigger.value} in {state.value}")
+def _no_row(
+    side: str, state: Decode | Prefill, trigger: DecodeTrigger | PrefillTrigger
+) -> IllegalTransition:
+    return IllegalTransition(f"{side} side: no row for {trigger.value} in {state.value}")
 
 
 def move_decode(part: ReceivePart, trigger: DecodeTrigger, why: str, out: Outbox) -> None:

@@ -71,6 +71,8 @@ class Quarantines:
     def begin_quarantine(self, lease: LeaseRecord, parts: list[ReceivePart], why: str) -> None:
         """The writers of these parts may still write its pages: keep them from everybody."""
         writers = tuple([Writer(part.peer, part.incarnation) for part in parts])
+        # Since now, also where it is doubt that begins it: ``fence_after_s`` counts from when
+        # somebody began to wait.
         self._table.quarantine(lease, Quarantine(writers, self._out.at_s, why))
 
     def narrow_writers(self, lease: LeaseRecord, parts: list[ReceivePart]) -> None:
@@ -110,6 +112,8 @@ class Quarantines:
 
     def exempt(self) -> None:
         """Wait no more for what living peers have claimed since."""
+        # Claims are counted, not compared: one that repeats the same streams is newer all the same,
+        # and it is the newness that proves something.
         claims, self._claims = self._claims, self._peers.pulse.claims
         # Every tick comes here: without a new claim nothing can have changed.
         if not self.awaited or claims == self._claims:
@@ -119,6 +123,7 @@ class Quarantines:
         for lease_id, awaited in self.awaited.items():
             streams = tuple([one for one in awaited.streams if awaited.is_of_living(one, owners)])
             if streams:
+                # Leases that wait for the same connections are exempted in one order.
                 groups.setdefault(streams, []).append(lease_id)
         for streams, leases in groups.items():
             self._out.effects.append(effects.Exempt(tuple(leases), streams))
@@ -153,6 +158,8 @@ class Quarantines:
             if lease.quarantine is not None and self._out.at_s - lease.quarantine.since_s >= limit_s
         ]
         if late:
+            # Noted when it is ordered and not when it is done: until then this generation still
+            # serves.
             self._fenced_generation = generation
             why = f"{len(late)} leases in quarantine for {limit_s:g} s (transfer.fence_after_s)"
             self._out.effects.append(effects.RestartTransfer(why))
@@ -161,6 +168,8 @@ class Quarantines:
         """What would give a quarantined lease's pages back, in words."""
         held = lease.quarantine
         awaited = self.awaited.get(lease.id)
+        # Quiesce is ordered and nothing is known to be waited for: the transfer process only lets
+        # what it has read come to rest.
         if held is None or (awaited is None and lease.id in self.leases):
             return "what had reached this host to come to rest"
         by_itself = ""
@@ -192,6 +201,8 @@ class Quarantines:
 
     def _await_quiet(self, lease: LeaseRecord, doubt: Doubt) -> None:
         """The writers are gone, but what they have sent may still come."""
+        # First, because without a transfer process it is free at once, and ``_free_quiet`` looks
+        # here.
         self.leases[lease.id] = lease
         # None serves: the last one is reaped, so nothing can land through it any more.
         if self._peers.generation:

@@ -38,6 +38,7 @@ def long_aux(part: SendPart, n_bytes: int, peer: Peer | None, mine: Settings) ->
 
     Where another source sends the aux, this one stays here.
     """
+    # 0 is a peer that does not say, or none that is known yet: then our own limit is the only one.
     theirs = peer.max_aux_bytes if peer is not None else 0
     limit = min(mine.max_aux_bytes, theirs) if theirs else mine.max_aux_bytes
     if n_bytes <= limit or not part.share.is_authoritative:
@@ -98,6 +99,7 @@ def begun_elsewhere(part: ReceivePart, begins: int, mine: Settings) -> Refusal:
 
 def took_too_long(attempt: ReceiveAttempt, now_s: float, mine: Settings) -> Refusal:
     """The receive passed its deadline: what it waited for, of several sources the first late."""
+    # A source that has delivered is not to be blamed for another that has not.
     late = [part for part in attempt.parts if part.state is not Decode.VERIFYING]
     part = late[0] if late else attempt.parts[0]
     return of_source(part, _too_long(part, now_s, mine))

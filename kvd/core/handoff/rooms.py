@@ -80,6 +80,7 @@ class ExpiredRooms:
             at_s + self._settings.max_deadline_s, at_s + late_s, refusal
         )
         if len(self.by_room) > MAX_EXPIRED_ROOMS:
+            # An Offer for it waits for an engine then, as if nothing had been remembered.
             del self.by_room[next(iter(self.by_room))]
 
     def forget(self, room: int) -> None:
@@ -93,6 +94,7 @@ class ExpiredRooms:
 
     def expire(self, at_s: float) -> None:
         """Forget what no Offer asks about any more."""
+        # In the order of their ends (see ``by_room``), so this stops at the first that is not due.
         while self.by_room:
             room, expired = next(iter(self.by_room.items()))
             if expired.until_s > at_s:
@@ -162,6 +164,7 @@ class Rooms:
     def remove_part(self, part: SendPart) -> None:
         """It is over for the room: the next Offer moves up, or the room is free."""
         behind = self.behind.get(part.room)
+        # It waits behind another part, or never had a room: a refused Offer settles without one.
         if self.by_room.get(part.room) is not part:
             if behind is not None and part in behind:
                 behind.remove(part)
@@ -184,8 +187,12 @@ class Rooms:
         turned: list[TurnedAway] = []
         for part in self.parts_of(room):
             assert part.offer is not None
+            # Asked first: whoever is not meant learns nothing about the prompt, nor whether it is
+            # the same.
             if destination not in {"", part.peer}:
                 turned.append(TurnedAway(part, not_for(room, destination, part.peer, self._side)))
+            # The first that fits is the one: a room is one prompt, and a second receiver of it asks
+            # again.
             elif chosen is not None:
                 turned.append(TurnedAway(part, taken(chosen, self._side)))
             else:
@@ -205,6 +212,7 @@ class Rooms:
         part = self.by_room.get(room)
         if part is None:
             return None
+        # Only the engine's word counts while it waits; the room is nobody's yet.
         if part.state is Prefill.AWAIT_OFFER:
             awaited = part.awaited
             if awaited.is_by(peer):

@@ -78,6 +78,8 @@ def shares(
     refusal = _missing(ours, sources) or _doubled(classes, sources)
     if refusal is not None:
         return refusal
+    # The one with the last layers: it computes the last token, and so has the aux. Of equal ones
+    # the first.
     chief = max(writers, key=lambda index: (_end_layer(sources[index]), -index))
     found = []
     for index, area in enumerate(kept):
@@ -109,6 +111,7 @@ def span_of(
         return TokenSpan(prefix_tokens, prompt_tokens)
     first, last = prefix_tokens // page_tokens, -(-prompt_tokens // page_tokens)
     start, end = page_share(first, last, share.rank, share.ranks)
+    # At the prefix and not where its turn would be: both sides must name the same empty range.
     if start == end:
         return TokenSpan(prefix_tokens, prefix_tokens)
     return TokenSpan(start * page_tokens, min(end * page_tokens, prompt_tokens))

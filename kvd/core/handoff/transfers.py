@@ -51,6 +51,8 @@ class Transfers:
         part = self._posts.note_moved(got.post, got.moved_bytes)
         # A part that drains tells nothing: nobody over there looks any more.
         if part is not None and part.state in WRITING:
+            # What is done and what this one has moved: posts beside it are told with their own
+            # reports.
             self._tell_progress(part, part.moved_bytes + got.moved_bytes)
 
     def post_done(self, got: PostDone) -> None:
@@ -103,6 +105,7 @@ class Transfers:
 
     def agent_dropped(self, got: AgentDropped) -> None:
         """We send nothing more through that agent: its posts are over."""
+        # A list of ids, made first: each that ends leaves the posts.
         for post in self._posts.posts_through(got.incarnation, got.generation):
             part = self._posts.parts[post]
             # Before the post is over: with the last one Settled leaves, and tells it.
@@ -122,6 +125,7 @@ class Transfers:
         How much of each post had been sent died with it, so all of it is in doubt.
         """
         for post, part in list(self._posts.parts.items()):
+            # Of every post, though some may have sent nothing: nobody is left who could say so.
             part.in_doubt = True
             self._prefiller.give_up_send(
                 part, self._failed("the transfer process of this node ended")
@@ -131,6 +135,8 @@ class Transfers:
     def generation_changed(self, peer: Peer) -> None:
         """The decode side's receiving process was replaced: granted pages are out of reach."""
         for part in self._prefiller.parts_offered_by(peer.incarnation):
+            # An Offer of the new generation may have overtaken its Hello, and waits for it: it is
+            # not over.
             if part.generation < peer.generation:
                 why = (
                     f"{peer.name} restarted its transfer process: generation "
@@ -143,6 +149,7 @@ class Transfers:
     def _over(self, post: int, moved_bytes: int, sums: bytes = b"") -> None:
         part = self._posts.end_post(post, moved_bytes, sums)
         if part is not None:
+            # Before the part settles: what comes after Settled is not heard any more.
             if part.state in WRITING:
                 self._tell_progress(part, part.moved_bytes)
             self._prefiller.post_over(part)

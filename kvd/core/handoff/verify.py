@@ -70,6 +70,8 @@ class Verifying:
         # Integrity is off, or it was a full hit: there is nothing to look at.
         if not wanted_bytes:
             return SumFinding.GOOD
+        # Too few sums would leave pages unverified, too many belong to another handoff: neither is
+        # looked at in part.
         if len(checksums) != wanted_bytes:
             return self._unsummed(part, len(checksums), wanted_bytes)
         at, first_ticket = 0, self._last_ticket + 1
@@ -82,6 +84,7 @@ class Verifying:
                 self._routes[self._last_ticket] = index
         part.history.add_line(self._out.at_s, f"{self._told(part)} pages to verify")
         # Otherwise ``ask_again`` asks when one serves: the question outlives the process.
+        # All sums are noted by now: the answer to the first finds that others are missing.
         if self._peers.generation:
             self._ask(range(first_ticket, self._last_ticket + 1))
         return SumFinding.ASKED
@@ -95,6 +98,7 @@ class Verifying:
         # ``Decoder.verified`` has found the ticket: one of a part that is over is forgotten.
         part = self.parts.pop(got.ticket)
         index = self._routes.pop(got.ticket)
+        # Popped by answer, so that an empty ``sums`` says that every route is good.
         checked = len(part.sums.pop(index)) // SUM_BYTES
         if got.why:
             self.forget_part(part)

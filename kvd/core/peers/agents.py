@@ -63,6 +63,7 @@ class Agents:
 
     def leave(self, peer: Peer) -> None:
         """The incarnation or generation is over: destroy its agent, and be ready for another."""
+        # Also one that is LOADING: it may be done by now, and its report finds nobody who waits.
         if peer.agent in {Agent.LOADING, Agent.LOADED}:
             self._destroy(peer)
         peer.agent = Agent.NONE
@@ -96,6 +97,7 @@ class Agents:
         # A peer that was replaced meanwhile has an agent of its own by now.
         if peer.agent is Agent.DROPPING:
             self._set(peer, Agent.NONE, "")
+            # Only now: two agents of one name would be one to the transfer process.
             self.load(peer)
 
     def gone(self, peers: Iterable[Peer]) -> None:
@@ -108,6 +110,7 @@ class Agents:
                 # It may be what killed the process: twice the rest each time, or it would kill each
                 # one.
                 peer.agent_rest_s = min(2 * peer.agent_rest_s, MAX_REST_S)
+            # A FAILED one goes on resting: the end of our process says nothing about why it failed.
             elif peer.agent is not Agent.FAILED:
                 peer.agent = Agent.NONE
 

@@ -78,12 +78,14 @@ def page_split(ours: PoolSpec, theirs: str) -> PageSplit | None:
     is_ours_larger = mine[0].page_size >= others[0].page_size
     parts: list[int] = []
     for one, other in zip(mine, others, strict=True):
+        # Everything but the size must be equal: pages are cut by tokens, and by nothing else.
         if msgspec.structs.replace(other, page_size=one.page_size) != one:
             return None
         large, small = one.page_size, other.page_size
         if not is_ours_larger:
             large, small = small, large
         part = pages_in(large, small)
+        # Opaque bytes, windows and states are one piece: no border of tokens is known within them.
         if part is None or (part > 1 and not _is_token_by_token(one)):
             return None
         parts.append(part)
@@ -116,6 +118,7 @@ class LayoutMatch(msgspec.Struct, frozen=True):
 
 def read_layout(peer: Peer, text: str, mine: Settings) -> None:
     """What ``peer`` says of its pool, and what follows; once for each text, not for each Hello."""
+    # The digest is kept and not the text, which may have 64 KiB for each of thousands of peers.
     digest = hashlib.sha256(text.encode()).digest()
     if peer.layout.digest == digest:
         return
@@ -131,6 +134,7 @@ def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMa
     theirs, shards = read_shards(theirs)
     if difference is None:
         return _between_shards(ours, shards, here, there)
+    # Not both at once: routes between shards count on equal pages.
     is_cut = bool(shards) or ours.held is not None
     found = None if is_cut else page_split(ours, theirs)
     bare = _without_kv(ours, theirs, here, there)

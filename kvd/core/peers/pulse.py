@@ -52,6 +52,8 @@ class Pulse:
 
     def beat(self, peer: Peer, offer_floor: int, settled_floor: int) -> None:
         """Ping one peer with the floors that stand towards it."""
+        # One count for all peers: ``quarantine`` compares a claim's ping with the last that had
+        # left, to whomever.
         self.last_ping += 1
         peer.ping = self.last_ping
         peer.ping_sent_s = self._out.at_s
@@ -73,6 +75,7 @@ class Pulse:
         peer.offer_floor = max(peer.offer_floor, message.offer_floor)
         peer.settled_floor = max(peer.settled_floor, message.settled_floor)
         if message.echo:
+            # An older echo would tell the time of two pings, not of one.
             if message.echo == peer.ping:
                 peer.round_trip_s = self._out.at_s - peer.ping_sent_s
             if peer.claim.number < message.echo <= peer.ping:  # echoes may overtake each other
@@ -95,5 +98,6 @@ class Pulse:
 def claimed(peers: Iterable[Peer]) -> dict[str, Peer]:
     """Whose each stream is that exactly one of these peers claims."""
     owners = {stream: peer for peer in peers for stream in peer.claim.streams}
+    # A set a peer: naming one stream twice in a claim is no second claimant.
     times = Counter([stream for peer in peers for stream in {*peer.claim.streams}])
     return {stream: peer for stream, peer in owners.items() if times[stream] == 1}

@@ -95,10 +95,12 @@ class Peers:
             return None
         # A link that broke comes back under another identity: answer where it speaks now.
         peer.link = link
+        # Any message proves that it lives, not pings alone: a busy link needs none to stay up.
         peer.heard_s = self._out.at_s
         if peer.life is not Life.UP:
             peer.life = Life.UP
             self._tell_up(peer)
+            # While it was lost no agent was loaded for it: now there may be work for one.
             self.agents.load(peer)
         return peer
 
@@ -138,8 +140,10 @@ class Peers:
             self.reject(link, message.source, refusal)
             return None
         peer = self.by_name.get(message.node)
+        # Made only for a Hello that was welcome: what may not speak leaves no record.
         if peer is None:
             peer = self.by_name[message.node] = Peer(message.node)
+        # Before generations are compared: a new process begins at any number, also at a lower one.
         gone = self._take_incarnation(peer, message)
         dialed = self.dialed.get(link)
         if dialed is not None:
@@ -163,6 +167,8 @@ class Peers:
         if gone == message.source:
             return ""
         if gone:
+            # From this step on every message of the old process is refused, whatever link it comes
+            # by.
             self.by_incarnation.pop(gone, None)
             self.agents.leave(peer)
             self._out.emit(events.PeerReplaced(peer=peer.name, before=gone, after=message.source))
@@ -188,6 +194,8 @@ class Peers:
         peer.max_prompt_tokens = message.max_prompt_tokens
         peer.max_aux_bytes = message.max_aux_bytes
         peer.max_frame_bytes = message.max_frame_bytes
+        # With the generation, not with each Hello: only a new transfer process can bring another
+        # pool.
         read_layout(peer, message.layout, self._settings)
         if peer.refusal is not None and peer.source_refusal is not None:
             why = peer.layout.difference
@@ -202,6 +210,8 @@ class Peers:
         )
 
     def _say_hello(self, link: str, target: str) -> None:
+        # Without a transfer process there is nothing to announce; ``announce`` says Hello to
+        # everybody when there is one.
         if not self.generation:
             return
         mine = self._settings
