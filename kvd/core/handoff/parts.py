@@ -98,6 +98,35 @@ def stalled(part: SendPart, at_s: float, mine: Settings) -> Refusal | None:
     )
 
 
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class HandoffPart:
+    """What either side remembers of an attempt: with whom, which pages, and what is said when."""
+
+    id: int
+    peer: str = ""
+    incarnation: str = ""
+    """Of the peer: whoever else speaks of ``handoff`` speaks of another one."""
+    handoff: int = 0
+    """Assigned by the decode side when it offers; 0 before."""
+    share: SourceShare = ALL
+    resend_s: float = 0.0
+    resend_gap_s: float = 0.0
+    moved_bytes: int = 0
+    total_bytes: int = 0
+    """Of the pages that were granted."""
+    routes: tuple[PayloadRoute, ...] = ()
+    """What was granted, for each shard of the decode side."""
+    seals: tuple[Seal, ...] = ()
+    """One per route; none where nothing is summed."""
+    history: PartHistory = field(default_factory=PartHistory)
+
+    def plan_resend(self, at_s: float, mine: Settings) -> None:
+        """Its last message is said now, and again later."""
+        self.resend_s = at_s + self.resend_gap_s
+        # Doubled up to a limit: a peer that is gone for minutes is not flooded when it is back.
+        self.resend_gap_s = min(2 * self.resend_gap_s, mine.max_resend_s)
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class ReceiveAttempt:
     """What an engine asked for with one ``receive``: one lease, filled by one part per source.
@@ -135,33 +164,18 @@ class ReceiveAttempt:
         return [part for part in self.parts if part.state in states]
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class ReceivePart:
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class ReceivePart(HandoffPart):
     """One attempt to receive one prompt, or what one of several sources sends of it."""
 
-    id: int
-    peer: str
     attempt: ReceiveAttempt
-    share: SourceShare = ALL
-    incarnation: str = ""
-    handoff: int = 0
     state: Decode = Decode.QUEUED
-    resend_s: float = 0.0
-    resend_gap_s: float = 0.0
-    moved_bytes: int = 0
-    total_bytes: int = 0
-    """Of the pages that it was granted."""
-    routes: tuple[PayloadRoute, ...] = ()
-    """What it was granted, for each of our shards."""
-    seals: tuple[Seal, ...] = ()
-    """One per route; none where nothing is summed."""
     sums: dict[int, bytes] = field(default_factory=dict)
     """What the writer says of the pages of each route, while they are verified."""
     is_verified: bool = False
     """What it sent is good; it waits for the other sources, if there are any."""
     unanswered: Offer | Abort | None = None
     """What is repeated until the prefill side answers."""
-    history: PartHistory = field(default_factory=PartHistory)
 
     @property
     def room(self) -> int:
@@ -257,11 +271,10 @@ class Awaited:
         return self.destination in {"", peer}
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class SendPart:
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class SendPart(HandoffPart):
     """One attempt to send one prompt; ``engine`` and ``offer`` are its halves."""
 
-    id: int
     room: int
     state: Prefill
     since_s: float
@@ -270,20 +283,14 @@ class SendPart:
     linger_s: float = 0.0
     answer_s: float = 0.0
     """Settled, but not Closed: ``finish`` is answered without the outcome from here on."""
-    resend_s: float = 0.0
-    resend_gap_s: float = 0.0
     session: int = 0
     """Of the engine; 0 while there is none."""
     engine: SendingEngine | None = None
     offer: Offer | None = None
     awaited: Awaited = field(default_factory=Awaited)
-    peer: str = ""
-    incarnation: str = ""
-    handoff: int = 0
     generation: int = 0
     prompt_tokens: int = 0
     decode_prefix_len: int = 0
-    share: SourceShare = ALL
     start_tokens: int = 0
     end_tokens: int = 0
     """What of the prompt it sends: all behind ``decode_prefix_len``, or its share of that."""
@@ -292,19 +299,12 @@ class SendPart:
     """The event behind which all tokens below the cursor are written; none: they are."""
     posted_tokens: int = 0
     posted_pages: int = 0
-    moved_bytes: int = 0
     outstanding: set[int] = field(default_factory=set)
     flow: Flow = field(default_factory=Flow)
-    routes: tuple[PayloadRoute, ...] = ()
-    """What was granted, for each shard of the decode side."""
-    seals: tuple[Seal, ...] = ()
-    """One per route; none where nothing is summed."""
     split: tuple[int, ...] = ()
     """How many of the decode side's pages each of ours is, for each component compared."""
     posted_last: bool = True
     """Whether what goes with the last chunk is posted; true where there is nothing."""
-    total_bytes: int = 0
-    """Of the pages that were granted."""
     sums: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """By route and post, of the pages of each post that is done; ids of posts grow."""
     aux: bytes | None = None
@@ -314,7 +314,6 @@ class SendPart:
     in_doubt: bool = False
     """A post ended with bytes sent and not confirmed."""
     ended: Refusal | None = None
-    history: PartHistory = field(default_factory=PartHistory)
 
     @property
     def is_posted(self) -> bool:

@@ -234,26 +234,29 @@ def _no_row(
 def move_decode(part: ReceivePart, trigger: DecodeTrigger, why: str, out: Outbox) -> None:
     """Apply ``trigger`` to a part of the decode side."""
     before, part.state = part.state, decode_next(part.state, trigger)
-    _tell_moved("decode", part, before, trigger, why, out)
+    _tell_moved(part, before, trigger, why, out)
 
 
 def move_prefill(part: SendPart, trigger: PrefillTrigger, why: str, out: Outbox) -> None:
     """Apply ``trigger`` to a part of the prefill side."""
     before, part.state = part.state, prefill_next(part.state, trigger)
-    _tell_moved("prefill", part, before, trigger, why, out)
+    _tell_moved(part, before, trigger, why, out)
 
 
 def tell_ended(
-    part: ReceivePart,
+    part: ReceivePart | SendPart,
     outcome: ReceiveOutcome,
     reason: Refusal | None,
+    *,
+    prefix_tokens: int,
     saved_bytes: int,
+    lease: int,
     out: Outbox,
 ) -> None:
-    """A part of the decode side is over."""
+    """A part of either side is over; ``lease`` had its pages, 0 on the prefill side."""
     out.emit(
         HandoffEnded(
-            side="decode",
+            side="decode" if isinstance(part.state, Decode) else "prefill",
             part=part.id,
             room=part.room,
             peer=part.peer,
@@ -261,17 +264,16 @@ def tell_ended(
             code=reason.code.value if reason else "",
             reason=reason.message if reason else "",
             prompt_tokens=part.prompt_tokens,
-            decode_prefix_len=part.prefix_tokens,
+            decode_prefix_len=prefix_tokens,
             moved_bytes=part.moved_bytes,
             saved_bytes=saved_bytes,
             took_s=out.at_s - part.since_s,
-            lease=part.lease.id if part.lease is not None else 0,
+            lease=lease,
         )
     )
 
 
 def _tell_moved(
-    side: str,
     part: ReceivePart | SendPart,
     before: Decode | Prefill,
     trigger: DecodeTrigger | PrefillTrigger,
@@ -286,7 +288,7 @@ def _tell_moved(
     part.history.add_line(out.at_s, f"{before.value} -> {after.value} ({reason})")
     out.emit(
         Moved(
-            side=side,
+            side="decode" if isinstance(after, Decode) else "prefill",
             part=part.id,
             room=part.room,
             peer=part.peer,

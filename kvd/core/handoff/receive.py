@@ -634,17 +634,22 @@ class Decoder:
     ) -> None:
         """Bytes that need not be sent are told with one part, that of the first component's end."""
         is_told = outcome is ReceiveOutcome.COMMITTED and part.share.is_authoritative
-        saved_bytes = self._leases.bytes_of(part.prefix_tokens) if is_told else 0
-        tell_ended(part, outcome, reason, saved_bytes, self._out)
+        tell_ended(
+            part,
+            outcome,
+            reason,
+            prefix_tokens=part.prefix_tokens,
+            saved_bytes=self._leases.bytes_of(part.prefix_tokens) if is_told else 0,
+            lease=part.lease.id if part.lease is not None else 0,
+            out=self._out,
+        )
 
     def _resend(self, part: ReceivePart) -> None:
         """Say to the prefill side again what it has not answered, and when the next time is."""
         peer = self._peers.by_incarnation.get(part.incarnation)
         if peer is not None and part.unanswered is not None:
             self._out.send(peer.link, part.unanswered)
-        part.resend_s = self._out.at_s + part.resend_gap_s
-        # Doubled up to a limit: a peer that is gone for minutes is not flooded when it is back.
-        part.resend_gap_s = min(2 * part.resend_gap_s, self._settings.max_resend_s)
+        part.plan_resend(self._out.at_s, self._settings)
 
     def _new_attempt(
         self, session: int, message: client.ReceiveRequest, n_tokens: int
@@ -663,7 +668,8 @@ class Decoder:
         for source in message.source:
             self._last_part += 1
             # By its node name, which its Hello will bear, whatever address the engine wrote.
-            part = ReceivePart(self._last_part, self._peers.find(source) or source, attempt)
+            peer = self._peers.find(source) or source
+            part = ReceivePart(id=self._last_part, peer=peer, attempt=attempt)
             part.history.add_line(at_s, f"asked for by session {session}")
             self.parts[part.id] = part
             parts.append(part)

@@ -23,12 +23,12 @@ from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
 from kvd.core.handoff.message_sizes import page_bytes
-from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
+from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill, tell_ended
 from kvd.core.handoff.sources import span_of
 from kvd.core.peers.peer import as_told
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES
-from kvd.wire import client, events
+from kvd.wire import client
 from kvd.wire.peer import Closed, ReceiveOutcome, Settled
 
 if TYPE_CHECKING:
@@ -205,8 +205,7 @@ class SettledSends:
     def say_settled(self, part: SendPart) -> None:
         """Say Settled, now, and again later."""
         # Counted even while there is no link to say it on: when it is back, the next tick says it.
-        part.resend_s = self._out.at_s + part.resend_gap_s
-        part.resend_gap_s = min(2 * part.resend_gap_s, self._settings.max_resend_s)
+        part.plan_resend(self._out.at_s, self._settings)
         # Said at the link where it speaks now, which may be another one than the Offer came by.
         peer = self._peers.by_incarnation.get(part.incarnation)
         outcome, why = part.outcome, part.ended
@@ -362,19 +361,12 @@ class SettledSends:
             self.delivered += 1
         else:
             self.failed += 1
-        self._out.emit(
-            events.HandoffEnded(
-                side="prefill",
-                part=part.id,
-                room=part.room,
-                peer=part.peer,
-                outcome=(ReceiveOutcome.COMMITTED if refusal is None else part.outcome).value,
-                code=refusal.code.value if refusal else "",
-                reason=refusal.message if refusal else "",
-                prompt_tokens=part.prompt_tokens,
-                decode_prefix_len=part.decode_prefix_len,
-                moved_bytes=part.moved_bytes,
-                saved_bytes=self._saved_bytes(part) if refusal is None else 0,
-                took_s=self._out.at_s - part.since_s,
-            )
+        tell_ended(
+            part,
+            ReceiveOutcome.COMMITTED if refusal is None else part.outcome,
+            refusal,
+            prefix_tokens=part.decode_prefix_len,
+            saved_bytes=self._saved_bytes(part) if refusal is None else 0,
+            lease=0,
+            out=self._out,
         )
