@@ -74,6 +74,7 @@ class NodeState:
         self.leases = LeaseTable(
             settings.spec, settings.policy, self.out, is_journaled=settings.is_journaled
         )
+        # Each is made with what it reads, so their order is given, and nothing is set afterwards.
         out, leases = self.out, self.leases
         open_sessions = SessionTable(settings.name, out)
         self.former_leases = FormerLeases(settings, leases, open_sessions, out)
@@ -116,6 +117,7 @@ class NodeState:
         self.audit = StandingAudit(self)
         self.misgiven = one_list(self.leases)
         self.recorded = RecorderFacts(self.out)
+        # Last: the handlers are methods of what was made above.
         self._handlers = self._input_handlers()
         self._from_peers = self._peer_handlers()
 
@@ -216,9 +218,12 @@ class NodeState:
     # ---- peers -------------------------------------------------------------------------------
 
     def _from_peer(self, got: i.FromPeer) -> None:
+        # After the goodbye nobody listens: an answer would tell the peer that this node lives.
         if self.drainer.has_left:
             return
         message = got.message
+        # Before the message is looked at: who speaks as another one must not even be heard as
+        # alive.
         refusal = impostor(message, got.proven, self.peers, self.settings)
         if refusal is not None:
             self.refused += 1
@@ -228,6 +233,7 @@ class NodeState:
         if isinstance(message, Hello):
             self._hello(got.link, message)
             return
+        # Asked before ``sender``, which makes it UP again: who waited for it must be woken.
         lost = self.peers.is_lost(message.source)
         peer = self.peers.sender(got.link, message)
         if peer is None:
@@ -247,6 +253,7 @@ class NodeState:
         self.out.emit(events.MessageRefused(socket="peers", sender=link, code=code.value, why=why))
 
     def _hello(self, link: str, message: Hello) -> None:
+        # Read before the Hello is taken, which overwrites it.
         known = self.peers.by_incarnation.get(message.source)
         generation = known.generation if known else 0
         taken = self.peers.take_hello(link, message)
@@ -270,6 +277,7 @@ class NodeState:
     def _pinged(self, peer: Any, message: Ping) -> None:
         self.peers.pulse.heard(peer, message)
         self.drainer.heard(peer, message)
+        # After ``pulse.heard``, which takes the floors that these two fold by.
         self.decoder.outcomes.fold_outcomes(peer)
         self.prefiller.settled_sends.fold_tombstones(peer.incarnation, peer.offer_floor)
 
@@ -287,6 +295,7 @@ class NodeState:
     def _transfer_ready(self, got: i.TransferReady) -> None:
         self.transport = got.transport
         self.out.emit(events.TransferStarted(generation=got.generation, why=got.why))
+        # First: everything below asks whether a transfer process serves.
         self.peers.announce(got.generation, got.metadata)
         for peer in self.peers.by_name.values():
             self.peers.agents.load(peer)
@@ -299,10 +308,14 @@ class NodeState:
         # The peers first: from here on ``generation`` is 0, and nobody orders a post or a copy of
         # a process that is not there while those of the dead one are cleared away.
         self.peers.transfer_gone()
+        # Sends before receives and leases: a post that ends gives its read back, and with the last
+        # one pages that a commit replaced.
         self.transfers.gone()
         self.copies.transfer_gone()
         self.retractor.transfer_gone()
         self.fetcher.transfer_gone()
+        # Last of all: what it frees goes to who waits, and nothing of the dead process may be left
+        # to write it.
         self.decoder.fenced()
         self.admission.wake()  # what waits for us and not for memory lets those behind it pass
 
@@ -337,6 +350,8 @@ class NodeState:
                 self.decoder.offer_floor(peer.incarnation),
                 self.prefiller.settled_sends.floor(peer),
             )
+        # A lost peer gets no Ping: it would not be heard, and its Hello comes first when it is
+        # back.
         elif self.peers.is_stale(peer) and not self._is_involved(peer):
             self.prefiller.settled_sends.fold_tombstones(peer.incarnation)
             self.peers.forget_peer(peer)

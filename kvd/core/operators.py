@@ -76,6 +76,7 @@ class Operators:
             plan = PLANS[type(message)](node, message)
             if isinstance(plan, Refusal):
                 return plan
+            # In the same step, so nothing has come between what is told and what is done.
             plan.carry_out()
             return plan.report
         answer = ANSWERS.get(type(message))
@@ -213,6 +214,7 @@ def abort(node: NodeView, got: admin.AbortRoom) -> VerbPlan | Refusal:
         "freed_pages": sum(map(_freed_by_sender, sends)),
         "quarantined_pages": sum(lease.held_pages for lease in drained.values()),
     }
+    # By attempt and not by part: giving up one source gives up the others.
     attempts = [one for one in node.decoder.attempts.values() if one.room == got.room]
     refusal = Refusal(
         Code.ABORTED, f"an operator aborted it: {got.reason}", side=node.settings.name
@@ -307,6 +309,7 @@ def fence(node: NodeView, got: admin.Fence) -> VerbPlan:
         "sends_cut": len(sends),
     }
     told = _bounded(notes, len(receives) + len(sends))
+    # An order and nothing else: what it ends, ends when ``TransferGone`` says that it is reaped.
     restart = effects.RestartTransfer("an operator fenced this node")
     return VerbPlan(
         admin.Report(got.call, changed, (), notes=told), lambda: node.out.effects.append(restart)

@@ -139,6 +139,8 @@ class LruOrder:
         out = []
         while n_bytes > 0:
             node, _ = nodes.popitem(False)  # noqa: FBT003 - by keyword it takes twice as long
+            # Passed once: it goes to the recent end, and gets its true place when its last lock
+            # goes.
             if node.lock_ref:
                 nodes[node] = None
             else:
@@ -231,6 +233,7 @@ class RankedOrder:
         out: list[RadixNode] = []
         while n_bytes > 0:
             node = heap[0][2]
+            # Out of date: locked since, or gone. Nothing was searched for it when that happened.
             if node.lock_ref or node not in self._ranks:
                 heappop(heap)  # a release brings a locked one back
             elif (entry := self._entry(node)) != heap[0]:

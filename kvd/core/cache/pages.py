@@ -118,6 +118,8 @@ class PagePool:
         start = len(free) - n_pages * ID_BYTES
         if start < 0 or n_pages < 0:
             raise OutOfPages(self.name, n_pages, self.free_pages, self.total_pages)
+        # Through a memoryview, which is gone at the end of the line: one that lives forbids to
+        # shorten the bytearray.
         taken = Pages(bytes(memoryview(free)[start:]))
         del free[start:]
         if n_pages <= FEW_PAGES:
@@ -155,6 +157,7 @@ class PagePool:
             is_good = self._mark_few(pages)
         else:
             is_good = self._mark_scattered(pages, n_pages)
+        # Marked before they are in the list: what is in it is never out (the invariant above).
         if is_good:
             self._free += pages
             self.moved.log.append(pages)
@@ -231,6 +234,7 @@ class PagePool:
 
         A free one leaves the free list; one that is out is dropped as it is given back.
         """
+        # As unsigned numbers: a negative id of a broken table is a large one, and falls out below.
         ids = np.unique(np.frombuffer(pages, "<u4"))
         ids = ids[(ids > 0) & (ids < self.total_pages)]
         state = np.frombuffer(self._state, np.uint8)

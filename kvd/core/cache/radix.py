@@ -175,6 +175,7 @@ class RadixTree:
         """
         size = len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens * ID_BYTES)
         root = self.roots.get(namespace) or self._add_root(namespace)
+        # Whole pages only: a partial one may still be written, and could not be shared.
         node = self._walk(root, tokens, 0, size - size % self._page_bytes)
         node.touched_at = self.at
         self._touch(node)
@@ -243,6 +244,7 @@ class RadixTree:
             step.lock_ref = locks + 1
             step.hits += 1
             step = step.parent
+        # Only what was unlocked until now moves from one sum to the other: I3 without a walk.
         if kept:
             self.evictable_bytes -= kept
             self.protected_bytes += kept
@@ -327,6 +329,7 @@ class RadixTree:
             raise too_few(tokens, start_tokens, end // ID_BYTES)
         node, duplicates, tree_pages = anchor, NO_PAGES, pages
         first_page = tokens[start : start + self._page_bytes]
+        # Nearly always nothing is there: then nothing is walked, joined or copied.
         if first_page in anchor.children:
             node = self._walk(anchor, tokens, start, end)
             known = (node.end_tokens - anchor.end_tokens) // self.match_page_tokens * ID_BYTES
@@ -359,6 +362,7 @@ class RadixTree:
             self._sweep_roots()
         self._last_id += 1
         root = RadixNode(self._last_id, None, namespace.encode(), NO_TOKENS, NO_PAGES)
+        # So that no walk has to ask whether it has come to a root, which must never be evicted.
         root.lock_ref = 1
         self.roots[namespace] = root
         return root
@@ -423,6 +427,7 @@ class RadixTree:
 
         Fewer come back only when nothing unlocked is left.
         """
+        # No more than there is: ``take_victims`` would look for more until its order is empty.
         wanted = n_pages * ID_BYTES
         if wanted > self.evictable_bytes:  # noqa: PLR1730 - calling min() costs more
             wanted = self.evictable_bytes
@@ -441,6 +446,8 @@ class RadixTree:
     def flush(self, namespace: str | None = None) -> FlushedNodes:
         """Drops every unlocked node, of one namespace or of all; what is locked stays."""
         pieces, gone, kept = [], [], 0
+        # Parents come first, and a node below a locked one may go while that stays: a list, because
+        # the walk goes by the children that are taken out.
         for node in list(self.nodes(namespace)):
             if node.lock_ref:
                 kept += len(node.pages)
@@ -529,6 +536,7 @@ def hide(tree: RadixTree, node: RadixNode) -> None:
     page_bytes = tree.match_page_tokens * ID_BYTES
     _unlink(node, parent)
     digest = hashlib.shake_256(b"%d %b" % (node.id, bytes(node.edge[:page_bytes])))
+    # By its id and tokens, not at random: a replay of the same inputs must come to the same tree.
     key = bytearray(digest.digest(page_bytes))
     for last in range(ID_BYTES - 1, page_bytes, ID_BYTES):
         key[last] |= 0x80

@@ -55,6 +55,8 @@ class AllComponentPages:
             node = found
             for one in self.each:
                 found = one.usable(found, claim)
+        # The tree is only a saving: a claim that fits without it must not wait for ever because of
+        # it.
         if not self._may_fit(found, claim):
             found = self._tree.match(claim.tokens, claim.namespace, 0)
         # The tree first: a component that cuts a node for its lock does so under this lock.

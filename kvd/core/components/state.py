@@ -60,6 +60,7 @@ class StatePages(ComponentPages):
     @override
     def limit_tokens(self, claim: Claim) -> int | None:
         """Who computes needs one token to compute, and who resumes has one more than it names."""
+        # What is restored or received brings its state along, whatever the tree has.
         if claim.resumes or claim.fresh_tokens is not None:
             return None
         return max(0, count(claim.tokens) - 1)
@@ -135,6 +136,8 @@ class StatePages(ComponentPages):
         held = self.held.pop(lease.id, None)
         if held is None:
             return
+        # Before its own page joins the tree: the snapshot that it went on from is older, and goes
+        # first.
         self._end_reading(held.source)
         # A state that has seen more or fewer tokens than the node has cannot be gone on from there.
         anchor = lease.anchor
@@ -156,6 +159,7 @@ class StatePages(ComponentPages):
         """Keep its own page, let go of the snapshot."""
         held = self.held[lease.id]
         self._end_reading(held.source)
+        # So that the end of the quarantine does not let go of it a second time.
         held.source = None
 
     def _end_reading(self, source: RadixNode | None) -> None:

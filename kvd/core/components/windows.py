@@ -244,10 +244,12 @@ class WindowPages(ComponentPages):
                 f"{self.component.name}",
                 numbers={"upto_tokens": upto_tokens, "pages": held.n_own_pages},
             )
+        # Refused or done as a whole: up to here nothing was changed.
         self.slides += 1
         held.unmap_below(floor)
         if floor >= held.start:
             self._release_fence(held, lease)
+        # After the unmapping: what fell behind is spare now, and is what is mapped ahead.
         held.upto = max(held.upto, upto_tokens)
         held.map_up_to(top)
         self._trim(held)
@@ -350,6 +352,8 @@ class WindowPages(ComponentPages):
         step = anchor
         while step.parent is not None and step.end_tokens > first * self._page:
             begin = step.parent.end_tokens // self._page
+            # Its pages begin within this node: cut there, or leave what lies there already as it
+            # is.
             if begin < first:
                 if step in self.at:
                     others.append(slice_pages(own, 0, step.end_tokens // self._page - first))
@@ -358,6 +362,7 @@ class WindowPages(ComponentPages):
                 begin = first
             end = step.end_tokens // self._page
             pages = slice_pages(own, begin - first, end - first)
+            # Somebody else has brought it to life meanwhile: equal tokens, so one window is enough.
             if step in self.at:
                 others.append(pages)
             else:
@@ -375,6 +380,7 @@ class WindowPages(ComponentPages):
         held.floor = held.top = held.start = held.fence = held.room = 0
 
     def _release_fence(self, held: LeaseWindow, lease: LeaseRecord) -> None:
+        # Once: a slide past it, the end and a quarantine all come here, and the lock is one.
         if held.fence < held.start and lease.anchor is not None:
             self._unlock_path(lease.anchor, held.start * self._page, held.fence * self._page)
             held.fence = held.start
