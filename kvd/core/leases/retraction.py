@@ -155,6 +155,13 @@ class Retractor:
                 f"retract of {count(tokens)} tokens on lease {lease.id}, which holds pages for "
                 f"{room_tokens}: extend it before writing",
             )
+        if message.keep == HOST and lease.said and count(tokens) > lease.written_tokens:
+            return self._refusal(
+                Code.BAD_REQUEST,
+                f"retract of {count(tokens)} tokens on lease {lease.id}, of which "
+                f"{lease.written_tokens} are said to be written: say so of the others first, or "
+                "retract with keep='nothing'",
+            )
         if message.keep == HOST and tokens and not self._transfer.generation:
             return self._refusal(
                 Code.ABORTED,
