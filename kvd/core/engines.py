@@ -14,8 +14,9 @@ from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases.admission import MemoryAsker, Waiter
+from kvd.core.leases.lease_events import tell_written
 from kvd.core.leases.receive_tier import bad_tier
-from kvd.core.leases.written import say_written
+from kvd.core.leases.written import say_advanced, say_written
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.types import MAX_ROOM, Tokens, count, slice_pages
@@ -242,8 +243,11 @@ class Engines:
         if isinstance(lease, Refusal):
             return lease
         room_tokens = count(lease.page_table) * self._leases.page_size
+        before = lease.written_tokens
         refusal = say_written(lease, message, room_tokens)
         if refusal is None:
+            if lease.written_tokens > before:
+                tell_written(self._out, lease)
             self._out.answer(session, client.Done(message.call))
         return refusal
 
@@ -401,6 +405,7 @@ class Engines:
             return part
         refusal = self._prefiller.advance_send(part, message.upto_tokens, message.after)
         if refusal is None:
+            _say_of_lease(part.engine, message.upto_tokens, message.after)
             self._out.answer(session, client.Done(message.call))
         return refusal
 
@@ -409,7 +414,11 @@ class Engines:
         if isinstance(part, Refusal):
             self._prefiller.forget_failed(session, message.send)
             return part
-        return self._prefiller.finish_send(part, message)
+        engine = part.engine  # a part that settles at once lets go of it
+        refusal = self._prefiller.finish_send(part, message)
+        if refusal is None:
+            _say_of_lease(engine, part.prompt_tokens, message.after)
+        return refusal
 
     def _abort_send(self, session: int, message: client.AbortSend, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
@@ -475,3 +484,9 @@ class Engines:
             side=self._name,
             numbers={kind: part_id},
         )
+
+
+def _say_of_lease(engine: SendingEngine | None, upto_tokens: int, after: bytes) -> None:
+    """What a send is told of its prompt holds for its lease."""
+    if engine is not None:
+        say_advanced(engine.lease, upto_tokens, is_awaited=bool(after))

@@ -163,6 +163,15 @@ class LeaseExtended(msgspec.Struct, frozen=True, tag="lease-extended"):
     locked_node: int = 0
 
 
+class LeaseWritten(msgspec.Struct, frozen=True, tag="lease-written"):
+    """KV of so many tokens is in its pages now: its engine says so, and each rank of it."""
+
+    seq: int
+    at_s: float
+    lease: int
+    written_tokens: int
+
+
 class LeaseCommitted(msgspec.Struct, frozen=True, tag="lease-committed"):
     """Whole pages joined the tree; ``duplicate_pages`` were there already and were given back.
 
@@ -518,6 +527,7 @@ Event = (
     | PeerDraining
     | LeaseOpened
     | LeaseExtended
+    | LeaseWritten
     | LeaseCommitted
     | LeaseReleased
     | LeaseRetracted

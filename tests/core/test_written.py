@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvd.core.audit.invariants import violations
+from kvd.core.inspect.schema import lease_state
 from kvd.core.leases.written import MAX_RANKS
 from kvd.errors import Code
 from kvd.types import Tokens, count, page_ids
-from kvd.wire import client
+from kvd.wire import admin, client, events
 from tests.core.families import SPECS
 from tests.core.world import PAGE, Side, World, tokens
 
@@ -203,6 +204,21 @@ def test_a_rank_that_cannot_be_is_refused(rank, ranks):
     assert refused(say(side, lease, 16, rank, ranks)) == {"rank": rank, "ranks": ranks}
 
 
+def test_it_is_told_when_the_last_rank_has_come_further():
+    side = World().p
+    lease = side.lease(PROMPT)
+    seen = len(side.events)
+    for rank, upto in ((0, 320), (1, 64), (0, 320), (1, 100)):
+        say(side, lease, upto, rank, 2)
+
+    told = [(type(event), event.written_tokens) for event in side.events[seen:]]
+
+    assert told == [(events.LeaseWritten, 64), (events.LeaseWritten, 100)]
+    assert lease_state(side.node, side.node.leases.leases[lease.lease]).written_tokens == 100
+    because = side.ask(admin.Why(1, "lease", lease.lease))
+    assert {"written by rank: 320, 100", "written_tokens: 100"} <= set(because.facts)
+
+
 # ---- ends ----------------------------------------------------------------------------------------
 
 
@@ -274,6 +290,101 @@ def test_a_retraction_saves_nothing_that_is_not_said_to_be_written():
     say(side, lease, 100)
     reply = side.call(client.RetractLease, lease=lease.lease, keep="host")
     assert isinstance(reply, client.Retracted), reply
+
+
+# ---- sends ---------------------------------------------------------------------------------------
+
+EVENT = bytes(range(64))
+
+
+def sending(world: World) -> tuple[client.Leased, int]:
+    """A prompt that a send is open for."""
+    lease = world.p.lease(PROMPT)
+    reply = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease)
+    assert isinstance(reply, client.Sending)
+    return lease, reply.send
+
+
+@pytest.mark.parametrize("kind", [client.CommitLease, client.CommitAndRelease])
+def test_what_a_send_has_been_told_is_a_word_about_its_lease(kind):
+    world = World()
+    lease, send = sending(world)
+    world.p.call(client.Advance, send=send, upto_tokens=100)
+
+    world.p.call(kind, lease=lease.lease)
+
+    assert matched(world.p) == 96
+
+
+def test_a_send_that_is_finished_has_said_all_of_its_prompt():
+    world = World()
+    lease, send = sending(world)
+    world.p.call(client.Advance, send=send, upto_tokens=100)
+    world.p.call(client.Finish, send=send, aux=b"")
+
+    world.p.call(client.ReleaseLease, lease=lease.lease)
+
+    assert matched(world.p) == 320
+
+
+@pytest.mark.parametrize("end", ["abort", "death"])
+def test_what_an_aborted_send_was_told_stays(end):
+    world = World()
+    lease, send = sending(world)
+    world.p.call(client.Advance, send=send, upto_tokens=100)
+
+    if end == "death":
+        world.p.hang_up()
+        world.p.attach()
+    else:
+        world.p.call(client.AbortSend, send=send, reason="failed")
+        world.p.call(client.ReleaseLease, lease=lease.lease)
+
+    assert world.p.node.leases.tree.cached_pages == 6
+
+
+def test_a_send_that_is_told_less_than_the_lease_takes_nothing_back():
+    world = World()
+    lease, send = sending(world)
+    say(world.p, lease, 200)
+
+    world.p.call(client.Advance, send=send, upto_tokens=100)
+
+    world.p.call(client.CommitLease, lease=lease.lease)
+    assert matched(world.p) == 192
+
+
+def test_a_word_of_the_lease_is_refused_below_what_a_send_was_told():
+    world = World()
+    lease, send = sending(world)
+    world.p.call(client.Advance, send=send, upto_tokens=100)
+
+    numbers = refused(say(world.p, lease, 99))
+
+    assert numbers == {"upto_tokens": 99, "written_tokens": 100}
+
+
+def test_kv_behind_an_event_is_shared_by_a_commit_and_by_nothing_else():
+    world = World()
+    lease, send = sending(world)
+    world.p.call(client.Advance, send=send, upto_tokens=64)
+    world.p.call(client.Advance, send=send, upto_tokens=200, after=EVENT)
+    assert world.p.node.leases.leases[lease.lease].written_tokens == 64
+
+    world.p.call(client.CommitLease, lease=lease.lease)  # by then the engine has seen the event
+
+    assert matched(world.p) == 192
+
+
+def test_an_engine_that_dies_before_its_event_leaves_what_was_written_before():
+    world = World()
+    _, send = sending(world)
+    world.p.call(client.Advance, send=send, upto_tokens=64)
+    world.p.call(client.Finish, send=send, aux=b"", after=EVENT)
+
+    world.p.hang_up()
+
+    assert world.p.node.leases.tree.cached_pages == 4
 
 
 # ---- swaps ---------------------------------------------------------------------------------------

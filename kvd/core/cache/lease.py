@@ -155,6 +155,7 @@ class LeaseRecord:
 
     __slots__ = (
         "anchor",
+        "awaited_tokens",
         "cache",
         "deferred",
         "holders",
@@ -205,6 +206,8 @@ class LeaseRecord:
         """So many tokens' KV is in its pages, as far as its engine has said so."""
         self.said: tuple[int, ...] = ()
         """By rank, how far it has said to have written (``leases.written``); none: nobody has."""
+        self.awaited_tokens = 0
+        """So many are written once an event has come that a send was told of."""
         self.since_s = 0.0
         self.touched_s = 0.0
         """When it was opened, extended or committed last."""

@@ -374,7 +374,8 @@ class LeaseTable:
         lease.owned = anchor.end_tokens // self.page_size
         lease.prefix_tokens = anchor.end_tokens
         lease.written_tokens = max(anchor.end_tokens, lease.saved_tokens)
-        if lease.said:  # its pages are others now
+        lease.awaited_tokens = 0  # its pages are others now
+        if lease.said:
             lease.said = (lease.written_tokens,) * len(lease.said)
         lease.touched_s = self._out.at_s
         lease_events.tell_extended(self._out, lease)

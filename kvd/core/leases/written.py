@@ -9,8 +9,10 @@ least counts::
              0       ^ 48: whole pages below it may join the tree
 
 Where nothing was said a commit is the word of the engine about all tokens that the lease knows.
-From the first word on (``written``, or an ``upto_tokens`` of a commit) a commit without a number
-means what was said and no more, and so does the end of the lease, whoever ends it.
+From the first word on (``written``, a send's ``advance`` or ``finish``, an ``upto_tokens`` of a
+commit) a commit without a number means what was said and no more, and so does the end of the lease,
+whoever ends it. KV that is written when an event of a device comes is a word for the commit of an
+engine, which has seen the event by then; the end of a lease has not.
 
 Invariant: where something was said, no page of the lease joins the tree beyond the least of it.
 """
@@ -73,12 +75,28 @@ def say_written(lease: LeaseRecord, message: SayWritten, room_tokens: int) -> Re
     return None
 
 
+def say_advanced(lease: LeaseRecord, upto_tokens: int, *, is_awaited: bool) -> None:
+    """A send of its prompt was told so, for every rank; ``is_awaited``: once an event has come."""
+    said = lease.said or (0,)
+    if is_awaited:
+        lease.said = said
+        lease.awaited_tokens = max(lease.awaited_tokens, upto_tokens)
+        return
+    lease.said = tuple([max(one, upto_tokens) for one in said])
+    lease.written_tokens = max(lease.written_tokens, min(lease.said))
+
+
+def said_tokens(lease: LeaseRecord) -> int:
+    """How far its engine is by its own word, where it has said anything."""
+    return max(lease.written_tokens, lease.awaited_tokens)
+
+
 def tokens_to_commit(
     lease: LeaseRecord, known_tokens: int, upto_tokens: int | None
 ) -> int | Refusal:
     """The end of what a commit may share of ``known_tokens``; a number in it is a word as well."""
     if upto_tokens is None:
-        return min(known_tokens, lease.written_tokens) if lease.said else known_tokens
+        return min(known_tokens, said_tokens(lease)) if lease.said else known_tokens
     if not 0 <= upto_tokens <= known_tokens:
         return _bad(
             f"commit of lease {lease.id} up to token {upto_tokens}, it knows {known_tokens}",
