@@ -63,7 +63,9 @@ Answer = (
 INDIFFERENT = frozenset({wire.MatchReply, wire.Snapshotted, wire.FetchReply, Refusal})
 """Answers that change no record."""
 
-CHANGES_ROWS = wire.CommitLease | wire.RetractLease | wire.ResumeLease | wire.SlideLease
+CHANGES_ROWS = (
+    wire.CommitLease | wire.CommitUpTo | wire.RetractLease | wire.ResumeLease | wire.SlideLease
+)
 """Calls by which a lease gives pages away: a commit does, for equal ones that are cached."""
 
 UNDONE = "the engine no longer waits for it"
@@ -352,7 +354,7 @@ class Connection:
         match call.request:
             case wire.Finish(send=number) | wire.AbortSend(send=number):
                 self._sends.pop(number, None)
-            case wire.ReleaseLease() | wire.CommitAndRelease() if call.lease is not None:
+            case wire.ReleaseLease() | wire.CommitAndRelease() | wire.ReleaseUpTo() if call.lease:
                 call.lease.is_released = True
                 self._leases.pop(call.lease.number, None)
             case _:
@@ -418,7 +420,7 @@ class Connection:
 
 
 def _is_release(request: wire.Request) -> bool:
-    return isinstance(request, wire.ReleaseLease | wire.CommitAndRelease)
+    return isinstance(request, wire.ReleaseLease | wire.CommitAndRelease | wire.ReleaseUpTo)
 
 
 def _given_back(number: int) -> Refusal:

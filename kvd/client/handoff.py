@@ -218,9 +218,12 @@ class Send:
     async def advance(self, upto_tokens: int, *, after: WhenWritten | bytes | None = None) -> None:
         """The KV of all tokens below ``upto_tokens`` is written; legal before the offer has come.
 
-        Less than before changes nothing: what is written stays written. Leave those pages alone
-        until ``finish`` has returned: they are summed while they travel, and a page that changes
-        meanwhile may fail the handoff as ``corrupt``.
+        Less than before changes nothing: what is written stays written. It is a word about the
+        lease as well, as ``Lease.written`` is: a commit of it without a number shares that much.
+        With ``after`` only a commit does, which is for when the event has come.
+
+        Leave those pages alone until ``finish`` has returned: they are summed while they travel,
+        and a page that changes meanwhile may fail the handoff as ``corrupt``.
 
         Args:
             upto_tokens: counted from the start of the prompt.
@@ -250,6 +253,9 @@ class Send:
         self, aux: bytes = b"", *, after: WhenWritten | bytes | None = None
     ) -> Outcome:
         """All KV of the prompt is written. Returns when the decode side has spoken.
+
+        A word about the lease too, as ``advance`` is: tokens that are computed behind the prompt
+        are shared once ``Lease.written``, or an ``upto_tokens``, counts them.
 
         Until then leave the pages of the prompt alone, the last, partial one too.
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.client.port import within
-from kvd.client.rows import Along, ComponentRow, along, page_frame
+from kvd.client.rows import Along, ComponentRow, along, page_frame, swapped
 from kvd.client.tokens import token_frame
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
@@ -191,8 +191,9 @@ class Lease:
         They stay there until a later ``fetch`` of this lease needs their place: the longest unused
         go first. Fetches of one lease are served one after the other.
 
-        Write new KV to the host pages (``pages``). A page whose tokens are not all committed yet is
-        copied anew by each ``fetch``, so what it holds is never older than the call; it is no hit.
+        Write new KV to the host pages (``pages``). A page whose tokens are not all committed or
+        ``written`` yet is copied anew by each ``fetch``, so what it holds is never older than the
+        call; it is no hit.
 
         Args:
             pages: logical page numbers: ``n`` has the tokens from ``n * page_size`` on. Not more of
@@ -201,7 +202,7 @@ class Lease:
                 nobody waits for it.
 
         Raises:
-            KvdError: ``bad-pages`` for what is no page of this lease, or has no committed KV yet;
+            KvdError: ``bad-pages`` for what is no page of this lease, or has no written KV yet;
                 ``not-supported`` where the pool has no device buffer; ``too-large`` for more than
                 fit at once; ``cancelled`` when the lease is released meanwhile. As ``pages`` after
                 a release and while it is retracted.
@@ -221,17 +222,73 @@ class Lease:
             pages=found, hits=done.hits, misses=done.misses, copied_bytes=done.copied_bytes
         )
 
-    async def commit(self, new_tokens: TokenIds = ()) -> None:
-        """The KV of the known tokens and of ``new_tokens`` is written: whole pages are cached.
+    async def written(self, upto_tokens: int, *, rank: int = 0, ranks: int = 1) -> None:
+        """The KV of all tokens below ``upto_tokens`` is in the pages, and stays as it is.
+
+        Shares nothing by itself: ``commit`` does. But from the first word on, a ``commit`` or
+        ``release`` without ``upto_tokens`` shares what was said and no more; and however the lease
+        ends, by a release without tokens or the death of this engine, whole pages of what was said
+        stay cached.
+
+        Args:
+            upto_tokens: counted from the start; tokens that no commit has named yet count too.
+            rank: of the processes that each write a part of every page, the one that says so.
+            ranks: how many they are: what the least of them has said counts. What was said of all
+                of them before (``ranks=1``) holds for each.
+
+        Raises:
+            KvdError: ``bad-request`` when it is less than before, or more than the pages of the
+                lease have room for, with both numbers. It is as it was.
+        """
+        request = wire.SayWritten(
+            call=self._port.connection.next_call(),
+            lease=self.id,
+            upto_tokens=operator.index(upto_tokens),
+            rank=operator.index(rank),
+            ranks=operator.index(ranks),
+        )
+        await self._port.ask(request, wire.Done, about=self._state)
+
+    async def commit(
+        self,
+        new_tokens: TokenIds = (),
+        upto_tokens: int | None = None,
+        *,
+        swap: bool = True,
+    ) -> NDArray[np.int32]:
+        """Cache whole pages of what is written: others on this node find them from now on.
+
+        The lease runs on, so a long prefill can share its chunks as they are done. What windows or
+        states need is there for others when it has ended: a window of what was committed last, a
+        state if nothing was computed beyond that.
+
+        Args:
+            new_tokens: follow the tokens that the lease knows; it knows them from now on.
+            upto_tokens: the KV of the tokens below this one is written, known and new ones counted.
+                Left out: as far as was said before (``written``, or an ``upto_tokens``); where
+                nothing was said, the KV of all known and new tokens is written.
+            swap: take the cached pages where others had cached equal ones. False: ``pages`` stays
+                as it is, and so do the bytes, until a later commit that swaps; for workers that
+                were told the page ids a step ago.
+
+        Returns:
+            The pages that were swapped, a row ``[old, new]`` for each (int32).
 
         Raises:
             KvdError: ``bad-request`` when the lease holds no pages for so many tokens: ``extend``
-                it first. It is as it was.
+                it first; or when ``upto_tokens`` is below 0, beyond the tokens, or beyond what the
+                last of several ranks has written. It is as it was.
         """
-        request = wire.CommitLease(self._port.connection.next_call(), self.id)
+        before = self._state.pages
+        call = self._port.connection.next_call()
+        request: wire.CommitLease | wire.CommitUpTo = wire.CommitLease(call, self.id)
+        if upto_tokens is not None or not swap:
+            upto = None if upto_tokens is None else operator.index(upto_tokens)
+            request = wire.CommitUpTo(call=call, lease=self.id, upto_tokens=upto, swaps=swap)
         await self._port.ask(
             request, wire.PageTable, tokens=token_frame(new_tokens), about=self._state
         )
+        return swapped(before, self._state.pages)
 
     async def retract(self, new_tokens: TokenIds = (), *, keep: str = "host") -> Retraction:
         """Give every page back and unlock the prefix; the lease stays, for ``resume``.
@@ -281,27 +338,33 @@ class Lease:
         )
         return Resumption(done.prefix_tokens, done.restored_tokens, done.kv_tokens)
 
-    async def release(self, new_tokens: TokenIds | None = None) -> None:
+    async def release(
+        self, new_tokens: TokenIds | None = None, upto_tokens: int | None = None
+    ) -> None:
         """Unlock and free; the lease is over.
 
         Args:
-            new_tokens: commit first: the known tokens and these; ``()`` for none beyond the known;
-                left out: commit nothing. A lease of before the daemon's restart commits nothing.
+            new_tokens: commit first: the known tokens and these; ``()`` for none beyond the known.
+                Left out: nothing is committed but whole pages of what was said to be ``written``.
+                A lease of before the daemon's restart commits nothing.
+            upto_tokens: commit first, and no further than this; as in ``commit``.
+
+        Raises:
+            KvdError: as ``commit``; then it is not released.
         """
         self._port.look()
         if self._state.lost is not None:
             await self._release_lost()
             return
         call = self._port.connection.next_call()
-        if new_tokens is None:
+        if new_tokens is None and upto_tokens is None:
             await self._port.ask(wire.ReleaseLease(call, self.id), wire.Done, about=self._state)
             return
-        await self._port.ask(
-            wire.CommitAndRelease(call, self.id),
-            wire.Done,
-            tokens=token_frame(new_tokens),
-            about=self._state,
-        )
+        request: wire.CommitAndRelease | wire.ReleaseUpTo = wire.CommitAndRelease(call, self.id)
+        if upto_tokens is not None:
+            request = wire.ReleaseUpTo(call, self.id, operator.index(upto_tokens))
+        tokens = token_frame(() if new_tokens is None else new_tokens)
+        await self._port.ask(request, wire.Done, tokens=tokens, about=self._state)
 
     async def _release_lost(self) -> None:
         """The pages of before the restart are used no more; a daemon that is away hears it later.

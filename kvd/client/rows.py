@@ -46,6 +46,12 @@ def along(pages: NDArray[np.int32], pages_each: int) -> NDArray[np.int32]:
     return owned
 
 
+def swapped(before: NDArray[np.int32], now: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Where two rows of equal length differ: a row ``[old, new]`` for each such place."""
+    at = np.flatnonzero(before[: len(now)] != now[: len(before)])
+    return np.column_stack((before[at], now[at]))
+
+
 def page_frame(pages: PageNumbers) -> bytes:
     """Page numbers as one frame of little-endian int32, in the order given.
 

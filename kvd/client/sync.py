@@ -94,9 +94,15 @@ class SyncLease:
         """As ``Lease.fetch``."""
         return run(self.wrapped.fetch(pages, ahead))
 
-    def commit(self, new_tokens: TokenIds = ()) -> None:
+    def written(self, upto_tokens: int, *, rank: int = 0, ranks: int = 1) -> None:
+        """As ``Lease.written``."""
+        run(self.wrapped.written(upto_tokens, rank=rank, ranks=ranks))
+
+    def commit(
+        self, new_tokens: TokenIds = (), upto_tokens: int | None = None, *, swap: bool = True
+    ) -> NDArray[np.int32]:
         """As ``Lease.commit``."""
-        run(self.wrapped.commit(new_tokens))
+        return run(self.wrapped.commit(new_tokens, upto_tokens, swap=swap))
 
     def retract(self, new_tokens: TokenIds = (), *, keep: str = "host") -> Retraction:
         """As ``Lease.retract``."""
@@ -106,9 +112,9 @@ class SyncLease:
         """As ``Lease.resume``."""
         return run(self.wrapped.resume(deadline_s=deadline_s))
 
-    def release(self, new_tokens: TokenIds | None = None) -> None:
+    def release(self, new_tokens: TokenIds | None = None, upto_tokens: int | None = None) -> None:
         """As ``Lease.release``."""
-        run(self.wrapped.release(new_tokens))
+        run(self.wrapped.release(new_tokens, upto_tokens))
 
 
 class SyncReceive:

@@ -14,7 +14,9 @@ from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases.admission import MemoryAsker, Waiter
+from kvd.core.leases.lease_events import tell_written
 from kvd.core.leases.receive_tier import bad_tier
+from kvd.core.leases.written import say_advanced, say_written
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.types import MAX_ROOM, Tokens, count, slice_pages
@@ -93,6 +95,9 @@ class Engines:
             client.CommitLease: self._commit_lease,
             client.ReleaseLease: self._release_lease,
             client.CommitAndRelease: self._commit_and_release,
+            client.CommitUpTo: self._commit_up_to,
+            client.ReleaseUpTo: self._release_up_to,
+            client.SayWritten: self._say_written,
             client.ReceiveRequest: self._receive,
             client.CancelReceive: self._cancel_receive,
             client.SendRequest: self._send,
@@ -221,6 +226,31 @@ class Engines:
         self._answer_page_table(session, message.call, lease, first)
         return None
 
+    def _commit_up_to(
+        self, session: int, message: client.CommitUpTo, tokens: Tokens
+    ) -> Refusal | None:
+        lease = self._owners.running_lease_of(session, message.lease)
+        if isinstance(lease, Refusal):
+            return lease
+        first = self._leases.commit(lease, tokens, message.upto_tokens, swaps=message.swaps)
+        if isinstance(first, Refusal):
+            return first
+        self._answer_page_table(session, message.call, lease, first)
+        return None
+
+    def _say_written(self, session: int, message: client.SayWritten, _: Tokens) -> Refusal | None:
+        lease = self._owners.running_lease_of(session, message.lease)
+        if isinstance(lease, Refusal):
+            return lease
+        room_tokens = count(lease.page_table) * self._leases.page_size
+        before = lease.written_tokens
+        refusal = say_written(lease, message, room_tokens)
+        if refusal is None:
+            if lease.written_tokens > before:
+                tell_written(self._out, lease)
+            self._out.answer(session, client.Done(message.call))
+        return refusal
+
     def _release_lease(
         self, session: int, message: client.ReleaseLease, _: Tokens
     ) -> Refusal | None:
@@ -233,6 +263,20 @@ class Engines:
     def _commit_and_release(
         self, session: int, message: client.CommitAndRelease, tokens: Tokens
     ) -> Refusal | None:
+        return self._end_lease(session, message, tokens, None)
+
+    def _release_up_to(
+        self, session: int, message: client.ReleaseUpTo, tokens: Tokens
+    ) -> Refusal | None:
+        return self._end_lease(session, message, tokens, message.upto_tokens)
+
+    def _end_lease(
+        self,
+        session: int,
+        message: client.CommitAndRelease | client.ReleaseUpTo,
+        tokens: Tokens,
+        upto_tokens: int | None,
+    ) -> Refusal | None:
         lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             # An engine that is back after a restart ends its leases the way it always did.
@@ -241,10 +285,12 @@ class Engines:
                 return lease
             self._release(session, message.call, former)
             return None
-        first = self._leases.commit(lease, tokens)
+        first = self._leases.commit(lease, tokens, upto_tokens)
         if isinstance(first, Refusal):
             return first
-        lease.is_whole = True
+        # A state stands for all that was computed: it is of these tokens only if no more is known
+        # and no more was said to be written.
+        lease.is_whole = lease.written_tokens == count(lease.tokens)
         self._release(session, message.call, lease)
         return None
 
@@ -359,6 +405,7 @@ class Engines:
             return part
         refusal = self._prefiller.advance_send(part, message.upto_tokens, message.after)
         if refusal is None:
+            _say_of_lease(part.engine, message.upto_tokens, message.after)
             self._out.answer(session, client.Done(message.call))
         return refusal
 
@@ -367,7 +414,11 @@ class Engines:
         if isinstance(part, Refusal):
             self._prefiller.forget_failed(session, message.send)
             return part
-        return self._prefiller.finish_send(part, message)
+        engine = part.engine  # a part that settles at once lets go of it
+        refusal = self._prefiller.finish_send(part, message)
+        if refusal is None:
+            _say_of_lease(engine, part.prompt_tokens, message.after)
+        return refusal
 
     def _abort_send(self, session: int, message: client.AbortSend, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
@@ -433,3 +484,9 @@ class Engines:
             side=self._name,
             numbers={kind: part_id},
         )
+
+
+def _say_of_lease(engine: SendingEngine | None, upto_tokens: int, after: bytes) -> None:
+    """What a send is told of its prompt holds for its lease."""
+    if engine is not None:
+        say_advanced(engine.lease, upto_tokens, is_awaited=bool(after))

@@ -42,6 +42,7 @@ RANKS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 LEVELS = {
     "lease-opened": "debug",
     "lease-extended": "debug",
+    "lease-written": "debug",
     "lease-committed": "debug",
     "lease-released": "debug",
     "evicted": "debug",

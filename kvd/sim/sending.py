@@ -1,6 +1,7 @@
 """What a prefill engine does: lease a prompt, write its KV, hand it over meanwhile, let go.
 
-Lease, send; write, advance, write, advance; finish; release.
+Lease, send; write, advance, write, advance; finish; release. Between two of them it may commit what
+is written. One without a room says how far it is as well, for whoever begins with the same tokens.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class SimSendingEngine(EngineJob):
                 tokens=self.prompt.tokens,
             )
         else:
-            self._compute(self.prompt.n_tokens, lambda: self._leave("computed"))
+            self.go_on()
 
     def opened(self, reply: client.Sending | client.Failed) -> None:
         """The room is ours, or another's."""
@@ -100,7 +101,12 @@ class SimSendingEngine(EngineJob):
             return
         n_tokens = self.prompt.n_tokens
         dice = self.random()
-        if self.is_failed:
+        if 0.8 < dice <= 0.9 and self.written:
+            swaps = self.random() < 0.5
+            self.session.call(self.committed, client.CommitUpTo, self.lease, self.written, swaps)
+        elif not self.request.room:
+            self._go_on_alone(dice)
+        elif self.is_failed:
             self._abort("it failed")
         elif dice < 0.5 and self.written < n_tokens:
             upto = self.written + 1 + int(dice * 2 * (n_tokens - self.written))
@@ -110,6 +116,21 @@ class SimSendingEngine(EngineJob):
             self.session.call(self.committed, client.CommitLease, self.lease)
         else:
             self._compute(n_tokens, self._finish)
+
+    def _go_on_alone(self, dice: float) -> None:
+        n_tokens = self.prompt.n_tokens
+        if dice < 0.5 and self.written < n_tokens:
+            self._compute(self.written + 1 + int(dice * 2 * (n_tokens - self.written)), self._say)
+        else:
+            self._compute(n_tokens, lambda: self._leave("computed"))
+
+    def _say(self) -> None:
+        self.session.call(self.said, client.SayWritten, self.lease, self.written)
+
+    def said(self, reply: client.Done | client.Failed) -> None:
+        """It knows how far the prompt is written."""
+        self.done(reply)
+        self.agenda.after(self._pace_s * self.random(), self.go_on)
 
     def _advance(self) -> None:
         self.session.call(self.advanced, client.Advance, self.send, self.written)

@@ -72,7 +72,7 @@ class CommitLease(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
 
 
 class ReleaseLease(msgspec.Struct, frozen=True, array_like=True, tag="release"):
-    """Unlock and free. Answer: ``Done``."""
+    """Unlock and free; what was said to be written stays cached. Answer: ``Done``."""
 
     call: Call
     lease: int
@@ -83,6 +83,43 @@ class CommitAndRelease(msgspec.Struct, frozen=True, array_like=True, tag="commit
 
     call: Call
     lease: int
+
+
+class SayWritten(msgspec.Struct, frozen=True, array_like=True, tag="written"):
+    """KV of the tokens below ``upto_tokens`` is in the lease's pages. Answer: ``Done``.
+
+    Number ``rank`` of the ``ranks`` processes that each write a part of every page says so for its
+    part; what the least of them has said counts. From the first word on, a commit that names no
+    number means what was said and no more.
+    """
+
+    call: Call
+    lease: int
+    upto_tokens: Figure
+    rank: Figure = 0
+    ranks: Figure = 1
+
+
+class CommitUpTo(msgspec.Struct, frozen=True, array_like=True, tag="commit-upto"):
+    """The lease knows the tokens frame too; KV below ``upto_tokens`` is written.
+
+    Answer: ``PageTable``. None: as far as was said before, or all of it where nothing was.
+    Without ``swaps`` the lease's pages stay in its row where the tree has equal ones, until a later
+    commit with it. A tag of its own: a daemon that does not know the number must not commit more.
+    """
+
+    call: Call
+    lease: int
+    upto_tokens: Figure | None = None
+    swaps: bool = True
+
+
+class ReleaseUpTo(msgspec.Struct, frozen=True, array_like=True, tag="release-upto"):
+    """``CommitUpTo`` with the tokens frame, then ``ReleaseLease``. Answer: ``Done``."""
+
+    call: Call
+    lease: int
+    upto_tokens: Figure
 
 
 class ReceiveRequest(msgspec.Struct, frozen=True, array_like=True, tag="receive"):
@@ -254,6 +291,9 @@ Request = (
     | ResumeLease
     | SlideLease
     | FetchPages
+    | SayWritten
+    | CommitUpTo
+    | ReleaseUpTo
 )
 
 TAKES_TOKENS = (
@@ -264,6 +304,8 @@ TAKES_TOKENS = (
     SendRequest,
     MatchPrefix,
     RetractLease,
+    CommitUpTo,
+    ReleaseUpTo,
 )
 """Requests that travel with a tokens frame; every other one is a single frame."""
 

@@ -148,6 +148,13 @@ class LeaseExtended(NumberedEvent, frozen=True, kw_only=True, tag="lease-extende
     locked_node: int = 0
 
 
+class LeaseWritten(NumberedEvent, frozen=True, kw_only=True, tag="lease-written"):
+    """KV of so many tokens is in its pages now: its engine says so, and each rank of it."""
+
+    lease: int
+    written_tokens: int
+
+
 class LeaseCommitted(NumberedEvent, frozen=True, kw_only=True, tag="lease-committed"):
     """Whole pages joined the tree; ``duplicate_pages`` were there already and were given back.
 
@@ -446,6 +453,7 @@ Event = (
     | PeerDraining
     | LeaseOpened
     | LeaseExtended
+    | LeaseWritten
     | LeaseCommitted
     | LeaseReleased
     | LeaseRetracted

@@ -137,6 +137,8 @@ class LeaseState(msgspec.Struct, frozen=True):
     """Pages of the first component, cached ones included: all its tokens and the reserve."""
     beside: tuple[HeldState, ...] = ()
     """One for each further component with page ids of its own, in the order of the pools."""
+    written_tokens: int = 0
+    """So many tokens have KV in its pages, by the word of its engine: no more is ever shared."""
 
 
 class WaitingState(msgspec.Struct, frozen=True):

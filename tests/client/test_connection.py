@@ -163,14 +163,18 @@ def test_a_row_replaces_the_pages_from_its_first_on() -> None:
     assert not lease.pages.flags.writeable
 
 
-@pytest.mark.parametrize("kind", [wire.ReleaseLease, wire.CommitAndRelease])
+@pytest.mark.parametrize(
+    ("kind", "numbers"),
+    [(wire.ReleaseLease, ()), (wire.CommitAndRelease, ()), (wire.ReleaseUpTo, (4,))],
+)
 def test_a_lease_is_over_once_its_release_is_answered(
-    kind: type[wire.ReleaseLease | wire.CommitAndRelease],
+    kind: type[wire.ReleaseLease | wire.CommitAndRelease | wire.ReleaseUpTo],
+    numbers: tuple[int, ...],
 ) -> None:
     own = connection()
     lease = lease_of([1])
-    begin(own, kind(own.next_call(), 7), lease)
-    begin(own, kind(own.next_call(), 7), lease)
+    begin(own, kind(own.next_call(), 7, *numbers), lease)
+    begin(own, kind(own.next_call(), 7, *numbers), lease)
 
     feed(own, wire.Failed(1, REFUSED))
     assert not lease.is_released
@@ -452,10 +456,19 @@ def test_leases_stay_and_everything_else_ends_when_the_daemon_ends() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "is_known"),
-    [(wire.CommitLease, False), (wire.SlideLease, False), (wire.ExtendLease, True)],
+    [
+        (wire.CommitLease, False),
+        (wire.CommitUpTo, False),
+        (wire.SlideLease, False),
+        (wire.ExtendLease, True),
+        (wire.SayWritten, True),
+    ],
 )
 def test_a_row_is_not_known_after_a_call_that_gives_pages_away_was_cut_short(
-    kind: type[wire.CommitLease | wire.SlideLease | wire.ExtendLease], is_known: bool
+    kind: type[
+        wire.CommitLease | wire.CommitUpTo | wire.SlideLease | wire.ExtendLease | wire.SayWritten
+    ],
+    is_known: bool,
 ) -> None:
     own = connection()
     lease, other = opened(own, 70, 71)

@@ -108,6 +108,44 @@ async def test_many_calls_may_be_under_way_at_once(daemon: Daemon) -> None:
 # ---- leases --------------------------------------------------------------------------------------
 
 
+async def test_a_lease_says_how_far_it_is_and_commits_so_far(daemon: Daemon) -> None:
+    daemon.script = answering(
+        OpenLease=lambda r: [wire.Leased(r.call, 70, 0, pack_ids([4, 5, 6]))],
+        SayWritten=done,
+        CommitUpTo=lambda r: (
+            [wire.PageTable(r.call, 0, pack_ids([1, 5, 3]))]
+            if r.swaps
+            else [wire.PageTable(r.call, 3, b"")]
+        ),
+        ReleaseUpTo=done,
+    )
+
+    async with kvd.client.connect(daemon.endpoint, name="prefill-0") as node:
+        lease = await node.lease(np.arange(10))
+        await lease.written(np.int64(6))
+        await lease.written(8, rank=1, ranks=2)
+        assert (await lease.commit([10], swap=False)).shape == (0, 2)
+        assert lease.pages.tolist() == [4, 5, 6]
+        assert (await lease.commit(upto_tokens=8)).tolist() == [[4, 1], [6, 3]]
+        assert lease.pages.tolist() == [1, 5, 3]
+        await lease.release([11], 12)
+        assert lease.is_released
+        again = await node.lease(np.arange(10))
+        await again.release(upto_tokens=0)
+
+    assert daemon.got == [
+        wire.OpenLease(1),
+        wire.SayWritten(2, 70, 6),
+        wire.SayWritten(3, 70, 8, 1, 2),
+        wire.CommitUpTo(4, 70, None, swaps=False),
+        wire.CommitUpTo(5, 70, 8),
+        wire.ReleaseUpTo(6, 70, 12),
+        wire.OpenLease(7),
+        wire.ReleaseUpTo(8, 70, 0),
+    ]
+    assert [daemon.tokens[n] for n in (3, 4, 5, 7)] == [pack_ids([10]), b"", pack_ids([11]), b""]
+
+
 async def test_a_lease_from_its_prefix_to_its_release(daemon: Daemon) -> None:
     daemon.script = answering(
         OpenLease=lambda r: [wire.Leased(r.call, 70, 8, pack_ids([4, 5, 6]))],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvd.client.rows import along, page_frame
+from kvd.client.rows import along, page_frame, swapped
 from kvd.core.layout.spec import companion_pages
 from kvd.errors import KvdError
 from kvd.types import Pages, pack_ids
@@ -75,3 +75,8 @@ def test_page_frame_refuses_what_is_no_list_of_page_numbers(pages: Any, words: s
 def test_page_frame_does_not_wrap_large_unsigned_numbers() -> None:
     with pytest.raises(KvdError, match="page numbers are 0 to 2147483647"):
         page_frame(np.array([2**63 + 1], np.uint64))
+
+
+def test_pages_that_differ_are_swapped_ones() -> None:
+    assert swapped(ids(4, 5, 6), ids(1, 5, 3)).tolist() == [[4, 1], [6, 3]]
+    assert swapped(ids(4, 5), ids(4, 5)).shape == (0, 2)

@@ -29,6 +29,7 @@ ANSWERS: dict[type, Callable[[Any], list[wire.Reply]]] = {
     wire.OpenLease: lambda r: [wire.Leased(r.call, 70, 8, pack_ids([4, 5]))],
     wire.ExtendLease: lambda r: [wire.PageTable(r.call, 2, pack_ids([6]))],
     wire.CommitLease: lambda r: [wire.PageTable(r.call, 0, pack_ids([3, 5, 6]))],
+    wire.CommitUpTo: lambda r: [wire.PageTable(r.call, 0, pack_ids([3, 5, 9]))],
     wire.RetractLease: lambda r: [wire.Retracted(r.call, 2, 512)],
     wire.ResumeLease: lambda r: [wire.Resumed(r.call, 4, 3, 7, pack_ids([4, 6, 8]))],
     wire.ReceiveRequest: lambda r: [
@@ -72,6 +73,8 @@ def test_every_verb_has_its_blocking_twin(daemon: Daemon) -> None:
         assert (lease.kv_len, lease.pages.tolist()) == (7, [4, 6, 8])
         lease.commit([3])
         assert lease.pages.tolist() == [3, 5, 6]
+        lease.written(3)
+        assert lease.commit(upto_tokens=3).tolist() == [[6, 9]]
 
         send = node.send(5, [1, 2], lease=lease)
         send.advance(2)
@@ -93,11 +96,12 @@ def test_every_verb_has_its_blocking_twin(daemon: Daemon) -> None:
 
     assert [type(one).__name__ for one in daemon.got] == [
         *("OpenLease", "ExtendLease", "RetractLease", "ResumeLease", "CommitLease"),
+        *("SayWritten", "CommitUpTo"),
         *("SendRequest", "Advance", "Finish", "SendRequest"),
         *("AbortSend", "CommitAndRelease", "ReceiveRequest", "ReleaseLease", "ReceiveRequest"),
-        *(type(one).__name__ for one in daemon.got[14:]),
+        *(type(one).__name__ for one in daemon.got[16:]),
     ]
-    assert {type(one).__name__ for one in daemon.got[14:]} <= {
+    assert {type(one).__name__ for one in daemon.got[16:]} <= {
         *("CancelReceive", "ReleaseLease", "MatchPrefix"),
     }
 

@@ -41,6 +41,9 @@ def refused(side: Side, kind: type[client.Request], toks: Tokens = NO_TOKENS, **
 REFUSED = [
     (client.CommitLease, PROMPT, {"lease": 1}, "commit"),
     (client.CommitAndRelease, NO_TOKENS, {"lease": 1}, "commit-release"),
+    (client.SayWritten, NO_TOKENS, {"lease": 1, "upto_tokens": 16}, "written"),
+    (client.CommitUpTo, PROMPT, {"lease": 1, "upto_tokens": 16}, "commit-upto"),
+    (client.ReleaseUpTo, NO_TOKENS, {"lease": 1, "upto_tokens": 16}, "release-upto"),
     (client.ReceiveRequest, PROMPT, {"room": 7, "source": ("p",)}, "receive"),
     (client.CancelReceive, NO_TOKENS, {"receive": 1}, "cancel"),
     (client.SendRequest, PROMPT, {"room": 7, "lease": 1}, "send"),

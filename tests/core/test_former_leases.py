@@ -355,6 +355,14 @@ def test_a_former_lease_can_be_released(kind):
     assert effects == [NoteEnded(7), NoteFreed(ids(11, 12)), AnswerEngine(3, client.Done(5))]
 
 
+def test_a_former_lease_shares_nothing_that_its_engine_says_now():
+    daemon = adopted()
+    returned(daemon, 7, 9)
+    cached = daemon.node.leases.tree.cached_pages
+    daemon.feed(inputs.FromClient(NOW_S, 3, client.ReleaseUpTo(5, 7, 64)))
+    assert (7 in daemon.node.leases.leases, daemon.node.leases.tree.cached_pages) == (False, cached)
+
+
 def test_who_waits_has_what_a_former_lease_gave_back():
     daemon = adopted()
     returned(daemon, 7, 9)
@@ -378,6 +386,9 @@ def test_who_waits_has_what_a_former_lease_gave_back():
         (client.ExtendLease, b"", {"n_tokens": 16}),
         (client.CommitLease, b"", {}),
         (client.CommitAndRelease, tokens((70, 1)), {}),
+        (client.CommitUpTo, b"", {"upto_tokens": 16}),
+        (client.ReleaseUpTo, tokens((70, 1)), {"upto_tokens": 16}),
+        (client.SayWritten, b"", {"upto_tokens": 16}),
         (client.SlideLease, b"", {"upto_tokens": 0}),
         (client.RetractLease, b"", {}),
         (client.ResumeLease, b"", {}),

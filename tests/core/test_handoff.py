@@ -298,11 +298,11 @@ def test_the_source_lease_lives_until_the_last_byte_is_sent():
     world.p.call(client.ReleaseLease, lease=sender.lease.lease)
     (lease,) = snapshot(world.p.node).leases
     assert (lease.state, lease.holders) == ("lingering", ("send 1",))
-    assert totals(world.p) == PageTotals(free=56, held=7)
+    assert totals(world.p) == PageTotals(free=56, held=1, cached=6)
 
     world.land_posts()
 
-    assert totals(world.p) == PageTotals(free=63)
+    assert totals(world.p) == PageTotals(free=57, cached=6, evictable=6)
     got = world.d.take()[-1]
     assert isinstance(got, client.Received)
     assert world.d.holds(got.pages, PROMPT)

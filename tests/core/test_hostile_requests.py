@@ -43,7 +43,9 @@ def some(rng: random.Random, kind: object) -> object:
         return rng.choice((None, "", "host"))
     if kind in typing.get_args(typing.get_type_hints(admin.Rehearse)["verb"]):
         return ugly(rng, kind, 1)
-    if isinstance(kind, types.UnionType):
+    if kind is types.NoneType:
+        return None
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return some(rng, rng.choice(typing.get_args(kind)))
     assert kind == tuple[str, ...], kind
     return rng.choice(((), ("p",), ("d",), ("x",), ("p", "p")))

@@ -20,6 +20,7 @@ def test_an_attribute_of_a_lease_is_shown_when_the_snapshot_declares_it():
     found = plain_fields(MoreOfALease, LEASE)
 
     assert [(field.column, field.unit) for field in found] == [
+        ("written_tokens", "tokens"),
         ("owned", "count"),
         ("waited_s", "seconds"),
         ("lost_pages", "pages"),

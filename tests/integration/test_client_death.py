@@ -37,6 +37,9 @@ async def main():
             for n in range(5):
                 kept.append(await node.lease([t + 1000 * n for t in tokens], reserve_tokens=50))
             await kept[0].commit()
+        if role == "writer":
+            kept.append(await node.lease(tokens))
+            await kept[0].written(70)
         if role == "receiver":
             kept.append(await node.receive(room, tokens, "p"))
         if role == "sender":
@@ -123,6 +126,14 @@ async def test_leases_of_a_killed_engine_are_released_and_what_it_committed_stay
     after = pair.decode.snapshot().pools[0]
     assert (after.held_pages, after.cached_pages, after.locked_pages) == (0, 6, 0)
     assert await cached_tokens(pair.decode, 10_000) == 96
+
+
+async def test_what_a_killed_engine_had_said_to_be_written_stays(pair, engine):
+    writer = engine(ENGINE, "writer", pair.decode.client, 15_000, 0)
+
+    kill(writer, pair.decode, has_no_lease)
+
+    assert await cached_tokens(pair.decode, 15_000) == 64
 
 
 async def test_prefill_engine_is_told_when_the_receiving_engine_is_killed(pair, engine):

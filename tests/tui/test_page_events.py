@@ -110,6 +110,7 @@ async def test_kinds_are_left_out_by_the_daemon_and_words_here():
             "lease-extended",
             "lease-opened",
             "lease-released",
+            "lease-written",
         )
         entries = stage.app.page.log_lines.entries
         assert entries

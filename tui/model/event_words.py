@@ -31,7 +31,8 @@ STYLES: Mapping[Level, Style] = {
 
 ROUTINE = frozenset(
     {
-        *("lease-opened", "lease-extended", "lease-committed", "lease-released", "evicted"),
+        *("lease-opened", "lease-extended", "lease-written", "lease-committed"),
+        *("lease-released", "evicted"),
         *("waiting", "moved", "agent-changed"),
     }
 )
@@ -85,6 +86,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
         ", {missed_tokens} missed: {why_missed}",
     ),
     "lease-extended": ("lease {lease}: {held_pages} pages held",),
+    "lease-written": ("lease {lease}: {written_tokens} tokens written",),
     "lease-committed": (
         "lease {lease}: {cached_tokens} tokens cached",
         ", {duplicate_pages} pages were there already",

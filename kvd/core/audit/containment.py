@@ -219,7 +219,7 @@ class Containment:
         if ARRIVAL not in lease.holders and lease.quarantine is None:
             # Nobody has them; but where a remote may write, that it is this lease's has to be seen.
             lease.page_table = Pages(lease.page_table[: lease.owned * ID_BYTES])
-            lease.deferred = NO_PAGES
+            lease.deferred, lease.unswapped_from = NO_PAGES, None
         # Before its users hear of it: what they do next may end the lease.
         lease.cache = lease.is_whole = False  # nothing of it joins the tree as it ends
         if lease.quarantine is None:

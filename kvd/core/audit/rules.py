@@ -419,7 +419,7 @@ def lease_faults(node: NodeView, lease: LeaseRecord, refs: Backrefs) -> Iterator
     broken = _broken_quarantine if is_quarantined else _broken_claim
     for rule, check, what in broken(node, lease, refs):
         yield fault(rule, check, what)
-    if lease.reads < 0 or (lease.deferred and not lease.reads):
+    if lease.reads < 0 or (lease.deferred and not lease.reads and lease.unswapped_from is None):
         what = f"lease {lease.id} keeps replaced pages that no post reads"
         yield fault("I1", "deferred", what)
     if lease.reads != refs.reads[lease.id]:

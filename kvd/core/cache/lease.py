@@ -155,6 +155,7 @@ class LeaseRecord:
 
     __slots__ = (
         "anchor",
+        "awaited_tokens",
         "cache",
         "deferred",
         "holders",
@@ -172,6 +173,7 @@ class LeaseRecord:
         "retracted_s",
         "room",
         "room_tokens",
+        "said",
         "saved",
         "sent_from",
         "session",
@@ -180,6 +182,7 @@ class LeaseRecord:
         "step_tokens",
         "tokens",
         "touched_s",
+        "unswapped_from",
         "written_tokens",
     )
 
@@ -201,6 +204,10 @@ class LeaseRecord:
         self.prefix_tokens = anchor.end_tokens
         self.written_tokens = anchor.end_tokens
         """So many tokens' KV is in its pages, as far as its engine has said so."""
+        self.said: tuple[int, ...] = ()
+        """By rank, how far it has said to have written (``leases.written``); none: nobody has."""
+        self.awaited_tokens = 0
+        """So many are written once an event has come that a send was told of."""
         self.since_s = 0.0
         self.touched_s = 0.0
         """When it was opened, extended or committed last."""
@@ -209,6 +216,8 @@ class LeaseRecord:
         """Posts and copies that read its pages now."""
         self.deferred = NO_PAGES
         """Its pages that a commit replaced by equal cached ones; kept until nobody reads them."""
+        self.unswapped_from: int | None = None
+        """First page of which its engine still uses its own, which is among ``deferred``."""
         self.is_whole = False
         """Whether nothing was computed beyond what is committed; said with the last commit."""
         self.sent_from: int | None = None

@@ -490,6 +490,8 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         )
     if state.waiting_for:
         said.append(f"waits for {state.waiting_for}")
+    if len(lease.said) > 1:
+        said.append(f"written by rank: {', '.join(map(str, lease.said))}")
     said += [f"{field.column}: {field.get(node, lease)}" for field in PLAIN_OF_LEASE]
     parts = list(_parts_of(node, lease))
     refs = [f"client:{lease.session}"] if lease.session else []

@@ -7,7 +7,8 @@ prompt comes from another node is ``kvd.core.handoff``, which asks for leases li
 
 Read first, in this order:
 
-- ``lease_table.LeaseTable``: everything that moves a page or a lock;
+- ``lease_table.LeaseTable``: everything that moves a page or a lock; ``written`` is how far an
+  engine says that it is, beyond which nothing is shared;
 - ``admission.Admission``: the one queue in front of it;
 - ``sessions.Sessions``: what ends with an engine; ``owners.Owners``: whose a lease is;
 - ``retraction.Retractor``: out of the pool and back; its bytes are in ``saved_area``, and

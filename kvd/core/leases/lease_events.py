@@ -38,6 +38,13 @@ def tell_extended(out: Outbox, lease: LeaseRecord) -> None:
     out.emit(events.LeaseExtended(lease=lease.id, held_pages=lease.held_pages, locked_node=locked))
 
 
+def tell_written(out: Outbox, lease: LeaseRecord) -> None:
+    """The last of those who write it has come further."""
+    out.emit(
+        events.LeaseWritten(lease=lease.id, written_tokens=lease.written_tokens)
+    )
+
+
 def tell_committed(out: Outbox, lease: LeaseRecord, node: RadixNode, duplicate_pages: int) -> None:
     """Whole pages are in the tree, and the lock is behind them, at ``node``."""
     out.emit(

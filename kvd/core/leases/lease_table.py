@@ -24,6 +24,7 @@ import msgspec
 
 from kvd.core.cache.eviction import eviction_order
 from kvd.core.cache.lease import ENGINE, Claimed, Demand, LeaseRecord, Shortage
+from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.cache.moved_pages import MovedPages
 from kvd.core.cache.pages import PagePool
 from kvd.core.cache.radix import EvictedFilter, RadixTree
@@ -32,6 +33,7 @@ from kvd.core.layout.spec import lockstep_bytes
 from kvd.core.leases import lease_events
 from kvd.core.leases.journal_notes import JournalNotes
 from kvd.core.leases.saved_area import SavedArea
+from kvd.core.leases.written import tokens_to_commit
 from kvd.errors import Code, Refusal
 from kvd.types import NO_PAGES, NO_TOKENS, Pages, Tokens, count, slice_pages
 from kvd.wire import events
@@ -253,8 +255,21 @@ class LeaseTable:
         lease.touched_s = self._out.at_s
         return None
 
-    def commit(self, lease: LeaseRecord, new_tokens: Tokens) -> int | Refusal:
-        """KV of the known and the new tokens is written: whole pages join the tree.
+    def commit(
+        self,
+        lease: LeaseRecord,
+        new_tokens: Tokens,
+        upto_tokens: int | None = None,
+        *,
+        swaps: bool = True,
+    ) -> int | Refusal:
+        """The lease knows the new tokens too; whole pages of what is written join the tree.
+
+        That is below ``upto_tokens``, or as far as was said before, or all of it where nothing was.
+        What lies beside the first component joins at the end of the lease: windows those below its
+        last commit, a state if it stands for exactly what is committed. Until then whoever computes
+        goes on from a partial commit only where neither is needed. Without ``swaps`` the engine
+        goes on with its own pages where the tree has equal ones.
 
         Returns:
             The first index at which the page table may have changed, or why nothing was.
@@ -268,18 +283,36 @@ class LeaseTable:
                 f"{n_pages * self.page_size}: extend it before writing",
                 numbers={"tokens": n_tokens, "pages": n_pages},
             )
+        written = n_tokens
+        if lease.said or upto_tokens is not None:
+            found = tokens_to_commit(lease, n_tokens, upto_tokens)
+            if isinstance(found, Refusal):
+                return found
+            written = found
         lease.is_whole = False
-        lease.written_tokens = n_tokens
+        lease.written_tokens = max(lease.written_tokens, written)
         if new_tokens:
             lease.tokens = Tokens(lease.tokens + new_tokens)
             lease.room_tokens = max(lease.room_tokens, n_tokens)
         first = lease.owned
-        last = n_tokens // self.page_size
+        last = written // self.page_size
         if lease.cache and lease.anchor is not None and last > first:
-            self._cache(lease, lease.anchor, last)
+            self._cache(lease, lease.anchor, last, swaps=swaps)
+        if not swaps:
+            return n_pages
+        return first if lease.unswapped_from is None else self._swap(lease, first)
+
+    def _swap(self, lease: LeaseRecord, first: int) -> int:
+        """Its engine is told of the cached pages that it did not use so far: from where on."""
+        assert lease.unswapped_from is not None
+        first, lease.unswapped_from = min(first, lease.unswapped_from), None
+        duplicates, lease.deferred = lease.deferred, NO_PAGES
+        self._give_back(lease, duplicates)
         return first
 
-    def _cache(self, lease: LeaseRecord, anchor: RadixNode, last: int) -> None:
+    def _cache(
+        self, lease: LeaseRecord, anchor: RadixNode, last: int, *, swaps: bool = True
+    ) -> None:
         """Move the pages ``[owned, last)`` into the tree; the lock follows them."""
         first, pages = lease.owned, lease.page_table
         mine = slice_pages(pages, first, last)
@@ -298,14 +331,16 @@ class LeaseTable:
             # The duplicates may be under a post that reads them; from here on nobody begins one.
             known, rest = slice_pages(pages, 0, first), slice_pages(pages, last)
             lease.page_table = Pages(known + extension.tree_pages + rest)
+            if not swaps and lease.unswapped_from is None:
+                lease.unswapped_from = first
             self._give_back(lease, extension.duplicates)
         lease.touched_s = self._out.at_s
         duplicate_pages = count(extension.duplicates)
         lease_events.tell_committed(self._out, lease, extension.node, duplicate_pages)
 
     def _give_back(self, lease: LeaseRecord, duplicates: Pages) -> None:
-        """Free replaced pages, but not under a post that reads them."""
-        if lease.reads:
+        """Free replaced pages, but not under a post that reads them or an engine that uses them."""
+        if lease.reads or lease.unswapped_from is not None:
             lease.deferred = Pages(lease.deferred + duplicates)
         else:
             self.return_pages(duplicates, lease)
@@ -324,7 +359,8 @@ class LeaseTable:
         freed = lease.held
         if freed:
             self.return_pages(freed, lease)
-        lease.page_table = NO_PAGES
+        lease.page_table = lease.deferred = NO_PAGES
+        lease.unswapped_from = None
         lease.owned = 0
         lease.tokens = tokens
         lease.room_tokens = max(lease.room_tokens, count(tokens))
@@ -337,6 +373,9 @@ class LeaseTable:
         lease.owned = anchor.end_tokens // self.page_size
         lease.prefix_tokens = anchor.end_tokens
         lease.written_tokens = max(anchor.end_tokens, lease.saved_tokens)
+        lease.awaited_tokens = 0  # its pages are others now
+        if lease.said:
+            lease.said = (lease.written_tokens,) * len(lease.said)
         lease.touched_s = self._out.at_s
         lease_events.tell_extended(self._out, lease)
         return lease
@@ -371,13 +410,18 @@ class LeaseTable:
     def end_read(self, lease: LeaseRecord) -> None:
         """That post is over."""
         lease.reads -= 1
-        if not lease.reads and lease.deferred:
+        if not lease.reads and lease.deferred and lease.unswapped_from is None:
             self.return_pages(lease.deferred, lease)
             lease.deferred = NO_PAGES
             self.releases += 1
 
     def release(self, lease: LeaseRecord, holder: str, cause: str) -> None:
-        """``holder`` lets go; the last one unlocks the prefix and frees the held pages."""
+        """``holder`` lets go; the last one unlocks the prefix and frees the held pages.
+
+        What its engine has said to be written stays cached, whatever ended it.
+        """
+        if holder == ENGINE and lease.said:
+            self._keep_written(lease)
         lease.holders.discard(holder)
         # Noted before its lock goes: by its anchor the journal knows whether it kept anything.
         if self._journal is not None and holder == ENGINE:
@@ -399,6 +443,13 @@ class LeaseTable:
             self.return_pages(freed, lease)
         self._forget(lease, cause, count(freed), was_locked)
 
+    def _keep_written(self, lease: LeaseRecord) -> None:
+        """Whole pages of what its engine has said to be written join the tree."""
+        last = min(lease.written_tokens, count(lease.tokens)) // self.page_size
+        is_running = lease.state is LeaseStage.RUNNING  # others have no pages, or a copy reads them
+        if is_running and lease.cache and lease.anchor is not None and last > lease.owned:
+            self._cache(lease, lease.anchor, last)
+
     # ---- quarantine --------------------------------------------------------------------------
 
     def quarantine(self, lease: LeaseRecord, quarantine: Quarantine) -> None:
@@ -408,6 +459,7 @@ class LeaseTable:
         was_locked = self._unlock(lease)
         lease.page_table = lease.held
         lease.deferred = NO_PAGES
+        lease.unswapped_from = None
         lease.owned = 0
         lease.tokens = NO_TOKENS
         lease.holders = set()

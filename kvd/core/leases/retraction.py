@@ -20,6 +20,7 @@ from kvd.core.cache.lease_state import LeaseStage, LeaseTransition
 from kvd.core.leases.admission import MemoryAsker, Waiter
 from kvd.core.leases.copies import LeaseCopies
 from kvd.core.leases.owners import describe_holder
+from kvd.core.leases.written import said_tokens
 from kvd.errors import Code, Refusal
 from kvd.types import Tokens, count
 from kvd.wire import client, events
@@ -154,6 +155,13 @@ class Retractor:
                 Code.BAD_REQUEST,
                 f"retract of {count(tokens)} tokens on lease {lease.id}, which holds pages for "
                 f"{room_tokens}: extend it before writing",
+            )
+        if message.keep == HOST and lease.said and count(tokens) > said_tokens(lease):
+            return self._refusal(
+                Code.BAD_REQUEST,
+                f"retract of {count(tokens)} tokens on lease {lease.id}, of which "
+                f"{said_tokens(lease)} are said to be written: say so of the others first, or "
+                "retract with keep='nothing'",
             )
         if message.keep == HOST and tokens and not self._transfer.generation:
             return self._refusal(
