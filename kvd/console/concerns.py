@@ -15,22 +15,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.console.leases import sessions_held
-from kvd.console.view import Field, View, owner
-from kvd.console.waiting import turns
+from kvd.console.view import View
 from kvd.core.cache.lease import ENGINE
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.handoff.protocol import Decode, Prefill
-from kvd.core.inspect.snapshot import kind_of, lacks_pages, why_waits
+from kvd.core.inspect.rows import client_rows, waiting_rows
+from kvd.core.inspect.schema import StateField, session_name
+from kvd.core.inspect.words import asked_word, why_waits
 from kvd.core.peers.peer import Agent, Life
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.console.context import Context
-    from kvd.console.waiting import WaitingRow
     from kvd.core.cache.lease import LeaseRecord, Writer
     from kvd.core.handoff.parts import ReceivePart, SendPart
+    from kvd.core.inspect.rows import WaitingRow
+    from kvd.core.inspect.view import NodeView
     from kvd.wire.console import Query
     from kvd.wire.snapshot import AuditState
 
@@ -134,10 +135,10 @@ def waiting(context: Context) -> Iterator[Concern]:
     if not len(context.node.admission):
         return
     groups: dict[str, list[WaitingRow]] = {}
-    for one in turns(context):
+    for one in waiting_rows(context.node):
         if context.now_s - one.waiter.since_s <= WAITS_S:
             continue
-        if lacks_pages(one.waiter):
+        if one.lacks_pages:
             groups.setdefault(one.waiter.budget, []).append(one)
         elif (blocked := one.waiter.asker.blocked()) is not None:
             groups.setdefault(blocked, []).append(one)
@@ -150,12 +151,12 @@ def _waiting(context: Context, oldest: WaitingRow, n_waiting: int) -> Concern:
     claim = waiter.claim
     has_s = waiter.deadline_s - waiter.since_s
     is_late = waiter.deadline_s - context.now_s < LATE * has_s
-    who = owner(context, claim.session)
-    what = f"{kind_of(waiter)} of {who}{f' for room {claim.room}' if claim.room else ''}"
+    who = session_name(context.node, claim.session)
+    what = f"{asked_word(waiter)} of {who}{f' for room {claim.room}' if claim.room else ''}"
     others = f", and {n_waiting - 1} more" if n_waiting > 1 else ""
     why = why_waits(context.node.admission, waiter, oldest.ahead)
     action, by = f"open client:{claim.session}", ""
-    if lacks_pages(waiter):
+    if oldest.lacks_pages:
         holders = context.biggest.of(context, waiter.budget)
         by = f"; most is kept by {kept_by(context, waiter.budget)}"
         action = f"open {holders[0].ref}" if holders else f"open pool:{waiter.budget}"
@@ -248,8 +249,8 @@ def lingering(context: Context) -> Iterator[Concern]:
                 kind="lingering",
                 subject=ref,
                 evidence=f"{amount(lease.held_pages, 'page')}, released by "
-                f"{owner(context, lease.session)} and still read by send {part.id} of room "
-                f"{part.room}",
+                f"{session_name(context.node, lease.session)} and still read by send {part.id} "
+                f"of room {part.room}",
                 since_s=since_s,
                 rule=f"a released lease is free within {LINGERS_S:g} s",
                 action=f"open send:{part.id}",
@@ -264,7 +265,7 @@ def gone_clients(context: Context) -> Iterator[Concern]:
         for one in context.node.sessions.by_id.values()
         if not (one.is_former or one.hang_up) and not all(map(alive, one.pids))
     ]
-    held = sessions_held(context) if suspects else {}
+    held = client_rows(context.node) if suspects else {}
     for session in suspects:
         has = held[session.id]
         if not (has.leases or has.receives or has.sends):
@@ -646,15 +647,15 @@ def _states(context: Context, _: Query) -> list[AuditState]:
     return [context.node.audit.state()]
 
 
-def _state(_: Context, one: AuditState) -> str:
+def _state(_: NodeView, one: AuditState) -> str:
     if one.findings:
         return "broken"
     return "ok" if one.sweeps else "waiting"
 
 
-def _ended(context: Context, one: AuditState) -> float | None:
+def _ended(node: NodeView, one: AuditState) -> float | None:
     """When the last sweep ended; None before any has."""
-    return context.node.out.at_s - one.last_sweep_ago_s if one.sweeps else None
+    return node.out.at_s - one.last_sweep_ago_s if one.sweeps else None
 
 
 def _looked_at(one: AuditState, figure: float) -> float | None:
@@ -664,15 +665,15 @@ def _looked_at(one: AuditState, figure: float) -> float | None:
 AUDIT: View[AuditState] = View(
     "audit",
     (
-        Field("state", "state", _state),
-        Field("findings", "count", lambda _, one: one.findings, "rules that are broken now"),
-        Field("sweeps", "count", lambda _, one: one.sweeps, "counter"),
-        Field("ended", "since", _ended, "of the last sweep"),
-        Field("took_s", "seconds", lambda _, one: _looked_at(one, one.sweep_s)),
-        Field("objects", "count", lambda _, one: _looked_at(one, one.objects)),
-        Field("pages", "pages", lambda _, one: _looked_at(one, one.pages)),
-        Field("spent_s", "seconds", lambda _, one: one.spent_s, "of processor time, in all"),
-        Field("core", "share", lambda _, one: one.share, "of a core, between the last two sweeps"),
+        StateField("state", "state", _state),
+        StateField("findings", "count", "", "rules that are broken now"),
+        StateField("sweeps", "count", "", "counter"),
+        StateField("ended", "since", _ended, "of the last sweep"),
+        StateField("took_s", "seconds", lambda _, one: _looked_at(one, one.sweep_s)),
+        StateField("objects", "count", lambda _, one: _looked_at(one, one.objects)),
+        StateField("pages", "pages", lambda _, one: _looked_at(one, one.pages)),
+        StateField("spent_s", "seconds", "", "of processor time, in all"),
+        StateField("core", "share", "share", "of a core, between the last two sweeps"),
     ),
     objects=_states,
     key=lambda _: "audit:standing",
@@ -726,13 +727,13 @@ def worry(context: Context) -> Worry:
 CONCERNS: View[Concern] = View(
     "concerns",
     (
-        Field("severity", "state", lambda _, one: one.severity),
-        Field("kind", "text", lambda _, one: one.kind),
-        Field("subject", "ref", lambda _, one: one.subject or None),
-        Field("evidence", "text", lambda _, one: one.evidence),
-        Field("since", "since", lambda _, one: one.since_s),
-        Field("rule", "text", lambda _, one: one.rule, "what should be so"),
-        Field("action", "text", lambda _, one: one.action, "what to do about it"),
+        StateField("severity", "state"),
+        StateField("kind", "text"),
+        StateField("subject", "ref", lambda _, one: one.subject or None),
+        StateField("evidence", "text"),
+        StateField("since", "since", "since_s"),
+        StateField("rule", "text", "", "what should be so"),
+        StateField("action", "text", "", "what to do about it"),
     ),
     objects=lambda context, _: concerns(context),
     key=lambda one: one.key,

@@ -20,18 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvd.core.components.device_buffer import Buffers
+from kvd.core.inspect.page_states import pools_of, saved_pools_of
 from kvd.core.layout.spec import has_bytes, kind, node_page_bytes
-from kvd.types import NO_PAGES, Pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
-    from kvd.core.cache.lease import LeaseRecord
-    from kvd.core.cache.pages import PagePool
-    from kvd.core.cache.radix_node import RadixNode as TreeNode
-    from kvd.core.components.component_pages import ComponentPages
+    from kvd.core.inspect.page_states import PoolPlaces
     from kvd.core.inspect.view import NodeView
     from kvd.core.layout.spec import Component
     from kvd.wire.console import Level
@@ -128,27 +125,17 @@ class MapValues(NamedTuple):
 class PageOwners:
     """One component, or one saved area, during a survey and after it.
 
-    ``keeper`` is None for the first component and for saved areas, ``saves`` is the component whose
-    area it is, ``page_bytes`` are of all its shards.
+    ``page_bytes`` are of all its shards.
     """
 
-    def __init__(
-        self,
-        pool: PagePool,
-        component: Component,
-        keeper: ComponentPages | None,
-        *,
-        saves: str,
-        page_bytes: int,
-    ) -> None:
+    def __init__(self, where: PoolPlaces, component: Component, page_bytes: int) -> None:
+        pool = where.pool
+        self.where = where
         self.name = pool.name
         self.total_pages = pool.total_pages
         self.page_bytes = page_bytes
-        self.tier = "host" if saves else kind(component.tier)
-        self.pool = pool
-        self.keeper = keeper
-        self.saves = saves
-        self.has_nodes = not saves and not isinstance(keeper, Buffers)
+        self.tier = "host" if where.saves else kind(component.tier)
+        self.has_nodes = not where.saves and not isinstance(where.keeper, Buffers)
         self.thing = np.zeros(pool.total_pages, np.int32)
         """By page."""
         self.thing[0] = NULL
@@ -166,30 +153,6 @@ class PageOwners:
         if found is None:
             found = self._shown[lens] = look()
         return found
-
-    # ---- what to look at ---------------------------------------------------------------------
-
-    def at(self, nodes: Sequence[TreeNode]) -> Sequence[Pages]:
-        """The pages at each of these nodes."""
-        keeper = self.keeper
-        if keeper is None:
-            return [node.pages for node in nodes]
-        return [keeper.pages_at(node) for node in nodes]
-
-    def locks_at(self, nodes: Sequence[TreeNode]) -> Sequence[int]:
-        """The locks of each of these nodes, that keep these pages."""
-        keeper = self.keeper
-        if keeper is None:
-            return [node.lock_ref for node in nodes]
-        return [keeper.locks_at(node) for node in nodes]
-
-    def of(self, lease: LeaseRecord) -> Pages:
-        """The pages that are this lease's own."""
-        if self.saves:
-            parts = () if lease.saved is None else lease.saved.parts
-            own = [part.slots for part in parts if part.component == self.saves]
-            return Pages(b"".join(own)) if own else NO_PAGES
-        return lease.held if self.keeper is None else self.keeper.own_pages(lease)
 
     # ---- writing down ------------------------------------------------------------------------
 
@@ -273,20 +236,10 @@ def page_owners_of(node: NodeView) -> list[PageOwners]:
     """One for each component with pages of its own, the first one first; then the saved areas."""
     table, spec = node.leases, node.settings.spec
     by_name = {one.name: one for one in spec.components}
-
-    def plane(
-        pool: PagePool, name: str, keeper: ComponentPages | None, saves: str = ""
-    ) -> PageOwners:
-        component = by_name[name]
+    saved = [one for one in saved_pools_of(table) if one.pool.total_pages > 1]
+    found = []
+    for where in (*pools_of(table), *saved):
+        component = by_name[where.saves or where.pool.name]
         n_bytes = node_page_bytes(spec, component) if has_bytes(component) else 0
-        return PageOwners(pool, component, keeper, saves=saves, page_bytes=n_bytes)
-
-    return [
-        plane(table.pool, spec.components[0].name, None),
-        *[plane(one.pool, one.component.name, one) for one in table.components.each],
-        *[
-            plane(pool, name, None, name)
-            for name, pool in table.saved.pools.items()
-            if pool.total_pages > 1
-        ],
-    ]
+        found.append(PageOwners(where, component, n_bytes))
+    return found

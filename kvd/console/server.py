@@ -24,15 +24,11 @@ import msgspec
 
 from kvd import __version__
 from kvd.console.concerns import AUDIT, CONCERNS, Worry, worry
-from kvd.console.leases import CLIENTS, LEASES
 from kvd.console.page_map import MapFeed
-from kvd.console.peers import PEERS
-from kvd.console.pools import POOLS
-from kvd.console.rooms import ROOMS
 from kvd.console.survey import Surveyor
+from kvd.console.tables import CLIENTS, LEASES, PEERS, POOLS, ROOMS, WAITING_REQUESTS
 from kvd.console.tree import EVICTION, LOCKED, ORPHANS, TREE
 from kvd.console.view import NoWindow
-from kvd.console.waiting import WAITING
 from kvd.core.inspect.snapshot import totals
 from kvd.core.inspect.words import node_word
 from kvd.core.peers.peer import Life
@@ -240,7 +236,7 @@ class Feed:
 
 __all__ = ["VIEWS", "worry"]
 
-HELD = (POOLS, LEASES, ROOMS, PEERS, CLIENTS, WAITING)
+HELD = (POOLS, LEASES, ROOMS, PEERS, CLIENTS, WAITING_REQUESTS)
 CACHED = (TREE, LOCKED, ORPHANS, EVICTION)
 
 # Any, because each view has objects of its own kind.

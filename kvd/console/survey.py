@@ -100,7 +100,7 @@ class Survey:
     def _look(self, node: NodeView, before: Survey | None) -> Generator[None]:
         for plane in self.planes:
             for first in range(0, plane.total_pages, FREE_PAGES):
-                free = np.frombuffer(plane.pool.free_slice(first, FREE_PAGES), dtype="<i4")
+                free = np.frombuffer(plane.where.pool.free_slice(first, FREE_PAGES), dtype="<i4")
                 if free.size:
                     plane.put(free, FREE)
                     yield
@@ -140,8 +140,8 @@ class Survey:
             self._hits.extend([one.hits for one in seen])
             self.locked += [one for one in seen if one.lock_ref and one.parent is not None]
             for plane in planes:
-                locks[plane.name].extend(plane.locks_at(seen))
-                yield from plane.see(plane.at(seen), FIRST_NODE + first)
+                locks[plane.name].extend(plane.where.locks_at(seen))
+                yield from plane.see(plane.where.at(seen), FIRST_NODE + first)
             first += len(seen)
             yield
 
@@ -172,7 +172,7 @@ class Survey:
             self.leases.update((one.id, thing + k) for k, one in enumerate(there))
             for plane in self.planes:
                 of_leases[plane.name].append(_things_of_leases(there, plane))
-                yield from plane.see([plane.of(one) for one in there], thing)
+                yield from plane.see([plane.where.of(one) for one in there], thing)
             yield
 
     def _look_again(
@@ -188,20 +188,20 @@ class Survey:
             ids = np.frombuffer(b"".join(pieces), dtype="<i4")
             is_there[ids[(ids > 0) & (ids < plane.total_pages)]] = True
 
-        see([plane.pool.free_ids()])
+        see([plane.where.pool.free_ids()])
         by_id = node.leases.leases
         numbers, nodes = list(by_id), self._later_nodes(node, plane)
         for first in range(0, max(len(numbers), len(nodes)), AGAIN):
             some = numbers[first : first + AGAIN]
-            see([plane.of(by_id[one]) for one in some if one in by_id])
-            see(plane.at(nodes[first : first + AGAIN]))
+            see([plane.where.of(by_id[one]) for one in some if one in by_id])
+            see(plane.where.at(nodes[first : first + AGAIN]))
             yield
         return suspects[is_there[suspects] > 0]
 
     def _later_nodes(self, node: NodeView, plane: PageOwners) -> list[TreeNode]:
         """Nodes that the walk has not seen; of a component beside the first all that have some."""
-        if plane.keeper is not None:
-            return list(plane.keeper.nodes)
+        if plane.where.keeper is not None:
+            return list(plane.where.keeper.nodes)
         order = node.leases.tree.order if plane.has_nodes else ()
         return [one for one in order if one.id not in self.index]
 
@@ -239,9 +239,9 @@ def _next_nodes(nodes: list[TreeNode], first: int) -> tuple[list[TreeNode], list
 
 
 def _things_of_leases(leases: Sequence[LeaseRecord], plane: PageOwners) -> Things:
-    what = [_in_area(one) if plane.saves else _in_pool(one) for one in leases]
+    what = [_in_area(one) if plane.where.saves else _in_pool(one) for one in leases]
     since_s = [one.since_s if one.quarantine is None else one.quarantine.since_s for one in leases]
-    is_saved = [bool(plane.saves) or one.saved is not None for one in leases]
+    is_saved = [bool(plane.where.saves) or one.saved is not None for one in leases]
     return Things.of(what, [one.session for one in leases], since_s, is_saved=is_saved)
 
 

@@ -49,12 +49,12 @@ def test_each_page_has_the_thing_that_has_it():
     node = worked("everything", 3, 300).node
     survey = surveyed(node)
     for plane in survey.planes:
-        assert (plane.thing[page_ids(plane.pool.free_ids())] == FREE).all()
+        assert (plane.thing[page_ids(plane.where.pool.free_ids())] == FREE).all()
         for edge in node.leases.tree.nodes() if plane.has_nodes else ():
-            its = plane.thing[page_ids(plane.at([edge])[0])]
+            its = plane.thing[page_ids(plane.where.at([edge])[0])]
             assert (its == 3 + survey.index[edge.id]).all()
         for lease in node.leases.leases.values():
-            assert (plane.thing[page_ids(plane.of(lease))] == survey.leases[lease.id]).all()
+            assert (plane.thing[page_ids(plane.where.of(lease))] == survey.leases[lease.id]).all()
 
 
 def test_a_subtree_has_the_pages_of_its_nodes():

@@ -35,7 +35,6 @@ from kvd.core.audit.rules import (
     lock_faults,
     missing_locks,
     node_faults,
-    page_faults,
     post_faults,
     queue_faults,
     ready_faults,
@@ -43,8 +42,10 @@ from kvd.core.audit.rules import (
     register_faults,
     saved_faults,
     send_faults,
+    tile_faults,
     total_faults,
 )
+from kvd.core.inspect.page_states import pools_of
 from kvd.types import ID_BYTES
 
 if TYPE_CHECKING:
@@ -363,10 +364,10 @@ def pools(table: LeaseTable) -> tuple[PagePool, ...]:
 
 
 def _page_faults(table: LeaseTable, pool: int) -> list[Fault]:
-    """All pages of one pool at once."""
-    if pool:
-        return component_rules.component_page_faults(table, table.components.each[pool - 1])
-    return page_faults(table)
+    """All pages of one pool at once, and what lies at its nodes: exact, and as long as it is."""
+    where = pools_of(table)[pool]
+    gone = () if where.keeper is None else component_rules.gone_faults(where.keeper)
+    return [*tile_faults(where), *gone]
 
 
 def _all_parts(node: NodeView) -> Iterator[tuple[str, int]]:

@@ -22,8 +22,9 @@ from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import WindowPages
 from kvd.core.inspect.page_states import needed_nodes
-from kvd.core.inspect.schema import PLAIN_OF_LEASE, lease_state
-from kvd.core.inspect.snapshot import decode_room, prefill_room, waiting_states
+from kvd.core.inspect.rows import receive_row, send_row
+from kvd.core.inspect.schema import LEASE, ROOM
+from kvd.core.inspect.snapshot import waiting_states
 from kvd.core.inspect.words import agent_words, death_of, layout_words, lease_waits_for, lease_word
 from kvd.core.layout.shards import lacking, listed
 from kvd.core.layout.spec import companion_factor, is_companion, shards_of
@@ -473,7 +474,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
     lease = node.leases.leases.get(number)
     if lease is None:
         return Refusal(Code.BAD_REQUEST, f"there is no lease {number}: released, or never was")
-    state = lease_state(node, lease)
+    state = LEASE.state(node, lease)
     said = [f"holders: {', '.join(state.holders) or 'none'}"]
     said += [
         f"of {one.component}: {one.held_pages} pages held, {one.mapped_pages} in its row"
@@ -490,7 +491,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         )
     if state.waiting_for:
         said.append(f"waits for {state.waiting_for}")
-    said += [f"{field.column}: {field.get(node, lease)}" for field in PLAIN_OF_LEASE]
+    said += [f"{field.column}: {field.get(node, lease)}" for field in LEASE.plain]
     parts = list(_parts_of(node, lease))
     refs = [f"client:{lease.session}"] if lease.session else []
     if lease.anchor is not None and lease.anchor.parent is not None:
@@ -617,8 +618,9 @@ def _handoff(
 ) -> Explanation:
     """Parts of one room: what each is at, for whom, and what it waits for."""
     parts: list[ReceivePart | SendPart] = [*receives, *sends]
-    states = [decode_room(node, part) for part in receives]
-    states += [prefill_room(node, part) for part in sends]
+    rows = [receive_row(node.leases, part) for part in receives]
+    rows += [send_row(node.leases, part) for part in sends]
+    states = [ROOM.state(node, one) for one in rows]
     room = states[0].room
     said: list[str] = []
     for part in states:
