@@ -51,6 +51,19 @@ if TYPE_CHECKING:
     from kvd.core.leases.lease_table import LeaseTable
 
 
+INVARIANTS = {
+    "I1": "every page is in exactly one place: free, held, cached or in quarantine",
+    "I2": "a node of the tree is locked as often as leases cross it",
+    "I3": "what can be evicted is exactly what nobody locks",
+    "I4": "the tree, and what is sent of a prompt, is whole pages",
+    "I5": "nothing is posted twice, or outside of what was asked for",
+    "I6": "nothing is under way for what has settled, and no page in quarantine is another's",
+    "I7": "every quarantine names who may still write",
+    "I8": "events are numbered without a gap",
+    "I9": "what is held is held for somebody",
+}
+"""What each of them says, in a sentence; ``invariants`` has the formulas."""
+
 Key = tuple[str, str, int, int, str, int]
 """What makes two faults the same one: the check, and what it is about."""
 

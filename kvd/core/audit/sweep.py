@@ -65,8 +65,6 @@ if TYPE_CHECKING:
 class SweptPages:
     """One pool during one sweep. ``see`` and ``learn`` all the time, then ``judge``."""
 
-    __slots__ = ("_is_blind", "_seen", "_touched", "_uncounted", "is_suspicious", "total_pages")
-
     def __init__(self, total_pages: int) -> None:
         self.total_pages = total_pages
         self.is_suspicious = False
@@ -144,21 +142,6 @@ class SweepPhase(enum.Enum):
 
 class Sweep:
     """One sweep. ``learn`` what moved, then ``look`` until it is OVER; take ``faults`` any time."""
-
-    __slots__ = (
-        "_anchored",
-        "_needs",
-        "_next",
-        "_parts",
-        "_pool",
-        "_stack",
-        "_tallies",
-        "began_s",
-        "faults",
-        "objects",
-        "phase",
-        "was_refuted",
-    )
 
     def __init__(self, node: NodeView, at_s: float) -> None:
         self.began_s = at_s
