@@ -4,12 +4,10 @@ A thing is a node of the tree, a lease, or nobody. What is true of a page is tru
 its thing, so a page costs four bytes and is looked at once; what a lens shows of a million pages
 is worked out for the things, and looked up for the pages on somebody's screen.
 
-    things   | not seen | free | null | node | node | ... | lease | ... | kept | ... |
+    things   | not seen | free | null | nobody | node | node | ... | lease | ... | kept | ... |
 
-``kept`` are pages that this survey has not seen: they changed their place while it went on, or
-they are nobody's. They are shown as the survey before saw them, and as nobody's if that did not
-see them either, nor a second look at where they may have gone. On a node with very many leases that
-is a hint: what is broken is the audit's to say (``core.sweep``).
+``kept`` are pages that this survey has not seen: they changed their place while it went on, and are
+shown as the survey before saw them. That nobody has a page is the audit's to say.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 
-UNSEEN, FREE, NULL = range(3)
+UNSEEN, FREE, NULL, LOST = range(4)
 """Things that are neither nodes nor leases."""
-FIRST_NODE = 3
+FIRST_NODE = 4
 
 PUT_PAGES = 32_768
 """Pages that are written down at once: in less than half a millisecond, as they are counted."""
@@ -81,8 +79,6 @@ class Things(NamedTuple):
     locks: Ints
     is_saved: npt.NDArray[np.bool_]
     """Whether there is a copy in the saved area."""
-    missed: npt.NDArray[np.uint8]
-    """Surveys in a row that did not see it; 0 for what was seen."""
 
     @staticmethod
     def of(
@@ -101,7 +97,6 @@ class Things(NamedTuple):
             hits=np.zeros(n, np.int64),
             locks=np.zeros(n, np.int64),
             is_saved=np.array(is_saved, np.bool_) if is_saved else np.zeros(n, np.bool_),
-            missed=np.zeros(n, np.uint8),
         )
 
     def and_also(self, *others: Things) -> Things:
@@ -139,8 +134,7 @@ class PageOwners:
         self.thing = np.zeros(pool.total_pages, np.int32)
         """By page."""
         self.thing[0] = NULL
-        self.things = Things.of([Is.UNSEEN, Is.FREE, Is.FREE], [0, 0, 0], [0.0, 0.0, 0.0])
-        self.things.missed[UNSEEN] = 1
+        self.things = Things.of([Is.UNSEEN, Is.FREE, Is.FREE, Is.NOBODY], [0] * 4, [0.0] * 4)
         self.pages: Ints = np.zeros(0, np.int64)
         """By thing; the null page is not counted."""
         self.runs = (0, 0)
@@ -178,36 +172,18 @@ class PageOwners:
 
     # ---- the end -----------------------------------------------------------------------------
 
-    def suspects(self, before: PageOwners | None) -> npt.NDArray[np.intp]:
-        """Pages that were not seen, and not ``before`` either."""
+    def keep(self, before: PageOwners | None, nobodys: npt.NDArray[np.int32]) -> None:
+        """Pages that were not seen are nobody's, if these are; or as they were ``before``."""
+        self.put(nobodys[self.thing[nobodys] == UNSEEN], LOST)
         unseen = np.flatnonzero(self.thing == UNSEEN)
-        if before is None or not unseen.size or before.total_pages != self.total_pages:
-            return unseen[:0]
-        return unseen[before.things.missed[before.thing[unseen]] > 0]
-
-    def keep(self, before: PageOwners | None, found: npt.NDArray[np.intp]) -> None:
-        """Pages that were not seen are as they were ``before``; or nobody's.
-
-        Those ``found`` since are somewhere, which the next survey will see.
-        """
-        is_unseen = self.thing == UNSEEN
-        is_unseen[found] = False
-        unseen = np.flatnonzero(is_unseen)
         if before is None or not unseen.size or before.total_pages != self.total_pages:
             return
         old = before.thing[unseen]
-        is_there = np.zeros(before.things.what.size, np.bool_)
-        is_there[old] = True
-        kept = np.flatnonzero(is_there)
-        place = np.zeros(is_there.size, np.int32)
+        kept = np.flatnonzero(np.bincount(old))
+        place = np.zeros(before.things.what.size, np.int32)
         place[kept] = np.arange(kept.size) + self.things.what.size
         self.thing[unseen] = place[old]
-        more = before.things.some(kept)
-        is_lost = more.missed > 0
-        more.what[is_lost] = Is.NOBODY
-        more.session[is_lost] = 0
-        more.missed[:] = np.minimum(more.missed, 1) + 1
-        self.things = self.things.and_also(more)
+        self.things = self.things.and_also(before.things.some(kept))
 
     def count(self) -> Iterator[None]:
         """Pages by thing. A step for each so many pages."""

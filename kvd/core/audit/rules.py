@@ -273,6 +273,9 @@ def lock_faults(edge: TreeNode, refs: Backrefs) -> Iterator[Fault]:
 
 # ---- pages -----
 
+PAGE_LOST = "page-lost"
+"""The check that tells which pages nobody has."""
+
 MAX_PLACES = 8
 """Different sets of places named in one answer; a broken free list would name thousands."""
 
@@ -378,7 +381,7 @@ def _missing(ids: np.ndarray, total: int, component: str) -> Iterator[Fault]:
     if lost.size:
         pages = Pages(lost.astype("<i4").tobytes())
         what = f"{_these(lost.tolist(), component)} nowhere"
-        yield Fault("I1", "page-lost", what, pages=pages, component=component)
+        yield Fault("I1", PAGE_LOST, what, pages=pages, component=component)
 
 
 def _these(pages: list[int], component: str) -> str:
