@@ -157,8 +157,6 @@ def vitals(context: Context, worry: Worry, latency: Latency, loop: Loop) -> Vita
 MAX_ANSWERS = 16
 """Encoded answers that are kept until the next look: consoles have the last revisions, or none."""
 
-_ENCODE_TABLE = msgspec.msgpack.Encoder().encode
-
 
 class Feed:
     """What a query was last answered with. ``look`` now and then, ``answer`` anybody."""
@@ -215,7 +213,7 @@ class Feed:
         if found is None:
             if len(self._answers) >= MAX_ANSWERS:
                 self._answers.clear()
-            found = self._answers[since] = _ENCODE_TABLE(self._table(since))
+            found = self._answers[since] = _ENCODE(self._table(since))
         return found
 
     def _table(self, since: int) -> Table:
@@ -233,8 +231,6 @@ class Feed:
             trouble=self._trouble,
         )
 
-
-__all__ = ["VIEWS", "worry"]
 
 HELD = (POOLS, LEASES, ROOMS, PEERS, CLIENTS, WAITING_REQUESTS)
 CACHED = (TREE, LOCKED, ORPHANS, EVICTION)

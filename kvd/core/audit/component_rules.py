@@ -88,13 +88,6 @@ def component_register_faults(node: NodeView) -> Iterator[Fault]:
     yield from _lockstep_faults(node.settings)
 
 
-def is_uncounted(keeper: ComponentPages) -> bool:
-    """I1 by the numbers alone: cheap, and blind to a page lost while another is double."""
-    pool = keeper.pool
-    counted = 1 + pool.free_pages + keeper.cached_pages + keeper.held_pages
-    return counted != pool.total_pages and not pool.condemned_pages
-
-
 def gone_faults(keeper: ComponentPages) -> Iterator[Fault]:
     """I9: what lies at nodes lies at nodes of the tree."""
     name = keeper.component.name

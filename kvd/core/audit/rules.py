@@ -259,9 +259,10 @@ def missing_locks(edge: TreeNode, anchored: Counter[TreeNode | None]) -> int:
 
 def lock_faults(edge: TreeNode, refs: Backrefs) -> Iterator[Fault]:
     """I2 at one node, in words."""
-    if missing_locks(edge, refs.anchored):
+    missing = missing_locks(edge, refs.anchored)
+    if missing:
         anchored, own = refs.anchored[edge], edge.parent is None
-        below = sum([child.lock_ref for child in edge.children.values()])
+        below = edge.lock_ref + missing - anchored - own
         yield Fault(
             "I2",
             "lock-count",
@@ -299,17 +300,17 @@ def tile_faults(where: PoolPlaces) -> list[Fault]:
     ]
 
 
-def count_faults(table: LeaseTable) -> list[Fault]:
-    """I1 by the numbers alone: cheap, and blind to a page that is lost while another is double."""
-    held = sum([lease.held_pages for lease in table.leases.values()])
-    free, cached = table.pool.free_pages, table.tree.cached_pages
-    if 1 + free + cached + held == table.pool.total_pages or table.pool.condemned_pages:
-        return []  # how many of those condemned are still named is not counted
-    what = (
-        f"null 1 + free {free} + cached {cached} + held and quarantined {held} is not "
-        f"{table.pool.total_pages}"
-    )
-    return [Fault("I1", "page-count", what)]
+def is_uncounted(where: PoolPlaces) -> bool:
+    """I1 by the numbers alone: cheap, and blind to a page lost while another is double."""
+    table, keeper = where.table, where.keeper
+    if keeper is None:
+        held = sum([lease.held_pages for lease in table.leases.values()])
+        cached = table.tree.cached_pages
+    else:
+        held, cached = keeper.held_pages, keeper.cached_pages
+    counted = 1 + where.pool.free_pages + cached + held
+    # How many of those condemned are still named is not counted.
+    return counted != where.pool.total_pages and not where.pool.condemned_pages
 
 
 def _apart_from(everything: list[Place], condemned: Pages) -> list[Place]:
