@@ -15,22 +15,25 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.console.leases import sessions_held
-from kvd.console.view import Field, View, owner
-from kvd.console.waiting import turns
+from kvd.console.view import View
+from kvd.core.audit.rules import INVARIANTS
 from kvd.core.cache.lease import ENGINE
 from kvd.core.cache.lease_state import LeaseStage
+from kvd.core.handoff.parts import ReceivePart
 from kvd.core.handoff.protocol import Decode, Prefill
-from kvd.core.inspect.snapshot import kind_of, lacks_pages, why_waits
+from kvd.core.inspect.rows import client_rows, waiting_rows
+from kvd.core.inspect.schema import StateField, session_name
+from kvd.core.inspect.words import asked_word, why_waits
 from kvd.core.peers.peer import Agent, Life
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from kvd.console.context import Context
-    from kvd.console.waiting import WaitingRow
     from kvd.core.cache.lease import LeaseRecord, Writer
-    from kvd.core.handoff.parts import ReceivePart, SendPart
+    from kvd.core.handoff.parts import SendPart
+    from kvd.core.inspect.rows import WaitingRow
+    from kvd.core.inspect.view import NodeView
     from kvd.wire.console import Query
     from kvd.wire.snapshot import AuditState
 
@@ -74,9 +77,21 @@ def kept_by(context: Context, budget: str) -> str:
     return "; ".join(f"{one.ref} of {one.who}" for one in found) or "nobody"
 
 
+def open_biggest(context: Context, budget: str) -> str:
+    """What to open of a component that is short: who keeps the most of it."""
+    found = context.biggest.of(context, budget)
+    return f"open {found[0].ref}" if found else f"open pool:{budget}"
+
+
 def amount(number: int, what: str) -> str:
     """``1 page``, ``2 pages``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def pages_of(leases: Collection[LeaseRecord]) -> str:
+    """``2 leases with 7 pages``."""
+    pages = sum([lease.held_pages for lease in leases])
+    return f"{amount(len(leases), 'lease')} with {amount(pages, 'page')}"
 
 
 WAITS_S = 1.0
@@ -90,18 +105,6 @@ OLD_UNCACHED_S = 600.0
 """One that is not cached is not committed page by page: only a long time says anything."""
 LINGERS_S = 2.0
 AWAITED_S = 10.0
-
-RULES = {
-    "I1": "every page is in exactly one place: free, held, cached or in quarantine",
-    "I2": "a node of the tree is locked as often as leases cross it",
-    "I3": "what can be evicted is exactly what nobody locks",
-    "I4": "the tree, and what is sent of a prompt, is whole pages",
-    "I5": "nothing is posted twice, or outside of what was asked for",
-    "I6": "nothing is under way for what has settled, and no page in quarantine is another's",
-    "I7": "every quarantine names who may still write",
-    "I8": "events are numbered without a gap",
-    "I9": "what is held is held for somebody",
-}
 
 
 def violations(context: Context) -> Iterator[Concern]:
@@ -120,7 +123,7 @@ def violations(context: Context) -> Iterator[Concern]:
             subject=ref or f"pool:{fault.component or context.node.leases.pool.name}",
             evidence=f"{fault.sentence}{whose}{room}",
             since_s=found.first_seen_s,
-            rule=RULES.get(fault.rule, fault.rule),
+            rule=INVARIANTS.get(fault.rule, fault.rule),
             action=f"open {ref}" if ref else "audit",
             apart=str(found.id),
         )
@@ -134,10 +137,10 @@ def waiting(context: Context) -> Iterator[Concern]:
     if not len(context.node.admission):
         return
     groups: dict[str, list[WaitingRow]] = {}
-    for one in turns(context):
+    for one in waiting_rows(context.node):
         if context.now_s - one.waiter.since_s <= WAITS_S:
             continue
-        if lacks_pages(one.waiter):
+        if one.lacks_pages:
             groups.setdefault(one.waiter.budget, []).append(one)
         elif (blocked := one.waiter.asker.blocked()) is not None:
             groups.setdefault(blocked, []).append(one)
@@ -150,15 +153,14 @@ def _waiting(context: Context, oldest: WaitingRow, n_waiting: int) -> Concern:
     claim = waiter.claim
     has_s = waiter.deadline_s - waiter.since_s
     is_late = waiter.deadline_s - context.now_s < LATE * has_s
-    who = owner(context, claim.session)
-    what = f"{kind_of(waiter)} of {who}{f' for room {claim.room}' if claim.room else ''}"
+    who = session_name(context.node, claim.session)
+    what = f"{asked_word(waiter)} of {who}{f' for room {claim.room}' if claim.room else ''}"
     others = f", and {n_waiting - 1} more" if n_waiting > 1 else ""
     why = why_waits(context.node.admission, waiter, oldest.ahead)
     action, by = f"open client:{claim.session}", ""
-    if lacks_pages(waiter):
-        holders = context.biggest.of(context, waiter.budget)
+    if oldest.lacks_pages:
         by = f"; most is kept by {kept_by(context, waiter.budget)}"
-        action = f"open {holders[0].ref}" if holders else f"open pool:{waiter.budget}"
+        action = open_biggest(context, waiter.budget)
     return Concern(
         severity=HIGH if is_late else MEDIUM,
         kind="waiting",
@@ -217,19 +219,16 @@ def old_leases(context: Context) -> Iterator[Concern]:
         if client is None:
             continue
         first = min(group, key=lambda lease: lease.touched_s)
-        pages = sum(lease.held_pages for lease in group)
         ref = f"lease:{first.id}" if len(group) == 1 else f"client:{session}"
         yield Concern(
             severity=MEDIUM if node.admission.queue else LOW,
             kind="old-lease",
             subject=ref,
             evidence=f"{client.name} {client.pids[0]} is there, and has neither extended nor "
-            f"committed {amount(len(group), 'lease')} with {amount(pages, 'page')}; longest "
-            f"lease {first.id} ({first.reason})",
+            f"committed {pages_of(group)}; longest lease {first.id} ({first.reason})",
             since_s=first.touched_s,
             rule=f"an engine touches a lease every {OLD_S:g} s, or releases it; one that waits "
-            "for its "
-            "user may mean it, one that has forgotten it leaks",
+            "for its user may mean it, one that has forgotten it leaks",
             action=f"open lease:{first.id}",
         )
 
@@ -248,8 +247,8 @@ def lingering(context: Context) -> Iterator[Concern]:
                 kind="lingering",
                 subject=ref,
                 evidence=f"{amount(lease.held_pages, 'page')}, released by "
-                f"{owner(context, lease.session)} and still read by send {part.id} of room "
-                f"{part.room}",
+                f"{session_name(context.node, lease.session)} and still read by send {part.id} "
+                f"of room {part.room}",
                 since_s=since_s,
                 rule=f"a released lease is free within {LINGERS_S:g} s",
                 action=f"open send:{part.id}",
@@ -264,7 +263,7 @@ def gone_clients(context: Context) -> Iterator[Concern]:
         for one in context.node.sessions.by_id.values()
         if not (one.is_former or one.hang_up) and not all(map(alive, one.pids))
     ]
-    held = sessions_held(context) if suspects else {}
+    held = client_rows(context.node) if suspects else {}
     for session in suspects:
         has = held[session.id]
         if not (has.leases or has.receives or has.sends):
@@ -272,16 +271,13 @@ def gone_clients(context: Context) -> Iterator[Concern]:
         gone = [pid for pid in session.pids if not alive(pid)]
         living = [pid for pid in session.pids if pid not in gone]
         by = f"pid {living[0]}" if living else "a process that inherited it"
-        pages = sum(lease.held_pages for lease in has.leases)
         ref = f"client:{session.id}"
         yield Concern(
             severity=MEDIUM if living else HIGH,
             kind="client-gone",
             subject=ref,
             evidence=f"pid {gone[0]} of {session.name} is gone, its connection is kept open by "
-            f"{by}: "
-            f"{amount(len(has.leases), 'lease')} with {amount(pages, 'page')}, "
-            f"{amount(has.receives + has.sends, 'handoff')}",
+            f"{by}: {pages_of(has.leases)}, {amount(has.receives + has.sends, 'handoff')}",
             since_s=first_seen(context, "client-gone", ref),
             rule="what a dead engine held is released when its last process hangs up",
             action=f"stop {by}: what the session holds is released at once",
@@ -296,18 +292,15 @@ def awaited_clients(context: Context) -> Iterator[Concern]:
     for session in node.sessions.by_id.values():
         leases = node.former_leases.of_session(session.id) if session.is_former else []
         if leases and context.now_s - session.since_s > AWAITED_S:
-            pages = sum(lease.held_pages for lease in leases)
             yield Concern(
                 severity=MEDIUM if node.admission.queue else LOW,
                 kind="awaited",
                 subject=f"client:{session.id}",
                 evidence=f"{session.name} {session.pids[0]} was there before the restart and has "
-                "not come "
-                f"back: {amount(len(leases), 'lease')} with {amount(pages, 'page')} wait for it",
+                f"not come back: {pages_of(leases)} wait for it",
                 since_s=session.since_s,
                 rule=f"an engine that lives comes back within {AWAITED_S:g} s; what it held is "
-                "released "
-                "when it does, or ends",
+                "released when it does, or ends",
                 action=f"open client:{session.id}",
             )
 
@@ -319,14 +312,13 @@ def hung_up_clients(context: Context) -> Iterator[Concern]:
         if session.hang_up is None:
             continue
         leases = [one for one in node.leases.leases.values() if one.session == session.id]
-        pages = sum(lease.held_pages for lease in leases)
         pids = " ".join(map(str, session.pids))
         yield Concern(
             severity=MEDIUM,
             kind="hung-up-on",
             subject=f"client:{session.id}",
             evidence=f"kvd hung up on {session.name} {pids}: {session.hang_up.why.message}; "
-            f"{amount(len(leases), 'lease')} with {amount(pages, 'page')} stay held",
+            f"{pages_of(leases)} stay held",
             since_s=session.hang_up.since_s,
             rule="a process that lives may write its pages, so they come back when it ends",
             action=f"stop pid {pids}: what the session holds is released within 1 s",
@@ -339,7 +331,6 @@ def full_pools(context: Context) -> Iterator[Concern]:
     for name in budgets.names:
         if budgets.headroom(name):
             continue
-        holders = context.biggest.of(context, name)
         yield Concern(
             severity=MEDIUM,
             kind="pool-full",
@@ -347,7 +338,7 @@ def full_pools(context: Context) -> Iterator[Concern]:
             evidence=f"{name}: {budgets.told(name)}; most is kept by {kept_by(context, name)}",
             since_s=first_seen(context, "pool-full", f"pool:{name}"),
             rule="a page of each component can be had: it is free, or cached and not in use",
-            action=f"open {holders[0].ref}" if holders else f"open pool:{name}",
+            action=open_biggest(context, name),
         )
 
 
@@ -363,36 +354,38 @@ DIAL_S = 2.0
 _RECEIVING = {Decode.OFFERED, Decode.RECEIVING, Decode.VERIFYING}
 _SENDING = {Prefill.AWAIT_ENGINE, Prefill.AWAIT_OFFER, Prefill.STREAMING, Prefill.FLUSHING}
 
-_MOVES = f"a handoff under way moves at least every {STUCK_S:g} s"
+
+def handoffs(context: Context) -> Iterator[Concern]:
+    """Those that do not move, that will be late, and sends that their receiver does not end."""
+    decoder, prefiller = context.node.decoder, context.node.prefiller
+    for receive in decoder.parts.values():
+        if receive.state in _RECEIVING:
+            yield from _handoff(context, receive, receive.moved_bytes, may_be_late=True)
+    for send in prefiller.known():
+        done_bytes = prefiller.posts.live_bytes(send)
+        yield from _handoff(context, send, done_bytes, may_be_late=send.state in _SENDING)
 
 
-def receives(context: Context) -> Iterator[Concern]:
-    """Those that do not move, and those that will be late."""
-    now_s = context.now_s
-    seen = context.progress.receives
-    for part in context.node.decoder.parts.values():
-        if part.state not in _RECEIVING:
-            continue
-        found = seen.get(part.id)
-        moved_s = found[1] if found is not None else now_s
-        if now_s - moved_s > STUCK_S:
-            yield _still_receive(context, part, moved_s)
-        if part.deadline_s - now_s < LATE_HANDOFF * (part.deadline_s - part.since_s):
-            yield _late(context, f"receive:{part.id}", part, part.moved_bytes)
-
-
-def sends(context: Context) -> Iterator[Concern]:
-    """The same of the other side; and those whose receiver does not end them."""
-    now_s, prefiller = context.now_s, context.node.prefiller
-    seen = context.progress.sends
-    for part in prefiller.known():
-        found = seen.get(part.id)
-        moved_s = found[1] if found is not None else now_s
-        if now_s - moved_s > STUCK_S:
-            yield _still_send(context, part, moved_s)
-        is_late = part.deadline_s - now_s < LATE_HANDOFF * (part.deadline_s - part.since_s)
-        if is_late and part.state in _SENDING:
-            yield _late(context, f"send:{part.id}", part, prefiller.posts.live_bytes(part))
+def _handoff(
+    context: Context, part: ReceivePart | SendPart, done_bytes: int, *, may_be_late: bool
+) -> Iterator[Concern]:
+    side = "decode" if isinstance(part, ReceivePart) else "prefill"
+    moved_s = context.progress.moved_s(side, part.id)
+    if moved_s is not None and context.now_s - moved_s > STUCK_S:
+        yield _still(context, part, moved_s)
+    last_s = LATE_HANDOFF * (part.deadline_s - part.since_s)
+    if may_be_late and part.deadline_s - context.now_s < last_s:
+        whole = f" of {part.total_bytes}" if part.total_bytes else ""
+        yield Concern(
+            severity=MEDIUM,
+            kind="late-handoff",
+            subject=_ref(part),
+            evidence=f"room {part.room} with {part.peer or 'nobody yet'}: {part.state.value}, "
+            f"{done_bytes}{whole} bytes",
+            since_s=part.deadline_s - last_s,
+            rule="a handoff is done before the last fifth of its time",
+            action=f"open {_ref(part)}",
+        )
 
 
 def peers(context: Context) -> Iterator[Concern]:
@@ -458,18 +451,8 @@ def _unanswered(context: Context) -> Iterator[Concern]:
 # ---- one handoff ---------------------------------------------------------------------------------
 
 
-def _late(context: Context, ref: str, part: ReceivePart | SendPart, done_bytes: int) -> Concern:
-    whole = f" of {part.total_bytes}" if part.total_bytes else ""
-    return Concern(
-        severity=MEDIUM,
-        kind="late-handoff",
-        subject=ref,
-        evidence=f"room {part.room} with {part.peer or 'nobody yet'}: {part.state.value}, "
-        f"{done_bytes}{whole} bytes",
-        since_s=part.deadline_s - LATE_HANDOFF * (part.deadline_s - part.since_s),
-        rule="a handoff is done before the last fifth of its time",
-        action=f"open {ref}",
-    )
+def _ref(part: ReceivePart | SendPart) -> str:
+    return f"{'receive' if isinstance(part, ReceivePart) else 'send'}:{part.id}"
 
 
 def _silence(context: Context, incarnation: str) -> str:
@@ -478,9 +461,28 @@ def _silence(context: Context, incarnation: str) -> str:
     return f"; {peer.name} is {peer.life.value}" if peer and peer.life is not Life.UP else ""
 
 
-def _still_receive(context: Context, part: ReceivePart, moved_s: float) -> Concern:
+def _still(context: Context, part: ReceivePart | SendPart, moved_s: float) -> Concern:
     silence = _silence(context, part.incarnation)
-    grave = MEDIUM if context.now_s - moved_s > LONG_S else LOW
+    is_long = context.now_s - moved_s > LONG_S
+    if isinstance(part, ReceivePart):
+        way, (grave, what, action) = f"from {part.peer}", _keeps_receive(part, is_long=is_long)
+    else:
+        way = f"to {part.peer or 'nobody yet'}"
+        grave, what, action = _keeps_send(context, part, is_long=is_long)
+    return Concern(
+        severity=HIGH if silence else grave,
+        kind="stuck-handoff",
+        subject=_ref(part),
+        evidence=f"room {part.room} {way}: {what}{silence}",
+        since_s=moved_s,
+        rule=f"a handoff under way moves at least every {STUCK_S:g} s",
+        action=f"open peer:{part.peer}" if silence else action,
+    )
+
+
+def _keeps_receive(part: ReceivePart, *, is_long: bool) -> tuple[str, str, str]:
+    """How grave it is, what is wrong, and what to do."""
+    grave = MEDIUM if is_long else LOW
     match part.state:
         case Decode.OFFERED:
             what = "its pages are offered, and the prefill engine has not begun"
@@ -491,34 +493,11 @@ def _still_receive(context: Context, part: ReceivePart, moved_s: float) -> Conce
                 f"{part.moved_bytes} of {part.total_bytes} bytes, and nothing since: the prefill "
                 "engine does not compute, or bytes have stopped"
             )
-    return Concern(
-        severity=HIGH if silence else grave,
-        kind="stuck-handoff",
-        subject=f"receive:{part.id}",
-        evidence=f"room {part.room} from {part.peer}: {what}{silence}",
-        since_s=moved_s,
-        rule=_MOVES,
-        action=f"open peer:{part.peer}" if silence else f"open receive:{part.id}",
-    )
+    return grave, what, f"open {_ref(part)}"
 
 
-def _still_send(context: Context, part: SendPart, moved_s: float) -> Concern:
-    silence = _silence(context, part.incarnation)
-    is_long = context.now_s - moved_s > LONG_S
-    grave, what, action = _what_keeps(context, part, is_long=is_long)
-    return Concern(
-        severity=HIGH if silence else grave,
-        kind="stuck-handoff",
-        subject=f"send:{part.id}",
-        evidence=f"room {part.room} to {part.peer or 'nobody yet'}: {what}{silence}",
-        since_s=moved_s,
-        rule=_MOVES,
-        action=f"open peer:{part.peer}" if silence else action,
-    )
-
-
-def _what_keeps(context: Context, part: SendPart, *, is_long: bool) -> tuple[str, str, str]:
-    """How grave it is, what is wrong, and what to do."""
+def _keeps_send(context: Context, part: SendPart, *, is_long: bool) -> tuple[str, str, str]:
+    """The same of a send."""
     after_its_turn = MEDIUM if is_long else LOW
     engine, peer = f"open client:{part.session}", f"open peer:{part.peer}"
     if part.outstanding:
@@ -579,8 +558,8 @@ def draining(context: Context) -> Iterator[Concern]:
             severity=LOW,
             kind="draining",
             subject="",
-            evidence=f"{drainer.words()}: {len(receives)} receives and {len(sends)} sends under "
-            "way",
+            evidence=f"{drainer.words()}: {len(receives)} receives and {len(sends)} sends "
+            "under way",
             since_s=drainer.drain.since_s,
             rule="a node serves; one that drains refuses every new lease, receive and send",
             action="kvd undrain serves again, unless it is stopping",
@@ -646,15 +625,15 @@ def _states(context: Context, _: Query) -> list[AuditState]:
     return [context.node.audit.state()]
 
 
-def _state(_: Context, one: AuditState) -> str:
+def _state(_: NodeView, one: AuditState) -> str:
     if one.findings:
         return "broken"
     return "ok" if one.sweeps else "waiting"
 
 
-def _ended(context: Context, one: AuditState) -> float | None:
+def _ended(node: NodeView, one: AuditState) -> float | None:
     """When the last sweep ended; None before any has."""
-    return context.node.out.at_s - one.last_sweep_ago_s if one.sweeps else None
+    return node.out.at_s - one.last_sweep_ago_s if one.sweeps else None
 
 
 def _looked_at(one: AuditState, figure: float) -> float | None:
@@ -664,15 +643,15 @@ def _looked_at(one: AuditState, figure: float) -> float | None:
 AUDIT: View[AuditState] = View(
     "audit",
     (
-        Field("state", "state", _state),
-        Field("findings", "count", lambda _, one: one.findings, "rules that are broken now"),
-        Field("sweeps", "count", lambda _, one: one.sweeps, "counter"),
-        Field("ended", "since", _ended, "of the last sweep"),
-        Field("took_s", "seconds", lambda _, one: _looked_at(one, one.sweep_s)),
-        Field("objects", "count", lambda _, one: _looked_at(one, one.objects)),
-        Field("pages", "pages", lambda _, one: _looked_at(one, one.pages)),
-        Field("spent_s", "seconds", lambda _, one: one.spent_s, "of processor time, in all"),
-        Field("core", "share", lambda _, one: one.share, "of a core, between the last two sweeps"),
+        StateField("state", "state", _state),
+        StateField("findings", "count", "", "rules that are broken now"),
+        StateField("sweeps", "count", "", "counter"),
+        StateField("ended", "since", _ended, "of the last sweep"),
+        StateField("took_s", "seconds", lambda _, one: _looked_at(one, one.sweep_s)),
+        StateField("objects", "count", lambda _, one: _looked_at(one, one.objects)),
+        StateField("pages", "pages", lambda _, one: _looked_at(one, one.pages)),
+        StateField("spent_s", "seconds", "", "of processor time, in all"),
+        StateField("core", "share", "share", "of a core, between the last two sweeps"),
     ),
     objects=_states,
     key=lambda _: "audit:standing",
@@ -683,8 +662,7 @@ _LOOKS = (
     violations,
     transfer,
     peers,
-    receives,
-    sends,
+    handoffs,
     waiting,
     quarantines,
     gone_clients,
@@ -726,13 +704,13 @@ def worry(context: Context) -> Worry:
 CONCERNS: View[Concern] = View(
     "concerns",
     (
-        Field("severity", "state", lambda _, one: one.severity),
-        Field("kind", "text", lambda _, one: one.kind),
-        Field("subject", "ref", lambda _, one: one.subject or None),
-        Field("evidence", "text", lambda _, one: one.evidence),
-        Field("since", "since", lambda _, one: one.since_s),
-        Field("rule", "text", lambda _, one: one.rule, "what should be so"),
-        Field("action", "text", lambda _, one: one.action, "what to do about it"),
+        StateField("severity", "state"),
+        StateField("kind", "text"),
+        StateField("subject", "ref", lambda _, one: one.subject or None),
+        StateField("evidence", "text"),
+        StateField("since", "since", "since_s"),
+        StateField("rule", "text", "", "what should be so"),
+        StateField("action", "text", "", "what to do about it"),
     ),
     objects=lambda context, _: concerns(context),
     key=lambda one: one.key,

@@ -47,8 +47,8 @@ class LastMoved:
     """When each open handoff last moved: by its own record, and by what looks have seen."""
 
     def __init__(self) -> None:
-        self.receives: dict[int, Seen] = {}
-        self.sends: dict[int, Seen] = {}
+        self._seen: dict[tuple[str, int], Seen] = {}
+        """By side and part."""
         self._at_s = float("-inf")
 
     def look(self, context: Context) -> None:
@@ -57,27 +57,24 @@ class LastMoved:
         if now_s - self._at_s < LOOK_EVERY_S:
             return
         self._at_s = now_s
-        before, self.receives = self.receives, {}
+        before, self._seen = self._seen, {}
         for receive in context.node.decoder.parts.values():
-            known = before.get(receive.id)
+            known = before.get(("decode", receive.id))
             last_s, n_bytes = receive.history.last_s, receive.moved_bytes
             if known is None:
-                self.receives[receive.id] = n_bytes, now_s if n_bytes else last_s
-            else:
-                self.receives[receive.id] = _next(known, n_bytes, last_s, now_s)
-        before, self.sends = self.sends, {}
+                known = n_bytes, now_s if n_bytes else last_s
+            self._seen["decode", receive.id] = _next(known, n_bytes, last_s, now_s)
         live_bytes = prefiller.posts.live_bytes
         for send in prefiller.known():
-            known = before.get(send.id)
+            known = before.get(("prefill", send.id))
             last_s, n_bytes = send.history.last_s, live_bytes(send)
             if known is None:
-                self.sends[send.id] = n_bytes, _first_seen(send, n_bytes, last_s, now_s)
-            else:
-                self.sends[send.id] = _next(known, n_bytes, last_s, now_s)
+                known = n_bytes, _first_seen(send, n_bytes, last_s, now_s)
+            self._seen["prefill", send.id] = _next(known, n_bytes, last_s, now_s)
 
     def moved_s(self, side: str, part: int) -> float | None:
         """When that part last moved; None for one that was not looked at."""
-        found = (self.receives if side == "decode" else self.sends).get(part)
+        found = self._seen.get((side, part))
         return found[1] if found is not None else None
 
 

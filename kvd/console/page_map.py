@@ -187,11 +187,11 @@ def _things(
     for lease in leases:
         if lease.id in survey.leases:
             found.append(survey.leases[lease.id])
-        if plane.keeper is not None:
-            needed += [one.id for one in needed_nodes(plane.keeper, lease)]
+        if plane.where.keeper is not None:
+            needed += [one.id for one in needed_nodes(plane.where.keeper, lease)]
             continue
         step = lease.anchor
-        while step is not None and not plane.saves and step.id not in seen:
+        while step is not None and not plane.where.saves and step.id not in seen:
             seen.add(step.id)
             needed.append(step.id)
             step = step.parent

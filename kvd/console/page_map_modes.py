@@ -101,7 +101,7 @@ def tier(plane: PageOwners, _: NodeView, __: float) -> MapValues:
     """In which memory they are, and of which there is a copy in the saved area."""
     names = [name for _, name in _TIERS]
     values = np.full(plane.things.what.size, 1 + names.index(plane.tier))
-    if not plane.saves:
+    if not plane.where.saves:
         values[plane.things.is_saved] = 1 + len(_TIERS)
     words = (_FREE, *_TIERS, ("S", "saved too"))
     return _shown(plane, _apart(plane.things.what, values, len(words)), (*words, _NOBODY))

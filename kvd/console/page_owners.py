@@ -4,12 +4,10 @@ A thing is a node of the tree, a lease, or nobody. What is true of a page is tru
 its thing, so a page costs four bytes and is looked at once; what a lens shows of a million pages
 is worked out for the things, and looked up for the pages on somebody's screen.
 
-    things   | not seen | free | null | node | node | ... | lease | ... | kept | ... |
+    things   | not seen | free | null | nobody | node | node | ... | lease | ... | kept | ... |
 
-``kept`` are pages that this survey has not seen: they changed their place while it went on, or
-they are nobody's. They are shown as the survey before saw them, and as nobody's if that did not
-see them either, nor a second look at where they may have gone. On a node with very many leases that
-is a hint: what is broken is the audit's to say (``core.sweep``).
+``kept`` are pages that this survey has not seen: they changed their place while it went on, and are
+shown as the survey before saw them. That nobody has a page is the audit's to say.
 """
 
 from __future__ import annotations
@@ -20,18 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvd.core.components.device_buffer import Buffers
+from kvd.core.inspect.page_states import pools_of, saved_pools_of
 from kvd.core.layout.spec import has_bytes, kind, node_page_bytes
-from kvd.types import NO_PAGES, Pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
-    from kvd.core.cache.lease import LeaseRecord
-    from kvd.core.cache.pages import PagePool
-    from kvd.core.cache.radix_node import RadixNode as TreeNode
-    from kvd.core.components.component_pages import ComponentPages
+    from kvd.core.inspect.page_states import PoolPlaces
     from kvd.core.inspect.view import NodeView
     from kvd.core.layout.spec import Component
     from kvd.wire.console import Level
@@ -40,9 +35,9 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 
-UNSEEN, FREE, NULL = range(3)
+UNSEEN, FREE, NULL, LOST = range(4)
 """Things that are neither nodes nor leases."""
-FIRST_NODE = 3
+FIRST_NODE = 4
 
 PUT_PAGES = 32_768
 """Pages that are written down at once: in less than half a millisecond, as they are counted."""
@@ -84,8 +79,6 @@ class Things(NamedTuple):
     locks: Ints
     is_saved: npt.NDArray[np.bool_]
     """Whether there is a copy in the saved area."""
-    missed: npt.NDArray[np.uint8]
-    """Surveys in a row that did not see it; 0 for what was seen."""
 
     @staticmethod
     def of(
@@ -104,7 +97,6 @@ class Things(NamedTuple):
             hits=np.zeros(n, np.int64),
             locks=np.zeros(n, np.int64),
             is_saved=np.array(is_saved, np.bool_) if is_saved else np.zeros(n, np.bool_),
-            missed=np.zeros(n, np.uint8),
         )
 
     def and_also(self, *others: Things) -> Things:
@@ -128,32 +120,21 @@ class MapValues(NamedTuple):
 class PageOwners:
     """One component, or one saved area, during a survey and after it.
 
-    ``keeper`` is None for the first component and for saved areas, ``saves`` is the component whose
-    area it is, ``page_bytes`` are of all its shards.
+    ``page_bytes`` are of all its shards.
     """
 
-    def __init__(
-        self,
-        pool: PagePool,
-        component: Component,
-        keeper: ComponentPages | None,
-        *,
-        saves: str,
-        page_bytes: int,
-    ) -> None:
+    def __init__(self, where: PoolPlaces, component: Component, page_bytes: int) -> None:
+        pool = where.pool
+        self.where = where
         self.name = pool.name
         self.total_pages = pool.total_pages
         self.page_bytes = page_bytes
-        self.tier = "host" if saves else kind(component.tier)
-        self.pool = pool
-        self.keeper = keeper
-        self.saves = saves
-        self.has_nodes = not saves and not isinstance(keeper, Buffers)
+        self.tier = "host" if where.saves else kind(component.tier)
+        self.has_nodes = not where.saves and not isinstance(where.keeper, Buffers)
         self.thing = np.zeros(pool.total_pages, np.int32)
         """By page."""
         self.thing[0] = NULL
-        self.things = Things.of([Is.UNSEEN, Is.FREE, Is.FREE], [0, 0, 0], [0.0, 0.0, 0.0])
-        self.things.missed[UNSEEN] = 1
+        self.things = Things.of([Is.UNSEEN, Is.FREE, Is.FREE, Is.NOBODY], [0] * 4, [0.0] * 4)
         self.pages: Ints = np.zeros(0, np.int64)
         """By thing; the null page is not counted."""
         self.runs = (0, 0)
@@ -166,30 +147,6 @@ class PageOwners:
         if found is None:
             found = self._shown[lens] = look()
         return found
-
-    # ---- what to look at ---------------------------------------------------------------------
-
-    def at(self, nodes: Sequence[TreeNode]) -> Sequence[Pages]:
-        """The pages at each of these nodes."""
-        keeper = self.keeper
-        if keeper is None:
-            return [node.pages for node in nodes]
-        return [keeper.pages_at(node) for node in nodes]
-
-    def locks_at(self, nodes: Sequence[TreeNode]) -> Sequence[int]:
-        """The locks of each of these nodes, that keep these pages."""
-        keeper = self.keeper
-        if keeper is None:
-            return [node.lock_ref for node in nodes]
-        return [keeper.locks_at(node) for node in nodes]
-
-    def of(self, lease: LeaseRecord) -> Pages:
-        """The pages that are this lease's own."""
-        if self.saves:
-            parts = () if lease.saved is None else lease.saved.parts
-            own = [part.slots for part in parts if part.component == self.saves]
-            return Pages(b"".join(own)) if own else NO_PAGES
-        return lease.held if self.keeper is None else self.keeper.own_pages(lease)
 
     # ---- writing down ------------------------------------------------------------------------
 
@@ -215,36 +172,18 @@ class PageOwners:
 
     # ---- the end -----------------------------------------------------------------------------
 
-    def suspects(self, before: PageOwners | None) -> npt.NDArray[np.intp]:
-        """Pages that were not seen, and not ``before`` either."""
+    def keep(self, before: PageOwners | None, nobodys: npt.NDArray[np.int32]) -> None:
+        """Pages that were not seen are nobody's, if these are; or as they were ``before``."""
+        self.put(nobodys[self.thing[nobodys] == UNSEEN], LOST)
         unseen = np.flatnonzero(self.thing == UNSEEN)
-        if before is None or not unseen.size or before.total_pages != self.total_pages:
-            return unseen[:0]
-        return unseen[before.things.missed[before.thing[unseen]] > 0]
-
-    def keep(self, before: PageOwners | None, found: npt.NDArray[np.intp]) -> None:
-        """Pages that were not seen are as they were ``before``; or nobody's.
-
-        Those ``found`` since are somewhere, which the next survey will see.
-        """
-        is_unseen = self.thing == UNSEEN
-        is_unseen[found] = False
-        unseen = np.flatnonzero(is_unseen)
         if before is None or not unseen.size or before.total_pages != self.total_pages:
             return
         old = before.thing[unseen]
-        is_there = np.zeros(before.things.what.size, np.bool_)
-        is_there[old] = True
-        kept = np.flatnonzero(is_there)
-        place = np.zeros(is_there.size, np.int32)
+        kept = np.flatnonzero(np.bincount(old))
+        place = np.zeros(before.things.what.size, np.int32)
         place[kept] = np.arange(kept.size) + self.things.what.size
         self.thing[unseen] = place[old]
-        more = before.things.some(kept)
-        is_lost = more.missed > 0
-        more.what[is_lost] = Is.NOBODY
-        more.session[is_lost] = 0
-        more.missed[:] = np.minimum(more.missed, 1) + 1
-        self.things = self.things.and_also(more)
+        self.things = self.things.and_also(before.things.some(kept))
 
     def count(self) -> Iterator[None]:
         """Pages by thing. A step for each so many pages."""
@@ -273,20 +212,10 @@ def page_owners_of(node: NodeView) -> list[PageOwners]:
     """One for each component with pages of its own, the first one first; then the saved areas."""
     table, spec = node.leases, node.settings.spec
     by_name = {one.name: one for one in spec.components}
-
-    def plane(
-        pool: PagePool, name: str, keeper: ComponentPages | None, saves: str = ""
-    ) -> PageOwners:
-        component = by_name[name]
+    saved = [one for one in saved_pools_of(table) if one.pool.total_pages > 1]
+    found = []
+    for where in (*pools_of(table), *saved):
+        component = by_name[where.saves or where.pool.name]
         n_bytes = node_page_bytes(spec, component) if has_bytes(component) else 0
-        return PageOwners(pool, component, keeper, saves=saves, page_bytes=n_bytes)
-
-    return [
-        plane(table.pool, spec.components[0].name, None),
-        *[plane(one.pool, one.component.name, one) for one in table.components.each],
-        *[
-            plane(pool, name, None, name)
-            for name, pool in table.saved.pools.items()
-            if pool.total_pages > 1
-        ],
-    ]
+        found.append(PageOwners(where, component, n_bytes))
+    return found

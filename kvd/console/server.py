@@ -24,15 +24,11 @@ import msgspec
 
 from kvd import __version__
 from kvd.console.concerns import AUDIT, CONCERNS, Worry, worry
-from kvd.console.leases import CLIENTS, LEASES
 from kvd.console.page_map import MapFeed
-from kvd.console.peers import PEERS
-from kvd.console.pools import POOLS
-from kvd.console.rooms import ROOMS
 from kvd.console.survey import Surveyor
+from kvd.console.tables import CLIENTS, LEASES, PEERS, POOLS, ROOMS, WAITING_REQUESTS
 from kvd.console.tree import EVICTION, LOCKED, ORPHANS, TREE
 from kvd.console.view import NoWindow
-from kvd.console.waiting import WAITING
 from kvd.core.inspect.snapshot import totals
 from kvd.core.inspect.words import node_word
 from kvd.core.peers.peer import Life
@@ -161,8 +157,6 @@ def vitals(context: Context, worry: Worry, latency: Latency, loop: Loop) -> Vita
 MAX_ANSWERS = 16
 """Encoded answers that are kept until the next look: consoles have the last revisions, or none."""
 
-_ENCODE_TABLE = msgspec.msgpack.Encoder().encode
-
 
 class Feed:
     """What a query was last answered with. ``look`` now and then, ``answer`` anybody."""
@@ -219,7 +213,7 @@ class Feed:
         if found is None:
             if len(self._answers) >= MAX_ANSWERS:
                 self._answers.clear()
-            found = self._answers[since] = _ENCODE_TABLE(self._table(since))
+            found = self._answers[since] = _ENCODE(self._table(since))
         return found
 
     def _table(self, since: int) -> Table:
@@ -238,9 +232,7 @@ class Feed:
         )
 
 
-__all__ = ["VIEWS", "worry"]
-
-HELD = (POOLS, LEASES, ROOMS, PEERS, CLIENTS, WAITING)
+HELD = (POOLS, LEASES, ROOMS, PEERS, CLIENTS, WAITING_REQUESTS)
 CACHED = (TREE, LOCKED, ORPHANS, EVICTION)
 
 # Any, because each view has objects of its own kind.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.console.page_owners import FIRST_NODE, FREE, Is, PageOwners, Things, page_owners_of
+from kvd.core.audit.rules import PAGE_LOST
 from kvd.core.cache.lease import ARRIVAL, ENGINE
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.cache.radix_node import RadixNode as TreeNode
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from kvd.console.context import ConsoleView
     from kvd.core.cache.lease import LeaseRecord
-    from kvd.core.inspect.view import NodeView
 
 SLICE_S = 0.001
 """A slice ends with the step that takes it over this; no step takes over a millisecond."""
@@ -47,8 +48,6 @@ FORGET_S = 10.0
 FREE_PAGES = 65_536
 NODES = 256
 LEASES = 64
-AGAIN = 2048
-"""Leases and nodes that are looked at once more at once, where pages are missing: 2 ms."""
 SUMMED_NODES = 4096
 
 GONE = TreeNode(node_id=0, parent=None, key=b"", edge=b"", pages=b"")
@@ -58,7 +57,7 @@ GONE = TreeNode(node_id=0, parent=None, key=b"", edge=b"", pages=b"")
 class Survey:
     """One survey, under way or over. ``steps`` is its work: each ``next`` some 0.3 ms of it."""
 
-    def __init__(self, node: NodeView, before: Survey | None, at_s: float) -> None:
+    def __init__(self, node: ConsoleView, before: Survey | None, at_s: float) -> None:
         self.began_s = self.at_s = at_s
         """``at_s`` is its end."""
         self.planes = page_owners_of(node)
@@ -97,10 +96,10 @@ class Survey:
 
     # ---- the walk ----------------------------------------------------------------------------
 
-    def _look(self, node: NodeView, before: Survey | None) -> Generator[None]:
+    def _look(self, node: ConsoleView, before: Survey | None) -> Generator[None]:
         for plane in self.planes:
             for first in range(0, plane.total_pages, FREE_PAGES):
-                free = np.frombuffer(plane.pool.free_slice(first, FREE_PAGES), dtype="<i4")
+                free = np.frombuffer(plane.where.pool.free_slice(first, FREE_PAGES), dtype="<i4")
                 if free.size:
                     plane.put(free, FREE)
                     yield
@@ -114,18 +113,14 @@ class Survey:
             plane.things = plane.things.and_also(nodes, *of_leases[plane.name])
             yield
             last = before.plane(plane.name) if before is not None else None
-            suspects = plane.suspects(last)
-            found = suspects[:0]
-            if suspects.size:
-                found = yield from self._look_again(node, plane, suspects)
-            plane.keep(last, found)
+            plane.keep(last, _nobodys(node, plane))
             yield
             yield from plane.count()
             plane.find_runs()
             yield
         self._nodes = []
 
-    def _look_at_tree(self, node: NodeView, locks: dict[str, array[int]]) -> Iterator[None]:
+    def _look_at_tree(self, node: ConsoleView, locks: dict[str, array[int]]) -> Iterator[None]:
         """Level by level, so that the children of a node stand side by side."""
         nodes = self._nodes = list(node.leases.tree.roots.values())
         planes = [plane for plane in self.planes if plane.has_nodes]
@@ -140,8 +135,8 @@ class Survey:
             self._hits.extend([one.hits for one in seen])
             self.locked += [one for one in seen if one.lock_ref and one.parent is not None]
             for plane in planes:
-                locks[plane.name].extend(plane.locks_at(seen))
-                yield from plane.see(plane.at(seen), FIRST_NODE + first)
+                locks[plane.name].extend(plane.where.locks_at(seen))
+                yield from plane.see(plane.where.at(seen), FIRST_NODE + first)
             first += len(seen)
             yield
 
@@ -162,7 +157,9 @@ class Survey:
             yield
         self.below_pages = below
 
-    def _look_at_leases(self, node: NodeView, of_leases: dict[str, list[Things]]) -> Iterator[None]:
+    def _look_at_leases(
+        self, node: ConsoleView, of_leases: dict[str, list[Things]]
+    ) -> Iterator[None]:
         first_lease = FIRST_NODE + len(self._nodes)
         numbers = list(node.leases.leases)
         for first in range(0, len(numbers), LEASES):
@@ -172,38 +169,8 @@ class Survey:
             self.leases.update((one.id, thing + k) for k, one in enumerate(there))
             for plane in self.planes:
                 of_leases[plane.name].append(_things_of_leases(there, plane))
-                yield from plane.see([plane.of(one) for one in there], thing)
+                yield from plane.see([plane.where.of(one) for one in there], thing)
             yield
-
-    def _look_again(
-        self, node: NodeView, plane: PageOwners, suspects: npt.NDArray[np.intp]
-    ) -> Generator[None, None, npt.NDArray[np.intp]]:
-        """Those that are free now, a lease's, or at a node where they can have come since.
-
-        All at one moment unless there is very much: so what moves all the time is found.
-        """
-        is_there = np.zeros(plane.total_pages, np.bool_)
-
-        def see(pieces: Sequence[bytes]) -> None:
-            ids = np.frombuffer(b"".join(pieces), dtype="<i4")
-            is_there[ids[(ids > 0) & (ids < plane.total_pages)]] = True
-
-        see([plane.pool.free_ids()])
-        by_id = node.leases.leases
-        numbers, nodes = list(by_id), self._later_nodes(node, plane)
-        for first in range(0, max(len(numbers), len(nodes)), AGAIN):
-            some = numbers[first : first + AGAIN]
-            see([plane.of(by_id[one]) for one in some if one in by_id])
-            see(plane.at(nodes[first : first + AGAIN]))
-            yield
-        return suspects[is_there[suspects] > 0]
-
-    def _later_nodes(self, node: NodeView, plane: PageOwners) -> list[TreeNode]:
-        """Nodes that the walk has not seen; of a component beside the first all that have some."""
-        if plane.keeper is not None:
-            return list(plane.keeper.nodes)
-        order = node.leases.tree.order if plane.has_nodes else ()
-        return [one for one in order if one.id not in self.index]
 
     def _things_of_nodes(self, plane: PageOwners, locks: array[int] | None) -> Things:
         n_nodes = len(self._hits)
@@ -215,8 +182,18 @@ class Survey:
             hits=np.array(self._hits, np.int64),
             locks=lock_counts,
             is_saved=np.zeros(n_nodes, np.bool_),
-            missed=np.zeros(n_nodes, np.uint8),
         )
+
+
+def _nobodys(node: ConsoleView, plane: PageOwners) -> npt.NDArray[np.int32]:
+    """Pages that the audit has found nowhere, or has condemned."""
+    broken = [one.fault for one in node.audit.findings.by_key.values() if one.is_broken]
+    pages = [
+        fault.pages
+        for fault in broken
+        if fault.check == PAGE_LOST and fault.component == plane.where.component
+    ]
+    return np.frombuffer(b"".join([plane.where.pool.condemned_ids(), *pages]), "<i4")
 
 
 def _next_nodes(nodes: list[TreeNode], first: int) -> tuple[list[TreeNode], list[int]]:
@@ -239,9 +216,9 @@ def _next_nodes(nodes: list[TreeNode], first: int) -> tuple[list[TreeNode], list
 
 
 def _things_of_leases(leases: Sequence[LeaseRecord], plane: PageOwners) -> Things:
-    what = [_in_area(one) if plane.saves else _in_pool(one) for one in leases]
+    what = [_in_area(one) if plane.where.saves else _in_pool(one) for one in leases]
     since_s = [one.since_s if one.quarantine is None else one.quarantine.since_s for one in leases]
-    is_saved = [bool(plane.saves) or one.saved is not None for one in leases]
+    is_saved = [bool(plane.where.saves) or one.saved is not None for one in leases]
     return Things.of(what, [one.session for one in leases], since_s, is_saved=is_saved)
 
 
@@ -268,7 +245,7 @@ class Surveyor:
 
     def __init__(
         self,
-        node: NodeView,
+        node: ConsoleView,
         share: float = 1.0,
         timer: Callable[[], float] = time.thread_time,
     ) -> None:

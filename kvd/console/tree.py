@@ -10,23 +10,27 @@ nodes stand in the order where their last use put them, and are passed.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from typing_extensions import override
 
-from kvd.console.view import Field, View, lease_holder, state_of
+from kvd.console.view import View, lease_holder, state_of
 from kvd.core.cache.eviction import peek
+from kvd.core.inspect.schema import StateField
 from kvd.core.inspect.why import beside
 from kvd.types import count
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterable, Iterator
+    from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 
     from kvd.console.context import Context
     from kvd.console.survey import Survey
     from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.lease_table import LeaseTable
     from kvd.wire.console import Holder, Query
 
 
@@ -115,31 +119,42 @@ class TreeRow(NamedTuple):
     """One node that is shown, and what is asked about it."""
 
     node: TreeNode
-    depth: int
     crossings: Crossings
-    survey: Survey | None
+    survey: Survey | None = None
+    depth: int = 0
     why: str = ""
     """It is shown, where it is for a reason of its own."""
+    rank: int | None = None
+    """Of those that are evicted next; None for one that is passed."""
+    frees: int | None = None
+    """Pages that are free when it is gone."""
 
 
-class HasNode(Protocol):
-    """A row of a node."""
-
-    @property
-    def node(self) -> TreeNode:
-        """Which."""
-
-
-R = TypeVar("R", bound=HasNode)
-
-
-class NodeTable(View[R]):
+class NodeTable(View[TreeRow]):
     """Nodes may be evicted before their row is made."""
 
     @override
-    def is_there(self, context: Context, one: R) -> bool:
+    def is_there(self, context: Context, one: TreeRow) -> bool:
         """Whether it has not been evicted meanwhile."""
         return one.node.parent is None or one.node in context.node.leases.tree.order
+
+
+def _table(
+    name: str,
+    columns: str,
+    objects: Callable[[Context, Query], Iterator[TreeRow | None]],
+    *,
+    sort: str = "",
+    helps: Mapping[str, str] = MappingProxyType({}),
+) -> NodeTable:
+    """A table of nodes with these of all ``FIELDS``, some of which mean something else in it."""
+    found = [FIELDS[column] for column in columns.split()]
+    fields = [
+        StateField(one.column, one.unit, one.get, helps.get(one.column, one.help)) for one in found
+    ]
+    return NodeTable(
+        name, fields, objects=objects, key=lambda one: f"node:{one.node.id}", sort=sort
+    )
 
 
 # ---- cells ---------------------------------------------------------------------------------------
@@ -160,10 +175,10 @@ def name_of(node: TreeNode) -> str:
     return tokens_in_short(node)
 
 
-def beside_of(context: Context, node: TreeNode) -> str:
+def beside_of(table: LeaseTable, node: TreeNode) -> str:
     """What of the components beside the first lies there: ``swa 4, state 1 (2 locks)``."""
     said = []
-    for one in beside(context.node.leases, node) if node.parent is not None else ():
+    for one in beside(table, node) if node.parent is not None else ():
         locks = f" ({one.locks} locks)" if one.locks else ""
         said.append(f"{one.component} {one.pages or 'gone'}{locks}")
     return ", ".join(said)
@@ -174,40 +189,49 @@ def start_of(node: TreeNode) -> int:
     return node.end_tokens - count(node.edge)
 
 
-def _below(_: Context, one: TreeRow) -> int | None:
+def _below(_: NodeView, one: TreeRow) -> int | None:
     return one.survey.below(one.node) if one.survey is not None else None
 
 
-def _last_use(_: Context, one: TreeRow) -> float | None:
+def _last_use(_: NodeView, one: TreeRow) -> float | None:
     used_s = one.survey.last_use(one.node) if one.survey is not None else one.node.touched_at
     return used_s or None
 
 
-def _holders(_: Context, one: TreeRow) -> tuple[Holder, ...]:
-    return one.crossings.of(one.node)
+def _skipped(_: NodeView, one: TreeRow) -> str:
+    locks = locks_of(one.node)
+    return f"locked by {locks} lease{'s' if locks > 1 else ''}" if locks else ""
 
 
-_TOKENS: Field[TreeRow] = Field("tokens", "tokens", lambda _, one: count(one.node.edge))
-_PAGES: Field[TreeRow] = Field("pages", "pages", lambda _, one: one.node.n_pages)
-_HITS: Field[TreeRow] = Field("hits", "count", lambda _, one: one.node.hits, "leases that used it")
-_USED: Field[TreeRow] = Field("last_use", "since", _last_use, "of anything below it, too")
-_LOCKS: Field[TreeRow] = Field(
-    "lock_ref", "count", lambda _, one: locks_of(one.node), "leases that keep it from eviction"
+_ALL: tuple[StateField[TreeRow], ...] = (
+    StateField("depth", "depth"),
+    StateField("rank", "count", "", "who goes first; empty: passed"),
+    StateField("frees", "pages", "", "with all before it"),
+    StateField("skipped", "text", _skipped, "why it is passed"),
+    StateField("why", "text"),
+    StateField("namespace", "text", lambda _, one: one.node.namespace or NO_NAMESPACE),
+    StateField("start", "tokens", lambda _, one: start_of(one.node), "tokens before"),
+    StateField("name", "text", lambda _, one: name_of(one.node), "its first tokens"),
+    StateField("tokens", "tokens", lambda _, one: count(one.node.edge)),
+    StateField("pages", "pages", "node.n_pages"),
+    StateField("below_pages", "pages", _below, "of its subtree; empty until all was looked at"),
+    StateField("children", "count", lambda _, one: len(one.node.children)),
+    StateField("hits", "count", "node.hits", "leases that used it"),
+    StateField("last_use", "since", _last_use, "of anything below it, too"),
+    StateField(
+        "lock_ref", "count", lambda _, one: locks_of(one.node), "leases that keep it from eviction"
+    ),
+    StateField(
+        "holders", "holders", lambda _, one: one.crossings.of(one.node), "those, the first few"
+    ),
+    StateField(
+        "beside",
+        "text",
+        lambda node, one: beside_of(node.leases, one.node),
+        "windows and snapshots that lie there",
+    ),
 )
-_HOLDERS: Field[TreeRow] = Field("holders", "holders", _holders, "those, the first few")
-_BESIDE: Field[TreeRow] = Field(
-    "beside",
-    "text",
-    lambda context, one: beside_of(context, one.node),
-    "windows and snapshots that lie there",
-)
-_NAMESPACE: Field[TreeRow] = Field(
-    "namespace", "text", lambda _, one: one.node.namespace or NO_NAMESPACE
-)
-_START: Field[TreeRow] = Field(
-    "start", "tokens", lambda _, one: start_of(one.node), "tokens before"
-)
-_NAME: Field[TreeRow] = Field("name", "text", lambda _, one: name_of(one.node), "its first tokens")
+FIELDS = {one.column: one for one in _ALL}
 
 
 # ---- tree ----------------------------------------------------------------------------------------
@@ -227,7 +251,7 @@ def _opened(context: Context, query: Query) -> Iterator[TreeRow | None]:
     n_shown = 0
     while stack:
         node, depth = stack.pop()
-        yield TreeRow(node=node, depth=depth, crossings=crossings, survey=survey)
+        yield TreeRow(node, crossings, survey, depth)
         n_shown += 1
         if n_shown % SHOWN_AT_ONCE == 0:
             yield None
@@ -260,23 +284,10 @@ def _smallest_first(
     return [siblings[place] for place in order.tolist()]
 
 
-TREE: NodeTable[TreeRow] = NodeTable(
+TREE = _table(
     "tree",
-    (
-        Field("depth", "depth", lambda _, one: one.depth),
-        _NAME,
-        _TOKENS,
-        _PAGES,
-        Field("below_pages", "pages", _below, "of its subtree; empty until all was looked at"),
-        Field("children", "count", lambda _, one: len(one.node.children)),
-        _HITS,
-        _USED,
-        _LOCKS,
-        _HOLDERS,
-        _BESIDE,
-    ),
-    objects=_opened,
-    key=lambda one: f"node:{one.node.id}",
+    "depth name tokens pages below_pages children hits last_use lock_ref holders beside",
+    _opened,
 )
 
 
@@ -290,16 +301,11 @@ def _locked(context: Context, _: Query) -> Iterator[TreeRow | None]:
     yield None
     for node in reversed(counts):
         if node.parent is not None:
-            yield TreeRow(node=node, depth=0, crossings=crossings, survey=None)
+            yield TreeRow(node, crossings)
 
 
-LOCKED: NodeTable[TreeRow] = NodeTable(
-    "locked",
-    (_NAMESPACE, _START, _NAME, _TOKENS, _PAGES, _HITS, _USED, _LOCKS, _HOLDERS, _BESIDE),
-    objects=_locked,
-    key=lambda one: f"node:{one.node.id}",
-    sort="-pages",
-)
+_NODE = "namespace start name tokens pages hits last_use lock_ref holders beside"
+LOCKED = _table("locked", _NODE, _locked, sort="-pages")
 
 
 # ---- orphans -------------------------------------------------------------------------------------
@@ -330,71 +336,34 @@ def _orphans(context: Context, _: Query) -> Iterator[TreeRow | None]:
     yield None
     crossings = Crossings(context)
     for node, why in whys.items():
-        yield TreeRow(node=node, depth=0, crossings=crossings, survey=survey, why=why)
+        yield TreeRow(node, crossings, survey, why=why)
 
 
-ORPHANS: NodeTable[TreeRow] = NodeTable(
-    "orphans",
-    (
-        Field("why", "text", lambda _, one: one.why),
-        *(_NAMESPACE, _START, _NAME, _TOKENS, _PAGES, _HITS, _USED, _LOCKS, _HOLDERS, _BESIDE),
-    ),
-    objects=_orphans,
-    key=lambda one: f"node:{one.node.id}",
-    sort="-pages",
-)
+ORPHANS = _table("orphans", f"why {_NODE}", _orphans, sort="-pages")
 
+
+# ---- eviction ------------------------------------------------------------------------------------
 
 PEEKED = 1000
 """Nodes that are shown at most: 2 ms."""
 
 
-class EvictionRow(NamedTuple):
-    """One node and when its turn comes."""
-
-    node: TreeNode
-    rank: int | None
-    """None for one that is passed."""
-    frees: int | None
-    """Pages that are free when it is gone."""
-    crossings: Crossings
-
-
-def _turns(context: Context, _: Query) -> Iterator[EvictionRow | None]:
+def _turns(context: Context, _: Query) -> Iterator[TreeRow | None]:
     crossings = Crossings(context)
     yield None
     rank = pages = 0
     for node in peek(context.node.leases.tree.order, PEEKED):
         if node.lock_ref:
-            yield EvictionRow(node=node, rank=None, frees=None, crossings=crossings)
+            yield TreeRow(node, crossings)
         else:
             rank += 1
             pages += node.n_pages
-            yield EvictionRow(node=node, rank=rank, frees=pages, crossings=crossings)
+            yield TreeRow(node, crossings, rank=rank, frees=pages)
 
 
-def _skipped(_: Context, one: EvictionRow) -> str:
-    locks = locks_of(one.node)
-    return f"locked by {locks} lease{'s' if locks > 1 else ''}" if locks else ""
-
-
-EVICTION: NodeTable[EvictionRow] = NodeTable(
+EVICTION = _table(
     "eviction",
-    (
-        Field("rank", "count", lambda _, one: one.rank, "who goes first; empty: passed"),
-        Field("frees", "pages", lambda _, one: one.frees, "with all before it"),
-        Field("skipped", "text", _skipped, "why it is passed"),
-        Field("namespace", "text", lambda _, one: one.node.namespace or NO_NAMESPACE),
-        Field("start", "tokens", lambda _, one: start_of(one.node), "tokens before"),
-        Field("name", "text", lambda _, one: name_of(one.node), "its first tokens"),
-        Field("tokens", "tokens", lambda _, one: count(one.node.edge)),
-        Field("pages", "pages", lambda _, one: one.node.n_pages),
-        Field("hits", "count", lambda _, one: one.node.hits, "leases that used it"),
-        Field("last_use", "since", lambda _, one: one.node.touched_at or None),
-        Field("lock_ref", "count", lambda _, one: locks_of(one.node)),
-        Field("holders", "holders", lambda _, one: one.crossings.of(one.node), "who locks it"),
-        Field("beside", "text", lambda context, one: beside_of(context, one.node), "goes with it"),
-    ),
-    objects=_turns,
-    key=lambda one: f"node:{one.node.id}",
+    f"rank frees skipped {_NODE}",
+    _turns,
+    helps={"last_use": "", "lock_ref": "", "holders": "who locks it", "beside": "goes with it"},
 )

@@ -20,7 +20,7 @@ import msgspec
 from kvd.core.inspect.schema import session_name
 from kvd.core.inspect.words import lease_word
 from kvd.filters import WORD_KINDS, cell_passes, rank, texts_of
-from kvd.wire.console import Cell, Column, Filter, Holder, Query, TableRow
+from kvd.wire.console import Column, Filter, Holder, Query, TableRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -37,23 +37,6 @@ OBJECTS = 128
 """Objects that are filtered or ranked in one step."""
 ROWS = 64
 """Rows that are built in one step."""
-
-
-class Field(Generic[T]):
-    """One column and how to read it off an object."""
-
-    __slots__ = ("column", "get")
-
-    def __init__(
-        self, name: str, kind: str, get: Callable[[Context, T], Cell], help_: str = ""
-    ) -> None:
-        self.column = Column(name, kind, help_)
-        self.get = get
-
-
-def field_of(row: StateField[T]) -> Field[T]:
-    """A column whose values are the node's own: see ``kvd.core.inspect.schema``."""
-    return Field(row.column, row.unit, lambda context, one: row.get(context.node, one), row.help)
 
 
 class TableWindow(msgspec.Struct, frozen=True):
@@ -80,7 +63,7 @@ class View(Generic[T]):
     def __init__(
         self,
         name: str,
-        fields: Sequence[Field[T]],
+        fields: Sequence[StateField[T]],
         *,
         objects: Callable[[Context, Query], Iterable[T | None]],
         key: Callable[[T], str],
@@ -88,8 +71,8 @@ class View(Generic[T]):
     ) -> None:
         self.name = name
         self.fields = tuple(fields)
-        self.columns = tuple(field.column for field in self.fields)
-        self._by_name = {field.column.name: field for field in self.fields}
+        self.columns = tuple(Column(one.column, one.unit, one.help) for one in self.fields)
+        self._by_name = {one.column: one for one in self.fields}
         self._objects = objects
         self._key = key
         self._sort = sort
@@ -130,9 +113,10 @@ class View(Generic[T]):
             yield
         shown = [passing[place] for place in places[query.first : query.first + query.limit]]
         rows: list[TableRow] = []
+        node, getters = context.node, [field.get for field in self.fields]
         for start in range(0, len(shown), ROWS):
             rows += [
-                TableRow(self._key(one), tuple([field.get(context, one) for field in self.fields]))
+                TableRow(self._key(one), tuple([get(node, one) for get in getters]))
                 for one in shown[start : start + ROWS]
                 if self.is_there(context, one)
             ]
@@ -158,7 +142,7 @@ class View(Generic[T]):
                 some = [one for one in some if holds(one)]
             passing += some
             if get is not None:
-                ranks += [rank(get(context, one)) for one in some]
+                ranks += [rank(get(context.node, one)) for one in some]
             yield
         return passing, ranks if get is not None else None
 
@@ -170,16 +154,17 @@ class View(Generic[T]):
 
     def _test(self, context: Context, condition: Filter) -> Callable[[T], bool]:
         field = self._by_name[condition.column]
-        get, kind = field.get, field.column.kind
-        return lambda one: cell_passes(condition, get(context, one), kind, context.now_s)
+        get, unit, node = field.get, field.unit, context.node
+        return lambda one: cell_passes(condition, get(node, one), unit, context.now_s)
 
     def _test_any(self, context: Context, conditions: Sequence[Filter]) -> Callable[[T], bool]:
         """Some text of the object has each of what is wanted, and none what is not."""
         wanted = [(str(one.value).casefold(), not one.test.endswith("-not")) for one in conditions]
-        getters = [field.get for field in self.fields if field.column.kind in WORD_KINDS]
+        getters = [field.get for field in self.fields if field.unit in WORD_KINDS]
+        node = context.node
 
         def holds(one: T) -> bool:
-            cells = [get(context, one) for get in getters]
+            cells = [get(node, one) for get in getters]
             texts = [text for cell in cells if cell for text in texts_of(cell)]
             return all(
                 any(word in text for text in texts) is is_wanted for word, is_wanted in wanted
@@ -206,31 +191,11 @@ def _in_order(ranks: Sequence[Rank], *, is_falling: bool) -> list[int]:
     return places
 
 
-def owner(context: Context, session: int) -> str:
-    """The name of a session; of one that is gone its number, of none nothing."""
-    return session_name(context.node, session)
-
-
-def client_ref(session: int) -> str | None:
-    """What to open for a session."""
-    return f"client:{session}" if session else None
-
-
-def lease_ref(lease: LeaseRecord | None) -> str | None:
-    """What to open for a lease."""
-    return f"lease:{lease.id}" if lease is not None else None
-
-
-def peer_ref(name: str) -> str | None:
-    """What to open for a peer."""
-    return f"peer:{name}" if name else None
-
-
 def lease_holder(context: Context, lease: LeaseRecord, pages: str = "") -> Holder:
     """A lease as a holder of something; ``pages`` says how much it has of it."""
     session = context.node.sessions.by_id.get(lease.session)
     who = (
-        owner(context, lease.session) or "kvd"
+        session_name(context.node, lease.session) or "kvd"
         if session is None
         else f"{session.name} {session.pids[0]}"
     )

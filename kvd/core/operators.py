@@ -21,13 +21,13 @@ import msgspec
 
 from kvd.core import effects
 from kvd.core.audit.invariants import faults
-from kvd.core.audit.sweep import pools
 from kvd.core.cache.eviction import victims
 from kvd.core.cache.lease import ENGINE
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.handoff.receive import ASKING
 from kvd.core.handoff.send import WRITING
 from kvd.core.inspect import why
+from kvd.core.inspect.page_states import pools_of
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import holders
 from kvd.core.layout.spec import device_number, has_bytes
@@ -111,7 +111,7 @@ def audit(node: NodeState, got: admin.Audit) -> admin.Report:
     return admin.Report(
         call=got.call,
         changed={
-            "pages": sum(pool.total_pages for pool in pools(table)),
+            "pages": sum(one.pool.total_pages for one in pools_of(table)),
             "leases": len(table.leases),
             "nodes": sum(1 for _ in table.tree.nodes()),
             "violations": len(found),

@@ -14,8 +14,9 @@ import msgspec
 from typing_extensions import override
 
 from kvd.core import effects, inputs
-from kvd.core.audit import component_rules
 from kvd.core.audit.invariants import violations
+from kvd.core.audit.rules import is_uncounted
+from kvd.core.inspect.page_states import pools_of
 from kvd.sim.node_shell import NodeShell, incarnation
 from kvd.sim.pool import SimMemory
 from kvd.sim.session import SimSession
@@ -261,9 +262,9 @@ class SimHost(NodeShell):
     def _check_balance(self) -> None:
         """Free + cached + held is the pool, whenever one of them has changed."""
         table = self.node.leases
-        for keeper in table.components.each:
-            if component_rules.is_uncounted(keeper):
-                raise Violated(f"I1: {self.name}: pages of {keeper.component.name} do not add up")
+        for one in pools_of(table)[1:]:
+            if is_uncounted(one):
+                raise Violated(f"I1: {self.name}: pages of {one.component} do not add up")
         free, cached = table.pool.free_pages, table.tree.cached_pages
         if (free, cached) == self._balance:
             return

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.console.context import Context
-from kvd.console.history import Recent
 from kvd.console.server import VIEWS
 from kvd.console.survey import Survey, Surveyor
 from kvd.console.tree import HOLDERS, beside_of, first_holders, holder_counts, locks_of
@@ -16,7 +14,7 @@ from kvd.types import pack_ids
 from kvd.wire import client
 from kvd.wire.console import Holder, Query
 from tests.console.sentences import sentence_of
-from tests.console.stage import Shell, Stage
+from tests.console.stage import Stage
 from tests.core.families import SPECS, worked
 from tests.core.world import PAGE, World, tokens
 
@@ -114,8 +112,7 @@ def test_what_was_used_below_was_used_above(world):
 
 def test_windows_and_snapshots_are_named_where_they_lie():
     node = worked("everything", 3, 300).node
-    context = Context(node, Recent(), Shell())
-    cells = {beside_of(context, edge) for edge in node.leases.tree.nodes()}
+    cells = {beside_of(node.leases, edge) for edge in node.leases.tree.nodes()}
     assert any(cell.startswith("swa gone") for cell in cells)
     assert any("state 1" in cell for cell in cells)
 

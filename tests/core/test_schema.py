@@ -2,37 +2,93 @@
 
 from __future__ import annotations
 
-from kvd.console.leases import LEASES
-from kvd.core.inspect.schema import LEASE, LEASE_COLUMNS, PLAIN_OF_LEASE, plain_fields
-from kvd.wire.snapshot import LeaseState
+import pytest
+
+from kvd.console.server import VIEWS
+from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING, StateTable
+from kvd.wire.snapshot import (
+    ClientState,
+    LeaseState,
+    PeerState,
+    PoolState,
+    RoomState,
+    WaitingState,
+)
+
+TABLES = {
+    "leases": (LEASE, LeaseState),
+    "rooms": (ROOM, RoomState),
+    "peers": (PEER, PeerState),
+    "clients": (CLIENT, ClientState),
+    "pools": (POOL, PoolState),
+    "waiting": (WAITING, WaitingState),
+}
+BY_NAME = pytest.mark.parametrize("name", TABLES)
 
 
-class MoreOfALease(LeaseState, frozen=True):
-    """A snapshot's lease with fields that no row speaks of."""
+def widened(kind):
+    """The snapshot's struct with fields that no row speaks of."""
 
-    owned: int = 0
-    waited_s: float = 0.0
-    lost_pages: int = 0
-    note: str = ""
+    class More(kind, frozen=True):
+        owned: int = 0
+        waited_long_s: float = 0.0
+        lost_pages: int = 0
+        note: str = ""
+
+    return More
 
 
-def test_an_attribute_of_a_lease_is_shown_when_the_snapshot_declares_it():
-    found = plain_fields(MoreOfALease, LEASE)
+class Stand:
+    """As much of a row as the fields that were added."""
 
-    assert [(field.column, field.unit) for field in found] == [
-        ("written_tokens", "tokens"),
+    owned, waited_long_s, lost_pages, note = 3, 0.5, 7, "new"
+
+
+def names(fields):
+    return [field.column for field in fields]
+
+
+@BY_NAME
+def test_an_attribute_of_a_row_is_shown_when_the_snapshot_declares_it(name):
+    table, kind = TABLES[name]
+    found = StateTable(widened(kind), *table.rows)
+
+    added = found.plain[len(table.plain) :]
+    assert [(field.column, field.unit) for field in added] == [
         ("owned", "count"),
-        ("waited_s", "seconds"),
+        ("waited_long_s", "seconds"),
         ("lost_pages", "pages"),
         ("note", "text"),
     ]
+    assert [field.get(None, Stand()) for field in added] == [3, 0.5, 7, "new"]
+    assert names(found.columns) == [*names(table.columns), *names(added)]
 
 
-def test_every_field_of_a_lease_is_said_once():
-    rows = (*LEASE, *PLAIN_OF_LEASE)
-    on_wire = [row.wire for row in rows if row.wire]
-    columns = [row.column for row in rows if row.column]
+@BY_NAME
+def test_every_field_is_said_once(name):
+    table, kind = TABLES[name]
+    on_wire = [row.wire for row in table.rows if row.wire]
+    columns = [row.column for row in table.columns]
 
-    assert sorted(on_wire) == sorted(LeaseState.__struct_fields__)
+    assert len(on_wire) == len(set(on_wire))
+    assert set(on_wire) <= set(kind.__struct_fields__)
     assert len(columns) == len(set(columns))
-    assert [column.name for column in LEASES.columns] == [row.column for row in LEASE_COLUMNS]
+    assert [column.name for column in VIEWS[name].columns] == columns
+
+
+@BY_NAME
+def test_what_is_not_known_is_nothing_of_its_unit_in_the_snapshot(name):
+    table, kind = TABLES[name]
+    optional = {"window", "buffer"}  # which a pool has or has not
+    texts = {one for one in kind.__struct_fields__ if kind.__annotations__[one] == "str"}
+    nothing = {
+        field: unknown
+        for field, (_, _, unknown) in zip(kind.__struct_fields__, table._read, strict=True)
+    }
+
+    assert {field for field, unknown in nothing.items() if unknown is None} <= {
+        *optional,
+        "companions",
+        "shards",
+    }
+    assert {field for field, unknown in nothing.items() if unknown == ""} >= texts

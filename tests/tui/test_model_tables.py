@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from kvd.console.view import Field, View
+from kvd.console.view import View
+from kvd.core.inspect.schema import StateField
 from kvd.wire.console import Filter, Holder, Query, Table, TableRow
 from tui.model.tables import derive, fold
 
@@ -20,11 +21,12 @@ class Now:
     """As much of a context as a view of rows needs."""
 
     now_s = NOW_S
+    node = None
 
 
 def view_of(rows):
     fields = [
-        Field(name, kind, lambda _, row, at=at: row.cells[at])
+        StateField(name, kind, lambda _, row, at=at: row.cells[at])
         for at, (name, kind) in enumerate(KINDS.items())
     ]
     return View("rows", fields, objects=lambda *_: rows, key=lambda row: row.key)

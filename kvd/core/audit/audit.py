@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING
 from kvd.core.audit.backrefs import Backrefs
 from kvd.core.audit.containment import misgiven_fault
 from kvd.core.audit.findings import Findings
-from kvd.core.audit.sweep import Sweep, SweepPhase, pools
+from kvd.core.audit.sweep import Sweep, SweepPhase
+from kvd.core.inspect.page_states import pools_of
 from kvd.wire.snapshot import AuditState
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class StandingAudit:
             sweep_s=self._took_s,
             last_sweep_ago_s=self._node.out.at_s - self._ended_s,
             objects=self._last.objects if self._last is not None else 0,
-            pages=sum(pool.total_pages for pool in pools(self._node.leases)),
+            pages=sum(one.pool.total_pages for one in pools_of(self._node.leases)),
             spent_s=self.spent_s,
             share=self._share,
             found=self.findings.states(),
@@ -132,15 +133,15 @@ class StandingAudit:
             return None
         self._next_s = at_s + EVERY_S
         self._look += 1
-        for pool in pools(self._node.leases):
-            pool.moved.watch()  # before the first look: a move in between would go unseen
+        for one in pools_of(self._node.leases):
+            one.pool.moved.watch()  # before the first look: a move in between would go unseen
         self._sweep = Sweep(self._node, at_s)
         return self._sweep
 
     def _end(self, sweep: Sweep) -> None:
         node = self._node
-        for pool in pools(node.leases):
-            pool.moved.ignore()
+        for one in pools_of(node.leases):
+            one.pool.moved.ignore()
         self.findings.looked(self._look)
         at_s = node.out.at_s
         self._share = (self.spent_s - self._spent_before_s) / max(at_s - self._ended_s, 1e-3)

@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvd.core.audit.rules import AWAY, Fault, is_linked, tile_faults
+from kvd.core.audit.rules import AWAY, Fault, is_linked
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import LeaseWindow, WindowPages
-from kvd.core.inspect.page_states import component_places, needed_nodes, nodes_behind
+from kvd.core.inspect.page_states import needed_nodes, nodes_behind
 from kvd.core.layout.spec import companion_factor, is_companion
 from kvd.types import ID_BYTES, NULL_PAGE, count
 
@@ -71,24 +71,13 @@ def component_faults(node: NodeView, refs: Backrefs) -> list[Fault]:
     table = node.leases
     found = [*component_register_faults(node)]
     for keeper in table.components.each:
-        found += _gone_faults(keeper)
+        found += gone_faults(keeper)
     for lease in table.leases.values():
         found += component_lease_faults(node, lease)
     for keeper, needed in zip(table.components.each, refs.needs, strict=True):
         for edge in table.tree.nodes():
             found += component_node_faults(keeper, edge, needed)
-        found += _tile_faults(node.leases, keeper)
     return found
-
-
-def component_page_faults(table: LeaseTable, keeper: ComponentPages) -> list[Fault]:
-    """I1 of one keeper, and I9 of what lies at its nodes: exact, and as long as its pool."""
-    return [*_tile_faults(table, keeper), *_gone_faults(keeper)]
-
-
-def _tile_faults(table: LeaseTable, keeper: ComponentPages) -> list[Fault]:
-    places = list(component_places(table, keeper))
-    return tile_faults(places, keeper.pool, keeper.component.name)
 
 
 def component_register_faults(node: NodeView) -> Iterator[Fault]:
@@ -99,14 +88,7 @@ def component_register_faults(node: NodeView) -> Iterator[Fault]:
     yield from _lockstep_faults(node.settings)
 
 
-def is_uncounted(keeper: ComponentPages) -> bool:
-    """I1 by the numbers alone: cheap, and blind to a page lost while another is double."""
-    pool = keeper.pool
-    counted = 1 + pool.free_pages + keeper.cached_pages + keeper.held_pages
-    return counted != pool.total_pages and not pool.condemned_pages
-
-
-def _gone_faults(keeper: ComponentPages) -> Iterator[Fault]:
+def gone_faults(keeper: ComponentPages) -> Iterator[Fault]:
     """I9: what lies at nodes lies at nodes of the tree."""
     name = keeper.component.name
     for edge in keeper.nodes:

@@ -52,16 +52,17 @@ from kvd.core.audit.backrefs import Backrefs
 from kvd.core.audit.rules import Fault, missing_locks
 from kvd.core.cache.lease import ARRIVAL, ENGINE, LeaseRecord
 from kvd.core.cache.radix import add_locks, drop, hide, recount, subtree
-from kvd.core.inspect.page_states import has_any
+from kvd.core.inspect.page_states import has_any, pool_named, pools_of, saved_pools_of
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_PAGES, Pages
 from kvd.wire import client
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
-    from kvd.core.cache.pages import Misgiven, PagePool
+    from kvd.core.cache.pages import Misgiven
     from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.inspect.page_states import PoolPlaces
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
 
@@ -120,14 +121,14 @@ class Containment:
     def _condemn_shared(self, fault: Fault) -> str:
         """Whoever has one of these pages beside somebody else cannot trust it."""
         ids = np.frombuffer(fault.pages, "<u4")
-        leases = [lease for lease, own in self._owns(fault.component) if has_any(own, ids)]
-        nodes = [edge for edge, own in self._caches(fault.component) if has_any(own, ids)]
+        where = self._pool(fault.component)
+        leases = [lease for lease, own in where.owned() if has_any(own, ids)]
+        nodes = [edge for edge, own in where.cached() if has_any(own, ids)]
         if fault.check == "page-double" and self._is_sole(leases, nodes, fault):
-            return f"{self._pool(fault.component).withdraw(fault.pages)} pages no longer free"
+            return f"{where.pool.withdraw(fault.pages)} pages no longer free"
         done = [f"{self._condemn(fault.component, fault.pages, fault)} pages condemned"]
-        doomed = [own for _, own in self._caches(fault.component) if has_any(own, ids)]
-        in_tree = np.isin(np.frombuffer(b"".join(doomed), "<u4"), ids).sum()
-        self._pool(fault.component).doomed_pages += int(in_tree)
+        in_tree = np.isin(np.frombuffer(b"".join(where.at(nodes)), "<u4"), ids).sum()
+        where.pool.doomed_pages += int(in_tree)
         done += [self._lose(lease, fault) for lease in leases]
         done += [self._hide(edge, fault) for edge in nodes]
         return "; ".join([one for one in done if one])
@@ -137,8 +138,10 @@ class Containment:
         if len(leases) + len(nodes) != 1:
             return False
         ids = np.frombuffer(fault.pages, "<u4")
-        places = [*self._owns(fault.component), *self._caches(fault.component)]
-        named = np.frombuffer(b"".join([own for _, own in places]), "<u4")
+        where = self._pool(fault.component)
+        named = np.frombuffer(
+            b"".join([own for _, own in (*where.owned(), *where.cached())]), "<u4"
+        )
         return int(np.isin(named, ids).sum()) == ids.size
 
     def _condemn_misgiven(self, fault: Fault) -> str:
@@ -157,7 +160,7 @@ class Containment:
     def _condemn(self, component: str, pages: Pages, fault: Fault) -> int:
         if pages and len(self.condemned) < MAX_REASONS:
             self.condemned.append(Condemned(component, pages, fault.sentence))
-        return self._pool(component).condemn(pages)
+        return self._pool(component).pool.condemn(pages)
 
     def why(self, component: str, page: int) -> str:
         """Why nobody gets this page, as far as it is still known."""
@@ -167,31 +170,10 @@ class Containment:
                 return one.why
         return "one of many violations; the log has them all"
 
-    def _pool(self, component: str) -> PagePool:
-        table = self._node.leases
-        name = component.removesuffix(".saved")
-        if name != component:
-            return table.saved.pools[name]
-        keeper = table.components.named(component)
-        return table.pool if keeper is None else keeper.pool
-
-    def _owns(self, component: str) -> Iterable[tuple[LeaseRecord, Pages]]:
-        """Each lease, and its own pages of that component."""
-        table, leases = self._node.leases, list(self._node.leases.leases.values())
-        name = component.removesuffix(".saved")
-        if name != component:
-            parts = [(one, part) for one in leases if one.saved for part in one.saved.parts]
-            return [(one, part.slots) for one, part in parts if part.component == name]
-        keeper = table.components.named(component)
-        return [(one, one.held if keeper is None else keeper.own_pages(one)) for one in leases]
-
-    def _caches(self, component: str) -> Iterable[tuple[TreeNode, Pages]]:
-        if component.endswith(".saved"):
-            return []
-        keeper = self._node.leases.components.named(component)
-        if keeper is None:
-            return [(edge, edge.pages) for edge in self._node.leases.tree.nodes()]
-        return [(edge, keeper.pages_at(edge)) for edge in list(keeper.nodes)]
+    def _pool(self, component: str) -> PoolPlaces:
+        found = pool_named(self._node.leases, component)
+        assert found is not None
+        return found
 
     # ---- leases ------------------------------------------------------------------------------
 
@@ -344,15 +326,10 @@ class Containment:
         return "sorted again"
 
 
-def all_pools(table: LeaseTable) -> list[PagePool]:
-    """Of every component, and of the saved area."""
-    return [table.pool, *[one.pool for one in table.components.each], *table.saved.pools.values()]
-
-
 def one_list(table: LeaseTable) -> list[Misgiven]:
     """Where all pools say from now on what was given back wrongly."""
-    for pool in all_pools(table):
-        pool.misgiven = table.pool.misgiven
+    for one in (*pools_of(table), *saved_pools_of(table)):
+        one.pool.misgiven = table.pool.misgiven
     return table.pool.misgiven
 
 

@@ -9,6 +9,7 @@ What must not live here: what is a fault (``rules``, ``component_rules``).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvd.core import effects
@@ -34,41 +35,27 @@ PAGES_NAMED = 8
 HOLDERS_NAMED = 3
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class AuditFinding:
     """One fault over time. ``story`` is what the core knows, ``recalled`` what the shell heard.
 
     ``done`` is what was done about it when it was first seen: empty where it was only told.
     """
 
-    __slots__ = (
-        "done",
-        "fault",
-        "first_seen_s",
-        "id",
-        "is_broken",
-        "last_seen_s",
-        "look",
-        "owner",
-        "pid",
-        "recalled",
-        "room",
-        "story",
-        "told_s",
-    )
-
-    def __init__(self, finding_id: int, fault: Fault, at_s: float) -> None:
-        self.id = finding_id
-        self.fault = fault
-        self.first_seen_s = self.last_seen_s = self.told_s = at_s
-        self.is_broken = True
-        self.done = ""
-        self.look = 0
-        """The last whole look that saw it."""
-        self.owner = ""
-        self.pid = 0
-        self.room = 0
-        self.story: tuple[str, ...] = ()
-        self.recalled: tuple[str, ...] = ()
+    id: int
+    fault: Fault
+    first_seen_s: float
+    last_seen_s: float
+    told_s: float
+    is_broken: bool = True
+    done: str = ""
+    look: int = 0
+    """The last whole look that saw it."""
+    owner: str = ""
+    pid: int = 0
+    room: int = 0
+    story: tuple[str, ...] = ()
+    recalled: tuple[str, ...] = ()
 
 
 class Findings:
@@ -100,7 +87,7 @@ class Findings:
         is_news = found is None or not found.is_broken
         if found is None:
             self._last_id += 1
-            found = self.by_key[fault.key] = AuditFinding(self._last_id, fault, now_s)
+            found = self.by_key[fault.key] = AuditFinding(self._last_id, fault, now_s, now_s, now_s)
         has_changed = fault.what != found.fault.what and now_s >= found.told_s + TELL_AGAIN_S
         found.fault = fault
         found.is_broken = True

@@ -27,7 +27,6 @@ from kvd.core.audit.component_rules import component_faults
 from kvd.core.audit.rules import (
     lease_faults,
     lock_faults,
-    page_faults,
     post_faults,
     queue_faults,
     ready_faults,
@@ -35,8 +34,10 @@ from kvd.core.audit.rules import (
     register_faults,
     saved_faults,
     send_faults,
+    tile_faults,
     tree_faults,
 )
+from kvd.core.inspect.page_states import pools_of
 
 if TYPE_CHECKING:
     from kvd.core.audit.rules import Fault
@@ -52,7 +53,8 @@ def faults(node: NodeView) -> list[Fault]:
     """Every rule that does not hold now."""
     refs = Backrefs(node)
     tree, decoder, prefiller = node.leases.tree, node.decoder, node.prefiller
-    found = page_faults(node.leases) + saved_faults(node.leases) + tree_faults(tree)
+    found = [fault for pool in pools_of(node.leases) for fault in tile_faults(pool)]
+    found += saved_faults(node.leases) + tree_faults(tree)
     for edge in (*tree.roots.values(), *tree.nodes()):
         found += lock_faults(edge, refs)
     for lease in node.leases.leases.values():

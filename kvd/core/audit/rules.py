@@ -14,7 +14,6 @@ What must not live here: what a fault means over time (``findings``), components
 
 from __future__ import annotations
 
-from collections import Counter
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -29,27 +28,41 @@ from kvd.core.handoff.parts import waits_for_others
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.handoff.receive import ASKING
 from kvd.core.handoff.send import LIVE, WRITING
-from kvd.core.inspect.page_states import Place, places
+from kvd.core.inspect.page_states import Place, saved_pools_of
 from kvd.core.leases.admission import OWN_TRANSFER
 from kvd.types import ID_BYTES, NO_PAGES, NULL_PAGE, Pages, count, short
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterator
 
     from kvd.core.audit.backrefs import Backrefs
     from kvd.core.cache.eviction import EvictionOrder
-    from kvd.core.cache.lease import LeaseRecord, SavedPart
-    from kvd.core.cache.pages import PagePool
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, SendPart
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller
+    from kvd.core.inspect.page_states import PoolPlaces
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.admission import Waiter
     from kvd.core.leases.lease_table import LeaseTable
 
+
+INVARIANTS = {
+    "I1": "every page is in exactly one place: free, held, cached or in quarantine",
+    "I2": "a node of the tree is locked as often as leases cross it",
+    "I3": "what can be evicted is exactly what nobody locks",
+    "I4": "the tree, and what is sent of a prompt, is whole pages",
+    "I5": "nothing is posted twice, or outside of what was asked for",
+    "I6": "nothing is under way for what has settled, and no page in quarantine is another's",
+    "I7": "every quarantine names who may still write",
+    "I8": "events are numbered without a gap",
+    "I9": "what is held is held for somebody",
+}
+"""What each of them says, in a sentence; ``invariants`` has the formulas."""
 
 Key = tuple[str, str, int, int, str, int]
 """What makes two faults the same one: the check, and what it is about."""
@@ -201,38 +214,17 @@ COPYING = {SAVE: LeaseStage.SAVING, RESTORE: LeaseStage.RESTORING}
 
 def saved_faults(table: LeaseTable) -> list[Fault]:
     """I1 of the saved area: null + free + saved = total, per component; each page in one place."""
-    found = []
-    for component, pool in table.saved.pools.items():
-        held_at = [
-            Place("the free list", pool.free_ids()),
-            *(
-                Place(f"lease {lease.id}", part.slots, lease=lease.id)
-                for lease, part in _parts(table)
-                if part.component == component
-            ),
-        ]
-        found += tile_faults(held_at, pool, pool.name)
-    return found
+    return [fault for pool in saved_pools_of(table) for fault in tile_faults(pool)]
 
 
 def saved_count_faults(table: LeaseTable) -> Iterator[Fault]:
     """I1 of the saved area by the numbers alone: cheap, for the standing audit."""
-    area = table.saved
-    saved: Counter[str] = Counter()
-    for _, part in _parts(table):
-        saved[part.component] += count(part.slots)
-    for component, pool in area.pools.items():
-        taken = area.used_pages(component)
-        if saved[component] != taken and not pool.condemned_pages:
-            what = f"{taken} pages of {pool.name} are taken, leases have {saved[component]}"
-            yield Fault("I1", "saved-count", what, component=pool.name)
-
-
-def _parts(table: LeaseTable) -> Iterator[tuple[LeaseRecord, SavedPart]]:
-    """What every lease has there."""
-    for lease in table.leases.values():
-        if lease.saved is not None:
-            yield from ((lease, part) for part in lease.saved.parts)
+    for one in saved_pools_of(table):
+        taken = table.saved.used_pages(one.saves)
+        saved = sum([count(pages) for _, pages in one.owned()])
+        if saved != taken and not one.pool.condemned_pages:
+            what = f"{taken} pages of {one.pool.name} are taken, leases have {saved}"
+            yield Fault("I1", "saved-count", what, component=one.pool.name)
 
 
 def broken_standing(node: NodeView, lease: LeaseRecord) -> Iterator[str]:
@@ -267,9 +259,10 @@ def missing_locks(edge: TreeNode, anchored: Counter[TreeNode | None]) -> int:
 
 def lock_faults(edge: TreeNode, refs: Backrefs) -> Iterator[Fault]:
     """I2 at one node, in words."""
-    if missing_locks(edge, refs.anchored):
+    missing = missing_locks(edge, refs.anchored)
+    if missing:
         anchored, own = refs.anchored[edge], edge.parent is None
-        below = sum([child.lock_ref for child in edge.children.values()])
+        below = edge.lock_ref + missing - anchored - own
         yield Fault(
             "I2",
             "lock-count",
@@ -281,20 +274,19 @@ def lock_faults(edge: TreeNode, refs: Backrefs) -> Iterator[Fault]:
 
 # ---- pages -----
 
+PAGE_LOST = "page-lost"
+"""The check that tells which pages nobody has."""
+
 MAX_PLACES = 8
 """Different sets of places named in one answer; a broken free list would name thousands."""
 
 
-def page_faults(table: LeaseTable) -> list[Fault]:
-    """I1: null + free + held + cached + quarantined = total; each page in exactly one."""
-    return tile_faults(list(places(table)), table.pool)
-
-
-def tile_faults(everything: list[Place], pool: PagePool, component: str = "") -> list[Fault]:
+def tile_faults(where: PoolPlaces) -> list[Fault]:
     """I1 of any pool: which of its pages are in no place, in two, or none of its own.
 
     A condemned page is in its own place and in no other, whoever still names it.
     """
+    pool, component, everything = where.pool, where.component, list(where.places())
     total = pool.total_pages
     if pool.condemned_pages:
         everything = _apart_from(everything, pool.condemned_ids())
@@ -308,17 +300,17 @@ def tile_faults(everything: list[Place], pool: PagePool, component: str = "") ->
     ]
 
 
-def count_faults(table: LeaseTable) -> list[Fault]:
-    """I1 by the numbers alone: cheap, and blind to a page that is lost while another is double."""
-    held = sum([lease.held_pages for lease in table.leases.values()])
-    free, cached = table.pool.free_pages, table.tree.cached_pages
-    if 1 + free + cached + held == table.pool.total_pages or table.pool.condemned_pages:
-        return []  # how many of those condemned are still named is not counted
-    what = (
-        f"null 1 + free {free} + cached {cached} + held and quarantined {held} is not "
-        f"{table.pool.total_pages}"
-    )
-    return [Fault("I1", "page-count", what)]
+def is_uncounted(where: PoolPlaces) -> bool:
+    """I1 by the numbers alone: cheap, and blind to a page lost while another is double."""
+    table, keeper = where.table, where.keeper
+    if keeper is None:
+        held = sum([lease.held_pages for lease in table.leases.values()])
+        cached = table.tree.cached_pages
+    else:
+        held, cached = keeper.held_pages, keeper.cached_pages
+    counted = 1 + where.pool.free_pages + cached + held
+    # How many of those condemned are still named is not counted.
+    return counted != where.pool.total_pages and not where.pool.condemned_pages
 
 
 def _apart_from(everything: list[Place], condemned: Pages) -> list[Place]:
@@ -390,7 +382,7 @@ def _missing(ids: np.ndarray, total: int, component: str) -> Iterator[Fault]:
     if lost.size:
         pages = Pages(lost.astype("<i4").tobytes())
         what = f"{_these(lost.tolist(), component)} nowhere"
-        yield Fault("I1", "page-lost", what, pages=pages, component=component)
+        yield Fault("I1", PAGE_LOST, what, pages=pages, component=component)
 
 
 def _these(pages: list[int], component: str) -> str:

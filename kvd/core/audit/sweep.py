@@ -28,14 +28,13 @@ import numpy as np
 
 from kvd.core.audit import component_rules
 from kvd.core.audit.rules import (
-    count_faults,
     is_linked,
     is_sound,
+    is_uncounted,
     lease_faults,
     lock_faults,
     missing_locks,
     node_faults,
-    page_faults,
     post_faults,
     queue_faults,
     ready_faults,
@@ -43,8 +42,10 @@ from kvd.core.audit.rules import (
     register_faults,
     saved_faults,
     send_faults,
+    tile_faults,
     total_faults,
 )
+from kvd.core.inspect.page_states import pools_of
 from kvd.types import ID_BYTES
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from kvd.core.audit.backrefs import Backrefs
     from kvd.core.audit.rules import Fault
     from kvd.core.cache.lease import LeaseRecord
-    from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.inspect.view import NodeView
@@ -63,8 +63,6 @@ if TYPE_CHECKING:
 
 class SweptPages:
     """One pool during one sweep. ``see`` and ``learn`` all the time, then ``judge``."""
-
-    __slots__ = ("_is_blind", "_seen", "_touched", "_uncounted", "is_suspicious", "total_pages")
 
     def __init__(self, total_pages: int) -> None:
         self.total_pages = total_pages
@@ -144,21 +142,6 @@ class SweepPhase(enum.Enum):
 class Sweep:
     """One sweep. ``learn`` what moved, then ``look`` until it is OVER; take ``faults`` any time."""
 
-    __slots__ = (
-        "_anchored",
-        "_needs",
-        "_next",
-        "_parts",
-        "_pool",
-        "_stack",
-        "_tallies",
-        "began_s",
-        "faults",
-        "objects",
-        "phase",
-        "was_refuted",
-    )
-
     def __init__(self, node: NodeView, at_s: float) -> None:
         self.began_s = at_s
         self.phase = SweepPhase.FREE
@@ -167,8 +150,9 @@ class Sweep:
         self.faults: list[Fault] = []
         self.was_refuted = False
         """A suspicion about pages came to nothing: somebody moves pages without saying so."""
-        self._tallies = [SweptPages(pool.total_pages) for pool in pools(node.leases)]
-        for tally, pool in zip(self._tallies, pools(node.leases), strict=True):
+        pools = [one.pool for one in pools_of(node.leases)]
+        self._tallies = [SweptPages(pool.total_pages) for pool in pools]
+        for tally, pool in zip(self._tallies, pools, strict=True):
             tally.learn(pool.condemned_ids())  # wherever they are, they are not judged
         self._anchored: Counter[TreeNode | None] = Counter()
         self._needs: component_rules.Needs = ()
@@ -181,8 +165,8 @@ class Sweep:
 
     def learn(self, node: NodeView) -> None:
         """Which pages have changed their place since the last turn."""
-        for tally, pool in zip(self._tallies, pools(node.leases), strict=True):
-            tally.learn(pool.moved.drain())
+        for tally, one in zip(self._tallies, pools_of(node.leases), strict=True):
+            tally.learn(one.pool.moved.drain())
 
     def look(self, node: NodeView, refs: Backrefs, work: int) -> int:
         """One slice of at most about ``work`` units; returns how many it took."""
@@ -207,7 +191,7 @@ class Sweep:
     # ---- phases ------------------------------------------------------------------------------
 
     def _look_at_free(self, node: NodeView, refs: Backrefs, work: int) -> int:
-        pool = pools(node.leases)[self._pool]
+        pool = pools_of(node.leases)[self._pool].pool
         wanted = min(FREE_SLICE_PAGES, max(1, work) * PAGES_SEEN_PER_UNIT)
         pages = pool.free_slice(self._next, wanted)
         self._tallies[self._pool].see([pages])
@@ -292,9 +276,8 @@ class Sweep:
                     self.faults += component_rules.component_lease_faults(node, lease)
                     used += LEASE_UNITS * len(keepers)
         self.objects += len(leases)
-        self._tallies[0].see([lease.held for lease in leases])
-        for tally, keeper in zip(self._tallies[1:], keepers, strict=True):
-            tally.see([keeper.own_pages(lease) for lease in leases])
+        for tally, where in zip(self._tallies, pools_of(node.leases), strict=True):
+            tally.see([where.of(lease) for lease in leases])
         if self._next >= len(self._parts):
             self._begin(SweepPhase.PARTS)
             self._parts = list(_all_parts(node))
@@ -318,11 +301,11 @@ class Sweep:
         area = node.leases.saved
         if sum(map(area.capacity_pages, area.pools)) <= SAVED_AT_ONCE_PAGES:
             self.faults += saved_faults(node.leases)
-        self._tallies[0].is_suspicious |= bool(count_faults(node.leases))
         self.faults += component_rules.component_register_faults(node)
         things = len(node.leases.tree.order) + node.prefiller.settled_sends.n_records
-        for tally, keeper in zip(self._tallies[1:], node.leases.components.each, strict=True):
-            tally.is_suspicious |= component_rules.is_uncounted(keeper)
+        for tally, where in zip(self._tallies, pools_of(node.leases), strict=True):
+            tally.is_suspicious |= is_uncounted(where)
+        for keeper in node.leases.components.each:
             things += BESIDE_UNITS * (len(keeper.nodes) + len(keeper.leases))
         self._begin(SweepPhase.PAGES)
         return 1 + things // 16
@@ -357,16 +340,11 @@ class Sweep:
         return self._pool == len(self._tallies)
 
 
-def pools(table: LeaseTable) -> tuple[PagePool, ...]:
-    """The pool of each component with pages of its own, the first one first."""
-    return (table.pool, *[keeper.pool for keeper in table.components.each])
-
-
 def _page_faults(table: LeaseTable, pool: int) -> list[Fault]:
-    """All pages of one pool at once."""
-    if pool:
-        return component_rules.component_page_faults(table, table.components.each[pool - 1])
-    return page_faults(table)
+    """All pages of one pool at once, and what lies at its nodes: exact, and as long as it is."""
+    where = pools_of(table)[pool]
+    gone = () if where.keeper is None else component_rules.gone_faults(where.keeper)
+    return [*tile_faults(where), *gone]
 
 
 def _all_parts(node: NodeView) -> Iterator[tuple[str, int]]:

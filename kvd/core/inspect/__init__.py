@@ -8,11 +8,13 @@ how a table is drawn or kept up to date (``kvd.console``).
 Read first, in this order:
 
 - ``view.NodeView``: the parts of a node that may be read
-- ``schema.StateField``, ``LEASE``: a field said once, for the snapshot, the tables and ``why``
+- ``schema.StateTable``: every field of one kind of thing, said once for the snapshot, the tables
+  of consoles and ``why``; they are ``LEASE``, ``ROOM``, ``PEER``, ``CLIENT``, ``POOL`` and
+  ``WAITING``. ``rows`` has what a row is made of where it is no object of the node
 - ``snapshot.snapshot``: everything at one moment; metrics are gauges of it
-- ``page_states.places``: who has which pages: the audit's rules and the snapshot ask it. The page
-  map of a console has a walk of its own, in slices: ``kvd.console.survey``
+- ``page_states.PoolPlaces``: who has which pages of one pool, of whatever component: the audit, the
+  snapshot and the page map ask it
 - ``why.because``: who holds it, why, since when; ``words`` has the states and what each waits for
 
-To add a field of a lease: see ``schema``. To add an operator's verb: ``core.operators``.
+To add a field of anything: see ``schema``. To add an operator's verb: ``core.operators``.
 """

@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from kvd.core import effects
 from kvd.core.handoff.parts import ReceivePart
-from kvd.core.inspect.words import receive_waits_for, send_waits_for
+from kvd.core.inspect.rows import receive_row, send_row
+from kvd.core.inspect.schema import ROOM
 from kvd.core.peers.peer import Life
 from kvd.errors import Code, Refusal
 from kvd.wire import admin
@@ -25,6 +28,7 @@ from kvd.wire.peer import MAX_TOLD, AskStory, Story, Told
 if TYPE_CHECKING:
     from kvd.core.handoff.parts import SendPart
     from kvd.core.inputs import FromOperator
+    from kvd.core.inspect.rows import HandoffRow
     from kvd.core.inspect.view import NodeView
     from kvd.core.peers.peer import Peer
 
@@ -200,14 +204,15 @@ class Inquiries:
         if self._stories[peer.incarnation] > MAX_STORIES:
             return
         story = Story(self._node.settings.incarnation, peer.incarnation, message.ask)
+        table = self._node.leases
         if message.side == DECODE:
             receive = self._receive_with(peer, message)
             if receive is not None:
-                story = self._of_receive(receive, message.ask)
+                story = self._story(receive, receive_row(table, receive), message.ask)
         elif message.side == PREFILL:
             send = self._node.prefiller.settled_sends.find_part(peer.incarnation, message.handoff)
             if send is not None and send.room == message.room:
-                story = self._of_send(send, message.ask)
+                story = self._story(send, send_row(table, send), message.ask)
         self._out.send(peer.link, story)
 
     def _receive_with(self, peer: Peer, message: AskStory) -> ReceivePart | None:
@@ -218,49 +223,32 @@ class Inquiries:
         is_its_own = part is not None and part.incarnation == peer.incarnation
         return part if is_its_own and part is not None and part.room == message.room else None
 
-    def _of_receive(self, part: ReceivePart, ask: int) -> Story:
-        waits_for = receive_waits_for(self._node.decoder, part)
-        return self._story(part, ask, waits_for, part.prefix_tokens, 0)
-
-    def _of_send(self, part: SendPart, ask: int) -> Story:
-        waits_for = send_waits_for(part)
-        return self._story(part, ask, waits_for, part.decode_prefix_len, len(part.outstanding))
-
-    def _story(
-        self,
-        part: ReceivePart | SendPart,
-        ask: int,
-        waits_for: str,
-        decode_prefix_len: int,
-        n_posts: int,
-    ) -> Story:
-        now_s = self._out.at_s
+    def _story(self, part: ReceivePart | SendPart, row: HandoffRow, ask: int) -> Story:
+        said = ROOM.state(self._node, row)
+        marks = part.history.marks(self._out.at_s)
         return Story(
             source=self._node.settings.incarnation,
-            target=part.incarnation,
+            target=said.incarnation,
             ask=ask,
-            state=part.state.value,
-            waiting_for=waits_for[:MAX_TOLD],
-            prompt_tokens=part.prompt_tokens,
-            decode_prefix_len=decode_prefix_len,
-            moved_bytes=part.moved_bytes,
+            state=said.state,
+            waiting_for=said.waiting_for[:MAX_TOLD],
+            prompt_tokens=said.prompt_tokens,
+            decode_prefix_len=said.decode_prefix_len,
+            moved_bytes=said.moved_bytes,
             total_bytes=part.total_bytes,
-            outstanding_posts=n_posts,
-            deadline_in_s=part.deadline_s - now_s,
-            marks=tuple(Told(one.ago_s, one.what[:MAX_TOLD]) for one in part.history.marks(now_s)),
+            outstanding_posts=said.outstanding_posts,
+            deadline_in_s=said.deadline_in_s,
+            marks=tuple([Told(one.ago_s, one.what[:MAX_TOLD]) for one in marks]),
         )
 
 
 def _heard(end: admin.OtherEnd, message: Story, round_trip_s: float) -> admin.OtherEnd:
     """That end, as it has told of itself; its moments are as old as half the way here more."""
     if not message.state:
-        why = "it knows no such room"
-        return admin.OtherEnd(end.ours, end.peer, end.side, round_trip_s=round_trip_s, why_none=why)
+        return replace(end, round_trip_s=round_trip_s, why_none="it knows no such room")
     half_s = round_trip_s / 2
-    return admin.OtherEnd(
-        ours=end.ours,
-        peer=end.peer,
-        side=end.side,
+    return replace(
+        end,
         state=message.state,
         waiting_for=message.waiting_for,
         prompt_tokens=message.prompt_tokens,
@@ -271,6 +259,7 @@ def _heard(end: admin.OtherEnd, message: Story, round_trip_s: float) -> admin.Ot
         deadline_in_s=_seconds(message.deadline_in_s) - half_s,
         marks=tuple(admin.Mark(_seconds(one.ago_s) + half_s, one.what) for one in message.marks),
         round_trip_s=round_trip_s,
+        why_none="",
     )
 
 

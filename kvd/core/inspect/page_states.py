@@ -33,35 +33,102 @@ class Place(msgspec.Struct, frozen=True):
     node: int = 0
 
 
-def places(table: LeaseTable) -> Iterator[Place]:
-    """All of them: what they have tiles the pool."""
-    yield Place("the free list", table.pool.free_ids())
-    for edge in table.tree.nodes():
-        yield Place(f"node {edge.id}", edge.pages, node=edge.id)
-    for lease in table.leases.values():
-        yield Place(f"lease {lease.id}", lease.held, lease=lease.id)
+class PoolPlaces:
+    """One pool of a node, and who has its pages: the free list, nodes of the tree, leases.
+
+    Its pages are those of the first component (``keeper`` is None), of one beside it, or of the
+    saved area of the component ``saves``.
+    """
+
+    __slots__ = ("keeper", "pool", "saves", "table")
+
+    def __init__(
+        self,
+        table: LeaseTable,
+        pool: PagePool,
+        keeper: ComponentPages | None = None,
+        saves: str = "",
+    ) -> None:
+        self.table = table
+        self.pool = pool
+        self.keeper = keeper
+        self.saves = saves
+
+    @property
+    def component(self) -> str:
+        """How faults and ``kvd why page`` call it: the first component's has no name."""
+        return self.pool.name if self.saves or self.keeper is not None else ""
+
+    def nodes(self) -> Iterable[TreeNode]:
+        """Those that may have some."""
+        if self.saves:
+            return ()
+        return self.table.tree.nodes() if self.keeper is None else self.keeper.nodes
+
+    def at(self, nodes: Iterable[TreeNode]) -> list[Pages]:
+        """What each of these nodes has."""
+        if self.keeper is None:
+            return [node.pages for node in nodes]
+        return [self.keeper.pages_at(node) for node in nodes]
+
+    def locks_at(self, nodes: Iterable[TreeNode]) -> list[int]:
+        """The locks of each of these nodes that keep these pages."""
+        if self.keeper is None:
+            return [node.lock_ref for node in nodes]
+        return [self.keeper.locks_at(node) for node in nodes]
+
+    def of(self, lease: LeaseRecord) -> Pages:
+        """The pages that are this lease's own."""
+        if self.saves:
+            parts = () if lease.saved is None else lease.saved.parts
+            return Pages(b"".join([one.slots for one in parts if one.component == self.saves]))
+        return lease.held if self.keeper is None else self.keeper.own_pages(lease)
+
+    def cached(self) -> Iterator[tuple[TreeNode, Pages]]:
+        """Each node and what it has."""
+        nodes = list(self.nodes())
+        return zip(nodes, self.at(nodes), strict=True)
+
+    def owned(self) -> Iterator[tuple[LeaseRecord, Pages]]:
+        """Each lease and what it has."""
+        return ((lease, self.of(lease)) for lease in self.table.leases.values())
+
+    def places(self) -> Iterator[Place]:
+        """All of them: what they have tiles the pool."""
+        yield Place("the free list", self.pool.free_ids())
+        for edge, pages in self.cached():
+            yield Place(f"node {edge.id}", pages, node=edge.id)
+        for lease, pages in self.owned():
+            yield Place(f"lease {lease.id}", pages, lease=lease.id)
+
+    def nobodys(self) -> int:
+        """How many condemned pages nobody names any more."""
+        if not self.pool.condemned_pages:
+            return 0
+        named = np.frombuffer(b"".join([place.pages for place in self.places()]), "<i4")
+        return int(np.setdiff1d(np.frombuffer(self.pool.condemned_ids(), "<i4"), named).size)
 
 
-def nobodys(everything: Iterable[Place], pool: PagePool) -> int:
-    """How many condemned pages nobody names any more."""
-    if not pool.condemned_pages:
-        return 0
-    named = np.frombuffer(b"".join([place.pages for place in everything]), "<i4")
-    return int(np.setdiff1d(np.frombuffer(pool.condemned_ids(), "<i4"), named).size)
+def pools_of(table: LeaseTable) -> list[PoolPlaces]:
+    """Of each component with pages of its own, the first one first."""
+    each = [PoolPlaces(table, keeper.pool, keeper) for keeper in table.components.each]
+    return [PoolPlaces(table, table.pool), *each]
+
+
+def saved_pools_of(table: LeaseTable) -> list[PoolPlaces]:
+    """The saved area of each component that can be saved."""
+    return [PoolPlaces(table, pool, saves=name) for name, pool in table.saved.pools.items()]
+
+
+def pool_named(table: LeaseTable, name: str) -> PoolPlaces | None:
+    """The pool of that name; empty: that of the first component."""
+    known = (*pools_of(table), *saved_pools_of(table))
+    return next((one for one in known if one.pool.name == (name or table.pool.name)), None)
 
 
 def has_any(pages: bytes, ids: np.ndarray) -> bool:
     """Whether one of ``ids`` is among the pages."""
     return bool(np.isin(np.frombuffer(pages, "<u4"), ids).any())
-
-
-def component_places(table: LeaseTable, keeper: ComponentPages) -> Iterator[Place]:
-    """All places of one keeper's pages."""
-    yield Place("the free list", keeper.pool.free_ids())
-    for edge in keeper.nodes:
-        yield Place(f"node {edge.id}", keeper.pages_at(edge), node=edge.id)
-    for lease in table.leases.values():
-        yield Place(f"lease {lease.id}", keeper.own_pages(lease), lease=lease.id)
 
 
 def needed_nodes(keeper: ComponentPages, lease: LeaseRecord) -> list[TreeNode]:

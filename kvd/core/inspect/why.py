@@ -21,13 +21,14 @@ from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import WindowPages
-from kvd.core.inspect.page_states import needed_nodes
-from kvd.core.inspect.schema import PLAIN_OF_LEASE, lease_state
-from kvd.core.inspect.snapshot import decode_room, prefill_room, waiting_states
+from kvd.core.inspect.page_states import needed_nodes, pool_named
+from kvd.core.inspect.rows import receive_row, send_row
+from kvd.core.inspect.schema import LEASE, ROOM
+from kvd.core.inspect.snapshot import waiting_states
 from kvd.core.inspect.words import agent_words, death_of, layout_words, lease_waits_for, lease_word
 from kvd.core.layout.shards import lacking, listed
 from kvd.core.layout.spec import companion_factor, is_companion, shards_of
-from kvd.core.leases.owners import describe_holder, owner_of
+from kvd.core.leases.owners import describe_holder
 from kvd.core.peers.peer import Life, drain_words
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NULL_PAGE, count, pack_ids, page_ids, short
@@ -41,12 +42,12 @@ if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode as TreeEdge
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.handoff.parts import ReceivePart, SendPart
-    from kvd.core.handoff.send import Prefiller
+    from kvd.core.inspect.page_states import PoolPlaces
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.leases.sessions import Session
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
-    from kvd.types import Pages
     from kvd.wire.admin import Why
     from kvd.wire.snapshot import RoomState
 
@@ -65,10 +66,10 @@ def because(node: NodeView, got: Why) -> Because | Refusal:
     answers: dict[str, Callable[[], Explanation | Refusal]] = {
         "page": lambda: _page_of(node, got.component, got.id),
         "node": lambda: _node(node, got.id),
-        "room": lambda: of_room(node, got.id),
+        "room": lambda: of_handoff(node, "room", got.id),
         "lease": lambda: of_lease(node, got.id),
-        "receive": lambda: of_receive(node, got.id),
-        "send": lambda: of_send(node, got.id),
+        "receive": lambda: of_handoff(node, "receive", got.id),
+        "send": lambda: of_handoff(node, "send", got.id),
         "client": lambda: of_client(node, got.id),
         "peer": lambda: of_peer(node, got.name),
     }
@@ -137,49 +138,73 @@ def tree_node(node: NodeView, edge: TreeEdge, crossing: list[LeaseRecord]) -> Tr
 def _page_of(node: NodeView, component: str, page: int) -> Explanation | Refusal:
     """A page of any component: one in lockstep with the first is where that one's page is."""
     first = first_page(node.settings, component, page)
-    if first is None:
-        return page_beside(node, component, page)
-    said = _page(node, first)
-    if isinstance(said, Refusal) or component in {"", node.leases.pool.name}:
+    where = pool_named(node.leases, component if first is None else "")
+    if where is None:
+        names = ", ".join(one.name for one in node.settings.spec.components)
+        return Refusal(Code.BAD_REQUEST, f"this pool has no component {component!r}: {names}")
+    said = _page(node, where, page if first is None else first)
+    if isinstance(said, Refusal) or first is None or component in {"", node.leases.pool.name}:
         return said
     goes_with = f"page {page} of {component} goes with page {first}: {said.sentence}"
     return replace(said, sentence=goes_with)
 
 
-def _page(node: NodeView, page: int) -> Explanation | Refusal:
-    table = node.leases
-    if not NULL_PAGE <= page < table.pool.total_pages:
-        return Refusal(
-            Code.BAD_REQUEST, f"page {page}: this pool has pages 0..{table.pool.total_pages - 1}"
-        )
+def _page(node: NodeView, where: PoolPlaces, page: int) -> Explanation | Refusal:
+    """Who has this page of a pool, or of a saved area: a lease, a node of the tree, nobody."""
+    component, total_pages = where.component, where.pool.total_pages
+    what = f"page {page}{f' of {component}' if component else ''}"
+    if not NULL_PAGE <= page < total_pages:
+        return Refusal(Code.BAD_REQUEST, f"{what}: this pool has pages 0..{total_pages - 1}")
     if page == NULL_PAGE:
-        return Explanation("page 0 is the null page: never handed out, never freed")
+        in_row = "; in a row it means none" if component else ""
+        return Explanation(f"{what} is the null page: never handed out, never freed{in_row}")
+    if where.pool.is_condemned(page):
+        # Nobody has it, or nobody should: it was in two places, or its lease was broken.
+        why = node.audit.why_condemned(component, page)
+        said = f"{what} is condemned: nobody gets it before the daemon is started again"
+        return Explanation(said, (f"because {why}",))
     wanted = pack_ids([page])
-    if table.pool.is_condemned(page):
-        return condemned(node, f"page {page}", page, "")
-    for lease in table.leases.values():
-        if has_page(lease.page_table, wanted, lease.owned) or has_page(lease.deferred, wanted):
-            return _held(node, lease, page)
-    for edge in table.tree.nodes():
-        if has_page(edge.pages, wanted):
-            said = _edge(node, edge)
-            return replace(
-                said,
-                sentence=f"page {page} is cached in {said.sentence}",
-                links=links_of(f"node:{edge.id}", *said.links),
-            )
-    return Explanation(f"page {page} is free")
+    for lease, own in where.owned():
+        if has_page(own, wanted):
+            return _held(node, where, lease, page)
+    for edge, pages in where.cached():
+        if has_page(pages, wanted):
+            return _cached(node, where, edge, page)
+    return Explanation(f"{what} is free")
 
 
-def _held(node: NodeView, lease: LeaseRecord, page: int) -> Explanation:
-    verb = "in quarantine under" if lease.quarantine else "held by"
+def _held(node: NodeView, where: PoolPlaces, lease: LeaseRecord, page: int) -> Explanation:
+    """By which lease, what it is there, and what would give it back."""
+    held = lease.quarantine
+    verb = "in quarantine under" if held else "held by"
+    away = f", which is {lease.state.value}" if where.saves else ""
     waits_for = lease_waits_for(node, lease)
-    said = [f"waits for {waits_for}"] if waits_for else []
-    said += [f"because {lease.quarantine.why}"] if lease.quarantine else []
+    waits = [f"waits for {waits_for}"] if waits_for else []
+    facts = [*waits, *([f"because {held.why}"] if held else [])]
+    if where.saves:
+        facts = [_in_area(where.saves, lease, page)]
+    elif where.keeper is not None:
+        facts = [_in_lease(where.keeper, lease, page), *waits]
     return Explanation(
-        f"page {page} is {verb} {describe_holder(node, lease)}",
-        tuple(said),
+        f"page {page}{f' of {where.component}' if where.component else ''} is {verb} "
+        f"{describe_holder(node, lease)}{away}",
+        tuple(facts),
         links_of(*holder_refs(lease)),
+    )
+
+
+def _cached(node: NodeView, where: PoolPlaces, edge: TreeEdge, page: int) -> Explanation:
+    """At which node, and who keeps it there."""
+    keeper = where.keeper
+    if keeper is None:
+        said = _edge(node, edge)
+        sentence = f"page {page} is cached in {said.sentence}"
+        return replace(said, sentence=sentence, links=links_of(f"node:{edge.id}", *said.links))
+    needing = [one for one in node.leases.leases.values() if edge in needed_nodes(keeper, one)]
+    return Explanation(
+        f"page {page} of {where.component} is cached {_at(keeper, edge, page)}",
+        tuple(_needing(node, needing)),
+        links_of(f"node:{edge.id}", *lease_refs(needing)),
     )
 
 
@@ -295,82 +320,11 @@ def first_page(settings: Settings, component: str, page: int) -> int | None:
     return None
 
 
-def page_beside(node: NodeView, component: str, page: int) -> Explanation | Refusal:
-    """Who has this page of a component with page ids of its own, or of a saved area."""
-    keeper, area = node.leases.components.named(component), node.leases.saved.pools
-    saved = next((name for name, pool in area.items() if pool.name == component), "")
-    if keeper is None and not saved:
-        names = ", ".join(one.name for one in node.settings.spec.components)
-        return Refusal(Code.BAD_REQUEST, f"this pool has no component {component!r}: {names}")
-    pool = area[saved] if keeper is None else keeper.pool
-    what = f"page {page} of {component}"
-    if not NULL_PAGE <= page < pool.total_pages:
-        return Refusal(Code.BAD_REQUEST, f"{what}: this pool has pages 0..{pool.total_pages - 1}")
-    if page == NULL_PAGE:
-        return Explanation(
-            f"{what} is the null page: never handed out, never freed; in a row it means none"
-        )
-    if pool.is_condemned(page):
-        return condemned(node, what, page, component)
-    return (
-        _saved(node, saved, page, what)
-        if keeper is None
-        else _held_beside(node, keeper, page, what)
-    )
-
-
-def condemned(node: NodeView, what: str, page: int, component: str) -> Explanation:
-    """Nobody has it, or nobody should: it was in two places, or its lease was broken."""
-    why = node.audit.why_condemned(component, page)
-    return Explanation(
-        f"{what} is condemned: nobody gets it before the daemon is started again",
-        (f"because {why}",),
-    )
-
-
-def _saved(node: NodeView, component: str, page: int, what: str) -> Explanation:
-    """Whose retracted lease wants it back, in the area of that component."""
-    for lease in node.leases.leases.values():
-        for part in () if lease.saved is None else lease.saved.parts:
-            if part.component == component and _has(part.slots, page):
-                kept = part.first + page_ids(part.slots).index(page)
-                return Explanation(
-                    f"{what} is held by {describe_holder(node, lease)}, which is "
-                    f"{lease.state.value}",
-                    (f"it keeps page {kept} of its row",),
-                    links_of(*holder_refs(lease)),
-                )
-    return Explanation(f"{what} is free")
-
-
-def _held_beside(node: NodeView, keeper: ComponentPages, page: int, what: str) -> Explanation:
-    """Which lease, or which node of the tree, has it."""
-    for lease in node.leases.leases.values():
-        if _has(keeper.own_pages(lease), page):
-            verb = "in quarantine under" if lease.quarantine else "held by"
-            waits_for = lease_waits_for(node, lease)
-            said = [f"waits for {waits_for}"] if waits_for else []
-            return Explanation(
-                f"{what} is {verb} {describe_holder(node, lease)}",
-                (_in_lease(keeper, lease, page), *said),
-                links_of(*holder_refs(lease)),
-            )
-    for edge in keeper.nodes:
-        pages = keeper.pages_at(edge)
-        if _has(pages, page):
-            needing = [
-                one for one in node.leases.leases.values() if edge in needed_nodes(keeper, one)
-            ]
-            return Explanation(
-                f"{what} is cached {_at(keeper, edge, page)}",
-                tuple(_needing(node, needing)),
-                links_of(f"node:{edge.id}", *lease_refs(needing)),
-            )
-    return Explanation(f"{what} is free")
-
-
-def _has(pages: Pages, page: int) -> bool:
-    return has_page(pages, pack_ids([page]))
+def _in_area(component: str, lease: LeaseRecord, page: int) -> str:
+    """Which page of a retracted lease is kept there."""
+    parts = () if lease.saved is None else lease.saved.parts
+    part = next(one for one in parts if one.component == component)
+    return f"it keeps page {part.first + page_ids(part.slots).index(page)} of its row"
 
 
 def _in_lease(keeper: ComponentPages, lease: LeaseRecord, page: int) -> str:
@@ -379,7 +333,7 @@ def _in_lease(keeper: ComponentPages, lease: LeaseRecord, page: int) -> str:
     match keeper:
         case _ if lease.quarantine is not None:
             return f"because {lease.quarantine.why}"
-        case WindowPages() if _has(keeper.page_table(lease), page):
+        case WindowPages() if has_page(keeper.page_table(lease), pack_ids([page])):
             at = page_ids(keeper.page_table(lease)).index(page)
             return f"it is the window of tokens {at * size} to {(at + 1) * size}"
         case WindowPages():
@@ -473,7 +427,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
     lease = node.leases.leases.get(number)
     if lease is None:
         return Refusal(Code.BAD_REQUEST, f"there is no lease {number}: released, or never was")
-    state = lease_state(node, lease)
+    state = LEASE.state(node, lease)
     said = [f"holders: {', '.join(state.holders) or 'none'}"]
     said += [
         f"of {one.component}: {one.held_pages} pages held, {one.mapped_pages} in its row"
@@ -492,7 +446,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         said.append(f"waits for {state.waiting_for}")
     if len(lease.said) > 1:
         said.append(f"written by rank: {', '.join(map(str, lease.said))}")
-    said += [f"{field.column}: {field.get(node, lease)}" for field in PLAIN_OF_LEASE]
+    said += [f"{field.column}: {field.get(node, lease)}" for field in LEASE.plain]
     parts = list(_parts_of(node, lease))
     refs = [f"client:{lease.session}"] if lease.session else []
     if lease.anchor is not None and lease.anchor.parent is not None:
@@ -537,26 +491,9 @@ def of_client(node: NodeView, number: int) -> Explanation | Refusal:
         f"{len(leases)} leases with {pages} pages of their own, {len(receives)} receives and "
         f"{len(sends)} sends under way"
     )
-    if session is None:
-        sentence = f"client {number} is gone and has left {has}"
-    elif session.hang_up is not None:
-        for_s = node.out.at_s - session.hang_up.since_s
-        sentence = (
-            f"client {number} is {session.name}, hung up on for {for_s:.1f} s "
-            f"({session.hang_up.why.code.value}): {has}"
-        )
-    elif session.is_former:
-        pids = ", ".join(map(str, session.pids))
-        age_s = node.out.at_s - session.since_s
-        sentence = (
-            f"client {number} is {session.name} (pid {pids}) of before the restart, and has not "
-            f"come back for {age_s:.1f} s: {has}"
-        )
-    else:
-        pids = ", ".join(map(str, session.pids))
-        age_s = node.out.at_s - session.since_s
-        name, _ = owner_of(node, number)
-        sentence = f"client {number} is {name} (pid {pids}), attached for {age_s:.1f} s: {has}"
+    sentence = f"client {number} is gone and has left {has}"
+    if session is not None:
+        sentence = f"client {number} is {session.name}{_stands(session, node.out.at_s)}: {has}"
     waiting = [one for one in node.admission.queue if one.claim.session == number]
     facts = [_lease_fact(node, one) for one in biggest]
     if session is not None and session.hang_up is not None:
@@ -572,6 +509,17 @@ def of_client(node: NodeView, number: int) -> Explanation | Refusal:
     )
 
 
+def _stands(session: Session, now_s: float) -> str:
+    """Whether it is served, and since when."""
+    held, age_s = session.hang_up, now_s - session.since_s
+    if held is not None:
+        return f", hung up on for {now_s - held.since_s:.1f} s ({held.why.code.value})"
+    pids = ", ".join(map(str, session.pids))
+    if session.is_former:
+        return f" (pid {pids}) of before the restart, and has not come back for {age_s:.1f} s"
+    return f" (pid {pids}), attached for {age_s:.1f} s"
+
+
 def _lease_fact(node: NodeView, lease: LeaseRecord) -> str:
     n_locked = lease.anchor.end_tokens if lease.anchor is not None else 0
     locked = f", locks {n_locked} cached tokens" if n_locked else ""
@@ -579,39 +527,20 @@ def _lease_fact(node: NodeView, lease: LeaseRecord) -> str:
     return f"{said}: {lease_word(lease)}, {lease.held_pages} pages{locked}"
 
 
-def of_receive(node: NodeView, number: int) -> Explanation | Refusal:
-    """One part of the decode side; also one that is delivered, while its lease lives."""
-    decoder = node.decoder
-    part = next((one for one in decoder.known() if one.id == number), None)
-    if part is None:
-        return Refusal(
-            Code.BAD_REQUEST, f"there is no receive {number}: over, or never was; see its events"
-        )
-    return _handoff(node, [part], [], f"receive:{number}")
+def of_handoff(node: NodeView, kind: str, number: int) -> Explanation | Refusal:
+    """A ``receive`` or a ``send``, or every part of a ``room``; delivered ones while they are."""
 
+    def is_asked(part: ReceivePart | SendPart) -> bool:
+        return number == (part.room if kind == "room" else part.id)
 
-def of_send(node: NodeView, number: int) -> Explanation | Refusal:
-    """One part of the prefill side."""
-    part = next((one for one in _sends(node.prefiller) if one.id == number), None)
-    if part is None:
-        return Refusal(
-            Code.BAD_REQUEST, f"there is no send {number}: over, or never was; see its events"
-        )
-    return _handoff(node, [], [part], f"send:{number}")
-
-
-def of_room(node: NodeView, room: int) -> Explanation | Refusal:
-    """Every part of a room on this node."""
-    decoder = node.decoder
-    receives = [one for one in decoder.known() if one.room == room]
-    sends = [one for one in _sends(node.prefiller) if one.room == room]
-    if not receives and not sends:
-        return Refusal(Code.BAD_REQUEST, f"no open handoff in room {room} on this node")
-    return _handoff(node, receives, sends, f"room:{room}")
-
-
-def _sends(prefiller: Prefiller) -> list[SendPart]:
-    return prefiller.known()
+    receives = [one for one in node.decoder.known() if kind != "send" and is_asked(one)]
+    sends = [one for one in node.prefiller.known() if kind != "receive" and is_asked(one)]
+    if receives or sends:
+        return _handoff(node, receives, sends, f"{kind}:{number}")
+    why = f"there is no {kind} {number}: over, or never was; see its events"
+    if kind == "room":
+        why = f"no open handoff in room {number} on this node"
+    return Refusal(Code.BAD_REQUEST, why)
 
 
 def _handoff(
@@ -619,8 +548,9 @@ def _handoff(
 ) -> Explanation:
     """Parts of one room: what each is at, for whom, and what it waits for."""
     parts: list[ReceivePart | SendPart] = [*receives, *sends]
-    states = [decode_room(node, part) for part in receives]
-    states += [prefill_room(node, part) for part in sends]
+    rows = [receive_row(node.leases, part) for part in receives]
+    rows += [send_row(node.leases, part) for part in sends]
+    states = [ROOM.state(node, one) for one in rows]
     room = states[0].room
     said: list[str] = []
     for part in states:
@@ -685,7 +615,7 @@ def of_peer(node: NodeView, name: str) -> Explanation | Refusal:
         known = ", ".join(peers.names()) or "nobody"
         return Refusal(Code.BAD_REQUEST, f"there is no peer {name!r}: this node knows {known}")
     receives = [one for one in node.decoder.parts.values() if one.peer == name]
-    sends = [one for one in _sends(node.prefiller) if one.peer == name]
+    sends = [one for one in node.prefiller.known() if one.peer == name]
     trouble = peers.trouble(name)
     facts = [f"its address is {dialed.address}" if dialed is not None else "it has dialed us"]
     facts += [f"the last handshake failed: {trouble}"] if trouble else []

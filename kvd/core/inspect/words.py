@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller
     from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.admission import Admission, Waiter
     from kvd.core.leases.sessions import Session
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
@@ -161,3 +162,18 @@ def layout_words(peer: Peer) -> str:
     """``same``, or why pages go in one direction at most."""
     differs = peer.refusal or peer.source_refusal
     return differs.message if differs else "same"
+
+
+def asked_word(waiter: Waiter) -> str:
+    """What was asked for: ``lease``, ``receive`` or ``resume``."""
+    if waiter.claim.resumes:
+        return "resume"
+    return "receive" if waiter.claim.room else "lease"
+
+
+def why_waits(admission: Admission, waiter: Waiter, ahead: int) -> str:
+    """For its peer, for pages, or for ``ahead`` others."""
+    other = waiter.asker.blocked()
+    if other is not None:
+        return other
+    return admission.shortage(waiter) if waiter.budget else f"its turn: {ahead} before it"

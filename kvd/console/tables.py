@@ -1,0 +1,151 @@
+"""The tables of who holds, sends and waits: rows of ``core.inspect`` with what consoles alone know.
+
+Every column is declared in ``kvd.core.inspect.schema``, with the fields of the snapshot.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from kvd.console.history import DELIVERED
+from kvd.console.view import View
+from kvd.core.cache.lease import LeaseRecord
+from kvd.core.inspect.rows import (
+    ClientRow,
+    HandoffRow,
+    PeerRow,
+    PoolRow,
+    WaitingRow,
+    client_rows,
+    peer_rows,
+    pool_rows,
+    receive_row,
+    send_row,
+    waiting_rows,
+)
+from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.console.context import Context
+    from kvd.wire.console import Query
+    from kvd.wire.events import HandoffEnded
+
+SHOWN_S = 3.0
+"""So long a handoff that has ended is still shown."""
+
+
+class Leases(View[LeaseRecord]):
+    """Leases may be gone before their row is made."""
+
+    @override
+    def is_there(self, context: Context, one: LeaseRecord) -> bool:
+        """Whether it has not been released meanwhile."""
+        return one.id in context.node.leases.leases
+
+
+LEASES = Leases(
+    "leases",
+    LEASE.columns,
+    objects=lambda context, _: context.node.leases.leases.values(),
+    key=lambda one: f"lease:{one.id}",
+    sort="since",
+)
+
+
+def _clients(context: Context, _: Query) -> Iterator[ClientRow]:
+    for one in client_rows(context.node).values():
+        one.alive = [context.engines.is_alive(pid) for pid in one.session.pids]
+        one.calls = context.engines.calls(one.session.id)
+        yield one
+
+
+CLIENTS: View[ClientRow] = View(
+    "clients",
+    CLIENT.columns,
+    objects=_clients,
+    key=lambda one: f"client:{one.session.id}",
+    sort="-held",
+)
+
+
+def _rooms(context: Context, _: Query) -> Iterator[HandoffRow]:
+    """Every part that has not ended, both sides, the oldest first; then what has ended lately.
+
+    A delivered one is a lease like others. Under load most have been delivered: those come last,
+    the latest first, so that what is under way and what has failed is at the top.
+    """
+    context.progress.look(context)
+    node = context.node
+    alive = [receive_row(node.leases, part) for part in node.decoder.parts.values()]
+    alive += [send_row(node.leases, part) for part in node.prefiller.known()]
+    for one in sorted(alive, key=lambda one: one.since_s):
+        one.moved_s = context.progress.moved_s(one.side, one.part)
+        yield one
+    shown = {one.ref for one in alive}
+    over = []
+    for end in reversed(context.recent.ended):
+        if context.now_s - end.at_s > SHOWN_S:
+            break
+        row = _ended_row(end)
+        if row.ref not in shown:
+            shown.add(row.ref)
+            over.append(row)
+    yield from sorted(over, key=lambda one: one.state == "delivered")
+
+
+def _ended_row(end: HandoffEnded) -> HandoffRow:
+    is_delivered = end.outcome in DELIVERED
+    return HandoffRow(
+        record=end,
+        side=end.side,
+        part=end.part,
+        state="delivered" if is_delivered else "failed",
+        decode_prefix_len=end.decode_prefix_len,
+        total_bytes=end.moved_bytes if is_delivered else None,
+        since_s=end.at_s - end.took_s,
+        ended_s=end.at_s,
+    )
+
+
+ROOMS: View[HandoffRow] = View("rooms", ROOM.columns, objects=_rooms, key=lambda one: one.ref)
+
+
+def _peers(context: Context, _: Query) -> Iterator[PeerRow]:
+    for one in peer_rows(context.node).values():
+        traffic = context.recent.traffic(one.name)
+        one.in_bytes += traffic.in_bytes
+        one.out_bytes += traffic.out_bytes
+        one.delivered, one.failed = traffic.delivered, traffic.failed
+        yield one
+
+
+PEERS: View[PeerRow] = View(
+    "peers", PEER.columns, objects=_peers, key=lambda one: f"peer:{one.name}", sort="name"
+)
+
+
+def _pools(context: Context, _: Query) -> Iterator[PoolRow]:
+    for one in pool_rows(context.node):
+        one.held_by = context.biggest.of(context, one.component.name)
+        yield one
+
+
+POOLS: View[PoolRow] = View(
+    "pools", POOL.columns, objects=_pools, key=lambda one: f"pool:{one.component.name}"
+)
+
+
+def _waiting(context: Context, _: Query) -> Iterator[WaitingRow]:
+    for one in waiting_rows(context.node):
+        if one.lacks_pages:
+            one.held_by = context.biggest.of(context, one.waiter.budget)
+        yield one
+
+
+WAITING_REQUESTS: View[WaitingRow] = View(
+    "waiting", WAITING.columns, objects=_waiting, key=lambda one: f"waiting:{one.waiter.number}"
+)
