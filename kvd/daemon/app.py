@@ -58,7 +58,6 @@ from kvd.journal.reader import VerifyDepth
 from kvd.observe.bus import Bus
 from kvd.observe.http import HttpServer
 from kvd.observe.metrics import Metrics
-from kvd.pools.arena import Arena
 from kvd.pools.build import pool_memory
 from kvd.zmtp.write_batch import WriteBatch
 
@@ -144,11 +143,7 @@ class Daemon:
         # Last, when all answers are on their way: an engine that sees us hang up waits no more.
         self._hang_up = self._up.enter_context(contextlib.ExitStack())
         self._open_engines(
-            tuple(
-                place.arena.fd
-                for place in placed
-                if place.is_pool and isinstance(place.arena, Arena)
-            )
+            tuple(one.arena.fd for one in placed if one.is_pool and one.arena is not None)
         )
         self._open_admin()
         self._open_peers()

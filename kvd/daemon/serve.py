@@ -25,7 +25,7 @@ from kvd.daemon.systemd import Systemd
 from kvd.observe.log import configure
 from kvd.pools.arena import NotReserved
 from kvd.pools.build import reserved_bytes
-from kvd.transfer.transport import TransportDown
+from kvd.transfer.process import TransportDown
 
 if TYPE_CHECKING:
     from kvd.config import Config

@@ -30,14 +30,14 @@ from kvd.transfer.orders import (
     StartFailed,
     Summed,
 )
-from kvd.transfer.transport import TransportDown
+from kvd.transfer.process import TransportDown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.daemon.reactor import Reactor
     from kvd.transfer.orders import Order, Report, SharedRegion
-    from kvd.transfer.transport import Transport
+    from kvd.transfer.process import TransferProcess
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
@@ -52,7 +52,7 @@ class TransferSupervisor:
     def __init__(
         self,
         reactor: Reactor,
-        make: Callable[[int], Transport],
+        make: Callable[[int], TransferProcess],
         silent_s: float,
         *,
         region: str,
@@ -76,7 +76,7 @@ class TransferSupervisor:
         self._next_probe_s = 0.0
         self._make = make
         self._generation = 0
-        self._transport: Transport | None = None
+        self._transport: TransferProcess | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._pause_s = FIRST_PAUSE_S
         self._started_s = 0.0

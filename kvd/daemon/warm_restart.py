@@ -31,7 +31,7 @@ from kvd.journal.layout import make_journal, open_journal
 from kvd.journal.reader import Reading, VerifyDepth
 from kvd.journal.writer import JournalWriter
 from kvd.pools.memory import MemoryOrigin
-from kvd.transfer.transport import TransportDown
+from kvd.transfer.process import TransportDown
 from kvd.types import Pages
 
 if TYPE_CHECKING:

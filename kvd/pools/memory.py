@@ -16,15 +16,10 @@ import hashlib
 import os
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from kvd.pools.arena import Arena, NotReserved, check_free
-from kvd.pools.build import (
-    OnDevice,
-    Placed,
-    pool_regions,
-    reserve_all,
-    saved_regions,
-    sizes,
-)
+from kvd.pools.build import PoolRegion, pool_regions, reserve_all, saved_regions, sizes
 from kvd.pools.file_memory import open_directory
 from kvd.pools.host_memory import Free, free_memory
 from kvd.pools.kept_memory import JOURNAL, MISSING, PREFIX, KeptMemory, UnfitMemory
@@ -145,20 +140,16 @@ class DaemonMemory:
         if journal_bytes:
             self._sizes[JOURNAL] = journal_bytes
         self._arenas: dict[str, Arena] = {}
-        self._saved_placed: list[Placed] = []
+        self._saved_placed: list[PoolRegion] = []
         self.origin = MemoryOrigin.MADE
         self.reason = ""
 
     @property
-    def placed(self) -> list[Placed]:
+    def placed(self) -> list[PoolRegion]:
         """The components in the order of the specification, then the saved areas."""
-        pools = [
-            one.placed(
-                self._arenas[PREFIX + one.name] if one.device is None else OnDevice(one.device)
-            )
-            for one in self._pool
-        ]
-        return [*pools, *self._saved_placed]
+        arenas = self._arenas
+        pool = [replace(one, arena=arenas.get(PREFIX + one.name)) for one in self._pool]
+        return [*pool, *self._saved_placed]
 
     @property
     def journal(self) -> Arena | None:
@@ -220,8 +211,9 @@ class DaemonMemory:
     def close(self) -> None:
         """Drop our descriptors. What is kept stays, and the lock if somebody holds a copy."""
         self._close_arenas()
-        for place in self._saved_placed:
-            place.arena.close()
+        for one in self._saved_placed:
+            if one.arena is not None:
+                one.arena.close()
         self._keeper.close()
 
     def _find(self) -> dict[str, UnfitMemory]:

@@ -90,7 +90,7 @@ class Devices:
         Raises:
             DeviceUnusable: there is no such device, or not so much memory; the numbers are said.
         """
-        size = -(-extent_bytes(plan.pages, plan.rows) // HUGE_BYTES) * HUGE_BYTES
+        size = -(-extent_bytes(plan.geometry.pages, plan.geometry.rows) // HUGE_BYTES) * HUGE_BYTES
         runtime = self.runtime
         try:
             address = runtime.allocate(device, size)

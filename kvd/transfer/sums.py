@@ -32,11 +32,10 @@ from kvd.core.inputs import PostDone, PostFailed, Verified
 from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.layout.shards import Piece, Pieced, Straight
 from kvd.core.layout.spec import shard_region
-from kvd.transfer.assembly import Assembly, FetchedWindows
+from kvd.transfer.assembly import Assembly, FetchedWindows, Gathered, InPlace
 from kvd.transfer.descriptors import strays
 from kvd.transfer.orders import UNSTAMPED, Summed
 from kvd.transfer.page_split import uncut
-from kvd.transfer.reading import Gathered, InPlace
 from kvd.transfer.window_layout import WindowSource, beyond, unmade
 from kvd.types import NO_PAGES
 from kvd.wire.peer import Integrity
@@ -48,9 +47,9 @@ if TYPE_CHECKING:
 
     from kvd.core.effects import Post, Verify
     from kvd.core.layout.shards import PageWindow
+    from kvd.transfer.assembly import Reading
     from kvd.transfer.copies import Area
     from kvd.transfer.orders import Report, Sum
-    from kvd.transfer.reading import Reading
     from kvd.types import Pages
 
 SUMMER: Final = "summer"

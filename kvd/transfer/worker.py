@@ -35,12 +35,17 @@ from typing import Final, NamedTuple, NoReturn, assert_never
 
 from kvd.core.effects import Copy, DropAgent, Exempt, Forget, LoadAgent, Post, Quiesce, Verify
 from kvd.core.inputs import Copied, CopyFailed
-from kvd.transfer import map_lifetime
 from kvd.transfer.copies import COPIER, Area, Copier, mapped_area
 from kvd.transfer.devices import Devices, DeviceUnusable
 from kvd.transfer.event_waits import EventWaits
-from kvd.transfer.frames import Frames, frame_of, order_of
-from kvd.transfer.mapping import CollapseOutcome, Collapser, RegionUnusable, map_region, map_scratch
+from kvd.transfer.mapping import (
+    CollapseOutcome,
+    Collapser,
+    RegionUnusable,
+    keep_map,
+    map_region,
+    map_scratch,
+)
 from kvd.transfer.metadata import VERSION, Metadata, pack
 from kvd.transfer.nixl import Binding, NixlUnusable, ReceivingAgent
 from kvd.transfer.orders import (
@@ -48,6 +53,7 @@ from kvd.transfer.orders import (
     BeginTransfer,
     Collapsed,
     Dying,
+    Frames,
     Order,
     Probe,
     Ready,
@@ -55,6 +61,8 @@ from kvd.transfer.orders import (
     Report,
     StartFailed,
     Sum,
+    frame_of,
+    order_of,
 )
 from kvd.transfer.quiescence import Quiescence
 from kvd.transfer.self_write import advised, prove
@@ -127,7 +135,7 @@ class TransferWorker:
         """
         begin, later = self._first_order()
         for descriptor in begin.kept:
-            map_lifetime.keep_map(descriptor)
+            keep_map(descriptor)
         devices = Devices()
         areas = {plan.name: _area(plan, devices) for plan in begin.regions}
         registered = {plan.name: areas[plan.name] for plan in begin.regions if plan.is_registered}
@@ -317,7 +325,7 @@ def _area(plan: RegionPlan, devices: Devices) -> Area:
     if plan.device is not None:
         return devices.area(plan, plan.device)
     note = map_region(plan)
-    os.close(plan.descriptor)
+    os.close(plan.fd)
     return mapped_area(note)
 
 

@@ -18,7 +18,7 @@ import zmq
 from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
 from kvd.daemon.attach import AttachLimits, AttachServer
 from kvd.daemon.sessions import AwaitedSession, Past, Process
-from kvd.pools.build import Placed, build_pool, pool_memory
+from kvd.pools.build import PoolRegion, build_pool, pool_memory
 from kvd.sockets import Frames, LoopSocket, open_router
 from kvd.wire import client as wire
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
@@ -43,7 +43,7 @@ Script = Callable[[wire.Request, bytes], list[wire.Reply]]
 class Daemon:
     """Sessions are real; answers are ``script``'s; what came is in ``got``, in order."""
 
-    def __init__(self, directory: Path, spec: PoolSpec, placed: list[Placed]) -> None:
+    def __init__(self, directory: Path, spec: PoolSpec, placed: list[PoolRegion]) -> None:
         self.endpoint = f"ipc://{directory}/client.sock"
         self.got: list[wire.Request] = []
         self.tokens: list[bytes] = []
@@ -84,7 +84,7 @@ class Daemon:
             self._engines = {}
         self._call(self._open)
 
-    def take_memory(self, placed: list[Placed]) -> None:
+    def take_memory(self, placed: list[PoolRegion]) -> None:
         """The next life has other memory."""
         self._fds = [one.arena.fd for one in placed]
 

@@ -15,8 +15,7 @@ from kvd.journal.engines import Process
 from kvd.journal.layout import open_journal
 from kvd.journal.reader import Reading, VerifyDepth
 from kvd.journal.writer import JournalWriter
-from kvd.transfer.orders import Sum, Summed
-from kvd.transfer.transport import RegionFd
+from kvd.transfer.orders import RegionPlan, Sum, Summed
 from kvd.types import Pages, pack_ids, page_ids
 from tests.journal.journaled import cached, freed, identity, made, read
 from tests.transfer.conftest import SHAPES, Memory
@@ -271,7 +270,7 @@ def test_a_process_is_known_by_its_pid_and_its_start():
 async def test_what_one_transfer_process_summed_the_next_one_finds_again():
     memory = Memory("kv", SHAPES["kv"])
     memory.paint(1)
-    region = RegionFd("kv", memory.fd, memory.shape)
+    region = RegionPlan("kv", memory.fd, memory.shape)
     ours = identity(pages=memory.shape.pages)
     buffer, journal = made(ours)
     first = Loopback("first", [region])
