@@ -23,15 +23,16 @@ import os
 import stat
 import time
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+from typing_extensions import override
+
 from kvd.pools.arena import HUGE_PAGE_BYTES, Arena, NotReserved, fill, mib
-from kvd.pools.kept_memory import JOURNAL, MISSING, PREFIX, UnfitMemory
+from kvd.pools.kept_memory import JOURNAL, MISSING, PREFIX, KeptMemory, UnfitMemory
 from kvd.pools.mounts import HUGETLBFS, TMPFS, free_huge_bytes, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from kvd.pools.location import PoolLocation
 
@@ -41,11 +42,11 @@ _LOOK_S: Final = 0.02
 _MODE: Final = 0o600
 
 
-class FileMemory:
-    """One directory of pool files, locked until the last copy of the lock's descriptor goes."""
+class FileMemory(KeptMemory):
+    """One directory of pool files, locked until the last copy of the lock's descriptor goes.
 
-    to_store: Final[Mapping[str, int]] = MappingProxyType({})
-    stale: Final = ()
+    ``keep_open`` is the lock.
+    """
 
     def __init__(self, path: Path, kind: str, *, fd: int, lock_fd: int) -> None:
         """Take over both descriptors; ``open_directory`` checks what they are of."""
@@ -56,12 +57,9 @@ class FileMemory:
         page = os.statvfs(fd).f_bsize if self.is_apart else 0
         self.grain_bytes = max(HUGE_PAGE_BYTES, page)
         self.where = f"in {path}"
+        self.keep_open = (lock_fd,)
 
-    @property
-    def keep_open(self) -> tuple[int, ...]:
-        """The lock."""
-        return (self._lock_fd,)
-
+    @override
     def find(self, name: str, size_bytes: int) -> Arena | UnfitMemory:
         """The file ``name``, if it is whole and nobody but us can have written to it.
 
@@ -83,6 +81,7 @@ class FileMemory:
             return UnfitMemory("was exchanged while it was looked at")
         return Arena(name, fd=fd, size_bytes=size_bytes)
 
+    @override
     def make(self, name: str, size_bytes: int, advance: Callable[[int], None]) -> Arena:
         """A new file of ``size_bytes``, which has its name once it is whole.
 
@@ -104,10 +103,12 @@ class FileMemory:
             ) from exc
         return Arena(name, fd=fd, size_bytes=size_bytes)
 
+    @override
     def kept_bytes(self) -> int:
         """What our files take."""
         return sum(seen.st_blocks * 512 for _, seen in _entries(self._fd))
 
+    @override
     def check_room(self, size_bytes: int) -> None:
         """Refuse what this file system cannot hold even without our files."""
         free = self._free_bytes()
@@ -116,6 +117,7 @@ class FileMemory:
                 f"the pool needs {mib(size_bytes)} in {self.path}; {self._said_room()}"
             )
 
+    @override
     def clear(self, keep: frozenset[str] = frozenset()) -> None:
         """Remove our files but ``keep``. The journal goes first: without it the rest is nothing.
 
@@ -138,6 +140,7 @@ class FileMemory:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(LOCK_NAME, dir_fd=self._fd)
 
+    @override
     def close(self) -> None:
         """Drop our descriptors, and the lock unless another process has a copy; repeatable."""
         for fd in (self._fd, self._lock_fd):

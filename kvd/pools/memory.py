@@ -24,7 +24,7 @@ from kvd.pools.file_memory import open_directory
 from kvd.pools.host_memory import Free, free_memory
 from kvd.pools.kept_memory import JOURNAL, MISSING, PREFIX, KeptMemory, UnfitMemory
 from kvd.pools.location import Backing
-from kvd.pools.memfd_memory import StoredMemory, UnkeptMemory
+from kvd.pools.memfd_memory import StoredMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -89,7 +89,7 @@ def kept_names(spec: PoolSpec) -> tuple[str, ...]:
 def _keeper(place: PoolLocation, given: Mapping[str, int] | None) -> KeptMemory:
     match place.backing:
         case Backing.ANON:
-            return UnkeptMemory()
+            return KeptMemory()
         case Backing.SHM | Backing.HUGETLBFS:
             return open_directory(place, wait_s=WAIT_S)
         case Backing.FDSTORE:
