@@ -18,8 +18,8 @@ from kvd import __version__
 from kvd.config import pool_spec
 from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.launch import launch
+from kvd.daemon.listeners import AddressInUse
 from kvd.daemon.lock import AlreadyRunning
-from kvd.daemon.seqpacket import AddressInUse
 from kvd.daemon.socket_activation import UnfitConfig
 from kvd.daemon.systemd import Systemd
 from kvd.observe.log import configure

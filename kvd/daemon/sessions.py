@@ -21,7 +21,6 @@ that is served, and of this daemon's life: what was on its way to the one before
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -64,35 +63,6 @@ class Past(msgspec.Struct, frozen=True):
 
 
 NO_PAST: Final = Past()
-
-
-class SessionNotes:
-    """Whoever writes down who is here, for the daemon after this one; this one writes nothing."""
-
-    def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
-        """A process opened the session; ``token`` is what it proves that by."""
-
-    def session_joined(self, session: int, pid: int) -> None:
-        """A process of it that was not written down yet."""
-
-    def process_left(self, session: int, pid: int) -> None:
-        """A process of it is dead, or maps the pool no more; others are of it."""
-
-    def session_left(self, session: int) -> None:
-        """It is over."""
-
-
-NO_NOTES: Final = SessionNotes()
-
-
-OnReturned = Callable[[int, str, int, tuple[int, ...]], Collection[int]]
-"""Session, name, pid, leases that its engine still uses; returns those that are kept for it."""
-
-
-def nobody_returned(session: int, name: str, pid: int, leases: tuple[int, ...]) -> tuple[int, ...]:
-    """Nothing is kept over a restart."""
-    del session, name, pid, leases
-    return ()
 
 
 class AttachConnection:

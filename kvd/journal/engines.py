@@ -49,6 +49,25 @@ class EngineRecord(msgspec.Struct, frozen=True):
     processes: tuple[Process, ...]
 
 
+class SessionNotes:
+    """Whoever writes down who is here, for the daemon after this one; this one writes nothing."""
+
+    def session_opened(self, session: int, token: bytes, name: str, process: Process) -> None:
+        """A process opened the session; ``token``, of 16 bytes, is what it proves that by."""
+
+    def session_joined(self, session: int, process: Process) -> None:
+        """A process of it that was not written down yet."""
+
+    def process_left(self, session: int, pid: int) -> None:
+        """A process of it is dead, or maps the pool no more; others are of it."""
+
+    def session_ended(self, session: int) -> None:
+        """Its last process is gone."""
+
+
+NO_NOTES: Final = SessionNotes()
+
+
 def _check(session: int, token: bytes, name: bytes) -> int:
     return xxhash.xxh3_64_intdigest(session.to_bytes(WORD_BYTES, "little") + token + name)
 

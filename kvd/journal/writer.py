@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from kvd.journal.checked_words import PENDING, WORD_BYTES, are_pending, sealed
 from kvd.journal.claims import LeaseClaim, LeaseClaims, claim_word
-from kvd.journal.engines import EngineRecord, EngineRecords, Process
+from kvd.journal.engines import EngineRecord, EngineRecords, Process, SessionNotes
 from kvd.journal.layout import (
     BEFORE,
     BEFORE_SERIAL_8,
@@ -83,7 +84,7 @@ class _Block:
         )
 
 
-class JournalWriter:
+class JournalWriter(SessionNotes):
     """Writes one journal, as the next generation of it.
 
     Args:
@@ -214,23 +215,23 @@ class JournalWriter:
         """The pid namespace in which every pid that is noted from now on has its meaning."""
         self._store(self.journal.head, PID_NAMESPACE, sealed(namespace, PID_NAMESPACE))
 
+    @override
     def session_opened(self, session: int, token: bytes, name: str, process: Process) -> None:
-        """An engine; ``token`` has 16 bytes."""
         if session > self._last_session:
             self._last_session = session
             self._store(self.journal.head, LAST_SESSION, sealed(session, LAST_SESSION))
         self._engines.open(session, token, name, process)
 
+    @override
     def session_joined(self, session: int, process: Process) -> None:
-        """One more process of it."""
         self._engines.join(session, process)
 
+    @override
     def process_left(self, session: int, pid: int) -> None:
-        """A process of it writes no more."""
         self._engines.leave(session, pid)
 
+    @override
     def session_ended(self, session: int) -> None:
-        """Its last process is gone."""
         self._engines.end(session)
 
     # ---- pages -------------------------------------------------------------------------------

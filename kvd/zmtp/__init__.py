@@ -10,6 +10,7 @@ The map of this room, from the wire to the loop::
     write_batch what all connections of one loop share
     connection  a machine on a socket
     fair_turns  whose turn it is, so that nobody waits for a flood
+    acceptor    connections as they come to a listening socket
     listener    takes connections; keeps their number and their weight in bounds
     dialer      one connection that is made again for ever
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 import time
 from typing import TYPE_CHECKING, Final
 
+from kvd.zmtp.acceptor import Acceptor
 from kvd.zmtp.bounds import BOUNDS, COMING_S, RELIEF_BYTES, TURN_S
 from kvd.zmtp.connection import ZmtpConnection
 from kvd.zmtp.curve import CurveServer
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 BACKLOG: Final = 1024
 """Connections that the kernel keeps for us."""
 
-_ACCEPTS: Final = 4
-"""In one wake-up."""
-_PAUSE_S: Final = 0.1
-"""Without free descriptors ``accept`` fails and the socket stays readable: look away shortly."""
 _SWEEP_S: Final = 0.25
 """How late the end of a time may be noticed."""
 
@@ -77,7 +73,6 @@ class Listener:
     ) -> None:
         """``ring``: our key and whose are let in; without, everyone may say anything."""
         self.bounds = bounds
-        self._sock = sock
         self._host = host
         self._batch = batch
         self._ring = ring
@@ -97,11 +92,9 @@ class Listener:
         self._heaviest = 0
         """Of ``_weight`` since memory was given back."""
         self._sweeper: asyncio.TimerHandle | None = None
-        self._resume: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._empty = asyncio.Event()
-        sock.setblocking(False)  # noqa: FBT003 - its only form
-        batch.loop.add_reader(sock.fileno(), self._accept)
+        self._acceptor = Acceptor(batch.loop, sock, self._take_in, self._make_place)
 
     def __len__(self) -> int:
         """How many connections there are."""
@@ -121,11 +114,9 @@ class Listener:
         """Hang up on everybody; what was sent has ``linger_s`` to go out. Repeatable."""
         if not self._is_closed:
             self._is_closed = True
-            for timer in (self._sweeper, self._resume):
-                if timer is not None:
-                    timer.cancel()
-            self._batch.loop.remove_reader(self._sock.fileno())
-            self._sock.close()
+            if self._sweeper is not None:
+                self._sweeper.cancel()
+            self._acceptor.close()
         for connection in list(self._connections):
             connection.close(linger_s=linger_s)
         if self._connections:
@@ -133,42 +124,19 @@ class Listener:
 
     # ---- coming ----------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTS):
-            try:
-                sock, address = self._sock.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
-                    self._look_away()
-                    return
-                continue
-            self._take_in(sock, str(address[0]) if isinstance(address, tuple) else "")
-
-    def _look_away(self) -> None:
-        """No descriptors are left: let one go, and accept no more for a moment."""
-        self._make_place()
-        self._batch.loop.remove_reader(self._sock.fileno())
-        self._resume = self._batch.loop.call_later(_PAUSE_S, self._look_again)
-
-    def _look_again(self) -> None:
-        self._batch.loop.add_reader(self._sock.fileno(), self._accept)
-
-    def _take_in(self, sock: socket.socket, address: str) -> None:
+    def _take_in(self, sock: socket.socket, address: tuple[str, int] | str) -> None:
         if len(self._coming) >= self.bounds.max_handshakes:
             next(iter(self._coming)).end(_CROWDED)
         if len(self._connections) >= self.bounds.max_connections and not self._make_place():
             sock.close()
             return
-        sock.setblocking(False)  # noqa: FBT003 - its only form
         if sock.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):  # it has hung up already
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         mechanism = Null() if self._ring is None else CurveServer(self._ring)
         machine = Protocol(mechanism, self.bounds.max_message_bytes)
         connection = ZmtpConnection(sock, machine, self, self._batch, self._to_come)
-        connection.peer = address
+        connection.peer = address[0] if isinstance(address, tuple) else ""
         self._connections.add(connection)
         self._coming[connection] = time.monotonic() + self.bounds.handshake_s
         self._sweep_later()
