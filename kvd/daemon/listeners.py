@@ -172,14 +172,12 @@ def own_directory(directory: Path, group: str | None) -> None:
             directory.chmod(0o750)
     found = directory.stat()
     if found.st_uid not in {0, os.geteuid()}:
-        msg = (
+        raise UnfitConfig(
             f"{directory} belongs to uid {found.st_uid}, this daemon runs as uid {os.geteuid()}: "
             "set sockets.client and sockets.admin to a directory of your own"
         )
-        raise UnfitConfig(msg)
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        msg = (
+        raise UnfitConfig(
             f"{directory} has mode {stat.S_IMODE(found.st_mode):04o}, so anyone may put a socket "
             f"of theirs in the place of ours: chmod o-w {directory}"
         )
-        raise UnfitConfig(msg)

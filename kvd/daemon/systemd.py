@@ -128,11 +128,10 @@ class Systemd:
             TimeoutError: it does not answer.
         """
         if not self.is_there:
-            msg = (
+            raise UnfitConfig(
                 'pool.backing = "fdstore" needs systemd, and NOTIFY_SOCKET is not set: start kvd '
                 'as a service of Type=notify, or set pool.backing = "shm"'
             )
-            raise UnfitConfig(msg)
         for name, descriptor in descriptors.items():
             self._tell(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", (descriptor,), PATIENCE_S)
         ours, theirs = os.pipe()
@@ -143,12 +142,11 @@ class Systemd:
         try:
             self.barrier()
             if _is_hung_up(ours, 0.0):
-                msg = (
+                raise UnfitConfig(
                     f"systemd does not keep {len(descriptors)} descriptors for this service: set "
                     f"FileDescriptorStoreMax={len(descriptors) + 1} or more and NotifyAccess=main "
                     'in its unit, or pool.backing = "shm"'
                 )
-                raise UnfitConfig(msg)
         finally:
             os.close(ours)
             self.forget(PROBE)
@@ -172,8 +170,7 @@ class Systemd:
             os.close(theirs)
         try:
             if not _is_hung_up(ours, PATIENCE_S):
-                msg = f"systemd has not read its notify socket for {PATIENCE_S:g} s"
-                raise TimeoutError(msg)
+                raise TimeoutError(f"systemd has not read its notify socket for {PATIENCE_S:g} s")
         finally:
             os.close(ours)
 

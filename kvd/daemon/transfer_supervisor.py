@@ -112,8 +112,7 @@ class TransferSupervisor:
 
         ready = await transport.start(self._on_reports, on_exit)
         if ended:
-            msg = f"{ended[0]} as soon as it was ready"
-            raise TransportDown(msg)
+            raise TransportDown(f"{ended[0]} as soon as it was ready")
         self._transport = transport
         self.shared = ready.shared
         self._down_s = None

@@ -79,11 +79,10 @@ def map_region(plan: RegionPlan) -> RegionNote:
     file = os.fstat(plan.fd)
     there = file.st_size
     if needed > there or not needed:
-        msg = (
+        raise RegionUnusable(
             f"region {plan.name!r} has {shape.pages} pages ending at byte {needed}, "
             f"its file has {there} bytes"
         )
-        raise RegionUnusable(msg)
     unit = max(HUGE_BYTES, file.st_blksize)
     room = _map(0, there + unit, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     address = -(-room // unit) * unit
@@ -124,8 +123,7 @@ def _map(address: int, size: int, flags: int, descriptor: int) -> int:
     )
     if mapped is None or mapped == _FAILED:
         code = ctypes.get_errno()
-        msg = f"mapping {size} bytes: {os.strerror(code)}"
-        raise RegionUnusable(msg)
+        raise RegionUnusable(f"mapping {size} bytes: {os.strerror(code)}")
     return mapped
 
 

@@ -194,8 +194,7 @@ def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        msg = f"{len(body)} bytes that cannot be read: {str(exc)[:MAX_WHY]}"
-        raise BadStream(msg) from exc
+        raise BadStream(f"{len(body)} bytes that cannot be read: {str(exc)[:MAX_WHY]}") from exc
 
 
 class Frames:
@@ -215,8 +214,9 @@ class Frames:
         while len(self._pending) - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._pending, at)
             if length > MAX_FRAME_BYTES:
-                msg = f"frame of {length} bytes on the order socket; the limit is {MAX_FRAME_BYTES}"
-                raise BadStream(msg)
+                raise BadStream(
+                    f"frame of {length} bytes on the order socket; the limit is {MAX_FRAME_BYTES}"
+                )
             if len(self._pending) - at - _LENGTH.size < length:
                 break
             at += _LENGTH.size

@@ -8,7 +8,7 @@ first (see ``staging``); from memory that the processor cannot read they go as t
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, assert_never
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -69,8 +69,6 @@ def found(
             shards = [shard]
         case Pieced(_, pieces):
             shards = [piece.shard for piece in pieces]
-        case _:
-            assert_never(order.making)
     names = [shard_region(order.component, shard) for shard in shards]
     missing = [name for name in names if name not in ours]
     if missing:
@@ -92,8 +90,6 @@ def direct(order: Post, regions: FoundRegions) -> Writes:
         case Pieced(_, pieces):
             stretches = pieced(_sources(regions, pieces), regions.theirs)
             return stretch_writes(order.source, order.destination, stretches)
-        case _:
-            assert_never(order.making)
 
 
 def plan(order: Post, regions: FoundRegions) -> PostPlan:
@@ -147,8 +143,6 @@ def _packed(order: Post, regions: FoundRegions) -> _Packed | None:
             if not fitting or not is_worth_gathering(lying, together):
                 return None
             return _in_bands(order, regions, bands(window, pieces, fitting))
-        case _:
-            assert_never(order.making)
 
 
 def _in_bands(order: Post, regions: FoundRegions, parts: list[Pieced]) -> _Packed:
@@ -182,8 +176,6 @@ def _objection(order: Post, areas: tuple[Area, ...], theirs: RegionNote) -> str:
                 WindowSource(area.note, one) for area, one in zip(areas, pieces, strict=True)
             ]
             return window_objection(order.source, order.destination, window, sources, theirs)
-        case _:
-            assert_never(making)
 
 
 def _sources(regions: FoundRegions, pieces: tuple[Piece, ...]) -> list[WindowSource]:

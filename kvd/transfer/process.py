@@ -112,8 +112,9 @@ class TransferProcess:
         try:
             self._spawn()
         except OSError as exc:
-            msg = f"transfer process {self._name} could not be started: {exc}"
-            raise TransportDown(msg) from exc
+            raise TransportDown(
+                f"transfer process {self._name} could not be started: {exc}"
+            ) from exc
 
     async def start(self, on_reports: OnReports, on_exit: OnExit) -> Ready:
         """Spawn the process and wait until it has registered every region.
@@ -125,8 +126,7 @@ class TransferProcess:
         if self._state is _State.NEW:
             self.spawn()
         if self._state is not _State.SPAWNED:
-            msg = f"transfer process {self._name} was started before; make a new one"
-            raise TransportDown(msg)
+            raise TransportDown(f"transfer process {self._name} was started before; make a new one")
         self._loop = asyncio.get_running_loop()
         self._on_reports, self._on_exit = on_reports, on_exit
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
@@ -141,8 +141,9 @@ class TransferProcess:
                 return await self._ready
         except TimeoutError:
             await self.stop()
-            msg = f"transfer process {self._child.pid} was not ready within {START_LIMIT_S:.0f} s"
-            raise TransportDown(msg) from None
+            raise TransportDown(
+                f"transfer process {self._child.pid} was not ready within {START_LIMIT_S:.0f} s"
+            ) from None
         except BaseException:
             await self.stop()
             raise

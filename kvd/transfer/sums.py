@@ -23,7 +23,7 @@ import sys
 import threading
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
@@ -150,8 +150,6 @@ def _read(order: Post, areas: Mapping[str, Area]) -> Reading | None:
             if any(strays(order.source, area.note).size for area, _ in parts):
                 return None
             return _read_window(window, parts)
-        case _:
-            assert_never(order.making)
 
 
 def _read_whole(area: Area, split: int) -> Reading:

@@ -31,7 +31,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from typing import Final, NamedTuple, NoReturn, assert_never
+from typing import Final, NamedTuple, NoReturn
 
 from kvd.core.effects import Copy, DropAgent, Exempt, Forget, LoadAgent, Post, Quiesce, Verify
 from kvd.core.inputs import Copied, CopyFailed
@@ -216,8 +216,7 @@ class TransferWorker:
                 case BeginTransfer() as begin:
                     return begin, orders[1:]
                 case other:
-                    msg = f"the first order is {type(other).__name__}, not Begin"
-                    raise RegionUnusable(msg)
+                    raise RegionUnusable(f"the first order is {type(other).__name__}, not Begin")
 
     def _is_busy(self) -> bool:
         """Whether posts are under way; read by the collapser, where an old answer does no harm."""
@@ -264,8 +263,6 @@ class TransferWorker:
                 self._reports.append(Alive(number))
             case BeginTransfer():
                 os._exit(0)
-            case _:
-                assert_never(order)
 
     def _obey_of_posts(self, order: DropAgent | Post | Forget) -> None:
         match order:
@@ -297,8 +294,6 @@ class TransferWorker:
                     self._reports.append(item)
                 case ThreadBroken(why):
                     self.fail(Dying(why))
-                case _:
-                    assert_never(item)
 
     def _flush(self) -> None:
         """Send the reports; what the socket does not take now goes when it is writable."""
