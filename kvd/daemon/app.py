@@ -198,7 +198,7 @@ class Daemon:
             [one.arena.fd for one in placed if one.is_pool and one.arena is not None],
             on_devices=device_memory(spec, self.transfer.shared),
             past=self.past,
-            notes=NO_NOTES if self.journalist is None else self.journalist.writer,
+            notes=NO_NOTES if self.journalist is None else self.journalist.writer.engines,
             limits=attach_limits(config),
         )
         self.clients = ClientPort(self.reactor, self.bus, attach, self.metrics)

@@ -68,7 +68,7 @@ class Launch:
 
     def close(self) -> None:
         """Let go of memory and lock; what is kept stays."""
-        self.pool.close()
+        self.pool.memory.close()
         os.close(self._lock_fd)
 
     def _process(self, generation: int) -> TransferProcess:

@@ -65,7 +65,7 @@ async def serve(
     try:
         await daemon.start()
         if daemon.pool.is_journaled:
-            _print(f"kvd: the pool's memory was {daemon.pool.said}")
+            _print(f"kvd: the pool's memory was {daemon.pool.memory.reason}")
         for name in systemd.drop_unclaimed():
             _print(f"kvd: what systemd handed over as {name!r} is of no use here and was closed")
         systemd.ready("serving")

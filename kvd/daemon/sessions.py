@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kvd.daemon.former_processes import is_alive
-from kvd.journal.engines import Process
+from kvd.journal.engines import EngineRecord, Process
 
 if TYPE_CHECKING:
     import asyncio
@@ -46,19 +46,13 @@ UNSEEN: Final = (Process(0),)
 """Of a session whose processes nobody wrote down."""
 
 
-class AwaitedSession(msgspec.Struct, frozen=True):
-    """A session of before the restart whose processes are not proven dead."""
-
-    session: int
-    token: bytes
-    name: str
-    processes: tuple[Process, ...]
-
-
 class Past(msgspec.Struct, frozen=True):
-    """What is known of the daemon's life before; ``first_session`` is above every number of it."""
+    """What is known of the daemon's life before; ``first_session`` is above every number of it.
 
-    engines: tuple[AwaitedSession, ...] = ()
+    ``engines`` are sessions whose processes are not proven dead.
+    """
+
+    engines: tuple[EngineRecord, ...] = ()
     first_session: int = 1
 
 

@@ -64,11 +64,10 @@ def found(
     order: Post, ours: Mapping[str, Area], theirs: Mapping[str, RegionNote]
 ) -> FoundRegions | str:
     """The regions of a post against which nothing speaks, or what does."""
-    match order.making:
-        case Straight(shard):
-            shards = [shard]
-        case Pieced(_, pieces):
-            shards = [piece.shard for piece in pieces]
+    making = order.making
+    shards = (
+        [making.shard] if isinstance(making, Straight) else [one.shard for one in making.pieces]
+    )
     names = [shard_region(order.component, shard) for shard in shards]
     missing = [name for name in names if name not in ours]
     if missing:

@@ -17,7 +17,8 @@ import zmq
 
 from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
 from kvd.daemon.attach import AttachLimits
-from kvd.daemon.sessions import AwaitedSession, Past, Process
+from kvd.daemon.sessions import Past
+from kvd.journal.engines import EngineRecord, Process
 from kvd.pools.build import PoolRegion, build_pool, pool_memory
 from kvd.sockets import Frames, LoopSocket, open_router
 from kvd.wire import client as wire
@@ -57,7 +58,7 @@ class Daemon(AttachListener):
         self.lives = 0
         self.strangers = 0
         """Messages under a routing id of no session."""
-        self._engines: dict[int, AwaitedSession] = {}
+        self._engines: dict[int, EngineRecord] = {}
         self.script: Script = lambda request, tokens: []
         self._memory = pool_memory(spec)
         self._fds = [one.arena.fd for one in placed]
@@ -99,15 +100,13 @@ class Daemon(AttachListener):
 
     def session_opened(self, session: int, token: bytes, name: str, process: Process) -> None:
         """As ``SessionNotes``."""
-        self._engines[session] = AwaitedSession(
-            session, b"S" + token, name, (Process(process.pid),)
-        )
+        self._engines[session] = EngineRecord(session, b"S" + token, name, (Process(process.pid),))
 
     def session_joined(self, session: int, process: Process) -> None:
         """As ``SessionNotes``."""
         one = self._engines[session]
         processes = (*one.processes, Process(process.pid))
-        self._engines[session] = AwaitedSession(session, one.token, one.name, processes)
+        self._engines[session] = EngineRecord(session, one.token, one.name, processes)
 
     def process_left(self, session: int, pid: int) -> None:
         """As ``SessionNotes``."""

@@ -15,9 +15,9 @@ from kvd.client.attachment import Attachment, ask, dial, take_answer
 from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
 from kvd.daemon.attach import AttachLimits
 from kvd.daemon.former_processes import is_alive, process_now, started_ticks
-from kvd.daemon.sessions import AwaitedSession, Past
+from kvd.daemon.sessions import Past
 from kvd.errors import Code, KvdError, Refusal
-from kvd.journal.engines import Process
+from kvd.journal.engines import EngineRecord, Process
 from kvd.pools.build import build_pool, pool_memory
 from kvd.wire.attach import Attach, AttachRequest, Join
 from tests.support.attaching import AttachListener, ListenedAttach
@@ -124,7 +124,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Server]]:
     placed = build_pool(POOL)
 
     def begin(*processes: Process, kept: tuple[int, ...] = (), most: int = 8) -> Server:
-        engines = (AwaitedSession(3, TOKEN, "decode-0", processes),) if processes else ()
+        engines = (EngineRecord(3, TOKEN, "decode-0", processes),) if processes else ()
         path, past = str(tmp_path / "attach.sock"), Past(engines, first_session=9)
         servers.append(Server(path, placed[0].arena.fd, past, kept, most))
         return servers[-1]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.daemon.pool_memory import keep, memory_of, place_of
 from kvd.daemon.socket_activation import PassedDescriptors
 from kvd.daemon.systemd import Systemd
+from kvd.daemon.warm_restart import keep, memory_of, place_of
 from kvd.journal.layout import size_bytes
 from kvd.pools.arena import HUGE_PAGE_BYTES, NotReserved
 from kvd.pools.location import Backing, PoolLocation
