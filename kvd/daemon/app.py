@@ -52,7 +52,7 @@ from kvd.observe.bus import Bus
 from kvd.observe.http import HttpServer
 from kvd.observe.metrics import Metrics
 from kvd.pools.build import pool_memory
-from kvd.zmtp.write_batch import WriteBatch
+from kvd.zmtp.turns import WriteBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -226,8 +226,8 @@ class Daemon:
             bounds_of(self.config, share=8),
             count_failed=self.metrics.handshake_failed,
         )
-        self._up.push_async_callback(self.links.close)
         self.links.listen(self._listeners.listen(self.config.peers.listen))
+        self._up.push_async_callback(self.links.close)
 
     def _wire(self) -> None:
         self.reactor.perform = {

@@ -28,9 +28,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from kvd.transfer.metadata import HOST, RegionNote, extent_bytes
+from kvd.transfer.orders import Collapsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,14 +159,6 @@ def is_map_gone(descriptor: int) -> bool:
 # ---- huge pages ----------------------------------------------------------------------------------
 
 
-class CollapseOutcome(msgspec.Struct, frozen=True):
-    """How much of a region is in huge pages now, and why not all of it."""
-
-    region: str
-    huge_bytes: int
-    why: str
-
-
 class Collapser:
     """Collapses regions one huge page at a time, at the lowest priority, giving way to posts."""
 
@@ -176,11 +167,11 @@ class Collapser:
         regions: list[RegionNote],
         *,
         is_busy: Callable[[], bool],
-        on_outcome: Callable[[CollapseOutcome], None],
+        on_over: Callable[[Collapsed], None],
     ) -> None:
         self._regions = regions
         self._is_busy = is_busy
-        self._on_outcome = on_outcome
+        self._on_over = on_over
 
     def start(self) -> None:
         """Work through the regions on a thread of its own and report each."""
@@ -190,9 +181,9 @@ class Collapser:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         for region in self._regions:
-            self._on_outcome(self._collapse(region))
+            self._on_over(self._collapse(region))
 
-    def _collapse(self, region: RegionNote) -> CollapseOutcome:
+    def _collapse(self, region: RegionNote) -> Collapsed:
         done, failed, last = 0, 0, 0
         end = region.address + region.region_bytes // HUGE_BYTES * HUGE_BYTES
         for address in range(region.address, end, HUGE_BYTES):
@@ -207,7 +198,7 @@ class Collapser:
                 break
         whole = done == region.region_bytes
         why = "" if whole else os.strerror(last) if last else "its size is no multiple of 2 MiB"
-        return CollapseOutcome(region.name, done, why)
+        return Collapsed(region.name, done, why)
 
 
 def _collapse_one(address: int) -> int:

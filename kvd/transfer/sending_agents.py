@@ -192,14 +192,7 @@ class SendingAgents:
         try:
             peer = unpack(order.metadata)
         except BadMetadata as exc:
-            self._report(
-                AgentFailed(
-                    at_s=UNSTAMPED,
-                    incarnation=order.incarnation,
-                    generation=order.generation,
-                    why=str(exc),
-                )
-            )
+            self._report(AgentFailed(UNSTAMPED, *key, why=str(exc)))
             return
         self._building.add(key)
         self._builder.want(key, peer)
@@ -219,14 +212,7 @@ class SendingAgents:
             warming = self._warming.pop(key)
             self._unwatch(key, warming.sender)
             warming.sender.destroy()
-        self._report(
-            AgentDropped(
-                at_s=UNSTAMPED,
-                incarnation=key.peer,
-                generation=key.generation,
-                unconfirmed_bytes=open_bytes,
-            )
-        )
+        self._report(AgentDropped(UNSTAMPED, *key, unconfirmed_bytes=open_bytes))
 
     def post(self, order: Post) -> None:
         """Hand a post to its queue."""
@@ -249,20 +235,12 @@ class SendingAgents:
         if key in self._unwanted:
             self._unwanted.discard(key)
             built.sender.destroy()
-            self._report(
-                AgentDropped(
-                    at_s=UNSTAMPED,
-                    incarnation=key.peer,
-                    generation=key.generation,
-                    unconfirmed_bytes=0,
-                )
-            )
+            self._report(AgentDropped(UNSTAMPED, *key))
             return
         self._watch(key, built.sender)
-        source = np.array([[self._mine.scratch, SCRATCH_BYTES, 0]], np.uint64)
         size = min(SCRATCH_BYTES, built.peer.scratch_bytes)
+        source = np.array([[self._mine.scratch, size, 0]], np.uint64)
         destination = np.array([[built.peer.scratch, size, 0]], np.uint64)
-        source[0, 1] = size
         try:
             handle = built.sender.post(source, destination)
         except NixlUnusable as exc:
@@ -335,19 +313,10 @@ class SendingAgents:
 
     def _load_failed(self, key: AgentKey, why: str) -> None:
         """Report a failed load, and the drop that was waiting for its end."""
-        self._report(
-            AgentFailed(at_s=UNSTAMPED, incarnation=key.peer, generation=key.generation, why=why)
-        )
+        self._report(AgentFailed(UNSTAMPED, *key, why=why))
         if key in self._unwanted:
             self._unwanted.discard(key)
-            self._report(
-                AgentDropped(
-                    at_s=UNSTAMPED,
-                    incarnation=key.peer,
-                    generation=key.generation,
-                    unconfirmed_bytes=0,
-                )
-            )
+            self._report(AgentDropped(UNSTAMPED, *key))
 
     def _watch(self, key: AgentKey, sender: SendingAgent) -> None:
         for descriptor in sender.polls:

@@ -39,7 +39,6 @@ from kvd.transfer.copies import COPIER, Area, Copier, mapped_area
 from kvd.transfer.devices import Devices, DeviceUnusable
 from kvd.transfer.event_waits import EventWaits
 from kvd.transfer.mapping import (
-    CollapseOutcome,
     Collapser,
     RegionUnusable,
     keep_map,
@@ -91,7 +90,7 @@ class ThreadBroken(NamedTuple):
     why: str
 
 
-Item = BuiltAgent | CollapseOutcome | Copied | CopyFailed | PageSumJob | ThreadBroken
+Item = BuiltAgent | Collapsed | Copied | CopyFailed | PageSumJob | ThreadBroken
 """What other threads hand to the loop."""
 
 
@@ -167,7 +166,7 @@ class TransferWorker:
         self._poll.register(self._orders, select.EPOLLIN)
         self._poll.register(self._inbox.descriptor, select.EPOLLIN)
         huge = [areas[plan.name].note for plan in begin.regions if plan.in_huge_pages]
-        Collapser(huge, is_busy=self._is_busy, on_outcome=self._inbox.put).start()
+        Collapser(huge, is_busy=self._is_busy, on_over=self._inbox.put).start()
         for order in later:
             self._obey(order)
 
@@ -286,11 +285,9 @@ class TransferWorker:
             match item:
                 case BuiltAgent():
                     self._agents.built(item)
-                case CollapseOutcome(region, huge_bytes, why):
-                    self._reports.append(Collapsed(region, huge_bytes, why))
                 case PageSumJob():
                     self._sums.done(item)
-                case Copied() | CopyFailed():
+                case Collapsed() | Copied() | CopyFailed():
                     self._reports.append(item)
                 case ThreadBroken(why):
                     self.fail(Dying(why))

@@ -13,20 +13,22 @@ import socket
 import time
 from typing import TYPE_CHECKING, Final
 
+from typing_extensions import override
+
 from kvd.zmtp.acceptor import Acceptor
 from kvd.zmtp.bounds import BOUNDS, COMING_S, RELIEF_BYTES, TURN_S
-from kvd.zmtp.connection import ZmtpConnection
+from kvd.zmtp.connection import Owner, ZmtpConnection
 from kvd.zmtp.curve import CurveServer
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault
-from kvd.zmtp.fair_turns import FairTurns
-from kvd.zmtp.null import Null
+from kvd.zmtp.mechanism import Null
 from kvd.zmtp.protocol import Protocol, ProtocolState
+from kvd.zmtp.turns import FairTurns
 
 if TYPE_CHECKING:
     from kvd.zmtp.bounds import Bounds
     from kvd.zmtp.curve import KeyRing
-    from kvd.zmtp.events import Frames, HandshakeDone
-    from kvd.zmtp.write_batch import WriteBatch
+    from kvd.zmtp.events import Frames
+    from kvd.zmtp.turns import WriteBatch
 
 BACKLOG: Final = 1024
 """Connections that the kernel keeps for us."""
@@ -41,8 +43,27 @@ it finds out. It knows only what we say."""
 _CROWDED: Final = ConnectionClosed(ConnectionFault.CROWDED, "others needed its place")
 
 
+LAST_WORDS_S: Final = 0.5
+"""What was answered may take so long to go out at the end."""
+
+
 class ListenerOwner:
     """Who answers for a listener. By default everyone is let in, and nothing is said."""
+
+    def start(
+        self,
+        sock: socket.socket,
+        batch: WriteBatch,
+        bounds: Bounds = BOUNDS,
+        ring: KeyRing | None = None,
+    ) -> None:
+        """Serve ``sock``, bound and listening."""
+        self.batch = batch
+        self.listener = Listener(sock, self, batch, ring=ring, bounds=bounds)
+
+    async def close(self) -> None:
+        """Stop serving; what was answered still goes out."""
+        await self.listener.close(linger_s=LAST_WORDS_S)
 
     def welcome(self, connection: ZmtpConnection) -> bool:
         """Whether to let in whoever has ended its handshake."""
@@ -59,7 +80,7 @@ class ListenerOwner:
         """A handshake failed."""
 
 
-class Listener:
+class Listener(Owner):
     """Serves until ``close``. Takes the socket over, bound and listening."""
 
     def __init__(
@@ -151,9 +172,8 @@ class Listener:
 
     # ---- as Owner --------------------------------------------------------------------------------
 
-    def met(self, connection: ZmtpConnection, ready: HandshakeDone) -> bool:
-        """As ``Owner``."""
-        del ready
+    @override
+    def met(self, connection: ZmtpConnection) -> bool:
         self._silent[connection] = None
         connection.turns = self._turns
         if not self._host.welcome(connection):
@@ -161,13 +181,14 @@ class Listener:
         del self._coming[connection]
         return True
 
+    @override
     def message(self, connection: ZmtpConnection, frames: Frames) -> None:
-        """As ``Owner``."""
         if connection in self._silent:
             del self._silent[connection]
             self._silent[connection] = None
         self._host.take(connection, frames)
 
+    @override
     def weighs(self, connection: ZmtpConnection, before: int, *, is_fresh: bool) -> None:
         """As ``Owner``: the heaviest goes when all together are too heavy."""
         self._weight += connection.weight - before
@@ -188,6 +209,7 @@ class Listener:
                 )
             )
 
+    @override
     def ends(self, connection: ZmtpConnection, closed: ConnectionClosed) -> bool:
         """As ``Owner``: whoever would only come again at once is left waiting."""
         if closed.fault not in _LEFT_WAITING:
@@ -195,8 +217,8 @@ class Listener:
         self._host.failed(connection, closed)
         return False
 
+    @override
     def over(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
-        """As ``Owner``."""
         self._connections.discard(connection)
         self._silent.pop(connection, None)
         self._unfinished.pop(connection, None)
