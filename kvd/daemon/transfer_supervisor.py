@@ -27,7 +27,6 @@ from kvd.transfer.orders import (
     Dying,
     Probe,
     Ready,
-    StartFailed,
     Summed,
 )
 from kvd.transfer.process import TransportDown
@@ -190,7 +189,7 @@ class TransferSupervisor:
                     self._answered = number
                 case Summed():
                     self.sums.summed(report)
-                case Ready() | StartFailed() | Dying() | Collapsed():
+                case Ready() | Dying() | Collapsed():
                     pass  # of the process itself, no input of the node
                 case _:
                     # Stamped here: the node's clock never goes back, and by the process's own a
@@ -226,18 +225,15 @@ class TransferSupervisor:
     async def _revive(self, why: str) -> None:
         """Start again until it serves; wait longer each time it does not."""
         if self._reactor.clock() - self._started_s >= STEADY_S:
-            self._pause_s = FIRST_PAUSE_S
-        else:
+            self._pause_s = 0.0
+        is_up = False
+        while not is_up:
             await asyncio.sleep(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        while True:
+            self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
             try:
                 await self.start(why)
+                is_up = True
             except TransportDown as down:
                 why = str(down)
                 self._is_down(why)
-                await asyncio.sleep(self._pause_s)
-                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-            else:
-                break
         self._restarting = None

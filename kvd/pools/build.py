@@ -19,7 +19,7 @@ from kvd.core.layout.spec import (
     region_names,
     saved_region,
 )
-from kvd.pools.arena import Arena, check_free, reserve, round_up
+from kvd.pools.arena import Arena, reserve, round_up
 from kvd.wire.memory import ComponentMemory, PoolMemory
 
 if TYPE_CHECKING:
@@ -44,19 +44,6 @@ class PoolRegion(msgspec.Struct, frozen=True):
     """Its host memory, once there is any."""
 
 
-def build_pool(spec: PoolSpec) -> list[PoolRegion]:
-    """Reserve the memory of every component that has any, in the order of the specification.
-
-    The saved areas come after all of them.
-
-    Raises:
-        NotReserved: not enough memory; nothing stays taken.
-    """
-    wanted = [*pool_regions(spec), *saved_regions(spec)]
-    check_free(sizes(wanted))
-    return reserve_all(spec, wanted, lambda _size_bytes: None)
-
-
 def reserve_all(
     spec: PoolSpec, wanted: list[PoolRegion], advance: Callable[[int], None]
 ) -> list[PoolRegion]:
@@ -78,7 +65,7 @@ def reserve_all(
 
 
 def reserved_bytes(spec: PoolSpec) -> dict[str, int]:
-    """What ``build_pool`` would reserve of this host's memory, by region."""
+    """What such a pool reserves of this host's memory, by region."""
     return sizes([*pool_regions(spec), *saved_regions(spec)])
 
 

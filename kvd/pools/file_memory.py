@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final
 from typing_extensions import override
 
 from kvd.pools.arena import HUGE_PAGE_BYTES, Arena, NotReserved, fill, mib
-from kvd.pools.kept_memory import JOURNAL, MISSING, PREFIX, KeptMemory, UnfitMemory
+from kvd.pools.kept_memory import JOURNAL, MISSING, PREFIX, KeptMemory, UnfitMemory, flaw_of
 from kvd.pools.mounts import HUGETLBFS, TMPFS, free_huge_bytes, kind_of
 
 if TYPE_CHECKING:
@@ -71,7 +71,13 @@ class FileMemory(KeptMemory):
         except FileNotFoundError:
             return MISSING
         self._check_owner(name, seen)
-        flaw = _flaw(seen, size_bytes)
+        mode = stat.S_IMODE(seen.st_mode)
+        reasons = {
+            "is no regular file": not stat.S_ISREG(seen.st_mode),
+            f"has mode {mode:04o} where 0600 keeps others out": mode != _MODE,
+            f"has {seen.st_nlink} names": seen.st_nlink != 1,
+        }
+        flaw = flaw_of(seen, size_bytes, reasons)
         if flaw is not None:
             return flaw
         fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
@@ -318,21 +324,6 @@ def _holder(lock_fd: int) -> str:
             if place in fields and "->" not in fields:
                 return f" (pid {fields[fields.index(place) - 1]})"
     return ""
-
-
-def _flaw(seen: os.stat_result, size_bytes: int) -> UnfitMemory | None:
-    """What keeps a file of ours from being believed."""
-    kept = seen.st_blocks * 512
-    reasons = {
-        "is no regular file": not stat.S_ISREG(seen.st_mode),
-        f"has mode {stat.S_IMODE(seen.st_mode):04o} where 0600 keeps others out": (
-            stat.S_IMODE(seen.st_mode) != _MODE
-        ),
-        f"has {seen.st_nlink} names": seen.st_nlink != 1,
-        f"has {mib(seen.st_size)} where {mib(size_bytes)} are needed": seen.st_size != size_bytes,
-        f"has lost {mib(size_bytes - kept)} of its {mib(size_bytes)}": kept < size_bytes,
-    }
-    return next((UnfitMemory(said) for said, is_so in reasons.items() if is_so), None)
 
 
 def _foreign(path: Path, uid: int) -> str:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvd.pools.arena import HUGE_PAGE_BYTES, reserve
+from kvd.pools.arena import HUGE_PAGE_BYTES, mib, reserve
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping
 
     from kvd.pools.arena import Arena
@@ -27,6 +28,16 @@ class UnfitMemory(msgspec.Struct, frozen=True):
 
 
 MISSING: Final = UnfitMemory("is missing")
+
+
+def flaw_of(seen: os.stat_result, size_bytes: int, reasons: dict[str, bool]) -> UnfitMemory | None:
+    """What keeps memory from being believed: the first of ``reasons`` that holds, or its size."""
+    kept = seen.st_blocks * 512
+    reasons |= {
+        f"has {mib(seen.st_size)} where {mib(size_bytes)} are needed": seen.st_size != size_bytes,
+        f"has lost {mib(size_bytes - kept)} of its {mib(size_bytes)}": kept < size_bytes,
+    }
+    return next((UnfitMemory(said) for said, is_so in reasons.items() if is_so), None)
 
 
 class KeptMemory:

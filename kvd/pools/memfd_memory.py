@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from kvd.pools.arena import SEALS, Arena, mib
-from kvd.pools.kept_memory import MISSING, PREFIX, KeptMemory, UnfitMemory
+from kvd.pools.arena import SEALS, Arena
+from kvd.pools.kept_memory import MISSING, PREFIX, KeptMemory, UnfitMemory, flaw_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -90,13 +90,10 @@ def _flaw(fd: int, size_bytes: int) -> UnfitMemory | None:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         return UnfitMemory("is no memfd")
-    kept = seen.st_blocks * 512
     is_writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
     reasons = {
         f"belongs to uid {seen.st_uid}": seen.st_uid != os.geteuid(),
         "is not sealed as kvd seals it": seals != SEALS,
         "cannot be written to": not is_writable,
-        f"has {mib(seen.st_size)} where {mib(size_bytes)} are needed": seen.st_size != size_bytes,
-        f"has lost {mib(size_bytes - kept)} of its {mib(size_bytes)}": kept < size_bytes,
     }
-    return next((UnfitMemory(said) for said, is_so in reasons.items() if is_so), None)
+    return flaw_of(seen, size_bytes, reasons)

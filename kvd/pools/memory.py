@@ -111,7 +111,7 @@ class DaemonMemory:
     """The arenas of a pool and of its journal, open until ``close``.
 
     Attributes:
-        placed: what ``build_pool`` gives: the components, then their saved areas.
+        placed: the components in their memory, then their saved areas.
         journal: the journal's arena; None where the pool ends with the daemon (anon).
         origin: whether the components and the journal were found or made.
         reason: which of both, where, and why, as a sentence for the log.

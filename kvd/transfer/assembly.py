@@ -23,12 +23,13 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvd.core.layout.geometry import PieceRow
 from kvd.core.layout.shards import PageWindow
 from kvd.transfer.copies import Area
-from kvd.transfer.metadata import RegionNote
+from kvd.transfer.metadata import HOST, RegionNote
 from kvd.transfer.page_split import strips
 from kvd.transfer.window_layout import tensors, window_strips
 
@@ -157,17 +158,15 @@ def _fetch(area: Area, ids: Ids) -> Area:
         area.gather(1, ids, room)
     rows = (PieceRow(0, size, size),)
     sizes = tuple(row.piece_bytes for row in strips(note))
-    fetched = RegionNote(
+    fetched = msgspec.structs.replace(
+        note,
         name="fetched",
         address=0,
-        region_bytes=ids.size * size,
+        region_bytes=room.size,
         pages=ids.size,
-        page_bytes=size,
         rows=rows,
-        page_tokens=note.page_tokens,
         strips=sizes,
-        layers=note.layers,
-        heads=note.heads,
+        place=HOST,
     )
     return Area(fetched, room.ravel())
 
@@ -184,14 +183,13 @@ def _packed_note(window: PageWindow, pieces: Sequence[tuple[Area, Piece]]) -> Re
     layer = window_strips(note, ours)[: tensors(note)]
     sizes = tuple(size // part_heads * heads for size in layer) * layers
     total = sum(sizes)
-    row = (PieceRow(0, total, total),)
     return RegionNote(
         name="packed",
         address=0,
         region_bytes=total,
         pages=1,
         page_bytes=total,
-        rows=row,
+        rows=(PieceRow(0, total, total),),
         page_tokens=note.page_tokens,
         strips=sizes,
         layers=layers,

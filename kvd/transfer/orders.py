@@ -105,14 +105,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     shared: tuple[SharedRegion, ...] = ()
 
 
-class StartFailed(msgspec.Struct, frozen=True, tag="start-failed"):
-    """The process cannot serve and is about to exit."""
-
-    why: str
-
-
 class Dying(msgspec.Struct, frozen=True, tag="dying"):
-    """The last report of a process that met a bug of its own and is about to exit."""
+    """The last report of a process that cannot serve, or has met a bug, and is about to exit."""
 
     why: str
 
@@ -142,7 +136,7 @@ class Collapsed(msgspec.Struct, frozen=True, tag="collapsed"):
     why: str
 
 
-Report = Ready | StartFailed | Dying | Summed | Alive | Collapsed | TransferReport
+Report = Ready | Dying | Summed | Alive | Collapsed | TransferReport
 
 # ---- how they cross the socket ------------------------------------------------------------------
 

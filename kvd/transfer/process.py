@@ -34,7 +34,6 @@ from kvd.transfer.orders import (
     Frames,
     Ready,
     Report,
-    StartFailed,
     frame_of,
     reports_of,
 )
@@ -252,7 +251,7 @@ class TransferProcess:
                 if is_awaited:
                     self._ready.set_result(first)
                 return
-            case StartFailed(why):
+            case Dying(why):
                 pass
             case other:
                 why = f"transfer process began with {type(other).__name__}"

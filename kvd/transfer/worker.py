@@ -31,7 +31,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NoReturn
 
 from kvd.core.effects import Copy, DropAgent, Exempt, Forget, LoadAgent, Post, Quiesce, Verify
 from kvd.core.inputs import Copied, CopyFailed
@@ -58,7 +58,6 @@ from kvd.transfer.orders import (
     Ready,
     RegionPlan,
     Report,
-    StartFailed,
     Sum,
     frame_of,
     order_of,
@@ -84,13 +83,7 @@ LAST_WORDS_S: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class ThreadBroken(NamedTuple):
-    """A thread that others wait for ended by a bug."""
-
-    why: str
-
-
-Item = BuiltAgent | Collapsed | Copied | CopyFailed | PageSumJob | ThreadBroken
+Item = BuiltAgent | Collapsed | Copied | CopyFailed | PageSumJob | Dying
 """What other threads hand to the loop."""
 
 
@@ -188,7 +181,7 @@ class TransferWorker:
             if self._reports or self._unsent:
                 self._flush()
 
-    def fail(self, last: StartFailed | Dying) -> NoReturn:
+    def fail(self, last: Dying) -> NoReturn:
         """Send what is unsent and the last words, and end."""
         self._unsent += frame_of([*self._reports, last])
         self._orders.settimeout(LAST_WORDS_S)
@@ -201,7 +194,7 @@ class TransferWorker:
         threading.__excepthook__(args)
         if args.thread is not None and args.thread.name in {BUILDER, COPIER, SUMMER}:
             what = f"{args.exc_type.__name__}: {args.exc_value}"
-            self._inbox.put(ThreadBroken(f"thread {args.thread.name} ended by {what}"))
+            self._inbox.put(Dying(f"thread {args.thread.name} ended by {what}"))
 
     def _first_order(self) -> tuple[BeginTransfer, list[Order]]:
         while True:
@@ -289,8 +282,8 @@ class TransferWorker:
                     self._sums.done(item)
                 case Collapsed() | Copied() | CopyFailed():
                     self._reports.append(item)
-                case ThreadBroken(why):
-                    self.fail(Dying(why))
+                case Dying():
+                    self.fail(item)
 
     def _flush(self) -> None:
         """Send the reports; what the socket does not take now goes when it is writable."""
@@ -351,7 +344,7 @@ def main() -> None:
     try:
         worker.begin()
     except (NixlUnusable, RegionUnusable, DeviceUnusable) as exc:
-        worker.fail(StartFailed(str(exc)))
+        worker.fail(Dying(str(exc)))
     # A woken batch thread does not preempt the one that woke it: without this the daemon's loop
     # stood still for up to 8 ms in the send of an order, because the copy began there and then.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -19,11 +19,12 @@ from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
 from kvd.daemon.attach import AttachLimits
 from kvd.daemon.sessions import Past
 from kvd.journal.engines import EngineRecord, Process
-from kvd.pools.build import PoolRegion, build_pool, pool_memory
+from kvd.pools.build import PoolRegion, pool_memory
 from kvd.sockets import Frames, LoopSocket, open_router
 from kvd.wire import client as wire
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
 from tests.support.attaching import AttachListener, ListenedAttach
+from tests.support.pools import build_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

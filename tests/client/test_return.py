@@ -12,11 +12,11 @@ import torch
 import kvd.client
 from kvd.client import EventsLost, HandoffError, KvdError
 from kvd.errors import Code, Refusal
-from kvd.pools.build import build_pool
 from kvd.types import Tokens, pack_ids
 from kvd.wire import client as wire
 from kvd.wire.events import Evicted
 from tests.client.conftest import POOL
+from tests.support.pools import build_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

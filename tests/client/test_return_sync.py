@@ -14,12 +14,12 @@ from kvd.client import EventsLost, KvdError
 from kvd.client.blocking import attach
 from kvd.client.endpoint import attach_path
 from kvd.client.returning import LONGEST_PAUSE_S, WayBack
-from kvd.pools.build import build_pool
 from kvd.types import pack_ids
 from kvd.wire import client as wire
 from kvd.wire.attach import Attach
 from kvd.wire.events import Evicted
 from tests.client.conftest import POOL
+from tests.support.pools import build_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,9 +18,10 @@ from kvd.daemon.former_processes import is_alive, process_now, started_ticks
 from kvd.daemon.sessions import Past
 from kvd.errors import Code, KvdError, Refusal
 from kvd.journal.engines import EngineRecord, Process
-from kvd.pools.build import build_pool, pool_memory
+from kvd.pools.build import pool_memory
 from kvd.wire.attach import Attach, AttachRequest, Join
 from tests.support.attaching import AttachListener, ListenedAttach
+from tests.support.pools import build_pool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -22,8 +22,9 @@ from kvd.core.layout.spec import (
     Raw,
 )
 from kvd.pools.arena import HUGE_PAGE_BYTES, NotReserved
-from kvd.pools.build import build_pool, device_bytes, pool_memory, reserved_bytes
+from kvd.pools.build import device_bytes, pool_memory, reserved_bytes
 from kvd.wire.memory import ComponentMemory, PoolMemory, TensorPlace
+from tests.support.pools import build_pool
 
 KV = Component("kv", 2, Mha(2, 8, 4, "bfloat16"), 4)
 INDEX = Component("index", 1, Raw(64), 4)
