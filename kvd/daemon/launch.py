@@ -76,7 +76,7 @@ class Launch:
             f"{self.incarnation}-{generation}",
             self._regions,
             environment=self._environment,
-            keep_open=(self._lock_fd, *self.pool.memory.keep_open),
+            keep_open=(self._lock_fd, *self.pool.memory.keeper.keep_open),
         )
 
 

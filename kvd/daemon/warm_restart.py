@@ -241,10 +241,10 @@ def keep(memory: DaemonMemory, systemd: Systemd) -> None:
     Raises:
         Unfit, TimeoutError: it does not; the message says why.
     """
-    for name in memory.stale:
+    for name in memory.keeper.stale:
         systemd.forget(name)
-    if memory.to_store:
-        systemd.store(memory.to_store)
+    if memory.keeper.to_store:
+        systemd.store(memory.keeper.to_store)
 
 
 def _given(spec: PoolSpec, systemd: Systemd) -> dict[str, int]:

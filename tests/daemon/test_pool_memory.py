@@ -62,7 +62,7 @@ def test_memory_in_files_needs_no_supervisor_and_tells_one_how_it_goes(tmp_path:
         memory_of(config, Systemd(manager.address)).close()
         found = memory_of(config, Systemd())
 
-        assert (found.origin, found.to_store) == (MemoryOrigin.FOUND, {})
+        assert (found.origin, found.keeper.to_store) == (MemoryOrigin.FOUND, {})
         manager.expect("STATUS", "reserving memory: 2 MiB so far")
         found.close()
 

@@ -46,7 +46,7 @@ def life() -> dict[str, object]:
 def lock() -> bool:
     """Whether the transfer process's mapping of the lock holds it when the daemon has gone."""
     with opened(PLACE) as memory:
-        (descriptor,) = memory.keep_open
+        (descriptor,) = memory.keeper.keep_open
         name = os.readlink(f"/proc/self/fd/{descriptor}")
         keep_map(descriptor)
     again = os.open(name, os.O_RDWR)
