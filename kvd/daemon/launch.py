@@ -41,6 +41,7 @@ class Launch:
         spec: what the pool holds.
         pool: its memory.
         incarnation: of this life.
+        first: the transfer process to begin with.
     """
 
     def __init__(self, config: Config, spec: PoolSpec, lock_fd: int, pool: OpenPool) -> None:
@@ -52,19 +53,11 @@ class Launch:
         self._environment = config.transfer.ucx
         in_huge_pages = config.pool.huge_pages == "collapse" and config.pool.backing != "hugetlbfs"
         self._regions = [_planned(one, in_huge_pages=in_huge_pages) for one in pool.memory.placed]
-        self._first = self._process(FIRST_GENERATION)
-
-    def spawn(self) -> None:
-        """Have the first transfer process come up.
-
-        Raises:
-            TransportDown: it cannot be started.
-        """
-        self._first.spawn()
+        self.first = self._process(FIRST_GENERATION)
 
     def process(self, generation: int) -> TransferProcess:
         """The transfer process of this generation, to be started."""
-        return self._first if generation == FIRST_GENERATION else self._process(generation)
+        return self.first if generation == FIRST_GENERATION else self._process(generation)
 
     def close(self) -> None:
         """Let go of memory and lock; what is kept stays."""
@@ -135,7 +128,7 @@ def launch(config: Config, systemd: Systemd) -> Launch:
     made = Launch(config, spec, lock_fd, pool)
     try:
         systemd.begin(f"registering {size}")
-        made.spawn()
+        made.first.spawn()
     except BaseException:
         made.close()
         raise

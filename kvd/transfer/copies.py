@@ -227,7 +227,7 @@ def _smaller(older: CopyJob, newer: CopyJob) -> CopyJob:
 
 
 class Copier:
-    """Carries out copies off the loop, a slice at a time."""
+    """Carries out copies on a thread of its own, a slice at a time."""
 
     def __init__(
         self, areas: Mapping[str, Area], on_over: Callable[[Copied | CopyFailed], None]
@@ -237,14 +237,11 @@ class Copier:
         self._on_over = on_over
         self._wanted: SimpleQueue[Copy] = SimpleQueue()
         self._turns = CopyTurns()
+        threading.Thread(target=self._run, name=COPIER, daemon=True).start()
 
     def want(self, order: Copy) -> None:
         """Queue one copy."""
         self._wanted.put(order)
-
-    def start(self) -> None:
-        """Start the thread that copies."""
-        threading.Thread(target=self._run, name=COPIER, daemon=True).start()
 
     def _run(self) -> None:
         """Copy for ever. An exception is a bug; the worker's hook ends the process then."""

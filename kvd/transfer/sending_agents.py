@@ -78,7 +78,7 @@ class OwnMemory(NamedTuple):
 
 
 class AgentBuilder:
-    """Creates sending agents off the loop, one after the other."""
+    """Creates sending agents on a thread of its own, one after the other."""
 
     def __init__(
         self, binding: Binding, mine: OwnMemory, on_built: Callable[[BuiltAgent], None]
@@ -88,14 +88,11 @@ class AgentBuilder:
         self._on_built = on_built
         self._wanted: SimpleQueue[tuple[AgentKey, Metadata]] = SimpleQueue()
         self._made = 0
+        threading.Thread(target=self._run, name=BUILDER, daemon=True).start()
 
     def want(self, key: AgentKey, peer: Metadata) -> None:
         """Queue one agent."""
         self._wanted.put((key, peer))
-
-    def start(self) -> None:
-        """Start the thread that builds."""
-        threading.Thread(target=self._run, name=BUILDER, daemon=True).start()
 
     def _run(self) -> None:
         """Build for ever; an agent name is never used twice.

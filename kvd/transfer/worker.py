@@ -126,6 +126,7 @@ class TransferWorker:
             DeviceUnusable: a region cannot be allocated on its device.
         """
         begin, later = self._first_order()
+        threading.excepthook = self._broke  # before there is a thread that others wait for
         for descriptor in begin.kept:
             keep_map(descriptor)
         devices = Devices()
@@ -148,9 +149,6 @@ class TransferWorker:
         self._quiescence = Quiescence(self._receiver.thread, self._agents.sockets, report)
         self._event_waits = EventWaits(devices, post=self._post, report=report)
         self._copier = Copier(areas, self._inbox.put)
-        threading.excepthook = self._broke
-        builder.start()
-        self._copier.start()
         summers.start()
         shared = devices.shared(areas)
         self._reports.append(Ready(pack(told), f"{binding.module} UCX", shared))

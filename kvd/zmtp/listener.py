@@ -117,15 +117,6 @@ class Listener(Owner):
         self._empty = asyncio.Event()
         self._acceptor = Acceptor(batch.loop, sock, self._take_in, self._make_place)
 
-    def __len__(self) -> int:
-        """How many connections there are."""
-        return len(self._connections)
-
-    @property
-    def weight(self) -> int:
-        """Bytes kept for all connections."""
-        return self._weight
-
     def keep(self, connection: ZmtpConnection) -> None:
         """It stays, however silent it is."""
         self._silent.pop(connection, None)

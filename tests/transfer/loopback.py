@@ -45,7 +45,7 @@ from kvd.transfer.orders import (
 )
 from kvd.transfer.plans import direct, found
 from kvd.transfer.process import TransportDown
-from kvd.transfer.sums import post_job, sum_job, verdict, verify_job
+from kvd.transfer.sums import post_job, sum_job, verify_job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -290,7 +290,7 @@ class Loopback:
             self._say(found)
         else:
             found.sum_slice(0, found.ids.size)
-            self._say(verdict(found))
+            self._say(found.report())
 
     def _sum(self, order: Sum) -> None:
         found = sum_job(order, self._areas)
