@@ -21,7 +21,7 @@ from kvd.bench.report import Goal, bar, json_option, show_goals, show_notes, sho
 from kvd.errors import KvdError
 from kvd.harness.daemons import DaemonFailed
 from kvd.trace import BadTrace
-from kvd.transfer.transport import TransportDown
+from kvd.transfer.process import TransportDown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

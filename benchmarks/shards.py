@@ -37,10 +37,9 @@ from kvd.transfer.copies import mapped_area
 from kvd.transfer.mapping import map_region, map_scratch
 from kvd.transfer.metadata import unpack
 from kvd.transfer.nixl import Binding, MemorySpan, SendingAgent, TransferStep
-from kvd.transfer.orders import Collapsed, Report
+from kvd.transfer.orders import Collapsed, RegionPlan, Report
 from kvd.transfer.plans import direct, found
-from kvd.transfer.process import TransferProcess
-from kvd.transfer.transport import RegionFd, TransportDown
+from kvd.transfer.process import TransferProcess, TransportDown
 from kvd.types import Pages
 from kvd.wire.peer import Integrity
 
@@ -104,11 +103,11 @@ class _End:
     """One transfer process over the shards of a case, and what it reports."""
 
     def __init__(self, shapes: dict[str, Geometry], environment: dict[str, str]) -> None:
-        self.regions: list[RegionFd] = []
+        self.regions: list[RegionPlan] = []
         for name, shape in shapes.items():
             descriptor = os.memfd_create(f"kvd-bench-{name}", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, -(-shape.total_bytes // PAGE_BYTES) * PAGE_BYTES)
-            self.regions.append(RegionFd(name, descriptor, shape))
+            self.regions.append(RegionPlan(name, descriptor, shape))
         name = f"bench-{os.getpid()}-{id(self):x}"
         self.process = TransferProcess(name, self.regions, environment=environment)
         self.metadata = b""
@@ -158,7 +157,7 @@ class _Bare:
     """What this process itself writes to the receiver, from the sender's memory."""
 
     def __init__(self, sender: _End, peer: Metadata) -> None:
-        notes = {region.name: map_region(region.plan()) for region in sender.regions}
+        notes = {region.name: map_region(region) for region in sender.regions}
         self._ours: dict[str, Area] = {name: mapped_area(note) for name, note in notes.items()}
         self._theirs = {note.name: note for note in peer.regions}
         spans = [MemorySpan(note.address, note.region_bytes) for note in notes.values()]

@@ -41,7 +41,7 @@ from kvd.transfer.descriptors import writes
 from kvd.transfer.mapping import map_region, map_scratch
 from kvd.transfer.metadata import VERSION, Metadata, pack, unpack
 from kvd.transfer.nixl import Binding, MemorySpan, ReceivingAgent, SendingAgent, TransferStep
-from kvd.transfer.transport import RegionFd
+from kvd.transfer.orders import RegionPlan
 from kvd.types import Pages
 from kvd.wire.attach import Attach
 
@@ -233,7 +233,7 @@ class _Bare:
             rows=(PieceRow(0, shape.page_bytes, shape.page_bytes),),
             tensors=(),
         )
-        self._note = map_region(RegionFd(REGION, shape.descriptor, geometry).plan())
+        self._note = map_region(RegionPlan(REGION, shape.descriptor, geometry))
         whole = (ctypes.c_uint8 * self._note.region_bytes).from_address(self._note.address)
         self._bytes: NDArray[np.uint8] = np.ctypeslib.as_array(whole)
         self._page_bytes = shape.page_bytes

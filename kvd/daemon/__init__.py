@@ -4,8 +4,8 @@ The map of this room, in the order in which a daemon comes up::
 
     serve                 one daemon from start to exit status; signals
     launch                the lock, the memory, the first transfer process
-    pool_memory           from the configuration to the memory of the pool
-    warm_restart          what the daemon before left, taken over as far as it is proven
+    warm_restart          the memory of the pool; what the daemon before left there, taken over as
+                          far as it is proven
     app                   the composition root: builds every part, wires it, takes it down
     reactor               inputs to the node, effects to the world, events to the bus
     transfer_supervisor   the life of the transfer process: orders out, reports in, restart

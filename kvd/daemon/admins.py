@@ -7,7 +7,7 @@ consoles look at is read between two steps, and is no input: it is in no recordi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -19,27 +19,21 @@ from kvd.recorder.orders import NotSaved, SavedFile
 from kvd.types import Sent
 from kvd.wire import admin
 from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS, NO_CALL
-from kvd.zmtp.listener import Listener, ListenerOwner
+from kvd.zmtp.listener import ListenerOwner
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
     from kvd.core import effects
     from kvd.daemon.reactor import Reactor
     from kvd.daemon.recording import FlightRecorder
     from kvd.observe.bus import Bus
-    from kvd.zmtp.bounds import Bounds
     from kvd.zmtp.connection import ZmtpConnection
     from kvd.zmtp.events import ConnectionClosed, Frames
-    from kvd.zmtp.write_batch import WriteBatch
 
 MAX_WAIT_S = 30.0
 PAGE_EVENTS = 1000
 """Events in one answer; the reader asks again from the last."""
-
-LAST_WORDS_S: Final = 0.5
-"""What was answered may take so long to go out at the end."""
 
 
 class AdminPort(ListenerOwner):
@@ -67,15 +61,6 @@ class AdminPort(ListenerOwner):
         """Operators so far."""
         self._at: dict[bytes, ZmtpConnection] = {}
         self._operator_of: dict[ZmtpConnection, bytes] = {}
-
-    def start(self, sock: socket.socket, batch: WriteBatch, bounds: Bounds) -> None:
-        """Serve ``sock``, bound and listening."""
-        self._loop = batch.loop
-        self._listener = Listener(sock, self, batch, bounds=bounds)
-
-    async def close(self) -> None:
-        """Stop serving; what was answered still goes out."""
-        await self._listener.close(linger_s=LAST_WORDS_S)
 
     @override
     def welcome(self, connection: ZmtpConnection) -> bool:
@@ -165,7 +150,7 @@ class AdminPort(ListenerOwner):
             missed, found = self._bus.after(asked.after_seq)
             self._send(operator, admin.EventPage(asked.call, missed, found[:PAGE_EVENTS]))
 
-        timer = self._loop.call_later(min(asked.wait_s, MAX_WAIT_S), answer)
+        timer = self.batch.loop.call_later(min(asked.wait_s, MAX_WAIT_S), answer)
         self._bus.wake_on_next(answer)
 
     def _record(self, operator: bytes, asked: admin.Record) -> None:

@@ -10,22 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from msgspec import structs
 
-from kvd.config.address import attach_path, host_port
+from kvd.config.address import host_port
 from kvd.core import effects
 from kvd.core.handoff.drain import SETTLE_S
-from kvd.core.inputs import (
-    ClientCameBack,
-    ClientHungUp,
-    ClientJoined,
-    HungUpOn,
-    StopAsked,
-    Tick,
-    Unreadable,
-)
+from kvd.core.inputs import StopAsked, Tick
 from kvd.core.inspect.words import node_word
 from kvd.core.node import NodeState
 from kvd.daemon.admins import AdminPort
@@ -41,7 +33,7 @@ from kvd.daemon.peerlinks import PeerLinks
 from kvd.daemon.reactor import Paranoid, Reactor
 from kvd.daemon.recording import FlightRecorder
 from kvd.daemon.reload import Reloader
-from kvd.daemon.sessions import NO_NOTES, NO_PAST, Past
+from kvd.daemon.sessions import NO_PAST, Past
 from kvd.daemon.settings_from_config import (
     attach_limits,
     bounds_of,
@@ -54,13 +46,13 @@ from kvd.daemon.systemd import Systemd
 from kvd.daemon.transfer_supervisor import TransferSupervisor
 from kvd.daemon.warm_restart import leave
 from kvd.daemon.watchdog import Watchdog
+from kvd.journal.engines import NO_NOTES
 from kvd.journal.reader import VerifyDepth
 from kvd.observe.bus import Bus
 from kvd.observe.http import HttpServer
 from kvd.observe.metrics import Metrics
-from kvd.pools.arena import Arena
 from kvd.pools.build import pool_memory
-from kvd.zmtp.write_batch import WriteBatch
+from kvd.zmtp.turns import WriteBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +61,6 @@ if TYPE_CHECKING:
     from kvd.daemon.journalist import Journalist
     from kvd.daemon.launch import Launch
     from kvd.daemon.reload import Read
-    from kvd.errors import Refusal
     from kvd.observe.log import EventLog
 
 TICK_S = 0.05
@@ -116,9 +107,9 @@ class Daemon:
         launched = self._launched or launch(config, self.systemd)
         self._up.callback(launched.close)
         self.pool, spec = launched.pool, launched.spec
-        placed = self.pool.memory.placed
-        is_journaled = self.pool.is_journaled
-        settings = settings_of(config, spec, launched.incarnation, is_journaled=is_journaled)
+        settings = settings_of(
+            config, spec, launched.incarnation, is_journaled=self.pool.is_journaled
+        )
         self.node = NodeState(settings, self._clock())
         self.bus = Bus()
         self.metrics = Metrics(spec.name)
@@ -143,13 +134,7 @@ class Daemon:
         self._batch = WriteBatch(self._loop, give_back)
         # Last, when all answers are on their way: an engine that sees us hang up waits no more.
         self._hang_up = self._up.enter_context(contextlib.ExitStack())
-        self._open_engines(
-            tuple(
-                place.arena.fd
-                for place in placed
-                if place.is_pool and isinstance(place.arena, Arena)
-            )
-        )
+        self._open_engines()
         self._open_admin()
         self._open_peers()
         self._wire()
@@ -204,39 +189,24 @@ class Daemon:
         self.past = taken.past
         self.journalist = taken.journalist
 
-    def _open_engines(self, descriptors: tuple[int, ...]) -> None:
-        config = self.config
-        memory = (pool_memory(self.node.settings.spec),)
-        self.attach = AttachServer(
-            attach_path(config.sockets.client),
-            describe=lambda: memory,
-            fds=descriptors,
-            on_devices=device_memory(self.node.settings.spec, self.transfer.shared),
-            node=config.node.name,
-            incarnation=self.node.settings.incarnation,
-            on_opened=lambda session, name, pid: self.reactor.feed(
-                ClientJoined(at_s=self._clock(), session=session, name=name, pid=pid)
-            ),
-            on_joined=lambda session, pid: self.reactor.feed(
-                ClientJoined(at_s=self._clock(), session=session, name="", pid=pid)
-            ),
-            on_gone=self._client_gone,
-            on_hung_up_on=self._hung_up_on,
-            on_refused=lambda pid, why: self.reactor.feed(
-                Unreadable(at_s=self._clock(), socket="attach", sender=f"pid {pid}", refusal=why)
-            ),
-            may_write=self.node.sessions.may_write,
+    def _open_engines(self) -> None:
+        config, spec = self.config, self.node.settings.spec
+        placed = self.pool.memory.placed
+        attach = AttachServer(
+            self.reactor,
+            (pool_memory(spec),),
+            [one.arena.fd for one in placed if one.is_pool and one.arena is not None],
+            on_devices=device_memory(spec, self.transfer.shared),
             past=self.past,
-            on_returned=self._client_returned,
-            notes=self.journalist or NO_NOTES,
+            notes=NO_NOTES if self.journalist is None else self.journalist.writer.engines,
             limits=attach_limits(config),
         )
-        self.clients = ClientPort(self.reactor, self.bus, self.attach, self.metrics)
+        self.clients = ClientPort(self.reactor, self.bus, attach, self.metrics)
         bounds = bounds_of(config, share=2, at_least=config.limits.max_clients)
         self.clients.start(self._listeners.listen(config.sockets.client), self._batch, bounds)
         self._up.push_async_callback(self.clients.close)
-        self.attach.start(self._loop, self._listeners.claim_attach())
-        self._hang_up.callback(self.attach.close)
+        attach.start(self._loop, self._listeners.listen_for_processes(), self.clients)
+        self._hang_up.callback(attach.close)
 
     def _open_admin(self) -> None:
         budget = self.config.console.budget
@@ -256,32 +226,25 @@ class Daemon:
             bounds_of(self.config, share=8),
             count_failed=self.metrics.handshake_failed,
         )
-        self._up.push_async_callback(self.links.close)
         self.links.listen(self._listeners.listen(self.config.peers.listen))
+        self._up.push_async_callback(self.links.close)
 
     def _wire(self) -> None:
         self.reactor.perform = {
             effects.AnswerEngine: self.clients.answer,
             effects.AnswerOperator: self.admins.report,
             effects.SendToPeer: self.links.send,
-            effects.LoadAgent: self.transfer.order,
-            effects.DropAgent: self.transfer.order,
-            effects.Post: self.transfer.order,
-            effects.Forget: self.transfer.order,
-            effects.Verify: self.transfer.order,
-            effects.Quiesce: self.transfer.order,
-            effects.Exempt: self.transfer.order,
-            effects.Copy: self.transfer.order,
+            **dict.fromkeys(get_args(effects.TransferOrder), self.transfer.order),
             effects.RestartTransfer: self.transfer.restart,
             effects.Recall: self.auditor.recall,
             effects.ReadyToStop: lambda _: self.stopped.set(),
         }
         if self.journalist is not None:
             self.reactor.perform |= {
-                effects.NoteHeld: self.journalist.held,
+                effects.NoteHeld: self.journalist.writer.held,
                 effects.NoteCached: self.journalist.cached,
-                effects.NoteFreed: self.journalist.freed,
-                effects.NoteEnded: self.journalist.ended,
+                effects.NoteFreed: self.journalist.writer.freed,
+                effects.NoteEnded: self.journalist.writer.ended,
             }
 
     async def _serve_http(self) -> None:
@@ -325,29 +288,6 @@ class Daemon:
         """The pool was memory of the transfer process: without it there is nothing to serve."""
         self.failure = self.failure or why
         self.stopped.set()
-
-    def _client_returned(
-        self, session: int, _name: str, pid: int, leases: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """An engine of before the restart is back; the leases that it can still release."""
-        self.reactor.feed(
-            ClientCameBack(at_s=self._clock(), session=session, pid=pid, leases=leases)
-        )
-        return tuple(lease.id for lease in self.node.former_leases.of_session(session))
-
-    def _hung_up_on(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:
-        self.clients.hang_up(session)
-        # Not at once: it may be an answer of the running step that could not be sent.
-        self._loop.call_soon(self._shut_out, session, why, pids)
-
-    def _shut_out(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:
-        self.reactor.feed(HungUpOn(at_s=self._clock(), session=session, why=why, pids=pids))
-        if session not in self.node.sessions.by_id:  # it held nothing: nobody is waited for
-            self.attach.forget(session)
-
-    def _client_gone(self, session: int) -> None:
-        self.reactor.feed(ClientHungUp(self._clock(), session))
-        self.clients.over(session)
 
     def _beat(self, due_s: float) -> None:
         now_s = self._clock()

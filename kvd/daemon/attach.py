@@ -1,8 +1,9 @@
 """The attach socket: where engine processes get the pool's memory, and how their death is noticed.
 
-What lives here: a unix SOCK_SEQPACKET listener on the event loop, the connections behind it, and
-when a session is over or hung up on. What must not: leases, handoffs, the ZMQ socket; which session
-a token is of is in ``sessions``.
+What lives here: the connections of a unix SOCK_SEQPACKET socket, and when a session is over or hung
+up on. What must not: leases, handoffs, the ZMQ socket; which session a token is of is in
+``sessions``. Packets, not a stream: each message arrives whole or not at all, and a file descriptor
+travels with the message it belongs to.
 
 Theory of operation. One connection is one process. It says one thing (``Attach`` or ``Join``), is
 told one thing (``Attached`` with the memory descriptors, or ``Rejected``), and then stays silent
@@ -17,7 +18,7 @@ hang-up is the news. ::
 A process that lives may write the pages of its session, whatever becomes of its connections, so
 nothing that we do to it frees any: it is told why it is served no more, and its connection is kept
 for the hang-up. One that closes it without ``Leave`` and lives is awaited, as those of before a
-restart are. When the last process of a session has left or is dead, ``on_gone`` is called, once.
+restart are. When the last process of a session has left or is dead, the node hears so, once.
 
 A descriptor inherited by a forked child keeps the connection open: such a child maps the pool too.
 An engine of before a restart of this daemon comes back with the token that it had: it is the same
@@ -33,33 +34,31 @@ from __future__ import annotations
 import array
 import contextlib
 import socket
+import struct
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kvd.core.inputs import ClientCameBack, ClientHungUp, ClientJoined, HungUpOn, Unreadable
 from kvd.core.layout.spec import region_names
-from kvd.daemon.acceptor import ACCEPTS_PER_WAKE, PAUSE_S, Acceptor
-from kvd.daemon.former_processes import FormerProcesses, started_ticks
-from kvd.daemon.seqpacket import peer_pid
-from kvd.daemon.sessions import (
-    NO_NOTES,
-    NO_PAST,
-    AttachConnection,
-    EngineSessions,
-    nobody_returned,
-)
+from kvd.daemon.former_processes import FormerProcesses, process_now
+from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, AttachConnection, EngineSessions
 from kvd.errors import Code, Refusal
-from kvd.journal.engines import Process
+from kvd.journal.engines import NO_NOTES
 from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Leave, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
 from kvd.wire.memory import DeviceMemory
+from kvd.zmtp.acceptor import PAUSE_S, Acceptor
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvd.core.layout.spec import PoolSpec
-    from kvd.daemon.sessions import EngineSession, OnReturned, Past, SessionNotes
+    from kvd.daemon.clients import ClientPort
+    from kvd.daemon.reactor import Reactor
+    from kvd.daemon.sessions import EngineSession, Past
+    from kvd.journal.engines import Process, SessionNotes
     from kvd.transfer.orders import SharedRegion
     from kvd.wire.memory import PoolMemory
 
@@ -72,20 +71,21 @@ MAX_REQUEST_BYTES: Final = 512 * 1024
 UNATTENDED_S: Final = 0.25
 """A process that is dying closes its connection first, some milliseconds before it is dead."""
 
+_LAST_PACKETS: Final = 16
+"""That are read of a process whose connection is over."""
+
 _REPLY_BUFFER_BYTES: Final = 2 * 1024 * 1024
 """Asked for each connection (Linux grants up to twice that): a reply is one packet that names
 every tensor of every layer, about 100 KB for a thousand layers; clients read up to 4 MiB."""
 
 
 class AttachLimits(msgspec.Struct, frozen=True):
-    """Who may connect, and how much one daemon carries.
+    """How much one daemon carries.
 
-    ``mode`` and ``group`` are of the socket file; ``max_frame_bytes`` is announced to clients, so
-    that they refuse a frame that the client socket would drop them for.
+    ``max_frame_bytes`` is announced to clients, so that they refuse a frame that the client socket
+    would drop them for.
     """
 
-    mode: int = 0o660
-    group: str | None = None
     max_sessions: int = 256
     processes_per_session: int = 16
     request_within_s: float = 5.0
@@ -96,84 +96,58 @@ DEFAULT_LIMITS: Final = AttachLimits()
 
 
 class AttachServer:
-    """Listens on ``path`` from ``start`` to ``close``."""
+    """Serves the attach socket from ``start`` to ``close``."""
 
-    def __init__(  # noqa: PLR0913 - the composition root names each of these once
+    def __init__(
         self,
-        path: str,
-        *,
-        describe: Callable[[], tuple[PoolMemory, ...]],
+        reactor: Reactor,
+        pools: tuple[PoolMemory, ...],
         fds: Sequence[int],
+        *,
         on_devices: tuple[DeviceMemory, ...] = (),
-        node: str,
-        incarnation: str,
-        on_opened: Callable[[int, str, int], None],
-        on_joined: Callable[[int, int], None],
-        on_gone: Callable[[int], None],
-        on_hung_up_on: Callable[[int, Refusal, tuple[int, ...]], None],
-        on_refused: Callable[[int, Refusal], None],
-        limits: AttachLimits = DEFAULT_LIMITS,
-        may_write: Callable[[int], bool] = lambda _: True,
         past: Past = NO_PAST,
-        on_returned: OnReturned = nobody_returned,
         notes: SessionNotes = NO_NOTES,
+        limits: AttachLimits = DEFAULT_LIMITS,
     ) -> None:
-        """Prepare; nothing is opened before ``start``.
+        """Prepare; nobody is let in before ``start``.
 
         Args:
-            path: of the socket file.
-            describe: the pools as they are now.
-            fds: descriptors of the memory that ``describe`` tells of, in the order that it says.
+            reactor: of the node; takes who joins, is hung up on, comes back and is gone.
+            pools: what engines are told of the memory.
+            fds: descriptors of it, in the order that ``pools`` says.
             on_devices: of it, what has no descriptor.
-            node: this daemon's name.
-            incarnation: this daemon's life.
-            on_opened: takes session, name, pid: a new session.
-            on_joined: takes session, pid: one more process of it.
-            on_gone: takes session: its last process has left, or is dead.
-            on_hung_up_on: takes session, why, pids that live; again when they are fewer.
-            on_refused: takes pid, why: a process was sent away for its own fault.
-            limits: modes and bounds.
-            may_write: takes session: whether it has pages that its processes may write.
             past: the sessions of before a restart.
-            on_returned: takes session, name, pid, leases that its engine still uses, and returns
-                those that are kept for it: one of before a restart is back.
             notes: who writes down the sessions, for the daemon after this one.
+            limits: bounds.
         """
-        self._acceptor = Acceptor(path, self._welcome)
-        self._describe = describe
+        self._reactor = reactor
+        self._node = reactor.node.settings.name
+        self._pools = pools
         self._fds = array.array("i", fds)
         self._devices = on_devices
-        self._node = node
-        self._incarnation = incarnation
-        self._on_opened = on_opened
-        self._on_joined = on_joined
-        self._on_refused = on_refused
         self._limits = limits
-        self._on_returned = on_returned
         self._notes = notes
         self._max_processes = limits.max_sessions * limits.processes_per_session
         self._connections: set[AttachConnection] = set()
         self._sessions = EngineSessions(past)
-        self._on_gone = on_gone
-        self._on_hung_up_on = on_hung_up_on
-        self._may_write = may_write
         self._former = FormerProcesses(self._sessions.awaited, self._dead)
+        self._acceptor: Acceptor | None = None
 
-    def start(self, loop: asyncio.AbstractEventLoop, listening: int | None = None) -> None:
-        """Serve the socket ``listening``, whose file is not ours, or listen.
-
-        Raises:
-            AddressInUse: another process listens on the path.
-            OSError: the directory is missing or not ours, or there is no such group.
-        """
+    def start(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, clients: ClientPort
+    ) -> None:
+        """Serve ``sock``, bound and listening; ``clients`` hears who is served no more."""
         self._loop = loop
-        self._acceptor.start(loop, self._limits.mode, self._limits.group, listening)
+        self._clients = clients
+        self._acceptor = Acceptor(loop, sock, self._welcome)
         self._former.start(loop)
 
     def close(self) -> None:
-        """Hang up on everybody and remove the socket file; calls nobody back; repeatable."""
-        if not self._acceptor.close():
+        """Hang up on everybody; says nothing of it; repeatable."""
+        if self._acceptor is None:
             return
+        self._acceptor.close()
+        self._acceptor = None
         self._former.close()
         for connection in list(self._connections):
             self._drop(connection)
@@ -190,22 +164,11 @@ class AttachServer:
         if one is not None and one.refusal is None:
             self._shut(one, refusal)
 
-    def forget(self, session: int) -> None:
-        """One that was hung up on, and held nothing that its processes may write."""
-        one = self._sessions.of_number(session)
-        if one is not None:
-            for connection in one.connections:
-                self._drop(connection)
-            self._sessions.forget(one)
-            self._notes.session_left(session)
-
     # ---- connections -----------------------------------------------------------------------------
 
-    def _welcome(self, sock: socket.socket) -> None:
-        sock.settimeout(0)
+    def _welcome(self, sock: socket.socket, _address: object) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REPLY_BUFFER_BYTES)
-        pid = peer_pid(sock)
-        connection = AttachConnection(sock, Process(pid, started_ticks(pid) or 0))
+        connection = AttachConnection(sock, process_now(_peer_pid(sock)))
         self._connections.add(connection)
         self._loop.add_reader(sock.fileno(), self._read, connection)
         if len(self._connections) > self._max_processes:
@@ -264,8 +227,7 @@ class AttachServer:
                 f"pid {connection.pid} is attached already and sent {len(packet)} more bytes: this "
                 "socket stays silent after Attached, requests go to the client socket",
             )
-            self._on_refused(connection.pid, refusal)
-            _tell(connection, refusal)
+            self._say_refused(connection, refusal)
             connection.is_shut = True
             if all(one.is_shut for one in session.connections):
                 self._shut(session, refusal)
@@ -323,8 +285,7 @@ class AttachServer:
                 return full
             former.main = connection
             was_known = self._take(former, connection)
-            kept = self._on_returned(former.number, name, connection.pid, request.leases)
-            leases = tuple(one for one in request.leases if one in kept)
+            leases = self._came_back(former, connection, request.leases)
             self._tell_attached(connection, former, leases, was_known=was_known)
             return None
         if len(self._sessions) >= self._limits.max_sessions:
@@ -335,10 +296,34 @@ class AttachServer:
             )
         session = self._sessions.open()
         session.take(connection)
-        self._notes.session_opened(session.number, session.token, name, connection.pid)
-        self._on_opened(session.number, name, connection.pid)
+        said = session.token.removeprefix(TOKEN_HEAD)
+        self._notes.session_opened(session.number, said, name, connection.process)
+        self._joined(session, connection, name)
         self._tell_attached(connection, session)
         return None
+
+    def _joined(self, session: EngineSession, connection: AttachConnection, name: str) -> None:
+        """A process is of the session; one that opened it gives it its name."""
+        self._reactor.feed(
+            ClientJoined(
+                at_s=self._reactor.clock(), session=session.number, name=name, pid=connection.pid
+            )
+        )
+
+    def _came_back(
+        self, session: EngineSession, connection: AttachConnection, leases: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """An engine of before the restart is back; which of its leases it can still release."""
+        self._reactor.feed(
+            ClientCameBack(
+                at_s=self._reactor.clock(),
+                session=session.number,
+                pid=connection.pid,
+                leases=leases,
+            )
+        )
+        kept = {one.id for one in self._reactor.node.former_leases.of_session(session.number)}
+        return tuple(one for one in leases if one in kept)
 
     def _join(self, connection: AttachConnection, token: bytes) -> Refusal | None:
         session = self._sessions.of_token(token)
@@ -360,7 +345,7 @@ class AttachServer:
         if full is not None:
             return full
         was_known = self._take(session, connection)
-        self._on_joined(session.number, connection.pid)
+        self._joined(session, connection, "")
         self._tell_attached(connection, session, was_known=was_known)
         return None
 
@@ -381,7 +366,7 @@ class AttachServer:
         """A process is of the session now; whether it was awaited."""
         was_known = session.take(connection)
         if not was_known:
-            self._notes.session_joined(session.number, connection.pid)
+            self._notes.session_joined(session.number, connection.process)
         return was_known
 
     def _tell_attached(
@@ -398,8 +383,8 @@ class AttachServer:
             session=session.number,
             token=session.token,
             node=self._node,
-            incarnation=self._incarnation,
-            pools=self._describe(),
+            incarnation=self._reactor.node.settings.incarnation,
+            pools=self._pools,
             max_frame_bytes=self._limits.max_frame_bytes,
             leases=leases,
             route=b"" if is_new else session.route,
@@ -427,9 +412,20 @@ class AttachServer:
 
     def _turn_away(self, connection: AttachConnection, refusal: Refusal) -> None:
         """Reject it for a fault of its own: say why, then hang up."""
-        self._on_refused(connection.pid, refusal)
-        _tell(connection, refusal)
+        self._say_refused(connection, refusal)
         self._hang_up(connection)
+
+    def _say_refused(self, connection: AttachConnection, refusal: Refusal) -> None:
+        """Tell the node, and the process that it is of."""
+        self._reactor.feed(
+            Unreadable(
+                at_s=self._reactor.clock(),
+                socket="attach",
+                sender=f"pid {connection.pid}",
+                refusal=refusal,
+            )
+        )
+        _tell(connection, refusal)
 
     def _hang_up(self, connection: AttachConnection) -> None:
         """A process is gone, or is sent away; with the last one its session ends."""
@@ -459,7 +455,8 @@ class AttachServer:
     def _hung_up(self, connection: AttachConnection, session: EngineSession) -> None:
         """A connection of it is closed; with the last process the session ends."""
         session.drop(connection)
-        if session.lingers and not session.connections and not self._may_write(session.number):
+        may_write = self._reactor.node.sessions.may_write(session.number)
+        if session.lingers and not session.connections and not may_write:
             session.awaited = ()  # it holds nothing, and nobody is left who could ask for anything
         if session.knows(connection.pid):
             self._former.look_soon()
@@ -476,8 +473,9 @@ class AttachServer:
         """Processes have left a session, or live on without a connection."""
         if session.is_over:
             self._sessions.forget(session)
-            self._notes.session_left(session.number)
-            self._on_gone(session.number)
+            self._notes.session_ended(session.number)
+            self._reactor.feed(ClientHungUp(self._reactor.clock(), session.number))
+            self._clients.over(session.number)
             return
         pids = session.pids
         for one in gone:
@@ -493,7 +491,19 @@ class AttachServer:
         pids = session.pids
         if frozenset(pids) != session.told:
             session.told = frozenset(pids)
-            self._on_hung_up_on(session.number, refusal, pids)
+            self._clients.hang_up(session.number)
+            # Not at once: it may be an answer of the running step that could not be sent.
+            self._loop.call_soon(self._shut_out, session, refusal, pids)
+
+    def _shut_out(self, session: EngineSession, why: Refusal, pids: tuple[int, ...]) -> None:
+        """Tell the node; where it holds nothing that they may write, nobody is awaited."""
+        number, reactor = session.number, self._reactor
+        reactor.feed(HungUpOn(at_s=reactor.clock(), session=number, why=why, pids=pids))
+        if number not in reactor.node.sessions.by_id and self._sessions.of_number(number):
+            for connection in session.connections:
+                self._drop(connection)
+            self._sessions.forget(session)
+            self._notes.session_ended(number)
 
     def _unattended(self, session: EngineSession) -> None:
         """Nobody of it is attached, though a process of it lives: serve it no more."""
@@ -526,7 +536,7 @@ def _hear_out(connection: AttachConnection) -> None:
     A process that closes its end without having read all of ours resets it, and the reset is told
     before the packets that were there first.
     """
-    for _ in range(ACCEPTS_PER_WAKE):
+    for _ in range(_LAST_PACKETS):
         try:
             packet = connection.sock.recv(MAX_REQUEST_BYTES)
         except ConnectionResetError:
@@ -537,6 +547,13 @@ def _hear_out(connection: AttachConnection) -> None:
             return
         if isinstance(ATTACH_REQUESTS.decode(packet), Leave):
             connection.has_left = True
+
+
+def _peer_pid(sock: socket.socket) -> int:
+    """Who connected, as the kernel says; 0 for a process of another pid namespace."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid: int = struct.unpack("3i", credentials)[0]
+    return pid
 
 
 def device_memory(spec: PoolSpec, shared: Iterable[SharedRegion]) -> tuple[DeviceMemory, ...]:

@@ -20,26 +20,19 @@ from kvd.types import NO_TOKENS, Sent, Tokens
 from kvd.wire import client
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, NO_CALL, check_tokens
 from kvd.zmtp.events import ConnectionFault
-from kvd.zmtp.listener import Listener, ListenerOwner
+from kvd.zmtp.listener import ListenerOwner
 
 if TYPE_CHECKING:
-    import socket
-
     from kvd.daemon.attach import AttachServer
     from kvd.daemon.reactor import Reactor
     from kvd.observe.bus import Bus
     from kvd.observe.metrics import Metrics
     from kvd.wire.events import Event
-    from kvd.zmtp.bounds import Bounds
     from kvd.zmtp.connection import ZmtpConnection
     from kvd.zmtp.events import ConnectionClosed, Frames
-    from kvd.zmtp.write_batch import WriteBatch
 
 EVENTS_UNSENT_BYTES: Final = 64 * 1024
 """Events are lost, and counted, to a session that has more than this unread of what is sent."""
-
-LAST_WORDS_S: Final = 0.5
-"""What was answered may take so long to go out at the end."""
 
 OPS: dict[type, str] = {kind: str(kind.__struct_config__.tag) for kind in get_args(client.Request)}
 """What metrics call each request: its tag on the wire."""
@@ -82,16 +75,6 @@ class ClientPort(ListenerOwner):
         self._is_listening = False
         self._call, self._op = NO_CALL, UNKNOWN_OP
         """The request that is being carried out: most are answered at once."""
-
-    def start(self, sock: socket.socket, batch: WriteBatch, bounds: Bounds) -> None:
-        """Serve ``sock``, bound and listening."""
-        self._batch = batch
-        self._bounds = bounds
-        self._listener = Listener(sock, self, batch, bounds=bounds)
-
-    async def close(self) -> None:
-        """Stop serving; what was answered still goes out."""
-        await self._listener.close(linger_s=LAST_WORDS_S)
 
     def over(self, session: int) -> None:
         """The session is over."""
@@ -153,7 +136,7 @@ class ClientPort(ListenerOwner):
         if session is not None and self._at.get(session) is not connection:
             self._session_of[connection] = session
             self._at[session] = connection
-            self._listener.keep(connection)
+            self.listener.keep(connection)
         return session
 
     @override
@@ -205,14 +188,15 @@ class ClientPort(ListenerOwner):
 
     def _give_up(self, session: int) -> None:
         """A lost answer may be a lease that nobody would ever release: we hang up instead."""
+        bounds = self.listener.bounds
         refusal = Refusal(
             Code.CLIENT_GONE,
-            f"session {session} has left {self._bounds.backlog_messages} messages of the daemon "
-            f"unread, or {self._bounds.backlog_bytes} bytes of them, so the next could not be "
+            f"session {session} has left {bounds.backlog_messages} messages of the daemon "
+            f"unread, or {bounds.backlog_bytes} bytes of them, so the next could not be "
             "sent: it is served no more, and what its processes may write stays held until they "
             "leave or end; close it, attach anew and read every answer",
             side=self._reactor.node.settings.name,
-            numbers={"unread": self._bounds.backlog_messages},
+            numbers={"unread": bounds.backlog_messages},
         )
         sender = f"session {session}"
         self._reactor.feed(
@@ -235,7 +219,7 @@ class ClientPort(ListenerOwner):
         if not self._subscribers:
             return
         if not self._fresh:
-            self._batch.loop.call_soon(self._push)
+            self.batch.loop.call_soon(self._push)
         self._fresh.append(event)
 
     def _push(self) -> None:

@@ -6,12 +6,12 @@ What must not live here: what a console may see, and what that may cost (``kvd.c
 from __future__ import annotations
 
 from collections import deque
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.console.context import Context
 from kvd.console.history import Recent
 from kvd.console.server import ConsoleServer, Watch
+from kvd.daemon.former_processes import started_ticks
 from kvd.types import Sent
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class EngineProcesses:
             self._seen, self._seen_s = {}, now_s
         found = self._seen.get(pid)
         if found is None:
-            found = self._seen[pid] = pid <= 0 or _exists(pid)
+            found = self._seen[pid] = started_ticks(pid) is not None
         return found
 
 
@@ -124,14 +124,3 @@ class Consoles:
         """A beat of the loop came so late."""
         self._lags.append(lag_s)
         self._desk.lag_s = max(self._lags)
-
-
-def _exists(pid: int) -> bool:
-    """Whether it runs; one that nobody has reaped does not. Some 15 us."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    except OSError:  # another user's, where /proc hides those
-        return True
-    return stat.rpartition(b")")[2].split()[:1] != [b"Z"]

@@ -15,15 +15,18 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
+from kvd.journal.engines import Process
+
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
 
-    from kvd.journal.engines import Process
-
 LOOK_EVERY_S: Final = 0.5
 FIRST_LOOK_S: Final = 0.005
 """After somebody is awaited; each look then comes twice as late as the one before."""
+
+_ENDED_TICKS: Final = 1
+"""No process of an engine has started so early."""
 
 _STATE: Final = 0
 _THREADS: Final = 17
@@ -48,6 +51,12 @@ def started_ticks(pid: int) -> int | None:
     if fields[_STATE] in {b"Z", b"X"} and int(fields[_THREADS]) <= 1:
         return None
     return int(fields[_STARTED])
+
+
+def process_now(pid: int) -> Process:
+    """The process that has this pid; one that has ended is noted so that nobody passes for it."""
+    ticks = started_ticks(pid)
+    return Process(pid, _ENDED_TICKS if ticks is None else ticks)
 
 
 def is_alive(process: Process) -> bool:

@@ -6,6 +6,7 @@ reason is told, and nothing is kept of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from kvd.core.inputs import HandshakeFailed
@@ -29,16 +30,6 @@ MALFORMED: Final = "malformed"
 REFUSED: Final = "refused"
 
 
-class _Told:
-    """When a reason was told last, and how often it has happened since."""
-
-    __slots__ = ("at_s", "times")
-
-    def __init__(self) -> None:
-        self.at_s = float("-inf")
-        self.times = 0
-
-
 class Handshakes:
     """Takes those that fail. ``count`` takes the reason of each."""
 
@@ -48,7 +39,10 @@ class Handshakes:
         self._reactor = reactor
         self._keys = keys
         self._count = count
-        self._told: dict[tuple[str, str], _Told] = {}
+        self._told_s: dict[tuple[str, str], float] = {}
+        """When a reason was told last, by its link."""
+        self._times: Counter[tuple[str, str]] = Counter()
+        """How often it has happened since."""
 
     def dialed_us(self, address: str, closed: ConnectionClosed) -> None:
         """Somebody at ``address`` came, and got no further."""
@@ -105,12 +99,11 @@ class Handshakes:
     def _failed(self, link: str, address: str, reason: str, why: str) -> None:
         """Count it; tell it unless the same was told a moment ago."""
         self._count(reason)
-        told = self._told.setdefault((link, reason), _Told())
-        told.times += 1
-        now_s = self._reactor.clock()
-        if now_s - told.at_s < TELL_EVERY_S:
+        key, now_s = (link, reason), self._reactor.clock()
+        self._times[key] += 1
+        if now_s - self._told_s.get(key, float("-inf")) < TELL_EVERY_S:
             return
-        times, told.times, told.at_s = told.times, 0, now_s
+        self._told_s[key], times = now_s, self._times.pop(key)
         self._reactor.feed(
             HandshakeFailed(
                 at_s=now_s, link=link, address=address, reason=reason, why=why, times=times

@@ -1,4 +1,4 @@
-"""The journal's place in the shell: carries out notes, has pages summed, knows engines' processes.
+"""The journal's place in the shell: what is cached is noted, and summed, which proves it.
 
     NoteCached --> queue --> PageSums --> proven
 
@@ -15,55 +15,33 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from typing_extensions import override
-
-from kvd.daemon.former_processes import started_ticks
-from kvd.daemon.sessions import TOKEN_HEAD, SessionNotes
-from kvd.journal.engines import Process
 from kvd.types import ID_BYTES, Pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.core.effects import NoteCached, NoteEnded, NoteFreed, NoteHeld
+    from kvd.core.effects import NoteCached
     from kvd.daemon.pagesums import PageSums
     from kvd.journal.checked_words import Words
     from kvd.journal.writer import JournalWriter
     from kvd.transfer.orders import Summed
 
 
-ENDED_TICKS: Final = 1
-"""No process of an engine has started so early."""
-
-
-def process_now(pid: int) -> Process:
-    """The process that has this pid; one that has ended is noted so that nobody passes for it."""
-    ticks = started_ticks(pid)
-    return Process(pid, ENDED_TICKS if ticks is None else ticks)
-
-
-class Journalist(SessionNotes):
-    """Notes what the core says.
+class Journalist:
+    """Has what is cached proven. All other notes are carried out by its ``writer``.
 
     Args:
         writer: of this generation.
         sums: asks the transfer process.
-        process: the process that has a pid now.
     """
 
-    def __init__(
-        self,
-        writer: JournalWriter,
-        sums: PageSums,
-        process: Callable[[int], Process] = process_now,
-    ) -> None:
+    def __init__(self, writer: JournalWriter, sums: PageSums) -> None:
         self.writer = writer
         self.n_unsummed_pages = 0
         """Pages that the transfer process refused to sum: they are not kept over a restart."""
         self._sums = sums
-        self._process = process
         self._queue: deque[Pages] = deque()
         self._queued_pages = 0
         self._most_queued_pages = 2 * writer.journal.sizes.pages
@@ -71,12 +49,6 @@ class Journalist(SessionNotes):
         self._is_settled = asyncio.Event()
         self._is_settled.set()
         sums.ask_again_with(self._ask_soon)
-
-    # ---- notes -------------------------------------------------------------------------------
-
-    def held(self, note: NoteHeld) -> None:
-        """Carry out ``NoteHeld``."""
-        self.writer.held(note)
 
     def cached(self, note: NoteCached) -> None:
         """Carry out ``NoteCached``; its pages are proven when their sums are here."""
@@ -88,14 +60,6 @@ class Journalist(SessionNotes):
                 self._sift()
             self._is_settled.clear()
             self._ask_soon()
-
-    def freed(self, note: NoteFreed) -> None:
-        """Carry out ``NoteFreed``."""
-        self.writer.freed(note)
-
-    def ended(self, note: NoteEnded) -> None:
-        """Carry out ``NoteEnded``."""
-        self.writer.ended(note)
 
     # ---- sums --------------------------------------------------------------------------------
 
@@ -155,22 +119,3 @@ class Journalist(SessionNotes):
         except TimeoutError:
             return False
         return True
-
-    # ---- engines -----------------------------------------------------------------------------
-
-    @override
-    def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
-        said = token.removeprefix(TOKEN_HEAD)
-        self.writer.session_opened(session, said, name, self._process(pid))
-
-    @override
-    def session_joined(self, session: int, pid: int) -> None:
-        self.writer.session_joined(session, self._process(pid))
-
-    @override
-    def process_left(self, session: int, pid: int) -> None:
-        self.writer.process_left(session, pid)
-
-    @override
-    def session_left(self, session: int) -> None:
-        self.writer.session_ended(session)

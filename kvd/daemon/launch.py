@@ -18,10 +18,10 @@ from kvd.daemon import lock
 from kvd.daemon.listeners import own_directory
 from kvd.daemon.socket_activation import UnfitConfig
 from kvd.daemon.warm_restart import open_pool
-from kvd.pools.arena import Arena, NotReserved
-from kvd.pools.build import OnDevice, device_bytes, reserved_bytes
+from kvd.pools.arena import NotReserved
+from kvd.pools.build import device_bytes, reserved_bytes
+from kvd.transfer.orders import NO_FD, RegionPlan
 from kvd.transfer.process import TransferProcess
-from kvd.transfer.transport import NO_FD, RegionFd
 from kvd.types import Incarnation
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvd.core.layout.spec import PoolSpec
     from kvd.daemon.systemd import Systemd
     from kvd.daemon.warm_restart import OpenPool
-    from kvd.pools.build import Placed
+    from kvd.pools.build import PoolRegion
 
 FIRST_GENERATION = 1
 
@@ -41,6 +41,7 @@ class Launch:
         spec: what the pool holds.
         pool: its memory.
         incarnation: of this life.
+        first: the transfer process to begin with.
     """
 
     def __init__(self, config: Config, spec: PoolSpec, lock_fd: int, pool: OpenPool) -> None:
@@ -51,24 +52,16 @@ class Launch:
         self._lock_fd = lock_fd
         self._environment = config.transfer.ucx
         in_huge_pages = config.pool.huge_pages == "collapse" and config.pool.backing != "hugetlbfs"
-        self._regions = [_region(one, in_huge_pages) for one in pool.memory.placed]
-        self._first = self._process(FIRST_GENERATION)
-
-    def spawn(self) -> None:
-        """Have the first transfer process come up.
-
-        Raises:
-            TransportDown: it cannot be started.
-        """
-        self._first.spawn()
+        self._regions = [_planned(one, in_huge_pages=in_huge_pages) for one in pool.memory.placed]
+        self.first = self._process(FIRST_GENERATION)
 
     def process(self, generation: int) -> TransferProcess:
         """The transfer process of this generation, to be started."""
-        return self._first if generation == FIRST_GENERATION else self._process(generation)
+        return self.first if generation == FIRST_GENERATION else self._process(generation)
 
     def close(self) -> None:
         """Let go of memory and lock; what is kept stays."""
-        self.pool.close()
+        self.pool.memory.close()
         os.close(self._lock_fd)
 
     def _process(self, generation: int) -> TransferProcess:
@@ -76,31 +69,20 @@ class Launch:
             f"{self.incarnation}-{generation}",
             self._regions,
             environment=self._environment,
-            keep_open=(self._lock_fd, *self.pool.memory.keep_open),
+            keep_open=(self._lock_fd, *self.pool.memory.keeper.keep_open),
         )
 
 
-def _region(one: Placed, in_huge_pages: bool) -> RegionFd:  # noqa: FBT001 - as RegionFd has it
+def _planned(one: PoolRegion, *, in_huge_pages: bool) -> RegionPlan:
     """What the transfer process makes of it."""
-    match one.arena:
-        case OnDevice(number):
-            return RegionFd(
-                name=one.name,
-                fd=NO_FD,
-                geometry=one.geometry,
-                in_huge_pages=False,
-                is_registered=one.is_registered,
-                device=number,
-            )
-        case Arena(fd=fd):
-            is_huge = in_huge_pages and one.is_pool
-            return RegionFd(
-                name=one.name,
-                fd=fd,
-                geometry=one.geometry,
-                in_huge_pages=is_huge,
-                is_registered=one.is_registered,
-            )
+    return RegionPlan(
+        name=one.name,
+        fd=NO_FD if one.arena is None else one.arena.fd,
+        geometry=one.geometry,
+        in_huge_pages=in_huge_pages and one.is_pool and one.arena is not None,
+        is_registered=one.is_registered,
+        device=one.device,
+    )
 
 
 def _check_devices(devices: dict[int, int]) -> None:
@@ -146,7 +128,7 @@ def launch(config: Config, systemd: Systemd) -> Launch:
     made = Launch(config, spec, lock_fd, pool)
     try:
         systemd.begin(f"registering {size}")
-        made.spawn()
+        made.first.spawn()
     except BaseException:
         made.close()
         raise

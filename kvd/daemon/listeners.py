@@ -6,6 +6,7 @@ comes in through it.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -14,7 +15,6 @@ from socket import SOCK_SEQPACKET, SOCK_STREAM
 from typing import TYPE_CHECKING
 
 from kvd.config.address import IPC, attach_path, tcp_address
-from kvd.daemon.seqpacket import clear_stale, remove_own
 from kvd.daemon.socket_activation import UnfitConfig
 from kvd.zmtp.listener import BACKLOG
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
     from kvd.config import Config
     from kvd.daemon.socket_activation import PassedDescriptors
+
+
+class AddressInUse(Exception):
+    """Another process listens on this path, or something else lies there."""
 
 
 class Listeners:
@@ -37,14 +41,14 @@ class Listeners:
         self._undo = undo
         self._passed = passed
 
-    def claim_attach(self) -> int | None:
-        """The attach socket that was handed over, if one was.
+    def listen_for_processes(self) -> socket.socket:
+        """The attach socket, beside that of clients.
 
         Raises:
-            UnfitConfig: it is another one than the configuration says.
+            AddressInUse, UnfitConfig, OSError: as ``listen``.
         """
         path = attach_path(self._config.sockets.client)
-        return self._passed.claim_listener("attach", path, SOCK_SEQPACKET)
+        return self._listen_at("attach", path, SOCK_SEQPACKET)
 
     def listen(self, endpoint: str) -> socket.socket:
         """A socket that listens on ``endpoint``.
@@ -55,7 +59,8 @@ class Listeners:
             OSError: the address cannot be had.
         """
         if endpoint.startswith(IPC):
-            return self._listen_at(endpoint)
+            name = "client" if endpoint == self._config.sockets.client else "admin"
+            return self._listen_at(name, endpoint.removeprefix(IPC), SOCK_STREAM)
         place = tcp_address(endpoint)
         assert place is not None, "the configuration is valid"
         family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
@@ -72,34 +77,82 @@ class Listeners:
             raise _cannot(endpoint, error) from error
         return sock
 
-    def _listen_at(self, endpoint: str) -> socket.socket:
-        """The same at a path: the socket that was handed over, or one in a file of our own."""
-        config = self._config
-        path = endpoint.removeprefix(IPC)
-        name = "client" if endpoint == config.sockets.client else "admin"
-        passed = self._passed.claim_listener(name, path, SOCK_STREAM)
+    def _listen_at(self, name: str, path: str, kind: socket.SocketKind) -> socket.socket:
+        """The socket that was handed over, or one in a file of our own."""
+        passed = self._passed.claim_listener(name, path, kind)
         if passed is not None:
             return socket.socket(fileno=passed)
-        clear_stale(path, SOCK_STREAM)
-        sock = socket.socket(socket.AF_UNIX, SOCK_STREAM | socket.SOCK_NONBLOCK)
+        sockets = self._config.sockets
+        sock = listen_at(path, kind, mode=int(sockets.mode, 8), group=sockets.group)
+        self._undo.callback(remove_own, path, os.stat(path).st_ino)
+        return sock
+
+
+def listen_at(path: str, kind: socket.SocketKind, *, mode: int, group: str | None) -> socket.socket:
+    """A listening unix socket; a file that a dead daemon left there gives way.
+
+    Raises:
+        AddressInUse: another process listens on the path, or what lies there is no socket.
+        OSError: the directory is missing or not ours, or there is no such group.
+    """
+    clear_stale(path, kind)
+    sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
+    try:
         before = os.umask(0o177)  # or a socket file is open to others until its mode is set
         try:
             sock.bind(path)
-        except OSError as error:
-            sock.close()
-            raise _cannot(endpoint, error) from error
         finally:
             os.umask(before)
-        self._undo.callback(remove_own, path, os.stat(path).st_ino)
-        os.chmod(path, int(config.sockets.mode, 8))
-        if config.sockets.group is not None:
-            shutil.chown(path, group=config.sockets.group)
+        if group is not None:
+            shutil.chown(path, group=group)
+        os.chmod(path, mode)
         sock.listen(BACKLOG)
-        return sock
+    except OSError as error:
+        sock.close()
+        raise _cannot(path, error) from error
+    return sock
 
 
 def _cannot(endpoint: str, error: OSError) -> OSError:
     return OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}")
+
+
+def clear_stale(path: str, kind_of_socket: socket.SocketKind) -> None:
+    """Remove a socket file that nobody listens on; libzmq would remove one that somebody does.
+
+    Raises:
+        AddressInUse: somebody listens, or what lies there is no socket.
+    """
+    try:
+        kind = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(kind):
+        raise AddressInUse(
+            f"{path} exists and is no socket: remove it, or set sockets.client and sockets.admin"
+        )
+    with socket.socket(socket.AF_UNIX, kind_of_socket | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except OSError as error:
+            if error.errno not in {errno.EAGAIN, errno.EPROTOTYPE}:
+                raise
+    raise AddressInUse(
+        f"a process listens on {path}: another kvd runs here; stop it, or give this one its own "
+        "sockets.client and sockets.admin"
+    )
+
+
+def remove_own(path: str, inode: int) -> None:
+    """Remove the socket file that we made, unless it is someone else's by now."""
+    try:
+        if os.stat(path).st_ino == inode:
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
 
 
 def own_directory(directory: Path, group: str | None) -> None:
@@ -119,14 +172,12 @@ def own_directory(directory: Path, group: str | None) -> None:
             directory.chmod(0o750)
     found = directory.stat()
     if found.st_uid not in {0, os.geteuid()}:
-        msg = (
+        raise UnfitConfig(
             f"{directory} belongs to uid {found.st_uid}, this daemon runs as uid {os.geteuid()}: "
             "set sockets.client and sockets.admin to a directory of your own"
         )
-        raise UnfitConfig(msg)
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        msg = (
+        raise UnfitConfig(
             f"{directory} has mode {stat.S_IMODE(found.st_mode):04o}, so anyone may put a socket "
             f"of theirs in the place of ours: chmod o-w {directory}"
         )
-        raise UnfitConfig(msg)

@@ -40,11 +40,10 @@ def take(path: str) -> int:
             kept = os.pread(descriptor, 64, 0).decode(errors="replace").split()
             owner = kept[0] if kept else "unknown"
             os.close(descriptor)
-            msg = (
+            raise AlreadyRunning(
                 f"{path} is locked by pid {owner}: another kvd serves from this directory; "
                 "stop it, or set sockets.client and sockets.admin to another one"
-            )
-            raise AlreadyRunning(msg) from None
+            ) from None
         break
     return descriptor
 

@@ -24,9 +24,8 @@ from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import Reject
 from kvd.zmtp.curve import CurveClient, KeyRing
 from kvd.zmtp.dialer import Dialer
-from kvd.zmtp.listener import Listener, ListenerOwner
-from kvd.zmtp.mechanism import DEALER
-from kvd.zmtp.null import Null
+from kvd.zmtp.listener import LAST_WORDS_S, ListenerOwner
+from kvd.zmtp.mechanism import DEALER, Null
 
 if TYPE_CHECKING:
     import socket
@@ -38,15 +37,12 @@ if TYPE_CHECKING:
     from kvd.zmtp.connection import ZmtpConnection
     from kvd.zmtp.events import ConnectionClosed, Frames
     from kvd.zmtp.mechanism import Mechanism
-    from kvd.zmtp.write_batch import WriteBatch
+    from kvd.zmtp.turns import WriteBatch
 
 INWARD: Final = "in:"
 OUTWARD: Final = "out:"
 NO_NAME: Final = ""
 """Whose key a message came with, where links need no keys."""
-
-LAST_WORDS_S: Final = 0.5
-"""What was sent may take so long to go out at the end."""
 
 
 class PeerLinks(ListenerOwner):
@@ -63,7 +59,7 @@ class PeerLinks(ListenerOwner):
     ) -> None:
         """``count_failed`` takes the reason of each handshake that fails."""
         self._reactor = reactor
-        self._batch = batch
+        self.batch = batch
         self._keys = keys
         self._bounds = bounds
         self._ring = None
@@ -76,11 +72,10 @@ class PeerLinks(ListenerOwner):
         self._link_of: dict[ZmtpConnection, str] = {}
         self._came = 0
         """Connections so far."""
-        self._listener: Listener | None = None
 
     def listen(self, sock: socket.socket) -> None:
         """Serve ``sock``, bound and listening."""
-        self._listener = Listener(sock, self, self._batch, ring=self._ring, bounds=self._bounds)
+        self.start(sock, self.batch, self._bounds, self._ring)
 
     def trust(self, keys: Mapping[str, str]) -> None:
         """Know the keys of more nodes; only where this one has a key."""
@@ -100,7 +95,7 @@ class PeerLinks(ListenerOwner):
                 place.host,
                 place.port,
                 partial(self._mechanism, name),
-                self._batch,
+                self.batch,
                 on_message=partial(self._read, link, proven),
                 on_failed=partial(self._handshakes.dialed_them, link, name, address),
                 bounds=self._bounds,
@@ -114,12 +109,11 @@ class PeerLinks(ListenerOwner):
             return Null(DEALER)
         return CurveClient(self._ring, raw(self._keys.of[name]))
 
+    @override
     async def close(self) -> None:
         """Close every link; the last words still go out."""
-        closing = [dialer.close(linger_s=LAST_WORDS_S) for dialer in self._dialers.values()]
-        if self._listener is not None:
-            closing.append(self._listener.close(linger_s=LAST_WORDS_S))
-        await asyncio.gather(*closing)
+        dialers = [one.close(linger_s=LAST_WORDS_S) for one in self._dialers.values()]
+        await asyncio.gather(super().close(), *dialers)
 
     def send(self, effect: effects.SendToPeer) -> None:
         """Carry out ``Send``; lost if nobody is there, and repeated by whoever needs an answer."""

@@ -18,14 +18,14 @@ from kvd import __version__
 from kvd.config import pool_spec
 from kvd.daemon.heap import keep_freed_memory
 from kvd.daemon.launch import launch
+from kvd.daemon.listeners import AddressInUse
 from kvd.daemon.lock import AlreadyRunning
-from kvd.daemon.seqpacket import AddressInUse
 from kvd.daemon.socket_activation import UnfitConfig
 from kvd.daemon.systemd import Systemd
 from kvd.observe.log import configure
 from kvd.pools.arena import NotReserved
 from kvd.pools.build import reserved_bytes
-from kvd.transfer.transport import TransportDown
+from kvd.transfer.process import TransportDown
 
 if TYPE_CHECKING:
     from kvd.config import Config
@@ -65,7 +65,7 @@ async def serve(
     try:
         await daemon.start()
         if daemon.pool.is_journaled:
-            _print(f"kvd: the pool's memory was {daemon.pool.said}")
+            _print(f"kvd: the pool's memory was {daemon.pool.memory.reason}")
         for name in systemd.drop_unclaimed():
             _print(f"kvd: what systemd handed over as {name!r} is of no use here and was closed")
         systemd.ready("serving")

@@ -21,13 +21,12 @@ that is served, and of this daemon's life: what was on its way to the one before
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kvd.daemon.former_processes import is_alive
-from kvd.journal.engines import Process
+from kvd.journal.engines import EngineRecord, Process
 
 if TYPE_CHECKING:
     import asyncio
@@ -47,52 +46,17 @@ UNSEEN: Final = (Process(0),)
 """Of a session whose processes nobody wrote down."""
 
 
-class AwaitedSession(msgspec.Struct, frozen=True):
-    """A session of before the restart whose processes are not proven dead."""
-
-    session: int
-    token: bytes
-    name: str
-    processes: tuple[Process, ...]
-
-
 class Past(msgspec.Struct, frozen=True):
-    """What is known of the daemon's life before; ``first_session`` is above every number of it."""
+    """What is known of the daemon's life before; ``first_session`` is above every number of it.
 
-    engines: tuple[AwaitedSession, ...] = ()
+    ``engines`` are sessions whose processes are not proven dead.
+    """
+
+    engines: tuple[EngineRecord, ...] = ()
     first_session: int = 1
 
 
 NO_PAST: Final = Past()
-
-
-class SessionNotes:
-    """Whoever writes down who is here, for the daemon after this one; this one writes nothing."""
-
-    def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
-        """A process opened the session; ``token`` is what it proves that by."""
-
-    def session_joined(self, session: int, pid: int) -> None:
-        """A process of it that was not written down yet."""
-
-    def process_left(self, session: int, pid: int) -> None:
-        """A process of it is dead, or maps the pool no more; others are of it."""
-
-    def session_left(self, session: int) -> None:
-        """It is over."""
-
-
-NO_NOTES: Final = SessionNotes()
-
-
-OnReturned = Callable[[int, str, int, tuple[int, ...]], Collection[int]]
-"""Session, name, pid, leases that its engine still uses; returns those that are kept for it."""
-
-
-def nobody_returned(session: int, name: str, pid: int, leases: tuple[int, ...]) -> tuple[int, ...]:
-    """Nothing is kept over a restart."""
-    del session, name, pid, leases
-    return ()
 
 
 class AttachConnection:

@@ -51,10 +51,8 @@ def settings_of(
 
 
 def attach_limits(config: Config) -> AttachLimits:
-    """Who may attach, and how many."""
+    """How many may attach."""
     return AttachLimits(
-        mode=int(config.sockets.mode, 8),
-        group=config.sockets.group,
         max_sessions=config.limits.max_clients,
         max_frame_bytes=config.limits.max_frame_bytes,
     )

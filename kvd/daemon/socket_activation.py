@@ -113,12 +113,12 @@ def _path_of(descriptor: int) -> str | None:
 def _check(name: str, descriptor: int, at: str | None, path: str, kind: socket.SocketKind) -> None:
     """Raise UnfitConfig unless it is what the configuration says."""
     if at != path:
-        msg = (
+        raise UnfitConfig(
             f"systemd passes {at} as {name!r}, and the configuration puts it at {path}: make the "
             "socket unit and [sockets] equal"
         )
-        raise UnfitConfig(msg)
     with socket.socket(fileno=os.dup(descriptor)) as found:
         if found.type is not kind:
-            msg = f"{path} must be a {_DIRECTIVES[kind]}= of its socket unit, not {found.type.name}"
-            raise UnfitConfig(msg)
+            raise UnfitConfig(
+                f"{path} must be a {_DIRECTIVES[kind]}= of its socket unit, not {found.type.name}"
+            )

@@ -11,7 +11,6 @@ and a manager that does not keep it closes it.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import select
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 from kvd.daemon.socket_activation import PassedDescriptors, UnfitConfig, descriptors_passed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, MutableMapping
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping
 
 _VARIABLES: Final = (
     "NOTIFY_SOCKET",
@@ -128,30 +127,24 @@ class Systemd:
             TimeoutError: it does not answer.
         """
         if not self.is_there:
-            msg = (
+            raise UnfitConfig(
                 'pool.backing = "fdstore" needs systemd, and NOTIFY_SOCKET is not set: start kvd '
                 'as a service of Type=notify, or set pool.backing = "shm"'
             )
-            raise UnfitConfig(msg)
         for name, descriptor in descriptors.items():
             self._tell(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", (descriptor,), PATIENCE_S)
-        ours, theirs = os.pipe()
-        try:
-            self._tell(f"FDSTORE=1\nFDNAME={PROBE}\nFDPOLL=0", (theirs,), PATIENCE_S)
-        finally:
-            os.close(theirs)
-        try:
-            self.barrier()
-            if _is_hung_up(ours, 0.0):
-                msg = (
-                    f"systemd does not keep {len(descriptors)} descriptors for this service: set "
-                    f"FileDescriptorStoreMax={len(descriptors) + 1} or more and NotifyAccess=main "
-                    'in its unit, or pool.backing = "shm"'
-                )
-                raise UnfitConfig(msg)
-        finally:
-            os.close(ours)
-            self.forget(PROBE)
+        with self._told_with_pipe(f"FDSTORE=1\nFDNAME={PROBE}\nFDPOLL=0") as ours:
+            try:
+                self.barrier()
+                is_kept = not _is_hung_up(ours, 0.0)
+            finally:
+                self.forget(PROBE)
+        if not is_kept:
+            raise UnfitConfig(
+                f"systemd does not keep {len(descriptors)} descriptors for this service: set "
+                f"FileDescriptorStoreMax={len(descriptors) + 1} or more and NotifyAccess=main "
+                'in its unit, or pool.backing = "shm"'
+            )
 
     def forget(self, name: str) -> None:
         """Have it close what it keeps under ``name``."""
@@ -165,17 +158,9 @@ class Systemd:
         """
         if not self.is_there:
             return
-        ours, theirs = os.pipe()
-        try:
-            self._tell("BARRIER=1", (theirs,), PATIENCE_S)
-        finally:
-            os.close(theirs)
-        try:
+        with self._told_with_pipe("BARRIER=1") as ours:
             if not _is_hung_up(ours, PATIENCE_S):
-                msg = f"systemd has not read its notify socket for {PATIENCE_S:g} s"
-                raise TimeoutError(msg)
-        finally:
-            os.close(ours)
+                raise TimeoutError(f"systemd has not read its notify socket for {PATIENCE_S:g} s")
 
     def drop_unclaimed(self) -> tuple[str, ...]:
         """Close what it handed over and nobody took, so that it does not keep it; their names."""
@@ -191,20 +176,32 @@ class Systemd:
         line = "STATUS=" + " ".join(status.split())
         self._tell(f"{head}\n{line}" if head else line, patience_s=PATIENCE_S if head else 0.0)
 
+    @contextlib.contextmanager
+    def _told_with_pipe(self, message: str) -> Iterator[int]:
+        """Send it one end of a pipe; the other end hangs up when nobody keeps that any more."""
+        ours, theirs = os.pipe()
+        try:
+            try:
+                self._tell(message, (theirs,), PATIENCE_S)
+            finally:
+                os.close(theirs)
+            yield ours
+        finally:
+            os.close(ours)
+
     def _tell(
         self, message: str, descriptors: tuple[int, ...] = (), patience_s: float = 0.0
     ) -> None:
         """Send one datagram; a manager that is gone or full for ``patience_s`` misses it."""
         if not self._address:
             return
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         with (
             contextlib.suppress(OSError),
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify,
         ):
             notify.settimeout(patience_s)
             notify.connect(self._address)  # or a full queue is not waited for
-            notify.sendmsg([message.encode()], rights if descriptors else [])
+            socket.send_fds(notify, [message.encode()], descriptors)
 
 
 def _is_hung_up(end: int, within_s: float) -> bool:

@@ -27,17 +27,16 @@ from kvd.transfer.orders import (
     Dying,
     Probe,
     Ready,
-    StartFailed,
     Summed,
 )
-from kvd.transfer.transport import TransportDown
+from kvd.transfer.process import TransportDown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.daemon.reactor import Reactor
     from kvd.transfer.orders import Order, Report, SharedRegion
-    from kvd.transfer.transport import Transport
+    from kvd.transfer.process import TransferProcess
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
@@ -52,7 +51,7 @@ class TransferSupervisor:
     def __init__(
         self,
         reactor: Reactor,
-        make: Callable[[int], Transport],
+        make: Callable[[int], TransferProcess],
         silent_s: float,
         *,
         region: str,
@@ -76,7 +75,7 @@ class TransferSupervisor:
         self._next_probe_s = 0.0
         self._make = make
         self._generation = 0
-        self._transport: Transport | None = None
+        self._transport: TransferProcess | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._pause_s = FIRST_PAUSE_S
         self._started_s = 0.0
@@ -112,8 +111,7 @@ class TransferSupervisor:
 
         ready = await transport.start(self._on_reports, on_exit)
         if ended:
-            msg = f"{ended[0]} as soon as it was ready"
-            raise TransportDown(msg)
+            raise TransportDown(f"{ended[0]} as soon as it was ready")
         self._transport = transport
         self.shared = ready.shared
         self._down_s = None
@@ -191,7 +189,7 @@ class TransferSupervisor:
                     self._answered = number
                 case Summed():
                     self.sums.summed(report)
-                case Ready() | StartFailed() | Dying() | Collapsed():
+                case Ready() | Dying() | Collapsed():
                     pass  # of the process itself, no input of the node
                 case _:
                     # Stamped here: the node's clock never goes back, and by the process's own a
@@ -227,18 +225,15 @@ class TransferSupervisor:
     async def _revive(self, why: str) -> None:
         """Start again until it serves; wait longer each time it does not."""
         if self._reactor.clock() - self._started_s >= STEADY_S:
-            self._pause_s = FIRST_PAUSE_S
-        else:
+            self._pause_s = 0.0
+        is_up = False
+        while not is_up:
             await asyncio.sleep(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        while True:
+            self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
             try:
                 await self.start(why)
+                is_up = True
             except TransportDown as down:
                 why = str(down)
                 self._is_down(why)
-                await asyncio.sleep(self._pause_s)
-                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-            else:
-                break
         self._restarting = None

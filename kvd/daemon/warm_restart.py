@@ -16,22 +16,27 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec.structs import replace
 
+from kvd.config import pool_spec
+from kvd.config.address import IPC
 from kvd.core.inputs import PoolAdopted
 from kvd.daemon.journalist import Journalist
 from kvd.daemon.pagesums import Unsummed
-from kvd.daemon.pool_memory import keep, memory_of
-from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, UNSEEN, AwaitedSession, Past
+from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, UNSEEN, Past
 from kvd.journal.engines import Process
 from kvd.journal.identity import RefusedJournal, identity_of
-from kvd.journal.layout import make_journal, open_journal
+from kvd.journal.layout import make_journal, open_journal, size_bytes
 from kvd.journal.reader import Reading, VerifyDepth
 from kvd.journal.writer import JournalWriter
-from kvd.pools.memory import MemoryOrigin
-from kvd.transfer.transport import TransportDown
+from kvd.pools.arena import mib
+from kvd.pools.location import Backing, PoolLocation
+from kvd.pools.memory import MemoryOrigin, kept_names, open_memory
+from kvd.transfer.process import TransportDown
 from kvd.types import Pages
 
 if TYPE_CHECKING:
@@ -61,37 +66,25 @@ class TakenOver(msgspec.Struct, frozen=True):
 
 
 class OpenPool:
-    """The memory of the pool for one life of the daemon, open until ``close``.
+    """The memory of the pool for one life of the daemon.
 
-    ``journal`` is None where the memory ends with the daemon. ``said``: where all of it comes from.
+    ``journal`` is None where the memory ends with the daemon.
     """
 
     def __init__(self, memory: DaemonMemory, spec: PoolSpec, journal: Journal | None) -> None:
         """Use ``open_pool``."""
         self.memory = memory
-        self._spec = spec
         self.journal = journal
+        self.region = spec.components[0].name
+        """Of the pages that are journaled."""
+        placed = memory.placed
+        self.page_bytes = placed[0].geometry.page_bytes if placed else 1
+        """Of one of those pages; 1 where tokens are only counted and no page is ever read."""
 
     @property
     def is_journaled(self) -> bool:
         """Whether the memory outlives this daemon."""
         return self.journal is not None
-
-    @property
-    def region(self) -> str:
-        """Of the pages that are journaled."""
-        return self._spec.components[0].name
-
-    @property
-    def page_bytes(self) -> int:
-        """Of one of those pages; 1 where tokens are only counted and no page is ever read."""
-        placed = self.memory.placed
-        return placed[0].geometry.page_bytes if placed else 1
-
-    @property
-    def said(self) -> str:
-        """A sentence for the log."""
-        return self.memory.reason
 
     async def take(
         self,
@@ -127,14 +120,10 @@ class OpenPool:
         writer = reading.carry_on()
         if found.pid_namespace != namespace:
             for engine in found.engines:
-                writer.session_joined(engine.session.id, Process(0))
+                writer.engines.session_joined(engine.session, Process(0))
             writer.pids_are_of(namespace)
         past = past_of(found, namespace)
         return TakenOver(_adopted(found, clock()), past, Journalist(writer, sums))
-
-    def close(self) -> None:
-        """Drop our descriptors; what is kept stays."""
-        self.memory.close()
 
 
 async def leave(journalist: Journalist, tree: RadixTree, advance: Callable[[str], None]) -> None:
@@ -190,7 +179,7 @@ def _adopted(found: FoundJournal, at_s: float) -> PoolAdopted:
         at_s=at_s,
         generation=found.generation,
         branches=found.branches,
-        sessions=tuple(engine.session for engine in found.engines),
+        sessions=found.sessions,
         unproven=found.unproven,
         last_lease=found.last_lease,
     )
@@ -198,15 +187,77 @@ def _adopted(found: FoundJournal, at_s: float) -> PoolAdopted:
 
 def past_of(found: FoundJournal, namespace: int) -> Past:
     """The engines of before; pids that a daemon in another pid namespace noted say nothing."""
-    return Past(
-        tuple(
-            AwaitedSession(
-                session=engine.session.id,
-                token=TOKEN_HEAD + engine.token,
-                name=engine.session.name,
-                processes=engine.processes if found.pid_namespace == namespace else UNSEEN,
-            )
-            for engine in found.engines
-        ),
-        found.last_session + 1,
+    is_ours = found.pid_namespace == namespace
+    engines = tuple(
+        replace(
+            engine,
+            token=TOKEN_HEAD + engine.token,
+            processes=engine.processes if is_ours else UNSEEN,
+        )
+        for engine in found.engines
     )
+    return Past(engines, found.last_session + 1)
+
+
+# ---- from the configuration to memory -----------------------------------------------------------
+
+
+def place_of(config: Config) -> PoolLocation:
+    """Where the pool of ``config`` is kept while no daemon runs."""
+    runtime = Path(config.sockets.client.removeprefix(IPC)).parent
+    return PoolLocation(Backing(config.pool.backing), config.pool.directory, str(runtime))
+
+
+def memory_of(config: Config, systemd: Systemd) -> DaemonMemory:
+    """The memory of the configured pool and of its journal, found or made; see ``open_memory``.
+
+    To be called with the daemon's own lock held. If ``origin`` is FOUND and the journal says
+    nothing of use, ``renew(why)`` it; then ``keep`` it. Every transfer process must hold what is in
+    ``keep_open``. The systemd is told how it goes, and asked for time.
+
+    Raises:
+        NotReserved: there is no memory; the message says what to do.
+    """
+    spec, place = pool_spec(config), place_of(config)
+    given = None
+    if place.backing is Backing.FDSTORE and systemd.is_there:
+        given = _given(spec, systemd)
+    taken_bytes = 0
+
+    def advance(step_bytes: int) -> None:
+        nonlocal taken_bytes
+        taken_bytes += step_bytes
+        systemd.advance(f"reserving memory: {mib(taken_bytes)} so far")
+
+    journal_bytes = size_bytes(spec.pages[0], spec.components[0].page_size)
+    return open_memory(spec, place, journal_bytes, given, advance)
+
+
+def keep(memory: DaemonMemory, systemd: Systemd) -> None:
+    """Have systemd hold what was made for it, in the place of what it held.
+
+    A daemon that is killed between the two finds a part of it, which is as good as nothing.
+
+    Raises:
+        Unfit, TimeoutError: it does not; the message says why.
+    """
+    for name in memory.keeper.stale:
+        systemd.forget(name)
+    if memory.keeper.to_store:
+        systemd.store(memory.keeper.to_store)
+
+
+def _given(spec: PoolSpec, systemd: Systemd) -> dict[str, int]:
+    """What systemd held, by name. What it gives twice is of two daemons: nobody knows which."""
+    given = {}
+    for name in kept_names(spec):
+        found = []
+        while (descriptor := systemd.passed.claim(name)) is not None:
+            found.append(descriptor)
+        if len(found) == 1:
+            given[name] = found[0]
+            continue
+        for descriptor in found:
+            os.close(descriptor)
+            systemd.forget(name)
+    return given

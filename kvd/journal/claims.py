@@ -42,22 +42,19 @@ def claim_word(lease: int, slot: int) -> int:
     return (lease << 16) | slot
 
 
-def read_claims(journal: Journal) -> tuple[dict[int, LeaseClaim], int]:
-    """The leases by slot, and how many slots are damaged."""
+def read_claims(journal: Journal) -> dict[int, LeaseClaim]:
+    """The leases by slot, without those that are damaged."""
     leases = journal.leases
     found: dict[int, LeaseClaim] = {}
-    n_damaged = 0
     for slot in np.flatnonzero(np.asarray(leases)[::LEASE_WORDS]).tolist():
         at = slot * LEASE_WORDS
         lease, session, anchor, check = leases[at : at + LEASE_WORDS].tolist()
         if check != _check(slot, lease, session) or lease >= 1 << 46:
-            n_damaged += 1
             continue
         page = unsealed(anchor, lease)
         is_page = page is not None and page < journal.sizes.pages
-        n_damaged += not is_page
         found[slot] = LeaseClaim(lease, session, page if page is not None and is_page else -1)
-    return found, n_damaged
+    return found
 
 
 class LeaseClaims:

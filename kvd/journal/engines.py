@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 import xxhash
+from typing_extensions import override
 
 from kvd.journal.checked_words import WORD_BYTES, sealed, unsealed
-from kvd.journal.layout import ENGINE_BYTES, ENGINE_SLOTS, NAME_BYTES, PROCESSES
+from kvd.journal.layout import ENGINE_BYTES, ENGINE_SLOTS, LAST_SESSION, NAME_BYTES, PROCESSES
 
 if TYPE_CHECKING:
     from kvd.journal.layout import Journal, Store
@@ -49,22 +50,39 @@ class EngineRecord(msgspec.Struct, frozen=True):
     processes: tuple[Process, ...]
 
 
+class SessionNotes:
+    """Whoever writes down who is here, for the daemon after this one; this one writes nothing."""
+
+    def session_opened(self, session: int, token: bytes, name: str, process: Process) -> None:
+        """A process opened the session; ``token``, of 16 bytes, is what it proves that by."""
+
+    def session_joined(self, session: int, process: Process) -> None:
+        """A process of it that was not written down yet."""
+
+    def process_left(self, session: int, pid: int) -> None:
+        """A process of it is dead, or maps the pool no more; others are of it."""
+
+    def session_ended(self, session: int) -> None:
+        """Its last process is gone."""
+
+
+NO_NOTES: Final = SessionNotes()
+
+
 def _check(session: int, token: bytes, name: bytes) -> int:
     return xxhash.xxh3_64_intdigest(session.to_bytes(WORD_BYTES, "little") + token + name)
 
 
-def read_engines(journal: Journal) -> tuple[dict[int, EngineRecord], int]:
-    """The engines by slot, and how many slots are damaged."""
+def read_engines(journal: Journal) -> dict[int, EngineRecord]:
+    """The engines by slot, without those that are damaged."""
     words, whole = journal.engines, journal.whole
     found: dict[int, EngineRecord] = {}
-    n_damaged = 0
     for slot in np.flatnonzero(np.asarray(words)[::_WORDS]).tolist():
         at, start = slot * _WORDS, journal.sizes.engines_at + slot * ENGINE_BYTES
         session, length = words[at], min(words[at + _LENGTH], NAME_BYTES)
         token = bytes(whole[start + _TOKEN_AT : start + _TOKEN_AT + TOKEN_BYTES])
         name = bytes(whole[start + _NAME_AT : start + _NAME_AT + length])
         if words[at + 1] != _check(session, token, name):
-            n_damaged += 1
             continue
         processes = []
         for index in range(PROCESSES):
@@ -78,22 +96,27 @@ def read_engines(journal: Journal) -> tuple[dict[int, EngineRecord], int]:
             name=name.decode(errors="replace"),
             processes=tuple(processes),
         )
-    return found, n_damaged
+    return found
 
 
-class EngineRecords:
+class EngineRecords(SessionNotes):
     """Who writes the slots of engines."""
 
     def __init__(self, journal: Journal, store: Store, known: dict[int, EngineRecord]) -> None:
+        self._journal = journal
         self._words = journal.engines
         self._whole = journal.whole
         self._base = journal.sizes.engines_at
         self._store = store
+        self._last_session = journal.counter(LAST_SESSION)
         self.slots = {engine.session: slot for slot, engine in known.items()}
         self._free = [slot for slot in range(ENGINE_SLOTS) if slot not in known][::-1]
 
-    def open(self, session: int, token: bytes, name: str, process: Process) -> None:
-        """A session of one process; ``token`` has 16 bytes."""
+    @override
+    def session_opened(self, session: int, token: bytes, name: str, process: Process) -> None:
+        if session > self._last_session:
+            self._last_session = session
+            self._store(self._journal.head, LAST_SESSION, sealed(session, LAST_SESSION))
         if session in self.slots or not self._free:
             return
         slot = self.slots[session] = self._free.pop()
@@ -109,22 +132,22 @@ class EngineRecords:
         self._enter(slot, session, process)
         store(words, at, session)
 
-    def join(self, session: int, process: Process) -> None:
-        """One more process of it."""
+    @override
+    def session_joined(self, session: int, process: Process) -> None:
         slot = self.slots.get(session)
         if slot is not None:
             self._enter(slot, session, process)
 
-    def leave(self, session: int, pid: int) -> None:
-        """A process of it writes no more: its place is free for another."""
+    @override
+    def process_left(self, session: int, pid: int) -> None:
         slot = self.slots.get(session)
         for at in [] if slot is None else self._places(slot):
             start_ticks, word = self._words[at : at + 2].tolist()
             if word and unsealed(word, session ^ start_ticks) == pid:
                 self._store(self._words, at + 1, 0)
 
-    def end(self, session: int) -> None:
-        """The session is over."""
+    @override
+    def session_ended(self, session: int) -> None:
         slot = self.slots.pop(session, None)
         if slot is not None:
             self._store(self._words, slot * _WORDS, 0)

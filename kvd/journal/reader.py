@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 
 from kvd.core.inputs import Branch, FormerLease, FormerSession
-from kvd.journal.checked_words import PENDING, PROVEN, are_pending, mixed_all
+from kvd.journal.checked_words import PENDING, PROVEN, mixed_all
 from kvd.journal.claims import claim_word, read_claims
-from kvd.journal.engines import Process, read_engines
+from kvd.journal.engines import EngineRecord, read_engines
 from kvd.journal.layout import (
     GENERATION,
     LAST_LEASE,
@@ -60,46 +60,21 @@ class VerifyDepth(enum.Enum):
     NONE = "none"
 
 
-class DroppedPages(msgspec.Struct, frozen=True):
-    """What was noted and is not kept, by reason; pages, but for the last three.
-
-    ``cut_off_pages`` are good in themselves, yet one before them in their sequence is not kept.
-    ``unsummed_pages`` were cached and their sums not known yet.
-    """
-
-    damaged_pages: int = 0
-    cut_off_pages: int = 0
-    unsummed_pages: int = 0
-    bad_sum_pages: int = 0
-    damaged_leases: int = 0
-    damaged_engines: int = 0
-    orphaned_leases: int = 0
-
-
-class FoundEngine(msgspec.Struct, frozen=True):
-    """An engine of before the restart, as the core takes it, and how it proves that it is it."""
-
-    session: FormerSession
-    token: bytes
-    processes: tuple[Process, ...]
-
-
 class FoundJournal(msgspec.Struct, frozen=True):
     """What the pool held and was proven; ``inputs.Adopted`` and the attach socket take it over.
 
-    ``generation`` is that which comes now.
+    ``generation`` is that which comes now. ``engines`` are how those of ``sessions`` prove that
+    they are it.
     """
 
     generation: int
     branches: tuple[Branch, ...]
-    engines: tuple[FoundEngine, ...]
+    sessions: tuple[FormerSession, ...]
+    engines: tuple[EngineRecord, ...]
     unproven: Pages
     last_lease: int
     last_session: int
     pid_namespace: int
-    kept_pages: int
-    summed_pages: int
-    dropped: DroppedPages
 
 
 class Reading:
@@ -109,8 +84,8 @@ class Reading:
         self._journal = journal
         self._verify = verify
         self._spaces = read_namespaces(journal)
-        self._claims, self._n_damaged_leases = read_claims(journal)
-        self._engines, self._n_damaged_engines = read_engines(journal)
+        self._claims = read_claims(journal)
+        self._engines = read_engines(journal)
         words = self._words = journal.words.copy()
         words[0] = 0
         noted = np.flatnonzero(words >= np.uint64(PROVEN))
@@ -120,9 +95,6 @@ class Reading:
         self._columns = Columns(journal)
         self._good = good
         self._kept = reachable(self._columns, good)
-        self._n_damaged = int(noted.size) - int(np.count_nonzero(good))
-        self._n_cut_off = int(np.count_nonzero(good)) - int(np.count_nonzero(self._kept))
-        self._n_bad = 0
         self._is_summed: NDArray[np.bool_] = np.zeros(words.size, bool)
 
     # ---- sums --------------------------------------------------------------------------------
@@ -144,23 +116,18 @@ class Reading:
         ) == np.uint64(0)
         return picked
 
-    def summed(self, pages: Pages, sums: bytes) -> int:
+    def summed(self, pages: Pages, sums: bytes) -> None:
         """Drop the pages whose sum is not what was noted, with all that follow them.
 
-        ``sums``: 8 bytes each, little-endian. Returns how many were bad.
+        ``sums``: 8 bytes each, little-endian.
         """
         ids = ids_of(pages)
         bad = ids[self._journal.rows8[ids, SUM_8] != np.frombuffer(sums, "<u8")]
         self._is_summed[ids] = True
         if bad.size:
             self._verify = VerifyDepth.ALL
-            self._n_bad += bad.size
             self._good[bad] = False
-            before = int(np.count_nonzero(self._kept))
             self._kept = reachable(self._columns, self._good)
-            after = int(np.count_nonzero(self._kept))
-            self._n_cut_off += before - after - bad.size
-        return int(bad.size)
 
     # ---- the end -----------------------------------------------------------------------------
 
@@ -169,25 +136,16 @@ class Reading:
         grown = RowForest(self._columns, self._kept).branches(self._journal, self._spaces)
         journal = self._journal
         known = self._known_claims()
+        engines = sorted(self._engines.values(), key=lambda engine: engine.session)
         return FoundJournal(
             generation=journal.counter(GENERATION) + 1,
             branches=grown.branches,
-            engines=self._former(known, grown),
+            sessions=self._former(engines, known, grown),
+            engines=tuple(engines),
             unproven=self._unproven(known),
             last_lease=journal.counter(LAST_LEASE),
             last_session=journal.counter(LAST_SESSION),
             pid_namespace=journal.counter(PID_NAMESPACE),
-            kept_pages=int(np.count_nonzero(self._kept)),
-            summed_pages=int(np.count_nonzero(self._is_summed)),
-            dropped=DroppedPages(
-                damaged_pages=self._n_damaged,
-                cut_off_pages=self._n_cut_off,
-                unsummed_pages=int(np.count_nonzero(are_pending(self._words))),
-                bad_sum_pages=self._n_bad,
-                damaged_leases=self._n_damaged_leases,
-                damaged_engines=self._n_damaged_engines,
-                orphaned_leases=len(self._claims) - len(known),
-            ),
         )
 
     def carry_on(self, store: Store = operator.setitem) -> JournalWriter:
@@ -199,12 +157,13 @@ class Reading:
         journal = self._journal
         writer = JournalWriter(journal, Known(known, self._engines, self._spaces), store)
         writer.forget(self._unproven(known))
-        writer.drop_slots_but(known, self._engines)
+        writer.claims.drop_but(known)
+        writer.engines.drop_but(self._engines)
         seen: dict[int, int] = {}
         for claim in known.values():
             kept = self._kept_part(claim.anchor, seen)
             if kept != claim.anchor:  # what lies below is no path any more
-                writer.move(claim.lease, kept)
+                writer.claims.move(claim.lease, kept)
         return writer
 
     def _known_claims(self) -> dict[int, LeaseClaim]:
@@ -234,7 +193,9 @@ class Reading:
             rest[own] = False
         return Pages(page_bytes_of(np.flatnonzero(rest)))
 
-    def _former(self, known: dict[int, LeaseClaim], grown: GrownRows) -> tuple[FoundEngine, ...]:
+    def _former(
+        self, engines: list[EngineRecord], known: dict[int, LeaseClaim], grown: GrownRows
+    ) -> tuple[FormerSession, ...]:
         own = self._own_pages(known)
         leases: dict[int, list[FormerLease]] = {}
         anchors: dict[int, int] = {}
@@ -245,17 +206,13 @@ class Reading:
             former = FormerLease(id=claim.lease, namespace=namespace, prefix=prefix, held=held)
             leases.setdefault(claim.session, []).append(former)
         return tuple(
-            FoundEngine(
-                FormerSession(
-                    id=engine.session,
-                    name=engine.name,
-                    pids=tuple(process.pid for process in engine.processes),
-                    leases=tuple(leases.get(engine.session, ())),
-                ),
-                engine.token,
-                engine.processes,
+            FormerSession(
+                id=engine.session,
+                name=engine.name,
+                pids=tuple(process.pid for process in engine.processes),
+                leases=tuple(leases.get(engine.session, ())),
             )
-            for engine in sorted(self._engines.values(), key=lambda engine: engine.session)
+            for engine in engines
         )
 
     def _kept_part(self, anchor: int, seen: dict[int, int]) -> int:

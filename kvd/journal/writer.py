@@ -19,14 +19,13 @@ import numpy as np
 
 from kvd.journal.checked_words import PENDING, WORD_BYTES, are_pending, sealed
 from kvd.journal.claims import LeaseClaim, LeaseClaims, claim_word
-from kvd.journal.engines import EngineRecord, EngineRecords, Process
+from kvd.journal.engines import EngineRecord, EngineRecords
 from kvd.journal.layout import (
     BEFORE,
     BEFORE_SERIAL_8,
     GENERATION,
     INDEX,
     LAST_LEASE,
-    LAST_SESSION,
     NO_SLOT,
     PID_NAMESPACE,
     ROW_HEAD,
@@ -102,13 +101,12 @@ class JournalWriter:
         self._word = journal.words_view
         self._rows = journal.rows
         self._row_words = journal.sizes.row_words
-        self._claims = LeaseClaims(journal, store, known.claims)
-        self._engines = EngineRecords(journal, store, known.engines)
+        self.claims = LeaseClaims(journal, store, known.claims)
+        self.engines = EngineRecords(journal, store, known.engines)
         self._spaces = NamespaceSlots(journal, store, known.spaces)
         self.generation = journal.counter(GENERATION) + 1
         store(journal.head, GENERATION, sealed(self.generation, GENERATION))
         self._last_lease = journal.counter(LAST_LEASE)
-        self._last_session = journal.counter(LAST_SESSION)
         self._serial = self.generation << SERIAL_BITS
         self.n_unkept_pages = 0
         """Cached pages of namespaces for which no slot was left."""
@@ -116,11 +114,6 @@ class JournalWriter:
         self._padding = bytes(
             self._row_words * WORD_BYTES - ROW_HEAD * 4 - journal.sizes.page_size * ID_BYTES
         )
-
-    @property
-    def n_unkept_leases(self) -> int:
-        """Leases that found no slot, so that their path is not kept for them."""
-        return self._claims.n_unkept
 
     # ---- leases ------------------------------------------------------------------------------
 
@@ -130,7 +123,7 @@ class JournalWriter:
         if lease > self._last_lease:
             self._last_lease = lease
             self._store(self.journal.head, LAST_LEASE, sealed(lease, LAST_LEASE))
-        slot = self._claims.hold(lease, note.session, note.anchor)
+        slot = self.claims.hold(lease, note.session, note.anchor)
         self._mark(note.pages, claim_word(lease, slot))
 
     def cached(self, note: NoteCached) -> None:
@@ -147,7 +140,7 @@ class JournalWriter:
                 self._cache_many(space, note)
             self._serial += 1  # a gap, by which the reader tells one caching from the next
         if note.lease:
-            self.move(note.lease, note.anchor)
+            self.claims.move(note.lease, note.anchor)
 
     def freed(self, note: NoteFreed) -> None:
         """These pages are nobody's now, and may be written by whoever gets them next."""
@@ -155,22 +148,11 @@ class JournalWriter:
 
     def ended(self, note: NoteEnded) -> None:
         """The lease keeps nothing any more."""
-        self._claims.end(note.lease)
+        self.claims.end(note.lease)
 
     def forget(self, pages: Pages) -> None:
         """Pages that somebody may still read, and that join nothing any more."""
         self._mark(pages, claim_word(0, NO_SLOT))
-
-    def move(self, lease: int, anchor: int) -> None:
-        """The lease keeps up to ``anchor`` now."""
-        self._claims.move(lease, anchor)
-
-    def drop_slots_but(
-        self, claims: dict[int, LeaseClaim], engines: dict[int, EngineRecord]
-    ) -> None:
-        """Clear the slots of leases and engines of before that are not carried on."""
-        self._claims.drop_but(claims)
-        self._engines.drop_but(engines)
 
     # ---- sums --------------------------------------------------------------------------------
 
@@ -213,25 +195,6 @@ class JournalWriter:
     def pids_are_of(self, namespace: int) -> None:
         """The pid namespace in which every pid that is noted from now on has its meaning."""
         self._store(self.journal.head, PID_NAMESPACE, sealed(namespace, PID_NAMESPACE))
-
-    def session_opened(self, session: int, token: bytes, name: str, process: Process) -> None:
-        """An engine; ``token`` has 16 bytes."""
-        if session > self._last_session:
-            self._last_session = session
-            self._store(self.journal.head, LAST_SESSION, sealed(session, LAST_SESSION))
-        self._engines.open(session, token, name, process)
-
-    def session_joined(self, session: int, process: Process) -> None:
-        """One more process of it."""
-        self._engines.join(session, process)
-
-    def process_left(self, session: int, pid: int) -> None:
-        """A process of it writes no more."""
-        self._engines.leave(session, pid)
-
-    def session_ended(self, session: int) -> None:
-        """Its last process is gone."""
-        self._engines.end(session)
 
     # ---- pages -------------------------------------------------------------------------------
 

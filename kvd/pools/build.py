@@ -19,24 +19,15 @@ from kvd.core.layout.spec import (
     region_names,
     saved_region,
 )
-from kvd.pools.arena import Arena, check_free, reserve, round_up
+from kvd.pools.arena import Arena, reserve, round_up
 from kvd.wire.memory import ComponentMemory, PoolMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-class OnDevice(msgspec.Struct, frozen=True):
-    """Memory of ``cuda:number``, which the transfer process allocates, and which ends with it."""
-
-    number: int
-
-    def close(self) -> None:
-        """Nothing of it is ours."""
-
-
-class Placed(msgspec.Struct, frozen=True):
-    """One component with bytes: where its pages lie in which memory, from offset 0.
+class PoolRegion(msgspec.Struct, frozen=True):
+    """One shard of a component with bytes, and in which memory its pages lie, from offset 0.
 
     ``is_pool``: engines map it. ``is_registered``: peers write into it. A buffer is mapped and not
     registered; the saved area of a component is neither: the transfer process alone touches it.
@@ -44,68 +35,37 @@ class Placed(msgspec.Struct, frozen=True):
 
     name: str
     geometry: Geometry
-    arena: Arena | OnDevice
-    is_pool: bool = True
-    is_registered: bool = True
-
-
-class Region(msgspec.Struct, frozen=True):
-    """One region to be, before anything is taken."""
-
-    name: str
-    geometry: Geometry
     is_pool: bool
     is_registered: bool
     device: int | None = None
-    """The number of the CUDA device that it lies on; None: it is host memory."""
-
-    def placed(self, arena: Arena | OnDevice) -> Placed:
-        """The region in its memory."""
-        return Placed(
-            name=self.name,
-            geometry=self.geometry,
-            arena=arena,
-            is_pool=self.is_pool,
-            is_registered=self.is_registered,
-        )
-
-
-def build_pool(spec: PoolSpec) -> list[Placed]:
-    """Reserve the memory of every component that has any, in the order of the specification.
-
-    The saved areas come after all of them.
-
-    Raises:
-        NotReserved: not enough memory; nothing stays taken.
-    """
-    wanted = [*pool_regions(spec), *saved_regions(spec)]
-    check_free(sizes(wanted))
-    return reserve_all(spec, wanted, lambda _size_bytes: None)
+    """The number of the CUDA device that it lies on: the transfer process allocates that memory,
+    which ends with it. None: it is host memory."""
+    arena: Arena | None = None
+    """Its host memory, once there is any."""
 
 
 def reserve_all(
-    spec: PoolSpec, wanted: list[Region], advance: Callable[[int], None]
-) -> list[Placed]:
+    spec: PoolSpec, wanted: list[PoolRegion], advance: Callable[[int], None]
+) -> list[PoolRegion]:
     """Reserve a sealed memfd for each region of host memory, as ``reserve`` does.
 
     Raises:
         NotReserved: not enough memory; nothing stays taken.
     """
-    placed: list[Placed] = []
+    placed: list[PoolRegion] = []
     with contextlib.ExitStack() as undo:
         for one in wanted:
-            if one.device is not None:
-                placed.append(one.placed(OnDevice(one.device)))
-                continue
-            arena = reserve(f"{spec.name}.{one.name}", one.geometry.total_bytes, advance)
-            undo.callback(arena.close)
-            placed.append(one.placed(arena))
+            arena = None
+            if one.device is None:
+                arena = reserve(f"{spec.name}.{one.name}", one.geometry.total_bytes, advance)
+                undo.callback(arena.close)
+            placed.append(msgspec.structs.replace(one, arena=arena))
         undo.pop_all()
     return placed
 
 
 def reserved_bytes(spec: PoolSpec) -> dict[str, int]:
-    """What ``build_pool`` would reserve of this host's memory, by region."""
+    """What such a pool reserves of this host's memory, by region."""
     return sizes([*pool_regions(spec), *saved_regions(spec)])
 
 
@@ -119,12 +79,12 @@ def device_bytes(spec: PoolSpec) -> dict[int, int]:
     return taken
 
 
-def sizes(wanted: list[Region]) -> dict[str, int]:
+def sizes(wanted: list[PoolRegion]) -> dict[str, int]:
     """Bytes of each region of host memory by its name."""
     return {one.name: one.geometry.total_bytes for one in wanted if one.device is None}
 
 
-def pool_regions(spec: PoolSpec) -> Iterator[Region]:
+def pool_regions(spec: PoolSpec) -> Iterator[PoolRegion]:
     """What engines map, component by component, and of each shard by shard."""
     for component, pages in zip(spec.components, spec.pages, strict=True):
         if has_bytes(component):
@@ -132,16 +92,16 @@ def pool_regions(spec: PoolSpec) -> Iterator[Region]:
             is_own = isinstance(component.extent, Buffer)
             for shard, name in enumerate(region_names(spec, component.name)):
                 device = device_number(component, shard)
-                yield Region(name, shape, is_pool=True, is_registered=not is_own, device=device)
+                yield PoolRegion(name, shape, is_pool=True, is_registered=not is_own, device=device)
 
 
-def saved_regions(spec: PoolSpec) -> Iterator[Region]:
+def saved_regions(spec: PoolSpec) -> Iterator[PoolRegion]:
     """What is beside the pool for retracted leases."""
     for component, pages in zip(spec.components, spec.saved_pages, strict=True):
         if has_bytes(component) and pages:
             shape = geometry(component, pages=pages, order=spec.order)
             for name in region_names(spec, saved_region(component)):
-                yield Region(name, shape, is_pool=False, is_registered=False)
+                yield PoolRegion(name, shape, is_pool=False, is_registered=False)
 
 
 def pool_memory(spec: PoolSpec) -> PoolMemory:

@@ -23,15 +23,16 @@ import os
 import stat
 import time
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+from typing_extensions import override
+
 from kvd.pools.arena import HUGE_PAGE_BYTES, Arena, NotReserved, fill, mib
-from kvd.pools.kept_memory import JOURNAL, MISSING, PREFIX, UnfitMemory
+from kvd.pools.kept_memory import JOURNAL, MISSING, PREFIX, KeptMemory, UnfitMemory, flaw_of
 from kvd.pools.mounts import HUGETLBFS, TMPFS, free_huge_bytes, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from kvd.pools.location import PoolLocation
 
@@ -41,11 +42,11 @@ _LOOK_S: Final = 0.02
 _MODE: Final = 0o600
 
 
-class FileMemory:
-    """One directory of pool files, locked until the last copy of the lock's descriptor goes."""
+class FileMemory(KeptMemory):
+    """One directory of pool files, locked until the last copy of the lock's descriptor goes.
 
-    to_store: Final[Mapping[str, int]] = MappingProxyType({})
-    stale: Final = ()
+    ``keep_open`` is the lock.
+    """
 
     def __init__(self, path: Path, kind: str, *, fd: int, lock_fd: int) -> None:
         """Take over both descriptors; ``open_directory`` checks what they are of."""
@@ -56,12 +57,9 @@ class FileMemory:
         page = os.statvfs(fd).f_bsize if self.is_apart else 0
         self.grain_bytes = max(HUGE_PAGE_BYTES, page)
         self.where = f"in {path}"
+        self.keep_open = (lock_fd,)
 
-    @property
-    def keep_open(self) -> tuple[int, ...]:
-        """The lock."""
-        return (self._lock_fd,)
-
+    @override
     def find(self, name: str, size_bytes: int) -> Arena | UnfitMemory:
         """The file ``name``, if it is whole and nobody but us can have written to it.
 
@@ -73,7 +71,13 @@ class FileMemory:
         except FileNotFoundError:
             return MISSING
         self._check_owner(name, seen)
-        flaw = _flaw(seen, size_bytes)
+        mode = stat.S_IMODE(seen.st_mode)
+        reasons = {
+            "is no regular file": not stat.S_ISREG(seen.st_mode),
+            f"has mode {mode:04o} where 0600 keeps others out": mode != _MODE,
+            f"has {seen.st_nlink} names": seen.st_nlink != 1,
+        }
+        flaw = flaw_of(seen, size_bytes, reasons)
         if flaw is not None:
             return flaw
         fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
@@ -83,6 +87,7 @@ class FileMemory:
             return UnfitMemory("was exchanged while it was looked at")
         return Arena(name, fd=fd, size_bytes=size_bytes)
 
+    @override
     def make(self, name: str, size_bytes: int, advance: Callable[[int], None]) -> Arena:
         """A new file of ``size_bytes``, which has its name once it is whole.
 
@@ -104,10 +109,12 @@ class FileMemory:
             ) from exc
         return Arena(name, fd=fd, size_bytes=size_bytes)
 
+    @override
     def kept_bytes(self) -> int:
         """What our files take."""
         return sum(seen.st_blocks * 512 for _, seen in _entries(self._fd))
 
+    @override
     def check_room(self, size_bytes: int) -> None:
         """Refuse what this file system cannot hold even without our files."""
         free = self._free_bytes()
@@ -116,6 +123,7 @@ class FileMemory:
                 f"the pool needs {mib(size_bytes)} in {self.path}; {self._said_room()}"
             )
 
+    @override
     def clear(self, keep: frozenset[str] = frozenset()) -> None:
         """Remove our files but ``keep``. The journal goes first: without it the rest is nothing.
 
@@ -138,6 +146,7 @@ class FileMemory:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(LOCK_NAME, dir_fd=self._fd)
 
+    @override
     def close(self) -> None:
         """Drop our descriptors, and the lock unless another process has a copy; repeatable."""
         for fd in (self._fd, self._lock_fd):
@@ -315,21 +324,6 @@ def _holder(lock_fd: int) -> str:
             if place in fields and "->" not in fields:
                 return f" (pid {fields[fields.index(place) - 1]})"
     return ""
-
-
-def _flaw(seen: os.stat_result, size_bytes: int) -> UnfitMemory | None:
-    """What keeps a file of ours from being believed."""
-    kept = seen.st_blocks * 512
-    reasons = {
-        "is no regular file": not stat.S_ISREG(seen.st_mode),
-        f"has mode {stat.S_IMODE(seen.st_mode):04o} where 0600 keeps others out": (
-            stat.S_IMODE(seen.st_mode) != _MODE
-        ),
-        f"has {seen.st_nlink} names": seen.st_nlink != 1,
-        f"has {mib(seen.st_size)} where {mib(size_bytes)} are needed": seen.st_size != size_bytes,
-        f"has lost {mib(size_bytes - kept)} of its {mib(size_bytes)}": kept < size_bytes,
-    }
-    return next((UnfitMemory(said) for said, is_so in reasons.items() if is_so), None)
 
 
 def _foreign(path: Path, uid: int) -> str:

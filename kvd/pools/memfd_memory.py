@@ -1,4 +1,4 @@
-"""Memory without a name on any file system: sealed memfds, held by systemd or by nobody.
+"""Memory without a name on any file system: sealed memfds that systemd holds.
 
 What lives here: judging what systemd gave back. What must not: its protocol, by which it gives
 the descriptors and takes them (``kvd.daemon``).
@@ -9,70 +9,32 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from kvd.pools.arena import HUGE_PAGE_BYTES, SEALS, Arena, mib, reserve
-from kvd.pools.kept_memory import MISSING, PREFIX, UnfitMemory
+from typing_extensions import override
+
+from kvd.pools.arena import SEALS, Arena
+from kvd.pools.kept_memory import MISSING, PREFIX, KeptMemory, UnfitMemory, flaw_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-class UnkeptMemory:
-    """Memory that ends with those who map it: nothing is ever found."""
-
-    grain_bytes: int = HUGE_PAGE_BYTES
-    where: str = "as anonymous memory"
-    is_apart: bool = False
-    keep_open: Final = ()
-    to_store: Final[Mapping[str, int]] = MappingProxyType({})
-    stale: Final = ()
-
-    def find(self, _name: str, _size_bytes: int) -> Arena | UnfitMemory:
-        """Nothing."""
-        return MISSING
-
-    def make(self, name: str, size_bytes: int, advance: Callable[[int], None]) -> Arena:
-        """A new sealed memfd.
-
-        Raises:
-            NotReserved: there is not enough memory.
-        """
-        return reserve(name.removeprefix(PREFIX), size_bytes, advance)
-
-    def kept_bytes(self) -> int:
-        """Nothing."""
-        return 0
-
-    def check_room(self, size_bytes: int) -> None:
-        """There is no limit but that of the host."""
-
-    def clear(self, keep: frozenset[str] = frozenset()) -> None:
-        """There is nothing to let go of."""
-
-    def close(self) -> None:
-        """Nothing was opened."""
-
-
-class StoredMemory:
+class StoredMemory(KeptMemory):
     """What was given back, by name.
 
     ``to_store`` is what was made and is to be held from now on; ``stale`` are the names of what is
     held and of no more use. Whoever talks to systemd acts on both.
     """
 
-    keep_open: Final = ()
+    where = "in systemd's store of descriptors"
 
     def __init__(self, given: Mapping[str, int]) -> None:
         """Take over the descriptors of ``given`` that are pool memory; others are left alone."""
-        self.grain_bytes = HUGE_PAGE_BYTES
-        self.is_apart = False
-        self.where = "in systemd's store of descriptors"
         self.to_store: dict[str, int] = {}
-        self.stale: tuple[str, ...] = ()
         self._given = {name: fd for name, fd in given.items() if _is_memory(name, fd)}
 
+    @override
     def find(self, name: str, size_bytes: int) -> Arena | UnfitMemory:
         """The memfd that came back under ``name``, as a descriptor of its own."""
         fd = self._given.get(name)
@@ -83,23 +45,23 @@ class StoredMemory:
             return flaw
         return Arena(name, fd=fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), size_bytes=size_bytes)
 
+    @override
     def make(self, name: str, size_bytes: int, advance: Callable[[int], None]) -> Arena:
         """A new sealed memfd, noted in ``to_store``.
 
         Raises:
             NotReserved: there is not enough memory.
         """
-        arena = reserve(name.removeprefix(PREFIX), size_bytes, advance)
+        arena = super().make(name, size_bytes, advance)
         self.to_store[name] = arena.fd
         return arena
 
+    @override
     def kept_bytes(self) -> int:
         """What came back."""
         return sum(os.fstat(fd).st_blocks * 512 for fd in self._given.values())
 
-    def check_room(self, size_bytes: int) -> None:
-        """There is no limit but that of the host."""
-
+    @override
     def clear(self, keep: frozenset[str] = frozenset()) -> None:
         """Close what came back but ``keep``, and forget what was made; all that is stale."""
         gone = [name for name in self._given if name not in keep]
@@ -108,6 +70,7 @@ class StoredMemory:
         self.stale += (*gone, *self.to_store)
         self.to_store = {}
 
+    @override
     def close(self) -> None:
         """Close what came back; systemd has copies of its own. Repeatable."""
         for fd in self._given.values():
@@ -127,13 +90,10 @@ def _flaw(fd: int, size_bytes: int) -> UnfitMemory | None:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         return UnfitMemory("is no memfd")
-    kept = seen.st_blocks * 512
     is_writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
     reasons = {
         f"belongs to uid {seen.st_uid}": seen.st_uid != os.geteuid(),
         "is not sealed as kvd seals it": seals != SEALS,
         "cannot be written to": not is_writable,
-        f"has {mib(seen.st_size)} where {mib(size_bytes)} are needed": seen.st_size != size_bytes,
-        f"has lost {mib(size_bytes - kept)} of its {mib(size_bytes)}": kept < size_bytes,
     }
-    return next((UnfitMemory(said) for said, is_so in reasons.items() if is_so), None)
+    return flaw_of(seen, size_bytes, reasons)

@@ -16,20 +16,15 @@ import hashlib
 import os
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from kvd.pools.arena import Arena, NotReserved, check_free
-from kvd.pools.build import (
-    OnDevice,
-    Placed,
-    pool_regions,
-    reserve_all,
-    saved_regions,
-    sizes,
-)
+from kvd.pools.build import PoolRegion, pool_regions, reserve_all, saved_regions, sizes
 from kvd.pools.file_memory import open_directory
 from kvd.pools.host_memory import Free, free_memory
 from kvd.pools.kept_memory import JOURNAL, MISSING, PREFIX, KeptMemory, UnfitMemory
 from kvd.pools.location import Backing
-from kvd.pools.memfd_memory import StoredMemory, UnkeptMemory
+from kvd.pools.memfd_memory import StoredMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -94,7 +89,7 @@ def kept_names(spec: PoolSpec) -> tuple[str, ...]:
 def _keeper(place: PoolLocation, given: Mapping[str, int] | None) -> KeptMemory:
     match place.backing:
         case Backing.ANON:
-            return UnkeptMemory()
+            return KeptMemory()
         case Backing.SHM | Backing.HUGETLBFS:
             return open_directory(place, wait_s=WAIT_S)
         case Backing.FDSTORE:
@@ -116,15 +111,15 @@ class DaemonMemory:
     """The arenas of a pool and of its journal, open until ``close``.
 
     Attributes:
-        placed: what ``build_pool`` gives: the components, then their saved areas.
+        placed: the components in their memory, then their saved areas.
         journal: the journal's arena; None where the pool ends with the daemon (anon).
         origin: whether the components and the journal were found or made.
         reason: which of both, where, and why, as a sentence for the log.
-        keep_open: the lock of the files. The transfer process must hold it too, like the daemon's
-            own, so that whoever gets it next knows that nobody writes into the pages any more.
-        to_store: with fdstore, what systemd is to hold from now on, by name; empty if all was
-            found. The descriptors stay ours.
-        stale: with fdstore, names of what systemd holds and must let go of, before ``to_store``.
+        keeper: who keeps it while the daemon is away. Its ``keep_open`` is the lock of the files;
+            the transfer process must hold that too, like the daemon's own, so that whoever gets it
+            next knows that nobody writes into the pages any more. With fdstore ``to_store`` is what
+            systemd is to hold from now on, by name, and empty if all was found; the descriptors
+            stay ours. ``stale`` are names that it must let go of before.
     """
 
     def __init__(
@@ -137,7 +132,7 @@ class DaemonMemory:
         """Use ``open_memory``."""
         self._advance = advance
         self._spec = spec
-        self._keeper = keeper
+        self.keeper = keeper
         self._pool = list(pool_regions(spec))
         self._regions = [one for one in self._pool if one.device is None]
         self._saved = list(saved_regions(spec))
@@ -145,20 +140,16 @@ class DaemonMemory:
         if journal_bytes:
             self._sizes[JOURNAL] = journal_bytes
         self._arenas: dict[str, Arena] = {}
-        self._saved_placed: list[Placed] = []
+        self._saved_placed: list[PoolRegion] = []
         self.origin = MemoryOrigin.MADE
         self.reason = ""
 
     @property
-    def placed(self) -> list[Placed]:
+    def placed(self) -> list[PoolRegion]:
         """The components in the order of the specification, then the saved areas."""
-        pools = [
-            one.placed(
-                self._arenas[PREFIX + one.name] if one.device is None else OnDevice(one.device)
-            )
-            for one in self._pool
-        ]
-        return [*pools, *self._saved_placed]
+        arenas = self._arenas
+        pool = [replace(one, arena=arenas.get(PREFIX + one.name)) for one in self._pool]
+        return [*pool, *self._saved_placed]
 
     @property
     def journal(self) -> Arena | None:
@@ -172,21 +163,6 @@ class DaemonMemory:
         whole = [(one.st_dev, one.st_ino, one.st_size) for one in seen]
         return hashlib.blake2b(repr(whole).encode(), digest_size=16).digest()
 
-    @property
-    def keep_open(self) -> tuple[int, ...]:
-        """Descriptors for the transfer process to hold."""
-        return self._keeper.keep_open
-
-    @property
-    def to_store(self) -> dict[str, int]:
-        """What systemd is to hold from now on."""
-        return dict(self._keeper.to_store)
-
-    @property
-    def stale(self) -> tuple[str, ...]:
-        """What systemd is to let go of."""
-        return self._keeper.stale
-
     def obtain(self) -> None:
         """Find what there is, or make it; then reserve the saved areas.
 
@@ -196,15 +172,15 @@ class DaemonMemory:
         unfit = self._find()
         if unfit:
             is_first = all(flaw == MISSING for flaw in unfit.values()) and not (
-                self._arenas or self._keeper.kept_bytes()
+                self._arenas or self.keeper.kept_bytes()
             )
             why = "; ".join(f"{name} {flaw.why}" for name, flaw in unfit.items())
             self._make("there was none" if is_first else why)
         else:
-            self._keeper.clear(keep=frozenset(self._sizes))
+            self.keeper.clear(keep=frozenset(self._sizes))
             check_free(self._saved_sizes())
             self.origin = MemoryOrigin.FOUND
-            self.reason = f"found {self._keeper.where}"
+            self.reason = f"found {self.keeper.where}"
         self._saved_placed = reserve_all(self._spec, self._saved, self._advance)
 
     def renew(self, why: str) -> None:
@@ -220,15 +196,16 @@ class DaemonMemory:
     def close(self) -> None:
         """Drop our descriptors. What is kept stays, and the lock if somebody holds a copy."""
         self._close_arenas()
-        for place in self._saved_placed:
-            place.arena.close()
-        self._keeper.close()
+        for one in self._saved_placed:
+            if one.arena is not None:
+                one.arena.close()
+        self.keeper.close()
 
     def _find(self) -> dict[str, UnfitMemory]:
         """Take what fits; what does not, by name."""
         unfit: dict[str, UnfitMemory] = {}
         for name, size in self._rounded().items():
-            found = self._keeper.find(name, size)
+            found = self.keeper.find(name, size)
             match found:
                 case Arena():
                     self._arenas[name] = found
@@ -239,15 +216,15 @@ class DaemonMemory:
     def _make(self, why: str) -> None:
         self._close_arenas()
         wanted = self._rounded()
-        kept = self._keeper.kept_bytes()
-        self._keeper.check_room(sum(wanted.values()))
+        kept = self.keeper.kept_bytes()
+        self.keeper.check_room(sum(wanted.values()))
         self._check_host(kept)
-        self._keeper.clear()
+        self.keeper.clear()
         self._check_host(0)
         for name, size in wanted.items():
-            self._arenas[name] = self._keeper.make(name, size, self._advance)
+            self._arenas[name] = self.keeper.make(name, size, self._advance)
         self.origin = MemoryOrigin.MADE
-        self.reason = f"made {self._keeper.where}: {why}"
+        self.reason = f"made {self.keeper.where}: {why}"
 
     def _check_host(self, kept_bytes: int) -> None:
         """Refuse what the host cannot hold, when ``kept_bytes`` are given back."""
@@ -257,7 +234,7 @@ class DaemonMemory:
 
     def _host_sizes(self) -> dict[str, int]:
         """What is taken of the host's ordinary memory: huge pages were set apart before."""
-        if self._keeper.is_apart:
+        if self.keeper.is_apart:
             return {}
         return {name.removeprefix(PREFIX): size for name, size in self._sizes.items()}
 
@@ -265,7 +242,7 @@ class DaemonMemory:
         return {} if self._saved_placed else sizes(self._saved)
 
     def _rounded(self) -> dict[str, int]:
-        grain = self._keeper.grain_bytes
+        grain = self.keeper.grain_bytes
         return {name: -(-size // grain) * grain for name, size in self._sizes.items()}
 
     def _close_arenas(self) -> None:

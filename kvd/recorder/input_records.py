@@ -87,8 +87,7 @@ def input_of(record: InputRecord) -> Input:
     if not record.tokens:
         return happened
     if type(happened) is not FromClient:
-        msg = f"tokens came with {type(happened).__name__}"
-        raise Unknown(msg)
+        raise Unknown(f"tokens came with {type(happened).__name__}")
     return FromClient(
         at_s=happened.at_s,
         session=happened.session,

@@ -68,9 +68,8 @@ class Player:
             self.marks += 1
             self._true_at = ours.steps
             return
-        msg = (
+        raise Strayed(
             f"after step {theirs.steps} and event {theirs.seq} the recorded node was in another "
             f"state than this one, at step {ours.steps} and event {ours.seq}; they were last seen "
             f"equal at step {self._true_at}"
         )
-        raise Strayed(msg)

@@ -50,8 +50,7 @@ class RecorderProcess:
         self._poll.register(connection, select.POLLIN)
         begin = orders.ORDERS.decode(connection.recv(orders.PACKET_BYTES))
         if not isinstance(begin, orders.BeginRecording):
-            msg = f"the daemon began with {type(begin).__name__}"
-            raise TypeError(msg)
+            raise TypeError(f"the daemon began with {type(begin).__name__}")
         self._begin = begin
         self._ring = ring
         self._shadow = ShadowNode(thaw(base), ring, begin)

@@ -106,20 +106,20 @@ def read(path: Path) -> Recording:
     data = path.read_bytes()
     start = len(MAGIC) + _LENGTH.size
     if len(data) < start + _SUM_BYTES or not data.startswith(MAGIC):
-        msg = f"{len(data)} bytes that are no recording of kvd"
-        raise Damaged(msg)
+        raise Damaged(f"{len(data)} bytes that are no recording of kvd")
     (length,) = _LENGTH.unpack_from(data, len(MAGIC))
     if length > MAX_HEADER_BYTES:
-        msg = f"its header would have {length} bytes, at most {MAX_HEADER_BYTES} are read"
-        raise Damaged(msg)
+        raise Damaged(f"its header would have {length} bytes, at most {MAX_HEADER_BYTES} are read")
     header = _header(data[start : start + length])
     whole = start + length + header.base_bytes + header.record_bytes + _SUM_BYTES
     if min(header.base_bytes, header.record_bytes) < 0 or whole != len(data):
-        msg = f"it has {len(data)} bytes where its header says {whole}: it was cut, or put together"
-        raise Damaged(msg)
+        raise Damaged(
+            f"it has {len(data)} bytes where its header says {whole}: it was cut, or put together"
+        )
     if hashlib.sha256(memoryview(data)[:-_SUM_BYTES]).digest() != data[-_SUM_BYTES:]:
-        msg = "its checksum is not that of its content: it was damaged after it was written"
-        raise Damaged(msg)
+        raise Damaged(
+            "its checksum is not that of its content: it was damaged after it was written"
+        )
     middle = start + length + header.base_bytes
     return Recording(header, data[start + length : middle], data[middle:-_SUM_BYTES])
 
@@ -128,15 +128,13 @@ def _header(data: bytes) -> Header:
     try:
         known = msgspec.msgpack.decode(data, type=_AnyHeader)
         if known.format != FORMAT:
-            msg = (
+            raise Damaged(
                 f"it is of format {known.format}, written by kvd {known.kvd}; this kvd reads "
                 f"format {FORMAT}: replay it with that version"
             )
-            raise Damaged(msg)
         return msgspec.msgpack.decode(data, type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        msg = f"its header cannot be read: {error}"
-        raise Damaged(msg) from error
+        raise Damaged(f"its header cannot be read: {error}") from error
 
 
 def records_in(data: bytes) -> Iterator[InputRecord]:
@@ -148,14 +146,12 @@ def records_in(data: bytes) -> Iterator[InputRecord]:
     at = 0
     while at < len(data):
         if len(data) - at < HEADER.size:
-            msg = f"{len(data) - at} bytes are left over where a record should begin"
-            raise Damaged(msg)
+            raise Damaged(f"{len(data) - at} bytes are left over where a record should begin")
         length, n_tokens, at_s = HEADER.unpack_from(data, at)
         n_message = length & ~MARKED
         end = at + padded(n_message + n_tokens)
         if end > len(data):
-            msg = f"a record of {end - at} bytes, {len(data) - at} are left"
-            raise Damaged(msg)
+            raise Damaged(f"a record of {end - at} bytes, {len(data) - at} are left")
         message = at + HEADER.size
         tokens = message + n_message
         rest = data[tokens : tokens + n_tokens]

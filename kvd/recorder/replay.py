@@ -104,8 +104,7 @@ def replay(
     except Strayed as error:
         strayed = str(error)
     except Unknown as error:
-        msg = f"input {inputs + 1} is none that this kvd knows: {error}"
-        raise Damaged(msg) from error
+        raise Damaged(f"input {inputs + 1} is none that this kvd knows: {error}") from error
     return ReplayOutcome(
         inputs=inputs,
         steps=node.steps,
@@ -125,5 +124,4 @@ def _hash_of(node: NodeState) -> str:
     try:
         return state_hash(node)
     except Unfreezable as error:
-        msg = f"it ends in a state that no node can have: {error}"
-        raise Damaged(msg) from error
+        raise Damaged(f"it ends in a state that no node can have: {error}") from error

@@ -51,8 +51,7 @@ class RecordRing:
         self._memory = mmap.mmap(descriptor, 0)
         self.size = len(self._memory) - FIRST
         if self.size < ALIGNMENT or self.size % ALIGNMENT:
-            msg = f"a ring of {self.size} bytes: it must be a multiple of {ALIGNMENT}"
-            raise ValueError(msg)
+            raise ValueError(f"a ring of {self.size} bytes: it must be a multiple of {ALIGNMENT}")
         self._end = self.end
         self._begin = self.begin
 

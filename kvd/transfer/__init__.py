@@ -2,10 +2,10 @@
 
 The map of this room. In the daemon::
 
-    orders       what is ordered and what is reported; nearly all of it is declared in the core
-    transport    the seam: one life of whatever moves pages
-    process      spawn, orders out, reports in, reap; ``frames`` cut the byte stream
-    map_lifetime proof that the memory map of a dead process is gone
+    orders       what is ordered and what is reported, and its frames; nearly all of it is
+                 declared in the core
+    process      spawn, orders out, reports in, reap
+    mapping      proof that the memory map of a dead process is gone
 
 In the transfer process::
 
@@ -14,7 +14,7 @@ In the transfer process::
     post_queue      the posts through one agent: their turns, their progress
     event_waits     posts that wait for a CUDA event
     plans           from a post to descriptors; ``page_split``, ``window_layout``, ``staging``
-    sums, reading   page sums of what is sent and of what has arrived
+    sums            page sums of what is sent and of what has arrived; ``assembly`` reads pages
     copies          to the saved area, to the buffer, and back
     quiescence      when late bytes have come to rest; ``streams`` looks at the sockets
     mapping, devices, metadata   regions, and what peers are told of them

@@ -1,4 +1,4 @@
-"""Pieces of pages of several regions of ours, brought together in the order of the peer's page.
+"""How bytes of pages are read in the order of the peer's page: in place, or brought together.
 
 A merge of two shards of one node, page-first, both copied into a row of memory of their own::
 
@@ -9,6 +9,10 @@ A merge of two shards of one node, page-first, both copied into a row of memory 
 One assignment moves a tensor of all layers of a run of pages; numpy lets go of the interpreter
 meanwhile.
 
+What is summed of a page is read in place, where that is a few stretches in the order of the sum:
+whole pages, and windows of all heads. Slots or heads of a page are many small ones: they are
+gathered, some pages at a time, into memory that stays in the cache.
+
 Pages that the processor cannot read are fetched into host memory first, in the order of their
 bytes, some at a time; there they are pieces like any others. What is summed of a device's pages is
 read so: sums run beside the transfer, and a page that is sampled is one in many.
@@ -17,25 +21,67 @@ read so: sums run beside the transfer, and a page that is sampled is one in many
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvd.core.layout.geometry import PieceRow
 from kvd.core.layout.shards import PageWindow
 from kvd.transfer.copies import Area
-from kvd.transfer.metadata import RegionNote
+from kvd.transfer.metadata import HOST, RegionNote
 from kvd.transfer.page_split import strips
-from kvd.transfer.reading import GATHERED_BYTES
 from kvd.transfer.window_layout import tensors, window_strips
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
+    from typing_extensions import Buffer
 
     from kvd.core.layout.shards import Piece
     from kvd.transfer.copies import Bytes
+    from kvd.transfer.staging import Gather
+
+    Ids = NDArray[np.int32]
+
+
+GATHERED_BYTES: Final = 512 * 2**10
+"""Of which at most are gathered at once, unless a page has more."""
+
+
+class InPlace:
+    """Arrays ``(pages, 1, bytes)`` that hold, one after the other, what is summed of each page."""
+
+    def __init__(self, arrays: list[Bytes]) -> None:
+        self._arrays = arrays
+        self.page_bytes: int = sum(array.shape[2] for array in arrays)
+
+    def pages(self, ids: Ids) -> Iterator[Iterable[Buffer]]:
+        """What is summed of each of these pages, piece by piece."""
+        for page in ids.tolist():
+            yield (array[page, 0] for array in self._arrays)
+
+
+class Gathered:
+    """Pages whose bytes are brought into their order before they are summed."""
+
+    def __init__(self, gather: Gather, page_bytes: int) -> None:
+        self._gather = gather
+        self.page_bytes = page_bytes
+
+    def pages(self, ids: Ids) -> Iterator[Iterable[Buffer]]:
+        """What is summed of each of these pages; to be used before the next is asked for."""
+        stride = max(1, GATHERED_BYTES // self.page_bytes)
+        room = np.empty((min(stride, ids.size), self.page_bytes), np.uint8)
+        for low in range(0, ids.size, stride):
+            some = ids[low : low + stride]
+            self._gather(some, room[: some.size])
+            for row in room[: some.size]:
+                yield (row,)
+
+
+Reading = InPlace | Gathered
 
 
 class _Grid(NamedTuple):
@@ -68,7 +114,7 @@ class Assembly:
             )
         ]
 
-    def gather(self, ids: NDArray[np.int32], into: Bytes) -> None:
+    def gather(self, ids: Ids, into: Bytes) -> None:
         """The window of each page becomes a row of ``into``, in the order of the window's bytes."""
         stores = [
             np.ndarray((ids.size, *grid.shape), np.uint8, into.data, grid.offset, grid.steps)
@@ -91,19 +137,19 @@ class FetchedWindows:
         self.page_bytes = self._assembly(np.zeros(0, np.int32)).page_bytes
         self._stride = max(1, GATHERED_BYTES // max(area.note.page_bytes for area, _ in pieces))
 
-    def gather(self, ids: NDArray[np.int32], into: Bytes) -> None:
+    def gather(self, ids: Ids, into: Bytes) -> None:
         """The window of each page becomes a row of ``into``. Any thread may, beside others."""
         for low in range(0, ids.size, self._stride):
             some = ids[low : low + self._stride]
             order = np.arange(some.size, dtype=np.int32)
             self._assembly(some).gather(order, into[low : low + some.size])
 
-    def _assembly(self, ids: NDArray[np.int32]) -> Assembly:
+    def _assembly(self, ids: Ids) -> Assembly:
         """Of these pages, whose bytes are here."""
         return Assembly(self._window, [(_fetch(area, ids), piece) for area, piece in self._pieces])
 
 
-def _fetch(area: Area, ids: NDArray[np.int32]) -> Area:
+def _fetch(area: Area, ids: Ids) -> Area:
     """Pages of a region, as a region of host memory whose pages they are in this order."""
     note = area.note
     size = note.page_bytes
@@ -112,17 +158,15 @@ def _fetch(area: Area, ids: NDArray[np.int32]) -> Area:
         area.gather(1, ids, room)
     rows = (PieceRow(0, size, size),)
     sizes = tuple(row.piece_bytes for row in strips(note))
-    fetched = RegionNote(
+    fetched = msgspec.structs.replace(
+        note,
         name="fetched",
         address=0,
-        region_bytes=ids.size * size,
+        region_bytes=room.size,
         pages=ids.size,
-        page_bytes=size,
         rows=rows,
-        page_tokens=note.page_tokens,
         strips=sizes,
-        layers=note.layers,
-        heads=note.heads,
+        place=HOST,
     )
     return Area(fetched, room.ravel())
 
@@ -139,14 +183,13 @@ def _packed_note(window: PageWindow, pieces: Sequence[tuple[Area, Piece]]) -> Re
     layer = window_strips(note, ours)[: tensors(note)]
     sizes = tuple(size // part_heads * heads for size in layer) * layers
     total = sum(sizes)
-    row = (PieceRow(0, total, total),)
     return RegionNote(
         name="packed",
         address=0,
         region_bytes=total,
         pages=1,
         page_bytes=total,
-        rows=row,
+        rows=(PieceRow(0, total, total),),
         page_tokens=note.page_tokens,
         strips=sizes,
         layers=layers,

@@ -21,7 +21,7 @@ import threading
 from functools import reduce
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -52,37 +52,21 @@ PASSING_BYTES: Final = 4 * SLICE_BYTES
 """The oldest copy gets a fifth of the time at least."""
 
 
-class Reach(Protocol):
-    """How this process gets at the bytes of a region."""
+class Reach:
+    """How this process gets at the bytes of a region: those of host memory are mapped here."""
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether the processor reads and writes them where they lie."""
-        ...
+    is_direct = True
+    """Whether the processor reads and writes them where they lie."""
 
     def copy(self, onto: Bytes, source: Bytes) -> None:
         """Copy rows of bytes over as many, of which either may be of this region."""
-        ...
-
-    def settle(self) -> None:
-        """Return when everything that was copied is there."""
-        ...
-
-
-class Mapped:
-    """Host memory, mapped here."""
-
-    is_direct = True
-
-    def copy(self, onto: Bytes, source: Bytes) -> None:
-        """As ``Reach``."""
         onto[...] = source
 
     def settle(self) -> None:
-        """As ``Reach``."""
+        """Return when everything that was copied is there."""
 
 
-MAPPED: Final = Mapped()
+MAPPED: Final = Reach()
 
 
 class Area:
@@ -243,7 +227,7 @@ def _smaller(older: CopyJob, newer: CopyJob) -> CopyJob:
 
 
 class Copier:
-    """Carries out copies off the loop, a slice at a time."""
+    """Carries out copies on a thread of its own, a slice at a time."""
 
     def __init__(
         self, areas: Mapping[str, Area], on_over: Callable[[Copied | CopyFailed], None]
@@ -253,14 +237,11 @@ class Copier:
         self._on_over = on_over
         self._wanted: SimpleQueue[Copy] = SimpleQueue()
         self._turns = CopyTurns()
+        threading.Thread(target=self._run, name=COPIER, daemon=True).start()
 
     def want(self, order: Copy) -> None:
         """Queue one copy."""
         self._wanted.put(order)
-
-    def start(self) -> None:
-        """Start the thread that copies."""
-        threading.Thread(target=self._run, name=COPIER, daemon=True).start()
 
     def _run(self) -> None:
         """Copy for ever. An exception is a bug; the worker's hook ends the process then."""

@@ -14,10 +14,11 @@ import ctypes
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from typing_extensions import override
 
 from kvd.device.cuda import CopyRows, CudaError, MemorySide, Runtime
 from kvd.device.cuda_library import load
-from kvd.transfer.copies import Area
+from kvd.transfer.copies import Area, Reach
 from kvd.transfer.mapping import HUGE_BYTES, noted
 from kvd.transfer.metadata import HOST, MemoryKind, MemorySite, extent_bytes
 from kvd.transfer.orders import SharedRegion
@@ -35,7 +36,7 @@ class DeviceUnusable(Exception):
     """There is no CUDA here, or it refuses; the message is a sentence."""
 
 
-class DeviceReach:
+class DeviceReach(Reach):
     """Memory of a device: the runtime copies it, to host memory and back too."""
 
     is_direct = False
@@ -44,13 +45,14 @@ class DeviceReach:
         self._runtime = runtime
         self.device = device
 
+    @override
     def copy(self, onto: Bytes, source: Bytes) -> None:
         """As ``Reach``: two arrays ``(rows, bytes)``, of which the bytes of a row are together."""
         self._runtime.use(self.device)
         self._runtime.copy_rows(_rows(onto), _rows(source), source.shape[1], source.shape[0])
 
+    @override
     def settle(self) -> None:
-        """As ``Reach``."""
         self._runtime.use(self.device)
         self._runtime.synchronize()
 
@@ -90,7 +92,7 @@ class Devices:
         Raises:
             DeviceUnusable: there is no such device, or not so much memory; the numbers are said.
         """
-        size = -(-extent_bytes(plan.pages, plan.rows) // HUGE_BYTES) * HUGE_BYTES
+        size = -(-extent_bytes(plan.geometry.pages, plan.geometry.rows) // HUGE_BYTES) * HUGE_BYTES
         runtime = self.runtime
         try:
             address = runtime.allocate(device, size)

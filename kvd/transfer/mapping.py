@@ -1,4 +1,4 @@
-"""Host regions mapped into the transfer process, and their collapse to huge pages.
+"""Host regions mapped into the transfer process, the end of its map, and their huge pages.
 
 A region is mapped shared at an address that is a multiple of 2 MiB, because a huge page of a file
 can be mapped huge only there; a file of larger pages, at a multiple of those. Collapsing copies
@@ -7,6 +7,13 @@ doubles the bandwidth of copies on one host. What is huge already is only looked
 per GiB, where making it takes seconds.
 
 Regions are never unmapped before the process ends: peers hold their addresses.
+
+A process that copies into another one (``process_vm_writev``, which UCX uses on one host) holds
+the other's memory map while the call lasts. So a transfer process can be dead and reaped while a
+peer still writes through its map, into pages that the daemon would like to use again. The witness
+is a file that the transfer process maps writable and nobody else maps. Linux refuses to seal a file
+against writing while a writable mapping of it exists, so a seal that succeeds proves that the map
+is gone, and with it every such copy.
 """
 
 from __future__ import annotations
@@ -14,15 +21,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from kvd.transfer.metadata import HOST, RegionNote, extent_bytes
+from kvd.transfer.orders import Collapsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +48,7 @@ _FAILED: Final = ctypes.c_void_p(-1).value
 _BUSY: Final = frozenset({errno.EAGAIN, errno.EBUSY, errno.ENOMEM})
 _GIVE_UP_AFTER: Final = 16
 _NICENESS: Final = 15
+_WITNESS_BYTES: Final = 4096
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -65,19 +73,19 @@ def map_region(plan: RegionPlan) -> RegionNote:
     Raises:
         RegionUnusable: its file is shorter than its pages, or the kernel refuses.
     """
-    needed = extent_bytes(plan.pages, plan.rows)
-    file = os.fstat(plan.descriptor)
+    shape = plan.geometry
+    needed = extent_bytes(shape.pages, shape.rows)
+    file = os.fstat(plan.fd)
     there = file.st_size
     if needed > there or not needed:
-        msg = (
-            f"region {plan.name!r} has {plan.pages} pages ending at byte {needed}, "
+        raise RegionUnusable(
+            f"region {plan.name!r} has {shape.pages} pages ending at byte {needed}, "
             f"its file has {there} bytes"
         )
-        raise RegionUnusable(msg)
     unit = max(HUGE_BYTES, file.st_blksize)
     room = _map(0, there + unit, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     address = -(-room // unit) * unit
-    _map(address, there, mmap.MAP_SHARED | _MAP_FIXED, plan.descriptor)
+    _map(address, there, mmap.MAP_SHARED | _MAP_FIXED, plan.fd)
     _libc.madvise(address, there, _MADV_HUGEPAGE)
     return noted(plan, address, there)
 
@@ -86,24 +94,20 @@ def noted(
     plan: RegionPlan, address: int, region_bytes: int, place: MemorySite = HOST
 ) -> RegionNote:
     """A region that lies at ``address``, as peers are told of it."""
+    shape = plan.geometry
     return RegionNote(
         name=plan.name,
         address=address,
         region_bytes=region_bytes,
-        pages=plan.pages,
-        page_bytes=plan.page_bytes,
-        rows=plan.rows,
-        page_tokens=plan.page_tokens,
-        strips=plan.strips,
-        layers=plan.layers,
-        heads=plan.heads,
+        pages=shape.pages,
+        page_bytes=shape.page_bytes,
+        rows=shape.rows,
+        page_tokens=shape.page_tokens,
+        strips=shape.strips,
+        layers=shape.layers,
+        heads=shape.heads,
         place=place,
     )
-
-
-def hold(descriptor: int, size: int) -> None:
-    """Map a file that nobody will touch, for the life of the process."""
-    _map(0, size, mmap.MAP_SHARED, descriptor)
 
 
 def map_scratch(size: int) -> int:
@@ -118,17 +122,41 @@ def _map(address: int, size: int, flags: int, descriptor: int) -> int:
     )
     if mapped is None or mapped == _FAILED:
         code = ctypes.get_errno()
-        msg = f"mapping {size} bytes: {os.strerror(code)}"
-        raise RegionUnusable(msg)
+        raise RegionUnusable(f"mapping {size} bytes: {os.strerror(code)}")
     return mapped
 
 
-class CollapseOutcome(msgspec.Struct, frozen=True):
-    """How much of a region is in huge pages now, and why not all of it."""
+# ---- proof that a map is gone --------------------------------------------------------------------
 
-    region: str
-    huge_bytes: int
-    why: str
+
+def create_witness() -> int:
+    """A new witness, as a file descriptor for the transfer process to inherit."""
+    descriptor = os.memfd_create("kvd-witness", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, _WITNESS_BYTES)
+    return descriptor
+
+
+def keep_map(descriptor: int) -> None:
+    """Map a witness, or a lock file, until this process's memory map goes.
+
+    A mapping keeps the open file alive, and a lock that was taken through it: so whoever gets the
+    lock next has the same proof. It is never touched, so the file may be empty.
+    """
+    _map(0, _WITNESS_BYTES, mmap.MAP_SHARED, descriptor)
+
+
+def is_map_gone(descriptor: int) -> bool:
+    """Whether no memory map holds the witness any more; stays true once it was."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    except OSError as exc:
+        if exc.errno == errno.EBUSY:
+            return False
+        raise
+    return True
+
+
+# ---- huge pages ----------------------------------------------------------------------------------
 
 
 class Collapser:
@@ -139,11 +167,11 @@ class Collapser:
         regions: list[RegionNote],
         *,
         is_busy: Callable[[], bool],
-        on_outcome: Callable[[CollapseOutcome], None],
+        on_over: Callable[[Collapsed], None],
     ) -> None:
         self._regions = regions
         self._is_busy = is_busy
-        self._on_outcome = on_outcome
+        self._on_over = on_over
 
     def start(self) -> None:
         """Work through the regions on a thread of its own and report each."""
@@ -153,9 +181,9 @@ class Collapser:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         for region in self._regions:
-            self._on_outcome(self._collapse(region))
+            self._on_over(self._collapse(region))
 
-    def _collapse(self, region: RegionNote) -> CollapseOutcome:
+    def _collapse(self, region: RegionNote) -> Collapsed:
         done, failed, last = 0, 0, 0
         end = region.address + region.region_bytes // HUGE_BYTES * HUGE_BYTES
         for address in range(region.address, end, HUGE_BYTES):
@@ -170,7 +198,7 @@ class Collapser:
                 break
         whole = done == region.region_bytes
         why = "" if whole else os.strerror(last) if last else "its size is no multiple of 2 MiB"
-        return CollapseOutcome(region.name, done, why)
+        return Collapsed(region.name, done, why)
 
 
 def _collapse_one(address: int) -> int:

@@ -102,24 +102,23 @@ def unpack(framed: bytes) -> Metadata:
         BadMetadata: damaged, truncated, another version, or fields that make no sense.
     """
     if len(framed) < _HEAD.size:
-        msg = f"{len(framed)} bytes of transport metadata; even the head takes {_HEAD.size}"
-        raise BadMetadata(msg)
+        raise BadMetadata(
+            f"{len(framed)} bytes of transport metadata; even the head takes {_HEAD.size}"
+        )
     magic, length, checksum = _HEAD.unpack_from(framed)
     body = framed[_HEAD.size :]
     if magic != _MAGIC or length != len(body):
-        msg = f"transport metadata announces {length} bytes and brings {len(body)}"
-        raise BadMetadata(msg)
+        raise BadMetadata(f"transport metadata announces {length} bytes and brings {len(body)}")
     if xxhash.xxh3_64_intdigest(body) != checksum:
-        msg = f"transport metadata of {length} bytes does not match its checksum"
-        raise BadMetadata(msg)
+        raise BadMetadata(f"transport metadata of {length} bytes does not match its checksum")
     try:
         metadata = msgspec.msgpack.decode(body, type=Metadata)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        msg = f"transport metadata is whole but not understood: {exc}"
-        raise BadMetadata(msg) from exc
+        raise BadMetadata(f"transport metadata is whole but not understood: {exc}") from exc
     if metadata.version != VERSION:
-        msg = f"transport metadata has version {metadata.version}; this node speaks {VERSION}"
-        raise BadMetadata(msg)
+        raise BadMetadata(
+            f"transport metadata has version {metadata.version}; this node speaks {VERSION}"
+        )
     _check_head(metadata)
     for region in metadata.regions:
         _check(region)
@@ -139,27 +138,27 @@ def _check_head(metadata: Metadata) -> None:
     names = [region.name for region in metadata.regions]
     if not all(0 < len(name) <= _LONGEST_NAME for name in (metadata.agent, *names)):
         longest = max(len(name) for name in (metadata.agent, *names))
-        msg = (
+        raise BadMetadata(
             f"transport metadata holds an empty name or one of {longest} characters; "
             f"names have 1 to {_LONGEST_NAME}"
         )
-        raise BadMetadata(msg)
     if len(metadata.blob) > _LARGEST_BLOB_BYTES:
-        msg = f"transport metadata holds {len(metadata.blob)} bytes of NIXL's; that cannot be"
-        raise BadMetadata(msg)
+        raise BadMetadata(
+            f"transport metadata holds {len(metadata.blob)} bytes of NIXL's; that cannot be"
+        )
     if not (
         metadata.scratch >= 0
         and metadata.scratch_bytes > 0
         and metadata.scratch + metadata.scratch_bytes < _TOP
     ):
-        msg = (
+        raise BadMetadata(
             f"scratch memory of {metadata.scratch_bytes} bytes at address {metadata.scratch} "
             "is no memory to write to"
         )
-        raise BadMetadata(msg)
     if len(names) > _MOST_REGIONS or len(set(names)) != len(names):
-        msg = f"{len(names)} regions of {len(set(names))} names; each needs a name of its own"
-        raise BadMetadata(msg)
+        raise BadMetadata(
+            f"{len(names)} regions of {len(set(names))} names; each needs a name of its own"
+        )
 
 
 def _check(region: RegionNote) -> None:
@@ -176,31 +175,27 @@ def _check(region: RegionNote) -> None:
         and extent_bytes(region.pages, region.rows) <= region.region_bytes
     )
     if not sane:
-        msg = (
+        raise BadMetadata(
             f"region {region.name!r} of {region.region_bytes} bytes cannot hold {region.pages} "
             f"pages of {region.page_bytes} bytes in {len(region.rows)} rows "
             f"ending at {extent_bytes(region.pages, region.rows)}"
         )
-        raise BadMetadata(msg)
     place = region.place
     if not 0 <= place.device <= _HIGHEST_DEVICE or (place.device and place.kind is MemoryKind.DRAM):
-        msg = (
+        raise BadMetadata(
             f"region {region.name!r} lies in {place.kind.value} of device {place.device}: no place"
         )
-        raise BadMetadata(msg)
     if not _is_tiled(region):
-        msg = (
+        raise BadMetadata(
             f"region {region.name!r} says that the {region.page_bytes} bytes of a page are "
             f"{len(region.strips)} tensors of {region.page_tokens} slots; they are not"
         )
-        raise BadMetadata(msg)
     if not _has_windows(region):
-        msg = (
+        raise BadMetadata(
             f"region {region.name!r} says that the {len(region.strips)} tensors of a page are "
             f"those of {region.layers} layers, all alike, and that each of their "
             f"{region.page_tokens} slots is {region.heads} heads; they are not"
         )
-        raise BadMetadata(msg)
 
 
 def _has_windows(region: RegionNote) -> bool:

@@ -163,8 +163,9 @@ class SendingAgent:
             binding.register(self._agent, spans)
             loaded = self._agent.loadRemoteMD(peer.blob)
         if loaded.decode() != peer.agent:
-            msg = f"the metadata of {peer.agent!r} holds an agent named {loaded.decode()!r}"
-            raise NixlUnusable(msg)
+            raise NixlUnusable(
+                f"the metadata of {peer.agent!r} holds an agent named {loaded.decode()!r}"
+            )
         self.polls = sorted(event_polls() - before)
 
     def post(self, source: Words, destination: Words, sides: Sides = BOTH_HOST) -> int:
@@ -200,8 +201,7 @@ class SendingAgent:
         except self._binding.errors as exc:
             raise self._failed(exc) from exc
         if status != self._api.NIXL_SUCCESS:
-            msg = f"writing to {self._peer!r}: {status}"
-            raise NixlUnusable(msg)
+            raise NixlUnusable(f"writing to {self._peer!r}: {status}")
         return TransferStep.DONE
 
     def progress(self) -> None:
@@ -243,8 +243,7 @@ def _import_first(cuda_major: int) -> ModuleType:
             return importlib.import_module(f"{name}._api")
         except ImportError as exc:
             missing.append(f"{name}: {exc}")
-    msg = f"no NIXL binding can be imported ({'; '.join(missing)}); pip install nixl"
-    raise NixlUnusable(msg)
+    raise NixlUnusable(f"no NIXL binding can be imported ({'; '.join(missing)}); pip install nixl")
 
 
 def _threads() -> set[int]:

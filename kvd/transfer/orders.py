@@ -1,6 +1,7 @@
 """What the daemon tells the transfer process, and what it hears back.
 
-Orders go one way and reports the other over one stream socket (``frames``). Nearly all of them are
+Orders go one way and reports the other over one stream socket, in frames: a little-endian uint32
+length and that many bytes of MessagePack, one order or one list of reports. Nearly all of them are
 the node's own: an order is an effect of a step, as it stands, and a report becomes an input once
 the daemon has stamped it with its time. What is declared here passes between the two processes
 alone. Nothing here moves a byte of a page or knows NIXL.
@@ -19,37 +20,41 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Final
+import struct
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
 from kvd.core.effects import TransferOrder
 from kvd.core.inputs import TransferReport
-from kvd.core.layout.geometry import PieceRow
+from kvd.core.layout.geometry import Geometry
 from kvd.types import Pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 UNSTAMPED: Final = 0.0
 """The time of a report until the daemon has it: the node's time is that of its own loop."""
 
 
+NO_FD: Final = -1
+"""Of a region on a device."""
+
+
 class RegionPlan(msgspec.Struct, frozen=True):
-    """One region: to map, with an inherited file ``descriptor``, or to allocate on a ``device``."""
+    """One region: a file descriptor to map, or a CUDA device to allocate on; where its pages lie.
+
+    ``in_huge_pages``: collapse it to 2 MiB pages. ``is_registered``: peers write into it and posts
+    read it; otherwise only a ``Copy`` of this process touches it.
+    """
 
     name: str
-    descriptor: int
-    pages: int
-    page_bytes: int
-    rows: tuple[PieceRow, ...]
+    fd: int
+    geometry: Geometry
     in_huge_pages: bool = True
     is_registered: bool = True
-    """Peers may write into it and posts read it; otherwise only a ``Copy`` touches it."""
-    page_tokens: int = 0
-    strips: tuple[int, ...] = ()
-    layers: int = 0
-    heads: int = 0
-    """These four as in ``RegionNote``."""
     device: int | None = None
-    """The number of a CUDA device; None: it is host memory. One on a device has no descriptor."""
+    """The number of a CUDA device, where there is no descriptor; None: it is host memory."""
 
 
 class BeginTransfer(msgspec.Struct, frozen=True, tag="begin"):
@@ -100,14 +105,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     shared: tuple[SharedRegion, ...] = ()
 
 
-class StartFailed(msgspec.Struct, frozen=True, tag="start-failed"):
-    """The process cannot serve and is about to exit."""
-
-    why: str
-
-
 class Dying(msgspec.Struct, frozen=True, tag="dying"):
-    """The last report of a process that met a bug of its own and is about to exit."""
+    """The last report of a process that cannot serve, or has met a bug, and is about to exit."""
 
     why: str
 
@@ -137,4 +136,84 @@ class Collapsed(msgspec.Struct, frozen=True, tag="collapsed"):
     why: str
 
 
-Report = Ready | StartFailed | Dying | Summed | Alive | Collapsed | TransferReport
+Report = Ready | Dying | Summed | Alive | Collapsed | TransferReport
+
+# ---- how they cross the socket ------------------------------------------------------------------
+
+T = TypeVar("T")
+
+MAX_WHY = 300
+"""Characters of a flaw that are told."""
+
+MAX_FRAME_BYTES = 256 * 2**20
+"""A post of 32 million pages; anything longer is a damaged stream, not an order."""
+
+_LENGTH = struct.Struct("<I")
+
+
+class BadStream(Exception):
+    """The other end of the order socket sent what is no frame of it; the message says what."""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_ORDER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_REPORTS = msgspec.msgpack.Decoder(list[Report])
+
+
+def frame_of(message: Order | list[Report]) -> bytes:
+    """The bytes of one frame."""
+    body = _ENCODER.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def order_of(body: bytes) -> Order:
+    """Decode the body of a frame on the child's side.
+
+    Raises:
+        BadStream: it is no order.
+    """
+    return _read(_ORDER, body)
+
+
+def reports_of(body: bytes) -> list[Report]:
+    """Decode the body of a frame on the daemon's side.
+
+    Raises:
+        BadStream: it is no list of reports.
+    """
+    return _read(_REPORTS, body)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise BadStream(f"{len(body)} bytes that cannot be read: {str(exc)[:MAX_WHY]}") from exc
+
+
+class Frames:
+    """Cuts a byte stream into frame bodies."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Add what was read; yield each body that is now whole.
+
+        Raises:
+            BadStream: a length above ``MAX_FRAME_BYTES``: the stream is damaged for good.
+        """
+        self._pending += data
+        at = 0
+        while len(self._pending) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._pending, at)
+            if length > MAX_FRAME_BYTES:
+                raise BadStream(
+                    f"frame of {length} bytes on the order socket; the limit is {MAX_FRAME_BYTES}"
+                )
+            if len(self._pending) - at - _LENGTH.size < length:
+                break
+            at += _LENGTH.size
+            yield bytes(self._pending[at : at + length])
+            at += length
+        del self._pending[:at]

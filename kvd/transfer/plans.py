@@ -8,7 +8,7 @@ first (see ``staging``); from memory that the processor cannot read they go as t
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, assert_never
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -64,13 +64,10 @@ def found(
     order: Post, ours: Mapping[str, Area], theirs: Mapping[str, RegionNote]
 ) -> FoundRegions | str:
     """The regions of a post against which nothing speaks, or what does."""
-    match order.making:
-        case Straight(shard):
-            shards = [shard]
-        case Pieced(_, pieces):
-            shards = [piece.shard for piece in pieces]
-        case _:
-            assert_never(order.making)
+    making = order.making
+    shards = (
+        [making.shard] if isinstance(making, Straight) else [one.shard for one in making.pieces]
+    )
     names = [shard_region(order.component, shard) for shard in shards]
     missing = [name for name in names if name not in ours]
     if missing:
@@ -92,26 +89,20 @@ def direct(order: Post, regions: FoundRegions) -> Writes:
         case Pieced(_, pieces):
             stretches = pieced(_sources(regions, pieces), regions.theirs)
             return stretch_writes(order.source, order.destination, stretches)
-        case _:
-            assert_never(order.making)
 
 
 def plan(order: Post, regions: FoundRegions) -> PostPlan:
     """How a post is written."""
-    found = None
+    made = None
     if all(area.is_readable for area in regions.ours):
-        found = _packed(order, regions)
-    there = regions.theirs.place
-    if found is None:
-        made, packing = direct(order, regions), None
-        here = regions.ours[0].note.place.kind
+        made = _packed(order, regions)
+    if made is None:
+        kinds = Sides(regions.ours[0].note.place.kind, regions.theirs.place.kind)
+        made = PostPlan(direct(order, regions), None, kinds)
         for area in regions.ours:
-            _lie_on(made.source, area.note)
-    else:
-        made, packing = found
-        here = MemoryKind.DRAM
-    _lie_on(made.destination, regions.theirs)
-    return PostPlan(made, packing, Sides(here, there.kind))
+            _lie_on(made.writes.source, area.note)
+    _lie_on(made.writes.destination, regions.theirs)
+    return made
 
 
 def _lie_on(rows: Words, note: RegionNote) -> None:
@@ -122,12 +113,7 @@ def _lie_on(rows: Words, note: RegionNote) -> None:
         rows[is_inside, 2] = note.place.device
 
 
-class _Packed(NamedTuple):
-    writes: Writes
-    packing: Packing
-
-
-def _packed(order: Post, regions: FoundRegions) -> _Packed | None:
+def _packed(order: Post, regions: FoundRegions) -> PostPlan | None:
     """What is written of a post when its pages are packed, where that is faster."""
     theirs, split = regions.theirs, order.split
     match order.making:
@@ -138,7 +124,7 @@ def _packed(order: Post, regions: FoundRegions) -> _Packed | None:
             band = Band(partial(area.gather, split), theirs.page_bytes)
             packing = Packing(order.source, [band])
             made = packed_writes(order.destination, theirs, packing.handle_pages)
-            return _Packed(made, packing)
+            return PostPlan(made, packing, Sides(MemoryKind.DRAM, theirs.place.kind))
         case Pieced(window, pieces):
             lying = pieced(_sources(regions, pieces), theirs)
             together = packed(theirs, window)
@@ -147,11 +133,9 @@ def _packed(order: Post, regions: FoundRegions) -> _Packed | None:
             if not fitting or not is_worth_gathering(lying, together):
                 return None
             return _in_bands(order, regions, bands(window, pieces, fitting))
-        case _:
-            assert_never(order.making)
 
 
-def _in_bands(order: Post, regions: FoundRegions, parts: list[Pieced]) -> _Packed:
+def _in_bands(order: Post, regions: FoundRegions, parts: list[Pieced]) -> PostPlan:
     """As many layers at a time as fit into a slot."""
     areas = {area.note.name: area for area in regions.ours}
     assemblies = [
@@ -163,7 +147,8 @@ def _in_bands(order: Post, regions: FoundRegions, parts: list[Pieced]) -> _Packe
         packed_writes(order.destination, regions.theirs, packing.handle_pages, part.window)
         for part in parts
     ]
-    return _Packed(one_after_another(made), packing)
+    sides = Sides(MemoryKind.DRAM, regions.theirs.place.kind)
+    return PostPlan(one_after_another(made), packing, sides)
 
 
 def _objection(order: Post, areas: tuple[Area, ...], theirs: RegionNote) -> str:
@@ -182,8 +167,6 @@ def _objection(order: Post, areas: tuple[Area, ...], theirs: RegionNote) -> str:
                 WindowSource(area.note, one) for area, one in zip(areas, pieces, strict=True)
             ]
             return window_objection(order.source, order.destination, window, sources, theirs)
-        case _:
-            assert_never(making)
 
 
 def _sources(regions: FoundRegions, pieces: tuple[Piece, ...]) -> list[WindowSource]:

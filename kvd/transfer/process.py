@@ -23,24 +23,41 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from kvd.transfer import map_lifetime
-from kvd.transfer.frames import BadStream, Frames, frame_of, reports_of
-from kvd.transfer.orders import BeginTransfer, Dying, Ready, StartFailed
-from kvd.transfer.transport import TransportDown
+from kvd.transfer.mapping import create_witness, is_map_gone
+from kvd.transfer.orders import (
+    BadStream,
+    BeginTransfer,
+    Dying,
+    Frames,
+    Ready,
+    Report,
+    frame_of,
+    reports_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvd.transfer.orders import Order, Report
-    from kvd.transfer.transport import OnExit, OnReports, RegionFd
+    from kvd.transfer.orders import Order, RegionPlan
+
+OnReports = Callable[[list[Report]], None]
+"""Takes reports in the order they were made; called on the event loop."""
+
+OnExit = Callable[[str], None]
+"""Takes why a process ended by itself; called once, after it was reaped."""
 
 READ_BYTES: Final = 2**18
 START_LIMIT_S: Final = 30.0
 _WORKER: Final = "kvd.transfer.worker"
 WITNESS_EVERY_S: Final = 0.001
 """Usually the first look suffices; there is no limit, for a limit would prove nothing."""
+
+
+class TransportDown(Exception):
+    """A transfer process did not start, or was asked for something after its end."""
 
 
 class _State(enum.Enum):
@@ -64,7 +81,7 @@ class TransferProcess:
     def __init__(
         self,
         name: str,
-        regions: Sequence[RegionFd],
+        regions: Sequence[RegionPlan],
         *,
         environment: Mapping[str, str],
         keep_open: Sequence[int] = (),
@@ -94,8 +111,9 @@ class TransferProcess:
         try:
             self._spawn()
         except OSError as exc:
-            msg = f"transfer process {self._name} could not be started: {exc}"
-            raise TransportDown(msg) from exc
+            raise TransportDown(
+                f"transfer process {self._name} could not be started: {exc}"
+            ) from exc
 
     async def start(self, on_reports: OnReports, on_exit: OnExit) -> Ready:
         """Spawn the process and wait until it has registered every region.
@@ -107,8 +125,7 @@ class TransferProcess:
         if self._state is _State.NEW:
             self.spawn()
         if self._state is not _State.SPAWNED:
-            msg = f"transfer process {self._name} was started before; make a new one"
-            raise TransportDown(msg)
+            raise TransportDown(f"transfer process {self._name} was started before; make a new one")
         self._loop = asyncio.get_running_loop()
         self._on_reports, self._on_exit = on_reports, on_exit
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
@@ -123,8 +140,9 @@ class TransferProcess:
                 return await self._ready
         except TimeoutError:
             await self.stop()
-            msg = f"transfer process {self._child.pid} was not ready within {START_LIMIT_S:.0f} s"
-            raise TransportDown(msg) from None
+            raise TransportDown(
+                f"transfer process {self._child.pid} was not ready within {START_LIMIT_S:.0f} s"
+            ) from None
         except BaseException:
             await self.stop()
             raise
@@ -154,21 +172,20 @@ class TransferProcess:
         await self._gone.wait()
 
     def _spawn(self) -> None:
-        plans = tuple(region.plan() for region in self._regions)
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair()
             undo.callback(ours.close)
             ours.settimeout(0.0)
             self._socket = ours
             with theirs:
-                self._witness = map_lifetime.create_witness()
+                self._witness = create_witness()
                 undo.callback(os.close, self._witness)
                 self._child = subprocess.Popen(
                     [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno()), str(os.getpid())],
                     pass_fds=(
                         theirs.fileno(),
                         self._witness,
-                        *(plan.descriptor for plan in plans if plan.device is None),
+                        *(one.fd for one in self._regions if one.device is None),
                         *self._keep_open,
                     ),
                     stdin=subprocess.DEVNULL,
@@ -180,7 +197,7 @@ class TransferProcess:
             undo.pop_all()
         self._state = _State.SPAWNED
         self._unsent += frame_of(
-            BeginTransfer(self._name, (self._witness, *self._keep_open), plans)
+            BeginTransfer(self._name, (self._witness, *self._keep_open), self._regions)
         )
         self._unsent = self._unsent[self._socket.send(self._unsent) :]
 
@@ -234,7 +251,7 @@ class TransferProcess:
                 if is_awaited:
                     self._ready.set_result(first)
                 return
-            case StartFailed(why):
+            case Dying(why):
                 pass
             case other:
                 why = f"transfer process began with {type(other).__name__}"
@@ -268,7 +285,7 @@ class TransferProcess:
 
     def _bury(self, why: str) -> None:
         """Be gone once no memory map of it is left; look again in a moment if one is."""
-        if not map_lifetime.is_map_gone(self._witness):
+        if not is_map_gone(self._witness):
             self._loop.call_later(WITNESS_EVERY_S, self._bury, why)
             return
         os.close(self._witness)

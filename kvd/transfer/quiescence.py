@@ -19,7 +19,7 @@ What has arrived must then be read, and the thread must have got past storing it
 or computed for longer than storing one read can take.
 
 On one host nothing of a peer's is in between: its process copies into our pages itself, and its end
-is the end of that (``map_lifetime``); its connections end with it. RDMA passes no socket
+is the end of that (``mapping``); its connections end with it. RDMA passes no socket
 and leaves no mark: where this process has such a device open, the answer is never Quiet, and only
 its own end, a fence, gives the pages back. The queue pairs and registrations end with it.
 """

@@ -60,13 +60,12 @@ def advised(binding: Binding, mine: OwnMemory) -> Iterator[None]:
     except NixlUnusable as exc:
         if not _on_devices(mine):
             raise
-        msg = (
+        raise NixlUnusable(
             f"NIXL does not reach the memory of the device: {exc}; install the build of NIXL for "
             f"the CUDA of this driver (nixl-cu12 or nixl-cu13; here: {binding.module}), and look "
             "whether its UCX has cuda_copy and cuda_ipc (UCX_LOG_LEVEL=info says what it loads, "
             "UCX_TLS must not leave them out)"
-        )
-        raise NixlUnusable(msg) from exc
+        ) from exc
 
 
 def _on_devices(mine: OwnMemory) -> list[Area]:
@@ -116,14 +115,14 @@ def _write(sender: SendingAgent, rows: tuple[Words, Words], sides: Sides) -> Non
         news.register(descriptor, select.POLLIN)
     while sender.step(handle) is TransferStep.RUNNING:
         if time.monotonic() > until_s:
-            msg = f"a write of {PROOF_BYTES} bytes was not done within {WITHIN_S:.0f} s"
-            raise NixlUnusable(msg)
+            raise NixlUnusable(
+                f"a write of {PROOF_BYTES} bytes was not done within {WITHIN_S:.0f} s"
+            )
         news.poll(_LOOK_MS)
 
 
 def _compare(seen: Bytes, wanted: Bytes, what: str, place: MemorySite) -> None:
     if not np.array_equal(seen, wanted):
-        msg = (
+        raise NixlUnusable(
             f"other bytes were {what} ({place.kind.value} of device {place.device}) than were sent"
         )
-        raise NixlUnusable(msg)

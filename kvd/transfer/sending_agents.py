@@ -78,7 +78,7 @@ class OwnMemory(NamedTuple):
 
 
 class AgentBuilder:
-    """Creates sending agents off the loop, one after the other."""
+    """Creates sending agents on a thread of its own, one after the other."""
 
     def __init__(
         self, binding: Binding, mine: OwnMemory, on_built: Callable[[BuiltAgent], None]
@@ -88,14 +88,11 @@ class AgentBuilder:
         self._on_built = on_built
         self._wanted: SimpleQueue[tuple[AgentKey, Metadata]] = SimpleQueue()
         self._made = 0
+        threading.Thread(target=self._run, name=BUILDER, daemon=True).start()
 
     def want(self, key: AgentKey, peer: Metadata) -> None:
         """Queue one agent."""
         self._wanted.put((key, peer))
-
-    def start(self) -> None:
-        """Start the thread that builds."""
-        threading.Thread(target=self._run, name=BUILDER, daemon=True).start()
 
     def _run(self) -> None:
         """Build for ever; an agent name is never used twice.
@@ -192,14 +189,7 @@ class SendingAgents:
         try:
             peer = unpack(order.metadata)
         except BadMetadata as exc:
-            self._report(
-                AgentFailed(
-                    at_s=UNSTAMPED,
-                    incarnation=order.incarnation,
-                    generation=order.generation,
-                    why=str(exc),
-                )
-            )
+            self._report(AgentFailed(UNSTAMPED, *key, why=str(exc)))
             return
         self._building.add(key)
         self._builder.want(key, peer)
@@ -219,14 +209,7 @@ class SendingAgents:
             warming = self._warming.pop(key)
             self._unwatch(key, warming.sender)
             warming.sender.destroy()
-        self._report(
-            AgentDropped(
-                at_s=UNSTAMPED,
-                incarnation=key.peer,
-                generation=key.generation,
-                unconfirmed_bytes=open_bytes,
-            )
-        )
+        self._report(AgentDropped(UNSTAMPED, *key, unconfirmed_bytes=open_bytes))
 
     def post(self, order: Post) -> None:
         """Hand a post to its queue."""
@@ -249,20 +232,12 @@ class SendingAgents:
         if key in self._unwanted:
             self._unwanted.discard(key)
             built.sender.destroy()
-            self._report(
-                AgentDropped(
-                    at_s=UNSTAMPED,
-                    incarnation=key.peer,
-                    generation=key.generation,
-                    unconfirmed_bytes=0,
-                )
-            )
+            self._report(AgentDropped(UNSTAMPED, *key))
             return
         self._watch(key, built.sender)
-        source = np.array([[self._mine.scratch, SCRATCH_BYTES, 0]], np.uint64)
         size = min(SCRATCH_BYTES, built.peer.scratch_bytes)
+        source = np.array([[self._mine.scratch, size, 0]], np.uint64)
         destination = np.array([[built.peer.scratch, size, 0]], np.uint64)
-        source[0, 1] = size
         try:
             handle = built.sender.post(source, destination)
         except NixlUnusable as exc:
@@ -335,19 +310,10 @@ class SendingAgents:
 
     def _load_failed(self, key: AgentKey, why: str) -> None:
         """Report a failed load, and the drop that was waiting for its end."""
-        self._report(
-            AgentFailed(at_s=UNSTAMPED, incarnation=key.peer, generation=key.generation, why=why)
-        )
+        self._report(AgentFailed(UNSTAMPED, *key, why=why))
         if key in self._unwanted:
             self._unwanted.discard(key)
-            self._report(
-                AgentDropped(
-                    at_s=UNSTAMPED,
-                    incarnation=key.peer,
-                    generation=key.generation,
-                    unconfirmed_bytes=0,
-                )
-            )
+            self._report(AgentDropped(UNSTAMPED, *key))
 
     def _watch(self, key: AgentKey, sender: SendingAgent) -> None:
         for descriptor in sender.polls:

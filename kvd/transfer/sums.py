@@ -23,7 +23,7 @@ import sys
 import threading
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
@@ -32,11 +32,10 @@ from kvd.core.inputs import PostDone, PostFailed, Verified
 from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.layout.shards import Piece, Pieced, Straight
 from kvd.core.layout.spec import shard_region
-from kvd.transfer.assembly import Assembly, FetchedWindows
+from kvd.transfer.assembly import Assembly, FetchedWindows, Gathered, InPlace
 from kvd.transfer.descriptors import strays
 from kvd.transfer.orders import UNSTAMPED, Summed
 from kvd.transfer.page_split import uncut
-from kvd.transfer.reading import Gathered, InPlace
 from kvd.transfer.window_layout import WindowSource, beyond, unmade
 from kvd.types import NO_PAGES
 from kvd.wire.peer import Integrity
@@ -48,9 +47,9 @@ if TYPE_CHECKING:
 
     from kvd.core.effects import Post, Verify
     from kvd.core.layout.shards import PageWindow
+    from kvd.transfer.assembly import Reading
     from kvd.transfer.copies import Area
     from kvd.transfer.orders import Report, Sum
-    from kvd.transfer.reading import Reading
     from kvd.types import Pages
 
 SUMMER: Final = "summer"
@@ -106,6 +105,11 @@ class VerifyJob(PageSumJob):
 
     wanted = b""
 
+    def report(self) -> Verified:
+        """What its sums say."""
+        wanted: NDArray[np.uint64] = np.frombuffer(self.wanted, "<u8")
+        return Verified(UNSTAMPED, self.ticket, tuple(self.logical[self.sums != wanted].tolist()))
+
 
 class SumJob(PageSumJob):
     """Of pages as they lie here: each sum is bound to the number of its page."""
@@ -151,8 +155,6 @@ def _read(order: Post, areas: Mapping[str, Area]) -> Reading | None:
             if any(strays(order.source, area.note).size for area, _ in parts):
                 return None
             return _read_window(window, parts)
-        case _:
-            assert_never(order.making)
 
 
 def _read_whole(area: Area, split: int) -> Reading:
@@ -186,7 +188,7 @@ def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified
     elif window is not None:
         why = beyond(window, area.note, "here")
     if why or area is None:
-        return Verified(at_s=UNSTAMPED, ticket=order.ticket, bad_pages=(), why=why)
+        return Verified(UNSTAMPED, order.ticket, (), why=why)
     reading = (
         _read_whole(area, 1)
         if window is None
@@ -195,12 +197,8 @@ def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified
     job = VerifyJob(order.ticket, reading, seal, order.pages, seal.first)
     job.wanted = order.sums
     if len(order.sums) != SUM_BYTES * job.left:
-        return Verified(
-            at_s=UNSTAMPED,
-            ticket=order.ticket,
-            bad_pages=(),
-            why=f"{len(order.sums)} bytes of sums for {job.left} pages",
-        )
+        why = f"{len(order.sums)} bytes of sums for {job.left} pages"
+        return Verified(UNSTAMPED, order.ticket, (), why=why)
     return job if job.left else Verified(UNSTAMPED, order.ticket, ())
 
 
@@ -212,12 +210,6 @@ def sum_job(order: Sum, areas: Mapping[str, Area]) -> SumJob | Summed:
     if strays(order.pages, area.note).size:
         return Summed(order.ticket, b"", f"some pages are not of {order.region!r}")
     return SumJob(order.ticket, area, order.pages) if order.pages else Summed(order.ticket, b"")
-
-
-def verdict(job: VerifyJob) -> Verified:
-    """What the sums of a job say."""
-    wanted: NDArray[np.uint64] = np.frombuffer(job.wanted, "<u8")
-    return Verified(UNSTAMPED, job.ticket, tuple(job.logical[job.sums != wanted].tolist()))
 
 
 class Summers:
@@ -292,19 +284,17 @@ class Sums:
 
     def verify(self, order: Verify) -> None:
         """Begin to sum what has arrived."""
-        found = verify_job(order, self._areas)
-        if isinstance(found, Verified):
-            self._report(found)
-        else:
-            self._summers.want(found)
+        self._begin(verify_job(order, self._areas))
 
     def sum(self, order: Sum) -> None:
         """Begin to sum pages of ours."""
-        found = sum_job(order, self._areas)
-        if isinstance(found, Summed):
-            self._report(found)
-        else:
+        self._begin(sum_job(order, self._areas))
+
+    def _begin(self, found: PageSumJob | Verified | Summed) -> None:
+        if isinstance(found, PageSumJob):
             self._summers.want(found)
+        else:
+            self._report(found)
 
     def pass_on(self, report: Report) -> None:
         """A report of the links; ``PostDone`` waits for its sums."""
@@ -325,7 +315,7 @@ class Sums:
         """The sums of a job are there."""
         match job:
             case VerifyJob():
-                self._report(verdict(job))
+                self._report(job.report())
             case SumJob():
                 self._report(Summed(job.ticket, job.packed()))
             case PostJob(posted=PostDone() as posted) if self._posts.get(job.ticket) is job:

@@ -115,9 +115,9 @@ def untiled(window: PageWindow, pieces: Sequence[Piece]) -> str:
         for other in pieces[:at]:
             if _overlap(piece.theirs, other.theirs):
                 return f"two pieces go over {_said(piece.theirs)} and {_said(other.theirs)}"
-    filled = sum(_cells(piece.theirs) for piece in pieces)
-    if filled != _cells(window):
-        return f"pieces fill {filled} of the {_cells(window)} heads in {_said(window)}"
+    filled = sum(piece.theirs.cells for piece in pieces)
+    if filled != window.cells:
+        return f"pieces fill {filled} of the {window.cells} heads in {_said(window)}"
     return ""
 
 
@@ -291,11 +291,6 @@ def _overlap(one: PageWindow, other: PageWindow) -> bool:
 
 def _extent(window: PageWindow) -> tuple[int, int]:
     return window.end_layer - window.first_layer, window.end_head - window.first_head
-
-
-def _cells(window: PageWindow) -> int:
-    layers, heads = _extent(window)
-    return layers * heads
 
 
 def _said(window: PageWindow) -> str:

@@ -31,16 +31,20 @@ import socket
 import sys
 import threading
 from collections import deque
-from typing import Final, NamedTuple, NoReturn, assert_never
+from typing import Final, NoReturn
 
 from kvd.core.effects import Copy, DropAgent, Exempt, Forget, LoadAgent, Post, Quiesce, Verify
 from kvd.core.inputs import Copied, CopyFailed
-from kvd.transfer import map_lifetime
 from kvd.transfer.copies import COPIER, Area, Copier, mapped_area
 from kvd.transfer.devices import Devices, DeviceUnusable
 from kvd.transfer.event_waits import EventWaits
-from kvd.transfer.frames import Frames, frame_of, order_of
-from kvd.transfer.mapping import CollapseOutcome, Collapser, RegionUnusable, map_region, map_scratch
+from kvd.transfer.mapping import (
+    Collapser,
+    RegionUnusable,
+    keep_map,
+    map_region,
+    map_scratch,
+)
 from kvd.transfer.metadata import VERSION, Metadata, pack
 from kvd.transfer.nixl import Binding, NixlUnusable, ReceivingAgent
 from kvd.transfer.orders import (
@@ -48,13 +52,15 @@ from kvd.transfer.orders import (
     BeginTransfer,
     Collapsed,
     Dying,
+    Frames,
     Order,
     Probe,
     Ready,
     RegionPlan,
     Report,
-    StartFailed,
     Sum,
+    frame_of,
+    order_of,
 )
 from kvd.transfer.quiescence import Quiescence
 from kvd.transfer.self_write import advised, prove
@@ -77,13 +83,7 @@ LAST_WORDS_S: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class ThreadBroken(NamedTuple):
-    """A thread that others wait for ended by a bug."""
-
-    why: str
-
-
-Item = BuiltAgent | CollapseOutcome | Copied | CopyFailed | PageSumJob | ThreadBroken
+Item = BuiltAgent | Collapsed | Copied | CopyFailed | PageSumJob | Dying
 """What other threads hand to the loop."""
 
 
@@ -126,8 +126,9 @@ class TransferWorker:
             DeviceUnusable: a region cannot be allocated on its device.
         """
         begin, later = self._first_order()
+        threading.excepthook = self._broke  # before there is a thread that others wait for
         for descriptor in begin.kept:
-            map_lifetime.keep_map(descriptor)
+            keep_map(descriptor)
         devices = Devices()
         areas = {plan.name: _area(plan, devices) for plan in begin.regions}
         registered = {plan.name: areas[plan.name] for plan in begin.regions if plan.is_registered}
@@ -148,9 +149,6 @@ class TransferWorker:
         self._quiescence = Quiescence(self._receiver.thread, self._agents.sockets, report)
         self._event_waits = EventWaits(devices, post=self._post, report=report)
         self._copier = Copier(areas, self._inbox.put)
-        threading.excepthook = self._broke
-        builder.start()
-        self._copier.start()
         summers.start()
         shared = devices.shared(areas)
         self._reports.append(Ready(pack(told), f"{binding.module} UCX", shared))
@@ -159,7 +157,7 @@ class TransferWorker:
         self._poll.register(self._orders, select.EPOLLIN)
         self._poll.register(self._inbox.descriptor, select.EPOLLIN)
         huge = [areas[plan.name].note for plan in begin.regions if plan.in_huge_pages]
-        Collapser(huge, is_busy=self._is_busy, on_outcome=self._inbox.put).start()
+        Collapser(huge, is_busy=self._is_busy, on_over=self._inbox.put).start()
         for order in later:
             self._obey(order)
 
@@ -181,7 +179,7 @@ class TransferWorker:
             if self._reports or self._unsent:
                 self._flush()
 
-    def fail(self, last: StartFailed | Dying) -> NoReturn:
+    def fail(self, last: Dying) -> NoReturn:
         """Send what is unsent and the last words, and end."""
         self._unsent += frame_of([*self._reports, last])
         self._orders.settimeout(LAST_WORDS_S)
@@ -194,7 +192,7 @@ class TransferWorker:
         threading.__excepthook__(args)
         if args.thread is not None and args.thread.name in {BUILDER, COPIER, SUMMER}:
             what = f"{args.exc_type.__name__}: {args.exc_value}"
-            self._inbox.put(ThreadBroken(f"thread {args.thread.name} ended by {what}"))
+            self._inbox.put(Dying(f"thread {args.thread.name} ended by {what}"))
 
     def _first_order(self) -> tuple[BeginTransfer, list[Order]]:
         while True:
@@ -208,8 +206,7 @@ class TransferWorker:
                 case BeginTransfer() as begin:
                     return begin, orders[1:]
                 case other:
-                    msg = f"the first order is {type(other).__name__}, not Begin"
-                    raise RegionUnusable(msg)
+                    raise RegionUnusable(f"the first order is {type(other).__name__}, not Begin")
 
     def _is_busy(self) -> bool:
         """Whether posts are under way; read by the collapser, where an old answer does no harm."""
@@ -256,8 +253,6 @@ class TransferWorker:
                 self._reports.append(Alive(number))
             case BeginTransfer():
                 os._exit(0)
-            case _:
-                assert_never(order)
 
     def _obey_of_posts(self, order: DropAgent | Post | Forget) -> None:
         match order:
@@ -281,16 +276,12 @@ class TransferWorker:
             match item:
                 case BuiltAgent():
                     self._agents.built(item)
-                case CollapseOutcome(region, huge_bytes, why):
-                    self._reports.append(Collapsed(region, huge_bytes, why))
                 case PageSumJob():
                     self._sums.done(item)
-                case Copied() | CopyFailed():
+                case Collapsed() | Copied() | CopyFailed():
                     self._reports.append(item)
-                case ThreadBroken(why):
-                    self.fail(Dying(why))
-                case _:
-                    assert_never(item)
+                case Dying():
+                    self.fail(item)
 
     def _flush(self) -> None:
         """Send the reports; what the socket does not take now goes when it is writable."""
@@ -317,7 +308,7 @@ def _area(plan: RegionPlan, devices: Devices) -> Area:
     if plan.device is not None:
         return devices.area(plan, plan.device)
     note = map_region(plan)
-    os.close(plan.descriptor)
+    os.close(plan.fd)
     return mapped_area(note)
 
 
@@ -351,7 +342,7 @@ def main() -> None:
     try:
         worker.begin()
     except (NixlUnusable, RegionUnusable, DeviceUnusable) as exc:
-        worker.fail(StartFailed(str(exc)))
+        worker.fail(Dying(str(exc)))
     # A woken batch thread does not preempt the one that woke it: without this the daemon's loop
     # stood still for up to 8 ms in the send of an order, because the copy began there and then.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

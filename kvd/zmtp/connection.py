@@ -10,7 +10,7 @@ import socket
 import time
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from kvd.types import Sent
 from kvd.zmtp.bounds import HANDSHAKE_BYTES, LONG_READ_BYTES, READ_BYTES, TURN_MESSAGES, TURN_S
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
     from kvd.zmtp.bounds import Bounds
     from kvd.zmtp.events import Frames
-    from kvd.zmtp.fair_turns import FairTurns
     from kvd.zmtp.protocol import Event
     from kvd.zmtp.protocol import Protocol as Machine
-    from kvd.zmtp.write_batch import WriteBatch
+    from kvd.zmtp.turns import FairTurns, WriteBatch
 
 _PIECES: Final = 512
 """Given to the kernel at once; it takes 1024."""
@@ -34,33 +33,32 @@ _JOIN_BYTES: Final = 64 * 1024
 """Pieces up to so many bytes in all are copied into one, which is cheaper than naming each."""
 
 
-class Owner(Protocol):
-    """Whose connection it is: a listener or a dialer."""
+class Owner:
+    """Whose connection it is: a listener or a dialer. By default it lets in, and bears anything."""
 
     bounds: Bounds
 
-    def met(self, connection: ZmtpConnection, ready: HandshakeDone) -> bool:
-        """Whether it is let in."""
-        ...
+    def met(self, connection: ZmtpConnection) -> bool:
+        """Whether it is let in, now that its handshake is over."""
+        del connection
+        return True
 
     def message(self, connection: ZmtpConnection, frames: Frames) -> None:
         """A message came."""
-        ...
 
     def weighs(self, connection: ZmtpConnection, before: int, *, is_fresh: bool) -> None:
         """What is kept for it has changed from ``before``, or is still there.
 
         ``is_fresh``: what is unfinished of it now began just now.
         """
-        ...
 
     def ends(self, connection: ZmtpConnection, closed: ConnectionClosed) -> bool:
         """Whether it is ended at once for that; else it is not heard until its time is up."""
-        ...
+        del connection, closed
+        return True
 
     def over(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
         """It is over; told once."""
-        ...
 
 
 class ZmtpConnection:
@@ -275,7 +273,7 @@ class ZmtpConnection:
             self.name, self.routing_id = event.name, event.routing_id
             self.machine.accept()
             self._say_own()
-            if not self._owner.met(self, event):
+            if not self._owner.met(self):
                 self.end(ConnectionClosed(ConnectionFault.REFUSED, "its routing id is in use"))
         elif self._owner.ends(self, event):
             self.flush()  # what it said before its fault was answered, in this turn as well

@@ -11,20 +11,22 @@ import socket
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from typing_extensions import override
+
 from kvd.types import Sent
 from kvd.zmtp.bounds import BOUNDS, TURN_S
-from kvd.zmtp.connection import ZmtpConnection
+from kvd.zmtp.connection import Owner, ZmtpConnection
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault
-from kvd.zmtp.fair_turns import FairTurns
 from kvd.zmtp.protocol import Protocol
+from kvd.zmtp.turns import FairTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvd.zmtp.bounds import Bounds
-    from kvd.zmtp.events import Frames, HandshakeDone
+    from kvd.zmtp.events import Frames
     from kvd.zmtp.mechanism import Mechanism
-    from kvd.zmtp.write_batch import WriteBatch
+    from kvd.zmtp.turns import WriteBatch
 
 FIRST_PAUSE_S: Final = 0.1
 LAST_PAUSE_S: Final = 1.0
@@ -36,7 +38,7 @@ CONNECT_S: Final = 5.0
 _TOO_SLOW: Final = ConnectionClosed(ConnectionFault.TOO_SLOW, "its handshake took too long")
 
 
-class Dialer:
+class Dialer(Owner):
     """Dials from now on until ``close``."""
 
     def __init__(
@@ -148,9 +150,8 @@ class Dialer:
 
     # ---- as Owner --------------------------------------------------------------------------------
 
-    def met(self, connection: ZmtpConnection, ready: HandshakeDone) -> bool:
-        """As ``Owner``."""
-        del ready
+    @override
+    def met(self, connection: ZmtpConnection) -> bool:
         self._is_met = True
         waiting, self._waiting = self._waiting, deque()
         self._waiting_bytes = 0
@@ -158,22 +159,12 @@ class Dialer:
             connection.send(frames)
         return True
 
+    @override
     def message(self, connection: ZmtpConnection, frames: Frames) -> None:
-        """As ``Owner``."""
-        del connection
         self._on_message(frames)
 
-    def weighs(self, connection: ZmtpConnection, before: int, *, is_fresh: bool) -> None:
-        """As ``Owner``: of one connection the bounds are enough."""
-
-    def ends(self, connection: ZmtpConnection, closed: ConnectionClosed) -> bool:
-        """As ``Owner``: always."""
-        del connection, closed
-        return True
-
+    @override
     def over(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
-        """As ``Owner``."""
-        del connection
         self._connection = None
         self._over.set()
         if not self._is_met and closed.fault is not ConnectionFault.ENDED:

@@ -9,32 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 import time
 from typing import TYPE_CHECKING, Final
 
+from typing_extensions import override
+
+from kvd.zmtp.acceptor import Acceptor
 from kvd.zmtp.bounds import BOUNDS, COMING_S, RELIEF_BYTES, TURN_S
-from kvd.zmtp.connection import ZmtpConnection
+from kvd.zmtp.connection import Owner, ZmtpConnection
 from kvd.zmtp.curve import CurveServer
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault
-from kvd.zmtp.fair_turns import FairTurns
-from kvd.zmtp.null import Null
+from kvd.zmtp.mechanism import Null
 from kvd.zmtp.protocol import Protocol, ProtocolState
+from kvd.zmtp.turns import FairTurns
 
 if TYPE_CHECKING:
     from kvd.zmtp.bounds import Bounds
     from kvd.zmtp.curve import KeyRing
-    from kvd.zmtp.events import Frames, HandshakeDone
-    from kvd.zmtp.write_batch import WriteBatch
+    from kvd.zmtp.events import Frames
+    from kvd.zmtp.turns import WriteBatch
 
 BACKLOG: Final = 1024
 """Connections that the kernel keeps for us."""
 
-_ACCEPTS: Final = 4
-"""In one wake-up."""
-_PAUSE_S: Final = 0.1
-"""Without free descriptors ``accept`` fails and the socket stays readable: look away shortly."""
 _SWEEP_S: Final = 0.25
 """How late the end of a time may be noticed."""
 
@@ -45,8 +43,27 @@ it finds out. It knows only what we say."""
 _CROWDED: Final = ConnectionClosed(ConnectionFault.CROWDED, "others needed its place")
 
 
+LAST_WORDS_S: Final = 0.5
+"""What was answered may take so long to go out at the end."""
+
+
 class ListenerOwner:
     """Who answers for a listener. By default everyone is let in, and nothing is said."""
+
+    def start(
+        self,
+        sock: socket.socket,
+        batch: WriteBatch,
+        bounds: Bounds = BOUNDS,
+        ring: KeyRing | None = None,
+    ) -> None:
+        """Serve ``sock``, bound and listening."""
+        self.batch = batch
+        self.listener = Listener(sock, self, batch, ring=ring, bounds=bounds)
+
+    async def close(self) -> None:
+        """Stop serving; what was answered still goes out."""
+        await self.listener.close(linger_s=LAST_WORDS_S)
 
     def welcome(self, connection: ZmtpConnection) -> bool:
         """Whether to let in whoever has ended its handshake."""
@@ -63,7 +80,7 @@ class ListenerOwner:
         """A handshake failed."""
 
 
-class Listener:
+class Listener(Owner):
     """Serves until ``close``. Takes the socket over, bound and listening."""
 
     def __init__(
@@ -77,7 +94,6 @@ class Listener:
     ) -> None:
         """``ring``: our key and whose are let in; without, everyone may say anything."""
         self.bounds = bounds
-        self._sock = sock
         self._host = host
         self._batch = batch
         self._ring = ring
@@ -97,20 +113,9 @@ class Listener:
         self._heaviest = 0
         """Of ``_weight`` since memory was given back."""
         self._sweeper: asyncio.TimerHandle | None = None
-        self._resume: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._empty = asyncio.Event()
-        sock.setblocking(False)  # noqa: FBT003 - its only form
-        batch.loop.add_reader(sock.fileno(), self._accept)
-
-    def __len__(self) -> int:
-        """How many connections there are."""
-        return len(self._connections)
-
-    @property
-    def weight(self) -> int:
-        """Bytes kept for all connections."""
-        return self._weight
+        self._acceptor = Acceptor(batch.loop, sock, self._take_in, self._make_place)
 
     def keep(self, connection: ZmtpConnection) -> None:
         """It stays, however silent it is."""
@@ -121,11 +126,9 @@ class Listener:
         """Hang up on everybody; what was sent has ``linger_s`` to go out. Repeatable."""
         if not self._is_closed:
             self._is_closed = True
-            for timer in (self._sweeper, self._resume):
-                if timer is not None:
-                    timer.cancel()
-            self._batch.loop.remove_reader(self._sock.fileno())
-            self._sock.close()
+            if self._sweeper is not None:
+                self._sweeper.cancel()
+            self._acceptor.close()
         for connection in list(self._connections):
             connection.close(linger_s=linger_s)
         if self._connections:
@@ -133,42 +136,19 @@ class Listener:
 
     # ---- coming ----------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTS):
-            try:
-                sock, address = self._sock.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
-                    self._look_away()
-                    return
-                continue
-            self._take_in(sock, str(address[0]) if isinstance(address, tuple) else "")
-
-    def _look_away(self) -> None:
-        """No descriptors are left: let one go, and accept no more for a moment."""
-        self._make_place()
-        self._batch.loop.remove_reader(self._sock.fileno())
-        self._resume = self._batch.loop.call_later(_PAUSE_S, self._look_again)
-
-    def _look_again(self) -> None:
-        self._batch.loop.add_reader(self._sock.fileno(), self._accept)
-
-    def _take_in(self, sock: socket.socket, address: str) -> None:
+    def _take_in(self, sock: socket.socket, address: tuple[str, int] | str) -> None:
         if len(self._coming) >= self.bounds.max_handshakes:
             next(iter(self._coming)).end(_CROWDED)
         if len(self._connections) >= self.bounds.max_connections and not self._make_place():
             sock.close()
             return
-        sock.setblocking(False)  # noqa: FBT003 - its only form
         if sock.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):  # it has hung up already
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         mechanism = Null() if self._ring is None else CurveServer(self._ring)
         machine = Protocol(mechanism, self.bounds.max_message_bytes)
         connection = ZmtpConnection(sock, machine, self, self._batch, self._to_come)
-        connection.peer = address
+        connection.peer = address[0] if isinstance(address, tuple) else ""
         self._connections.add(connection)
         self._coming[connection] = time.monotonic() + self.bounds.handshake_s
         self._sweep_later()
@@ -183,9 +163,8 @@ class Listener:
 
     # ---- as Owner --------------------------------------------------------------------------------
 
-    def met(self, connection: ZmtpConnection, ready: HandshakeDone) -> bool:
-        """As ``Owner``."""
-        del ready
+    @override
+    def met(self, connection: ZmtpConnection) -> bool:
         self._silent[connection] = None
         connection.turns = self._turns
         if not self._host.welcome(connection):
@@ -193,13 +172,14 @@ class Listener:
         del self._coming[connection]
         return True
 
+    @override
     def message(self, connection: ZmtpConnection, frames: Frames) -> None:
-        """As ``Owner``."""
         if connection in self._silent:
             del self._silent[connection]
             self._silent[connection] = None
         self._host.take(connection, frames)
 
+    @override
     def weighs(self, connection: ZmtpConnection, before: int, *, is_fresh: bool) -> None:
         """As ``Owner``: the heaviest goes when all together are too heavy."""
         self._weight += connection.weight - before
@@ -220,6 +200,7 @@ class Listener:
                 )
             )
 
+    @override
     def ends(self, connection: ZmtpConnection, closed: ConnectionClosed) -> bool:
         """As ``Owner``: whoever would only come again at once is left waiting."""
         if closed.fault not in _LEFT_WAITING:
@@ -227,8 +208,8 @@ class Listener:
         self._host.failed(connection, closed)
         return False
 
+    @override
     def over(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
-        """As ``Owner``."""
         self._connections.discard(connection)
         self._silent.pop(connection, None)
         self._unfinished.pop(connection, None)

@@ -53,24 +53,6 @@ class ProtocolState(enum.Enum):
 class Protocol:
     """One side. ``receive`` bytes, then ask for ``next_event`` until there is none."""
 
-    __slots__ = (
-        "_at",
-        "_body",
-        "_body_bytes",
-        "_buffer",
-        "_bytes",
-        "_flags",
-        "_frames",
-        "_handshake_left",
-        "_is_wrapped",
-        "_max_wire",
-        "_mechanism",
-        "_out",
-        "_rest",
-        "lacks",
-        "state",
-    )
-
     def __init__(self, mechanism: Mechanism, max_message_bytes: int) -> None:
         self.state = ProtocolState.GREETING
         self._mechanism = mechanism

@@ -28,9 +28,10 @@ from kvd.core.layout.spec import (
     StateTensor,
     Tail,
 )
-from kvd.pools.build import build_pool, pool_memory
+from kvd.pools.build import pool_memory
 from kvd.types import Tokens, pack_ids
 from kvd.wire.attach import Attached
+from tests.support.pools import build_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,12 +16,15 @@ import pytest
 import zmq
 
 from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
-from kvd.daemon.attach import AttachLimits, AttachServer
-from kvd.daemon.sessions import AwaitedSession, Past, Process
-from kvd.pools.build import Placed, build_pool, pool_memory
+from kvd.daemon.attach import AttachLimits
+from kvd.daemon.sessions import Past
+from kvd.journal.engines import EngineRecord, Process
+from kvd.pools.build import PoolRegion, pool_memory
 from kvd.sockets import Frames, LoopSocket, open_router
 from kvd.wire import client as wire
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
+from tests.support.attaching import AttachListener, ListenedAttach
+from tests.support.pools import build_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,23 +43,23 @@ POOL = PoolSpec(
 Script = Callable[[wire.Request, bytes], list[wire.Reply]]
 
 
-class Daemon:
+class Daemon(AttachListener):
     """Sessions are real; answers are ``script``'s; what came is in ``got``, in order."""
 
-    def __init__(self, directory: Path, spec: PoolSpec, placed: list[Placed]) -> None:
+    def __init__(self, directory: Path, spec: PoolSpec, placed: list[PoolRegion]) -> None:
         self.endpoint = f"ipc://{directory}/client.sock"
         self.got: list[wire.Request] = []
         self.tokens: list[bytes] = []
-        self.gone: list[int] = []
-        self.joined: list[int] = []
-        self.refused: list[Code] = []
-        self.returned: list[tuple[int, tuple[int, ...]]] = []
+        self.ended: list[int] = []
+        self.joins: list[int] = []
+        self.refusals: list[Code] = []
+        self.returns: list[tuple[int, tuple[int, ...]]] = []
         self.kept: frozenset[int] = frozenset()
         """The leases that it keeps over a restart."""
         self.lives = 0
         self.strangers = 0
         """Messages under a routing id of no session."""
-        self._engines: dict[int, AwaitedSession] = {}
+        self._engines: dict[int, EngineRecord] = {}
         self.script: Script = lambda request, tokens: []
         self._memory = pool_memory(spec)
         self._fds = [one.arena.fd for one in placed]
@@ -84,7 +87,7 @@ class Daemon:
             self._engines = {}
         self._call(self._open)
 
-    def take_memory(self, placed: list[Placed]) -> None:
+    def take_memory(self, placed: list[PoolRegion]) -> None:
         """The next life has other memory."""
         self._fds = [one.arena.fd for one in placed]
 
@@ -96,20 +99,20 @@ class Daemon:
         """Session to its processes of before the restart that have not come back."""
         return self._attach._sessions.awaited()
 
-    def session_opened(self, session: int, token: bytes, name: str, pid: int) -> None:
+    def session_opened(self, session: int, token: bytes, name: str, process: Process) -> None:
         """As ``SessionNotes``."""
-        self._engines[session] = AwaitedSession(session, token, name, (Process(pid),))
+        self._engines[session] = EngineRecord(session, b"S" + token, name, (Process(process.pid),))
 
-    def session_joined(self, session: int, pid: int) -> None:
+    def session_joined(self, session: int, process: Process) -> None:
         """As ``SessionNotes``."""
         one = self._engines[session]
-        processes = (*one.processes, Process(pid))
-        self._engines[session] = AwaitedSession(session, one.token, one.name, processes)
+        processes = (*one.processes, Process(process.pid))
+        self._engines[session] = EngineRecord(session, one.token, one.name, processes)
 
     def process_left(self, session: int, pid: int) -> None:
         """As ``SessionNotes``."""
 
-    def session_left(self, session: int) -> None:
+    def session_ended(self, session: int) -> None:
         """As ``SessionNotes``."""
         self._engines.pop(session, None)
 
@@ -140,29 +143,29 @@ class Daemon:
         router = open_router(self._context)
         router.bind(self.endpoint)
         self._router = LoopSocket(router, self._take, loop=self._loop)
-        self._attach = AttachServer(
+        self._attach = ListenedAttach(
             os.path.join(os.path.dirname(path), "attach.sock"),
-            describe=lambda: (self._memory,),
-            fds=self._fds,
-            node="node-a",
+            self,
+            (self._memory,),
+            self._fds,
             incarnation=str(self.lives) * 32,
-            on_opened=lambda session, name, pid: None,
-            on_joined=lambda session, pid: self.joined.append(session),
-            on_gone=self.gone.append,
-            on_hung_up_on=lambda session, why, pids: None,
-            on_refused=lambda pid, why: self.refused.append(why.code),
             limits=AttachLimits(max_frame_bytes=1 << 20),
             past=Past(tuple(self._engines.values()), max(self._engines, default=0) + 1),
-            on_returned=self._returned,
             notes=self,
         )
-        self._attach.start(self._loop)
+        self._attach.serve(self._loop)
 
-    def _returned(
-        self, session: int, name: str, pid: int, leases: tuple[int, ...]
-    ) -> Collection[int]:
-        self.returned.append((session, leases))
-        return self.kept
+    def joined(self, session: int, pid: int) -> None:
+        self.joins.append(session)
+
+    def gone(self, session: int) -> None:
+        self.ended.append(session)
+
+    def refused(self, pid: int, why: Refusal) -> None:
+        self.refusals.append(why.code)
+
+    def returned(self, session: int, pid: int, leases: tuple[int, ...]) -> None:
+        self.returns.append((session, leases))
 
     def _shut(self) -> None:
         """End this life; repeatable."""

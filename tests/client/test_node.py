@@ -58,9 +58,9 @@ async def until(condition: Callable[[], bool], *, within_s: float = 5.0) -> None
 async def test_connect_is_a_context_that_leaves_the_session(daemon: Daemon) -> None:
     async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
         assert (node.name, node.session, node.incarnation) == ("node-a", 1, "1" * 32)
-        assert daemon.gone == []
+        assert daemon.ended == []
 
-    await until(lambda: daemon.gone == [1])
+    await until(lambda: daemon.ended == [1])
 
 
 async def test_connect_can_be_awaited(daemon: Daemon) -> None:
@@ -596,8 +596,8 @@ async def test_a_worker_keeps_the_session_and_sees_its_memory(daemon: Daemon) ->
         assert float(worker.pool("main").layer(0)[0][1].sum()) == 4.0 * 64
 
     await asyncio.sleep(0.05)
-    assert daemon.gone == []
+    assert daemon.ended == []
     worker.close()
-    await until(lambda: daemon.gone == [1])
+    await until(lambda: daemon.ended == [1])
     with pytest.raises(KvdError, match="unknown-session"):
         kvd.client.join(daemon.endpoint, token=node.token)

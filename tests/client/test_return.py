@@ -12,11 +12,11 @@ import torch
 import kvd.client
 from kvd.client import EventsLost, HandoffError, KvdError
 from kvd.errors import Code, Refusal
-from kvd.pools.build import build_pool
 from kvd.types import Tokens, pack_ids
 from kvd.wire import client as wire
 from kvd.wire.events import Evicted
 from tests.client.conftest import POOL
+from tests.support.pools import build_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,7 +106,7 @@ async def test_a_lease_of_before_keeps_its_pages_and_can_only_be_released(daemon
         with pytest.raises(KvdError, match="release it and open a new one"):
             await lease.extend(1)
         assert (lease.id, lease.prefix_len, lease.pages.tolist()) == (71, 8, [4, 5])
-        assert daemon.returned == [(1, (71,))]
+        assert daemon.returns == [(1, (71,))]
 
         await lease.release([1, 2])
         await lease.release()
@@ -131,7 +131,7 @@ async def test_a_release_while_the_daemon_is_away_is_not_named_when_it_is_back(
         daemon.restart(keep=[71, 72, 73])
         await node.match([1])
 
-        assert daemon.returned == [(1, (71, 73))]
+        assert daemon.returns == [(1, (71, 73))]
         assert daemon.asked(wire.ReleaseLease) == []
 
 
@@ -150,7 +150,7 @@ async def test_a_release_under_way_when_the_daemon_dies_has_its_effect(daemon: D
         await node.match([1])
 
         assert lease.is_released
-        assert daemon.returned == [(1, ())]
+        assert daemon.returns == [(1, ())]
 
 
 async def test_the_pages_of_a_lease_are_not_said_when_its_commit_was_never_answered(
@@ -203,7 +203,7 @@ async def test_a_daemon_that_knows_no_session_gives_a_new_one_and_keeps_no_lease
         assert (await node.match([1])).tokens == 8
 
         assert node.token != token
-        assert daemon.returned == []
+        assert daemon.returns == []
         assert await refusal(lease.commit()) == "before-restart"
         with pytest.raises(KvdError, match="someone else's"):
             _ = lease.pages
@@ -220,9 +220,9 @@ async def test_a_lease_outlives_two_restarts(daemon: Daemon) -> None:
             younger = await node.lease([2])
         await lease.release()
 
-        assert daemon.returned[0] == (1, (71,))
-        assert daemon.returned[1][1][0] == 71
-        assert len(daemon.returned[1][1]) == 2
+        assert daemon.returns[0] == (1, (71,))
+        assert daemon.returns[1][1][0] == 71
+        assert len(daemon.returns[1][1]) == 2
         assert daemon.asked(wire.ReleaseLease)[0].lease == 71
         assert younger.pages.tolist() == [4, 5]
 
@@ -389,7 +389,7 @@ async def test_other_memory_ends_the_node_and_leaves_what_is_mapped(
         await lease.release()
         assert float(k[4].sum()) == 2.5 * 64
         assert lease.is_released
-        await until(lambda: daemon.gone)
+        await until(lambda: daemon.ended)
         async with kvd.client.connect(daemon.endpoint, name="decode-0") as anew:
             assert (await anew.match([1])).tokens == 8
 
@@ -402,7 +402,7 @@ async def test_who_is_sent_away_does_not_come_back(daemon: Daemon) -> None:
         await until(lambda: node._port.connection.end is not None)
 
         assert await refusal(node.match([1])) == "client-gone"
-        assert daemon.returned == []
+        assert daemon.returns == []
 
 
 async def test_a_node_that_is_closed_while_the_daemon_is_away_stays_away(daemon: Daemon) -> None:
@@ -417,7 +417,7 @@ async def test_a_node_that_is_closed_while_the_daemon_is_away_stays_away(daemon:
 
     assert await refusal(waiting) == "unreachable"
     await asyncio.sleep(0.1)
-    assert daemon.returned == []
+    assert daemon.returns == []
     assert daemon.awaited() != {}
 
 

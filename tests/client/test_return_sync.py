@@ -14,12 +14,12 @@ from kvd.client import EventsLost, KvdError
 from kvd.client.blocking import attach
 from kvd.client.endpoint import attach_path
 from kvd.client.returning import LONGEST_PAUSE_S, WayBack
-from kvd.pools.build import build_pool
 from kvd.types import pack_ids
 from kvd.wire import client as wire
 from kvd.wire.attach import Attach
 from kvd.wire.events import Evicted
 from tests.client.conftest import POOL
+from tests.support.pools import build_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -84,7 +84,7 @@ def test_the_first_call_after_a_restart_is_answered_as_ever(daemon: Daemon) -> N
         with pytest.raises(KvdError, match=r"^before-restart: lease 71 is of before"):
             lease.commit([2])
         lease.release([2])
-        assert daemon.returned == [(1, (71,))]
+        assert daemon.returns == [(1, (71,))]
         assert len(daemon.asked(wire.ReleaseLease)) == 1
 
 
@@ -102,7 +102,7 @@ def test_a_lease_is_known_to_be_of_before_by_its_first_verb_after_the_restart(
         lease.release()
         node.match([1])
 
-        assert daemon.returned == [(1, ())]
+        assert daemon.returns == [(1, ())]
 
 
 def test_a_call_waits_while_the_daemon_is_away_and_then_gives_up(daemon: Daemon) -> None:
@@ -168,7 +168,7 @@ def test_a_forked_child_does_not_take_the_session_of_its_parent(daemon: Daemon) 
                 os._exit(0 if error.code == "wrong-state" else 2)
             os._exit(3)
         assert os.waitpid(child, 0)[1] == 0
-        assert daemon.returned == []
+        assert daemon.returns == []
 
 
 def test_pauses_grow_to_a_second_and_a_full_queue_is_a_reason_to_wait(tmp_path: Any) -> None:
@@ -193,12 +193,12 @@ def test_a_worker_joins_again_once_its_session_is_back(daemon: Daemon) -> None:
         worker.pool("main").layer(0)[0][4].fill_(2.5)
         daemon.hang_up()
         daemon.restart()
-        until(lambda: daemon.refused)
-        assert daemon.refused[0].value == "unreachable"
+        until(lambda: daemon.refusals)
+        assert daemon.refusals[0].value == "unreachable"
 
         node.match([1])
 
-        until(lambda: daemon.joined == [1, 1])
+        until(lambda: daemon.joins == [1, 1])
         assert float(worker.pool("main").layer(0)[0][4].sum()) == 2.5 * 64
         assert worker.end is None
         daemon.hang_up()

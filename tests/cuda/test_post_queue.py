@@ -11,7 +11,7 @@ import pytest
 from kvd.core.effects import Post
 from kvd.core.inputs import PostFailed, WritePath
 from kvd.core.layout.spec import Mla
-from kvd.transfer.copies import Area, Mapped
+from kvd.transfer.copies import Area, Reach
 from kvd.transfer.metadata import MemoryKind, MemorySite
 from kvd.transfer.post_queue import IN_FLIGHT_HANDLES, PostQueue
 from kvd.transfer.staging import STAGING_BYTES, Staging
@@ -29,7 +29,7 @@ class Polled(Wire):
     polls = (3,)
 
 
-class Far(Mapped):
+class Far(Reach):
     """Counts how often somebody waited for the device."""
 
     is_direct = False

@@ -20,7 +20,7 @@ from kvd.core.layout.shards import lanes, tp_shards
 from kvd.core.layout.spec import Mla, PageOrder
 from kvd.device.cuda import CudaError
 from kvd.transfer.orders import Sum, Summed
-from kvd.transfer.transport import TransportDown
+from kvd.transfer.process import TransportDown
 from kvd.types import Pages, pack_ids
 from kvd.wire.peer import Integrity
 from tests.cuda.double import holders, memory_of_devices

@@ -18,18 +18,18 @@ import uvloop
 
 from kvd.client.attachment import Attachment, ask, dial, take_answer
 from kvd.core.layout.spec import Component, Mha, Nowhere, PageOrder, PoolSpec, Raw
-from kvd.daemon.attach import DEFAULT_LIMITS, AttachLimits, AttachServer
+from kvd.daemon.attach import DEFAULT_LIMITS, AttachLimits
 from kvd.errors import Code, KvdError, Refusal
 from kvd.journal.engines import Process
 from kvd.pools.arena import Arena, reserve
 from kvd.pools.build import pool_memory
 from kvd.wire.attach import Attach, Attached, AttachRequest, Join
+from tests.support.attaching import AttachListener, ListenedAttach
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
     from pathlib import Path
 
-    from kvd.wire.memory import PoolMemory
 
 POOL = pool_memory(
     PoolSpec(
@@ -62,30 +62,32 @@ WORDLESS = PROCESS.replace("sys.stdin.read()", "attachment._sock.close(); sys.st
 """It closes its connection and lives on, with the pool mapped."""
 
 
-class Daemon:
+class Daemon(AttachListener):
     """A server on this loop, and everything it said to the reactor, in order."""
 
     def __init__(self, path: Path, arena: Arena, limits: AttachLimits) -> None:
         self.path = str(path)
         self.said: list[tuple[object, ...]] = []
         self.sent_away: list[tuple[int, Code]] = []
-        self.pools: tuple[PoolMemory, ...] = (POOL,)
-        self.server = AttachServer(
-            self.path,
-            describe=lambda: self.pools,
-            fds=[arena.fd],
-            node="node-a",
-            incarnation="1" * 32,
-            on_opened=lambda session, name, pid: self.said.append(("opened", session, name, pid)),
-            on_joined=lambda session, pid: self.said.append(("joined", session, pid)),
-            on_gone=lambda session: self.said.append(("gone", session)),
-            on_hung_up_on=lambda session, why, pids: self.said.append(
-                ("hung up on", session, why.code, pids)
-            ),
-            on_refused=lambda pid, why: self.sent_away.append((pid, why.code)),
-            limits=limits,
+        self.server = ListenedAttach(
+            self.path, self, (POOL,), [arena.fd], incarnation="1" * 32, limits=limits
         )
-        self.server.start(asyncio.get_running_loop())
+        self.server.serve(asyncio.get_running_loop())
+
+    def opened(self, session: int, name: str, pid: int) -> None:
+        self.said.append(("opened", session, name, pid))
+
+    def joined(self, session: int, pid: int) -> None:
+        self.said.append(("joined", session, pid))
+
+    def gone(self, session: int) -> None:
+        self.said.append(("gone", session))
+
+    def hung_up_on(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None:
+        self.said.append(("hung up on", session, why.code, pids))
+
+    def refused(self, pid: int, why: Refusal) -> None:
+        self.sent_away.append((pid, why.code))
 
     async def attach(self, request: AttachRequest) -> Attachment:
         """Attach from this process."""
@@ -100,7 +102,7 @@ class Daemon:
         assert attachment is not None
         return attachment
 
-    async def refused(self, request: AttachRequest) -> Refusal:
+    async def refusal_of(self, request: AttachRequest) -> Refusal:
         """Attach and be refused."""
         with pytest.raises(KvdError) as caught:
             await self.attach(request)
@@ -292,7 +294,7 @@ async def test_processes_hear_the_daemon_hang_up(daemon: Daemon) -> None:
 
 @with_daemon()
 async def test_join_is_refused_when_the_session_has_ended(daemon: Daemon) -> None:
-    refusal = await daemon.refused(Join(b"S" + bytes(16)))
+    refusal = await daemon.refusal_of(Join(b"S" + bytes(16)))
 
     assert refusal == Refusal(
         Code.UNKNOWN_SESSION,
@@ -305,7 +307,7 @@ async def test_join_is_refused_when_the_session_has_ended(daemon: Daemon) -> Non
 
 @with_daemon()
 async def test_another_protocol_is_refused_with_both_numbers(daemon: Daemon) -> None:
-    refusal = await daemon.refused(Attach("decode-0", protocol=7))
+    refusal = await daemon.refusal_of(Attach("decode-0", protocol=7))
 
     assert refusal.code is Code.NOT_SUPPORTED
     assert "protocol 7, node-a speaks 1" in refusal.message
@@ -317,7 +319,7 @@ def test_a_name_that_no_table_could_show_is_refused(
 ) -> None:
     async def run() -> Refusal:
         daemon = Daemon(tmp_path / "attach.sock", arena, AttachLimits())
-        refusal = await daemon.refused(Attach(name))
+        refusal = await daemon.refusal_of(Attach(name))
         daemon.server.close()
         return refusal
 
@@ -327,7 +329,7 @@ def test_a_name_that_no_table_could_show_is_refused(
 @with_daemon(AttachLimits(max_sessions=2))
 async def test_sessions_are_limited_and_a_freed_one_can_be_had(daemon: Daemon) -> None:
     first, second = [await daemon.attach(Attach("engine")) for _ in range(2)]
-    refusal = await daemon.refused(Attach("engine"))
+    refusal = await daemon.refusal_of(Attach("engine"))
     first.close()
     await until(lambda: ("gone", 1) in daemon.said)
     third = await daemon.attach(Attach("engine"))
@@ -422,7 +424,7 @@ async def test_a_process_that_closes_its_socket_without_a_word_is_awaited_until_
 
         assert daemon.said[1:] == [("hung up on", 1, Code.CLIENT_GONE, (child.pid,))]
         assert daemon.server.session_of(token) is None
-        assert (await daemon.refused(Join(token))).code is Code.CLIENT_GONE
+        assert (await daemon.refusal_of(Join(token))).code is Code.CLIENT_GONE
         child.kill()
         assert await until(lambda: daemon.said[-1] == ("gone", 1)) < 1
 
@@ -434,7 +436,7 @@ async def test_a_process_that_cannot_be_seen_is_gone_when_it_hangs_up(daemon: Da
     [connection] = daemon.server._connections
     connection.process = Process(0)
     daemon.server.hang_up(1, Refusal(Code.CLIENT_GONE, "it reads nothing"))
-    assert daemon.said[-1] == ("hung up on", 1, Code.CLIENT_GONE, (0,))
+    await until(lambda: daemon.said[-1] == ("hung up on", 1, Code.CLIENT_GONE, (0,)))
 
     attachment._sock.close()
 
@@ -465,7 +467,7 @@ async def test_a_session_that_is_hung_up_on_ends_with_its_last_process(daemon: D
             child.kill()
             await until(lambda: len(daemon.said) == 4)
             assert daemon.said[-1] == ("hung up on", 1, Code.CLIENT_GONE, (worker.pid,))
-            refused = await daemon.refused(Join(bytes.fromhex(token)))
+            refused = await daemon.refusal_of(Join(bytes.fromhex(token)))
             worker.kill()
             assert await until(lambda: daemon.said[-1] == ("gone", 1)) < 1
     assert refused == why
@@ -479,7 +481,7 @@ async def test_processes_of_one_session_are_limited_and_one_that_left_makes_room
     main = await daemon.attach(Attach("decode-0"))
     worker = await daemon.attach(Join(main.attached.token))
 
-    refusal = await daemon.refused(Join(main.attached.token))
+    refusal = await daemon.refusal_of(Join(main.attached.token))
     worker.close()
     await until(lambda: len(daemon.server._connections) == 1)
     another = await daemon.attach(Join(main.attached.token))
@@ -495,9 +497,9 @@ async def test_processes_of_one_session_are_limited_and_one_that_left_makes_room
 async def test_a_description_too_long_for_a_packet_is_an_error_with_its_size(
     daemon: Daemon,
 ) -> None:
-    daemon.pools = (POOL,) * 30_000
+    daemon.server._pools = (POOL,) * 30_000
 
-    refusal = await daemon.refused(Attach("engine"))
+    refusal = await daemon.refusal_of(Attach("engine"))
 
     assert refusal.code is Code.INTERNAL
     assert "Message too long" in refusal.message

@@ -13,13 +13,15 @@ import pytest_asyncio
 
 from kvd.client.attachment import Attachment, ask, dial, take_answer
 from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
-from kvd.daemon.attach import AttachLimits, AttachServer
-from kvd.daemon.former_processes import is_alive, started_ticks
-from kvd.daemon.sessions import AwaitedSession, Past
+from kvd.daemon.attach import AttachLimits
+from kvd.daemon.former_processes import is_alive, process_now, started_ticks
+from kvd.daemon.sessions import Past
 from kvd.errors import Code, KvdError, Refusal
-from kvd.journal.engines import Process
-from kvd.pools.build import build_pool, pool_memory
+from kvd.journal.engines import EngineRecord, Process
+from kvd.pools.build import pool_memory
 from kvd.wire.attach import Attach, AttachRequest, Join
+from tests.support.attaching import AttachListener, ListenedAttach
+from tests.support.pools import build_pool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -34,51 +36,60 @@ ELSEWHERE = Process(1, started_ticks(1) or 0)
 """A process that is alive and never attaches."""
 
 
-class Server:
+class Server(AttachListener):
     """An attach server with a past, and everything it said, in order."""
 
     def __init__(self, path: str, fd: int, past: Past, kept: tuple[int, ...], most: int) -> None:
         self.path = path
         self.said: list[tuple[object, ...]] = []
         self._news = asyncio.Event()
-        self.refused: list[Code] = []
+        self.refusals: list[Code] = []
         self.kept = kept
-        self.attach = AttachServer(
+        self.attach = ListenedAttach(
             path,
-            describe=lambda: (pool_memory(POOL),),
-            fds=[fd],
-            node="node-a",
+            self,
+            (pool_memory(POOL),),
+            [fd],
             incarnation="2" * 32,
-            on_opened=lambda session, name, pid: self._say(("opened", session, name)),
-            on_joined=lambda session, pid: self._say(("joined", session)),
-            on_gone=lambda session: self._say(("gone", session)),
-            on_hung_up_on=lambda session, why, pids: self._say(("hung up on", session, pids)),
-            on_refused=lambda pid, why: self.refused.append(why.code),
             limits=AttachLimits(max_sessions=most),
             past=past,
-            on_returned=self._returned,
             notes=self,
         )
-        self.attach.start(asyncio.get_running_loop())
+        self.attach.serve(asyncio.get_running_loop())
 
     def _say(self, what: tuple[object, ...]) -> None:
         self.said.append(what)
         self._news.set()
 
-    def _returned(self, session, name, pid, leases):
-        self._say(("returned", session, name, pid, leases))
-        return self.kept
+    def opened(self, session, name, pid):
+        self._say(("opened", session, name))
 
-    def session_opened(self, session, token, name, pid):
-        self._say(("note opened", session, token, name, pid))
+    def joined(self, session, pid):
+        self._say(("joined", session))
 
-    def session_joined(self, session, pid):
-        self._say(("note joined", session, pid))
+    def gone(self, session):
+        self._say(("gone", session))
+
+    def hung_up_on(self, session, why, pids):
+        self._say(("hung up on", session, pids))
+
+    def refused(self, pid, why):
+        self.refusals.append(why.code)
+
+    def returned(self, session, pid, leases):
+        self._say(("returned", session, pid, leases))
+
+    def session_opened(self, session, token, name, process):
+        assert process == process_now(process.pid)
+        self._say(("note opened", session, b"S" + token, name, process.pid))
+
+    def session_joined(self, session, process):
+        self._say(("note joined", session, process.pid))
 
     def process_left(self, session, pid):
         self._say(("note process left", session, pid))
 
-    def session_left(self, session):
+    def session_ended(self, session):
         self._say(("note left", session))
 
     async def process(self, request: AttachRequest) -> Attachment:
@@ -114,7 +125,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Server]]:
     placed = build_pool(POOL)
 
     def begin(*processes: Process, kept: tuple[int, ...] = (), most: int = 8) -> Server:
-        engines = (AwaitedSession(3, TOKEN, "decode-0", processes),) if processes else ()
+        engines = (EngineRecord(3, TOKEN, "decode-0", processes),) if processes else ()
         path, past = str(tmp_path / "attach.sock"), Past(engines, first_session=9)
         servers.append(Server(path, placed[0].arena.fd, past, kept, most))
         return servers[-1]
@@ -136,7 +147,7 @@ async def test_who_comes_back_is_the_same_session_and_hears_what_is_kept(start):
 
     told = back.attached
     assert (told.session, told.token, told.leases) == (3, TOKEN, (70,))
-    assert server.said == [("returned", 3, "decode-0", os.getpid(), (70, 72))]
+    assert server.said == [("returned", 3, os.getpid(), (70, 72))]
     back.close()
     await server.hears("gone", 3)
     assert server.said[1:] == [("note left", 3), ("gone", 3)]
@@ -251,8 +262,9 @@ async def test_a_session_that_is_hung_up_on_is_kept_by_workers_of_before(start):
 
     server.attach.hang_up(3, Refusal(Code.CLIENT_GONE, "it reads nothing", side="node-a"))
 
-    assert server.said[-1] == ("hung up on", 3, (HERE.pid, ELSEWHERE.pid))
     assert server.attach.session_of(main.attached.route) is None
+    await server.hears("hung up on", 3, (HERE.pid, ELSEWHERE.pid))
+    assert server.said[-1] == ("hung up on", 3, (HERE.pid, ELSEWHERE.pid))
     main.close()
     await server.hears("hung up on", 3, (ELSEWHERE.pid,))
     assert ("gone", 3) not in server.said
@@ -309,6 +321,7 @@ async def test_nobody_is_looked_for_any_more_once_all_are_back(start):
 def test_a_number_in_use_again_is_another_process(child):
     started = started_ticks(child.pid)
     assert started
+    assert process_now(child.pid) == Process(child.pid, started)
 
     assert is_alive(Process(child.pid, started))
     assert not is_alive(Process(child.pid, started - 1))
@@ -318,3 +331,4 @@ def test_a_number_in_use_again_is_another_process(child):
     child.wait()
     assert not is_alive(Process(child.pid, started))
     assert not is_alive(Process(child.pid))
+    assert process_now(child.pid) == Process(child.pid, 1)

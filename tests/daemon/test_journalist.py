@@ -9,14 +9,14 @@ import subprocess
 import numpy as np
 import pytest
 
-from kvd.daemon.journalist import Journalist, process_now
+from kvd.daemon.former_processes import process_now
+from kvd.daemon.journalist import Journalist
 from kvd.daemon.pagesums import ORDER_BYTES, OUTSTANDING_BYTES, PageSums, Unsummed
 from kvd.journal.engines import Process
 from kvd.journal.layout import open_journal
 from kvd.journal.reader import Reading, VerifyDepth
 from kvd.journal.writer import JournalWriter
-from kvd.transfer.orders import Sum, Summed
-from kvd.transfer.transport import RegionFd
+from kvd.transfer.orders import RegionPlan, Sum, Summed
 from kvd.types import Pages, pack_ids, page_ids
 from tests.journal.journaled import cached, freed, identity, made, read
 from tests.transfer.conftest import SHAPES, Memory
@@ -34,9 +34,7 @@ class Desk:
         self.buffer, self.journal = made(self.identity)
         self.sums = PageSums(self.orders.append, "kv", page_bytes)
         self.writer = JournalWriter(self.journal)
-        self.journalist = Journalist(
-            self.writer, self.sums, process=lambda pid: Process(pid, 10 * pid)
-        )
+        self.journalist = Journalist(self.writer, self.sums)
 
     def answer(self, order: Sum) -> None:
         self.sums.summed(Summed(order.ticket, sums_of(order.pages)))
@@ -93,7 +91,7 @@ async def test_a_page_that_was_freed_before_it_was_asked_for_is_not_asked_for():
     desk = Desk()
     desk.sums.transfer_ready()
     desk.journalist.cached(cached([3], path(1)))
-    desk.journalist.freed(freed([3]))
+    desk.writer.freed(freed([3]))
 
     await turn()
 
@@ -106,7 +104,7 @@ async def test_a_page_that_was_freed_while_it_was_summed_is_not_proven():
     desk.sums.transfer_ready()
     desk.journalist.cached(cached([3, 4], path(2)))
     await turn()
-    desk.journalist.freed(freed([4]))
+    desk.writer.freed(freed([4]))
     desk.answer(desk.orders[0])
 
     assert desk.proven() == [3]
@@ -199,7 +197,7 @@ async def test_pages_that_come_and_go_while_nobody_sums_do_not_pile_up():
     desk = Desk(n_pages=16)
     for _ in range(100):
         desk.journalist.cached(cached([3, 4], path(2)))
-        desk.journalist.freed(freed([3, 4]))
+        desk.writer.freed(freed([3, 4]))
     desk.journalist.cached(cached([5], path(1)))
     assert desk.journalist._queued_pages <= 32
 
@@ -207,19 +205,6 @@ async def test_pages_that_come_and_go_while_nobody_sums_do_not_pile_up():
     await turn()
 
     assert [page_ids(order.pages) for order in desk.orders] == [[5]]
-
-
-async def test_engines_are_noted_with_the_start_of_their_processes():
-    desk = Desk()
-    desk.journalist.session_opened(1, b"t" * 16, "a", 70)
-    desk.journalist.session_joined(1, 71)
-    desk.journalist.session_opened(2, b"u" * 16, "b", 80)
-    desk.journalist.session_left(2)
-
-    (engine,) = read(desk.buffer, desk.identity)[1].engines
-
-    assert engine.processes == (Process(70, 700), Process(71, 710))
-    assert (engine.session.name, engine.token) == ("a", b"t" * 16)
 
 
 async def test_what_is_read_is_checked_piece_by_piece():
@@ -240,7 +225,7 @@ async def test_what_is_read_is_checked_piece_by_piece():
 
     await checking
     assert answered == 20
-    assert reading.found().kept_pages == 20
+    assert sum(len(branch.pages) for branch in reading.found().branches) == 20 * 4
 
 
 async def test_a_check_ends_when_the_transfer_process_dies():
@@ -271,7 +256,7 @@ def test_a_process_is_known_by_its_pid_and_its_start():
 async def test_what_one_transfer_process_summed_the_next_one_finds_again():
     memory = Memory("kv", SHAPES["kv"])
     memory.paint(1)
-    region = RegionFd("kv", memory.fd, memory.shape)
+    region = RegionPlan("kv", memory.fd, memory.shape)
     ours = identity(pages=memory.shape.pages)
     buffer, journal = made(ours)
     first = Loopback("first", [region])

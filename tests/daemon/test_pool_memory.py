@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.daemon.pool_memory import keep, memory_of, place_of
 from kvd.daemon.socket_activation import PassedDescriptors
 from kvd.daemon.systemd import Systemd
+from kvd.daemon.warm_restart import keep, memory_of, place_of
 from kvd.journal.layout import size_bytes
 from kvd.pools.arena import HUGE_PAGE_BYTES, NotReserved
 from kvd.pools.location import Backing, PoolLocation
@@ -62,7 +62,7 @@ def test_memory_in_files_needs_no_supervisor_and_tells_one_how_it_goes(tmp_path:
         memory_of(config, Systemd(manager.address)).close()
         found = memory_of(config, Systemd())
 
-        assert (found.origin, found.to_store) == (MemoryOrigin.FOUND, {})
+        assert (found.origin, found.keeper.to_store) == (MemoryOrigin.FOUND, {})
         manager.expect("STATUS", "reserving memory: 2 MiB so far")
         found.close()
 

@@ -14,7 +14,7 @@ from kvd.daemon.reactor import Reactor
 from kvd.daemon.transfer_supervisor import TransferSupervisor
 from kvd.observe.bus import Bus
 from kvd.transfer.orders import UNSTAMPED, Alive, Order, Probe, Ready
-from kvd.transfer.transport import OnExit, OnReports, TransportDown
+from kvd.transfer.process import OnExit, OnReports, TransportDown
 from kvd.types import Pages, pack_ids
 from kvd.wire import events
 from kvd.wire.peer import Integrity

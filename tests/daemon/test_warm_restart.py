@@ -15,8 +15,8 @@ import pytest
 from kvd.client import connect_sync as connect
 from kvd.core.inputs import FormerSession
 from kvd.daemon.warm_restart import past_of
-from kvd.journal.engines import Process
-from kvd.journal.reader import DroppedPages, FoundEngine, FoundJournal
+from kvd.journal.engines import EngineRecord, Process
+from kvd.journal.reader import FoundJournal
 from kvd.types import Pages
 from kvd.wire.admin import EventPage, ListEvents
 from kvd.wire.events import Adopted
@@ -210,8 +210,8 @@ def test_a_daemon_whose_transfer_process_was_stopped_is_not_followed_before_it_i
 
 def test_pids_of_another_pid_namespace_prove_nobody_dead():
     session = FormerSession(3, "engine", (70,), ())
-    engine = FoundEngine(session, b"t" * 16, (Process(70, 1234),))
-    found = FoundJournal(2, (), (engine,), Pages(b""), 7, 3, 4711, 0, 0, DroppedPages())
+    engine = EngineRecord(3, b"t" * 16, "engine", (Process(70, 1234),))
+    found = FoundJournal(2, (), (session,), (engine,), Pages(b""), 7, 3, 4711)
 
     (known,) = past_of(found, 4711).engines
     (other,) = past_of(found, 4712).engines

@@ -13,7 +13,7 @@ from kvd.daemon.watchdog import Watchdog
 from kvd.observe.bus import Bus
 from kvd.observe.log import EventLog, Fed, Unfed
 from kvd.transfer.orders import Ready
-from kvd.transfer.transport import TransportDown
+from kvd.transfer.process import TransportDown
 from tests.core.side import settings
 from tests.daemon.manager import Manager
 

@@ -19,9 +19,8 @@ from kvd.core.layout.geometry import PieceRow
 from kvd.core.layout.spec import PoolSpec, fingerprint
 from kvd.core.node import NodeState
 from kvd.errors import Code, Refusal
-from kvd.transfer.frames import BadStream, Frames, order_of, reports_of
 from kvd.transfer.metadata import VERSION, BadMetadata, Metadata, RegionNote, pack, unpack
-from kvd.transfer.orders import Order, Report
+from kvd.transfer.orders import BadStream, Frames, Order, Report, order_of, reports_of
 from kvd.types import NO_TOKENS, Tokens, pack_ids
 from kvd.wire import admin, client, peer
 from kvd.wire.codec import ADMIN_REQUESTS, CLIENT_REQUESTS, PEER_MESSAGES

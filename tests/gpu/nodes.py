@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.transfer.orders import NO_FD, RegionPlan
 from kvd.transfer.process import TransferProcess
-from kvd.transfer.transport import NO_FD, RegionFd
 from tests.transfer.conftest import Memory, Node
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ class Nodes:
         """One whose regions lie on the devices that are named, the others in host memory."""
         host = {one: Memory(one, shape) for one, shape in shapes.items() if one not in devices}
         regions = [
-            RegionFd(one, NO_FD, shape, in_huge_pages=False, device=devices[one])
+            RegionPlan(one, NO_FD, shape, in_huge_pages=False, device=devices[one])
             if one in devices
-            else RegionFd(one, host[one].fd, shape, is_registered=not one.endswith(".saved"))
+            else RegionPlan(one, host[one].fd, shape, is_registered=not one.endswith(".saved"))
             for one, shape in shapes.items()
         ]
         transport = TransferProcess(f"{name}-{id(regions)}", regions, environment=settings)

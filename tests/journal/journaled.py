@@ -93,6 +93,11 @@ def read(
     return reading, reading.found()
 
 
+def n_summed(reading: Reading) -> int:
+    """How many pages were summed."""
+    return int(reading._is_summed.sum())
+
+
 def places_in(found: FoundJournal, page_size: int = PAGE_SIZE) -> dict[int, Place]:
     """Each page of the branches, and what it is said to hold."""
     paths: list[tuple[int, ...]] = []

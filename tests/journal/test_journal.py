@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from kvd.core.inputs import Branch, FormerLease, FormerSession
-from kvd.journal.engines import Process
+from kvd.journal.engines import EngineRecord, Process
 from kvd.journal.identity import IdentityFlaw
 from kvd.journal.layout import make_journal, open_journal
 from kvd.journal.namespaces import NamespaceSlots
-from kvd.journal.reader import DroppedPages, FoundEngine, VerifyDepth
+from kvd.journal.reader import VerifyDepth
 from kvd.journal.writer import JournalWriter
 from kvd.types import NO_TOKENS, Pages, pack_ids, page_ids
 from tests.journal.journaled import (
@@ -24,6 +24,7 @@ from tests.journal.journaled import (
     held,
     identity,
     made,
+    n_summed,
     packed_sums,
     places_in,
     prove,
@@ -49,7 +50,6 @@ def test_what_was_cached_and_proven_is_found_again(n_pages):
 
     assert found.branches == (Branch(-1, "lora", tokens_of(path), Pages(pack_ids(pages))),)
     assert found.unproven == b""
-    assert found.dropped == DroppedPages()
     assert found.generation == 2
 
 
@@ -64,7 +64,6 @@ def test_what_was_not_summed_is_not_kept_and_not_free():
 
     assert found.branches == (Branch(-1, "", tokens_of(LONG[:4]), Pages(pack_ids([1]))),)
     assert page_ids(found.unproven) == [2]
-    assert found.dropped == DroppedPages(unsummed_pages=1)
 
 
 def test_sums_of_a_page_that_was_freed_meanwhile_prove_nothing():
@@ -116,12 +115,12 @@ def test_places_of_processes_that_left_are_used_again():
     ours = identity()
     buffer, journal = made(ours)
     writer = JournalWriter(journal)
-    writer.session_opened(3, b"t" * 16, "vllm-0", Process(1000, 1))
+    writer.engines.session_opened(3, b"t" * 16, "vllm-0", Process(1000, 1))
     for pid in range(1001, 1040):  # each joins, and leaves when the next one is there
-        writer.session_joined(3, Process(pid, 7))
-        writer.session_joined(3, Process(pid, 7))
-        writer.process_left(3, pid - 1 if pid > 1001 else 0)
-    writer.process_left(3, 5)
+        writer.engines.session_joined(3, Process(pid, 7))
+        writer.engines.session_joined(3, Process(pid, 7))
+        writer.engines.process_left(3, pid - 1 if pid > 1001 else 0)
+    writer.engines.process_left(3, 5)
 
     _, found = read(buffer, ours)
 
@@ -133,9 +132,9 @@ def test_an_engine_of_more_processes_than_there_are_places_is_never_found_dead()
     ours = identity()
     buffer, journal = made(ours)
     writer = JournalWriter(journal)
-    writer.session_opened(3, b"t" * 16, "vllm-0", Process(1000, 1))
+    writer.engines.session_opened(3, b"t" * 16, "vllm-0", Process(1000, 1))
     for pid in range(1001, 1017):
-        writer.session_joined(3, Process(pid, 7))
+        writer.engines.session_joined(3, Process(pid, 7))
 
     _, found = read(buffer, ours)
 
@@ -157,7 +156,6 @@ def test_a_child_does_not_follow_a_page_that_was_cached_anew():
     _, found = read(buffer, ours)
 
     assert places_in(found) == {1: Place("", (9, 9, 9, 9))}
-    assert found.dropped == DroppedPages(cut_off_pages=1)
     assert page_ids(found.unproven) == [2]
 
 
@@ -165,8 +163,8 @@ def test_an_engine_comes_back_with_its_leases():
     ours = identity()
     buffer, journal = made(ours)
     writer = JournalWriter(journal)
-    writer.session_opened(3, b"t" * 16, "vllm-0", Process(70, 1234))
-    writer.session_joined(3, Process(72, 1250))
+    writer.engines.session_opened(3, b"t" * 16, "vllm-0", Process(70, 1234))
+    writer.engines.session_joined(3, Process(72, 1250))
     writer.held(held(40, [1, 2, 3], session=3))
     writer.cached(cached([1, 2], LONG[:8], lease=40))
     prove(writer, [1, 2], {})
@@ -181,12 +179,9 @@ def test_an_engine_comes_back_with_its_leases():
         FormerLease(40, "", tokens_of(LONG[:8]), Pages(pack_ids([3]))),
         FormerLease(41, "", tokens_of(LONG[:4]), Pages(pack_ids([8]))),
     )
+    assert found.sessions == (FormerSession(3, "vllm-0", (70, 72), leases),)
     assert found.engines == (
-        FoundEngine(
-            FormerSession(3, "vllm-0", (70, 72), leases),
-            b"t" * 16,
-            (Process(70, 1234), Process(72, 1250)),
-        ),
+        EngineRecord(3, b"t" * 16, "vllm-0", (Process(70, 1234), Process(72, 1250))),
     )
     assert (found.last_lease, found.last_session) == (42, 3)
     assert found.unproven == b""
@@ -196,14 +191,14 @@ def test_a_lease_keeps_the_proven_part_of_its_path():
     ours = identity()
     buffer, journal = made(ours)
     writer = JournalWriter(journal)
-    writer.session_opened(1, b"t" * 16, "e", Process(70, 1))
+    writer.engines.session_opened(1, b"t" * 16, "e", Process(70, 1))
     writer.held(held(1, [1, 2, 3]))
     writer.cached(cached([1, 2, 3], LONG[:12], lease=1))
     prove(writer, [1], {})
 
     _, found = read(buffer, ours)
 
-    assert found.engines[0].session.leases == (FormerLease(1, "", tokens_of(LONG[:4]), Pages(b"")),)
+    assert found.sessions[0].leases == (FormerLease(1, "", tokens_of(LONG[:4]), Pages(b"")),)
     assert page_ids(found.unproven) == [2, 3]
 
 
@@ -216,14 +211,13 @@ def test_pages_of_a_lease_whose_engine_is_not_known_are_not_free():
 
     assert found.engines == ()
     assert page_ids(found.unproven) == [1, 2]
-    assert found.dropped == DroppedPages(orphaned_leases=1)
 
 
 def test_what_is_carried_on_is_read_again_the_same():
     ours = identity()
     buffer, journal = made(ours)
     writer = JournalWriter(journal)
-    writer.session_opened(1, b"t" * 16, "e", Process(70, 1))
+    writer.engines.session_opened(1, b"t" * 16, "e", Process(70, 1))
     writer.held(held(1, [1, 2, 3]))
     writer.cached(cached([1, 2], LONG[:8], lease=1))
     prove(writer, [1], {})
@@ -232,7 +226,7 @@ def test_what_is_carried_on_is_read_again_the_same():
 
     _, after = read(buffer, ours)
 
-    assert after == msgspec.structs.replace(before, generation=3, dropped=DroppedPages())
+    assert after == msgspec.structs.replace(before, generation=3)
 
 
 def test_a_page_that_was_not_kept_is_never_adopted_later():
@@ -270,7 +264,6 @@ def test_a_bad_page_goes_with_all_that_follow_it(bad):
 
     assert list(places_in(found)) == pages[:bad]
     assert page_ids(found.unproven) == pages[bad:]
-    assert found.dropped == DroppedPages(bad_sum_pages=1, cut_off_pages=9 - bad)
 
 
 def test_one_bad_page_of_a_sample_has_all_the_others_summed():
@@ -285,13 +278,13 @@ def test_one_bad_page_of_a_sample_has_all_the_others_summed():
     contents[50] = Place("", (1, 1, 1, 1))
     prove(writer, [*pages, 50], contents)
 
-    _, whole = read(buffer, ours, VerifyDepth.SAMPLED, contents)
+    first, whole = read(buffer, ours, VerifyDepth.SAMPLED, contents)
     contents[50] = Place("overwritten", ())
-    _, found = read(buffer, ours, VerifyDepth.SAMPLED, contents)
+    second, found = read(buffer, ours, VerifyDepth.SAMPLED, contents)
 
-    assert whole.summed_pages < 20
-    assert whole.kept_pages == 41
-    assert found.summed_pages == 41
+    assert n_summed(first) < 20
+    assert len(places_in(whole)) == 41
+    assert n_summed(second) == 41
     assert list(places_in(found)) == pages
 
 
@@ -302,7 +295,7 @@ def test_nothing_is_summed_where_nobody_wants_it():
     writer.cached(cached([1], LONG[:4]))
     prove(writer, [1], {})
 
-    assert read(buffer, ours, VerifyDepth.NONE)[1].summed_pages == 0
+    assert n_summed(read(buffer, ours, VerifyDepth.NONE)[0]) == 0
 
 
 @pytest.mark.parametrize(
@@ -351,7 +344,7 @@ def test_a_journal_that_is_made_anew_is_empty():
     ours = identity()
     buffer, journal = made(ours)
     writer = JournalWriter(journal)
-    writer.session_opened(1, b"t" * 16, "e", Process(70, 1))
+    writer.engines.session_opened(1, b"t" * 16, "e", Process(70, 1))
     writer.held(held(1, [2, 3]))
     writer.cached(cached([2], LONG[:4], lease=1))
     prove(writer, [2], {})
@@ -359,7 +352,7 @@ def test_a_journal_that_is_made_anew_is_empty():
 
     _, found = read(buffer, ours)
 
-    assert (found.branches, found.engines, found.unproven) == ((), (), b"")
+    assert (found.branches, found.sessions, found.engines, found.unproven) == ((), (), (), b"")
     assert (found.generation, found.last_lease, found.last_session) == (1, 0, 0)
 
 
@@ -376,7 +369,7 @@ def test_a_name_that_finds_no_slot_costs_its_pages_their_next_life():
 
     _, found = read(buffer, ours)
 
-    assert found.kept_pages == 64
+    assert len(places_in(found)) == 64
     assert page_ids(found.unproven) == [65, 70]
 
 
@@ -408,19 +401,18 @@ def test_a_page_is_not_kept_under_another_name():
     _, found = read(buffer, ours)
 
     assert found.branches == ()
-    assert found.dropped == DroppedPages(damaged_pages=1)
 
 
 def test_a_lease_that_finds_no_slot_keeps_its_own_pages():
     ours = identity()
     buffer, journal = made(ours)
     writer = JournalWriter(journal)
-    writer.session_opened(1, b"t" * 16, "e", Process(70, 1))
+    writer.engines.session_opened(1, b"t" * 16, "e", Process(70, 1))
     for lease in range(1, 65_536):
         writer.held(held(lease, []))
     writer.held(held(70_000, [5]))
 
-    assert writer.n_unkept_leases == 1
+    assert writer.claims.n_unkept == 1
     writer.ended(ended(1))
     assert page_ids(read(buffer, ours)[1].unproven) == [5]
 
@@ -429,12 +421,13 @@ def test_a_lease_of_before_has_no_path_where_nothing_is_cached():
     ours = identity()
     buffer, journal = made(ours)
     writer = JournalWriter(journal)
-    writer.session_opened(1, b"t" * 16, "e", Process(0, 0))
+    writer.engines.session_opened(1, b"t" * 16, "e", Process(0, 0))
     writer.held(held(1, [5]))
 
-    (engine,) = read(buffer, ours)[1].engines
+    _, found = read(buffer, ours)
 
-    assert engine.session.leases == (FormerLease(1, "", NO_TOKENS, Pages(pack_ids([5]))),)
+    (session,), (engine,) = found.sessions, found.engines
+    assert session.leases == (FormerLease(1, "", NO_TOKENS, Pages(pack_ids([5]))),)
     assert engine.processes == (Process(0, 0),)
     assert packed_sums(Pages(b""), {}) == b""
 

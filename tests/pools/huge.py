@@ -18,9 +18,8 @@ from kvd.pools.arena import NotReserved
 from kvd.pools.location import Backing, PoolLocation
 from kvd.pools.memory import open_memory
 from kvd.pools.mounts import free_huge_bytes
-from kvd.transfer.map_lifetime import keep_map
-from kvd.transfer.mapping import map_region
-from kvd.transfer.transport import RegionFd
+from kvd.transfer.mapping import keep_map, map_region
+from kvd.transfer.orders import RegionPlan
 from tests.pools.keeping import JOURNAL_BYTES, KV, LARGER, content, opened, spec, written
 
 PLACE = PoolLocation(Backing.HUGETLBFS, None, "/run/kvd")
@@ -47,7 +46,7 @@ def life() -> dict[str, object]:
 def lock() -> bool:
     """Whether the transfer process's mapping of the lock holds it when the daemon has gone."""
     with opened(PLACE) as memory:
-        (descriptor,) = memory.keep_open
+        (descriptor,) = memory.keeper.keep_open
         name = os.readlink(f"/proc/self/fd/{descriptor}")
         keep_map(descriptor)
     again = os.open(name, os.O_RDWR)
@@ -63,7 +62,7 @@ def mappings() -> dict[str, object]:
     with opened(PLACE) as memory:
         place = memory.placed[0]
         shape = geometry(KV, pages=10, order=PageOrder.PAGE_FIRST)
-        note = map_region(RegionFd("kv", place.arena.fd, shape).plan())
+        note = map_region(RegionPlan("kv", place.arena.fd, shape))
         engines, neighbours = [], []
         for _ in range(4):  # the kernel gives addresses downwards: each just above the next
             neighbours.append(mmap.mmap(-1, HUGE))

@@ -22,8 +22,9 @@ from kvd.core.layout.spec import (
     Raw,
 )
 from kvd.pools.arena import HUGE_PAGE_BYTES, NotReserved
-from kvd.pools.build import OnDevice, build_pool, device_bytes, pool_memory, reserved_bytes
+from kvd.pools.build import device_bytes, pool_memory, reserved_bytes
 from kvd.wire.memory import ComponentMemory, PoolMemory, TensorPlace
+from tests.support.pools import build_pool
 
 KV = Component("kv", 2, Mha(2, 8, 4, "bfloat16"), 4)
 INDEX = Component("index", 1, Raw(64), 4)
@@ -61,11 +62,11 @@ def test_what_lies_on_a_device_takes_nothing_of_the_host_but_what_is_saved_of_it
 
     placed = build_pool(pool)
 
-    assert [one.arena for one in placed[1:2]] == [OnDevice(3)]
+    assert [(one.device, one.arena) for one in placed[1:2]] == [(3, None)]
     assert [one.name for one in placed] == ["kv", "far", "far.saved"]
     assert list(reserved_bytes(pool)) == ["kv", "far.saved"]
     assert device_bytes(pool) == {3: HUGE_PAGE_BYTES}
-    for one in placed:
+    for one in (placed[0], placed[2]):
         one.arena.close()
 
 
@@ -75,9 +76,9 @@ def test_each_shard_lies_on_a_device_of_its_own() -> None:
 
     placed = build_pool(msgspec.structs.replace(spec(far), held=held))
 
-    assert [(one.name, one.arena) for one in placed] == [
-        ("far", OnDevice(2)),
-        ("far#1", OnDevice(3)),
+    assert [(one.name, one.device, one.arena) for one in placed] == [
+        ("far", 2, None),
+        ("far#1", 3, None),
     ]
 
 

@@ -358,7 +358,7 @@ def test_the_pool_is_in_use_until_the_last_copy_of_the_lock_goes(
     """The transfer process holds one: its peers write into the pages until it has ended."""
     monkeypatch.setattr(memory_of_pools, "WAIT_S", 0.0)
     with opened(at(directory)) as memory:
-        (lock,) = memory.keep_open
+        (lock,) = memory.keeper.keep_open
         copy = os.dup(lock)
 
     with pytest.raises(NotReserved, match="in use by a daemon"):
@@ -386,7 +386,7 @@ def test_a_lock_that_was_removed_before_it_was_taken_is_no_lock(directory: Path)
         memory = open_memory(spec(), at(directory), JOURNAL_BYTES)
     finally:
         sys.settrace(before)
-    (lock,) = memory.keep_open
+    (lock,) = memory.keeper.keep_open
 
     assert os.fstat(lock).st_ino == os.stat(directory / LOCK_NAME).st_ino
     assert [os.fstat(lock).st_ino] != removed
@@ -415,7 +415,7 @@ def test_directories_are_named_after_the_user_and_the_runtime_directory() -> Non
 
 def held(memory: DaemonMemory) -> dict[str, int]:
     """What systemd gives the next one: copies of what it was given."""
-    return {name: os.dup(fd) for name, fd in memory.to_store.items()}
+    return {name: os.dup(fd) for name, fd in memory.keeper.to_store.items()}
 
 
 def test_what_systemd_held_is_found_and_nothing_is_stored_again() -> None:
@@ -424,8 +424,8 @@ def test_what_systemd_held_is_found_and_nothing_is_stored_again() -> None:
             MemoryOrigin.MADE,
             "made in systemd's store of descriptors: there was none",
         )
-        assert list(memory.to_store) == ["kvd.kv", "kvd.journal"]
-        for fd in memory.to_store.values():
+        assert list(memory.keeper.to_store) == ["kvd.kv", "kvd.journal"]
+        for fd in memory.keeper.to_store.values():
             assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) == SEALS
         written(memory.placed[0].arena, b"pages")
         given = held(memory)
@@ -436,7 +436,11 @@ def test_what_systemd_held_is_found_and_nothing_is_stored_again() -> None:
             "found in systemd's store of descriptors",
         )
         assert content(memory.placed[0].arena, 5) == (b"pages", b"pages")
-        assert (memory.to_store, memory.stale, memory.keep_open) == ({}, (), ())
+        assert (memory.keeper.to_store, memory.keeper.stale, memory.keeper.keep_open) == (
+            {},
+            (),
+            (),
+        )
 
 
 def test_half_of_what_was_held_is_let_go_and_all_of_it_made() -> None:
@@ -447,7 +451,10 @@ def test_half_of_what_was_held_is_let_go_and_all_of_it_made() -> None:
 
     with opened(STORE, given=given) as memory:
         assert memory.reason == ("made in systemd's store of descriptors: kvd.journal is missing")
-        assert (list(memory.to_store), memory.stale) == (["kvd.kv", "kvd.journal"], ("kvd.kv",))
+        assert (list(memory.keeper.to_store), memory.keeper.stale) == (
+            ["kvd.kv", "kvd.journal"],
+            ("kvd.kv",),
+        )
 
 
 def test_a_descriptor_that_anybody_could_have_made_is_no_pool() -> None:
@@ -461,7 +468,7 @@ def test_a_descriptor_that_anybody_could_have_made_is_no_pool() -> None:
         assert memory.reason == (
             "made in systemd's store of descriptors: kvd.kv is not sealed as kvd seals it"
         )
-        assert set(memory.stale) == {"kvd.kv", "kvd.journal"}
+        assert set(memory.keeper.stale) == {"kvd.kv", "kvd.journal"}
 
 
 def test_what_came_of_another_use_is_left_alone() -> None:
@@ -469,7 +476,7 @@ def test_what_came_of_another_use_is_left_alone() -> None:
     reader, writer = os.pipe()
 
     with opened(STORE, given={"kvd.socket": reader, "other": writer}) as memory:
-        assert memory.stale == ()
+        assert memory.keeper.stale == ()
 
     os.close(reader)
     os.close(writer)
@@ -477,12 +484,12 @@ def test_what_came_of_another_use_is_left_alone() -> None:
 
 def test_renewed_memory_of_the_store_is_to_take_the_place_of_the_old() -> None:
     with opened(STORE, given={}) as memory:
-        first = {os.fstat(fd).st_ino for fd in memory.to_store.values()}
+        first = {os.fstat(fd).st_ino for fd in memory.keeper.to_store.values()}
 
         memory.renew("its journal has another layout")
 
-        assert memory.stale == ("kvd.kv", "kvd.journal")
-        assert first.isdisjoint({os.fstat(fd).st_ino for fd in memory.to_store.values()})
+        assert memory.keeper.stale == ("kvd.kv", "kvd.journal")
+        assert first.isdisjoint({os.fstat(fd).st_ino for fd in memory.keeper.to_store.values()})
 
 
 def test_without_systemd_there_is_no_store() -> None:
@@ -501,7 +508,11 @@ def test_anonymous_memory_is_always_made_and_has_no_journal() -> None:
             "made as anonymous memory: there was none",
             None,
         )
-        assert (memory.keep_open, memory.to_store, memory.stale) == ((), {}, ())
+        assert (memory.keeper.keep_open, memory.keeper.to_store, memory.keeper.stale) == (
+            (),
+            {},
+            (),
+        )
 
 
 def test_nothing_stays_taken_when_not_all_can_be(directory: Path) -> None:

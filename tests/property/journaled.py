@@ -65,11 +65,11 @@ class JournaledPool(Pool):
     def joined(self, session: int, engine: Engine) -> None:
         process = Process(engine.pid, TICKS)
         token = session.to_bytes(16, "little")
-        self.writer.session_opened(session, token, engine.name, process)
+        self.writer.engines.session_opened(session, token, engine.name, process)
 
     @override
     def left(self, session: int) -> None:
-        self.writer.session_ended(session)
+        self.writer.engines.session_ended(session)
 
     @override
     def adopted(self, proven: set[int]) -> PoolAdopted:
@@ -83,7 +83,7 @@ class JournaledPool(Pool):
         found = reading.found()
         self.writer = reading.carry_on()
         self.unsummed = []
-        sessions = tuple(one.session for one in found.engines)
+        sessions = found.sessions
         value = PoolAdopted(
             self.now_s, found.generation, found.branches, sessions, found.unproven, found.last_lease
         )

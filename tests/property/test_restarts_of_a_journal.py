@@ -65,7 +65,9 @@ class JournaledPool(Pool):
         self.known.add(session)
         token = b"%16d" % session
         engine = self.engines[session]
-        self.noted.writer.session_opened(session, token, engine.name, Process(engine.pid, 7))
+        self.noted.writer.engines.session_opened(
+            session, token, engine.name, Process(engine.pid, 7)
+        )
 
     def sums(self, pages: Pages, good: set[int]) -> bytes:
         """Of what is in the pages; of those that are not ``good``, of something else."""
@@ -75,7 +77,7 @@ class JournaledPool(Pool):
     def adopted(self, proven: set[int]) -> PoolAdopted:
         """By the journal; what the dict says must be the same."""
         for session in self.known - self.engines.keys():
-            self.noted.writer.session_ended(session)
+            self.noted.writer.engines.session_ended(session)
         self.known &= self.engines.keys()
         cached = set(self.noted.cached)
         unsummed = {page for page in cached - proven if self.rng.random() < 0.5}
@@ -89,7 +91,7 @@ class JournaledPool(Pool):
         wanted = super().adopted(proven)
 
         assert places_in(found, PAGE) == _places(wanted)
-        sessions = tuple(engine.session for engine in found.engines)
+        sessions = found.sessions
         assert _leases(sessions) == _leases(wanted.sessions)
         assert _held(sessions) == _held(wanted.sessions)
         assert set(page_ids(wanted.unproven)) <= set(page_ids(found.unproven))

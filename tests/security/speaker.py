@@ -9,8 +9,7 @@ import time
 from kvd import curve
 from kvd.zmtp import frames
 from kvd.zmtp.curve import CurveClient, KeyRing
-from kvd.zmtp.mechanism import DEALER
-from kvd.zmtp.null import Null
+from kvd.zmtp.mechanism import DEALER, Null
 from kvd.zmtp.protocol import Protocol, ProtocolState
 
 WITHIN_S = 5.0

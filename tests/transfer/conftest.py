@@ -25,8 +25,8 @@ from kvd.core.inputs import (
     Unposted,
 )
 from kvd.core.layout.geometry import Geometry, PieceRow
+from kvd.transfer.orders import RegionPlan
 from kvd.transfer.process import TransferProcess
-from kvd.transfer.transport import RegionFd
 from kvd.types import Pages, pack_ids
 from tests.transfer.loopback import Loopback
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from kvd.transfer.orders import Ready, Report
-    from kvd.transfer.transport import Transport
 
 DEADLINE_S = 20.0
 HUGE = 2 * 2**20
@@ -97,7 +96,9 @@ class Memory:
 class Node:
     """A transport, its regions, and everything it has reported."""
 
-    def __init__(self, name: str, transport: Transport, memories: dict[str, Memory]) -> None:
+    def __init__(
+        self, name: str, transport: TransferProcess | Loopback, memories: dict[str, Memory]
+    ) -> None:
         self.name = name
         self.transport = transport
         self.memories = memories
@@ -219,7 +220,7 @@ class Rig:
         for seed, memory in enumerate(memories.values()):
             memory.paint(self.made * 10 + seed)
         regions = [
-            RegionFd(
+            RegionPlan(
                 name, memory.fd, memory.shape, is_registered=not name.endswith((".saved", "buffer"))
             )
             for name, memory in memories.items()

@@ -1,6 +1,6 @@
 """A transport inside one process, for unit tests only: regions are mappings, posts are copies.
 
-It keeps the contract of ``kvd.transfer.transport`` and the order of reports of the real one: posts
+It keeps the contract of ``kvd.transfer.process`` and the order of reports of the real one: posts
 take turns, one handle per turn of the loop, copies one slice, and reports come by ``call_soon``. A
 test can hold posts, or kill a transport.
 """
@@ -44,15 +44,15 @@ from kvd.transfer.orders import (
     Summed,
 )
 from kvd.transfer.plans import direct, found
-from kvd.transfer.sums import post_job, sum_job, verdict, verify_job
-from kvd.transfer.transport import TransportDown
+from kvd.transfer.process import TransportDown
+from kvd.transfer.sums import post_job, sum_job, verify_job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvd.transfer.descriptors import Writes
-    from kvd.transfer.orders import Order, Report
-    from kvd.transfer.transport import OnExit, OnReports, RegionFd
+    from kvd.transfer.orders import Order, RegionPlan, Report
+    from kvd.transfer.process import OnExit, OnReports
 
 _alive: dict[str, Loopback] = {}
 
@@ -71,7 +71,7 @@ class _Copy:
 class Loopback:
     """One life of a transport that copies between mappings of this process."""
 
-    def __init__(self, name: str, regions: Sequence[RegionFd]) -> None:
+    def __init__(self, name: str, regions: Sequence[RegionPlan]) -> None:
         self._name = name
         self._regions = tuple(regions)
         self._registered: dict[str, Area] = {}
@@ -153,7 +153,7 @@ class Loopback:
         self._copies.clear()
         self._slices.jobs.clear()
 
-    def _map(self, region: RegionFd) -> None:
+    def _map(self, region: RegionPlan) -> None:
         shape = region.geometry
         mapped = mmap.mmap(region.fd, 0)
         needed = extent_bytes(shape.pages, shape.rows)
@@ -164,7 +164,7 @@ class Loopback:
             )
             raise TransportDown(msg)
         memory = np.frombuffer(mapped, np.uint8)
-        area = Area(noted(region.plan(), memory.ctypes.data, len(mapped)), memory)
+        area = Area(noted(region, memory.ctypes.data, len(mapped)), memory)
         self._areas[region.name] = area
         if region.is_registered:
             self._registered[region.name] = area
@@ -290,7 +290,7 @@ class Loopback:
             self._say(found)
         else:
             found.sum_slice(0, found.ids.size)
-            self._say(verdict(found))
+            self._say(found.report())
 
     def _sum(self, order: Sum) -> None:
         found = sum_job(order, self._areas)

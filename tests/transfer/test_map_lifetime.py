@@ -6,19 +6,19 @@ import os
 import subprocess
 import sys
 
-from kvd.transfer import map_lifetime
+from kvd.transfer import mapping
 
 _KEEPER = """
 import os, sys
-from kvd.transfer import map_lifetime
-map_lifetime.keep_map(int(sys.argv[1]))
+from kvd.transfer import mapping
+mapping.keep_map(int(sys.argv[1]))
 print(flush=True)
 sys.stdin.read()
 """
 
 
 def test_witness_is_gone_only_after_its_keeper():
-    descriptor = map_lifetime.create_witness()
+    descriptor = mapping.create_witness()
     keeper = subprocess.Popen(
         [sys.executable, "-c", _KEEPER, str(descriptor)],
         pass_fds=(descriptor,),
@@ -27,9 +27,9 @@ def test_witness_is_gone_only_after_its_keeper():
     )
     keeper.stdout.readline()
 
-    assert not map_lifetime.is_map_gone(descriptor)
+    assert not mapping.is_map_gone(descriptor)
     keeper.communicate()
-    assert map_lifetime.is_map_gone(descriptor)
-    assert map_lifetime.is_map_gone(descriptor)
+    assert mapping.is_map_gone(descriptor)
+    assert mapping.is_map_gone(descriptor)
 
     os.close(descriptor)

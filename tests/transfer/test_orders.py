@@ -8,13 +8,23 @@ from hypothesis import strategies as st
 
 from kvd.core.effects import Copy, Doubt, DropAgent, Exempt, Forget, LoadAgent, Post, Quiesce
 from kvd.core.inputs import AgentLoaded, PostDone, PostFailed, Unposted, WritePath
-from kvd.core.layout.geometry import PieceRow
-from kvd.transfer.frames import BadStream, Frames, frame_of, order_of, reports_of
-from kvd.transfer.orders import UNSTAMPED, BeginTransfer, RegionPlan
+from kvd.core.layout.geometry import Geometry, PieceRow
+from kvd.transfer.orders import (
+    UNSTAMPED,
+    BadStream,
+    BeginTransfer,
+    Frames,
+    RegionPlan,
+    frame_of,
+    order_of,
+    reports_of,
+)
 from kvd.types import Pages, pack_ids
 
 ORDERS = [
-    BeginTransfer("n-1", (5,), (RegionPlan("kv", 6, 3, 4096, (PieceRow(0, 4096, 4096),)),)),
+    BeginTransfer(
+        "n-1", (5,), (RegionPlan("kv", 6, Geometry(3, 4096, (PieceRow(0, 4096, 4096),), ())),)
+    ),
     LoadAgent("peer", 2, b"\0\xff"),
     Post(9, "peer", 2, "kv", Pages(pack_ids([1, 2])), Pages(pack_ids([3, 4]))),
     Post(10, "peer", 2, "kv", Pages(b""), Pages(b""), after=bytes(range(64))),

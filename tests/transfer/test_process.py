@@ -32,9 +32,8 @@ from kvd.core.inputs import (
 from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.core.layout.seal import Seal
 from kvd.transfer.metadata import pack, unpack
-from kvd.transfer.orders import Alive, Collapsed, Probe
-from kvd.transfer.process import TransferProcess
-from kvd.transfer.transport import RegionFd, TransportDown
+from kvd.transfer.orders import Alive, Collapsed, Probe, RegionPlan
+from kvd.transfer.process import TransferProcess, TransportDown
 from kvd.types import Pages, pack_ids
 from kvd.wire.peer import Integrity
 
@@ -204,7 +203,7 @@ async def test_a_region_larger_than_its_file_stops_the_start():
     row = PieceRow(0, 4096, 4096)
     fd = os.memfd_create("short")
     os.ftruncate(fd, 8192)
-    region = RegionFd("kv", fd, Geometry(3, 4096, (row,), ()))
+    region = RegionPlan("kv", fd, Geometry(3, 4096, (row,), ()))
     process = TransferProcess("short-1", [region], environment={})
 
     with pytest.raises(TransportDown, match="3 pages ending at byte 12288, its file has 8192"):

@@ -14,7 +14,7 @@ import pytest
 from kvd.core.layout.geometry import PieceRow
 from kvd.core.layout.shards import PageWindow, Piece, Pieced, Shard, Straight, lanes, tp_shards
 from kvd.core.layout.spec import Mha, PageOrder
-from kvd.transfer.copies import Area, Mapped
+from kvd.transfer.copies import Area, Reach
 from kvd.transfer.descriptors import packed_writes
 from kvd.transfer.metadata import MemoryKind, MemorySite, RegionNote
 from kvd.transfer.plans import direct, found, plan
@@ -135,7 +135,7 @@ def test_pages_larger_than_a_slot_are_packed_some_layers_at_a_time(ours, orders)
     ]
 
 
-class Afar(Mapped):
+class Afar(Reach):
     is_direct = False
 
 

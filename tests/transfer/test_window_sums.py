@@ -19,7 +19,7 @@ from kvd.core.layout.shards import PageWindow, Piece, Pieced, Straight, lanes
 from kvd.core.layout.spec import PageOrder
 from kvd.transfer.copies import Area
 from kvd.transfer.orders import UNSTAMPED
-from kvd.transfer.sums import post_job, verdict, verify_job
+from kvd.transfer.sums import post_job, verify_job
 from kvd.wire.peer import Integrity
 from tests.transfer.layouts import ids
 from tests.transfer.sharded import CASES, ONTO, PAGES, delivered, post, sides
@@ -47,7 +47,7 @@ def verified(there, lane, sums, seal=FULL):
     if isinstance(job, Verified):
         return job
     job.sum_slice(0, job.ids.size)
-    return verdict(job)
+    return job.report()
 
 
 def modelled(there, lane):

@@ -16,7 +16,7 @@ from kvd.zmtp import frames
 from kvd.zmtp.bounds import BOUNDS
 from kvd.zmtp.listener import BACKLOG, Listener, ListenerOwner
 from kvd.zmtp.mechanism import own_properties
-from kvd.zmtp.write_batch import WriteBatch
+from kvd.zmtp.turns import WriteBatch
 
 if TYPE_CHECKING:
     from kvd.zmtp.events import ConnectionClosed

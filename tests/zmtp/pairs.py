@@ -6,8 +6,7 @@ from nacl import bindings
 
 from kvd.zmtp.curve import CurveClient, CurveServer, KeyRing
 from kvd.zmtp.events import ConnectionClosed, HandshakeDone
-from kvd.zmtp.mechanism import DEALER
-from kvd.zmtp.null import Null
+from kvd.zmtp.mechanism import DEALER, Null
 from kvd.zmtp.protocol import Protocol, ProtocolState
 
 LIMIT = 10_000

@@ -16,9 +16,8 @@ from kvd.types import Sent
 from kvd.zmtp.curve import CurveClient, KeyRing
 from kvd.zmtp.dialer import Dialer
 from kvd.zmtp.events import ConnectionFault
-from kvd.zmtp.mechanism import DEALER
-from kvd.zmtp.null import Null
-from kvd.zmtp.write_batch import WriteBatch
+from kvd.zmtp.mechanism import DEALER, Null
+from kvd.zmtp.turns import WriteBatch
 from tests.zmtp.inn import WITHIN_S, Inn, in_thread, on_uvloop, until
 
 SEED = 1515

@@ -30,7 +30,7 @@ async def test_whoever_says_nothing_is_hung_up_on_when_its_time_is_up():
     assert await silent.is_hung_up_on()
     assert await halfway.is_hung_up_on()
     await until(lambda: inn.host.turned_away == [ConnectionFault.TOO_SLOW] * 2)
-    assert len(inn.listener) == 0
+    assert len(inn.listener._connections) == 0
 
 
 @on_uvloop
@@ -41,7 +41,7 @@ async def test_a_long_frame_before_the_handshake_costs_no_memory():
 
     assert await raw.is_hung_up_on()
     await until(lambda: inn.host.turned_away == [ConnectionFault.TOO_LARGE])
-    assert inn.listener.weight == 0
+    assert inn.listener._weight == 0
 
 
 @on_uvloop
@@ -52,7 +52,7 @@ async def test_the_oldest_handshake_makes_place_for_the_next():
 
     await inn.guest()
     assert await silent[0].is_hung_up_on()
-    assert len(inn.listener) <= 11
+    assert len(inn.listener._connections) <= 11
 
 
 @on_uvloop
@@ -142,10 +142,10 @@ async def test_whoever_makes_us_keep_most_goes_when_it_is_too_much_for_all():
     await until(lambda: inn.host.went)
 
     assert set(inn.host.went) == {ConnectionFault.TOO_HEAVY}
-    assert inn.listener.weight <= 400_000
-    assert inn.listener.weight == sum(one.weight for one in inn.host.here)
+    assert inn.listener._weight <= 400_000
+    assert inn.listener._weight == sum(one.weight for one in inn.host.here)
     await inn.listener.close()
-    assert inn.listener.weight == 0
+    assert inn.listener._weight == 0
 
 
 @on_uvloop
@@ -154,13 +154,13 @@ async def test_what_is_kept_is_given_back_when_it_is_whole_or_over():
     guests = [await inn.guest() for _ in range(5)]
     for guest in guests:
         await guest.say(frames.header(5_000, MORE) + bytes(4_000))
-    await until(lambda: inn.listener.weight == 5 * 4_009)
+    await until(lambda: inn.listener._weight == 5 * 4_009)
     for guest in guests[:3]:
         await guest.say(bytes(1_000) + b"\0\0")
     for guest in guests[3:]:
         guest.close()
 
-    await until(lambda: inn.listener.weight == 0)
+    await until(lambda: inn.listener._weight == 0)
     assert [len(b"".join(one)) for one in inn.host.got] == [5_000] * 3
 
 
@@ -179,12 +179,12 @@ async def test_whoever_reads_nothing_is_full_and_is_not_hung_up_on():
             await asyncio.sleep(0)
     assert sent is Sent.FULL
     assert taken >= 50
-    assert inn.listener.weight >= 1_000_000, "what the kernel has not taken"
+    assert inn.listener._weight >= 1_000_000, "what the kernel has not taken"
 
     heard = 0
     while heard < taken * 100_009:
         heard += len(await guest.hears())
-    await until(lambda: inn.listener.weight == 0)
+    await until(lambda: inn.listener._weight == 0)
     assert connection.send([b"again"]) is Sent.TAKEN
 
 

@@ -10,8 +10,7 @@ from kvd.zmtp import frames
 from kvd.zmtp.bounds import COMMAND_BYTES, HANDSHAKE_BYTES, MAX_FRAMES, PIECE_BYTES
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault, HandshakeDone
 from kvd.zmtp.frames import COMMAND, LONG, MORE
-from kvd.zmtp.mechanism import DEALER, ROUTER, own_properties
-from kvd.zmtp.null import Null
+from kvd.zmtp.mechanism import DEALER, ROUTER, Null, own_properties
 from kvd.zmtp.protocol import ProtocolState
 from tests.zmtp.pairs import LIMIT, MAKERS, null
 

@@ -22,8 +22,8 @@ from kvd.core.effects import LoadAgent, Post
 from kvd.core.inputs import AgentFailed, AgentLoaded, PostDone, PostFailed
 from kvd.core.inputs import WritePath as Route
 from kvd.core.layout.geometry import Geometry, PieceRow
-from kvd.transfer.process import TransferProcess
-from kvd.transfer.transport import RegionFd, TransportDown
+from kvd.transfer.orders import RegionPlan
+from kvd.transfer.process import TransferProcess, TransportDown
 from kvd.types import Pages, pack_ids
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class _End:
 async def _end(name: str, fd: int, environment: Mapping[str, str]) -> AsyncIterator[_End]:
     """A transfer process over one region, for as long as the block lasts."""
     rows = (PieceRow(0, PAGE_BYTES, PAGE_BYTES),)
-    region = RegionFd(
+    region = RegionPlan(
         REGION, fd, Geometry(pages=PAGES, page_bytes=PAGE_BYTES, rows=rows, tensors=())
     )
     process = TransferProcess(f"doctor-{os.getpid()}-{name}", [region], environment=environment)

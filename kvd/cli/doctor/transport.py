@@ -18,7 +18,7 @@ from kvd.cli.doctor.finding import DoctorFinding, Subject, good, poor, wrong
 from kvd.cli.doctor.selftransfer import Measured, measure
 from kvd.core.inputs import WritePath as Route
 from kvd.text import amount, clean
-from kvd.transfer.transport import TransportDown
+from kvd.transfer.process import TransportDown
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import pytest
 
 from kvd.client.attachment import dial, take_answer
 from kvd.core.layout.spec import Component, PageOrder, PoolSpec, Raw
-from kvd.daemon.seqpacket import AddressInUse, listen
+from kvd.daemon.listeners import AddressInUse, listen_at
 from kvd.errors import KvdError
 from kvd.pools.build import pool_memory
 from kvd.wire.attach import Attached
@@ -26,9 +26,9 @@ POOL = pool_memory(PoolSpec("main", "raw", PageOrder.PAGE_FIRST, (KV,), (8,)))
 
 def test_listen_sets_the_mode_and_replaces_a_dead_daemons_file(tmp_path: Path) -> None:
     path = str(tmp_path / "attach.sock")
-    listen(path, mode=0o660, group=None).close()
+    listen_at(path, socket.SOCK_SEQPACKET, mode=0o660, group=None).close()
 
-    second = listen(path, mode=0o640, group=None)
+    second = listen_at(path, socket.SOCK_SEQPACKET, mode=0o640, group=None)
 
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o640
     second.close()
@@ -36,14 +36,14 @@ def test_listen_sets_the_mode_and_replaces_a_dead_daemons_file(tmp_path: Path) -
 
 def test_listen_refuses_a_path_that_is_in_use(tmp_path: Path) -> None:
     path = str(tmp_path / "attach.sock")
-    first = listen(path, mode=0o660, group=None)
+    first = listen_at(path, socket.SOCK_SEQPACKET, mode=0o660, group=None)
     plain = tmp_path / "plain"
     plain.write_text("precious")
 
     with pytest.raises(AddressInUse, match=r"^a process listens on .*/attach.sock: another kvd"):
-        listen(path, mode=0o660, group=None)
+        listen_at(path, socket.SOCK_SEQPACKET, mode=0o660, group=None)
     with pytest.raises(AddressInUse, match="exists and is no socket"):
-        listen(str(plain), mode=0o660, group=None)
+        listen_at(str(plain), socket.SOCK_SEQPACKET, mode=0o660, group=None)
 
     assert plain.read_text() == "precious"
     first.close()
@@ -54,7 +54,7 @@ def test_dial_says_what_to_do_when_there_is_no_daemon(tmp_path: Path) -> None:
     with pytest.raises(KvdError, match=r"^unreachable: no daemon at .*: start it"):
         dial(path)
 
-    listen(path, mode=0o660, group=None).close()
+    listen_at(path, socket.SOCK_SEQPACKET, mode=0o660, group=None).close()
 
     with pytest.raises(KvdError, match=r"^unreachable: nobody listens on .* any more"):
         dial(path)
@@ -62,7 +62,7 @@ def test_dial_says_what_to_do_when_there_is_no_daemon(tmp_path: Path) -> None:
 
 def test_a_client_refuses_memory_smaller_than_described(tmp_path: Path) -> None:
     """The peer's word is checked before anything is mapped, and the descriptors are closed."""
-    listener = listen(str(tmp_path / "s"), mode=0o600, group=None)
+    listener = listen_at(str(tmp_path / "s"), socket.SOCK_SEQPACKET, mode=0o600, group=None)
     sock = dial(str(tmp_path / "s"))
     assert sock is not None
     server, _ = listener.accept()

@@ -1,0 +1,111 @@
+"""What all connections of one loop share: whose turn it is to be read, and when to write.
+
+As long as few have something to be dealt with, each is served when it becomes readable, and nothing
+is spent here. Once they have taken ``turn_s`` since the loop last came round, whoever else becomes
+readable waits in line, unread, and the line is served for ``turn_s`` in each round of the loop:
+timers, other lines and other sockets come between. Whoever stands in line gets a share of a turn
+that is smaller the longer the line is, so that one message waits for one message of each of the
+others, not for their floods.
+
+What is sent while a message is dealt with goes out together when that turn is over, in as few
+system calls as there are connections; what is sent besides, with the next turn of the loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from kvd.zmtp.bounds import TURN_MESSAGES
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from kvd.zmtp.connection import ZmtpConnection
+
+_UNCOUNTED: Final = 8
+"""Served before a round is timed: noticing that it is over costs a callback."""
+
+
+class FairTurns:
+    """One line, and ``turn_s`` for it in each round of the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, turn_s: float) -> None:
+        self._loop = loop
+        self._turn_s = turn_s
+        self._line: deque[ZmtpConnection] = deque()
+        self._pump: asyncio.Handle | None = None
+        self._served = 0
+        self._end_s = 0.0
+
+    def is_open(self) -> bool:
+        """Whether one that has just become readable is served at once."""
+        if self._line:
+            return False
+        self._served += 1
+        if self._served < _UNCOUNTED:
+            return True
+        if self._served == _UNCOUNTED:
+            self._end_s = time.monotonic() + self._turn_s
+            self._loop.call_soon(self._come_round)
+            return True
+        return time.monotonic() < self._end_s
+
+    def _come_round(self) -> None:
+        self._served = 0
+
+    def wait(self, one: ZmtpConnection) -> None:
+        """Put it in line; it reads nothing until it is its turn."""
+        self._line.append(one)
+        if self._pump is None:
+            self._pump = self._loop.call_soon(self._serve)
+
+    def _serve(self) -> None:
+        """One round of the line, or as much of it as there is time for."""
+        self._pump = None
+        line, end_s = self._line, time.monotonic() + self._turn_s
+        share = max(1, TURN_MESSAGES // len(line))
+        try:
+            for _ in range(len(line)):
+                line.popleft().turn(share)
+                if time.monotonic() >= end_s:
+                    break
+        finally:
+            if line and self._pump is None:
+                self._pump = self._loop.call_soon(self._serve)
+
+
+def keep_memory() -> None:
+    """Leave it to the allocator what is given back."""
+
+
+class WriteBatch:
+    """One for each loop."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, relieve: Callable[[], None] = keep_memory
+    ) -> None:
+        """``relieve`` is called when much that was kept is not needed any more."""
+        self.loop = loop
+        self.relieve = relieve
+        self.is_in_turn = False
+        self._written: list[ZmtpConnection] = []
+        self._wake: asyncio.Handle | None = None
+
+    def written(self, writer: ZmtpConnection) -> None:
+        """It has something to write; once until it is flushed."""
+        self._written.append(writer)
+        if not self.is_in_turn and self._wake is None:
+            self._wake = self.loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Write what was sent by now."""
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        while self._written:
+            written, self._written = self._written, []
+            for writer in written:
+                writer.flush()
