@@ -131,12 +131,10 @@ class _Stay:
         self.last_s = at_s
 
 
-class Metrics:
-    """Everything that is counted on this node. ``pool`` labels what its events say of pages."""
+class _HandoffFamilies:
+    """What is counted of handoffs. Attributes are on the page in the order of their making."""
 
-    def __init__(self, pool: str) -> None:
-        self.pool = pool
-        # Attributes are on the page in the order in which they stand here.
+    def __init__(self) -> None:
         ways, directions = ("role", "outcome", "reason"), (("received",), ("sent",))
         self.handoffs = Counter("kvd_handoffs", "Handoffs that ended on this node.", ways)
         self.handoff_bytes = Counter(
@@ -162,6 +160,14 @@ class Metrics:
             ("role", "stage"),
             bounds=SLOW_S,
         )
+
+
+class Metrics(_HandoffFamilies):
+    """Everything that is counted on this node. ``pool`` labels what its events say of pages."""
+
+    def __init__(self, pool: str) -> None:
+        super().__init__()
+        self.pool = pool
         where = ("pool", "component", "reason")
         self.evicted_pages = Counter("kvd_evicted_pages", "Cached pages that gave way.", where)
         self.leases_released = Counter("kvd_leases_released", "Leases that ended.", ("cause",))
