@@ -10,7 +10,7 @@ import click
 from kvd.cli import render
 from kvd.cli.exits import VerbFailed
 from kvd.cli.options import valid_config, with_config, with_format, with_sets
-from kvd.cli.sheet import TextTable, said
+from kvd.cli.render import TextTable, said
 from kvd.daemon.pool_memory import place_of
 from kvd.pools.arena import NotReserved
 from kvd.pools.file_memory import left_over, open_directory

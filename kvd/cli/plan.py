@@ -11,8 +11,7 @@ from rich.text import Text
 
 from kvd.cli.exits import VerbFailed
 from kvd.cli.options import with_printing
-from kvd.cli.render import answer
-from kvd.cli.sheet import TextTable
+from kvd.cli.render import TextTable, answer
 from kvd.config.plan import USUAL_CONTEXT_TOKENS, FamilyPlan, Outcome, Unsuited, plans
 from kvd.core.layout.page_sizes import LEAST_PAGE_TOKENS, MOST_PAGE_TOKENS
 from kvd.families import FAMILIES, PlanRequest

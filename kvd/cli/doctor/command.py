@@ -20,7 +20,7 @@ from kvd.cli.doctor import host, memory, peers, service, transport
 from kvd.cli.doctor.finding import DoctorFinding, Severity, Subject, good, wrong
 from kvd.cli.exits import VerbFailed
 from kvd.cli.options import with_config, with_format
-from kvd.cli.sheet import TextTable
+from kvd.cli.render import TextTable
 from kvd.config.load import load
 
 if TYPE_CHECKING:
