@@ -20,7 +20,7 @@ from kvd.config.keys import KEYS, ConfigKey, KeyKind, nearest
 from kvd.config.origin import DEFAULT, ConfigError, ValueOrigin, ValueSource
 from kvd.config.rules import RULES, entry_flaw, flaw_of, reason_not_built
 from kvd.config.schema import SECTIONS, Config
-from kvd.config.sources import Assignment, Read, read_environment, read_file, read_sets, shown
+from kvd.config.sources import Assignment, Found, read_environment, read_file, read_sets, shown
 from kvd.families import POOLS
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ def load(
     sources = [*files, read_environment(environ), read_sets(sets)]
     draft = _Draft(host)
     for source in sources:
-        draft.errors += source.errors
         draft.take(source)
     config = draft.config()
     for rule in RULES:
@@ -62,7 +61,7 @@ def load(
     return draft.errors or config
 
 
-def _files(chosen: Path | None, usual: Path) -> list[Read]:
+def _files(chosen: Path | None, usual: Path) -> list[Found]:
     """The main file and those of conf.d; the usual file need not exist."""
     main = usual if chosen is None else chosen
     paths = [main] if chosen is not None or _is_there(usual) else []
@@ -111,10 +110,13 @@ class _Draft:
         self.errors: list[ConfigError] = []
         self.wrong: set[str] = set()
 
-    def take(self, source: Read) -> None:
-        """Let one source override what weaker ones said."""
+    def take(self, source: Found) -> None:
+        """Let one source override what weaker ones said; what cannot be read is told first."""
+        self.errors += [one for one in source if isinstance(one, ConfigError)]
         taken: set[str] = set()
-        for assignment in source.assignments:
+        for assignment in source:
+            if isinstance(assignment, ConfigError):
+                continue
             key = KEYS.get(assignment.key)
             if key is None:
                 self.errors.append(_unknown(assignment))
@@ -170,12 +172,7 @@ class _Draft:
         """Note an invalid value; the rules over several keys leave its key alone."""
         if assignment.entry is None:
             self.wrong.add(assignment.key)
-        where, value = assignment.origin.place, assignment.quoted
-        self.errors.append(
-            ConfigError(
-                where=where, key=assignment.subject, value=value, rule=flaw.rule, fix=flaw.fix
-            )
-        )
+        self.errors.append(assignment.error(flaw.rule, flaw.fix))
 
     def error(self, finding: Breach) -> ConfigError:
         """A rule's finding with the value and the place that it is about."""
@@ -204,22 +201,10 @@ def _unknown(assignment: Assignment) -> ConfigError:
     """A key that does not exist, with the one that may have been meant."""
     path = assignment.key
     if path in SECTIONS:
-        fix = f"open it with [{path}] and put its keys below"
-        return ConfigError(
-            where=assignment.origin.place,
-            key=path,
-            value=assignment.quoted,
-            rule="is a table",
-            fix=fix,
-        )
+        return assignment.error("is a table", f"open it with [{path}] and put its keys below")
     meant = nearest(path)
     fix = "remove it; kvd config explain lists every key"
-    if meant is not None:
-        fix = f"did you mean {meant}?"
-    where = assignment.origin.place
-    return ConfigError(
-        where=where, key=path, value=assignment.quoted, rule="is no key of kvd", fix=fix
-    )
+    return assignment.error("is no key of kvd", f"did you mean {meant}?" if meant else fix)
 
 
 def _entry_form(key: ConfigKey, origin: ValueOrigin) -> str:
