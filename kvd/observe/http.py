@@ -1,4 +1,4 @@
-"""HTTP for probes and metrics: five pages on loopback, read only, HTTP/1.1 by h11.
+"""HTTP for probes and metrics: a few pages on loopback, read only, HTTP/1.1 by h11.
 
 Theory of operation. A connection is one task: read a request, answer it, read the next. Whatever
 goes wrong ends that connection and nothing else. asyncio swallows an exception of a start_server
@@ -12,7 +12,7 @@ is not taken within ``ANSWER_S`` is abandoned; at most ``MAX_CONNECTIONS`` are o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from email.utils import formatdate
 
 import h11
@@ -43,18 +43,10 @@ class Response(msgspec.Struct, frozen=True):
 
 
 Handler = Callable[[], Response]
+HttpPages = Mapping[str, Handler]
+"""By path. A handler is called on the event loop and answers at once."""
 OnFault = Callable[[str, BaseException], None]
 OnRefused = Callable[[int], None]
-
-
-class HttpPages(msgspec.Struct, frozen=True):
-    """The five pages. A handler is called on the event loop and answers at once."""
-
-    livez: Handler
-    readyz: Handler
-    metrics: Handler
-    info: Handler
-    status: Handler
 
 
 def _plain(status: int, text: str) -> Response:
@@ -69,14 +61,7 @@ class HttpServer:
     """
 
     def __init__(self, pages: HttpPages, on_fault: OnFault, on_refused: OnRefused) -> None:
-        self._pages: dict[str, Handler] = {
-            "/livez": pages.livez,
-            "/healthz": pages.livez,
-            "/readyz": pages.readyz,
-            "/metrics": pages.metrics,
-            "/info": pages.info,
-            "/status": pages.status,
-        }
+        self._pages = pages
         self._on_fault = on_fault
         self._on_refused = on_refused
         self._connections: set[asyncio.Task[None]] = set()
@@ -120,7 +105,7 @@ class _Connection:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        pages: dict[str, Handler],
+        pages: HttpPages,
         on_refused: OnRefused,
     ) -> None:
         self._on_refused = on_refused
