@@ -33,7 +33,7 @@ _EDIT = "systemctl edit kvd"
 
 def service(subject: Subject) -> list[DoctorFinding]:
     """What systemd says of the unit, where systemd runs this host."""
-    if not (subject.root / "run/systemd/system").is_dir():
+    if not subject.has_systemd:
         return [good("systemd", "does not run this host: kvd serve is started by hand")]
     try:
         asked = subprocess.run(
@@ -79,7 +79,7 @@ def judge(subject: Subject, unit: dict[str, str]) -> list[DoctorFinding]:
         fix = f"{_EDIT}, and write [Service] FileDescriptorStoreMax=512"
         make = wrong if subject.config.pool.backing == "fdstore" else poor
         out.append(make("fd store", what, fix))
-    if subject.entries("sys/class/infiniband") and unit.get("LimitMEMLOCK") not in INFINITE:
+    if subject.rdma and unit.get("LimitMEMLOCK") not in INFINITE:
         what = f"LimitMEMLOCK={unit.get('LimitMEMLOCK')}, and an RDMA device pins the pool"
         fix = f"{_EDIT}, and write [Service] LimitMEMLOCK=infinity"
         out.append(poor("service memlock", what, fix))
@@ -106,7 +106,7 @@ def _state(unit: dict[str, str]) -> DoctorFinding:
 
 def interpreter(subject: Subject) -> list[DoctorFinding]:
     """Whether a service under a user of its own could start this Python at all."""
-    if not (subject.root / "run/systemd/system").is_dir():
+    if not subject.has_systemd:
         return []
     found = flaws(Path(sys.executable), user_called(SERVICE_USER))
     if not found:

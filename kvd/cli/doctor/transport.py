@@ -137,7 +137,7 @@ TRAPS = (
 
 def ucx_environment(subject: Subject) -> list[DoctorFinding]:
     """Variables of UCX, from the environment or ``transfer.ucx``, that would hang or hurt."""
-    values = {**subject.environ, **subject.config.transfer.ucx}
+    values = subject.ucx
     found = [
         poor(trap.name, f"{clean(values[trap.name])}: {trap.harm}", trap.fix)
         for trap in TRAPS
@@ -178,7 +178,7 @@ def _over_network(subject: Subject) -> DoctorFinding:
     """The same transfer without what only works on one host: what a peer elsewhere would get."""
     name = "network transfer"
     fix = "see UCX_TLS and UCX_NET_DEVICES above, and ip -brief link"
-    chosen = {**subject.environ, **subject.config.transfer.ucx}.get("UCX_TLS", "all")
+    chosen = subject.ucx.get("UCX_TLS", "all")
     environment = {**subject.config.transfer.ucx, "UCX_TLS": without_host(chosen)}
     try:
         measured = asyncio.run(measure(environment))
@@ -192,7 +192,7 @@ def _over_network(subject: Subject) -> DoctorFinding:
 def judge_network(subject: Subject, measured: Measured) -> DoctorFinding:
     """Whether what UCX chose is what leads to other hosts, and the best that this one has."""
     name = "network transfer"
-    rdma = [entry.name for entry in subject.entries("sys/class/infiniband")]
+    rdma = subject.rdma
     if rdma and measured.lanes and not any(f"/{device}" in measured.lanes for device in rdma):
         what = f"{_speed(measured)}, although there is {', '.join(rdma)}"
         fix = "see rdma and memlock above; unset UCX_TLS and UCX_NET_DEVICES; ibv_devinfo"
