@@ -139,8 +139,10 @@ def uninstall(*, root: Path | None, dry_run: bool) -> None:
     """
     top = root if root is not None else Path("/")
     if root is None:
+        # Units of kvd that have been enabled, or might be.
+        units = ["systemctl", "list-unit-files", "--no-legend", "--plain", *UNIT_PATTERNS]
         _refuse([*_cannot_be_here(), *_running()], is_dry=dry_run)
-        _run(["systemctl", "disable", *_enabled()], is_dry=dry_run)
+        _run(["systemctl", "disable", *(line.split()[0] for line in _ask(units))], is_dry=dry_run)
     changes = _Changes(top, is_dry=dry_run)
     for path in all_paths():
         changes.remove(path)
@@ -169,7 +171,11 @@ class _Changes:
             click.echo(f"new        {target}")
         else:
             click.echo(f"changed    {target}")
-            _show_difference(before, file.text)
+            for line in difflib.unified_diff(
+                before.splitlines(), file.text.splitlines(), n=0, lineterm=""
+            ):
+                if not line.startswith(("---", "+++", "@@")) and "sha256" not in line:
+                    click.echo(f"           {line}")
             if origin_of(before) is FileOrigin.EDITED:
                 kept = target.with_name(target.name + EDITED)
                 click.echo(f"kept       {kept}: the changes made by hand; a drop-in would stay")
@@ -268,23 +274,17 @@ def _running() -> list[str]:
     return [f"still up: {' '.join(units)}: systemctl disable --now {' '.join(units)}"]
 
 
-def _enabled() -> list[str]:
-    """The units of kvd that have been enabled, or might be."""
-    listed = _ask(["systemctl", "list-unit-files", "--no-legend", "--plain", *UNIT_PATTERNS])
-    return [line.split()[0] for line in listed]
-
-
 def _ask(command: list[str]) -> list[str]:
-    """The lines that a command prints.
-
-    Raises:
-        VerbFailed: it cannot be run.
-    """
+    """The lines that a command prints."""
     return [line for line in _done(command).stdout.splitlines() if line.strip()]
 
 
 def _done(command: list[str], advice: str = "") -> subprocess.CompletedProcess[str]:
-    """A command that has ended, well or not."""
+    """A command that has ended, well or not.
+
+    Raises:
+        VerbFailed: it cannot be run.
+    """
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -330,12 +330,6 @@ def _next(choices: Choices) -> str:
     if not choices.has_peer_key:
         lines.append("for peers on other hosts: kvd keygen, then kvd systemd install again")
     return "\n".join(lines)
-
-
-def _show_difference(before: str, after: str) -> None:
-    for line in difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm=""):
-        if not line.startswith(("---", "+++", "@@")) and "sha256" not in line:
-            click.echo(f"           {line}")
 
 
 def _below(top: Path, path: Path) -> Path:
@@ -409,7 +403,9 @@ def files(choices: Choices) -> tuple[File, ...]:
     if choices.systemd >= NEWER:
         for unit in ("kvd.service.d", "kvd@.service.d"):
             where[UNITS / unit / "10-systemd-254.conf"] = _template("systemd-254.conf")
-    marks = {"@PYTHON@": _in_a_unit(choices.python), "@USER@": choices.user}
+    # As ExecStart= takes it: % and $ are special there.
+    python = str(choices.python).replace("%", "%%").replace("$", "$$")
+    marks = {"@PYTHON@": python, "@USER@": choices.user}
     return tuple(File(path, signed(_filled(text, marks))) for path, text in where.items())
 
 
@@ -446,17 +442,9 @@ def _filled(text: str, marks: dict[str, str]) -> str:
     return text
 
 
-def _in_a_unit(path: Path) -> str:
-    """A path as ExecStart= takes it: % and $ are special there."""
-    return str(path).replace("%", "%%").replace("$", "$$")
-
-
 def _template(name: str) -> str:
-    return (_templates() / name).read_text("utf-8")
-
-
-def _templates() -> Path:
     """Inside the installed package, or beside it in a checkout."""
     package = Path(kvd.__file__).parent
     inside = package / "_systemd"
-    return inside if inside.is_dir() else package.parent / "systemd"
+    folder = inside if inside.is_dir() else package.parent / "systemd"
+    return (folder / name).read_text("utf-8")

@@ -88,7 +88,7 @@ class HttpServer:
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = _Connection(reader, writer, self._pages, self._on_refused)
         is_full = len(self._connections) >= MAX_CONNECTIONS
-        task = asyncio.create_task(connection.turn_away() if is_full else connection.serve())
+        task = asyncio.create_task(connection.serve(is_full=is_full))
         self._connections.add(task)
         task.add_done_callback(self._ended)
 
@@ -115,24 +115,18 @@ class _Connection:
         writer.transport.set_write_buffer_limits(high=0)  # so that drain waits for the last byte
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
 
-    async def serve(self) -> None:
-        """Answer requests until either side is done with the connection."""
+    async def serve(self, *, is_full: bool) -> None:
+        """Answer requests until either side is done with the connection; none where it is full."""
         try:
+            if is_full:
+                await self._refuse(_plain(503, f"{MAX_CONNECTIONS} connections are open already"))
+                return
             while await self._answer_one():
                 self._http.start_next_cycle()
                 # Requests that came in one piece are read and answered without a wait: give way.
                 await asyncio.sleep(0)
         except OSError:
             pass  # the client hung up, or does not take its answer in time
-        finally:
-            self._writer.transport.abort()
-
-    async def turn_away(self) -> None:
-        """Say that too many connections are open."""
-        try:
-            await self._refuse(_plain(503, f"{MAX_CONNECTIONS} connections are open already"))
-        except OSError:
-            pass  # as above
         finally:
             self._writer.transport.abort()
 
