@@ -24,7 +24,6 @@ from kvd.config.load import load
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvd.config.origin import ConfigError
     from kvd.config.schema import Config
 
 
@@ -78,12 +77,12 @@ def effective(config_file: Path | None) -> tuple[Config, list[DoctorFinding]]:
         return loaded, [good("configuration", "valid")]
     defaults = load(Path(os.devnull), {}, ())
     assert not isinstance(defaults, list), "the defaults are valid"
-    return defaults, [_config_finding(error) for error in loaded]
-
-
-def _config_finding(error: ConfigError) -> DoctorFinding:
-    subject = f"{error.key} = {error.value}: " if error.key else ""
-    return wrong(f"configuration {error.where}", f"{subject}{error.rule}", error.fix)
+    findings = []
+    for error in loaded:
+        subject = f"{error.key} = {error.value}: " if error.key else ""
+        check = f"configuration {error.where}"
+        findings.append(wrong(check, f"{subject}{error.rule}", error.fix))
+    return defaults, findings
 
 
 def table_of(findings: Sequence[DoctorFinding]) -> TextTable:
