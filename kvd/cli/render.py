@@ -22,7 +22,7 @@ from kvd.text import amount, bar, clean, counted, duration, progress, room
 from kvd.types import short
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from kvd.wire import snapshot as shown
     from kvd.wire.admin import Because, Beside, OtherEnd, Report, Tree, TreeNode
@@ -142,36 +142,29 @@ def status(shot: Snapshot) -> RenderableType:
     for lease in shot.leases:
         beside.update({one.component: one.held_pages for one in lease.beside})
     holding = ", ".join([f"{held} pages", *(f"{n} of {clean(of)}" for of, n in beside.items())])
-    engines = ", ".join(clean(_engine(one)) for one in shot.clients)
+    engines = ", ".join(
+        clean(f"{one.name} {list(one.pids)}{'' if one.state == 'attached' else f' {one.state}'}")
+        for one in shot.clients
+    )
+    totals = shot.totals
+    handoffs = (
+        f"{totals.handoffs_delivered} delivered, {totals.handoffs_failed} failed; "
+        f"sent {amount(totals.sent_bytes)}, received {amount(totals.received_bytes)}, "
+        f"saved {amount(totals.saved_bytes)}"
+    )
     rows = Table.grid(padding=(0, 2))
     for name, text in (
         ("engines", f"{len(shot.clients)}  {engines}"),
         ("leases", f"{len(shot.leases)}  holding {holding}; {len(shot.waiting)} wait for room"),
         ("rooms", f"{len(shot.rooms)}  {_tally(one.side for one in shot.rooms)}"),
         ("peers", f"{len(shot.peers)}  {_tally(one.state for one in shot.peers)}"),
-        ("handoffs", _handoffs(shot)),
+        ("handoffs", handoffs),
         ("audit", _audit_summary(shot.audit)),
         ("recorder", _recorder(shot.recorder)),
     ):
         rows.add_row(Text(name, style="bold"), Text(text.rstrip()))
     alarms = _broken_rules(shot.audit)
     return Group(*alarms, head, Text(), pools(shot.pools), Text(), rows, *_troubles(shot))
-
-
-def _engine(one: shown.ClientState) -> str:
-    """Its name and processes, and that it is not served now, where that is so."""
-    state = "" if one.state == "attached" else f" {one.state}"
-    return f"{one.name} {list(one.pids)}{state}"
-
-
-def _handoffs(shot: Snapshot) -> str:
-    """Since the start: how many, and how many bytes were sent, received and not needed."""
-    totals = shot.totals
-    return (
-        f"{totals.handoffs_delivered} delivered, {totals.handoffs_failed} failed; "
-        f"sent {amount(totals.sent_bytes)}, received {amount(totals.received_bytes)}, "
-        f"saved {amount(totals.saved_bytes)}"
-    )
 
 
 def _recorder(one: shown.RecorderState) -> str:
@@ -272,7 +265,8 @@ def pools(states: tuple[PoolState, ...]) -> RenderableType:
     return Group(out, Text(_total_bytes(states), "dim"))
 
 
-def _prose(one: PoolState) -> list[str]:
+def _prose(one: PoolState) -> Iterator[str]:
+    """What a page is, what goes in lockstep with it, and what windows and buffers save."""
     cells = bar(
         held=one.held_pages,
         cached=one.cached_pages,
@@ -280,17 +274,34 @@ def _prose(one: PoolState) -> list[str]:
         total=one.total_pages,
         width=32,
     )
-    lines = [f"[{cells}] {_page_in_words(one)}"]
+    yield f"[{cells}] {_page_in_words(one)}"
     if one.shards:
-        lines.append(_shards(one))
-    lines += [_companion(beside) for beside in one.companions]
-    if one.window is not None:
-        lines.append(_window(one.window))
-    if one.buffer is not None:
-        lines.append(_buffer(one.buffer))
+        yield _shards(one)
+    for beside in one.companions:
+        yield (
+            f"with {beside.component}: {counted(beside.pages_each, 'page')} of {beside.page_size} "
+            f"tokens for each, {amount(beside.page_bytes)} a page{_PLACES.get(beside.tier, '')}"
+        )
+    if (window := one.window) is not None:
+        full = window.full_pages
+        of = f" ({100 * window.mapped_pages / full:.0f} %)" if full else ""
+        yield (
+            f"window of {window.window_tokens} tokens: {window.mapped_pages} pages mapped, "
+            f"{full} with full allocation{of}; {window.slides} slides"
+        )
+    if (buffer := one.buffer) is not None:
+        wanted = buffer.hits + buffer.misses
+        of = f" ({100 * buffer.hits / wanted:.1f} % were there)" if wanted else ""
+        yield (
+            f"at most {buffer.request_tokens} tokens of a request; {buffer.hits} hits, "
+            f"{buffer.misses} misses{of}, {amount(buffer.copied_bytes)} copied"
+        )
     if one.saved_capacity_pages and one.page_bytes:
-        lines.append(_saved_area(one))
-    return lines
+        kept = amount(one.saved_pages * _whole_bytes(one))
+        yield (
+            f"saved area: {one.saved_pages} of {one.saved_capacity_pages} pages hold {kept} of "
+            "retracted leases"
+        )
 
 
 def _page_in_words(one: PoolState) -> str:
@@ -313,42 +324,6 @@ def _shards(one: PoolState) -> str:
     layers = span("layer", first.first_layer, first.end_layer)
     each = amount(one.page_bytes // n_shards)
     return f"{counted(n_shards, 'shard')} of {each} a page: {layers} of {spans}{copies}"
-
-
-def _companion(one: shown.CompanionState) -> str:
-    each = "1 page" if one.pages_each == 1 else f"{one.pages_each} pages"
-    return (
-        f"with {one.component}: {each} of {one.page_size} tokens for each, "
-        f"{amount(one.page_bytes)} a page{_PLACES.get(one.tier, '')}"
-    )
-
-
-def _window(one: shown.WindowState) -> str:
-    """What is mapped now, against a page for every token."""
-    of = f" ({100 * one.mapped_pages / one.full_pages:.0f} %)" if one.full_pages else ""
-    return (
-        f"window of {one.window_tokens} tokens: {one.mapped_pages} pages mapped, "
-        f"{one.full_pages} with full allocation{of}; {one.slides} slides"
-    )
-
-
-def _buffer(one: shown.BufferState) -> str:
-    """How often a page was there when it was wanted."""
-    wanted = one.hits + one.misses
-    of = f" ({100 * one.hits / wanted:.1f} % were there)" if wanted else ""
-    return (
-        f"at most {one.request_tokens} tokens of a request; {one.hits} hits, {one.misses} misses"
-        f"{of}, {amount(one.copied_bytes)} copied"
-    )
-
-
-def _saved_area(one: PoolState) -> str:
-    """The host memory beside the pool."""
-    kept = amount(one.saved_pages * _whole_bytes(one))
-    return (
-        f"saved area: {one.saved_pages} of {one.saved_capacity_pages} pages hold {kept} of "
-        "retracted leases"
-    )
 
 
 def _total_bytes(states: tuple[PoolState, ...]) -> str:

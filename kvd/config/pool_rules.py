@@ -149,33 +149,29 @@ def _layers(config: Config) -> Iterator[Breach]:
 # ---- what cannot be together ---------------------------------------------------------------------
 
 
-def _refuse(row: RefusedKey, mode: str, is_on: Callable[[Config], bool], *needs: str) -> None:
-    """Declare that the key of ``row`` must be as it says with ``mode``."""
-    rule = f"is refused with {mode}: {row.why}"
+def _refuse(row: RefusedKey, key: str, value: str, *, mode: str, leave: str) -> None:
+    """Declare that the key of ``row`` must be as it says where ``key`` has that ``value``.
 
-    @over(*needs, row.key)
+    ``mode`` is how both are told, ``leave`` the other way out.
+    """
+    rule, fix = f"is refused with {mode}: {row.why}", f"{row.fix}, or {leave}"
+
+    @over(key, row.key)
     def _refused(config: Config) -> Iterator[Breach]:
-        value = value_of(config, KEYS[row.key])
-        if not is_on(config):
+        found = value_of(config, KEYS[row.key])
+        if value_of(config, KEYS[key]) != value:
             return
-        if isinstance(value, dict):
-            yield from (Breach(row.key, rule, row.fix, entry=entry) for entry in value)
-        elif is_given(config, row.key) if row.allowed is None else value not in row.allowed:
+        if isinstance(found, dict):
+            yield from (Breach(row.key, rule, fix, entry=entry) for entry in found)
+        elif is_given(config, row.key) if row.allowed is None else found not in row.allowed:
             # radix.policy has a default even where nothing is cached: only who writes it is told.
-            yield Breach(row.key, rule, row.fix)
+            yield Breach(row.key, rule, fix)
 
 
-def _is_of(family: str) -> Callable[[Config], bool]:
-    return lambda config: config.pool.family == family
-
-
-def _is_counted(config: Config) -> bool:
-    return config.cache.mode == PREFILL_ONLY
-
-
-for _name, _row in POOLS.items():
-    for _key in _row.refuses:
-        _refuse(_key, f"pool.family = {_name}", _is_of(_name), "pool.family")
+for _name, _family in POOLS.items():
+    for _row in _family.refuses:
+        _mode = f"pool.family = {_name}"
+        _refuse(_row, "pool.family", _name, mode=_mode, leave="choose another family")
 
 
 @over("engine.chunk_tokens")
@@ -358,8 +354,9 @@ def _uncounted(config: Config) -> Iterator[Breach]:
         yield Breach("pool.family", rule, f'write {can}, or set cache.mode = "radix"')
 
 
-for _key in FAMILIES[PREFILL_ONLY].refuses:
-    _refuse(_key, f'cache.mode = "{PREFILL_ONLY}"', _is_counted, "cache.mode")
+for _row in FAMILIES[PREFILL_ONLY].refuses:
+    _mode = f'cache.mode = "{PREFILL_ONLY}"'
+    _refuse(_row, "cache.mode", PREFILL_ONLY, mode=_mode, leave='set cache.mode = "radix"')
 
 
 # ---- memory that outlives the daemon: pool.backing other than anon -------------------------------

@@ -126,7 +126,7 @@ FAMILY = PoolFamily(
             key="engine.mixed_chunk",
             why="a prompt's KV goes to host memory, a decoding request's to its device buffer, so "
             "one batch cannot write both",
-            fix="set it to false, or choose another family",
+            fix="set it to false",
             allowed=(False,),
         ),
     ),
