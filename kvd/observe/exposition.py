@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
     from kvd.observe.metrics import Histogram, Histograms, Labels, Metrics
-    from kvd.wire.snapshot import CompanionState, PeerState, PoolState, Snapshot
+    from kvd.wire.snapshot import PeerState, PoolState, Snapshot
 
 Values = TypeVar("Values", bound="Labels")
 
@@ -203,15 +203,12 @@ def _pages_by_state(pool: PoolState) -> dict[str, float]:
 
 def _memory_bytes(pools: tuple[PoolState, ...]) -> dict[Labels, float]:
     """Of each component, those in lockstep with it too."""
-    return {
-        (pool.pool, one.component): one.page_bytes * one.total_pages
-        for pool in pools
-        for one in _lockstep(pool)
-    }
-
-
-def _lockstep(pool: PoolState) -> tuple[PoolState | CompanionState, ...]:
-    return (pool, *pool.companions)
+    sizes: dict[Labels, float] = {}
+    for pool in pools:
+        sizes[pool.pool, pool.component] = pool.page_bytes * pool.total_pages
+        for one in pool.companions:
+            sizes[pool.pool, one.component] = one.page_bytes * one.total_pages
+    return sizes
 
 
 def _saved_pages(pool: PoolState) -> dict[str, float]:

@@ -14,17 +14,8 @@ UNIT = "kvd.service"
 SERVICE_USER = "kvd"
 ASK_S = 3.0
 PROPERTIES = (
-    *(
-        "LoadState",
-        "ActiveState",
-        "SubState",
-        "Result",
-        "UnitFileState",
-        "User",
-        "NeedDaemonReload",
-    ),
-    *("WatchdogUSec", "FileDescriptorStoreMax", "NFileDescriptorStore", "NRestarts"),
-    *("LimitMEMLOCK", "LimitNOFILE"),
+    "LoadState,ActiveState,SubState,Result,UnitFileState,User,NeedDaemonReload,WatchdogUSec,"
+    "FileDescriptorStoreMax,NFileDescriptorStore,NRestarts,LimitMEMLOCK,LimitNOFILE"
 )
 INFINITE = {"infinity", "18446744073709551615"}
 VENV = "/opt/kvd/venv"
@@ -37,7 +28,7 @@ def service(subject: Subject) -> list[DoctorFinding]:
         return [good("systemd", "does not run this host: kvd serve is started by hand")]
     try:
         asked = subprocess.run(
-            ["systemctl", "show", UNIT, "--property", ",".join(PROPERTIES)],
+            ["systemctl", "show", UNIT, "--property", PROPERTIES],
             capture_output=True,
             text=True,
             timeout=ASK_S,
