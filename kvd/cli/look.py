@@ -139,7 +139,14 @@ def why_command(target: Target, form: str, kind: str, one: str) -> None:
     """
     asked = _named(kind, one)
     because = ask(target, asked, Because)
-    ends, trouble = _other_ends(target, asked.id) if kind == "room" else ((), "")
+    ends: tuple[OtherEnd, ...] = ()
+    trouble = ""
+    if kind == "room":
+        try:
+            told = ask(target, AskOtherEnd(CALL, asked.id), OtherEnds, wait_s=OTHER_END_S)
+            ends = told.ends
+        except click.ClickException as error:
+            trouble = error.message
     answer = {
         "sentence": because.sentence,
         "facts": because.facts,
@@ -156,14 +163,6 @@ def _by_name(end: OtherEnd) -> dict[str, object]:
     """An end with the names of its fields, which the wire has not."""
     marks = [msgspec.structs.asdict(mark) for mark in end.marks]
     return {**msgspec.structs.asdict(end), "marks": marks}
-
-
-def _other_ends(target: Target, room: int) -> tuple[tuple[OtherEnd, ...], str]:
-    """What the peers of a room say of it; or nothing, and why they could not be asked."""
-    try:
-        return ask(target, AskOtherEnd(CALL, room), OtherEnds, wait_s=OTHER_END_S).ends, ""
-    except click.ClickException as error:
-        return (), error.message
 
 
 # ---- events --------------------------------------------------------------------------------------

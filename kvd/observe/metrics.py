@@ -167,7 +167,6 @@ class Metrics(_HandoffFamilies):
 
     def __init__(self, pool: str) -> None:
         super().__init__()
-        self.pool = pool
         where = ("pool", "component", "reason")
         self.evicted_pages = Counter("kvd_evicted_pages", "Cached pages that gave way.", where)
         self.leases_released = Counter("kvd_leases_released", "Leases that ended.", ("cause",))
@@ -212,14 +211,18 @@ class Metrics(_HandoffFamilies):
         self._takers: dict[type, Callable[..., None]] = {
             events.Moved: self._moved,
             events.HandoffEnded: self._handoff_ended,
-            events.Evicted: self._evicted,
-            events.LeaseReleased: self._lease_released,
+            events.Evicted: lambda event: self.evicted_pages.add(
+                event.pages, pool, event.component or FIRST, event.reason
+            ),
+            events.LeaseReleased: lambda event: self.leases_released.add(1, event.cause),
             events.LeaseRetracted: self._retracted,
             events.LeaseResumed: self._resumed,
-            events.MessageRefused: self._message_refused,
-            events.PeerLost: self._peer_lost,
-            events.PagesCorrupt: self._pages_corrupt,
-            events.Violation: self._violation,
+            events.MessageRefused: lambda event: self.messages_refused.add(
+                1, event.socket, event.code
+            ),
+            events.PeerLost: lambda event: self.peers_lost.add(1, event.peer),
+            events.PagesCorrupt: lambda event: self.corrupt_pages.add(event.bad_pages, event.peer),
+            events.Violation: lambda _event: self.violations.add(1),
         }
 
     def families(self) -> list[Counter | Histograms]:
@@ -294,12 +297,6 @@ class Metrics(_HandoffFamilies):
         if event.side == "decode":
             self.decode_prefix_tokens.of().observe(event.decode_prefix_len)
 
-    def _evicted(self, event: events.Evicted) -> None:
-        self.evicted_pages.add(event.pages, self.pool, event.component or FIRST, event.reason)
-
-    def _lease_released(self, event: events.LeaseReleased) -> None:
-        self.leases_released.add(1, event.cause)
-
     def _retracted(self, event: events.LeaseRetracted) -> None:
         self.leases_retracted.add(1, "host" if event.saved_pages else "nothing")
         self.retraction_bytes.add(event.saved_bytes, "saved")
@@ -307,15 +304,3 @@ class Metrics(_HandoffFamilies):
     def _resumed(self, event: events.LeaseResumed) -> None:
         self.retraction_bytes.add(event.restored_bytes, "restored")
         self.retraction_bytes.add(event.spared_bytes, "spared")
-
-    def _message_refused(self, event: events.MessageRefused) -> None:
-        self.messages_refused.add(1, event.socket, event.code)
-
-    def _peer_lost(self, event: events.PeerLost) -> None:
-        self.peers_lost.add(1, event.peer)
-
-    def _pages_corrupt(self, event: events.PagesCorrupt) -> None:
-        self.corrupt_pages.add(event.bad_pages, event.peer)
-
-    def _violation(self, _event: events.Violation) -> None:
-        self.violations.add(1)
