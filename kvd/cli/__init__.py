@@ -26,7 +26,7 @@ VERBS = {
     "why": Verb(
         "kvd.cli.look:why_command", "Who holds a page, node, room or lease, and why.", LOOK
     ),
-    "events": Verb("kvd.cli.events:events_command", "What happened, and what happens.", LOOK),
+    "events": Verb("kvd.cli.look:events_command", "What happened, and what happens.", LOOK),
     "record": Verb("kvd.cli.record:record_command", "Save the last minutes of inputs.", LOOK),
     "replay": Verb("kvd.cli.record:replay_command", "Replay a recording, step by step.", LOOK),
     "flush": Verb("kvd.cli.change:flush_command", "Drop cached pages that nobody locks.", CHANGE),
@@ -34,17 +34,31 @@ VERBS = {
     "abort": Verb("kvd.cli.change:abort_command", "Give up a room on this node.", CHANGE),
     "fence": Verb("kvd.cli.change:fence_command", "Restart the transfer process.", CHANGE),
     "drop": Verb("kvd.cli.drop:drop_command", "Free the pool that a stopped daemon left.", CHANGE),
-    "drain": Verb("kvd.cli.drain:drain_command", "Begin nothing new; end what runs.", CHANGE),
-    "undrain": Verb("kvd.cli.drain:undrain_command", "Serve again, after a drain.", CHANGE),
-    "reload": Verb("kvd.cli.reload:reload_command", "Read the configuration again.", CHANGE),
+    "drain": Verb("kvd.cli.change:drain_command", "Begin nothing new; end what runs.", CHANGE),
+    "undrain": Verb("kvd.cli.change:undrain_command", "Serve again, after a drain.", CHANGE),
+    "reload": Verb("kvd.cli.change:reload_command", "Read the configuration again.", CHANGE),
     "audit": Verb("kvd.cli.change:audit_command", "Check every invariant now.", CHECK),
     "config": Verb("kvd.cli.config:config_group", "Check, explain or show settings; plan.", CHECK),
     "keygen": Verb("kvd.cli.keygen:keygen_command", "Make this node's keys for its peers.", CHECK),
     "systemd": Verb("kvd.cli.systemd:systemd_group", "Make kvd a service of this host.", CHECK),
     "doctor": Verb("kvd.cli.doctor.command:doctor_command", "Is this host fit for kvd?", CHECK),
-    "bench": Verb("kvd.cli.bench:bench_group", "Measure, beside a reference.", CHECK),
+    "bench": Verb("kvd.cli:bench_group", "Measure, beside a reference.", CHECK),
     "sim": Verb("kvd.cli.sim:sim_command", "Many nodes under faults, or on a trace.", CHECK),
 }
+
+
+BENCHES = {
+    "stream": Verb("kvd.bench.stream:command", "Goodput of one handoff.", "Benchmarks"),
+    "control": Verb("kvd.bench.control:command", "Round trips of the verbs.", "Benchmarks"),
+    "restart": Verb("kvd.bench.restart:command", "What a restart costs.", "Benchmarks"),
+    "footprint": Verb("kvd.bench.footprint:command", "What a daemon costs at rest.", "Benchmarks"),
+}
+"""What operators run on hosts of their own; what proves our claims is in ``benchmarks``."""
+
+
+@click.group(cls=LazyGroup, verbs=BENCHES)
+def bench_group() -> None:
+    """Measure kvd, beside a reference measured in the same run."""
 
 
 @click.group(

@@ -2,32 +2,33 @@
 
 A refusal ends with 1 unless skipping is what the verb is for: ``flush`` without ``--strict``.
 ``--dry-run`` asks for the same report, ends in the same way, and changes nothing.
+
+``kvd drain --wait`` follows the daemon's events, so it ends with the last handoff and not a moment
+later.
 """
 
 from __future__ import annotations
 
+import getpass
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
-from kvd.cli import audited, render
+from kvd.cli import render
 from kvd.cli.exits import VerbFailed
 from kvd.cli.link import CALL, Target, ask, with_target
-from kvd.cli.options import with_format
-from kvd.wire.admin import (
-    AbortRoom,
-    Audit,
-    Drain,
-    Evict,
-    Fence,
-    Flush,
-    Rehearse,
-    Report,
-    Undrain,
-)
+from kvd.cli.look import snapshot
+from kvd.cli.options import config_errors, with_format
+from kvd.text import clean, counted, duration
+from kvd.wire import admin
+from kvd.wire.admin import Drain, Report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from kvd.wire.snapshot import DrainState
 
 
 def with_rehearsal(verb: Callable[..., None]) -> Callable[..., None]:
@@ -40,13 +41,13 @@ def with_rehearsal(verb: Callable[..., None]) -> Callable[..., None]:
 
 def carry_out(
     target: Target,
-    request: Flush | Evict | AbortRoom | Fence | Drain | Undrain,
+    request: admin.Flush | admin.Evict | admin.AbortRoom | admin.Fence | Drain | admin.Undrain,
     form: str,
     *,
     rehearsal: bool,
 ) -> Report:
     """Ask for a change, or what it would be, and print the answer."""
-    report = ask(target, Rehearse(CALL, request) if rehearsal else request, Report)
+    report = ask(target, admin.Rehearse(CALL, request) if rehearsal else request, Report)
     outcome = {
         "changed": report.changed,
         "refused": report.refused,
@@ -61,8 +62,7 @@ def carry_out(
 def must_not_refuse(report: Report, advice: str) -> None:
     """End the verb with 1 if anything was refused."""
     if report.refused:
-        count = len(report.refused)
-        raise VerbFailed(f"{count} refusal{'s' if count > 1 else ''}; {advice}")
+        raise VerbFailed(f"{counted(len(report.refused), 'refusal')}; {advice}")
 
 
 @click.command()
@@ -73,7 +73,7 @@ def must_not_refuse(report: Report, advice: str) -> None:
 def flush_command(target: Target, form: str, rehearsal: bool, strict: bool) -> None:
     """Drop every cached page that nobody locks; says who holds the others."""
     report = carry_out(
-        target, Flush(CALL, "strict" if strict else "unlocked"), form, rehearsal=rehearsal
+        target, admin.Flush(CALL, "strict" if strict else "unlocked"), form, rehearsal=rehearsal
     )
     if strict:
         must_not_refuse(report, "wait for the holders (kvd locks), or flush without --strict")
@@ -86,7 +86,7 @@ def flush_command(target: Target, form: str, rehearsal: bool, strict: bool) -> N
 @with_rehearsal
 def evict_command(target: Target, form: str, rehearsal: bool, pages: int) -> None:
     """Evict at least PAGES cached pages, in the order in which they would go anyway."""
-    report = carry_out(target, Evict(CALL, pages), form, rehearsal=rehearsal)
+    report = carry_out(target, admin.Evict(CALL, pages), form, rehearsal=rehearsal)
     must_not_refuse(report, "what is left is locked or held: kvd locks names the holders")
 
 
@@ -98,7 +98,7 @@ def evict_command(target: Target, form: str, rehearsal: bool, pages: int) -> Non
 @with_rehearsal
 def abort_command(target: Target, form: str, rehearsal: bool, room: int, reason: str) -> None:
     """Give up every part of ROOM on this node; its pages go when the writer is proven gone."""
-    report = carry_out(target, AbortRoom(CALL, room, reason), form, rehearsal=rehearsal)
+    report = carry_out(target, admin.AbortRoom(CALL, room, reason), form, rehearsal=rehearsal)
     must_not_refuse(report, "kvd rooms lists what is under way")
 
 
@@ -113,7 +113,7 @@ def fence_command(target: Target, form: str, rehearsal: bool) -> None:
     cuda:N) is memory of that process: with such a pool the daemon ends too, with status 1, its
     service starts it with an empty pool, and engines come back to that one.
     """
-    report = carry_out(target, Fence(CALL), form, rehearsal=rehearsal)
+    report = carry_out(target, admin.Fence(CALL), form, rehearsal=rehearsal)
     must_not_refuse(report, "see kvd events for what the transfer process reported")
 
 
@@ -122,12 +122,147 @@ def fence_command(target: Target, form: str, rehearsal: bool) -> None:
 @with_format
 def audit_command(target: Target, form: str) -> None:
     """Check every invariant now, and say what the standing audit found; 1 if one is broken."""
-    report = ask(target, Audit(CALL), Report)
+    report = ask(target, admin.Audit(CALL), Report)
     found = {"changed": report.changed, "refused": report.refused, "standing": report.standing}
-    render.answer(form, found, audited.audit(report))
-    if audited.is_broken(report):
+    render.answer(form, found, render.audit(report))
+    if render.is_broken(report):
         standing = report.standing.findings if report.standing is not None else 0
         raise VerbFailed(
             f"{max(len(report.refused), standing)} rules are broken, which is a bug of kvd: "
             "keep what kvd status --format json and kvd events --format json print, and report it"
         )
+
+
+# ---- drain ---------------------------------------------------------------------------------------
+
+
+SETTLE_S = 10.0
+"""After the deadline what was given up settles; a node that takes longer is said to."""
+
+LISTEN_S = 1.0
+"""So long one look waits for an event."""
+
+TELLING = frozenset({"drain-began", "drained", "drain-ended", "handoff-ended"})
+"""Events after which the state is another one."""
+
+
+@click.command()
+@click.option(
+    "--deadline",
+    "deadline_s",
+    type=click.FloatRange(min=0, max=1e9),
+    default=0.0,
+    metavar="SECONDS",
+    help="Give up what is still under way then; without it handoffs have all the time they take.",
+)
+@click.option("--wait", is_flag=True, help="Return when nothing is under way any more.")
+@click.option("--why", default="", metavar="TEXT", help="What those are told who are refused.")
+@with_target
+@with_format
+@with_rehearsal
+def drain_command(target: Target, form: str, rehearsal: bool, wait: bool, **asked: Any) -> None:
+    """Begin nothing new; let the handoffs under way end.
+
+    New leases, receives and sends are refused with "draining", those who wait are told so at once,
+    and peers stop asking. Engines keep their leases. kvd undrain serves again.
+    """
+    # Any: click gives --why and --deadline by their names, a text and a number.
+    try:
+        who = getpass.getuser()
+    except (KeyError, OSError):  # a uid without a name
+        who = "an operator"
+    request = Drain(CALL, who, **asked)
+    carry_out(target, request, form, rehearsal=rehearsal)
+    if wait and not rehearsal:
+        _follow(target, request.deadline_s)
+
+
+@click.command()
+@with_target
+@with_format
+@with_rehearsal
+def undrain_command(target: Target, form: str, rehearsal: bool) -> None:
+    """Serve again, after kvd drain."""
+    carry_out(target, admin.Undrain(CALL), form, rehearsal=rehearsal)
+
+
+def _follow(target: Target, deadline_s: float) -> None:
+    """Say on the standard error what is left, until nothing is.
+
+    Raises:
+        VerbFailed: somebody ended the drain, or what was given up does not settle.
+    """
+    give_up_s = time.monotonic() + deadline_s + SETTLE_S if deadline_s > 0 else float("inf")
+    said = ""
+    while True:
+        shot = snapshot(target)
+        if (drain := shot.drain) is None:
+            raise VerbFailed(
+                f"{clean(shot.node)} is not drained any more: somebody said kvd undrain"
+            )
+        now = _left(drain)
+        if now != said:
+            click.echo(now, err=True)
+            said = now
+        if drain.is_drained:
+            return
+        _until_it_changes(target, shot.last_event, give_up_s, now)
+
+
+def _left(drain: DrainState) -> str:
+    if drain.is_drained:
+        return f"drained after {duration(drain.since_s)}; engines hold {drain.leases} leases"
+    return f"under way: {drain.receives} receives, {drain.sends} sends, {drain.waiting} waiting"
+
+
+def _until_it_changes(target: Target, after_seq: int, give_up_s: float, left: str) -> None:
+    while True:
+        if time.monotonic() >= give_up_s:
+            raise VerbFailed(
+                f"not drained {SETTLE_S:g} s after the deadline, {left}: see kvd rooms"
+            )
+        page = ask(
+            target, admin.ListEvents(CALL, after_seq, LISTEN_S), admin.EventPage, wait_s=LISTEN_S
+        )
+        if page.lost or TELLING & {one.__struct_config__.tag for one in page.events}:
+            return
+        after_seq = page.events[-1].seq if page.events else after_seq
+
+
+# ---- reload --------------------------------------------------------------------------------------
+
+
+@click.command()
+@with_target
+@with_format
+def reload_command(target: Target, form: str) -> None:
+    """Have the daemon read its configuration again: files, conf.d and its own environment.
+
+    What can change while it runs holds when this returns; what needs a restart is named. An invalid
+    configuration changes nothing: its errors are printed, and the exit status is 1.
+    """
+    reloaded = ask(target, admin.Reload(CALL), admin.Reloaded)
+    outcome = {
+        "changed": [msgspec.structs.asdict(one) for one in reloaded.changed],
+        "needs_restart": [msgspec.structs.asdict(one) for one in reloaded.needs_restart],
+        "errors": reloaded.errors,
+    }
+    words = [
+        *_listed("changed:", reloaded.changed),
+        *_listed("needs a restart, and is still as before:", reloaded.needs_restart),
+    ]
+    if form == "json":
+        render.print_json(outcome)
+    elif not reloaded.errors:
+        click.echo("\n".join(words or ["nothing has changed"]))
+    if reloaded.errors:
+        head = f"nothing was changed: {config_errors(len(reloaded.errors))}"
+        raise VerbFailed("\n".join([head, *map(clean, reloaded.errors)]))
+
+
+def _listed(head: str, changes: Sequence[admin.Changed]) -> list[str]:
+    lines = [
+        f"  {clean(one.key)}: {clean(one.before) or 'none'} -> {clean(one.after) or 'none'}"
+        for one in changes
+    ]
+    return [head, *lines] if lines else []

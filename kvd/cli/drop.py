@@ -10,11 +10,11 @@ import click
 from kvd.cli import render
 from kvd.cli.exits import VerbFailed
 from kvd.cli.options import valid_config, with_config, with_format, with_sets
-from kvd.cli.sheet import TextTable, said
+from kvd.cli.render import TextTable, said
 from kvd.daemon.warm_restart import place_of
 from kvd.pools.arena import NotReserved
 from kvd.pools.file_memory import left_over, open_directory
-from kvd.pools.location import Backing, PoolLocation
+from kvd.pools.location import Backing
 from kvd.text import amount
 
 if TYPE_CHECKING:
@@ -46,7 +46,11 @@ def drop_command(
         path = place.path()
         files = left_over(path)
         if files and not rehearsal:
-            _discard(place, path)
+            with contextlib.closing(open_directory(place, wait_s=0.0)) as directory:
+                directory.discard()
+            if not place.is_chosen:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
     except NotReserved as exc:
         raise VerbFailed(str(exc)) from exc
     dropped = {"directory": str(path), "files": files, "dry_run": rehearsal}
@@ -57,18 +61,6 @@ _LEAVES = {
     Backing.ANON: "its memory is free when the last process that maps it has ended",
     Backing.FDSTORE: "systemd frees its memory when the unit is stopped",
 }
-
-
-def _discard(place: PoolLocation, path: Path) -> None:
-    """Remove the files, and the directory unless somebody chose it."""
-    directory = open_directory(place, wait_s=0.0)
-    try:
-        directory.discard()
-    finally:
-        directory.close()
-    if not place.is_chosen:
-        with contextlib.suppress(OSError):
-            path.rmdir()
 
 
 def _told(path: Path, files: dict[str, int], *, rehearsal: bool) -> list[RenderableType]:

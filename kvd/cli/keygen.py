@@ -56,16 +56,11 @@ def keygen_command(directory: Path, *, force: bool) -> None:
             f"the keys could not be written to {directory}: {error.strerror}; give --out DIR a "
             "directory of your own"
         ) from error
-    click.echo(_told(directory, pair, _node_name()))
-
-
-def _node_name() -> str:
-    """What this node calls itself; the host's name where its configuration is not complete yet."""
-    match load(None, os.environ, ()):
-        case Config() as config:
-            return config.node.name
-        case _:
-            return this_host(os.environ).node_name
+    loaded = load(None, os.environ, ())
+    # The host's name where the configuration is not complete yet.
+    complete = loaded.node.name if isinstance(loaded, Config) else None
+    name = complete or this_host(os.environ).node_name
+    click.echo(_told(directory, pair, name))
 
 
 def _told(directory: Path, pair: KeyPair, name: str) -> str:

@@ -1,19 +1,28 @@
-"""The verbs that read: status, pools, tree, locks, rooms, peers, why."""
+"""The verbs that read: status, pools, tree, locks, rooms, peers, why; and the stream of events.
+
+Of events a gap is said, never skipped.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
-from kvd.cli import pools, render
-from kvd.cli.link import CALL, Target, ask, with_target
+from kvd.cli import render
+from kvd.cli.exits import Unreachable
+from kvd.cli.link import CALL, Target, ask, until_somebody_listens, with_target
 from kvd.cli.options import with_format
-from kvd.cli.sheet import said
+from kvd.text import event_line
+from kvd.types import short
 from kvd.wire.admin import (
     AskOtherEnd,
     Because,
+    EventPage,
+    ListEvents,
     OtherEnd,
     OtherEnds,
     ShowStatus,
@@ -24,6 +33,9 @@ from kvd.wire.admin import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.wire.events import Event
     from kvd.wire.snapshot import Snapshot
 
 
@@ -51,7 +63,7 @@ def status_command(target: Target, form: str) -> None:
 def pools_command(target: Target, form: str) -> None:
     """Show the pages of each component by state, and whether they add up to the total."""
     states = snapshot(target).pools
-    render.answer(form, states, pools.table(states))
+    render.answer(form, states, render.pools(states))
 
 
 @click.command()
@@ -127,7 +139,14 @@ def why_command(target: Target, form: str, kind: str, one: str) -> None:
     """
     asked = _named(kind, one)
     because = ask(target, asked, Because)
-    ends, trouble = _other_ends(target, asked.id) if kind == "room" else ((), "")
+    ends: tuple[OtherEnd, ...] = ()
+    trouble = ""
+    if kind == "room":
+        try:
+            told = ask(target, AskOtherEnd(CALL, asked.id), OtherEnds, wait_s=OTHER_END_S)
+            ends = told.ends
+        except click.ClickException as error:
+            trouble = error.message
     answer = {
         "sentence": because.sentence,
         "facts": because.facts,
@@ -136,7 +155,7 @@ def why_command(target: Target, form: str, kind: str, one: str) -> None:
         "other_ends": [_by_name(end) for end in ends],
         "not_asked": trouble,
     }
-    not_asked = [said(f"the other end was not asked: {trouble}")] if trouble else []
+    not_asked = [render.said(f"the other end was not asked: {trouble}")] if trouble else []
     render.answer(form, answer, render.because(because), render.other_ends(ends), *not_asked)
 
 
@@ -146,9 +165,107 @@ def _by_name(end: OtherEnd) -> dict[str, object]:
     return {**msgspec.structs.asdict(end), "marks": marks}
 
 
-def _other_ends(target: Target, room: int) -> tuple[tuple[OtherEnd, ...], str]:
-    """What the peers of a room say of it; or nothing, and why they could not be asked."""
-    try:
-        return ask(target, AskOtherEnd(CALL, room), OtherEnds, wait_s=OTHER_END_S).ends, ""
-    except click.ClickException as error:
-        return (), error.message
+# ---- events --------------------------------------------------------------------------------------
+
+WAIT_S = 2.0
+"""How long one question of ``--follow`` waits at the daemon before it is asked again."""
+
+
+class Gap(msgspec.Struct, frozen=True, tag="gap"):
+    """``lost`` events had left the daemon's ring before they were asked for."""
+
+    lost: int
+
+
+class Restarted(msgspec.Struct, frozen=True, tag="restarted"):
+    """Another incarnation answers now: numbering starts again at 1.
+
+    What the former one did after its event ``last_seen`` is lost.
+    """
+
+    incarnation: str
+    last_seen: int
+
+
+@click.command()
+@click.option("-f", "--follow", is_flag=True, help="Wait for more, until interrupted.")
+@click.option("--after", "after_seq", type=click.IntRange(0), help="Only events above this number.")
+@click.option("--last", type=click.IntRange(0), default=50, show_default=True, metavar="N")
+@with_target
+@with_format
+def events_command(
+    target: Target, form: str, follow: bool, after_seq: int | None, last: int
+) -> None:
+    """Print what happened, oldest first: the last N events, or those after a number.
+
+    With --follow a daemon that is down is waited for. With --format json each line is one JSON
+    object with its "type"; gaps and restarts are lines too.
+    """
+    out = _json_line if form == "json" else _text_line
+    shot = snapshot(target)
+    start = max(0, shot.last_event - last) if after_seq is None else after_seq
+    if follow:
+        # An exception that comes while a destructor runs is dropped, and nothing would end.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(0))
+    for line in (
+        coming(target, start, shot.incarnation) if follow else known(target, start, shot.last_event)
+    ):
+        click.echo(out(line))
+
+
+def known(target: Target, after_seq: int, last_event: int) -> Iterator[Event | Gap]:
+    """The events in ``(after_seq, last_event]``; the daemon may answer in pages."""
+    while after_seq < last_event:
+        page = ask(target, ListEvents(CALL, after_seq), EventPage)
+        if page.lost:
+            yield Gap(page.lost)
+        if not page.events:
+            return
+        for event in page.events:
+            if event.seq <= last_event:
+                yield event
+        after_seq = page.events[-1].seq
+
+
+def coming(target: Target, after_seq: int, incarnation: str) -> Iterator[Event | Gap | Restarted]:
+    """The events after ``after_seq`` as they happen, over restarts of the daemon."""
+    is_away = False
+    while True:
+        try:
+            page = ask(target, ListEvents(CALL, after_seq, WAIT_S), EventPage, wait_s=WAIT_S)
+            # Numbers alone do not tell incarnations apart: the next one counts from 1 as well.
+            is_known = page.events and not is_away
+            now = incarnation if is_known else snapshot(target).incarnation
+        except Unreachable as exc:
+            if not is_away:
+                click.echo(f"{exc.message}\nwaiting until one answers; Ctrl-C ends it", err=True)
+            until_somebody_listens(target)
+            is_away = True
+            continue
+        is_away = False
+        if now != incarnation:
+            yield Restarted(now, after_seq)
+            incarnation, after_seq = now, 0
+            continue
+        if page.lost:
+            yield Gap(page.lost)
+        if page.events:
+            yield from page.events
+            after_seq = page.events[-1].seq
+
+
+def _text_line(line: Event | Gap | Restarted) -> str:
+    match line:
+        case Gap(lost=lost):
+            return f"-- {lost} events are lost: they had left the daemon's ring"
+        case Restarted(incarnation=incarnation, last_seen=last_seen):
+            return (
+                f"-- the daemon was restarted: what happened before that and after event "
+                f"{last_seen} is lost; now incarnation {short(incarnation)}"
+            )
+        case event:
+            return event_line(event)
+
+
+def _json_line(line: Event | Gap | Restarted) -> str:
+    return msgspec.json.encode(line).decode()

@@ -66,5 +66,9 @@ def valid_config(config_file: Path | None, sets: Sequence[str]) -> Config:
 
 def summary(errors: Sequence[ConfigError]) -> str:
     """All errors, one a line, below their number."""
-    count = "one error" if len(errors) == 1 else f"{len(errors)} errors"
-    return "\n".join([f"{count} in the configuration", *(error.sentence for error in errors)])
+    return "\n".join([config_errors(len(errors)), *(error.sentence for error in errors)])
+
+
+def config_errors(count: int) -> str:
+    """How many there are."""
+    return f"{'one error' if count == 1 else f'{count} errors'} in the configuration"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -24,9 +23,6 @@ from kvd.text import amount, clean, duration, event_line
 from kvd.types import short
 from kvd.wire.admin import Record, Recorded
 from kvd.wire.events import Event
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WRITE_S = 60.0
 """How long the recorder process may take to write, beside the timeout."""
@@ -117,18 +113,22 @@ def replay_command(
         click.echo(f"it begins after step {node.steps} and event {node.out.seq}")
         last: deque[Event] = deque(maxlen=LAST_EVENTS)
         kept: list[Event] = []
-        told: Callable[[Event], None] = last.append
-        if is_telling:
-            told = _print_event
-        if json_file is not None:
-            told = _both(told, kept.append)
+
+        def told(event: Event) -> None:
+            if is_telling:
+                click.echo(event_line(event))
+            else:
+                last.append(event)
+            if json_file is not None:
+                kept.append(event)
+
         outcome = replay.replay(recorded, node, told, until=until, is_checking=is_checking)
     except recording.Damaged as error:
         raise VerbFailed(f"{file} cannot be replayed: {error}") from error
     except OSError as error:
         raise VerbFailed(f"{file} cannot be read: {error.strerror}") from error
     for event in last:
-        _print_event(event)
+        click.echo(event_line(event))
     if json_file is not None:
         result = Replayed(header=head, outcome=outcome, is_equal=outcome.is_equal, events=kept)
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
@@ -179,17 +179,3 @@ def _verdict(outcome: replay.ReplayOutcome, head: recording.Header) -> str:
         f"the replay ended in another state than the live node, which was {outcome.recorded_hash}"
         f"{other}"
     )
-
-
-def _print_event(event: Event) -> None:
-    click.echo(event_line(event))
-
-
-def _both(
-    first: Callable[[Event], None], second: Callable[[Event], None]
-) -> Callable[[Event], None]:
-    def told(event: Event) -> None:
-        first(event)
-        second(event)
-
-    return told

@@ -1,14 +1,19 @@
 """``kvd systemd``: make kvd a service of this host, or no longer.
 
-What is written is decided in ``systemd_files``, whether it can work in ``systemd_reach``. An
-install may be repeated: it says of every file what it did, and a second one does nothing. What
-somebody else wrote or changed is never lost.
+An install may be repeated: it says of every file what it did, and a second one does nothing. What
+somebody else wrote or changed is never lost. Whether a service can work here is ``systemd_reach``.
+
+The files are templates from ``systemd/``, filled in. Every file ends with a checksum of itself, so
+that a later install can tell a file of its own from one that somebody has changed or made. Only the
+configuration has none: it belongs to the operator from the beginning.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import enum
+import hashlib
 import os
 import re
 import subprocess
@@ -17,12 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
+import msgspec
 
-from kvd.cli import systemd_files, systemd_reach
+import kvd
+from kvd.cli import systemd_reach
 from kvd.cli.doctor.service import VENV
 from kvd.cli.exits import VerbFailed
 from kvd.cli.lazy import LazyGroup, Verb
-from kvd.cli.systemd_files import Choices, File, FileOrigin
+from kvd.config import render
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,6 +43,26 @@ EDITED: Final = ".edited"
 
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,30}")
 _LIBRARY = re.compile(r"libsystemd-shared-(\d+)")
+
+
+UNITS: Final = Path("/etc/systemd/system")
+CONFIG: Final = Path("/etc/kvd/kvd.toml")
+PEER_SECRET: Final = Path("/etc/kvd/peer.secret")
+SYSUSERS: Final = Path("/etc/sysusers.d/kvd.conf")
+TMPFILES: Final = Path("/etc/tmpfiles.d/kvd.conf")
+
+NEWER: Final = 254
+"""The version of systemd whose keys go into a drop-in of their own: older ones warn of them."""
+
+_SIGNATURE = re.compile(r"# kvd systemd install wrote this; sha256 ([0-9a-f]{64})\n\Z")
+
+SERVICE_VALUES: Final[dict[str, str]] = {
+    "sockets.client": "ipc:///run/kvd/client.sock",
+    "sockets.admin": "ipc:///run/kvd/admin.sock",
+    "pool.backing": "shm",
+    "recorder.directory": "/var/lib/kvd/recordings",
+}
+"""What the configuration of a service says where the defaults suit a daemon started by hand."""
 
 
 @click.group(
@@ -83,21 +110,21 @@ def install(*, root: Path | None, dry_run: bool, user: str, python: Path | None)
         python=Path(sys.executable if python is None else python).absolute(),
         user=user,
         systemd=_version(root),
-        has_peer_key=_lexists(top, systemd_files.PEER_SECRET),
+        has_peer_key=_lexists(top, PEER_SECRET),
     )
-    wanted = systemd_files.files(choices)
+    wanted = files(choices)
     _refuse([*_flaws(root, choices), *_in_the_way(top, wanted)], is_dry=dry_run)
     changes = _Changes(top, is_dry=dry_run)
     for file in wanted:
         changes.put(file)
     due = {file.path for file in wanted}
-    for path in systemd_files.all_paths():
+    for path in all_paths():
         if path not in due:
             changes.remove(path)
-    changes.put_if_missing(systemd_files.configuration())
+    changes.put_if_missing(configuration())
     if root is None:
-        _run(["systemd-sysusers", str(systemd_files.SYSUSERS)], is_dry=dry_run)
-        _run(["systemd-tmpfiles", "--create", str(systemd_files.TMPFILES)], is_dry=dry_run)
+        _run(["systemd-sysusers", str(SYSUSERS)], is_dry=dry_run)
+        _run(["systemd-tmpfiles", "--create", str(TMPFILES)], is_dry=dry_run)
         _run(["systemctl", "daemon-reload"], is_dry=dry_run)
     click.echo(_next(choices))
 
@@ -112,10 +139,12 @@ def uninstall(*, root: Path | None, dry_run: bool) -> None:
     """
     top = root if root is not None else Path("/")
     if root is None:
+        # Units of kvd that have been enabled, or might be.
+        units = ["systemctl", "list-unit-files", "--no-legend", "--plain", *UNIT_PATTERNS]
         _refuse([*_cannot_be_here(), *_running()], is_dry=dry_run)
-        _run(["systemctl", "disable", *_enabled()], is_dry=dry_run)
+        _run(["systemctl", "disable", *(line.split()[0] for line in _ask(units))], is_dry=dry_run)
     changes = _Changes(top, is_dry=dry_run)
-    for path in systemd_files.all_paths():
+    for path in all_paths():
         changes.remove(path)
     if root is None:
         _run(["systemctl", "daemon-reload"], is_dry=dry_run)
@@ -142,8 +171,12 @@ class _Changes:
             click.echo(f"new        {target}")
         else:
             click.echo(f"changed    {target}")
-            _show_difference(before, file.text)
-            if systemd_files.origin_of(before) is FileOrigin.EDITED:
+            for line in difflib.unified_diff(
+                before.splitlines(), file.text.splitlines(), n=0, lineterm=""
+            ):
+                if not line.startswith(("---", "+++", "@@")) and "sha256" not in line:
+                    click.echo(f"           {line}")
+            if origin_of(before) is FileOrigin.EDITED:
                 kept = target.with_name(target.name + EDITED)
                 click.echo(f"kept       {kept}: the changes made by hand; a drop-in would stay")
                 self._write(kept, before)
@@ -164,7 +197,7 @@ class _Changes:
         before = _text(target)
         if before is None:
             return
-        if systemd_files.origin_of(before) is not FileOrigin.OURS:
+        if origin_of(before) is not FileOrigin.OURS:
             click.echo(f"left       {target}: not as kvd wrote it; remove it yourself")
             return
         click.echo(f"removed    {target}")
@@ -218,8 +251,7 @@ def _in_the_way(top: Path, wanted: Iterable[File]) -> list[str]:
     return [
         f"{target} is not kvd's: move it away"
         for target in (_below(top, file.path) for file in wanted)
-        if (text := _text(target)) is not None
-        and systemd_files.origin_of(text) is FileOrigin.FOREIGN
+        if (text := _text(target)) is not None and origin_of(text) is FileOrigin.FOREIGN
     ]
 
 
@@ -242,23 +274,17 @@ def _running() -> list[str]:
     return [f"still up: {' '.join(units)}: systemctl disable --now {' '.join(units)}"]
 
 
-def _enabled() -> list[str]:
-    """The units of kvd that have been enabled, or might be."""
-    listed = _ask(["systemctl", "list-unit-files", "--no-legend", "--plain", *UNIT_PATTERNS])
-    return [line.split()[0] for line in listed]
-
-
 def _ask(command: list[str]) -> list[str]:
-    """The lines that a command prints.
-
-    Raises:
-        VerbFailed: it cannot be run.
-    """
+    """The lines that a command prints."""
     return [line for line in _done(command).stdout.splitlines() if line.strip()]
 
 
 def _done(command: list[str], advice: str = "") -> subprocess.CompletedProcess[str]:
-    """A command that has ended, well or not."""
+    """A command that has ended, well or not.
+
+    Raises:
+        VerbFailed: it cannot be run.
+    """
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -298,18 +324,12 @@ def _version(root: Path | None) -> int:
 def _next(choices: Choices) -> str:
     """What is for the operator to do now."""
     lines = [
-        f"next: edit {systemd_files.CONFIG}, kvd config check, systemctl enable --now kvd",
+        f"next: edit {CONFIG}, kvd config check, systemctl enable --now kvd",
         f"engines and operators join the group {choices.user}: usermod -aG {choices.user} NAME",
     ]
     if not choices.has_peer_key:
         lines.append("for peers on other hosts: kvd keygen, then kvd systemd install again")
     return "\n".join(lines)
-
-
-def _show_difference(before: str, after: str) -> None:
-    for line in difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm=""):
-        if not line.startswith(("---", "+++", "@@")) and "sha256" not in line:
-            click.echo(f"           {line}")
 
 
 def _below(top: Path, path: Path) -> Path:
@@ -326,3 +346,105 @@ def _text(path: Path) -> str | None:
         return path.read_text("utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+# ---- the files -----------------------------------------------------------------------------------
+
+
+class Choices(msgspec.Struct, frozen=True):
+    """What differs between hosts; ``systemd`` is its version, 0 if that is not known."""
+
+    python: Path
+    user: str
+    systemd: int
+    has_peer_key: bool
+
+
+class File(msgspec.Struct, frozen=True):
+    """One file to be written; ``path`` is where it lies on the host that it is for."""
+
+    path: Path
+    text: str
+
+
+class FileOrigin(enum.Enum):
+    """Whose a file is."""
+
+    OURS = "ours"
+    EDITED = "edited"
+    """Written by an install and changed since."""
+    FOREIGN = "foreign"
+
+
+def origin_of(text: str) -> FileOrigin:
+    """Whose text this is, by its last line."""
+    found = _SIGNATURE.search(text)
+    if found is None:
+        return (
+            FileOrigin.FOREIGN
+            if "kvd systemd install wrote this" not in text
+            else FileOrigin.EDITED
+        )
+    return FileOrigin.OURS if _sum(text[: found.start()]) == found[1] else FileOrigin.EDITED
+
+
+def files(choices: Choices) -> tuple[File, ...]:
+    """Everything that is kvd's on such a host, but for the configuration."""
+    where = {
+        UNITS / "kvd.service": _unit("kvd.service", "kvd", "kvd"),
+        UNITS / "kvd@.service": _unit("kvd@.service", "kvd-%i", "kvd@%i"),
+        UNITS / "kvd.socket": _template("kvd.socket"),
+        UNITS / "kvd.service.d" / "cma.conf.example": _template("cma.conf"),
+        SYSUSERS: _template("sysusers.conf"),
+        TMPFILES: _template("tmpfiles.conf"),
+    }
+    if choices.has_peer_key:
+        where[UNITS / "kvd.service.d" / "10-peer-key.conf"] = _template("peer-key.conf")
+    if choices.systemd >= NEWER:
+        for unit in ("kvd.service.d", "kvd@.service.d"):
+            where[UNITS / unit / "10-systemd-254.conf"] = _template("systemd-254.conf")
+    # As ExecStart= takes it: % and $ are special there.
+    python = str(choices.python).replace("%", "%%").replace("$", "$$")
+    marks = {"@PYTHON@": python, "@USER@": choices.user}
+    return tuple(File(path, signed(_filled(text, marks))) for path, text in where.items())
+
+
+def all_paths() -> tuple[Path, ...]:
+    """Every file that any install writes, but for the configuration."""
+    most = Choices(Path("/python"), user="kvd", systemd=NEWER, has_peer_key=True)
+    return tuple(file.path for file in files(most))
+
+
+def configuration() -> File:
+    """The configuration of a service: the commented example, with what suits a service."""
+    return File(CONFIG, render.example(SERVICE_VALUES))
+
+
+def signed(text: str) -> str:
+    """With the line that ``origin_of`` reads."""
+    body = f"{text}\n"
+    return f"{body}# kvd systemd install wrote this; sha256 {_sum(body)}\n"
+
+
+def _sum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _unit(name: str, runtime: str, unit: str) -> str:
+    """A service with what all of them share."""
+    common = _filled(_template("common.conf"), {"@NAME@": runtime, "@UNIT@": unit})
+    return _template(name).replace("@COMMON@\n", common)
+
+
+def _filled(text: str, marks: dict[str, str]) -> str:
+    for mark, value in marks.items():
+        text = text.replace(mark, value)
+    return text
+
+
+def _template(name: str) -> str:
+    """Inside the installed package, or beside it in a checkout."""
+    package = Path(kvd.__file__).parent
+    inside = package / "_systemd"
+    folder = inside if inside.is_dir() else package.parent / "systemd"
+    return (folder / name).read_text("utf-8")

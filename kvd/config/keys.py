@@ -6,8 +6,12 @@ field added to the schema needs no second mention.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import enum
+import functools
+import inspect as source
+import itertools
 from typing import TYPE_CHECKING, Literal, cast, get_args, get_origin
 
 import msgspec
@@ -18,6 +22,8 @@ from kvd.families import POOLS, Value
 from kvd.families.family import INDEX, among
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvd.config.schema import Config
 
 
@@ -40,7 +46,6 @@ class ConfigKey(msgspec.Struct, frozen=True):
     kind: KeyKind
     annotation: object
     default: Value
-    doc: str
     rule: str
     choices: tuple[str, ...] = ()
     example: Value = None
@@ -56,12 +61,19 @@ class ConfigKey(msgspec.Struct, frozen=True):
         """The key inside its table."""
         return self.path.partition(".")[2]
 
+    @property
+    def doc(self) -> str:
+        """What it means, with the families that it is about."""
+        return _docs()[self.path]
+
 
 def _key(section: str, field: inspect.Field, annotation: object) -> ConfigKey:
     """One row of the table from one field of a section."""
-    described = field.type
-    assert isinstance(described, inspect.Metadata)
-    value_type = described.type
+    value_type, extra, examples = field.type, {}, [None]
+    if isinstance(value_type, inspect.Metadata):
+        extra = value_type.extra or {}
+        examples = (value_type.extra_json_schema or {}).get("examples", examples)
+        value_type = value_type.type
     if isinstance(value_type, inspect.UnionType):
         value_type = next(t for t in value_type.types if not isinstance(t, inspect.NoneType))
     kind, rule = _shape(value_type)
@@ -70,7 +82,6 @@ def _key(section: str, field: inspect.Field, annotation: object) -> ConfigKey:
     if choices:
         kind, rule = KeyKind.CHOICE, ", ".join(choices)
         annotation = Literal[choices]
-    schema = described.extra_json_schema or {}
     default: Value = None
     if field.default_factory is not msgspec.NODEFAULT:
         default = {}
@@ -81,10 +92,9 @@ def _key(section: str, field: inspect.Field, annotation: object) -> ConfigKey:
         kind=kind,
         annotation=annotation,
         default=default,
-        doc=_named(schema["description"]),
-        rule=(described.extra or {}).get("rule", rule),
+        rule=extra.get("rule", rule),
         choices=choices,
-        example=schema.get("examples", [None])[0],
+        example=examples[0],
     )
 
 
@@ -93,15 +103,6 @@ def _choices(annotation: object) -> tuple[str, ...]:
     while get_origin(annotation) not in {Literal, None}:
         annotation = get_args(annotation)[0]
     return get_args(annotation)
-
-
-def _named(doc: str) -> str:
-    """A documentation with the families that it is about."""
-    indexed = [name for name, row in POOLS.items() if INDEX in row.groups]
-    cut = [name for name, row in POOLS.items() if not row.unsharded]
-    owned = "; ".join(f"{name} {row.owns}" for name, row in POOLS.items())
-    doc = doc.replace("{index}", ", ".join(indexed)).replace("{shards}", among(cut))
-    return doc.replace("{families}", owned)
 
 
 _PLAIN: dict[type[inspect.Type], KeyKind] = {
@@ -118,6 +119,8 @@ def _shape(shape: inspect.Type) -> tuple[KeyKind, str]:
     match shape:
         case inspect.IntType(ge=low, le=high):
             return KeyKind.INTEGER, f"a whole number from {low} to {high}"
+        case inspect.FloatType(ge=None, gt=low, le=high):
+            return KeyKind.NUMBER, f"a number above {low}, at most {high}"
         case inspect.FloatType(ge=low, le=high):
             return KeyKind.NUMBER, f"a number from {low} to {high}"
         case _:
@@ -125,24 +128,57 @@ def _shape(shape: inspect.Type) -> tuple[KeyKind, str]:
             return kind, kind.value
 
 
+def _structs() -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    """Sections with their structs, in the order of the schema; families' own keys end [pool]."""
+    for section, struct in SECTIONS.items():
+        yield section, struct
+        if section == "pool":
+            yield from ((section, row.section) for row in POOLS.values())
+
+
 def _table() -> dict[str, ConfigKey]:
-    """Every key by its path, in the order of the schema; families' own keys end [pool]."""
     table: dict[str, ConfigKey] = {}
     # A family's section begins with all that is common, which is in the table by then.
-    for section, struct in SECTIONS.items():
-        family_structs = [row.section for row in POOLS.values()] if section == "pool" else []
-        for one in (struct, *family_structs):
-            described = inspect.type_info(one)
-            assert isinstance(described, inspect.StructType)
-            for field, declared in zip(described.fields, structs.fields(one), strict=True):
-                if f"{section}.{field.name}" not in table:
-                    key = _key(section, field, declared.type)
-                    table[key.path] = key
+    for section, struct in _structs():
+        described = inspect.type_info(struct)
+        assert isinstance(described, inspect.StructType)
+        for field, declared in zip(described.fields, structs.fields(struct), strict=True):
+            if f"{section}.{field.name}" not in table:
+                key = _key(section, field, declared.type)
+                table[key.path] = key
     return table
 
 
 KEYS = _table()
 """Every key by its path, in the order of the schema."""
+
+
+@functools.cache
+def _docs() -> dict[str, str]:
+    """What stands below each field, by key: read when somebody asks, which no daemon does."""
+    indexed = ", ".join(name for name, row in POOLS.items() if INDEX in row.groups)
+    cut = among([name for name, row in POOLS.items() if not row.unsharded])
+    owned = "; ".join(f"{name} {row.owns}" for name, row in POOLS.items())
+    docs = {
+        f"{section}.{name}": doc.replace("{index}", indexed).replace("{shards}", cut)
+        for section, struct in _structs()
+        for name, doc in _field_docs(struct).items()
+    }
+    return docs | {"pool.family": docs["pool.family"].replace("{families}", owned)}
+
+
+def _field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """The string below each field of the class itself, as one line."""
+    body = ast.parse(source.getsource(struct)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: " ".join(str(below.value.value).split())
+        for field, below in itertools.pairwise(body.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+    }
 
 
 def value_of(config: Config, key: ConfigKey) -> Value:

@@ -20,7 +20,7 @@ from kvd.config.keys import KEYS, ConfigKey, KeyKind, nearest
 from kvd.config.origin import DEFAULT, ConfigError, ValueOrigin, ValueSource
 from kvd.config.rules import RULES, entry_flaw, flaw_of, reason_not_built
 from kvd.config.schema import SECTIONS, Config
-from kvd.config.sources import Assignment, Read, read_environment, read_file, read_sets, shown
+from kvd.config.sources import Assignment, Found, read_environment, read_file, read_sets, shown
 from kvd.families import POOLS
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ def load(
     sources = [*files, read_environment(environ), read_sets(sets)]
     draft = _Draft(host)
     for source in sources:
-        draft.errors += source.errors
         draft.take(source)
     config = draft.config()
     for rule in RULES:
@@ -62,7 +61,7 @@ def load(
     return draft.errors or config
 
 
-def _files(chosen: Path | None, usual: Path) -> list[Read]:
+def _files(chosen: Path | None, usual: Path) -> list[Found]:
     """The main file and those of conf.d; the usual file need not exist."""
     main = usual if chosen is None else chosen
     paths = [main] if chosen is not None or _is_there(usual) else []
@@ -111,28 +110,29 @@ class _Draft:
         self.errors: list[ConfigError] = []
         self.wrong: set[str] = set()
 
-    def take(self, source: Read) -> None:
-        """Let one source override what weaker ones said."""
+    def take(self, source: Found) -> None:
+        """Let one source override what weaker ones said; what cannot be read is told first."""
+        self.errors += [one for one in source if isinstance(one, ConfigError)]
         taken: set[str] = set()
-        for assignment in source.assignments:
+        for assignment in source:
+            if isinstance(assignment, ConfigError):
+                continue
             key = KEYS.get(assignment.key)
             if key is None:
                 self.errors.append(_unknown(assignment))
                 continue
-            flaw = self._clash(assignment, taken) or self._assign(key, assignment)
+            other = EXCLUSIVE.get(key.path)
+            if other in taken:
+                rule = f"excludes {other}, which {self.origins[str(other)].place} gives"
+                flaw: _Flaw | None = _Flaw(rule, "keep one of them")
+            else:
+                flaw = self._assign(key, assignment)
             if flaw is not None:
-                self._refuse(assignment, flaw)
+                self.errors.append(assignment.error(flaw.rule, flaw.fix))
+                if assignment.entry is None:
+                    self.wrong.add(key.path)
             # Even when it was refused: its other spelling in this source is still a clash.
             taken.add(key.path)
-
-    def _clash(self, assignment: Assignment, taken: set[str]) -> _Flaw | None:
-        """The flaw of saying one thing in two ways in one source."""
-        other = EXCLUSIVE.get(assignment.key)
-        if other is None or other not in taken:
-            return None
-        return _Flaw(
-            f"excludes {other}, which {self.origins[other].place} gives", "keep one of them"
-        )
 
     def _assign(self, key: ConfigKey, assignment: Assignment) -> _Flaw | None:
         """Take the value, or say what is wrong with it."""
@@ -166,27 +166,18 @@ class _Draft:
         self.origins[assignment.subject] = assignment.origin
         return None
 
-    def _refuse(self, assignment: Assignment, flaw: _Flaw) -> None:
-        """Note an invalid value; the rules over several keys leave its key alone."""
-        if assignment.entry is None:
-            self.wrong.add(assignment.key)
-        where, value = assignment.origin.place, assignment.quoted
-        self.errors.append(
-            ConfigError(
-                where=where, key=assignment.subject, value=value, rule=flaw.rule, fix=flaw.fix
-            )
-        )
-
     def error(self, finding: Breach) -> ConfigError:
         """A rule's finding with the value and the place that it is about."""
-        value = self.values[finding.key]
-        subject = finding.key
+        subject, value = finding.key, self.values[finding.key]
         if finding.entry is not None:
             subject = f"{finding.key}.{finding.entry}"
             value = cast("dict[str, str]", value)[finding.entry]
-        where = self.origins[subject].place
         return ConfigError(
-            where=where, key=subject, value=shown(value), rule=finding.rule, fix=finding.fix
+            where=self.origins[subject].place,
+            key=subject,
+            value=shown(value),
+            rule=finding.rule,
+            fix=finding.fix,
         )
 
     def config(self) -> Config:
@@ -204,22 +195,10 @@ def _unknown(assignment: Assignment) -> ConfigError:
     """A key that does not exist, with the one that may have been meant."""
     path = assignment.key
     if path in SECTIONS:
-        fix = f"open it with [{path}] and put its keys below"
-        return ConfigError(
-            where=assignment.origin.place,
-            key=path,
-            value=assignment.quoted,
-            rule="is a table",
-            fix=fix,
-        )
+        return assignment.error("is a table", f"open it with [{path}] and put its keys below")
     meant = nearest(path)
     fix = "remove it; kvd config explain lists every key"
-    if meant is not None:
-        fix = f"did you mean {meant}?"
-    where = assignment.origin.place
-    return ConfigError(
-        where=where, key=path, value=assignment.quoted, rule="is no key of kvd", fix=fix
-    )
+    return assignment.error("is no key of kvd", f"did you mean {meant}?" if meant else fix)
 
 
 def _entry_form(key: ConfigKey, origin: ValueOrigin) -> str:
@@ -239,24 +218,21 @@ def _converted(key: ConfigKey, assignment: Assignment) -> Value | _Flaw:
     # TOML has types; a variable and --set are text, of which the key says what it is to be.
     if assignment.origin.source is not ValueSource.FILE:
         raw = _parsed(key.kind, str(raw))
+    one_of = "one of " if key.kind is KeyKind.CHOICE and len(key.choices) > 1 else ""
+    rule = f"must be {one_of}{key.rule}"
     # Before the type is judged: "must be one of" would not say why fp4 is none of them.
     reason = reason_not_built(key.path, raw)
     if reason is not None:
-        return _Flaw(f"is refused: {reason}", f"write {_alternatives(key)}")
+        built = [one for one in key.choices if reason_not_built(key.path, one) is None]
+        return _Flaw(f"is refused: {reason}", f"write {' or '.join(built)}")
     try:
         value: Value = msgspec.convert(raw, key.annotation)
     except msgspec.ValidationError:
-        return _Flaw(f"must be {_must(key)}", _default_hint(key))
-    texts: tuple[str, ...] = ()
-    if isinstance(value, str):
-        texts = (value,)
-    elif isinstance(value, tuple):
-        texts = value
-    for text in texts:
-        fix = flaw_of(key.path, text)
-        if fix is not None:
-            return _Flaw(f"must be {_must(key)}", fix)
-    return value
+        hint = f"the default is {shown(key.default)}"
+        return _Flaw(rule, "leave it out if in doubt" if key.default is None else hint)
+    texts = (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
+    fix = next(filter(None, (flaw_of(key.path, text) for text in texts)), None)
+    return value if fix is None else _Flaw(rule, fix)
 
 
 def _parsed(kind: KeyKind, text: str) -> object:
@@ -275,20 +251,3 @@ def _parsed(kind: KeyKind, text: str) -> object:
                 return text
     except ValueError:
         return text
-
-
-def _alternatives(key: ConfigKey) -> str:
-    """The choices that are not refused."""
-    return " or ".join(c for c in key.choices if reason_not_built(key.path, c) is None)
-
-
-def _must(key: ConfigKey) -> str:
-    """The rule as the end of a sentence."""
-    return f"one of {key.rule}" if key.kind is KeyKind.CHOICE and len(key.choices) > 1 else key.rule
-
-
-def _default_hint(key: ConfigKey) -> str:
-    """What to do about a value of the wrong type or out of bounds."""
-    if key.default is None:
-        return "leave it out if in doubt"
-    return f"the default is {shown(key.default)}"

@@ -43,15 +43,15 @@ class ValueOrigin(msgspec.Struct, frozen=True):
 DEFAULT = ValueOrigin(ValueSource.DEFAULT)
 
 
-class ConfigError(msgspec.Struct, frozen=True):
+class ConfigError(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that is wrong: where, which key, the value found, the rule, and what to do.
 
     ``key`` and ``value`` are empty where there is none to name (a file that is no TOML).
     """
 
     where: str
-    key: str
-    value: str
+    key: str = ""
+    value: str = ""
     rule: str
     fix: str
 

@@ -16,7 +16,7 @@ import msgspec
 from kvd.config.host import HostFacts
 from kvd.config.load import load
 from kvd.config.pool import pool_spec
-from kvd.config.render import toml_value
+from kvd.config.render import as_file
 from kvd.config.schema import Config
 from kvd.core.layout.spec import (
     Component,
@@ -35,7 +35,6 @@ from kvd.families.budget import pages_of_request, size_bytes
 from kvd.families.model import INDEX_DTYPE, NotPlanned
 
 if TYPE_CHECKING:
-    from kvd.config.origin import ConfigError
     from kvd.families import PlanRequest, PoolFamily, Value
     from kvd.families.model import Model
 
@@ -123,11 +122,18 @@ def _plan(
     model: Model, wanted: PlanRequest, family: PoolFamily[PoolSection], full: int
 ) -> FamilyPlan:
     pool = _pool_keys(model, wanted, family)
-    pool |= _sizes(pool, wanted, family) or {"size": wanted.memory}
+    # Pages of each memory, where the family has more to say than one size.
+    sizes = family.plan_sizes and family.plan_sizes(
+        _checked({**pool, "pages": 2**20}, {}).pool, wanted
+    )
+    pool |= sizes or {"size": wanted.memory}
     others = {name: dict(keys) for name, keys in family.with_sections.items()}
     config = _checked(pool, others)
     spec = pool_spec(config)
-    parts = tuple(_part(one, n, wanted.context_tokens, spec) for one, n in _pages(spec))
+    parts = tuple(
+        _part(one, pages, wanted.context_tokens, spec)
+        for one, pages in zip(spec.components, spec.pages, strict=True)
+    )
     rooms = _rooms(spec, wanted.context_tokens)
     full = full or _full_rooms(spec, wanted)
     first = spec.components[0]
@@ -140,12 +146,8 @@ def _plan(
         rooms=rooms,
         gain=rooms / full if full else 1.0,
         note=family.plan_note(model, spec),
-        toml=_toml({"pool": pool, **others}),
+        toml=as_file({"pool": pool, **others}),
     )
-
-
-def _pages(spec: PoolSpec) -> zip[tuple[Component, int]]:
-    return zip(spec.components, spec.pages, strict=True)
 
 
 def _pool_keys(
@@ -171,15 +173,6 @@ def _pool_keys(
     return pool | own
 
 
-def _sizes(
-    pool: dict[str, Value], wanted: PlanRequest, family: PoolFamily[PoolSection]
-) -> dict[str, Value]:
-    """Pages of each memory, where the family has more to say than one size."""
-    if family.plan_sizes is None:
-        return {}
-    return family.plan_sizes(_checked({**pool, "pages": 2**20}, {}).pool, wanted)
-
-
 def _checked(pool: dict[str, Value], others: dict[str, dict[str, Value]]) -> Config:
     """The configuration with this section, through every rule of the check."""
     sets = []
@@ -191,12 +184,10 @@ def _checked(pool: dict[str, Value], others: dict[str, dict[str, Value]]) -> Con
                 sets.append(f"{section}.{name}={value}")
     found = load(None, {}, sets, host=_NOWHERE)
     if not isinstance(found, Config):
-        raise NotPlanned("; ".join(_said(error) for error in found))
+        raise NotPlanned(
+            "; ".join(f"{one.key} = {one.value} {one.rule}: {one.fix}" for one in found)
+        )
     return found
-
-
-def _said(error: ConfigError) -> str:
-    return f"{error.key} = {error.value} {error.rule}: {error.fix}"
 
 
 def _part(component: Component, pages: int, context_tokens: int, spec: PoolSpec) -> PlanPart:
@@ -236,16 +227,3 @@ def _full_rooms(spec: PoolSpec, wanted: PlanRequest) -> int:
     kv = spec.components[0]
     pages = (size_bytes(wanted.memory) or 0) // sum(page_bytes(one) for one in spec.components)
     return (pages - 1) // pages_of_request(kv, wanted.context_tokens)
-
-
-def _toml(sections: dict[str, dict[str, Value]]) -> str:
-    """Sections to paste into kvd.toml."""
-    blocks = []
-    for section, keys in sections.items():
-        plain = [f"{k} = {toml_value(v)}" for k, v in keys.items() if not isinstance(v, dict)]
-        blocks.append("\n".join([f"[{section}]", *plain]))
-        for name, table in keys.items():
-            if isinstance(table, dict):
-                entries = [f"{entry} = {toml_value(item)}" for entry, item in table.items()]
-                blocks.append("\n".join([f"[{section}.{name}]", *entries]))
-    return "\n\n".join(blocks) + "\n"

@@ -56,10 +56,6 @@ def pool_spec(config: Config) -> PoolSpec:
 # ---- which keys belong to which family -----------------------------------------------------------
 
 
-def _own_keys(section: type[PoolSection]) -> list[str]:
-    return [one for one in section.__struct_fields__ if one not in PoolSection.__struct_fields__]
-
-
 def _why(group: KeyGroup, having: list[str]) -> str:
     needing = [name for name in having if POOLS[name].needs.keys() & set(group.keys)]
     return group.why.format(
@@ -80,7 +76,7 @@ def _belonging() -> dict[str, tuple[frozenset[str], str]]:
         having = [row.name for row in POOLS.values() if group in row.groups]
         table |= dict.fromkeys(group.keys, (frozenset(having), _why(group, having)))
     for row in POOLS.values():
-        for name in _own_keys(row.section):
+        for name in row.section.__struct_fields__[len(PoolSection.__struct_fields__) :]:
             having = [one.name for one in POOLS.values() if name in one.section.__struct_fields__]
             verb = "has" if len(having) == 1 else "have"
             why = f"only {among(having)} {verb} {POOLS[having[0]].alone}"

@@ -66,19 +66,26 @@ def _entries(table: dict[str, str]) -> list[str]:
 
 def effective(config: Config) -> str:
     """The configuration as a file that gives the same anywhere; keys of other families left out."""
+    sections: dict[str, dict[str, Value]] = {section: {} for section in SECTIONS}
+    for key in KEYS.values():
+        value = value_of(config, key)
+        is_shown = value if key.kind is KeyKind.TABLE else is_of_use(config, key.path)
+        if value is not None and is_shown:
+            sections[key.section][key.name] = value
+    return as_file(sections)
+
+
+def as_file(sections: Mapping[str, Mapping[str, Value]]) -> str:
+    """Values by section and key as TOML, which wants the tables of a section after its keys."""
     blocks: list[str] = []
-    for section in SECTIONS:
-        plain, tables = _keys_of(section)
-        lines = [f"[{section}]"]
-        for key in plain:
-            value = value_of(config, key)
-            if value is not None and is_of_use(config, key.path):
-                lines.append(f"{key.name} = {toml_value(value)}")
-        blocks.append("\n".join(lines))
-        for key in tables:
-            table = cast("dict[str, str]", value_of(config, key))
-            if table:
-                blocks.append("\n".join([f"[{key.path}]", *_entries(table)]))
+    for section, keys in sections.items():
+        plain = [f"{k} = {toml_value(v)}" for k, v in keys.items() if not isinstance(v, dict)]
+        blocks.append("\n".join([f"[{section}]", *plain]))
+        blocks += [
+            "\n".join([f"[{section}.{name}]", *_entries(table)])
+            for name, table in keys.items()
+            if isinstance(table, dict)
+        ]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -95,7 +102,9 @@ def example(chosen: Mapping[str, Value] = NONE_CHOSEN) -> str:
         blocks.append(f"\n# {struct.__doc__}\n[{section}]\n")
         for key in plain:
             set_to = chosen.get(key.path)
-            line = _shown(key, defaults[key.path]) if set_to is None else (_set(key, set_to),)
+            line = _shown(key, defaults[key.path])
+            if set_to is not None:
+                line = [f"{key.name} = {toml_value(set_to)}"]
             blocks.append(_block([*_prose(key), *line]))
         blocks += [_block([*_prose(key), f"[{key.path}]", *_shown(key, None)]) for key in tables]
     return "\n".join(blocks)
@@ -129,11 +138,6 @@ def _prose(key: ConfigKey) -> list[str]:
         subsequent_indent="# ",
         break_on_hyphens=False,
     )
-
-
-def _set(key: ConfigKey, value: Value) -> str:
-    """A line that counts."""
-    return f"{key.name} = {toml_value(value)}"
 
 
 def _shown(key: ConfigKey, default: Value) -> Iterable[str]:

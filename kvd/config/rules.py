@@ -1,8 +1,9 @@
 """What a value must be beyond its type, and what values must be to each other.
 
-``flaw_of`` judges one text by its key. ``RULES`` judge a whole configuration; each names the keys
-it reads, so that ``load`` can skip it when one of them is wrong already and every other finding
-still comes out in the same run. Those over [pool] are ``pool_rules``.
+``flaw_of`` judges one text by its key. ``RULES`` judge a whole configuration; each is declared
+``over`` the keys that it reads, so that ``load`` can skip it when one of them is wrong already and
+every other finding still comes out in the same run. Those over [pool] are ``pool_rules``. Invalid
+entries of tables are left out before they are judged.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
 from kvd.config.host import has_group
-from kvd.config.pool_rules import POOL_RULES, KeyRule
+from kvd.config.pool_rules import RULES, over
 from kvd.core.handoff.message_sizes import MESSAGE_BYTES
 from kvd.curve import KeyFlaw, is_key, read_pair
 from kvd.families import FAMILIES, POOLS, Breach
@@ -21,9 +22,11 @@ from kvd.families.family import TextRule, text_rule
 from kvd.families.sharding import layers_of, ranks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvd.config.schema import Config
+
+__all__ = ["RULES", "entry_flaw", "flaw_of", "reason_not_built"]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 SOCKET_PATH_BYTES = 107
@@ -154,115 +157,21 @@ _ENTRIES: dict[str, TextRule] = {
 } | {f"pool.{key}": rule for row in POOLS.values() for key, rule in row.entries.items()}
 
 
-def _silence(config: Config) -> list[Breach]:
+@over("peers.heartbeat_s", "peers.suspect_s", "peers.lost_s")
+def _silence(config: Config) -> Iterator[Breach]:
     """Between two limits there must be time for a Ping to be heard."""
     peers = config.peers
-    out = []
     if peers.suspect_s < 2 * peers.heartbeat_s:
         rule = f"must be at least twice peers.heartbeat_s, which is {peers.heartbeat_s}"
-        out.append(Breach("peers.suspect_s", rule, f"give at least {2 * peers.heartbeat_s}"))
+        yield Breach("peers.suspect_s", rule, f"give at least {2 * peers.heartbeat_s}")
     if peers.lost_s <= peers.suspect_s:
         rule = f"must be longer than peers.suspect_s, which is {peers.suspect_s}"
-        out.append(Breach("peers.lost_s", rule, f"give {2 * peers.suspect_s}, for example"))
-    return out
-
-
-def _others(config: Config) -> list[Breach]:
-    """Peers are other nodes, each once."""
-    out = []
-    own = config.peers.listen
-    seen: dict[str, str] = {}
-    for name, endpoint in config.peers.connect.items():
-        if name == config.node.name:
-            rule = "is the name of this node, which is no peer of itself"
-            out.append(
-                Breach(
-                    key="peers.connect", rule=rule, fix="remove it, or set node.name", entry=name
-                )
-            )
-        elif endpoint == own:
-            rule = "is the address of this node"
-            out.append(
-                Breach(
-                    key="peers.connect", rule=rule, fix="give the address of the peer", entry=name
-                )
-            )
-        elif endpoint in seen:
-            rule = f"is the address of {seen[endpoint]} already"
-            out.append(
-                Breach(
-                    key="peers.connect", rule=rule, fix="give each peer its own address", entry=name
-                )
-            )
-        seen.setdefault(endpoint, name)
-    return out
-
-
-def _allowed(config: Config) -> list[Breach]:
-    """Whoever is a source must be let in."""
-    allow = config.peers.allow
-    if not allow:
-        return []
-    return [
-        Breach(
-            key="peers.connect",
-            rule="is not in peers.allow",
-            fix=f"add {name} to peers.allow",
-            entry=name,
-        )
-        for name in config.peers.connect
-        if name not in allow
-    ]
-
-
-def _sockets_apart(config: Config) -> list[Breach]:
-    """Three sockets, three paths, none too long."""
-    client, admin = config.sockets.client, config.sockets.admin
-    attach = attach_path(client)
-    out = []
-    if ipc_path(client) == attach:
-        rule = "is the path of the attach socket, which lies beside it"
-        out.append(Breach("sockets.client", rule, "name the file client.sock"))
-    if len(attach.encode()) > SOCKET_PATH_BYTES:
-        rule = f"puts attach.sock at a path of {len(attach.encode())} bytes, above 107"
-        out.append(Breach("sockets.client", rule, "choose a shorter directory"))
-    if ipc_path(admin) in {ipc_path(client), attach}:
-        rule = f"is taken: engines use {client} and {attach}"
-        out.append(Breach("sockets.admin", rule, "name the file admin.sock"))
-    return out
-
-
-def _prompt_in_frame(config: Config) -> list[Breach]:
-    """The tokens of a prompt travel as one frame of 4 bytes each."""
-    needed = 4 * config.limits.max_prompt_tokens + FRAME_OVERHEAD_BYTES
-    if needed <= config.limits.max_frame_bytes:
-        return []
-    rule = f"must hold limits.max_prompt_tokens at 4 bytes each and {FRAME_OVERHEAD_BYTES} more"
-    return [Breach("limits.max_frame_bytes", rule, f"give at least {needed}")]
-
-
-def _aux_in_frame(config: Config) -> list[Breach]:
-    """The aux travels in one message, or no handoff is begun at all."""
-    needed = config.limits.max_aux_bytes + MESSAGE_BYTES
-    if needed <= config.limits.max_frame_bytes:
-        return []
-    rule = f"must hold limits.max_aux_bytes and {MESSAGE_BYTES} more"
-    return [Breach("limits.max_frame_bytes", rule, f"give at least {needed}")]
-
-
-def _ports_apart(config: Config) -> list[Breach]:
-    """Two listeners cannot share a port of one address."""
-    http, peers = host_port(config.http.listen), tcp_address(config.peers.listen)
-    if http is None or peers is None or http.port == 0 or http.port != peers.port:
-        return []
-    if http.host != peers.host and not peers.is_wildcard:
-        return []
-    rule = f"uses port {http.port} as peers.listen does"
-    return [Breach("http.listen", rule, "choose another port")]
+        yield Breach("peers.lost_s", rule, f"give {2 * peers.suspect_s}, for example")
 
 
 # ---- keys of peers: nothing leaves this host without them, and each is of one node ------------
 
+_SECRET = "peers.secret_key_file"
 _BARE = (
     "leaves this host, and peers.secret_key_file is not set: nothing would be encrypted, and "
     "anyone could speak as any node"
@@ -273,107 +182,146 @@ _ACCEPT = (
 )
 
 
-def _leaves_host(config: Config) -> list[Breach]:
+@over("peers.listen", "peers.insecure", _SECRET)
+def _leaves_host(config: Config) -> Iterator[Breach]:
     """Nothing goes to another host without keys, unless the operator said that it may."""
     peers = config.peers
     if peers.insecure or peers.secret_key_file is not None:
-        return []
-    out = []
+        return
     listen = tcp_address(peers.listen)
     if listen is not None and not listen.is_loopback:
-        out.append(Breach("peers.listen", _BARE, _ACCEPT))
+        yield Breach("peers.listen", _BARE, _ACCEPT)
     for name, endpoint in peers.connect.items():
         address = tcp_address(endpoint)
         if address is not None and not address.is_loopback:
-            out.append(Breach(key="peers.connect", rule=_BARE, fix=_ACCEPT, entry=name))
-    return out
+            yield Breach("peers.connect", _BARE, _ACCEPT, entry=name)
 
 
-def _own_key(config: Config) -> list[Breach]:
+@over("node.name", "peers.insecure", "peers.keys", _SECRET)
+def _own_key(config: Config) -> Iterator[Breach]:
     """The secret file can be used, is wanted, and is there if keys are."""
     peers = config.peers
     if peers.secret_key_file is None:
         rule = "is of no use without peers.secret_key_file, this node's own key"
         fix = "make one with kvd keygen and set peers.secret_key_file"
-        return [
-            Breach(key="peers.keys", rule=rule, fix=fix, entry=name)
-            for name in list(peers.keys)[:1]
-        ]
-    out = []
+        for name in list(peers.keys)[:1]:
+            yield Breach("peers.keys", rule, fix, entry=name)
+        return
     if peers.insecure:
         rule = "contradicts peers.secret_key_file, with which every peer must prove its key"
-        out.append(Breach("peers.insecure", rule, "remove one of the two"))
+        yield Breach("peers.insecure", rule, "remove one of the two")
     own = read_pair(peers.secret_key_file)
     if isinstance(own, KeyFlaw):
-        out.append(Breach("peers.secret_key_file", own.rule, own.fix))
-        return out
+        yield Breach(_SECRET, own.rule, own.fix)
+        return
     for name, key in peers.keys.items():
         if name == config.node.name and key != own.public:
             rule = "is this node, and not the public key of peers.secret_key_file"
-            out.append(
-                Breach(
-                    key="peers.keys", rule=rule, fix=f"write {own.public} or remove it", entry=name
-                )
-            )
+            yield Breach("peers.keys", rule, f"write {own.public} or remove it", entry=name)
         elif name != config.node.name and key == own.public:
-            rule = "is the key of this node itself"
             fix = f"write the key that kvd keygen printed on {name}"
-            out.append(Breach(key="peers.keys", rule=rule, fix=fix, entry=name))
-    return out
+            yield Breach("peers.keys", "is the key of this node itself", fix, entry=name)
 
 
-def _one_key_each(config: Config) -> list[Breach]:
+@over("peers.keys")
+def _one_key_each(config: Config) -> Iterator[Breach]:
     """A key says which node speaks: it is of one node."""
-    out = []
     seen: dict[str, str] = {}
     for name, key in config.peers.keys.items():
         if key in seen:
             rule = f"is the key of {seen[key]} already, and a key is of one node"
-            out.append(
-                Breach(key="peers.keys", rule=rule, fix=f"run kvd keygen on {name} too", entry=name)
-            )
+            yield Breach("peers.keys", rule, f"run kvd keygen on {name} too", entry=name)
         seen.setdefault(key, name)
-    return out
 
 
-def _all_have_keys(config: Config) -> list[Breach]:
+@over("peers.allow", "peers.keys", _SECRET)
+def _all_have_keys(config: Config) -> Iterator[Breach]:
     """Whoever is dialed or let in by name has a key to prove it with."""
     peers = config.peers
     if peers.secret_key_file is None:
-        return []
+        return
     rule = "has no key in peers.keys, so it cannot be told from anyone else"
-    out = [
-        Breach(
-            key="peers.connect",
-            rule=rule,
-            fix=f"set peers.keys.{name} to its public key",
-            entry=name,
-        )
-        for name in peers.connect
-        if name not in peers.keys
-    ]
-    out += [
-        Breach("peers.allow", f"names {name}, which {rule}", f"set peers.keys.{name}, or remove it")
-        for name in peers.allow
-        if name not in peers.keys
-    ]
-    return out
+    for name in peers.connect:
+        if name not in peers.keys:
+            fix = f"set peers.keys.{name} to its public key"
+            yield Breach("peers.connect", rule, fix, entry=name)
+    for name in peers.allow:
+        if name not in peers.keys:
+            fix = f"set peers.keys.{name}, or remove it"
+            yield Breach("peers.allow", f"names {name}, which {rule}", fix)
 
 
-_SECRET = "peers.secret_key_file"
+# ---- who is a peer, and what shares sockets, frames and ports ------------------------------------
 
-RULES = (
-    *POOL_RULES,
-    KeyRule(_silence, frozenset({"peers.heartbeat_s", "peers.suspect_s", "peers.lost_s"})),
-    KeyRule(_leaves_host, frozenset({"peers.listen", "peers.insecure", _SECRET})),
-    KeyRule(_own_key, frozenset({"node.name", "peers.insecure", "peers.keys", _SECRET})),
-    KeyRule(_one_key_each, frozenset({"peers.keys"})),
-    KeyRule(_all_have_keys, frozenset({"peers.allow", "peers.keys", _SECRET})),
-    KeyRule(_others, frozenset({"node.name", "peers.listen"})),
-    KeyRule(_allowed, frozenset({"peers.allow"})),
-    KeyRule(_sockets_apart, frozenset({"sockets.client", "sockets.admin"})),
-    KeyRule(_prompt_in_frame, frozenset({"limits.max_prompt_tokens", "limits.max_frame_bytes"})),
-    KeyRule(_aux_in_frame, frozenset({"limits.max_aux_bytes", "limits.max_frame_bytes"})),
-    KeyRule(_ports_apart, frozenset({"http.listen", "peers.listen"})),
-)
-"""Every rule over several keys. Invalid entries of tables are left out before they are judged."""
+
+@over("node.name", "peers.listen")
+def _others(config: Config) -> Iterator[Breach]:
+    """Peers are other nodes, each once."""
+    seen: dict[str, str] = {}
+    for name, endpoint in config.peers.connect.items():
+        if name == config.node.name:
+            rule = "is the name of this node, which is no peer of itself"
+            fix = "remove it, or set node.name"
+            yield Breach("peers.connect", rule, fix, entry=name)
+        elif endpoint == config.peers.listen:
+            fix = "give the address of the peer"
+            yield Breach("peers.connect", "is the address of this node", fix, entry=name)
+        elif endpoint in seen:
+            rule = f"is the address of {seen[endpoint]} already"
+            yield Breach("peers.connect", rule, "give each peer its own address", entry=name)
+        seen.setdefault(endpoint, name)
+
+
+@over("peers.allow")
+def _allowed(config: Config) -> Iterator[Breach]:
+    """Whoever is a source must be let in."""
+    allow = config.peers.allow
+    for name in config.peers.connect if allow else ():
+        if name not in allow:
+            fix = f"add {name} to peers.allow"
+            yield Breach("peers.connect", "is not in peers.allow", fix, entry=name)
+
+
+@over("sockets.client", "sockets.admin")
+def _sockets_apart(config: Config) -> Iterator[Breach]:
+    """Three sockets, three paths, none too long."""
+    client, admin = config.sockets.client, config.sockets.admin
+    attach = attach_path(client)
+    if ipc_path(client) == attach:
+        rule = "is the path of the attach socket, which lies beside it"
+        yield Breach("sockets.client", rule, "name the file client.sock")
+    if len(attach.encode()) > SOCKET_PATH_BYTES:
+        rule = f"puts attach.sock at a path of {len(attach.encode())} bytes, above 107"
+        yield Breach("sockets.client", rule, "choose a shorter directory")
+    if ipc_path(admin) in {ipc_path(client), attach}:
+        rule = f"is taken: engines use {client} and {attach}"
+        yield Breach("sockets.admin", rule, "name the file admin.sock")
+
+
+@over("limits.max_prompt_tokens", "limits.max_frame_bytes")
+def _prompt_in_frame(config: Config) -> Iterator[Breach]:
+    """The tokens of a prompt travel as one frame of 4 bytes each."""
+    needed = 4 * config.limits.max_prompt_tokens + FRAME_OVERHEAD_BYTES
+    if needed > config.limits.max_frame_bytes:
+        rule = f"must hold limits.max_prompt_tokens at 4 bytes each and {FRAME_OVERHEAD_BYTES} more"
+        yield Breach("limits.max_frame_bytes", rule, f"give at least {needed}")
+
+
+@over("limits.max_aux_bytes", "limits.max_frame_bytes")
+def _aux_in_frame(config: Config) -> Iterator[Breach]:
+    """The aux travels in one message, or no handoff is begun at all."""
+    needed = config.limits.max_aux_bytes + MESSAGE_BYTES
+    if needed > config.limits.max_frame_bytes:
+        rule = f"must hold limits.max_aux_bytes and {MESSAGE_BYTES} more"
+        yield Breach("limits.max_frame_bytes", rule, f"give at least {needed}")
+
+
+@over("http.listen", "peers.listen")
+def _ports_apart(config: Config) -> Iterator[Breach]:
+    """Two listeners cannot share a port of one address."""
+    http, peers = host_port(config.http.listen), tcp_address(config.peers.listen)
+    if http is None or peers is None or http.port == 0 or http.port != peers.port:
+        return
+    if http.host == peers.host or peers.is_wildcard:
+        rule = f"uses port {http.port} as peers.listen does"
+        yield Breach("http.listen", rule, "choose another port")

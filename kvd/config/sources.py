@@ -21,7 +21,7 @@ from kvd.config.origin import ConfigError, ValueOrigin, ValueSource
 from kvd.curve import is_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 PREFIX = "KVD_"
@@ -56,70 +56,62 @@ class Assignment(msgspec.Struct, frozen=True):
             return shown(self.value)
         return readable(str(self.value))
 
+    def error(self, rule: str, fix: str) -> ConfigError:
+        """That it cannot be taken, and what to do about it."""
+        return ConfigError(
+            where=self.origin.place, key=self.subject, value=self.quoted, rule=rule, fix=fix
+        )
 
-class Read(msgspec.Struct, frozen=True):
-    """What one source says, and what in it cannot be read."""
 
-    assignments: tuple[Assignment, ...] = ()
-    errors: tuple[ConfigError, ...] = ()
+Found = list["Assignment | ConfigError"]
+"""What one source says, and what in it cannot be read."""
 
 
-def read_file(path: Path) -> Read:
+def read_file(path: Path) -> Found:
     """One TOML file, which must exist."""
+    where, fix = str(path), "give the path of a readable TOML file"
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as failure:
-        return _unreadable(str(path), f"cannot be read: {failure.strerror}")
-    except UnicodeDecodeError as failure:
-        return _unreadable(str(path), f"is not UTF-8: byte {failure.start} is out of place")
-    try:
         parsed = tomllib.loads(text)
+    except OSError as failure:
+        rule = f"cannot be read: {failure.strerror}"
+    except UnicodeDecodeError as failure:
+        rule = f"is not UTF-8: byte {failure.start} is out of place"
     except RecursionError:
-        return _unreadable(str(path), "is nested too deeply")
+        rule = "is nested too deeply"
     except ValueError as failure:  # TOMLDecodeError, or an integer of thousands of digits
         place = re.search(r"\(at line (\d+), column \d+\)", str(failure))
-        where = f"{path}:{place[1]}" if place else str(path)
+        where = f"{path}:{place[1]}" if place else where
         rule = f"is not TOML: {re.sub(r' [(]at .*[)]$', '', str(failure))}"
-        return Read(
-            errors=(
-                ConfigError(where=where, key="", value="", rule=rule, fix="correct the syntax"),
-            )
-        )
-    lines = line_numbers(text)
-    assignments: list[Assignment] = []
-    for section, content in parsed.items():
-        assignments += _section(section, content, (str(path), lines))
-    return Read(tuple(assignments))
-
-
-def _unreadable(where: str, rule: str) -> Read:
-    """A file that gives nothing."""
-    fix = "give the path of a readable TOML file"
-    return Read(errors=(ConfigError(where=where, key="", value="", rule=rule, fix=fix),))
+        fix = "correct the syntax"
+    else:
+        place_of = (where, line_numbers(text))
+        return [
+            one
+            for section, content in parsed.items()
+            for one in _section(section, content, place_of)
+        ]
+    return [ConfigError(where=where, rule=rule, fix=fix)]
 
 
 Place = tuple[str, dict[tuple[str, ...], int]]
 """A file and the lines of its keys."""
 
 
-def _section(section: str, content: object, place: Place) -> list[Assignment]:
+def _section(section: str, content: object, place: Place) -> Iterator[Assignment]:
     """The assignments of one top-level table of a file."""
     if not isinstance(content, dict):
-        return [Assignment(section, content, _origin(place, (section,)))]
-    out: list[Assignment] = []
+        yield Assignment(section, content, _origin(place, (section,)))
+        return
     for name, value in content.items():
         path = f"{section}.{name}"
         known = KEYS.get(path)
         if known is not None and known.kind is KeyKind.TABLE and isinstance(value, dict):
-            out += [
-                Assignment(
-                    key=path, value=item, origin=_origin(place, (section, name, entry)), entry=entry
-                )
-                for entry, item in value.items()
-            ]
+            for entry, item in value.items():
+                origin = _origin(place, (section, name, entry))
+                yield Assignment(path, item, origin, entry=entry)
         else:
-            out.append(Assignment(path, value, _origin(place, (section, name))))
-    return out
+            yield Assignment(path, value, _origin(place, (section, name)))
 
 
 def _origin(place: Place, path: tuple[str, ...]) -> ValueOrigin:
@@ -185,54 +177,44 @@ def _opened(value: str) -> str:
     return ""
 
 
-def read_environment(environ: Mapping[str, str]) -> Read:
+def read_environment(environ: Mapping[str, str]) -> Found:
     """Variables named ``KVD_SECTION__KEY``, and ``KVD_SECTION__KEY__entry`` for tables."""
-    assignments: list[Assignment] = []
-    errors: list[ConfigError] = []
+    found: Found = []
     meant = {f"{PREFIX}{key.replace('.', '_')}".upper(): key for key in KEYS}
-    for name in sorted(environ):
-        if not name.startswith(PREFIX):
-            continue
+    for name in sorted(one for one in environ if one.startswith(PREFIX)):
         section, separator, rest = name.removeprefix(PREFIX).partition("__")
-        if not separator:
-            if name in meant:
-                errors.append(_one_underscore(name, meant[name], environ[name]))
-            continue
-        origin = ValueOrigin(ValueSource.ENVIRONMENT, name)
-        key, entry = _split(f"{section.lower()}.", rest, "__")
-        assignments.append(
-            Assignment(key=key.lower(), value=environ[name], origin=origin, entry=entry)
-        )
-    return Read(tuple(assignments), tuple(errors))
+        if separator:
+            origin = ValueOrigin(ValueSource.ENVIRONMENT, name)
+            key, entry = _split(f"{section.lower()}.", rest, "__")
+            found.append(Assignment(key.lower(), environ[name], origin, entry=entry))
+        elif name in meant:  # looks like a key, and would never be read
+            found.append(
+                ConfigError(
+                    where=name,
+                    key=meant[name],
+                    value=readable(environ[name]),
+                    rule="two underscores part section and key",
+                    fix=f"name it {PREFIX}{meant[name].replace('.', '__').upper()}",
+                )
+            )
+    return found
 
 
-def _one_underscore(name: str, key: str, value: str) -> ConfigError:
-    """A variable that looks like a key but would never be read."""
-    section, _, rest = key.partition(".")
-    right = f"{PREFIX}{section}__{rest}".upper()
-    rule = "two underscores part section and key"
-    return ConfigError(
-        where=name, key=key, value=readable(value), rule=rule, fix=f"name it {right}"
-    )
-
-
-def read_sets(sets: Sequence[str]) -> Read:
+def read_sets(sets: Sequence[str]) -> Found:
     """``section.key=value`` texts, and ``section.key.entry=value`` for tables."""
-    assignments: list[Assignment] = []
-    errors: list[ConfigError] = []
+    found: Found = []
     for text in sets:
         path, separator, value = text.partition("=")
         is_secret = path.strip() == SECRET and is_key(value.strip())
         origin = ValueOrigin(ValueSource.SET, f"{SECRET}={HIDDEN}" if is_secret else text)
         if not separator or "." not in path:
-            rule = "has the form section.key=value"
-            fix = "write for example --set pool.pages=1024"
-            errors.append(ConfigError(where=origin.place, key="", value="", rule=rule, fix=fix))
+            rule, fix = "has the form section.key=value", "write for example --set pool.pages=1024"
+            found.append(ConfigError(where=origin.place, rule=rule, fix=fix))
             continue
         section, _, rest = path.strip().partition(".")
         key, entry = _split(f"{section}.", rest, ".")
-        assignments.append(Assignment(key=key, value=value.strip(), origin=origin, entry=entry))
-    return Read(tuple(assignments), tuple(errors))
+        found.append(Assignment(key, value.strip(), origin, entry=entry))
+    return found
 
 
 def _split(section: str, rest: str, separator: str) -> tuple[str, str | None]:

@@ -70,13 +70,17 @@ def http_pages(config: Config, node: NodeState, exposition: Exposition) -> HttpP
             return Response(200, PLAIN, b"ready\n")
         return Response(503, PLAIN, b"the transfer process is restarting\n")
 
-    return HttpPages(
-        livez=lambda: Response(200, PLAIN, b"alive\n"),
-        readyz=readyz,
-        metrics=lambda: Response(200, CONTENT_TYPE, exposition.render()),
-        info=lambda: info_page,
-        status=lambda: Response(200, JSON, msgspec.json.encode(_for_anyone(snapshot(node)))),
-    )
+    def livez() -> Response:
+        return Response(200, PLAIN, b"alive\n")
+
+    return {
+        "/livez": livez,
+        "/healthz": livez,
+        "/readyz": readyz,
+        "/metrics": lambda: Response(200, CONTENT_TYPE, exposition.render()),
+        "/info": lambda: info_page,
+        "/status": lambda: Response(200, JSON, msgspec.json.encode(_for_anyone(snapshot(node)))),
+    }
 
 
 def _for_anyone(shot: Snapshot) -> Snapshot:

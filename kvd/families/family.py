@@ -41,14 +41,14 @@ class Breach(msgspec.Struct, frozen=True):
 
 
 class RefusedKey(msgspec.Struct, frozen=True):
-    """A key that cannot be as it is, ``why``, and what to write instead.
+    """A key that cannot be as it is, ``why``, and what to do about it short of leaving the family.
 
     ``allowed`` are the values that are well all the same; left out, so is only leaving it alone.
     """
 
     key: str
     why: str
-    fix: str
+    fix: str = "remove it"
     allowed: tuple[Value, ...] | None = None
 
 

@@ -13,7 +13,7 @@ from kvd.core.layout.spec import Buffer, Component, Device, Host, page_bytes
 from kvd.families.budget import block_bytes, pages_of_request, pool_bytes, size_bytes
 from kvd.families.components import companions, kv
 from kvd.families.family import HEADS, INDEX, LATENT, Breach, PoolFamily, RefusedKey
-from kvd.families.keys import PageCount, PoolSection, Tokens, says
+from kvd.families.keys import PageCount, PoolSection, Tokens, example, rule
 
 if TYPE_CHECKING:
     from kvd.core.layout.spec import PoolSpec
@@ -24,22 +24,13 @@ if TYPE_CHECKING:
 class HostPool(PoolSection, frozen=True):
     """[pool] of this family."""
 
-    buffer_tokens: Annotated[
-        Tokens | None,
-        says(
-            "hisparse: tokens of one request that the device holds at a time.",
-            rule="a multiple of pool.page_size",
-            example=4096,
-        ),
-    ] = None
-    buffer_pages: Annotated[
-        PageCount | None,
-        says(
-            "hisparse: pages of the device buffer, the null page included. Left out: as many "
-            "buffers as usual requests fit into the host memory.",
-            example=2048,
-        ),
-    ] = None
+    buffer_tokens: Annotated[Tokens | None, rule("a multiple of pool.page_size"), example(4096)] = (
+        None
+    )
+    """hisparse: tokens of one request that the device holds at a time."""
+    buffer_pages: Annotated[PageCount | None, example(2048)] = None
+    """hisparse: pages of the device buffer, the null page included. Left out: as many buffers as
+    usual requests fit into the host memory."""
 
 
 def _components(pool: HostPool) -> tuple[Component, ...]:
@@ -135,7 +126,7 @@ FAMILY = PoolFamily(
             key="engine.mixed_chunk",
             why="a prompt's KV goes to host memory, a decoding request's to its device buffer, so "
             "one batch cannot write both",
-            fix="set it to false, or choose another family",
+            fix="set it to false",
             allowed=(False,),
         ),
     ),

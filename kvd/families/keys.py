@@ -1,6 +1,6 @@
 """[pool]: the keys that several families share, and how any key is declared.
 
-A key is a field: its type with its bounds, its default, and one ``says`` with its documentation. A
+A key is a field: its type with its bounds, its default, and below it, as a string, what it means. A
 key that may be left out without a value of its own is ``| None``. Keys of one family alone are
 fields of a subclass of ``PoolSection`` in that family's file; ``kvd.config.keys`` reads all of them
 into one table. ``{index}`` and ``{shards}`` in a text stand for the families that may have those.
@@ -41,206 +41,107 @@ NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', beginning with no sign"
 SIZE_RULE = "a whole number and a unit: KiB, MiB, GiB or TiB"
 
 
-def says(text: str, *, rule: str = "", example: object = None) -> Meta:
-    """What a key means.
+def rule(text: str) -> Meta:
+    """What values of a key must be, where type and bounds do not say it."""
+    return Meta(extra={"rule": text})
 
-    Args:
-        text: its documentation, in whole sentences.
-        rule: what its values must be, where type and bounds do not say it.
-        example: shown where there is no default.
-    """
-    return Meta(
-        description=text,
-        examples=None if example is None else [example],
-        extra={"rule": rule} if rule else None,
-    )
+
+def example(value: object) -> Meta:
+    """What to show of a key that has no default."""
+    return Meta(examples=[value])
 
 
 class PoolSection(msgspec.Struct, frozen=True):
     """The KV pool: what a page holds, and how many there are."""
 
-    name: Annotated[str, says("Name of the pool: what node.pool() takes.", rule=NAME_RULE)] = "main"
-    family: Annotated[str, says("What a sequence owns: {families}.")] = "mha"
-    device: Annotated[
-        str,
-        says(
-            "Whose memory the pool lies in. On a GPU it is allocated by the transfer process and "
-            "ends with it, and the daemon then ends too. Of several shards the first lies there, "
-            "each other one on the next device. hisparse: its index and buffer; the rest is host "
-            "memory.",
-            rule="cpu, or cuda:N with the number of a GPU",
-        ),
-    ] = "cpu"
-    order: Annotated[
-        Literal["page_first", "layer_first"],
-        says(
-            "What varies slowest in memory: page_first keeps all layers of a page together (fewest "
-            "descriptors per transfer), layer_first all pages of a layer.",
-        ),
-    ] = "page_first"
-    layers: Annotated[
-        int,
-        Meta(ge=0, le=1024),
-        says(
-            "Layers of the model with KV of every token: those with a window or a state are "
-            "counted apart. 0 is for recurrent alone: then pages are single tokens.",
-        ),
-    ] = 4
-    heads: Annotated[Heads, says("KV heads per layer of the model.")] = 2
-    head_dim: Annotated[Elements, says("Elements of one K head (and of V, unless v_dim).")] = 64
-    v_dim: Annotated[
-        Elements | None, says("Elements of one V head. Left out: head_dim.", example=128)
-    ] = None
-    latent_dim: Annotated[
-        Elements | None,
-        says(
-            "Elements of one latent, without its rotary part: mla, and hisparse of such a model.",
-            example=512,
-        ),
-    ] = None
-    rope_dim: Annotated[
-        Annotated[int, Meta(ge=0, le=65536)] | None,
-        says("Elements of the rotary part beside each latent. Left out: 0.", example=64),
-    ] = None
-    dtype: Annotated[DType, says("Element type, by its torch name.")] = "bfloat16"
-    scale_dtype: Annotated[
-        DType | None,
-        says(
-            "Element type of the scales of quantised KV: one of each head for K and for V (mla: "
-            "one) of every token and layer, in a component of its own. Left out: none.",
-            example="float32",
-        ),
-    ] = None
-    page_size: Annotated[
-        PageTokens,
-        says(
-            "Tokens per page: the unit of allocation, matching and transfer. The same on both "
-            "sides of a handoff.",
-        ),
-    ] = 16
-    tp_size: Annotated[
-        Heads,
-        says(
-            "Tensor-parallel ranks among which the heads of the model are divided, on all nodes "
-            "together. Each rank has a shard of the pool in memory of its own; where there are "
-            "more ranks than heads, neighbours have the same head. Families {shards} only, as "
-            "tp_ranks, stage and replicas.",
-        ),
-    ] = 1
+    name: Annotated[str, rule(NAME_RULE)] = "main"
+    """Name of the pool: what node.pool() takes."""
+    family: str = "mha"
+    """What a sequence owns: {families}."""
+    device: Annotated[str, rule("cpu, or cuda:N with the number of a GPU")] = "cpu"
+    """Whose memory the pool lies in. On a GPU it is allocated by the transfer process and ends with
+    it, and the daemon then ends too. Of several shards the first lies there, each other one on the
+    next device. hisparse: its index and buffer; the rest is host memory."""
+    order: Literal["page_first", "layer_first"] = "page_first"
+    """What varies slowest in memory: page_first keeps all layers of a page together (fewest
+    descriptors per transfer), layer_first all pages of a layer."""
+    layers: Annotated[int, Meta(ge=0, le=1024)] = 4
+    """Layers of the model with KV of every token: those with a window or a state are counted apart.
+    0 is for recurrent alone: then pages are single tokens."""
+    heads: Heads = 2
+    """KV heads per layer of the model."""
+    head_dim: Elements = 64
+    """Elements of one K head (and of V, unless v_dim)."""
+    v_dim: Annotated[Elements | None, example(128)] = None
+    """Elements of one V head. Left out: head_dim."""
+    latent_dim: Annotated[Elements | None, example(512)] = None
+    """Elements of one latent, without its rotary part: mla, and hisparse of such a model."""
+    rope_dim: Annotated[Annotated[int, Meta(ge=0, le=65536)] | None, example(64)] = None
+    """Elements of the rotary part beside each latent. Left out: 0."""
+    dtype: DType = "bfloat16"
+    """Element type, by its torch name."""
+    scale_dtype: Annotated[DType | None, example("float32")] = None
+    """Element type of the scales of quantised KV: one of each head for K and for V (mla: one) of
+    every token and layer, in a component of its own. Left out: none."""
+    page_size: PageTokens = 16
+    """Tokens per page: the unit of allocation, matching and transfer. The same on both sides of a
+    handoff."""
+    tp_size: Heads = 1
+    """Tensor-parallel ranks among which the heads of the model are divided, on all nodes together.
+    Each rank has a shard of the pool in memory of its own; where there are more ranks than heads,
+    neighbours have the same head. Families {shards} only, as tp_ranks, stage and replicas."""
     tp_ranks: Annotated[
-        str | None,
-        says(
-            "Which of the pool.tp_size ranks are on this node. Left out: all.",
-            rule="the first and the last rank like 0-3, or one rank",
-            example="0-3",
-        ),
+        str | None, rule("the first and the last rank like 0-3, or one rank"), example("0-3")
     ] = None
+    """Which of the pool.tp_size ranks are on this node. Left out: all."""
     stage: Annotated[
-        str | None,
-        says(
-            "Which of pool.layers are on this node, where a pipeline has the others elsewhere. "
-            "Left out: all.",
-            rule="the first layer and the one after the last, like 0:16",
-            example="0:16",
-        ),
+        str | None, rule("the first layer and the one after the last, like 0:16"), example("0:16")
     ] = None
-    replicas: Annotated[
-        int,
-        Meta(ge=1, le=128),
-        says(
-            "Equal copies of each shard on this node, where ranks share a prompt (context "
-            "parallel) and each has gathered all of its KV. Each copy sends a part of the pages.",
-        ),
-    ] = 1
-    pages: Annotated[
-        PageCount | None,
-        says("Number of pages, the null page included. Excludes pool.size.", example=2048),
-    ] = None
-    size: Annotated[
-        str | None,
-        says(
-            "Memory of the pool, from which the numbers of pages follow: a page is paid in every "
-            "shard of this node; an index and scales are paid with their page; swa and recurrent "
-            "divide it so that requests of pool.typical_tokens use up both their parts together; "
-            "hisparse means the host memory, its index and buffer come on top. Excludes "
-            "pool.pages.",
-            rule=SIZE_RULE,
-        ),
-    ] = "64MiB"
-    typical_tokens: Annotated[
-        Tokens,
-        says(
-            "Tokens of a usual request, prompt and answer: what window_pages, states and "
-            "buffer_pages follow from where they are left out.",
-        ),
-    ] = 8192
-    saved_size: Annotated[
-        str | None,
-        says(
-            "Host memory for the KV of retracted leases; 0KiB for none. Left out: an eighth of the "
-            "pool, at most 1GiB.",
-            rule=SIZE_RULE,
-            example="512MiB",
-        ),
-    ] = None
-    backing: Annotated[
-        Literal["anon", "shm", "fdstore", "hugetlbfs"],
-        says(
-            "Where the memory comes from, and whether it outlives the daemon, so that the next one "
-            "finds the cache: anon is a sealed memfd that ends with it; shm files on a tmpfs, "
-            "which stay until kvd drop; fdstore sealed memfds that systemd holds over a restart, "
-            "and frees at a stop; hugetlbfs files of huge pages set apart, which stay. Files "
-            "cannot be sealed: whoever may attach is trusted not to truncate them.",
-        ),
-    ] = "anon"
-    directory: Annotated[
-        str | None,
-        says(
-            "Where the files of shm and hugetlbfs lie: a directory of this daemon alone, made if "
-            "it is not there. Left out: below /dev/shm, or the first hugetlbfs mounted, one named "
-            "after the user and the directory of sockets.client.",
-            rule="an absolute path",
-            example="/dev/shm/kvd",
-        ),
-    ] = None
-    verify: Annotated[
-        Literal["sampled", "all", "none"],
-        says(
-            "Which pages of a pool that was found are compared with their checksums before they "
-            "are used: all; the first and last of each branch and one in 16, and all from where "
-            "one is wrong (sampled); or none.",
-        ),
-    ] = "sampled"
-    huge_pages: Annotated[
-        Literal["collapse", "off"],
-        says(
-            "collapse asks the kernel for 2 MiB pages: about twice the bandwidth. Memory of "
-            "pool.backing = hugetlbfs has them anyway.",
-        ),
-    ] = "collapse"
-    index_dim: Annotated[
-        Elements | None,
-        says(
-            "{index}: elements of one key of the sparse attention's index. Left out: there is no "
-            "index.",
-            example=128,
-        ),
-    ] = None
-    index_heads: Annotated[
-        Heads | None, says("Keys of the index per token and layer. Left out: 1.", example=1)
-    ] = None
-    index_dtype: Annotated[
-        DType | None,
-        says("Element type of the index. Left out: pool.dtype.", example="float8_e4m3fn"),
-    ] = None
+    """Which of pool.layers are on this node, where a pipeline has the others elsewhere. Left out:
+    all."""
+    replicas: Annotated[int, Meta(ge=1, le=128)] = 1
+    """Equal copies of each shard on this node, where ranks share a prompt (context parallel) and
+    each has gathered all of its KV. Each copy sends a part of the pages."""
+    pages: Annotated[PageCount | None, example(2048)] = None
+    """Number of pages, the null page included. Excludes pool.size."""
+    size: Annotated[str | None, rule(SIZE_RULE)] = "64MiB"
+    """Memory of the pool, from which the numbers of pages follow: a page is paid in every shard of
+    this node; an index and scales are paid with their page; swa and recurrent divide it so that
+    requests of pool.typical_tokens use up both their parts together; hisparse means the host
+    memory, its index and buffer come on top. Excludes pool.pages."""
+    typical_tokens: Tokens = 8192
+    """Tokens of a usual request, prompt and answer: what window_pages, states and buffer_pages
+    follow from where they are left out."""
+    saved_size: Annotated[str | None, rule(SIZE_RULE), example("512MiB")] = None
+    """Host memory for the KV of retracted leases; 0KiB for none. Left out: an eighth of the pool,
+    at most 1GiB."""
+    backing: Literal["anon", "shm", "fdstore", "hugetlbfs"] = "anon"
+    """Where the memory comes from, and whether it outlives the daemon, so that the next one finds
+    the cache: anon is a sealed memfd that ends with it; shm files on a tmpfs, which stay until kvd
+    drop; fdstore sealed memfds that systemd holds over a restart, and frees at a stop; hugetlbfs
+    files of huge pages set apart, which stay. Files cannot be sealed: whoever may attach is trusted
+    not to truncate them."""
+    directory: Annotated[str | None, rule("an absolute path"), example("/dev/shm/kvd")] = None
+    """Where the files of shm and hugetlbfs lie: a directory of this daemon alone, made if it is not
+    there. Left out: below /dev/shm, or the first hugetlbfs mounted, one named after the user and
+    the directory of sockets.client."""
+    verify: Literal["sampled", "all", "none"] = "sampled"
+    """Which pages of a pool that was found are compared with their checksums before they are used:
+    all; the first and last of each branch and one in 16, and all from where one is wrong (sampled);
+    or none."""
+    huge_pages: Literal["collapse", "off"] = "collapse"
+    """collapse asks the kernel for 2 MiB pages: about twice the bandwidth. Memory of pool.backing =
+    hugetlbfs has them anyway."""
+    index_dim: Annotated[Elements | None, example(128)] = None
+    """{index}: elements of one key of the sparse attention's index. Left out: there is no index."""
+    index_heads: Annotated[Heads | None, example(1)] = None
+    """Keys of the index per token and layer. Left out: 1."""
+    index_dtype: Annotated[DType | None, example("float8_e4m3fn")] = None
+    """Element type of the index. Left out: pool.dtype."""
     index_page_size: Annotated[
-        PageTokens | None,
-        says(
-            "Tokens per page of the index. Left out: pool.page_size.",
-            rule="a divisor of pool.page_size",
-            example=16,
-        ),
+        PageTokens | None, rule("a divisor of pool.page_size"), example(16)
     ] = None
+    """Tokens per page of the index. Left out: pool.page_size."""
 
     @property
     def keeps_latents(self) -> bool:

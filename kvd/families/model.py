@@ -175,28 +175,31 @@ def model_of(config: Mapping[str, object]) -> Model:
     if facts.get("compress_ratios") is not None:
         raise NotPlanned("compress_ratios: KV that is compressed over tokens is of no family here")
     n_layers = facts.number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    states = _states_of(facts, n_layers, dtype)
-    if states is not None and not states.attention_layers:
-        return Model(
-            name=kind,
-            dtype=dtype,
-            context_tokens=_context(facts),
-            state_layers=states.layers,
-            state=states.tensors,
-        )
-    n_layers -= _sharing(facts, n_layers)
-    attending = n_layers if states is None else states.attention_layers
-    sliding, window = _windows(facts, n_layers) if states is None else (0, 0)
+    read = _READERS.get(kind)
+    states = _States(0, {}, n_layers) if read is None else read(facts, n_layers, dtype)
     model = Model(
         name=kind,
         dtype=dtype,
         context_tokens=_context(facts),
+        state_layers=states.layers,
+        state=states.tensors,
+    )
+    if not states.attention_layers:
+        return model
+    attending, sliding, window = states.attention_layers, 0, 0
+    # Layers at the end that read the KV of earlier ones have none of their own.
+    shared = facts.maybe("num_kv_shared_layers")
+    if shared >= n_layers:
+        raise NotPlanned(f"num_kv_shared_layers = {shared} leaves none of {n_layers} layers")
+    if read is None:
+        attending = n_layers - shared
+        sliding, window = _windows(facts, attending)
+    model = msgspec.structs.replace(
+        model,
         is_encoder=kind in _ENCODERS or facts.get("is_causal") is False,
         layers=attending - sliding,
         window_layers=sliding,
         window_tokens=window,
-        state_layers=0 if states is None else states.layers,
-        state={} if states is None else states.tensors,
     )
     return _with_shape(model, facts)
 
@@ -226,31 +229,20 @@ def _with_shape(model: Model, facts: ModelFacts) -> Model:
 
 def _with_window_shape(model: Model, facts: ModelFacts) -> Model:
     """Where sliding layers and the others differ: either of them may have keys of its own."""
-    full_heads = facts.maybe("num_global_key_value_heads") or model.heads
     full_dim = facts.maybe("global_head_dim")
-    heads = facts.maybe("swa_num_key_value_heads") or model.heads
-    head_dim = facts.maybe("swa_head_dim") or model.head_dim
-    v_dim = facts.maybe("swa_v_head_dim") or model.v_dim
-    full = (full_heads, full_dim or model.head_dim, full_dim or model.v_dim)
-    if (heads, head_dim, v_dim) == full:
+    full = {
+        "heads": facts.maybe("num_global_key_value_heads") or model.heads,
+        "head_dim": full_dim or model.head_dim,
+        "v_dim": full_dim or model.v_dim,
+    }
+    sliding = {
+        "window_heads": facts.maybe("swa_num_key_value_heads") or model.heads,
+        "window_head_dim": facts.maybe("swa_head_dim") or model.head_dim,
+        "window_v_dim": facts.maybe("swa_v_head_dim") or model.v_dim,
+    }
+    if list(sliding.values()) == list(full.values()):
         return model
-    return msgspec.structs.replace(
-        model,
-        heads=full[0],
-        head_dim=full[1],
-        v_dim=full[2],
-        window_heads=heads,
-        window_head_dim=head_dim,
-        window_v_dim=v_dim,
-    )
-
-
-def _sharing(facts: ModelFacts, n_layers: int) -> int:
-    """Layers at the end that read the KV of earlier ones and have none of their own."""
-    shared = facts.maybe("num_kv_shared_layers")
-    if shared >= n_layers:
-        raise NotPlanned(f"num_kv_shared_layers = {shared} leaves none of {n_layers} layers")
-    return shared
+    return msgspec.structs.replace(model, **full, **sliding)
 
 
 def _facts(config: Mapping[str, object]) -> ModelFacts:
@@ -314,16 +306,6 @@ class _States(msgspec.Struct, frozen=True):
     attention_layers: int
 
 
-def _states_of(facts: ModelFacts, n_layers: int, dtype: str) -> _States | None:
-    """The states of a model of ``n_layers``; None where it has none of a kind known here.
-
-    Raises:
-        NotPlanned: it has, and a key about them is missing.
-    """
-    read = _READERS.get(facts.text("model_type"))
-    return None if read is None else read(facts, n_layers, dtype)
-
-
 def _tensors(
     facts: ModelFacts, dtype: str, conv: tuple[int, int], ssm: tuple[int, ...]
 ) -> dict[str, str]:
@@ -339,11 +321,6 @@ def _mamba(facts: ModelFacts, n_layers: int, dtype: str) -> _States:
     inner = inner or facts.number("expand") * facts.number("hidden_size", "d_model")
     kernel, size = facts.number("conv_kernel", "d_conv"), facts.number("state_size", "d_state")
     return _States(n_layers, _tensors(facts, dtype, (inner, kernel), (inner, size)), 0)
-
-
-def _mamba2(facts: ModelFacts, n_layers: int, dtype: str) -> _States:
-    """Mamba-2: heads that share a step."""
-    return _States(n_layers, _heads(facts, dtype), 0)
 
 
 def _heads(facts: ModelFacts, dtype: str) -> dict[str, str]:
@@ -367,12 +344,7 @@ def _hybrid(facts: ModelFacts, n_layers: int, dtype: str) -> _States:
     return _States(n_layers - attending, _heads(facts, dtype), attending)
 
 
-def _both(facts: ModelFacts, n_layers: int, dtype: str) -> _States:
-    """Falcon-H1: every layer has both, side by side."""
-    return _States(n_layers, _heads(facts, dtype), n_layers)
-
-
-def _patterned(facts: ModelFacts, n_layers: int, dtype: str) -> _States:
+def _patterned(facts: ModelFacts, _n_layers: int, dtype: str) -> _States:
     """Nemotron-H: a letter for each layer, ``M`` and ``*``; the others keep nothing."""
     pattern = facts.text("hybrid_override_pattern")
     return _States(pattern.count("M"), _heads(facts, dtype), pattern.count("*"))
@@ -405,12 +377,13 @@ def _delta(facts: ModelFacts, n_layers: int, dtype: str) -> _States:
 
 _READERS: dict[str, Callable[[ModelFacts, int, str], _States]] = {
     "bamba": _hybrid,
-    "falcon_h1": _both,
+    # Every layer has both, side by side.
+    "falcon_h1": lambda facts, n_layers, dtype: _States(n_layers, _heads(facts, dtype), n_layers),
     "falcon_mamba": _mamba,
     "granitemoehybrid": _hybrid,
     "jamba": _jamba,
     "mamba": _mamba,
-    "mamba2": _mamba2,
+    "mamba2": lambda facts, n_layers, dtype: _States(n_layers, _heads(facts, dtype), 0),
     "nemotron_h": _patterned,
     "qwen3_next": _delta,
 }

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 PREFILL_ONLY = "prefill-only"
 
-_LEAVE = 'or set cache.mode = "radix"'
-
 
 def _components(pool: PoolSection) -> tuple[Component, ...]:
     """The tokens that the pool would have held are counted; there is memory for none of them."""
@@ -63,68 +61,46 @@ FAMILY = PoolFamily(
     divide=one_budget,
     refuses=(
         RefusedKey(
-            key="engine.workload",
-            why="each decoded token reads the KV of those before it",
-            fix=f"set embedding or scoring, {_LEAVE}",
+            "engine.workload",
+            "each decoded token reads the KV of those before it",
+            "set embedding or scoring",
             allowed=("embedding", "scoring"),
         ),
         RefusedKey(
-            key="engine.chunk_tokens",
-            why="the second chunk of a prompt reads the KV of the first",
-            fix=f"set -1, the whole prompt, {_LEAVE}",
+            "engine.chunk_tokens",
+            "the second chunk of a prompt reads the KV of the first",
+            "set -1, the whole prompt",
             allowed=(-1, 0),  # 0 is refused in any mode, in other words
         ),
         RefusedKey(
-            key="engine.mixed_chunk",
-            why="a batch that decodes reads KV",
-            fix=f"set false, {_LEAVE}",
-            allowed=(False,),
+            "engine.mixed_chunk", "a batch that decodes reads KV", "set false", allowed=(False,)
         ),
         RefusedKey(
-            key="engine.context_parallel",
-            why="ranks that share a prompt write its KV to read each other's part",
-            fix=f"set 1, {_LEAVE}",
+            "engine.context_parallel",
+            "ranks that share a prompt write its KV to read each other's part",
+            "set 1",
             allowed=(1,),
         ),
         RefusedKey(
-            key="engine.attention",
-            why="paged attention reads K and V from the pool",
-            fix=f"set varlen if the engine can, {_LEAVE}",
+            "engine.attention",
+            "paged attention reads K and V from the pool",
+            "set varlen if the engine can",
             allowed=("varlen",),
         ),
         RefusedKey(
-            key="pool.scale_dtype",
-            why="quantising KV stores its scales, and nothing may be written",
-            fix=f"remove it, {_LEAVE}",
+            "pool.scale_dtype",
+            "quantising KV stores its scales, and nothing may be written",
             allowed=(None,),
         ),
         RefusedKey(
-            key="pool.index_dim",
-            why="an index is read to choose KV, and there is none",
-            fix=f"remove it, {_LEAVE}",
-            allowed=(None,),
+            "pool.index_dim", "an index is read to choose KV, and there is none", allowed=(None,)
         ),
         RefusedKey(
-            key="radix.policy",
-            why="a prefix that is matched must be readable, so nothing is cached",
-            fix=f"remove it, {_LEAVE}",
+            "radix.policy", "a prefix that is matched must be readable, so nothing is cached"
         ),
-        RefusedKey(
-            key="pool.saved_size",
-            why="there is nothing to save of a lease",
-            fix=f"remove it, {_LEAVE}",
-            allowed=(None,),
-        ),
-        RefusedKey(
-            key="transfer.integrity",
-            why="there is no page whose bytes could be compared",
-            fix=f"remove it, {_LEAVE}",
-        ),
-        RefusedKey(
-            key="peers.connect",
-            why="nothing can be sent to a peer, nor received",
-            fix=f"remove it, {_LEAVE}",
-        ),
+        RefusedKey("pool.saved_size", "there is nothing to save of a lease", allowed=(None,)),
+        RefusedKey("transfer.integrity", "there is no page whose bytes could be compared"),
+        RefusedKey("peers.connect", "nothing can be sent to a peer, nor received"),
     ),
     unsuited=_unsuited,
     plan_keys=plan_keys,

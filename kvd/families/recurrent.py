@@ -26,7 +26,7 @@ from kvd.core.layout.spec import (
 from kvd.families.budget import pool_bytes, size_bytes, two_budgets
 from kvd.families.components import companions, kv
 from kvd.families.family import HEADS, LATENT, SCALE, Breach, PoolFamily, text_rule
-from kvd.families.keys import MAX_PAGES, Layers, PageCount, PoolSection, says
+from kvd.families.keys import MAX_PAGES, Layers, PageCount, PoolSection, example, rule
 
 if TYPE_CHECKING:
     from kvd.core.layout.spec import PoolSpec
@@ -44,25 +44,17 @@ _MAX_STATE_ELEMENTS = 2**31
 class StatePool(PoolSection, frozen=True):
     """[pool] of this family."""
 
-    state_layers: Annotated[Layers | None, says("recurrent: layers with a state.", example=24)] = (
-        None
-    )
-    states: Annotated[
-        PageCount | None,
-        says(
-            "recurrent: number of states, the null state included. Left out: two for each usual "
-            "request, one of them for the cache.",
-            example=129,
-        ),
-    ] = None
+    state_layers: Annotated[Layers | None, example(24)] = None
+    """recurrent: layers with a state."""
+    states: Annotated[PageCount | None, example(129)] = None
+    """recurrent: number of states, the null state included. Left out: two for each usual request,
+    one of them for the cache."""
     state: Annotated[
         dict[str, str],
-        says(
-            "recurrent: the tensors of one layer's state of one request.",
-            rule='a table of NAME = "DTYPE[N,N,...]"',
-            example={"conv": "bfloat16[4352,3]", "ssm": "float32[64,64,128]"},
-        ),
+        rule('a table of NAME = "DTYPE[N,N,...]"'),
+        example({"conv": "bfloat16[4352,3]", "ssm": "float32[64,64,128]"}),
     ] = msgspec.field(default_factory=dict)
+    """recurrent: the tensors of one layer's state of one request."""
 
     @property
     @override

@@ -13,7 +13,7 @@ from kvd.core.layout.spec import Component, Device, Mha, Tail
 from kvd.families.budget import two_budgets
 from kvd.families.components import kv
 from kvd.families.family import HEADS, Breach, PoolFamily
-from kvd.families.keys import Elements, Heads, Layers, PageCount, PoolSection, Tokens, says
+from kvd.families.keys import Elements, Heads, Layers, PageCount, PoolSection, Tokens, example
 
 if TYPE_CHECKING:
     from kvd.core.layout.spec import PoolSpec
@@ -24,40 +24,21 @@ if TYPE_CHECKING:
 class WindowPool(PoolSection, frozen=True):
     """[pool] of this family."""
 
-    window_tokens: Annotated[
-        Tokens | None, says("swa: how many tokens a sliding layer looks back.", example=1024)
-    ] = None
-    window_layers: Annotated[Layers | None, says("swa: number of sliding layers.", example=52)] = (
-        None
-    )
-    window_heads: Annotated[
-        Heads | None,
-        says("swa: KV heads of a sliding layer. Left out: pool.heads.", example=8),
-    ] = None
-    window_head_dim: Annotated[
-        Elements | None,
-        says(
-            "swa: elements of one K head of a sliding layer. Left out: pool.head_dim.",
-            example=192,
-        ),
-    ] = None
-    window_v_dim: Annotated[
-        Elements | None,
-        says(
-            "swa: elements of one V head of a sliding layer. Left out: window_head_dim if that is "
-            "given, else as in the other layers.",
-            example=128,
-        ),
-    ] = None
-    window_pages: Annotated[
-        PageCount | None,
-        says(
-            "swa: pages of the sliding layers, the null page included. Left out: what usual "
-            "requests need, each its window and two pages. Only engines that lease with "
-            "step_tokens do with that; otherwise each page of a prompt takes one.",
-            example=4096,
-        ),
-    ] = None
+    window_tokens: Annotated[Tokens | None, example(1024)] = None
+    """swa: how many tokens a sliding layer looks back."""
+    window_layers: Annotated[Layers | None, example(52)] = None
+    """swa: number of sliding layers."""
+    window_heads: Annotated[Heads | None, example(8)] = None
+    """swa: KV heads of a sliding layer. Left out: pool.heads."""
+    window_head_dim: Annotated[Elements | None, example(192)] = None
+    """swa: elements of one K head of a sliding layer. Left out: pool.head_dim."""
+    window_v_dim: Annotated[Elements | None, example(128)] = None
+    """swa: elements of one V head of a sliding layer. Left out: window_head_dim if that is given,
+    else as in the other layers."""
+    window_pages: Annotated[PageCount | None, example(4096)] = None
+    """swa: pages of the sliding layers, the null page included. Left out: what usual requests need,
+    each its window and two pages. Only engines that lease with step_tokens do with that; otherwise
+    each page of a prompt takes one."""
 
 
 def _components(pool: WindowPool) -> tuple[Component, ...]:

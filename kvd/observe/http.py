@@ -1,4 +1,4 @@
-"""HTTP for probes and metrics: five pages on loopback, read only, HTTP/1.1 by h11.
+"""HTTP for probes and metrics: a few pages on loopback, read only, HTTP/1.1 by h11.
 
 Theory of operation. A connection is one task: read a request, answer it, read the next. Whatever
 goes wrong ends that connection and nothing else. asyncio swallows an exception of a start_server
@@ -12,7 +12,7 @@ is not taken within ``ANSWER_S`` is abandoned; at most ``MAX_CONNECTIONS`` are o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from email.utils import formatdate
 
 import h11
@@ -43,18 +43,10 @@ class Response(msgspec.Struct, frozen=True):
 
 
 Handler = Callable[[], Response]
+HttpPages = Mapping[str, Handler]
+"""By path. A handler is called on the event loop and answers at once."""
 OnFault = Callable[[str, BaseException], None]
 OnRefused = Callable[[int], None]
-
-
-class HttpPages(msgspec.Struct, frozen=True):
-    """The five pages. A handler is called on the event loop and answers at once."""
-
-    livez: Handler
-    readyz: Handler
-    metrics: Handler
-    info: Handler
-    status: Handler
 
 
 def _plain(status: int, text: str) -> Response:
@@ -69,14 +61,7 @@ class HttpServer:
     """
 
     def __init__(self, pages: HttpPages, on_fault: OnFault, on_refused: OnRefused) -> None:
-        self._pages: dict[str, Handler] = {
-            "/livez": pages.livez,
-            "/healthz": pages.livez,
-            "/readyz": pages.readyz,
-            "/metrics": pages.metrics,
-            "/info": pages.info,
-            "/status": pages.status,
-        }
+        self._pages = pages
         self._on_fault = on_fault
         self._on_refused = on_refused
         self._connections: set[asyncio.Task[None]] = set()
@@ -103,7 +88,7 @@ class HttpServer:
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = _Connection(reader, writer, self._pages, self._on_refused)
         is_full = len(self._connections) >= MAX_CONNECTIONS
-        task = asyncio.create_task(connection.turn_away() if is_full else connection.serve())
+        task = asyncio.create_task(connection.serve(is_full=is_full))
         self._connections.add(task)
         task.add_done_callback(self._ended)
 
@@ -120,7 +105,7 @@ class _Connection:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        pages: dict[str, Handler],
+        pages: HttpPages,
         on_refused: OnRefused,
     ) -> None:
         self._on_refused = on_refused
@@ -130,24 +115,18 @@ class _Connection:
         writer.transport.set_write_buffer_limits(high=0)  # so that drain waits for the last byte
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
 
-    async def serve(self) -> None:
-        """Answer requests until either side is done with the connection."""
+    async def serve(self, *, is_full: bool) -> None:
+        """Answer requests until either side is done with the connection; none where it is full."""
         try:
+            if is_full:
+                await self._refuse(_plain(503, f"{MAX_CONNECTIONS} connections are open already"))
+                return
             while await self._answer_one():
                 self._http.start_next_cycle()
                 # Requests that came in one piece are read and answered without a wait: give way.
                 await asyncio.sleep(0)
         except OSError:
             pass  # the client hung up, or does not take its answer in time
-        finally:
-            self._writer.transport.abort()
-
-    async def turn_away(self) -> None:
-        """Say that too many connections are open."""
-        try:
-            await self._refuse(_plain(503, f"{MAX_CONNECTIONS} connections are open already"))
-        except OSError:
-            pass  # as above
         finally:
             self._writer.transport.abort()
 

@@ -8,15 +8,9 @@ Invariants: a line that cannot be written is counted, never raised, because the 
 what it describes; the next one that can be comes after a line that says how many are lost; an
 event below the level costs one look-up; the loop never waits for whoever reads the log.
 
-A text stream that never makes its writer wait: a thread writes, a bounded queue is between.
-
 Whoever reads the log may stop reading: a pager, a stopped terminal, a full pipe. The loop of the
-daemon must not stop with them. What does not fit is lost and counted, and told when there is room.
-
-structlog without rich, which it loads for coloured tracebacks wherever it finds it.
-
-Nobody here asks it for one, and a daemon would pay 4 MB and 60 ms of its start. Without effect
-where rich or structlog is loaded already.
+daemon must not stop with them: a thread writes, and a bounded queue is between. What does not fit
+is lost and counted, and told when there is room.
 """
 
 from __future__ import annotations
@@ -24,7 +18,6 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections import deque
 from typing import TYPE_CHECKING, TextIO, cast
 
 import msgspec
@@ -63,8 +56,14 @@ LEVELS = {
     "config-refused": "warning",
     "violation": "error",
     "violation-healed": "warning",
+    "crashed": "error",
+    "watchdog-unfed": "error",
+    "watchdog-fed": "warning",
 }
 """Levels by tag: debug is what every request does, warning is what an operator may want to see."""
+
+
+# Lines that are no events: they are written even when the core does not step.
 
 
 class Crashed(msgspec.Struct, frozen=True, tag="crashed"):
@@ -85,10 +84,6 @@ class Fed(msgspec.Struct, frozen=True, tag="watchdog-fed"):
     """It is fed again, after ``unfed_s``."""
 
     unfed_s: float
-
-
-OWN_LEVELS: dict[type[msgspec.Struct], str] = {Crashed: "error", Unfed: "error", Fed: "warning"}
-"""Of lines that are no events: they are written even when the core does not step."""
 
 
 class EventLog:
@@ -126,7 +121,8 @@ class EventLog:
     def _rank(self, kind: type[msgspec.Struct]) -> int:
         rank = self._ranks.get(kind)
         if rank is None:
-            rank = self._ranks[kind] = RANKS[_level_of(kind)]
+            level = LEVELS.get(str(kind.__struct_config__.tag), "info")
+            rank = self._ranks[kind] = RANKS[level]
         return rank
 
     def set_level(self, level: str) -> None:
@@ -166,11 +162,16 @@ def configure(*, form: str, level: str, node: str, stream: TextIO | None = None)
     if is_console:
         columns = structlog.dev.ConsoleRenderer(colors=stream.isatty(), sort_keys=False)
         renderers = [_printable, columns]
+
+    def with_node(_logger: WrappedLogger, _method: str, fields: EventDict) -> EventDict:
+        fields["node"] = node
+        return fields
+
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            _Node(node),
+            with_node,
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(RANKS[level]),
@@ -178,24 +179,6 @@ def configure(*, form: str, level: str, node: str, stream: TextIO | None = None)
         cache_logger_on_first_use=False,
     )
     return EventLog(level=level, spill=spill)
-
-
-def _level_of(kind: type[msgspec.Struct]) -> str:
-    """The level of a kind of events; violations and crashes are errors, most are info."""
-    if kind in OWN_LEVELS:
-        return OWN_LEVELS[kind]
-    return LEVELS.get(str(kind.__struct_config__.tag), "info")
-
-
-class _Node:
-    """Puts the node's name into every line."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, _logger: WrappedLogger, _method: str, fields: EventDict) -> EventDict:
-        fields["node"] = self._name
-        return fields
 
 
 def _printable(_logger: WrappedLogger, _method: str, fields: EventDict) -> EventDict:
@@ -221,7 +204,7 @@ class Spill:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._waiting: deque[str] = deque()
+        self._waiting: list[str] = []
         self._chars = 0
         self._lost = 0
         self._is_closed = False
@@ -261,8 +244,7 @@ class Spill:
             with self._changed:
                 while not self._waiting and not self._is_closed:
                     self._changed.wait()
-                lines = list(self._waiting)
-                self._waiting.clear()
+                lines, self._waiting = self._waiting, []
                 if not lines:
                     return
             self._put(lines)
@@ -281,6 +263,8 @@ class Spill:
             self._lost += lost
 
 
+# structlog loads rich, for coloured tracebacks, wherever it finds it. Nobody here asks it for one,
+# and a daemon would pay 4 MB and 60 ms of its start. Nothing is done where either is loaded.
 if "rich" in sys.modules or "structlog" in sys.modules:
     import structlog
 else:

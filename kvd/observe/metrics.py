@@ -1,9 +1,10 @@
 """What is counted: plain integers that events and requests add to, read when someone scrapes.
 
 Theory of operation. ``take`` is given every event, as the log is; ``rpc``, ``rpc_failed`` and
-``loop_lag`` are called by the loop itself, because a request is no event. Nothing here formats or
-imports prometheus_client: that is ``exposition``. What can be read off the daemon's state is not
-counted a second time: that is ``gauges``.
+``loop_lag`` are called by the loop itself, because a request is no event. Each family is declared
+once, with its name on the page, what it is and its labels. Nothing here formats or imports
+prometheus_client: that is ``exposition``, which also reads the daemon's state; what can be read off
+that is not counted a second time.
 
 Invariant: label values are few. A value that could not be the name of a node becomes ``other``, and
 so does whatever comes after ``MAX_SERIES`` different ones, so that no peer and no bug can make the
@@ -56,12 +57,15 @@ STAGES = {
 
 
 class Counter:
-    """Totals by label values. Only grows."""
+    """Totals by label values. Only grows; the series ``always`` are there from the beginning."""
 
-    __slots__ = ("values",)
+    __slots__ = ("doc", "labels", "name", "values")
 
-    def __init__(self) -> None:
-        self.values: dict[Labels, int] = {}
+    def __init__(
+        self, name: str, doc: str, labels: Labels = (), *, always: tuple[Labels, ...] = ()
+    ) -> None:
+        self.name, self.doc, self.labels = name, doc, labels
+        self.values: dict[Labels, int] = dict.fromkeys(always, 0)
 
     def add(self, amount: int, *labels: str) -> None:
         """Add to one series, or to ``other`` when there are too many."""
@@ -89,13 +93,16 @@ class Histogram:
 
 
 class Histograms:
-    """Histograms with the same bounds, by label values."""
+    """Histograms with the same bounds, by label values; one without labels is there at once."""
 
-    __slots__ = ("bounds", "values")
+    __slots__ = ("bounds", "doc", "labels", "name", "values")
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
+    def __init__(
+        self, name: str, doc: str, labels: Labels = (), *, bounds: tuple[float, ...]
+    ) -> None:
+        self.name, self.doc, self.labels = name, doc, labels
         self.bounds = bounds
-        self.values: dict[Labels, Histogram] = {}
+        self.values: dict[Labels, Histogram] = {} if labels else {(): Histogram(bounds)}
 
     def of(self, *labels: str) -> Histogram:
         """The histogram of one series, or of ``other`` when there are too many."""
@@ -124,43 +131,103 @@ class _Stay:
         self.last_s = at_s
 
 
-class Metrics:
+class _HandoffFamilies:
+    """What is counted of handoffs. Attributes are on the page in the order of their making."""
+
+    def __init__(self) -> None:
+        ways, directions = ("role", "outcome", "reason"), (("received",), ("sent",))
+        self.handoffs = Counter("kvd_handoffs", "Handoffs that ended on this node.", ways)
+        self.handoff_bytes = Counter(
+            "kvd_handoff_bytes", "KV bytes that handoffs moved.", ("dir",), always=directions
+        )
+        self.handoff_bytes_saved = Counter(
+            "kvd_handoff_bytes_saved",
+            "KV bytes that handoffs need not move, because the decode side had them.",
+            ("dir",),
+            always=directions,
+        )
+        self.decode_prefix_tokens = Histograms(
+            "kvd_decode_prefix_tokens",
+            "Tokens of a received prompt that were cached here already.",
+            bounds=TOKENS,
+        )
+        self.handoff_seconds = Histograms(
+            "kvd_handoff_seconds", "From the first request to the end.", ("role",), bounds=SLOW_S
+        )
+        self.stage_seconds = Histograms(
+            "kvd_handoff_stage_seconds",
+            "Time a part of a handoff spent in one stage.",
+            ("role", "stage"),
+            bounds=SLOW_S,
+        )
+
+
+class Metrics(_HandoffFamilies):
     """Everything that is counted on this node. ``pool`` labels what its events say of pages."""
 
     def __init__(self, pool: str) -> None:
-        self.pool = pool
-        self.handoffs = Counter()
-        self.handoff_bytes = Counter()
-        self.handoff_bytes_saved = Counter()
-        self.handoff_seconds = Histograms(SLOW_S)
-        self.stage_seconds = Histograms(SLOW_S)
-        self.decode_prefix_tokens = Histogram(TOKENS)
-        self.evicted_pages = Counter()
-        self.leases_released = Counter()
-        self.leases_retracted = Counter()
-        self.retraction_bytes = Counter()
-        self.messages_refused = Counter()
-        self.peers_lost = Counter()
-        self.handshakes_failed = Counter()
-        self.corrupt_pages = Counter()
-        self.violations = 0
-        self.rpc_seconds = Histograms(FAST_S)
-        self.rpc_errors = Counter()
-        self.loop_lag_seconds = Histogram(FAST_S)
+        super().__init__()
+        where = ("pool", "component", "reason")
+        self.evicted_pages = Counter("kvd_evicted_pages", "Cached pages that gave way.", where)
+        self.leases_released = Counter("kvd_leases_released", "Leases that ended.", ("cause",))
+        self.leases_retracted = Counter(
+            "kvd_leases_retracted",
+            "Running leases that gave their pages back, by what was kept of them.",
+            ("kept",),
+            always=(("host",), ("nothing",)),
+        )
+        self.retraction_bytes = Counter(
+            "kvd_retraction_bytes",
+            "KV bytes of retracted leases: saved, restored, and spared because the tree had them.",
+            ("what",),
+            always=(("saved",), ("restored",), ("spared",)),
+        )
+        self.violations = Counter(
+            "kvd_ledger_violations", "Invariants found broken; must stay 0.", always=((),)
+        )
+        self.corrupt_pages = Counter(
+            "kvd_corrupt_pages",
+            "Received pages that were not what was sent; none of them was cached.",
+            ("peer",),
+        )
+        self.peers_lost = Counter("kvd_peers_lost", "Peers given up as lost.", ("peer",))
+        self.handshakes_failed = Counter(
+            "kvd_peer_handshakes_failed",
+            "Connections with peers that ended before the first message.",
+            ("reason",),
+        )
+        self.rpc_seconds = Histograms(
+            "kvd_rpc_seconds", "From request to answer.", ("op",), bounds=FAST_S
+        )
+        self.rpc_errors = Counter("kvd_rpc_errors", "Requests refused.", ("op", "code"))
+        self.messages_refused = Counter(
+            "kvd_messages_refused", "Messages that could not be acted on.", ("socket", "code")
+        )
+        self.loop_lag_seconds = Histograms(
+            "kvd_loop_lag_seconds", "How late timers of the event loop fire.", bounds=FAST_S
+        )
         self._stays: dict[tuple[str, int], _Stay] = {}
         # Looked up rather than matched: a miss costs 0.1 us instead of 1, three times a lease.
         self._takers: dict[type, Callable[..., None]] = {
             events.Moved: self._moved,
             events.HandoffEnded: self._handoff_ended,
-            events.Evicted: self._evicted,
-            events.LeaseReleased: self._lease_released,
+            events.Evicted: lambda event: self.evicted_pages.add(
+                event.pages, pool, event.component or FIRST, event.reason
+            ),
+            events.LeaseReleased: lambda event: self.leases_released.add(1, event.cause),
             events.LeaseRetracted: self._retracted,
             events.LeaseResumed: self._resumed,
-            events.MessageRefused: self._message_refused,
-            events.PeerLost: self._peer_lost,
-            events.PagesCorrupt: self._pages_corrupt,
-            events.Violation: self._violation,
+            events.MessageRefused: lambda event: self.messages_refused.add(
+                1, event.socket, event.code
+            ),
+            events.PeerLost: lambda event: self.peers_lost.add(1, event.peer),
+            events.PagesCorrupt: lambda event: self.corrupt_pages.add(event.bad_pages, event.peer),
+            events.Violation: lambda _event: self.violations.add(1),
         }
+
+    def families(self) -> list[Counter | Histograms]:
+        """Everything that is counted, in the order of the page."""
+        return [one for one in vars(self).values() if isinstance(one, Counter | Histograms)]
 
     def counts(self, kind: type[events.Event]) -> bool:
         """Whether events of this kind are counted."""
@@ -197,7 +264,7 @@ class Metrics:
 
     def loop_lag(self, seconds: float) -> None:
         """Count how late a timer of the event loop fired."""
-        self.loop_lag_seconds.observe(seconds)
+        self.loop_lag_seconds.of().observe(seconds)
 
     def _moved(self, event: events.Moved) -> None:
         part = (event.side, event.part)
@@ -228,13 +295,7 @@ class Metrics:
         self.handoff_bytes_saved.add(event.saved_bytes, direction)
         self.handoff_seconds.of(event.side).observe(event.took_s)
         if event.side == "decode":
-            self.decode_prefix_tokens.observe(event.decode_prefix_len)
-
-    def _evicted(self, event: events.Evicted) -> None:
-        self.evicted_pages.add(event.pages, self.pool, event.component or FIRST, event.reason)
-
-    def _lease_released(self, event: events.LeaseReleased) -> None:
-        self.leases_released.add(1, event.cause)
+            self.decode_prefix_tokens.of().observe(event.decode_prefix_len)
 
     def _retracted(self, event: events.LeaseRetracted) -> None:
         self.leases_retracted.add(1, "host" if event.saved_pages else "nothing")
@@ -243,15 +304,3 @@ class Metrics:
     def _resumed(self, event: events.LeaseResumed) -> None:
         self.retraction_bytes.add(event.restored_bytes, "restored")
         self.retraction_bytes.add(event.spared_bytes, "spared")
-
-    def _message_refused(self, event: events.MessageRefused) -> None:
-        self.messages_refused.add(1, event.socket, event.code)
-
-    def _peer_lost(self, event: events.PeerLost) -> None:
-        self.peers_lost.add(1, event.peer)
-
-    def _pages_corrupt(self, event: events.PagesCorrupt) -> None:
-        self.corrupt_pages.add(event.bad_pages, event.peer)
-
-    def _violation(self, _event: events.Violation) -> None:
-        self.violations += 1

@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvd import __version__
-from kvd.cli import VERBS, kvd
-from kvd.cli.bench import BENCHES
+from kvd.cli import BENCHES, VERBS, kvd
 from kvd.cli.lazy import LazyGroup, Verb
 
 PROMISED = (

@@ -162,11 +162,9 @@ def test_load_reports_a_missing_file_when_one_was_named(tmp_path: Path) -> None:
 
     assert errors(missing) == [
         ConfigError(
-            str(missing),
-            "",
-            "",
-            "cannot be read: No such file or directory",
-            "give the path of a readable TOML file",
+            where=str(missing),
+            rule="cannot be read: No such file or directory",
+            fix="give the path of a readable TOML file",
         )
     ]
 
@@ -196,11 +194,11 @@ def test_load_takes_pages_or_size_but_not_both_from_one_source(tmp_path: Path) -
 
     assert errors(file) == [
         ConfigError(
-            f"{file}:3",
-            "pool.size",
-            '"1MiB"',
-            f"excludes pool.pages, which {file}:2 gives",
-            "keep one of them",
+            where=f"{file}:3",
+            key="pool.size",
+            value='"1MiB"',
+            rule=f"excludes pool.pages, which {file}:2 gives",
+            fix="keep one of them",
         )
     ]
 

@@ -78,6 +78,14 @@ def test_every_example_of_the_schema_is_a_valid_value() -> None:
         loaded(None, *base, *sets)
 
 
+def test_the_rule_of_a_key_names_a_bound_that_is_itself_no_value() -> None:
+    assert KEYS["console.budget"].rule == "a number above 0, at most 0.5"
+
+
+def test_every_key_is_documented() -> None:
+    assert all(key.doc.endswith(".") for key in KEYS.values())
+
+
 def test_the_example_of_a_public_key_is_one() -> None:
     match KEYS["peers.keys"].example:
         case dict() as table:

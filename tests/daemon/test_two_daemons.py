@@ -400,6 +400,7 @@ async def test_http_pages_answer(engines: Engines):
         return answer.status, body
 
     assert get("/livez") == (200, "alive\n")
+    assert get("/healthz") == (200, "alive\n")
     assert get("/readyz") == (200, "ready\n")
     assert get("/nowhere")[0] == 404
     info, status = json.loads(get("/info")[1]), json.loads(get("/status")[1])

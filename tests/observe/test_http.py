@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from kvd.observe import http
-from kvd.observe.http import HttpPages, HttpServer, Response
+from kvd.observe.http import HttpServer, Response
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,13 +26,14 @@ def fail() -> Response:
     raise RuntimeError("a bug in a page")
 
 
-PAGES = HttpPages(
-    livez=lambda: text(b"alive\n"),
-    readyz=lambda: text(b"draining\n", 503),
-    metrics=lambda: text(BIG),
-    info=lambda: Response(200, "application/json", b"{}"),
-    status=fail,
-)
+PAGES = {
+    "/livez": lambda: text(b"alive\n"),
+    "/healthz": lambda: text(b"alive\n"),
+    "/readyz": lambda: text(b"draining\n", 503),
+    "/metrics": lambda: text(BIG),
+    "/info": lambda: Response(200, "application/json", b"{}"),
+    "/status": fail,
+}
 
 
 class Served:

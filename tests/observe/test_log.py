@@ -11,7 +11,7 @@ import pytest
 import structlog
 from typing_extensions import override
 
-from kvd.observe.log import LEVELS, configure
+from kvd.observe.log import LEVELS, Crashed, Fed, Unfed, configure
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Full(io.StringIO):
 
 
 def test_levels_name_existing_events_and_no_field_hides_the_head_of_a_line() -> None:
-    kinds = get_args(events.Event)
+    kinds = (*get_args(events.Event), Crashed, Unfed, Fed)
 
     assert set(LEVELS) <= {kind.__struct_config__.tag for kind in kinds}
     head = {"timestamp", "level", "event", "node", "type"}

@@ -354,7 +354,7 @@ def test_page_is_stable_and_also_tells_of_the_process() -> None:
 
 
 def test_labels_stay_few_whatever_comes_in() -> None:
-    counter = Counter()
+    counter = Counter("kvd_some", "Some.", ("reason",))
     for n in range(MAX_SERIES + 10):
         counter.add(1, f"reason-{n}")
     counter.add(1, 'a sentence with "quotes"\n')
@@ -368,7 +368,7 @@ def test_labels_stay_few_whatever_comes_in() -> None:
 
 @pytest.mark.parametrize("name", ["Prefill-0.rack_7", "9" * 64])
 def test_counter_keeps_every_name_that_a_configuration_allows(name: str) -> None:
-    counter = Counter()
+    counter = Counter("kvd_some", "Some.", ("reason",))
     counter.add(1, name)
     counter.add(1, name + "x" * 64)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.cli import systemd_files
-from kvd.cli.systemd_files import UNITS, Choices
+from kvd.cli import systemd
+from kvd.cli.systemd import UNITS, Choices
 
 ANALYZE = shutil.which("systemd-analyze")
 WORST = 24
@@ -32,7 +32,7 @@ def units(tmp_path_factory):
     found = re.match(r"systemd (\d+)", analyze("--version").stdout)
     version = int(found[1])
     choices = Choices(Path(sys.executable), user="root", systemd=version, has_peer_key=True)
-    for file in systemd_files.files(choices):
+    for file in systemd.files(choices):
         if file.path.is_relative_to(UNITS):
             target = top / file.path.relative_to(UNITS)
             target.parent.mkdir(exist_ok=True)

@@ -45,6 +45,21 @@ class Subject(msgspec.Struct, frozen=True):
     environ: dict[str, str]
     root: Path = Path("/")
 
+    @property
+    def rdma(self) -> list[str]:
+        """The RDMA devices of this host."""
+        return [entry.name for entry in self.entries("sys/class/infiniband")]
+
+    @property
+    def ucx(self) -> dict[str, str]:
+        """The environment that transfers run in: with what ``transfer.ucx`` sets."""
+        return {**self.environ, **self.config.transfer.ucx}
+
+    @property
+    def has_systemd(self) -> bool:
+        """Whether systemd runs this host, as sd_booted(3) says."""
+        return (self.root / "run/systemd/system").is_dir()
+
     def text(self, path: str) -> str:
         """What the file at ``path`` under the root says, stripped; empty if it cannot be read."""
         try:

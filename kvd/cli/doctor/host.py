@@ -63,12 +63,13 @@ def versions(_subject: Subject) -> list[DoctorFinding]:
     out = [good("python", found)]
     if sys.version_info[:2] < PYTHON:
         out = [wrong("python", f"{found} is too old", "use Python 3.11 or newer")]
-    missing = [name for name in NEEDED if _version(name) is None]
-    if missing:
+    there = {name: _version(name) for name in NEEDED}
+    if missing := [name for name, version in there.items() if version is None]:
         fix = "install kvd again: pip install -c constraints.txt kvd"
         out.append(wrong("packages", f"not installed: {', '.join(missing)}", fix))
     else:
-        out.append(good("packages", ", ".join(f"{name} {_version(name)}" for name in NEEDED)))
+        shown = ", ".join(f"{name} {version}" for name, version in there.items())
+        out.append(good("packages", shown))
     torch = _version(ENGINE_ONLY)
     if torch is None:
         fix = "pip install torch where engines map the pool; the daemon needs none"
@@ -113,8 +114,7 @@ def huge_pages(subject: Subject) -> list[DoctorFinding]:
     if version < COLLAPSE_SINCE:
         fix = f"echo advise > {THP}, or use Linux 6.1 or newer"
         return [poor("huge pages", f"Linux {release} cannot collapse pages on request", fix)]
-    chosen = re.search(r"\[(\w+)\]", THP.read_text())
-    if chosen is not None and chosen[1] == "deny":
+    if "[deny]" in THP.read_text():
         return [poor("huge pages", "shared memory is denied them", f"echo never > {THP}")]
     return [good("huge pages", f"Linux {release} collapses pages on request")]
 
@@ -211,7 +211,16 @@ def _by(pid: int) -> str:
 
 def listener(port: int) -> int:
     """The process that listens on a TCP port of this host; 0 where it cannot be seen."""
-    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    sockets = {
+        f"socket:[{words[9]}]"
+        for words in lines
+        if words[3] == LISTENING and int(words[1].rpartition(":")[2], 16) == port
+    }
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
             continue
@@ -221,17 +230,6 @@ def listener(port: int) -> int:
     return 0
 
 
-def _listening(port: int) -> list[str]:
-    """Inodes of the sockets that listen on it."""
-    inodes = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == LISTENING and int(words[1].rpartition(":")[2], 16) == port:
-                inodes.append(words[9])
-    return inodes
-
-
 # ---- who may do what ----------------------------------------------------------------------------
 
 
@@ -239,30 +237,24 @@ def user(subject: Subject) -> list[DoctorFinding]:
     """Who runs this, and whether the sockets can be given to the configured group."""
     uid = os.geteuid()
     name = _user_name(uid)
-    group = subject.config.sockets.group
+    me, group = f"{name} (uid {uid})", subject.config.sockets.group
     if group is None:
-        own = _group_name(os.getegid())
-        return [good("user", f"{name} (uid {uid}); sockets belong to its group {own}")]
+        return [good("user", f"{me}; sockets belong to its group {_group_name(os.getegid())}")]
     try:
         entry = grp.getgrnam(group)
     except KeyError:
-        what = f"{name} (uid {uid}); there is no group {group} to give the sockets to"
+        what = f"{me}; there is no group {group} to give the sockets to"
         return [wrong("user", what, f"groupadd --system {group}")]
     if uid != 0 and entry.gr_gid not in {os.getegid(), *os.getgroups()}:
-        what = f"{name} (uid {uid}) is not in group {group}, so it cannot give the sockets to it"
+        what = f"{me} is not in group {group}, so it cannot give the sockets to it"
         fix = f"usermod -aG {group} {name}, and log in anew; or remove sockets.group"
         return [wrong("user", what, fix)]
-    members = _members(entry)
-    if not members:
-        what = f"nobody is in group {group}: only {name} and root can connect to the sockets"
-        return [poor("user", what, f"usermod -aG {group} USER, with the user of the engines")]
-    return [good("user", f"{name} (uid {uid}); group {group}: {', '.join(members)}")]
-
-
-def _members(entry: grp.struct_group) -> list[str]:
-    """Users of the group, by list and by primary group."""
-    own = [one.pw_name for one in pwd.getpwall() if one.pw_gid == entry.gr_gid]
-    return sorted({*entry.gr_mem, *own})
+    # Users are of a group by its list, or because it is their primary one.
+    primary = [one.pw_name for one in pwd.getpwall() if one.pw_gid == entry.gr_gid]
+    if members := sorted({*entry.gr_mem, *primary}):
+        return [good("user", f"{me}; group {group}: {', '.join(members)}")]
+    what = f"nobody is in group {group}: only {name} and root can connect to the sockets"
+    return [poor("user", what, f"usermod -aG {group} USER, with the user of the engines")]
 
 
 def recordings(subject: Subject) -> list[DoctorFinding]:
@@ -296,7 +288,7 @@ def devices(subject: Subject) -> list[DoctorFinding]:
 
 
 def _rdma(subject: Subject) -> list[DoctorFinding]:
-    found = [entry.name for entry in subject.entries("sys/class/infiniband")]
+    found = subject.rdma
     if not found:
         return []
     nodes = [
@@ -376,6 +368,7 @@ OWN_FILES = 128
 """Descriptors of a daemon without clients and peers: sockets, epoll, regions, recorder."""
 FILES_OF_CLIENT = 3
 FILES_OF_SHARD = 2
+"""Of each beyond the first: a region, and one of saved pages."""
 FILES_OF_PEER = 14
 """Its sockets in the daemon, and a sending agent with its connections in the transfer process."""
 
@@ -383,27 +376,22 @@ CAP_IPC_LOCK = 14
 CAP_SYS_PTRACE = 19
 
 
-def registered_bytes(subject: Subject) -> dict[str, int]:
-    """What an RDMA device would pin, by region: saved pages and device buffers are not."""
-    spec = pool_spec(subject.config)
-    return {
-        component.name: node_page_bytes(spec, component) * pages
-        for component, pages in zip(spec.components, spec.pages, strict=True)
-        if has_bytes(component) and not isinstance(component.extent, Buffer)
-    }
-
-
 def locked_memory(subject: Subject) -> list[DoctorFinding]:
     """RLIMIT_MEMLOCK, which counts where an RDMA device pins the pool."""
     who = judged(subject)
     limit = _limit(who, resource.RLIMIT_MEMLOCK)
     shown = "unlimited" if limit == resource.RLIM_INFINITY else amount(limit)
-    devices = [entry.name for entry in subject.entries("sys/class/infiniband")]
+    devices = subject.rdma
     if not devices:
         return [good("memlock", f"{shown}; no RDMA device, so nothing is pinned")]
     if has_capability(subject, who, CAP_IPC_LOCK):
         return [good("memlock", f"{who.who} has CAP_IPC_LOCK, so its {shown} do not count")]
-    regions = registered_bytes(subject)
+    spec = pool_spec(subject.config)
+    regions = {  # saved pages and device buffers are not pinned
+        component.name: node_page_bytes(spec, component) * pages
+        for component, pages in zip(spec.components, spec.pages, strict=True)
+        if has_bytes(component) and not isinstance(component.extent, Buffer)
+    }
     needed = sum(regions.values())
     if limit != resource.RLIM_INFINITY and limit < needed:
         each = ", ".join(f"{name} {amount(size)}" for name, size in regions.items())
@@ -419,22 +407,17 @@ def open_files(subject: Subject) -> list[DoctorFinding]:
     limit = _limit(who, resource.RLIMIT_NOFILE)
     clients = subject.config.limits.max_clients
     peers = len({*subject.config.peers.connect, *subject.config.peers.keys})
-    needed = (
-        OWN_FILES + _files_of_shards(subject) + FILES_OF_CLIENT * clients + FILES_OF_PEER * peers
-    )
+    shards = len(shards_of(pool_spec(subject.config))) - 1
+    needed = OWN_FILES + FILES_OF_SHARD * shards + FILES_OF_CLIENT * clients + FILES_OF_PEER * peers
+    take = f"{clients} clients and {peers} peers take {needed:,}"
     if limit == resource.RLIM_INFINITY or limit >= needed:
         shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}"
-        return [good("open files", f"{shown}; {clients} clients and {peers} peers take {needed:,}")]
+        return [good("open files", f"{shown}; {take}")]
     fix = f"in the unit: LimitNOFILE={max(65_536, needed)}; in a shell: ulimit -n {needed}"
-    what = f"{who.who} may open {limit:,}; {clients} clients and {peers} peers take {needed:,}"
+    what = f"{who.who} may open {limit:,}; {take}"
     if limit < OWN_FILES:
         return [wrong("open files", f"{what}, and it alone {OWN_FILES}", fix)]
     return [poor("open files", f"{what}, so the last of them are turned away", fix)]
-
-
-def _files_of_shards(subject: Subject) -> int:
-    """Memory beyond that of the first shard: each has a region and one of saved pages."""
-    return FILES_OF_SHARD * (len(shards_of(pool_spec(subject.config))) - 1)
 
 
 def direct_copies(subject: Subject) -> list[DoctorFinding]:
@@ -451,10 +434,10 @@ def direct_copies(subject: Subject) -> list[DoctorFinding]:
         f"kernel.yama.ptrace_scope = {scope}: between two daemons of this host bytes go through "
         "TCP, at a third of the speed"
     )
+    fix = "sysctl -w kernel.yama.ptrace_scope=0"
     if scope == "3":
         fix = "remove kernel.yama.ptrace_scope from /etc/sysctl.d and reboot: 3 cannot be undone"
-        return [poor("direct copies", what, fix)]
-    return [poor("direct copies", what, "sysctl -w kernel.yama.ptrace_scope=0")]
+    return [poor("direct copies", what, fix)]
 
 
 def has_capability(subject: Subject, who: Judged, number: int) -> bool:

@@ -8,8 +8,8 @@ so what counts is the binding of the daemon, or of this shell where none runs.
 from __future__ import annotations
 
 import os
+import re
 import stat
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,8 +23,8 @@ from kvd.cli.doctor.finding import (
     status_line,
     wrong,
 )
-from kvd.config.address import ipc_path
 from kvd.config.pool import pool_spec
+from kvd.daemon.pool_memory import place_of
 from kvd.device.cuda import CudaError, Runtime
 from kvd.device.cuda_library import load
 from kvd.device.presence import absent
@@ -32,12 +32,12 @@ from kvd.journal.layout import size_bytes
 from kvd.pools.arena import HUGE_PAGE_BYTES, NotReserved, check_free
 from kvd.pools.build import device_bytes, pool_regions, reserved_bytes, saved_regions, sizes
 from kvd.pools.host_memory import Free, free_memory
-from kvd.pools.location import Backing, PoolLocation
+from kvd.pools.location import Backing
 from kvd.pools.mounts import free_huge_bytes, kind_of
 from kvd.text import amount
 
 if TYPE_CHECKING:
-    from kvd.core.layout.spec import PoolSpec
+    from pathlib import Path
 
 _CHECK = "pool memory"
 
@@ -69,34 +69,23 @@ def backing(subject: Subject) -> list[DoctorFinding]:
     match _backing(subject):
         case Backing.ANON:
             return [good(_CHECK, "anon: the cache ends with the daemon (shm would keep it)")]
+        case Backing.FDSTORE if subject.has_systemd:
+            return [good(_CHECK, "fdstore: systemd holds it while the daemon restarts")]
         case Backing.FDSTORE:
-            return _store(subject)
+            what = "fdstore leaves the pool to systemd, which does not run this host"
+            fix = "set pool.backing = 'shm', or start kvd as a unit of systemd"
+            return [wrong(_CHECK, what, fix)]
         case Backing.SHM | Backing.HUGETLBFS:
             return _files(subject)
 
 
 def kept_bytes(subject: Subject) -> int:
     """What files of a pool that is there already take of this host's ordinary memory."""
-    return _taken(_path(subject)) if _backing(subject) is Backing.SHM else 0
+    return _taken(place_of(subject.config).path()) if _backing(subject) is Backing.SHM else 0
 
 
 def _backing(subject: Subject) -> Backing:
     return Backing(subject.config.pool.backing)
-
-
-def _place(subject: Subject) -> PoolLocation:
-    config = subject.config
-    runtime = str(Path(ipc_path(config.sockets.client) or "/").parent)
-    return PoolLocation(_backing(subject), config.pool.directory, runtime)
-
-
-def _path(subject: Subject) -> Path:
-    return _place(subject).path()
-
-
-def _journal(spec: PoolSpec) -> int:
-    """Bytes of the table beside a pool that outlives its daemon."""
-    return size_bytes(spec.pages[0], spec.components[0].page_size)
 
 
 def _taken(folder: Path) -> int:
@@ -106,17 +95,10 @@ def _taken(folder: Path) -> int:
         return 0
 
 
-def _store(subject: Subject) -> list[DoctorFinding]:
-    if (subject.root / "run/systemd/system").is_dir():
-        return [good(_CHECK, "fdstore: systemd holds it while the daemon restarts")]
-    what = "fdstore leaves the pool to systemd, which does not run this host"
-    return [wrong(_CHECK, what, "set pool.backing = 'shm', or start kvd as a unit of systemd")]
-
-
 def _files(subject: Subject) -> list[DoctorFinding]:
     kind = _backing(subject)
     try:
-        path = _path(subject)
+        path = place_of(subject.config).path()
     except NotReserved as exc:
         what, _, fix = str(exc).partition(": ")
         return [wrong(_CHECK, what, fix)]
@@ -132,15 +114,13 @@ def _files(subject: Subject) -> list[DoctorFinding]:
     found = kind_of(os.stat(above).st_dev)
     if found != kind.file_system:
         what = f"{path} lies on {found}, and pool.backing = {kind.value} wants {kind.file_system}"
-        return [wrong(_CHECK, what, _other_place(kind))]
+        fix = "leave pool.directory out, which takes one below /dev/shm, or name one on a tmpfs"
+        if kind is Backing.HUGETLBFS:
+            mount = "mount -t hugetlbfs -o mode=1777 none /dev/hugepages"
+            fix = f"{mount}, and leave pool.directory out"
+        return [wrong(_CHECK, what, fix)]
     flaw = _rights(subject, path, os.stat(above), is_there=above == path)
     return [flaw] if flaw is not None else _room(subject, kind, path, above)
-
-
-def _other_place(kind: Backing) -> str:
-    if kind is Backing.HUGETLBFS:
-        return "mount -t hugetlbfs -o mode=1777 none /dev/hugepages, and leave pool.directory out"
-    return "leave pool.directory out, which takes one below /dev/shm, or name one on a tmpfs"
 
 
 def _rights(
@@ -169,7 +149,8 @@ def _room(subject: Subject, kind: Backing, path: Path, above: Path) -> list[Doct
     shape = os.statvfs(above)
     grain = max(HUGE_PAGE_BYTES, shape.f_bsize) if kind is Backing.HUGETLBFS else HUGE_PAGE_BYTES
     spec = pool_spec(subject.config)
-    wanted = [*sizes(list(pool_regions(spec))).values(), _journal(spec)]
+    journal = size_bytes(spec.pages[0], spec.components[0].page_size)
+    wanted = [*sizes(list(pool_regions(spec))).values(), journal]
     needed = sum(-(-size // grain) * grain for size in wanted)
     kept = _taken(path)
     if kind is Backing.HUGETLBFS:
@@ -224,7 +205,10 @@ def numa(subject: Subject) -> list[DoctorFinding]:
     device_nodes = sorted({device.node for device in devices})
     best = device_nodes[0] if device_nodes else homes[0].number
     near = ", ".join(f"{device.name} on node {device.node}" for device in devices)
-    bind = _bind(best)
+    bind = (
+        f"in the unit: NUMAPolicy=bind, NUMAMask={best}, CPUAffinity=numa; "
+        f"in a shell: numactl --cpunodebind={best} --membind={best} kvd serve"
+    )
     if len(homes) > 1:
         what = (
             f"{len(nodes)} nodes, and {who.who} may run on {len(homes)} of them: the pool lies "
@@ -241,13 +225,6 @@ def numa(subject: Subject) -> list[DoctorFinding]:
         out = [poor("numa", what, bind)]
     is_strict = bool(allowed) and allowed <= {home.number}
     return out + _node_room(subject, [home], must_fit=is_strict)
-
-
-def _bind(node: int) -> str:
-    return (
-        f"in the unit: NUMAPolicy=bind, NUMAMask={node}, CPUAffinity=numa; "
-        f"in a shell: numactl --cpunodebind={node} --membind={node} kvd serve"
-    )
 
 
 def _node_room(subject: Subject, homes: list[NumaNode], *, must_fit: bool) -> list[DoctorFinding]:
@@ -273,19 +250,11 @@ def _nodes(subject: Subject) -> list[NumaNode]:
         number = entry.name.removeprefix("node")
         if number == entry.name or not number.isdecimal():
             continue
-        free = _meminfo(subject.text(f"{NODES}/{entry.name}/meminfo"), "MemFree")
+        # A line is like: Node 0 MemFree:  123 kB
+        free = re.search(r"MemFree:\s*(\d+)", subject.text(f"{NODES}/{entry.name}/meminfo"))
         cpus = frozenset(_list(subject.text(f"{NODES}/{entry.name}/cpulist")))
-        out.append(NumaNode(int(number), free, cpus))
+        out.append(NumaNode(int(number), int(free[1]) * 1024 if free else 0, cpus))
     return sorted(out, key=lambda node: node.number)
-
-
-def _meminfo(text: str, name: str) -> int:
-    """``NumaNode 0 MemFree:  123 kB`` in bytes."""
-    for line in text.splitlines():
-        words = line.replace(":", " ").split()
-        if name in words:
-            return int(words[words.index(name) + 1]) * 1024
-    return 0
 
 
 def _list(text: str) -> set[int]:
@@ -303,7 +272,7 @@ def _devices(subject: Subject) -> list[Near]:
 
     Only those that UCX_NET_DEVICES names, where it does.
     """
-    ucx = {**subject.environ, **subject.config.transfer.ucx}.get("UCX_NET_DEVICES", "all")
+    ucx = subject.ucx.get("UCX_NET_DEVICES", "all")
     named = {part.strip().partition(":")[0] for part in ucx.split(",")} - {"all", ""}
     rdma = subject.entries("sys/class/infiniband")
     network = rdma or subject.entries("sys/class/net")
@@ -338,25 +307,19 @@ def cuda(subject: Subject) -> list[DoctorFinding]:
     if not isinstance(runtime, Runtime):
         return [good("cuda", f"{runtime.why}; the pool needs none")]
     try:
-        return [
-            _found(runtime),
-            *_device_room(runtime, wanted, is_free=not judged(subject).pid),
-        ]
+        # A daemon that runs has its pool there already.
+        return _found(runtime, {} if judged(subject).pid else wanted)
     except CudaError as exc:
         return [poor("cuda", str(exc), "nvidia-smi says what is wrong with the device")]
 
 
-def _found(runtime: Runtime) -> DoctorFinding:
+def _found(runtime: Runtime, wanted: dict[int, int]) -> list[DoctorFinding]:
+    """The devices, and whether what is wanted of each is free there."""
     places = [runtime.bus_id(device) for device in range(runtime.device_count())]
     devices = ", ".join(f"cuda:{number} at {place}" for number, place in enumerate(places))
     what = f"runtime {runtime.version()}, driver for {runtime.driver_version()}; {devices}"
-    return good("cuda", f"{what} ({runtime.path})")
-
-
-def _device_room(runtime: Runtime, wanted: dict[int, int], *, is_free: bool) -> list[DoctorFinding]:
-    """Whether the pool fits on its devices; a daemon that runs has it there already."""
-    out = []
-    for device, needed in wanted.items() if is_free else ():
+    out = [good("cuda", f"{what} ({runtime.path})")]
+    for device, needed in wanted.items():
         room = runtime.room(device)
         what = f"the pool takes {amount(needed)} of {amount(room.free_bytes)} free"
         if needed <= room.free_bytes:

@@ -26,7 +26,7 @@ from kvd.cli.link import CALL, Target, ask
 from kvd.config.address import ipc_path, tcp_address
 from kvd.config.pool import pool_spec
 from kvd.core.peers.compatibility import layout_match
-from kvd.curve import HANDSHAKE_MS, KeyFlaw, KeyPair, be_client, read_pair
+from kvd.curve import HANDSHAKE_MS, KeyFlaw, be_client, read_pair
 from kvd.errors import Refusal
 from kvd.sockets import is_ipv6, open_dealer
 from kvd.text import clean
@@ -71,7 +71,8 @@ def neighbours(subject: Subject) -> list[DoctorFinding]:
     known = _known(subject)
     if known is not None:
         return [_as_known(one, known.get(one.name)) for one in wanted]
-    own = _own_keys(subject)
+    secret = subject.config.peers.secret_key_file
+    own = None if secret is None else read_pair(Path(secret))
     if isinstance(own, KeyFlaw):
         return []  # said by the check of the keys
     with zmq.Context() as context, contextlib.ExitStack() as opened:
@@ -127,11 +128,6 @@ def _as_known(one: ConfiguredPeer, peer: PeerState | None) -> DoctorFinding:
 # ---- as they say themselves ----------------------------------------------------------------------
 
 
-def _own_keys(subject: Subject) -> KeyPair | KeyFlaw | None:
-    path = subject.config.peers.secret_key_file
-    return None if path is None else read_pair(Path(path))
-
-
 @contextlib.contextmanager
 def _ask(dealer: zmq.Socket[bytes], one: ConfiguredPeer) -> Iterator[zmq.Socket[bytes]]:
     """Send the Ping; what is given becomes readable when the peer takes the connection.
@@ -143,11 +139,10 @@ def _ask(dealer: zmq.Socket[bytes], one: ConfiguredPeer) -> Iterator[zmq.Socket[
     monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED)
     try:
         dealer.connect(one.address)
-        dealer.send(
-            PEER_MESSAGES.encode(
-                Ping(source=_nobody(), target="", number=1, echo=0, offer_floor=0, settled_floor=0)
-            )
-        )
+        # An incarnation that no daemon has or will have, and older than each: no Hello carries it.
+        nobody = "0" * 16 + secrets.token_hex(8)
+        ping = Ping(source=nobody, target="", number=1, echo=0, offer_floor=0, settled_floor=0)
+        dealer.send(PEER_MESSAGES.encode(ping))
         yield monitor
     finally:
         dealer.disable_monitor()
@@ -168,11 +163,6 @@ def _unreached(one: ConfiguredPeer) -> DoctorFinding:
     except OSError as exc:
         why = exc.strerror or str(exc) or why
     return poor(check, f"{one.address} cannot be reached: {why}", fix)
-
-
-def _nobody() -> str:
-    """An incarnation that no daemon has or will have, and older than each: no Hello carries it."""
-    return "0" * 16 + secrets.token_hex(8)
 
 
 def _answer(dealer: zmq.Socket[bytes], end_s: float) -> Hello | Reject | Refusal | None:
@@ -269,36 +259,31 @@ def peer_keys(subject: Subject) -> list[DoctorFinding]:
     """Whether peers prove who they are, and with which files."""
     config = subject.config
     path = config.peers.secret_key_file
+    if path is None and config.peers.insecure:
+        what = "neither authenticated nor encrypted: peers.insecure = true lets anyone be any node"
+        return [poor("peers", what, f"{_MAKE_KEYS}; then remove peers.insecure")]
     if path is None:
-        return [_without_keys(config)]
+        what = "without keys, on loopback only: any user of this host may be any node"
+        return [good("peers", what)]
     if not zmq.has("curve"):
         fix = "pip install --force-reinstall pyzmq, whose wheels have it"
         return [wrong("peers", "this libzmq was built without CURVE", fix)]
-    return [_secret_file(Path(path)), _directory(Path(path).parent), *_listed(config)]
+    return [*_files(Path(path)), *_listed(config)]
 
 
-def _without_keys(config: Config) -> DoctorFinding:
-    if config.peers.insecure:
-        what = "neither authenticated nor encrypted: peers.insecure = true lets anyone be any node"
-        return poor("peers", what, f"{_MAKE_KEYS}; then remove peers.insecure")
-    return good("peers", "without keys, on loopback only: any user of this host may be any node")
-
-
-def _secret_file(path: Path) -> DoctorFinding:
-    """The configuration is valid, so it could be read a moment ago."""
-    own = read_pair(path)
+def _files(path: Path) -> list[DoctorFinding]:
+    """The configuration is valid, so the secret could be read a moment ago."""
+    own, mode = read_pair(path), stat.S_IMODE(path.stat().st_mode)
     if isinstance(own, KeyFlaw):
-        return wrong("peer key", f"{path} {own.rule}", own.fix)
-    mode = stat.S_IMODE(path.stat().st_mode)
-    return good("peer key", f"{path}, mode {mode:04o}, public key {own.public}")
-
-
-def _directory(folder: Path) -> DoctorFinding:
+        out = [wrong("peer key", f"{path} {own.rule}", own.fix)]
+    else:
+        out = [good("peer key", f"{path}, mode {mode:04o}, public key {own.public}")]
+    folder = path.parent
     mode = folder.stat().st_mode
+    where = f"{folder} has mode {stat.S_IMODE(mode):04o}: anyone may put another key there"
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        what = f"{folder} has mode {stat.S_IMODE(mode):04o}: anyone may put another key there"
-        return wrong("peer key directory", what, f"chmod o-w {folder}")
-    return good("peer key directory", f"{folder}, mode {stat.S_IMODE(mode):04o}")
+        return [*out, wrong("peer key directory", where, f"chmod o-w {folder}")]
+    return [*out, good("peer key directory", f"{folder}, mode {stat.S_IMODE(mode):04o}")]
 
 
 def _listed(config: Config) -> list[DoctorFinding]:

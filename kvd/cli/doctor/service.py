@@ -14,17 +14,8 @@ UNIT = "kvd.service"
 SERVICE_USER = "kvd"
 ASK_S = 3.0
 PROPERTIES = (
-    *(
-        "LoadState",
-        "ActiveState",
-        "SubState",
-        "Result",
-        "UnitFileState",
-        "User",
-        "NeedDaemonReload",
-    ),
-    *("WatchdogUSec", "FileDescriptorStoreMax", "NFileDescriptorStore", "NRestarts"),
-    *("LimitMEMLOCK", "LimitNOFILE"),
+    "LoadState,ActiveState,SubState,Result,UnitFileState,User,NeedDaemonReload,WatchdogUSec,"
+    "FileDescriptorStoreMax,NFileDescriptorStore,NRestarts,LimitMEMLOCK,LimitNOFILE"
 )
 INFINITE = {"infinity", "18446744073709551615"}
 VENV = "/opt/kvd/venv"
@@ -33,11 +24,11 @@ _EDIT = "systemctl edit kvd"
 
 def service(subject: Subject) -> list[DoctorFinding]:
     """What systemd says of the unit, where systemd runs this host."""
-    if not (subject.root / "run/systemd/system").is_dir():
+    if not subject.has_systemd:
         return [good("systemd", "does not run this host: kvd serve is started by hand")]
     try:
         asked = subprocess.run(
-            ["systemctl", "show", UNIT, "--property", ",".join(PROPERTIES)],
+            ["systemctl", "show", UNIT, "--property", PROPERTIES],
             capture_output=True,
             text=True,
             timeout=ASK_S,
@@ -79,7 +70,7 @@ def judge(subject: Subject, unit: dict[str, str]) -> list[DoctorFinding]:
         fix = f"{_EDIT}, and write [Service] FileDescriptorStoreMax=512"
         make = wrong if subject.config.pool.backing == "fdstore" else poor
         out.append(make("fd store", what, fix))
-    if subject.entries("sys/class/infiniband") and unit.get("LimitMEMLOCK") not in INFINITE:
+    if subject.rdma and unit.get("LimitMEMLOCK") not in INFINITE:
         what = f"LimitMEMLOCK={unit.get('LimitMEMLOCK')}, and an RDMA device pins the pool"
         fix = f"{_EDIT}, and write [Service] LimitMEMLOCK=infinity"
         out.append(poor("service memlock", what, fix))
@@ -106,7 +97,7 @@ def _state(unit: dict[str, str]) -> DoctorFinding:
 
 def interpreter(subject: Subject) -> list[DoctorFinding]:
     """Whether a service under a user of its own could start this Python at all."""
-    if not (subject.root / "run/systemd/system").is_dir():
+    if not subject.has_systemd:
         return []
     found = flaws(Path(sys.executable), user_called(SERVICE_USER))
     if not found:
