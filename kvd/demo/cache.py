@@ -61,7 +61,7 @@ last lies in the pool at any moment, ready to be sent.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -88,26 +88,18 @@ CACHE_ARGUMENT = {"mamba2": "cache_params"}
 class Seen(msgspec.Struct, frozen=True, eq=False):
     """What the new tokens of a sequence look at.
 
-    They are runs of tokens that follow each other; each run is a sequence of ``pages``, up to its
-    last token. ``starts``: (runs + 1,) int32, where each begins among the new tokens.
+    They are runs of tokens that follow each other, one as a rule; each run is a sequence of
+    ``pages``, up to its last token. ``starts``: (runs + 1,) int32, where each begins among them.
     """
 
     pages: BatchPages
     starts: torch.Tensor
 
 
-@runtime_checkable
-class Paged(Protocol):
-    """A layer of a cache whose K and V lie in pages."""
-
-    def seen(self) -> Seen:
-        """What the tokens that were written last look at."""
-
-
 def forward(model: PreTrainedModel, cache: Cache, **inputs: object) -> Any:
     """Call ``model`` over ``cache``, whether that has pages or not; what the model gives."""
     argument = CACHE_ARGUMENT.get(model.config.model_type, "past_key_values")
-    if not any(isinstance(layer, Paged) for layer in cache.layers):
+    if not any(isinstance(layer, PagedLayer) for layer in cache.layers):
         return model(**{argument: cache}, **inputs)
     with _attending(model):
         return model(**{argument: cache}, kvd_layers=cache.layers, **inputs)
@@ -131,14 +123,14 @@ def attend(  # noqa: PLR0913 - as transformers calls it
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    kvd_layers: list[Paged],
+    kvd_layers: list[PagedLayer],
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers calls it.
+    """As transformers calls it: (1, new_tokens, heads, head_dim of V).
 
     Args:
         module: the attention; its number among the layers tells which pages.
@@ -151,9 +143,6 @@ def attend(  # noqa: PLR0913 - as transformers calls it
         sliding_window: the tokens that are seen, the token itself among them.
         softcap: of scores.
         s_aux: (heads,) sinks.
-
-    Returns:
-        (1, new_tokens, heads, head_dim of V).
     """
     assert attention_mask is None, "who sees whom follows from the lengths"
     layer = module.layer_idx
@@ -212,12 +201,8 @@ class StateLayer(LinearAttentionLayer):
     ) -> None:
         """A layer that goes on after ``written_tokens``.
 
-        Args:
-            views: the states of this layer.
-            source_page: where the state after those tokens is; 0: in ``own_page`` already, or
-                nowhere, when there were none.
-            own_page: what is written.
-            written_tokens: how many tokens the state stands for.
+        ``source_page`` has the state after those tokens; 0: it is in ``own_page`` already, or
+        nowhere, when there were none.
         """
         assert own_page, "the null page is nobody's state"
         super().__init__()
@@ -269,25 +254,30 @@ class BlockTable:
             )
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer of one sequence that looks at every token.
+class Lengths(msgspec.Struct, frozen=True):
+    """How far a sequence is.
 
     ``written_tokens``: tokens whose KV is in the pages already; the model computes from there.
     ``shared_tokens``: tokens in pages of the prefix tree, never written: ``lease.prefix_len``
     before a prefill, the prompt's length after a handoff, which committed its whole pages.
     """
 
+    written_tokens: int
+    shared_tokens: int
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer of one sequence that looks at every token."""
+
     is_sliding = False
 
-    def __init__(
-        self, views: LayerViews, table: BlockTable, *, written_tokens: int, shared_tokens: int
-    ) -> None:
+    def __init__(self, views: LayerViews, table: BlockTable, lengths: Lengths) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._k, self._v = views
         self._table = table
         self._page_size = self._k.shape[1]
-        self._written_tokens = written_tokens
-        self._shared_tokens = shared_tokens
+        self._written_tokens = lengths.written_tokens
+        self._shared_tokens = lengths.shared_tokens
         self._new_tokens = 0
         self.is_initialized = True
 
@@ -332,7 +322,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._k[where], self._v[where] = key, value
 
     def seen(self) -> Seen:
-        """As ``Paged.seen``."""
+        """What the tokens that were written last look at."""
         lengths = torch.tensor([self._written_tokens], dtype=torch.int32)
         starts = torch.tensor([0, self._new_tokens], dtype=torch.int32)
         return Seen(
@@ -367,15 +357,9 @@ class WindowLayer(PagedLayer):  # type: ignore[no-untyped-call]
     is_sliding = True
 
     def __init__(
-        self,
-        views: LayerViews,
-        table: BlockTable,
-        *,
-        written_tokens: int,
-        shared_tokens: int,
-        window_tokens: int,
+        self, views: LayerViews, table: BlockTable, lengths: Lengths, *, window_tokens: int
     ) -> None:
-        super().__init__(views, table, written_tokens=written_tokens, shared_tokens=shared_tokens)
+        super().__init__(views, table, lengths)
         self._window_tokens = window_tokens
 
     @override

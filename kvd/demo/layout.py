@@ -14,9 +14,14 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import TYPE_CHECKING
 
 import msgspec
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PAGE_SIZE = 16
 ELEMENT_BYTES = {"float32": 4, "float64": 8}
 
 
@@ -89,22 +94,20 @@ def state_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-class PageCounts(msgspec.Struct, frozen=True):
-    """How many pages a pool gets of each part; 0 of what it does not have."""
-
-    kv: int
-    window: int = 0
-    state: int = 0
-
-
 class PoolLayout(msgspec.Struct, frozen=True):
     """What a daemon's pool must hold for a model, in its ``family`` of pools."""
 
     family: str
     shape: ModelShape
-    dtype: str
-    page_size: int
-    order: str
+    dtype: str = "float32"
+    """16 bits would not do: the order of sums decides close calls there, and two correct runs with
+    another chunking may give other tokens."""
+    order: str = "page_first"
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page; where no layer keeps KV of tokens, a page is a single one."""
+        return PAGE_SIZE if layers_in(self.shape, PoolPart.KV) else 1
 
     @property
     def parts(self) -> tuple[PoolPart, ...]:
@@ -123,14 +126,14 @@ class PoolLayout(msgspec.Struct, frozen=True):
             each = self.page_size * 2 * shape.kv_heads * shape.head_dim
         return layers_in(shape, part) * each * ELEMENT_BYTES[self.dtype]
 
-    def settings(self, pages: PageCounts) -> dict[str, str]:
-        """The keys of its ``[pool]`` section."""
+    def settings(self, pages: Mapping[PoolPart, int]) -> dict[str, str]:
+        """The keys of its ``[pool]`` section, with so many pages of each of its parts."""
         shape = self.shape
         keys: dict[str, object] = {
             "family": self.family,
             "order": self.order,
             "layers": layers_in(shape, PoolPart.KV),
-            "pages": pages.kv,
+            "pages": pages[PoolPart.KV],
         }
         if PoolPart.KV in self.parts:
             keys |= {"dtype": self.dtype, "page_size": self.page_size}
@@ -141,10 +144,10 @@ class PoolLayout(msgspec.Struct, frozen=True):
         if PoolPart.WINDOW in self.parts:
             keys["window_tokens"] = shape.window_tokens
             keys["window_layers"] = layers_in(shape, PoolPart.WINDOW)
-            keys["window_pages"] = pages.window
+            keys["window_pages"] = pages[PoolPart.WINDOW]
         if PoolPart.STATE in self.parts:
             keys["state_layers"] = layers_in(shape, PoolPart.STATE)
-            keys["states"] = pages.state
+            keys["states"] = pages[PoolPart.STATE]
             for name, dims in state_tensors(shape).items():
                 keys[f"state.{name}"] = f"{self.dtype}[{','.join(map(str, dims))}]"
         return {f"pool.{name}": str(value) for name, value in keys.items()}

@@ -17,35 +17,13 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from kvd.demo.layout import ModelShape, PoolLayout, PoolPart, layers_in, places
+from kvd.demo.layout import ModelShape, PoolLayout, PoolPart, places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DTYPES = ("float32", "float64")
-"""Where equal tokens are a fair demand: in 16 bits the order of sums decides close calls, so that
-two correct runs with another chunking may differ."""
-
-
-class Tolerance(msgspec.Struct, frozen=True):
-    """Largest difference of a logit that rounding explains, by dtype."""
-
-    float32: float
-    float64: float
-
-    def of(self, dtype: str) -> float:
-        """That of one of ``DTYPES``."""
-        return {"float32": self.float32, "float64": self.float64}[dtype]
-
-
-TOLERANCE = Tolerance(1e-3, 1e-9)
-"""1e-5 and 0 were seen, and more than 1 after one page was spoiled."""
-
-SINGLE_INSIDE = Tolerance(1e-3, 1e-4)
-"""Of models that compute in single precision inside, whatever their dtype: the router of DeepSeek,
-the scan of Mamba. 1e-5 was seen."""
-
-PAGE_SIZE = 16
+SEED = 1
+"""Of the weights."""
 
 Configure = Callable[[ModelShape], tuple[str, dict[str, object]]]
 """The name of a Hugging Face configuration, and what it is given of a shape."""
@@ -54,33 +32,21 @@ Configure = Callable[[ModelShape], tuple[str, dict[str, object]]]
 class Architecture(msgspec.Struct, frozen=True):
     """One row of the registry. ``family`` is the pool family that holds its KV.
 
-    ``weight_scale``: of every matrix. ``log_decay``: added to the logarithm
-    of a recurrent layer's decay.
+    ``weight_scale``: of every matrix. ``log_decay``: added to the logarithm of a recurrent layer's
+    decay.
     """
 
     name: str
     family: str
     shape: ModelShape
     configure: Configure
-    tolerance: Tolerance = TOLERANCE
     weight_scale: float = 4.0
     log_decay: float = 0.0
 
     @property
-    def has_token_pages(self) -> bool:
-        """Whether a page holds KV of tokens; otherwise it is a single token that has none."""
-        return layers_in(self.shape, PoolPart.KV) > 0
-
-    def pool_layout(self, *, dtype: str, page_size: int | None, order: str) -> PoolLayout:
+    def pool(self) -> PoolLayout:
         """The pool that holds this model's KV."""
-        usual = PAGE_SIZE if self.has_token_pages else 1
-        return PoolLayout(
-            family=self.family,
-            shape=self.shape,
-            dtype=dtype,
-            page_size=usual if page_size is None else page_size,
-            order=order,
-        )
+        return PoolLayout(family=self.family, shape=self.shape)
 
 
 def _layer_types(shape: ModelShape) -> list[str]:
@@ -176,19 +142,6 @@ def _mamba(shape: ModelShape) -> tuple[str, dict[str, object]]:
     }
 
 
-def _bert(shape: ModelShape) -> tuple[str, dict[str, object]]:
-    return "BertConfig", {
-        "vocab_size": shape.vocabulary,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "max_position_embeddings": shape.max_positions,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-
-
 _LLAMA = ModelShape(
     layers=4,
     hidden=256,
@@ -203,14 +156,12 @@ _SHAPE = msgspec.structs.replace
 
 _ROWS = (
     Architecture(name="llama", family="mha", shape=_LLAMA, configure=_llama),
-    # As many heads of KV as there are ranks in the largest demo: none of them is kept twice.
     Architecture(name="qwen", family="mha", shape=_SHAPE(_LLAMA, kv_heads=4), configure=_qwen),
     Architecture(
         name="deepseek",
         family="mla",
         shape=_SHAPE(_LLAMA, latent_dim=64, rope_dim=16, experts=8),
         configure=_deepseek,
-        tolerance=SINGLE_INSIDE,
     ),
     Architecture(
         name="gemma",
@@ -238,7 +189,6 @@ _ROWS = (
             conv_tokens=4,
         ),
         configure=_mamba,
-        tolerance=SINGLE_INSIDE,
         weight_scale=1.0,
         log_decay=-5.0,
     ),
@@ -246,23 +196,11 @@ _ROWS = (
 ARCHITECTURES = {row.name: row for row in _ROWS}
 """Those that decode, by the name that ``kvd demo --model`` takes."""
 
-ENCODERS = {
-    "embedding": Architecture(
-        name="embedding",
-        family="mha",
-        shape=_SHAPE(_LLAMA, intermediate=1024, kv_heads=8, max_positions=512),
-        configure=_bert,
-        tolerance=Tolerance(1e-5, 1e-12),
-    )
-}
-"""Those that only look at a text; the tolerance is that of an element of a vector of length 1."""
 
-
-def build_model(architecture: Architecture, *, seed: int, dtype: str) -> PreTrainedModel:
-    """The model with its random weights: the same seed gives the same weights in every process.
-
-    An encoder comes without a head: its last layer is what is wanted of it.
-    """
+def build_model(
+    architecture: Architecture, *, seed: int = SEED, dtype: str = "float32"
+) -> PreTrainedModel:
+    """The model with its random weights: the same seed gives the same weights in every process."""
     import torch  # noqa: PLC0415 - see the top
     import transformers  # noqa: PLC0415
 
@@ -270,17 +208,14 @@ def build_model(architecture: Architecture, *, seed: int, dtype: str) -> PreTrai
     name, given = architecture.configure(architecture.shape)
     config = getattr(transformers, name)(**given)
     # The expert kernels of transformers know no float64; its loop over experts does.
-    is_encoder = architecture.name in ENCODERS
-    kind = transformers.AutoModel if is_encoder else transformers.AutoModelForCausalLM
-    model = kind.from_config(config, experts_implementation="eager")  # type: ignore[no-untyped-call]
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("A_log"):
                 parameter.add_(architecture.log_decay)
             elif parameter.ndim > 1:
                 parameter.mul_(architecture.weight_scale)
-    model = model.to({"float32": torch.float32, "float64": torch.float64}[dtype])
-    return cast("PreTrainedModel", model.eval())
+    return cast("PreTrainedModel", model.to(getattr(torch, dtype)).eval())
 
 
 def weight_digest(model: PreTrainedModel) -> str:
