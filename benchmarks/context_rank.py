@@ -123,7 +123,7 @@ class ContextRank:
         def start() -> Pending:
             if strategy is Strategy.SHARES:
                 return self._gather.start(own, sharding)
-            return self._gather.start_to(0, own, sharding)
+            return self._gather.start(own, sharding, to=0)
 
         moving = start()
         for number, view in enumerate(self._views, start=1):
