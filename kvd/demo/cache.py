@@ -10,16 +10,15 @@ layer-first one. Indexing by page and slot works alike on both, so nothing here 
     k[7] ----------------- t0..t3      t12 t13 - - -------- k[9]: a partial last page
 
 ``transformers`` calls ``update`` once per layer and forward pass with the K and V of the new
-tokens. They are stored in the pages and handed through; the attention that follows reads all K and
-V from the pages, by a block table that ``seen`` gives it. So nothing is gathered.
+tokens, which are stored in the pages, and then the attention. The one here takes the place of the
+model's own: ``seen`` tells it the block table, and it reads the K and V of all tokens from the
+pages. So nobody makes a mask, and nothing is gathered. A cache without pages is left to the model's
+own attention.
 
 A layer with a **window** looks back only so far. Its block table has the null page (0) wherever the
 lease has no window page, and no token before the window is read:
 
     lease.pages_of("swa") [ 0 | 0 | 5 | 2 ]       a window of 6: token 14 looks back to token 9
-
-Models of latents (MLA) store ``(latent, rotated key)`` instead of K and V; both are slices of the
-one tensor that the pool has for a layer. That tensor is K, its latents are V.
 
 Two lengths belong to a sequence, and mixing them up corrupts other people's cache:
 
@@ -31,21 +30,12 @@ Two lengths belong to a sequence, and mixing them up corrupts other people's cac
 Invariant: written <= capacity = len(pages) * page_size; no slot below shared is ever written; the
 null page is neither read nor written.
 
-**How a model attends over pages.** ``transformers`` lets a function take the place of a model's
-attention. This one is given the queries of the new tokens, whose K and V the cache has just written
-to its pages, and reads the K and V of all tokens from there, by block table. Nobody makes a mask,
-and nobody gathers:
-
-    layer.update(k, v)      the new K and V go to pages, and are handed through
-    attend(module, q, ...)  layer.seen() says which pages, up to which token; see kvd.device
-
-A layer of latents (MLA) keeps the latent of a token, from which each head would make its K and V.
-Instead its queries are taken into the space of latents, and what they find back out of it; so every
-head looks at the latents themselves:
+A layer of **latents** (MLA) keeps the latent of a token, from which each head would make its K and
+V. Instead its queries are taken into the space of latents, and what they find back out of it; so
+every head looks at the latents themselves. The one tensor that the pool has for a layer, ``(latent,
+rotated key)``, is K, its latents are V:
 
     q (W c) = (q W) c        sum of weights * (W c) = W (sum of weights * c)
-
-A cache without pages is left to the model's own attention.
 
 **States.** A recurrent layer keeps one state per sequence: what its convolution last saw, and what
 its scan has summed up. A state stands for all tokens before one point and cannot be rolled back. So
@@ -132,17 +122,9 @@ def attend(  # noqa: PLR0913 - as transformers calls it
 ) -> tuple[torch.Tensor, None]:
     """As transformers calls it: (1, new_tokens, heads, head_dim of V).
 
-    Args:
-        module: the attention; its number among the layers tells which pages.
-        query: (1, heads, new_tokens, head_dim).
-        key: of the new tokens alone, and in the pages already.
-        value: likewise.
-        attention_mask: there is none: who sees whom follows from the lengths.
-        kvd_layers: of the cache, as ``forward`` gives them.
-        scaling: of scores.
-        sliding_window: the tokens that are seen, the token itself among them.
-        softcap: of scores.
-        s_aux: (heads,) sinks.
+    ``query`` is (1, heads, new_tokens, head_dim); ``key`` and ``value`` of the new tokens are in
+    the pages already. The number of ``module`` among the layers tells which pages. ``s_aux`` are
+    (heads,) sinks.
     """
     assert attention_mask is None, "who sees whom follows from the lengths"
     layer = module.layer_idx
@@ -164,11 +146,8 @@ def _attend_latents(
 ) -> torch.Tensor:
     """(tokens, heads, v_dim): attention over latents, of queries that know K and V.
 
-    Args:
-        weight: (heads * (plain + v_dim), latent_dim), which makes K and V of a latent.
-        query: (tokens, heads, plain + rotated).
-        seen: latents and rotated keys.
-        rule: what a token sees.
+    ``weight`` is (heads * (plain + v_dim), latent_dim), which makes K and V of a latent; ``query``
+    is (tokens, heads, plain + rotated).
     """
     _, heads, dim = query.shape
     latent_dim = seen.pages.v.shape[-1]
@@ -289,14 +268,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> LayerViews:
-        """Store the KV of the next tokens, which ``seen`` then has.
-
-        Args:
-            key_states: (1, kv_heads, new_tokens, head_dim).
-            value_states: the same shape.
-
-        Returns:
-            The same, of the new tokens alone.
+        """Store the KV of the next tokens, (1, kv_heads, new_tokens, head_dim), and return it.
 
         Raises:
             IndexError: the lease has no page for one of these tokens.

@@ -29,13 +29,10 @@ class ModelShape(msgspec.Struct, frozen=True):
     """The size of a model, by the names of the field; what an architecture lacks is 0."""
 
     layers: int
-    hidden: int
-    intermediate: int
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
-    max_positions: int
     latent_dim: int = 0
     rope_dim: int = 0
     """With ``latent_dim``: one latent per token instead of K and V per head."""
@@ -46,8 +43,6 @@ class ModelShape(msgspec.Struct, frozen=True):
     groups: int = 0
     conv_tokens: int = 0
     """With ``state_dim``: every layer is recurrent, and also keeps the last tokens' inputs."""
-    experts: int = 0
-    """Of which two are chosen for each token."""
 
 
 class PoolPart(enum.Enum):

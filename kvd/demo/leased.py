@@ -52,15 +52,11 @@ def answer(
 ) -> tuple[list[int], list[torch.Tensor]]:
     """Decode greedily behind ``first`` until there are ``tokens`` tokens, ``first`` included.
 
-    The KV of the last token is not computed: nothing comes after it.
-
-    Args:
-        compute: computes the next tokens and gives the (vocabulary,) logits after the last one.
-        first: the first token of the answer.
-        tokens: how many there shall be.
+    ``compute`` computes the next tokens and gives the (vocabulary,) logits after the last one. The
+    KV of the last token is not computed: nothing comes after it.
 
     Returns:
-        The tokens, and the (vocabulary,) logits that chose each of them but the first.
+        The tokens, and the logits that chose each of them but the first.
     """
     said, logits = [first], []
     while len(said) < tokens:
@@ -102,13 +98,7 @@ class PoolViews:
 def leased_cache(
     views: PoolViews, tables: Mapping[PoolPart, BlockTable], lengths: Lengths
 ) -> Cache:
-    """What to hand to a model as its cache, over the pages of one lease.
-
-    Args:
-        views: the pool of the lease.
-        tables: its pages of each part of the pool.
-        lengths: how far it is.
-    """
+    """What to hand to a model as its cache: the pages of one lease, of each part of the pool."""
     layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
     shape, written = views.shape, lengths.written_tokens
     for place, one in zip(places(shape), views.layers, strict=True):
@@ -136,14 +126,9 @@ class LeasedSequence:
         *,
         step_tokens: int,
     ) -> None:
-        """Go on from there.
+        """Go on from ``lengths``; ``lease`` was opened with ``step_tokens``.
 
-        Args:
-            model: whose layers ``views`` has.
-            views: the pool of ``lease``.
-            lease: opened with ``step_tokens``.
-            lengths: how far the sequence is.
-            step_tokens: how many tokens are computed between two slides, at most.
+        So many tokens are computed between two slides, at most.
         """
         self._model = model
         self._lease = lease

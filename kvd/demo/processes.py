@@ -98,11 +98,6 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
 
-    def ask(self, request: Request, kind: type[R]) -> R:
-        """One request and its answer."""
-        self.tell(request)
-        return self.hear(kind)
-
     def tell(self, request: Request) -> None:
         """Hand over one request; ``hear`` gives its answer."""
         with contextlib.suppress(BrokenPipeError):  # then nothing is to be heard

@@ -136,7 +136,8 @@ class _Performance:
         stage.prefill.tell(PrefillPrompt(room, prompt, to=DECODE))
         prefilled = stage.prefill.hear(Prefilled)
         decoded = stage.decode.hear(Decoded)
-        alone = stage.reference.ask(Generate(prompt), Generated)
+        stage.reference.tell(Generate(prompt))
+        alone = stage.reference.hear(Generated)
         self._said[turn.conversation] = prompt + decoded.tokens
         self._cached.add(prompt + decoded.tokens[:-1])
 

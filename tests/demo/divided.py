@@ -24,6 +24,7 @@ forked, and each knows what comes.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -430,8 +431,13 @@ def main() -> None:
         *fork("prefill", case.ranks, case, lambda rank: prefill_rank(case, rank, turns)),
         *fork("decode", case.decode_ranks, case, lambda rank: decode_rank(case, rank, turns)),
     ]
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    sys.exit(1 if any(statuses) else 0)
+    while children:
+        ended, status = os.wait()
+        children.remove(ended)
+        if status:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+            sys.exit("a rank has failed")
 
 
 if __name__ == "__main__":
