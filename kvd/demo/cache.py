@@ -50,7 +50,6 @@ last lies in the pool at any moment, ready to be sent.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -62,7 +61,7 @@ from typing_extensions import override
 from kvd.device.attention import AttentionRule, BatchPages, is_latent, prefill
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -91,17 +90,10 @@ def forward(model: PreTrainedModel, cache: Cache, **inputs: object) -> Any:
     argument = CACHE_ARGUMENT.get(model.config.model_type, "past_key_values")
     if not any(isinstance(layer, PagedLayer) for layer in cache.layers):
         return model(**{argument: cache}, **inputs)
-    with _attending(model):
-        return model(**{argument: cache}, kvd_layers=cache.layers, **inputs)
-
-
-@contextmanager
-def _attending(model: PreTrainedModel) -> Iterator[None]:
-    """For now, its attention is the one below."""
     own = model.config._attn_implementation  # noqa: SLF001 - there is no public name for it
     model.set_attn_implementation(ATTENTION)
     try:
-        yield
+        return model(**{argument: cache}, kvd_layers=cache.layers, **inputs)
     finally:
         model.set_attn_implementation(own)
 

@@ -11,7 +11,6 @@ import importlib.util
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import click
 import msgspec
@@ -26,7 +25,6 @@ from kvd.demo.runner import run
 MOST_TURNS = 100
 """More would outgrow the positions of the models."""
 
-PARTS = ("torch", "transformers")
 TABLE_COLUMNS = 110
 """Width of the table where no terminal says how wide it may be."""
 
@@ -63,7 +61,8 @@ def demo_command(ctx: click.Context, *, model: str, turns: int, json_file: Path 
     _need_parts()
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise click.BadParameter(f"{json_file.parent} is no directory", param_hint="--json")
-    signal.signal(signal.SIGTERM, _end)  # so that the processes are stopped then too
+    # A signal to end unwinds, which stops the processes.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     report = _perform(model, turns)
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
@@ -73,17 +72,13 @@ def demo_command(ctx: click.Context, *, model: str, turns: int, json_file: Path 
 
 def _need_parts() -> None:
     """Refuse at once where the engines could not even start."""
-    missing = [name for name in PARTS if importlib.util.find_spec(name) is None]
+    parts = ("torch", "transformers")
+    missing = [name for name in parts if importlib.util.find_spec(name) is None]
     if missing:
         raise click.ClickException(
             f"the demo runs a Hugging Face model, and {' and '.join(missing)} cannot be found "
             "here; install the extra: pip install 'kvd[demo]'"
         )
-
-
-def _end(number: int, _frame: object) -> NoReturn:
-    """A signal to end: unwinding stops the processes."""
-    sys.exit(128 + number)
 
 
 def _perform(model: str, turns: int) -> DemoReport:

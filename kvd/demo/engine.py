@@ -50,7 +50,7 @@ from kvd.errors import HandoffError, KvdError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.client import SyncLease, SyncNode, SyncSend
+    from kvd.client import SyncLease, SyncNode
     from kvd.demo.models import Architecture
 
 
@@ -86,8 +86,7 @@ class Engine:
         if order.endpoint is not None:
             node = connect_sync(order.endpoint, name=self._name)
             self._attached = node, PoolViews(self._shape, node.pool("main"))
-        digest = weight_digest(self._model)
-        return Started(digest, str(torch.__version__), transformers.__version__)
+        return Started(weight_digest(self._model), str(torch.__version__), transformers.__version__)
 
     def prefill(self, order: PrefillPrompt) -> Prefilled:
         """Compute the prompt of ``order`` and hand its KV to the node that receives its room."""
@@ -107,7 +106,11 @@ class Engine:
             Lengths(first_computed, lease.prefix_len),
             step_tokens=CHUNK_TOKENS,
         )
-        logits = _compute_rest(tokens, sequence, send)
+        while True:
+            logits = sequence.compute(tokens[sequence.written_tokens :][:CHUNK_TOKENS])
+            send.advance(sequence.written_tokens)
+            if sequence.written_tokens == len(tokens):
+                break
         computed_s = time.monotonic()
         first = FirstToken(greedy(logits), float(logits.log_softmax(-1).max()))
         result = send.finish(aux=msgspec.msgpack.encode(first))
@@ -172,15 +175,6 @@ class Engine:
         """The session, and the pool."""
         assert self._attached is not None, "the demo connects an engine before it uses it"
         return self._attached
-
-
-def _compute_rest(tokens: Sequence[int], sequence: LeasedSequence, send: SyncSend) -> torch.Tensor:
-    """Compute what is not cached, chunk by chunk; (vocabulary,) logits of the last token."""
-    while True:
-        logits = sequence.compute(tokens[sequence.written_tokens :][:CHUNK_TOKENS])
-        send.advance(sequence.written_tokens)
-        if sequence.written_tokens == len(tokens):
-            return logits
 
 
 def _damage(views: PoolViews, part: PoolPart, lease: SyncLease, prefix_tokens: int) -> None:

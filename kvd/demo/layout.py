@@ -107,8 +107,7 @@ class PoolLayout(msgspec.Struct, frozen=True):
     @property
     def parts(self) -> tuple[PoolPart, ...]:
         """Those that have bytes."""
-        used = {place.part for place in places(self.shape)}
-        return tuple(part for part in PoolPart if part in used)
+        return tuple(part for part in PoolPart if layers_in(self.shape, part))
 
     def page_bytes(self, part: PoolPart) -> int:
         """Bytes of one page of ``part`` over its layers; 0 for what the pool does not have."""

@@ -23,7 +23,7 @@ from kvd.demo.cache import (
     WindowLayer,
     forward,
 )
-from kvd.demo.layout import LayerPlace, ModelShape, PoolPart, places
+from kvd.demo.layout import ModelShape, PoolPart, places
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -73,17 +73,18 @@ class PoolViews:
 
     def __init__(self, shape: ModelShape, pool: Pool, *, shard: int = 0) -> None:
         self.shape = shape
-        self._shard = shard
         self.parts = {place.part for place in places(shape)}
         self.page_size = pool.page_size
-        self.layers = tuple(self._views(pool, place) for place in places(shape))
+        self.layers = tuple(
+            self._views(pool.tensors(place.part.value, layer=place.layer, shard=shard))
+            for place in places(shape)
+        )
 
-    def _views(self, pool: Pool, place: LayerPlace) -> LayerViews | StateViews:
-        """The tensors of one layer."""
-        found = pool.tensors(place.part.value, layer=place.layer, shard=self._shard)
-        if place.part is PoolPart.STATE:
+    def _views(self, found: Mapping[str, torch.Tensor]) -> LayerViews | StateViews:
+        """The tensors of one layer, by their names in the pool."""
+        if "ssm" in found:
             return StateViews(conv=found["conv"], scan=found["ssm"])
-        if self.shape.latent_dim:
+        if "latent" in found:
             return found["latent"], found["latent"][..., : self.shape.latent_dim]
         return found["k"], found["v"]
 

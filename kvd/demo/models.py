@@ -21,8 +21,7 @@ from kvd.demo.layout import ModelShape, PoolLayout, PoolPart, places
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SEED = 1
-"""Of the weights."""
+SEED = 1  # of the weights, and of what is said
 
 
 class Architecture(msgspec.Struct, frozen=True):

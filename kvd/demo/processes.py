@@ -166,9 +166,11 @@ def open_stage(model: str, pool: Mapping[str, str], watcher: ProgressLines) -> I
 
 def _start_daemons(pool: Mapping[str, str], directory: Path, daemons: list[DaemonProcess]) -> None:
     """Start the prefill and the decode node, add them to ``daemons``, and wait for their link."""
-    for name in (PREFILL, DECODE):
-        settings = {**DAEMON_SETTINGS, **pool}
-        daemons.append(DaemonProcess(name, directory, settings, module="kvd.demo.processes"))
+    settings = {**DAEMON_SETTINGS, **pool}
+    daemons.extend(
+        DaemonProcess(name, directory, settings, module="kvd.demo.processes")
+        for name in (PREFILL, DECODE)
+    )
     prefill, decode = daemons
     prefill.knows(decode)
     decode.knows(prefill)
@@ -176,7 +178,6 @@ def _start_daemons(pool: Mapping[str, str], directory: Path, daemons: list[Daemo
         daemon.start()
     for daemon in daemons:
         daemon.wait_ready(START_S)
-    for daemon in daemons:
         daemon.wait_for(lambda one=daemon: is_linked(one), "has no agent for its peer", START_S)  # type: ignore[misc]
 
 

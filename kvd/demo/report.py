@@ -27,7 +27,6 @@ WINDOW_LEGEND = (
     "there would be if every token had one"
 )
 
-
 TOLERANCE = 1e-3
 """The largest difference of a logit that rounding explains: 1e-5 was seen, and more than 1 after
 one page was spoiled."""
@@ -70,11 +69,6 @@ class WindowPeak(msgspec.Struct, frozen=True):
     full: int
     prefill_slides: int = 0
     decode_slides: int = 0
-
-    @property
-    def told(self) -> str:
-        """As the table has it."""
-        return f"{self.prefill_peak}/{self.decode_peak}/{self.full}"
 
 
 class TurnRow(msgspec.Struct, frozen=True):
@@ -195,40 +189,37 @@ def _total_problems(rows: Sequence[TurnRow], totals: DaemonTotals) -> list[str]:
 def _answer_problems(row: TurnRow) -> list[str]:
     """What is wrong with the answer of one turn."""
     found: list[str] = []
-    if not row.tokens_equal and row.max_logit_difference <= TOLERANCE:
+    worst = row.max_logit_difference
+    if not row.tokens_equal:
+        close = f", though no logit by more than {worst:.1e}: two tokens were that close"
         found.append(
-            "the tokens differ from a single process, though no logit by more than "
-            f"{row.max_logit_difference:.1e}: two tokens were that close"
+            f"the tokens differ from a single process{close if worst <= TOLERANCE else ''}"
         )
-    elif not row.tokens_equal:
-        found.append("the tokens differ from a single process")
-    if not row.max_logit_difference <= TOLERANCE:
-        found.append(
-            f"the logits differ by {row.max_logit_difference:.3g}, more than rounding explains"
-        )
+    if not worst <= TOLERANCE:
+        found.append(f"the logits differ by {worst:.3g}, more than rounding explains")
     return found
 
 
 def _figure_problems(row: TurnRow) -> list[str]:
-    """Which figures of one turn are not what was worked out."""
+    """Which figures of one turn are not what was worked out.
+
+    Also where window pages were kept that had to go back; or none were seen at all.
+    """
     figures = (
         ("decode_prefix_len is", row.decode_prefix_len, row.decode_prefix_expected),
         ("pages sent:", row.pages_sent, row.pages_expected),
         ("bytes sent:", row.bytes_sent, row.bytes_expected),
     )
     found = [f"{what} {is_}, not {due}" for what, is_, due in figures if is_ != due]
-    return found if row.window is None else found + _window_problems(row.window)
-
-
-def _window_problems(window: WindowPeak) -> list[str]:
-    """Where window pages were kept that had to go back; or none were seen at all."""
-    nodes = (
-        ("prefill", window.prefill_peak, window.prefill_most),
-        ("decode", window.decode_peak, window.decode_most),
+    if row.window is None:
+        return found
+    peaks = (
+        ("prefill", row.window.prefill_peak, row.window.prefill_most),
+        ("decode", row.window.decode_peak, row.window.decode_most),
     )
-    return [
+    return found + [
         f"{peak} window pages at once on the {node} node, which needs at most {most}"
-        for node, peak, most in nodes
+        for node, peak, most in peaks
         if not 0 < peak <= most
     ]
 
@@ -257,16 +248,16 @@ class ProgressLines:
 
 def table_of(report: DemoReport) -> Table:
     """The turns as a table for people."""
-    has_window = any(row.window is not None for row in report.turns)
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("conversation")
     unit = "states" if any(row.states for row in report.turns) else "pages"
     headings = ["turn", "prompt", "prefix", unit, "sent", "saved"]
-    headings += ["window"] if has_window else []
+    headings += ["window"] if any(row.window for row in report.turns) else []
     for heading in (*headings, "ttft", "tail", "dlogit"):
         table.add_column(heading, justify="right")
     table.add_column("tokens")
     for row in report.turns:
+        window = row.window
         table.add_row(
             row.conversation,
             str(row.turn),
@@ -275,7 +266,7 @@ def table_of(report: DemoReport) -> Table:
             str(row.states or row.pages_sent),
             f"{row.bytes_sent / 1024:.0f} KiB",
             f"{row.bytes_saved / 1024:.0f} KiB",
-            *([] if row.window is None else [row.window.told]),
+            *([f"{window.prefill_peak}/{window.decode_peak}/{window.full}"] if window else []),
             f"{row.ttft_ms:.0f} ms",
             f"{row.tail_ms:.1f} ms",
             f"{row.max_logit_difference:.0e}",

@@ -104,36 +104,35 @@ class _Performance:
         self._script = script
         self._stage = stage
         self._said: dict[str, tuple[int, ...]] = {}
+        self._room = 0
         self._cached = ExpectedCache(self._pool.page_size)
 
     def play(self, watcher: ProgressLines) -> tuple[TurnRow, ...]:
         """All turns."""
         rows: list[TurnRow] = []
         turns = self._script.turns
-        for room, turn in enumerate(turns, start=1):
+        for turn in turns:
             watcher.stage(f"conversation {turn.conversation}, turn {turn.number}")
-            rows.append(self._turn(room, turn, damage=None))
+            rows.append(self._turn(turn, damage=None))
             watcher.turn(rows[-1], len(turns))
         return tuple(rows)
 
     def controls(self) -> tuple[TurnRow, ...]:
         """More prompts, of which a page of each part in turn is damaged on the decode node."""
-        room = len(self._script.turns) + 1
         return tuple(
-            self._turn(number, turn, damage=part)
-            for number, (part, turn) in enumerate(
-                zip(self._pool.parts, self._script.controls, strict=True), start=room
-            )
+            self._turn(turn, damage=part)
+            for part, turn in zip(self._pool.parts, self._script.controls, strict=True)
         )
 
-    def _turn(self, room: int, turn: ScriptTurn, *, damage: PoolPart | None) -> TurnRow:
+    def _turn(self, turn: ScriptTurn, *, damage: PoolPart | None) -> TurnRow:
         """One prompt: decode side and prefill side at once, then the reference alone."""
         stage, pool = self._stage, self._pool
+        self._room += 1
         prompt = self._said.get(turn.conversation, self._script.system) + turn.message
         due_prefix = pool.usable_prefix(len(prompt), self._cached.prefix_tokens(prompt))
         began_s = time.monotonic()
-        stage.decode.tell(DecodePrompt(room, prompt, source=PREFILL, damage=damage))
-        stage.prefill.tell(PrefillPrompt(room, prompt, to=DECODE))
+        stage.decode.tell(DecodePrompt(self._room, prompt, source=PREFILL, damage=damage))
+        stage.prefill.tell(PrefillPrompt(self._room, prompt, to=DECODE))
         prefilled = stage.prefill.hear(Prefilled)
         decoded = stage.decode.hear(Decoded)
         stage.reference.tell(Generate(prompt))
@@ -147,7 +146,7 @@ class _Performance:
         return TurnRow(
             conversation=turn.conversation,
             turn=turn.number,
-            room=room,
+            room=self._room,
             prompt_tokens=len(prompt),
             prefill_prefix_len=prefilled.prefix_tokens,
             computed_tokens=prefilled.computed_tokens,

@@ -120,19 +120,9 @@ def is_latent(kv: BatchPages | Packed) -> bool:
 def decode(
     q: torch.Tensor, pages: BatchPages, rule: AttentionRule, *, by_flash: bool | None = None
 ) -> torch.Tensor:
-    """Attention of the last ``new_tokens`` tokens of every sequence.
+    """Attention of the last tokens of every sequence, as many of each; otherwise as ``prefill``.
 
-    Args:
-        q: (batch, new_tokens, heads, k_dim); heads is a multiple of kv_heads.
-        pages: where K and V are, of the new tokens too.
-        rule: what a token sees.
-        by_flash: whether flash-attn computes it; left out: if it serves these arguments.
-
-    Returns:
-        (batch, new_tokens, heads, v_dim) in the dtype of ``q``; zeros for a token that sees none.
-
-    Raises:
-        ValueError: shapes do not fit together; the message has both.
+    ``q`` is (batch, new_tokens, heads, k_dim), the result (batch, new_tokens, heads, v_dim).
     """
     batch, new_tokens = q.shape[:2]
     starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * new_tokens
@@ -151,11 +141,11 @@ def prefill(
     """Attention of new tokens, any number in each sequence.
 
     Args:
-        q: (tokens, heads, k_dim), one sequence behind the other.
-        kv: where K and V are: in pages, behind those of a cached prefix, or in none.
+        q: (tokens, heads, k_dim), one sequence behind the other; heads is a multiple of kv_heads.
+        kv: where K and V are, of the new tokens too: in pages, or in none.
         rule: what a token sees.
         starts: (batch + 1,) int32, where the new tokens of each sequence begin: cu_seqlens.
-        by_flash: as for ``decode``.
+        by_flash: whether flash-attn computes it; left out: if it serves these arguments.
 
     Returns:
         (tokens, heads, v_dim) in the dtype of ``q``; zeros for a token that sees none.

@@ -98,13 +98,8 @@ class Sharding(msgspec.Struct, frozen=True):
 
 def is_applicable(split: Split, lengths: Sequence[int], ranks: int) -> bool:
     """Whether every sequence of the batch is long enough for each rank to have some of it."""
-    match split:
-        case Split.ZIGZAG:
-            return all(length >= 2 * ranks for length in lengths)
-        case Split.INTERLEAVED:
-            return all(length >= ranks for length in lengths)
-        case Split.CONTIGUOUS:
-            return True
+    least = {Split.ZIGZAG: 2 * ranks, Split.INTERLEAVED: ranks, Split.CONTIGUOUS: 0}[split]
+    return all(length >= least for length in lengths)
 
 
 def shard(split: Split, lengths: Sequence[int], ranks: int) -> Sharding:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric
 
 from kvd.device.arena import DeviceArena, plain_arena
 from kvd.device.collectives import Disagreement, agree
@@ -38,23 +39,17 @@ class NcclWindows:
 
     def are_available(self, device: torch.device, group: ProcessGroup) -> bool:
         """Whether there is such memory: the same on all ranks, found out without asking them."""
-        from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
-
         # enable_symm_mem_for_group raises nothing on a CPU: it is no test of what is there.
         has_backend = symmetric.get_backend(device) is not None
         return has_backend and "nccl" in dist.get_backend(group)
 
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:
         """By ncclMemAlloc: uint8, shape (size,). RuntimeError: there is not so much."""
-        from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
-
         symmetric.set_backend("NCCL")
         return symmetric.empty(size, dtype=torch.uint8, device=device)
 
     def register(self, memory: torch.Tensor, group: ProcessGroup) -> None:
         """By ncclCommWindowRegister of all of it, a collective: all blocks are in the window."""
-        from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
-
         symmetric.rendezvous(memory, group)
 
 
