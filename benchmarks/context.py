@@ -39,7 +39,6 @@ from benchmarks.token_memory import TokenMemory, WrittenTokens
 from kvd.bench.report import at_most
 from kvd.client import connect_sync
 from kvd.core.layout.shards import page_share
-from kvd.demo.processes import ENGINE_VARIABLES
 from kvd.harness.daemons import star_of_daemons
 from kvd.types import Tokens
 
@@ -83,44 +82,49 @@ class PromptKind(msgspec.Struct, frozen=True):
 class RankProcesses:
     """The rank processes: orders in, answers out."""
 
-    def __init__(self, daemons: list[DaemonProcess], log: Path) -> None:
-        self._log = log
-        with log.open("wb") as sink:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.context_rank", *(one.client for one in daemons)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                env={**os.environ, **ENGINE_VARIABLES},
-            )
+    def __init__(self, daemons: list[DaemonProcess], directory: Path) -> None:
+        self._log = directory / "ranks.log"
+        module = [sys.executable, "-m", "benchmarks.context_rank"]
+        given = [str(directory / "store"), *(one.client for one in daemons)]
+        with self._log.open("ab") as sink:
+            self._processes = [
+                subprocess.Popen(
+                    [*module, str(rank), *given],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=sink,
+                    env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+                )
+                for rank in range(len(daemons))
+            ]
 
     def tell(self, order: RankOrder) -> None:
         """Hand over one order; ``hear`` gives its answer."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # then nothing is to be heard
-            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
-            self._process.stdin.flush()
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # then nothing is to be heard
+                process.stdin.write(msgspec.json.encode(order) + b"\n")
+                process.stdin.flush()
 
     def hear(self) -> HandedOver:
-        """The answer.
+        """The answer of the first rank.
 
         Raises:
             BenchmarkFailed: there is none.
         """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchmarkFailed(f"the ranks have ended\n{self._log.read_text()[-2000:]}")
-        return msgspec.json.decode(line, type=HandedOver)
+        lines: list[bytes] = []
+        for process in self._processes:
+            assert process.stdout is not None
+            lines.append(process.stdout.readline())
+        if not all(lines):
+            raise BenchmarkFailed(f"a rank has ended\n{self._log.read_text()[-2000:]}")
+        return msgspec.json.decode(lines[0], type=HandedOver)
 
     def stop(self) -> None:
         """End their input, and wait for their end."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        for process in self._processes:
+            with contextlib.suppress(BrokenPipeError):
+                process.communicate()
 
 
 class DecodeSide:
@@ -209,7 +213,7 @@ def open_decode_side(settings: dict[str, str], ranks: int) -> Iterator[DecodeSid
         star_of_daemons(Path(name), settings, ranks) as (prefill, decode),
         connect_sync(decode.client, name="decode") as node,
     ):
-        processes = RankProcesses(prefill, Path(name) / "ranks.log")
+        processes = RankProcesses(prefill, Path(name))
         try:
             yield DecodeSide(processes, [one.name for one in prefill], node)
         finally:

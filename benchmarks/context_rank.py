@@ -1,8 +1,8 @@
 """The context-parallel ranks of ``benchmarks cp``: processes with KV of some tokens and no model.
 
-``python -m benchmarks.context_rank DAEMON...`` becomes as many ranks as daemons, each with
-a session with its own. Orders come as lines of JSON on the standard input, and each gets one line
-as its answer; all end with the input.
+``python -m benchmarks.context_rank RANK STORE DAEMON...`` is one of as many ranks as daemons, with
+a session with its own. All are given the same orders as lines of JSON on the standard input, and
+each answers with one line; all end with the input.
 
 Of a prompt every rank has the KV of the tokens that zigzag gives it: their id in every byte, in
 plain tensors, as if they had just been computed. What is timed begins when all have it.
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from benchmarks.token_memory import COLOURS
 from kvd.client import connect_sync
-from kvd.demo.group import Group, fork
 from kvd.device.collectives import Gather, Pending
 from kvd.device.sequence import Sharding, Split, shard
 from kvd.device.symmetric import open_arena
@@ -78,10 +78,10 @@ class OpenHandoff(NamedTuple):
 class ContextRank:
     """One rank: its daemon, its pool, its part in the gathers."""
 
-    def __init__(self, group: Group, node: SyncNode) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, node: SyncNode) -> None:
+        self._rank, self._ranks = group.rank(), group.size()
         self._node = node
-        self._gather = Gather(group.all, open_arena(group.all, torch.device("cpu")))
+        self._gather = Gather(group, open_arena(group, torch.device("cpu")))
         pool = node.pool("main")
         self._page_size = pool.page_size
         layers = {place.layer for place in pool.memory.components[0].tensors}
@@ -89,21 +89,23 @@ class ContextRank:
 
     def perform(self, order: RankOrder) -> HandedOver:
         """One prompt, from its KV to the decode side's word. To be called on all ranks."""
-        sharding = shard(Split.ZIGZAG, (order.tokens,), self._group.ranks)
-        own = self._kv(order, sharding.rows(self._group.rank))
-        does_send = order.strategy is Strategy.SHARES or self._group.rank == 0
+        sharding = shard(Split.ZIGZAG, (order.tokens,), self._ranks)
+        own = self._kv(order, sharding.rows(self._rank))
+        does_send = order.strategy is Strategy.SHARES or self._rank == 0
         handoff = self._open(order) if does_send else None
         if handoff is not None and order.strategy is Strategy.NO_GATHER:
             whole = self._kv(order, np.arange(order.tokens))
             for view in self._views:
                 self._write(view, handoff, whole)
-        self._group.numbers(0)  # all ranks are here
+        dist.barrier()  # all ranks are here
         began_s = time.monotonic()
         if order.strategy is not Strategy.NO_GATHER:
             self._bring_together(order.strategy, own, sharding, handoff)
         gathered_s = time.monotonic() - began_s
         sent_bytes = 0 if handoff is None else _finish(handoff)
-        return HandedOver(began_s, gathered_s, tuple(self._group.numbers(sent_bytes)))
+        every = torch.zeros(self._ranks, dtype=torch.int64)
+        dist.all_gather_into_tensor(every, torch.tensor([sent_bytes]))
+        return HandedOver(began_s, gathered_s, tuple(every.tolist()))
 
     def _open(self, order: RankOrder) -> OpenHandoff:
         """Both sides have met: only bytes are missing."""
@@ -121,7 +123,7 @@ class ContextRank:
         def start() -> Pending:
             if strategy is Strategy.SHARES:
                 return self._gather.start(own, sharding)
-            return self._gather.start_to(0, own, sharding)
+            return self._gather.start(own, sharding, to=0)
 
         moving = start()
         for number, view in enumerate(self._views, start=1):
@@ -150,18 +152,20 @@ def _finish(handoff: OpenHandoff) -> int:
     return outcome.sent_bytes
 
 
-def main(daemons: list[str]) -> None:
-    """Be the ranks of these daemons until the input ends."""
+def main(number: int, store: str, daemons: list[str]) -> None:
+    """Be the rank of one of these daemons until the input ends."""
     torch.set_num_threads(1)
-    group = fork(len(daemons))
-    with connect_sync(daemons[group.rank], name=f"cp-{group.rank}") as node:
-        rank = ContextRank(group, node)
-        while line := group.spread(sys.stdin.buffer.readline() if group.rank == 0 else b""):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=number, world_size=len(daemons)
+    )
+    assert dist.group.WORLD is not None
+    with connect_sync(daemons[number], name=f"cp-{number}") as node:
+        rank = ContextRank(dist.group.WORLD, node)
+        for line in sys.stdin.buffer:
             told = rank.perform(msgspec.json.decode(line, type=RankOrder))
-            if group.rank == 0:
-                sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
-                sys.stdout.buffer.flush()
+            sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
+            sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

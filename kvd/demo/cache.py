@@ -10,16 +10,15 @@ layer-first one. Indexing by page and slot works alike on both, so nothing here 
     k[7] ----------------- t0..t3      t12 t13 - - -------- k[9]: a partial last page
 
 ``transformers`` calls ``update`` once per layer and forward pass with the K and V of the new
-tokens. They are stored in the pages and handed through; the attention that follows reads all K and
-V from the pages, by a block table that ``seen`` gives it. So nothing is gathered.
+tokens, which are stored in the pages, and then the attention. The one here takes the place of the
+model's own: ``seen`` tells it the block table, and it reads the K and V of all tokens from the
+pages. So nobody makes a mask, and nothing is gathered. A cache without pages is left to the model's
+own attention.
 
 A layer with a **window** looks back only so far. Its block table has the null page (0) wherever the
 lease has no window page, and no token before the window is read:
 
     lease.pages_of("swa") [ 0 | 0 | 5 | 2 ]       a window of 6: token 14 looks back to token 9
-
-Models of latents (MLA) store ``(latent, rotated key)`` instead of K and V; both are slices of the
-one tensor that the pool has for a layer. That tensor is K, its latents are V.
 
 Two lengths belong to a sequence, and mixing them up corrupts other people's cache:
 
@@ -31,21 +30,12 @@ Two lengths belong to a sequence, and mixing them up corrupts other people's cac
 Invariant: written <= capacity = len(pages) * page_size; no slot below shared is ever written; the
 null page is neither read nor written.
 
-**How a model attends over pages.** ``transformers`` lets a function take the place of a model's
-attention. This one is given the queries of the new tokens, whose K and V the cache has just written
-to its pages, and reads the K and V of all tokens from there, by block table. Nobody makes a mask,
-and nobody gathers:
-
-    layer.update(k, v)      the new K and V go to pages, and are handed through
-    attend(module, q, ...)  layer.seen() says which pages, up to which token; see kvd.device
-
-A layer of latents (MLA) keeps the latent of a token, from which each head would make its K and V.
-Instead its queries are taken into the space of latents, and what they find back out of it; so every
-head looks at the latents themselves:
+A layer of **latents** (MLA) keeps the latent of a token, from which each head would make its K and
+V. Instead its queries are taken into the space of latents, and what they find back out of it; so
+every head looks at the latents themselves. The one tensor that the pool has for a layer, ``(latent,
+rotated key)``, is K, its latents are V:
 
     q (W c) = (q W) c        sum of weights * (W c) = W (sum of weights * c)
-
-A cache without pages is left to the model's own attention.
 
 **States.** A recurrent layer keeps one state per sequence: what its convolution last saw, and what
 its scan has summed up. A state stands for all tokens before one point and cannot be rolled back. So
@@ -60,8 +50,7 @@ last lies in the pool at any moment, ready to be sent.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -72,7 +61,7 @@ from typing_extensions import override
 from kvd.device.attention import AttentionRule, BatchPages, is_latent, prefill
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -88,38 +77,23 @@ CACHE_ARGUMENT = {"mamba2": "cache_params"}
 class Seen(msgspec.Struct, frozen=True, eq=False):
     """What the new tokens of a sequence look at.
 
-    They are runs of tokens that follow each other; each run is a sequence of ``pages``, up to its
-    last token. ``starts``: (runs + 1,) int32, where each begins among the new tokens.
+    They are runs of tokens that follow each other, one as a rule; each run is a sequence of
+    ``pages``, up to its last token. ``starts``: (runs + 1,) int32, where each begins among them.
     """
 
     pages: BatchPages
     starts: torch.Tensor
 
 
-@runtime_checkable
-class Paged(Protocol):
-    """A layer of a cache whose K and V lie in pages."""
-
-    def seen(self) -> Seen:
-        """What the tokens that were written last look at."""
-
-
 def forward(model: PreTrainedModel, cache: Cache, **inputs: object) -> Any:
     """Call ``model`` over ``cache``, whether that has pages or not; what the model gives."""
     argument = CACHE_ARGUMENT.get(model.config.model_type, "past_key_values")
-    if not any(isinstance(layer, Paged) for layer in cache.layers):
+    if not any(isinstance(layer, PagedLayer) for layer in cache.layers):
         return model(**{argument: cache}, **inputs)
-    with _attending(model):
-        return model(**{argument: cache}, kvd_layers=cache.layers, **inputs)
-
-
-@contextmanager
-def _attending(model: PreTrainedModel) -> Iterator[None]:
-    """For now, its attention is the one below."""
     own = model.config._attn_implementation  # noqa: SLF001 - there is no public name for it
     model.set_attn_implementation(ATTENTION)
     try:
-        yield
+        return model(**{argument: cache}, kvd_layers=cache.layers, **inputs)
     finally:
         model.set_attn_implementation(own)
 
@@ -131,29 +105,18 @@ def attend(  # noqa: PLR0913 - as transformers calls it
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    kvd_layers: list[Paged],
+    kvd_layers: list[PagedLayer],
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers calls it.
+    """As transformers calls it: (1, new_tokens, heads, head_dim of V).
 
-    Args:
-        module: the attention; its number among the layers tells which pages.
-        query: (1, heads, new_tokens, head_dim).
-        key: of the new tokens alone, and in the pages already.
-        value: likewise.
-        attention_mask: there is none: who sees whom follows from the lengths.
-        kvd_layers: of the cache, as ``forward`` gives them.
-        scaling: of scores.
-        sliding_window: the tokens that are seen, the token itself among them.
-        softcap: of scores.
-        s_aux: (heads,) sinks.
-
-    Returns:
-        (1, new_tokens, heads, head_dim of V).
+    ``query`` is (1, heads, new_tokens, head_dim); ``key`` and ``value`` of the new tokens are in
+    the pages already. The number of ``module`` among the layers tells which pages. ``s_aux`` are
+    (heads,) sinks.
     """
     assert attention_mask is None, "who sees whom follows from the lengths"
     layer = module.layer_idx
@@ -175,11 +138,8 @@ def _attend_latents(
 ) -> torch.Tensor:
     """(tokens, heads, v_dim): attention over latents, of queries that know K and V.
 
-    Args:
-        weight: (heads * (plain + v_dim), latent_dim), which makes K and V of a latent.
-        query: (tokens, heads, plain + rotated).
-        seen: latents and rotated keys.
-        rule: what a token sees.
+    ``weight`` is (heads * (plain + v_dim), latent_dim), which makes K and V of a latent; ``query``
+    is (tokens, heads, plain + rotated).
     """
     _, heads, dim = query.shape
     latent_dim = seen.pages.v.shape[-1]
@@ -212,12 +172,8 @@ class StateLayer(LinearAttentionLayer):
     ) -> None:
         """A layer that goes on after ``written_tokens``.
 
-        Args:
-            views: the states of this layer.
-            source_page: where the state after those tokens is; 0: in ``own_page`` already, or
-                nowhere, when there were none.
-            own_page: what is written.
-            written_tokens: how many tokens the state stands for.
+        ``source_page`` has the state after those tokens; 0: it is in ``own_page`` already, or
+        nowhere, when there were none.
         """
         assert own_page, "the null page is nobody's state"
         super().__init__()
@@ -269,25 +225,30 @@ class BlockTable:
             )
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer of one sequence that looks at every token.
+class Lengths(msgspec.Struct, frozen=True):
+    """How far a sequence is.
 
     ``written_tokens``: tokens whose KV is in the pages already; the model computes from there.
     ``shared_tokens``: tokens in pages of the prefix tree, never written: ``lease.prefix_len``
     before a prefill, the prompt's length after a handoff, which committed its whole pages.
     """
 
+    written_tokens: int
+    shared_tokens: int
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer of one sequence that looks at every token."""
+
     is_sliding = False
 
-    def __init__(
-        self, views: LayerViews, table: BlockTable, *, written_tokens: int, shared_tokens: int
-    ) -> None:
+    def __init__(self, views: LayerViews, table: BlockTable, lengths: Lengths) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._k, self._v = views
         self._table = table
         self._page_size = self._k.shape[1]
-        self._written_tokens = written_tokens
-        self._shared_tokens = shared_tokens
+        self._written_tokens = lengths.written_tokens
+        self._shared_tokens = lengths.shared_tokens
         self._new_tokens = 0
         self.is_initialized = True
 
@@ -299,14 +260,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> LayerViews:
-        """Store the KV of the next tokens, which ``seen`` then has.
-
-        Args:
-            key_states: (1, kv_heads, new_tokens, head_dim).
-            value_states: the same shape.
-
-        Returns:
-            The same, of the new tokens alone.
+        """Store the KV of the next tokens, (1, kv_heads, new_tokens, head_dim), and return it.
 
         Raises:
             IndexError: the lease has no page for one of these tokens.
@@ -332,7 +286,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._k[where], self._v[where] = key, value
 
     def seen(self) -> Seen:
-        """As ``Paged.seen``."""
+        """What the tokens that were written last look at."""
         lengths = torch.tensor([self._written_tokens], dtype=torch.int32)
         starts = torch.tensor([0, self._new_tokens], dtype=torch.int32)
         return Seen(
@@ -367,15 +321,9 @@ class WindowLayer(PagedLayer):  # type: ignore[no-untyped-call]
     is_sliding = True
 
     def __init__(
-        self,
-        views: LayerViews,
-        table: BlockTable,
-        *,
-        written_tokens: int,
-        shared_tokens: int,
-        window_tokens: int,
+        self, views: LayerViews, table: BlockTable, lengths: Lengths, *, window_tokens: int
     ) -> None:
-        super().__init__(views, table, written_tokens=written_tokens, shared_tokens=shared_tokens)
+        super().__init__(views, table, lengths)
         self._window_tokens = window_tokens
 
     @override

@@ -44,15 +44,6 @@ class Script(msgspec.Struct, frozen=True):
         said = sum(len(turn.message) + ANSWER_TOKENS for turn in everything)
         return len(names) * len(self.system) + said
 
-    def longest_prompt_tokens(self) -> int:
-        """Tokens of the longest prompt with its answer."""
-        longest = 0
-        for name in {turn.conversation for turn in self.turns}:
-            own = [turn for turn in self.turns if turn.conversation == name]
-            said = sum(len(turn.message) + ANSWER_TOKENS for turn in own)
-            longest = max(longest, len(self.system) + said)
-        return longest
-
 
 def write_script(
     *, turns: int, vocabulary: int, page_size: int, seed: int, controls: int = 1
@@ -81,22 +72,6 @@ def write_script(
     )
 
 
-class Dialogues:
-    """What has been said so far, by conversation."""
-
-    def __init__(self, system: tuple[int, ...]) -> None:
-        self._system = system
-        self._said: dict[str, tuple[int, ...]] = {}
-
-    def prompt(self, turn: ScriptTurn) -> tuple[int, ...]:
-        """The whole prompt of ``turn``."""
-        return self._said.get(turn.conversation, self._system) + turn.message
-
-    def answered(self, turn: ScriptTurn, prompt: tuple[int, ...], answer: tuple[int, ...]) -> None:
-        """The model's ``answer`` to ``prompt`` is part of the conversation now."""
-        self._said[turn.conversation] = prompt + answer
-
-
 class ExpectedCache:
     """What a node's prefix cache must hold, worked out here alone, to check the daemon by.
 
@@ -109,7 +84,7 @@ class ExpectedCache:
 
     def prefix_tokens(self, prompt: tuple[int, ...]) -> int:
         """Tokens of the longest cached prefix of ``prompt``, in whole pages."""
-        longest = max((_common(prompt, known) for known in self._sequences), default=0)
+        longest = max((_shared_tokens(prompt, known) for known in self._sequences), default=0)
         return longest - longest % self._page_size
 
     def add(self, sequence: tuple[int, ...]) -> None:
@@ -117,9 +92,7 @@ class ExpectedCache:
         self._sequences.append(sequence[: len(sequence) - len(sequence) % self._page_size])
 
 
-def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def _shared_tokens(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """How many tokens both begin with."""
-    for at, (ours, theirs) in enumerate(zip(one, other, strict=False)):
-        if ours != theirs:
-            return at
-    return min(len(one), len(other))
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(one), len(other)))

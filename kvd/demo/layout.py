@@ -14,9 +14,14 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import TYPE_CHECKING
 
 import msgspec
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PAGE_SIZE = 16
 ELEMENT_BYTES = {"float32": 4, "float64": 8}
 
 
@@ -24,13 +29,10 @@ class ModelShape(msgspec.Struct, frozen=True):
     """The size of a model, by the names of the field; what an architecture lacks is 0."""
 
     layers: int
-    hidden: int
-    intermediate: int
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
-    max_positions: int
     latent_dim: int = 0
     rope_dim: int = 0
     """With ``latent_dim``: one latent per token instead of K and V per head."""
@@ -41,8 +43,6 @@ class ModelShape(msgspec.Struct, frozen=True):
     groups: int = 0
     conv_tokens: int = 0
     """With ``state_dim``: every layer is recurrent, and also keeps the last tokens' inputs."""
-    experts: int = 0
-    """Of which two are chosen for each token."""
 
 
 class PoolPart(enum.Enum):
@@ -89,28 +89,25 @@ def state_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-class PageCounts(msgspec.Struct, frozen=True):
-    """How many pages a pool gets of each part; 0 of what it does not have."""
-
-    kv: int
-    window: int = 0
-    state: int = 0
-
-
 class PoolLayout(msgspec.Struct, frozen=True):
     """What a daemon's pool must hold for a model, in its ``family`` of pools."""
 
     family: str
     shape: ModelShape
-    dtype: str
-    page_size: int
-    order: str
+    dtype: str = "float32"
+    """16 bits would not do: the order of sums decides close calls there, and two correct runs with
+    another chunking may give other tokens."""
+    order: str = "page_first"
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page; where no layer keeps KV of tokens, a page is a single one."""
+        return PAGE_SIZE if layers_in(self.shape, PoolPart.KV) else 1
 
     @property
     def parts(self) -> tuple[PoolPart, ...]:
         """Those that have bytes."""
-        used = {place.part for place in places(self.shape)}
-        return tuple(part for part in PoolPart if part in used)
+        return tuple(part for part in PoolPart if layers_in(self.shape, part))
 
     def page_bytes(self, part: PoolPart) -> int:
         """Bytes of one page of ``part`` over its layers; 0 for what the pool does not have."""
@@ -123,14 +120,14 @@ class PoolLayout(msgspec.Struct, frozen=True):
             each = self.page_size * 2 * shape.kv_heads * shape.head_dim
         return layers_in(shape, part) * each * ELEMENT_BYTES[self.dtype]
 
-    def settings(self, pages: PageCounts) -> dict[str, str]:
-        """The keys of its ``[pool]`` section."""
+    def settings(self, pages: Mapping[PoolPart, int]) -> dict[str, str]:
+        """The keys of its ``[pool]`` section, with so many pages of each of its parts."""
         shape = self.shape
         keys: dict[str, object] = {
             "family": self.family,
             "order": self.order,
             "layers": layers_in(shape, PoolPart.KV),
-            "pages": pages.kv,
+            "pages": pages[PoolPart.KV],
         }
         if PoolPart.KV in self.parts:
             keys |= {"dtype": self.dtype, "page_size": self.page_size}
@@ -141,10 +138,10 @@ class PoolLayout(msgspec.Struct, frozen=True):
         if PoolPart.WINDOW in self.parts:
             keys["window_tokens"] = shape.window_tokens
             keys["window_layers"] = layers_in(shape, PoolPart.WINDOW)
-            keys["window_pages"] = pages.window
+            keys["window_pages"] = pages[PoolPart.WINDOW]
         if PoolPart.STATE in self.parts:
             keys["state_layers"] = layers_in(shape, PoolPart.STATE)
-            keys["states"] = pages.state
+            keys["states"] = pages[PoolPart.STATE]
             for name, dims in state_tensors(shape).items():
                 keys[f"state.{name}"] = f"{self.dtype}[{','.join(map(str, dims))}]"
         return {f"pool.{name}": str(value) for name, value in keys.items()}

@@ -3,16 +3,12 @@
 ``PoolViews`` maps the pool once, each layer of the model to its place in it. ``LeasedSequence`` is
 what an engine works with: it computes the next tokens and, where layers have a window, slides the
 lease before them, so that there are window pages for what is computed and the others go back.
-
-``Sequences`` makes them of leases, on every rank of an engine; a whole model in one process is
-``Alone``, engines of several processes are in ``ranks``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 from transformers import Cache
 
@@ -20,21 +16,22 @@ from kvd.demo.cache import (
     BlockTable,
     LatentLayer,
     LayerViews,
+    Lengths,
     PagedLayer,
     StateLayer,
     StateViews,
     WindowLayer,
     forward,
 )
-from kvd.demo.layout import LayerPlace, ModelShape, PoolPart, places
+from kvd.demo.layout import ModelShape, PoolPart, places
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
     from transformers import PreTrainedModel
     from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
+
+    from kvd.client import Pool, SyncLease
 
 
 @torch.inference_mode()
@@ -55,15 +52,11 @@ def answer(
 ) -> tuple[list[int], list[torch.Tensor]]:
     """Decode greedily behind ``first`` until there are ``tokens`` tokens, ``first`` included.
 
-    The KV of the last token is not computed: nothing comes after it.
-
-    Args:
-        compute: computes the next tokens and gives the (vocabulary,) logits after the last one.
-        first: the first token of the answer.
-        tokens: how many there shall be.
+    ``compute`` computes the next tokens and gives the (vocabulary,) logits after the last one. The
+    KV of the last token is not computed: nothing comes after it.
 
     Returns:
-        The tokens, and the (vocabulary,) logits that chose each of them but the first.
+        The tokens, and the logits that chose each of them but the first.
     """
     said, logits = [first], []
     while len(said) < tokens:
@@ -72,52 +65,26 @@ def answer(
     return said, logits
 
 
-def pack_logits(logits: Sequence[torch.Tensor]) -> bytes:
-    """Rows of logits as they travel: little-endian float64."""
-    packed: bytes = torch.stack(list(logits)).double().numpy().astype("<f8").tobytes()
-    return packed
-
-
-class PoolTensors(Protocol):
-    """As much of a pool as is needed here."""
-
-    @property
-    def page_size(self) -> int:
-        """Tokens per page."""
-
-    def tensors(self, component: str, *, layer: int, shard: int = 0) -> dict[str, torch.Tensor]:
-        """The memory of one layer."""
-
-
-class LeasedPages(Protocol):
-    """As much of a lease as is needed here."""
-
-    def pages_of(self, component: str) -> NDArray[np.int32]:
-        """Page ids of one component."""
-
-    def slide(self, upto_tokens: int) -> None:
-        """KV from there on is computed next."""
-
-
 class PoolViews:
     """The memory of every layer of a model, mapped once and kept: a view costs nothing to hold.
 
     ``shape``: what of the model the pool keeps. ``shard``: of which of the pool's shards.
     """
 
-    def __init__(self, shape: ModelShape, pool: PoolTensors, *, shard: int = 0) -> None:
+    def __init__(self, shape: ModelShape, pool: Pool, *, shard: int = 0) -> None:
         self.shape = shape
-        self._shard = shard
         self.parts = {place.part for place in places(shape)}
         self.page_size = pool.page_size
-        self.layers = tuple(self._views(pool, place) for place in places(shape))
+        self.layers = tuple(
+            self._views(pool.tensors(place.part.value, layer=place.layer, shard=shard))
+            for place in places(shape)
+        )
 
-    def _views(self, pool: PoolTensors, place: LayerPlace) -> LayerViews | StateViews:
-        """The tensors of one layer."""
-        found = pool.tensors(place.part.value, layer=place.layer, shard=self._shard)
-        if place.part is PoolPart.STATE:
+    def _views(self, found: Mapping[str, torch.Tensor]) -> LayerViews | StateViews:
+        """The tensors of one layer, by their names in the pool."""
+        if "ssm" in found:
             return StateViews(conv=found["conv"], scan=found["ssm"])
-        if self.shape.latent_dim:
+        if "latent" in found:
             return found["latent"], found["latent"][..., : self.shape.latent_dim]
         return found["k"], found["v"]
 
@@ -129,48 +96,22 @@ class PoolViews:
                     tensor[page] = 0
 
 
-class Lengths(msgspec.Struct, frozen=True):
-    """How far a sequence is; see ``cache``.
-
-    ``written_tokens``: tokens whose KV is in the pages already; the model computes from there.
-    ``shared_tokens``: tokens in pages of the prefix tree, never written.
-    """
-
-    written_tokens: int
-    shared_tokens: int
-
-
 def leased_cache(
     views: PoolViews, tables: Mapping[PoolPart, BlockTable], lengths: Lengths
 ) -> Cache:
-    """What to hand to a model as its cache, over the pages of one lease.
-
-    Args:
-        views: the pool of the lease.
-        tables: its pages of each part of the pool.
-        lengths: how far it is.
-    """
+    """What to hand to a model as its cache: the pages of one lease, of each part of the pool."""
     layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
-    written, shared = lengths.written_tokens, lengths.shared_tokens
-    for place, one in zip(places(views.shape), views.layers, strict=True):
+    shape, written = views.shape, lengths.written_tokens
+    for place, one in zip(places(shape), views.layers, strict=True):
         table = tables[place.part]
         if isinstance(one, StateViews):
             source, own = table.pages.tolist()
             layers.append(StateLayer(one, source_page=source, own_page=own, written_tokens=written))
         elif place.part is PoolPart.WINDOW:
-            window = views.shape.window_tokens
-            layers.append(
-                WindowLayer(
-                    one,
-                    table,
-                    written_tokens=written,
-                    shared_tokens=shared,
-                    window_tokens=window,
-                )
-            )
+            layers.append(WindowLayer(one, table, lengths, window_tokens=shape.window_tokens))
         else:
-            kind = LatentLayer if views.shape.latent_dim else PagedLayer
-            layers.append(kind(one, table, written_tokens=written, shared_tokens=shared))
+            kind = LatentLayer if shape.latent_dim else PagedLayer
+            layers.append(kind(one, table, lengths))
     return Cache(layers=layers)
 
 
@@ -181,19 +122,14 @@ class LeasedSequence:
         self,
         model: PreTrainedModel,
         views: PoolViews,
-        lease: LeasedPages,
+        lease: SyncLease,
         lengths: Lengths,
         *,
         step_tokens: int,
     ) -> None:
-        """Go on from there.
+        """Go on from ``lengths``; ``lease`` was opened with ``step_tokens``.
 
-        Args:
-            model: whose layers ``views`` has.
-            views: the pool of ``lease``.
-            lease: opened with ``step_tokens``.
-            lengths: how far the sequence is.
-            step_tokens: how many tokens are computed between two slides, at most.
+        So many tokens are computed between two slides, at most.
         """
         self._model = model
         self._lease = lease
@@ -230,83 +166,3 @@ class LeasedSequence:
         if PoolPart.WINDOW in self._tables:
             mapped = int(self._tables[PoolPart.WINDOW].pages.count_nonzero())
             self.peak_window_pages = max(self.peak_window_pages, mapped)
-
-
-class Computed(Protocol):
-    """The tokens of one lease, as far as they are computed."""
-
-    @property
-    def written_tokens(self) -> int:
-        """Tokens that are computed."""
-
-    @property
-    def peak_window_pages(self) -> int:
-        """The most window pages that the lease had at once."""
-
-    @property
-    def slides(self) -> int:
-        """How often it slid."""
-
-    def compute(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Compute the next tokens; (vocabulary,) logits after the last one.
-
-        Where another rank has those, they are zeros until ``Sequences.known`` was asked.
-        """
-
-
-class Offered(Protocol):
-    """As much of a send as is needed here."""
-
-    @property
-    def decode_prefix_len(self) -> int:
-        """What the decode side has cached."""
-
-    def accepted(self) -> None:
-        """Wait until that is known."""
-
-
-class Sequences(Protocol):
-    """Makes sequences of leases; on every rank that has a daemon of its own there is one."""
-
-    @property
-    def views(self) -> PoolViews:
-        """The memory of this rank."""
-
-    def common_prefix(self, prefix_tokens: int) -> int:
-        """How many tokens all ranks have cached, where this one has ``prefix_tokens``."""
-
-    def begin(self, lease: LeasedPages, lengths: Lengths, *, step_tokens: int) -> Computed:
-        """Go on with the tokens of ``lease`` from there; as ``LeasedSequence``."""
-
-    def agree(self, send: Offered) -> None:
-        """All ranks were offered the same handoff, before any of them says that it is done.
-
-        Raises:
-            Disagreement: they were not; the message has what each of them was told.
-        """
-
-    def known(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits that ``compute`` gave last, on every rank."""
-
-
-class Alone:
-    """The whole model in this process."""
-
-    def __init__(self, model: PreTrainedModel, views: PoolViews) -> None:
-        self.views = views
-        self._model = model
-
-    def common_prefix(self, prefix_tokens: int) -> int:
-        """As ``Sequences.common_prefix``."""
-        return prefix_tokens
-
-    def begin(self, lease: LeasedPages, lengths: Lengths, *, step_tokens: int) -> Computed:
-        """As ``Sequences.begin``."""
-        return LeasedSequence(self._model, self.views, lease, lengths, step_tokens=step_tokens)
-
-    def agree(self, send: Offered) -> None:
-        """As ``Sequences.agree``: there is nobody to differ."""
-
-    def known(self, logits: torch.Tensor) -> torch.Tensor:
-        """As ``Sequences.known``."""
-        return logits

@@ -12,275 +12,146 @@ a few tokens; its decay is slowed down instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from kvd.demo.layout import ModelShape, PoolLayout, PoolPart, layers_in, places
+from kvd.demo.layout import ModelShape, PoolLayout, PoolPart, places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DTYPES = ("float32", "float64")
-"""Where equal tokens are a fair demand: in 16 bits the order of sums decides close calls, so that
-two correct runs with another chunking may differ."""
-
-
-class Tolerance(msgspec.Struct, frozen=True):
-    """Largest difference of a logit that rounding explains, by dtype."""
-
-    float32: float
-    float64: float
-
-    def of(self, dtype: str) -> float:
-        """That of one of ``DTYPES``."""
-        return {"float32": self.float32, "float64": self.float64}[dtype]
-
-
-TOLERANCE = Tolerance(1e-3, 1e-9)
-"""1e-5 and 0 were seen, and more than 1 after one page was spoiled."""
-
-SINGLE_INSIDE = Tolerance(1e-3, 1e-4)
-"""Of models that compute in single precision inside, whatever their dtype: the router of DeepSeek,
-the scan of Mamba. 1e-5 was seen."""
-
-PAGE_SIZE = 16
-
-Configure = Callable[[ModelShape], tuple[str, dict[str, object]]]
-"""The name of a Hugging Face configuration, and what it is given of a shape."""
+SEED = 1  # of the weights, and of what is said
 
 
 class Architecture(msgspec.Struct, frozen=True):
     """One row of the registry. ``family`` is the pool family that holds its KV.
 
-    ``weight_scale``: of every matrix. ``log_decay``: added to the logarithm
+    ``config``: the name of its Hugging Face configuration, which is given ``options`` beyond what
+    follows from the shape. ``weight_scale``: of every matrix. ``log_decay``: added to the logarithm
     of a recurrent layer's decay.
     """
 
     name: str
     family: str
+    config: str
     shape: ModelShape
-    configure: Configure
-    tolerance: Tolerance = TOLERANCE
+    options: dict[str, object] = {}
     weight_scale: float = 4.0
     log_decay: float = 0.0
 
     @property
-    def has_token_pages(self) -> bool:
-        """Whether a page holds KV of tokens; otherwise it is a single token that has none."""
-        return layers_in(self.shape, PoolPart.KV) > 0
-
-    def pool_layout(self, *, dtype: str, page_size: int | None, order: str) -> PoolLayout:
+    def pool(self) -> PoolLayout:
         """The pool that holds this model's KV."""
-        usual = PAGE_SIZE if self.has_token_pages else 1
-        return PoolLayout(
-            family=self.family,
-            shape=self.shape,
-            dtype=dtype,
-            page_size=usual if page_size is None else page_size,
-            order=order,
-        )
+        return PoolLayout(family=self.family, shape=self.shape)
 
 
-def _layer_types(shape: ModelShape) -> list[str]:
-    """The kind of each layer, as transformers calls it."""
-    kinds = {PoolPart.KV: "full_attention", PoolPart.WINDOW: "sliding_attention"}
-    return [kinds[place.part] for place in places(shape)]
-
-
-def _decoder(shape: ModelShape, **more: object) -> dict[str, object]:
-    """What every decoder with attention is given."""
-    return {
+def _options(architecture: Architecture) -> dict[str, object]:
+    """What the configuration of an architecture is given."""
+    shape = architecture.shape
+    found: dict[str, object] = {
         "vocab_size": shape.vocabulary,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
+        "hidden_size": 256,
+        "intermediate_size": 688,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
-        "max_position_embeddings": shape.max_positions,
-        "tie_word_embeddings": False,
-        **more,
-    }
-
-
-NO_ENDS: dict[str, object] = {"bos_token_id": None, "eos_token_id": None}
-
-
-def _llama(shape: ModelShape) -> tuple[str, dict[str, object]]:
-    return "LlamaConfig", _decoder(shape, head_dim=shape.head_dim, **NO_ENDS)
-
-
-def _qwen(shape: ModelShape) -> tuple[str, dict[str, object]]:
-    return "Qwen3Config", _decoder(shape, head_dim=shape.head_dim, **NO_ENDS)
-
-
-def _deepseek(shape: ModelShape) -> tuple[str, dict[str, object]]:
-    return "DeepseekV3Config", _decoder(
-        shape,
-        moe_intermediate_size=shape.intermediate // 4,
-        num_mtp_layers=0,
-        first_k_dense_replace=1,
-        kv_lora_rank=shape.latent_dim,
-        q_lora_rank=shape.latent_dim,
-        qk_rope_head_dim=shape.rope_dim,
-        qk_nope_head_dim=shape.head_dim,
-        v_head_dim=shape.head_dim,
-        n_routed_experts=shape.experts,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        **{**NO_ENDS, "num_key_value_heads": shape.heads},
-    )
-
-
-def _gemma(shape: ModelShape) -> tuple[str, dict[str, object]]:
-    return "Gemma3TextConfig", _decoder(
-        shape,
-        head_dim=shape.head_dim,
-        query_pre_attn_scalar=shape.head_dim,
-        sliding_window=shape.window_tokens,
-        layer_types=_layer_types(shape),
-        pad_token_id=None,
-        **NO_ENDS,
-    )
-
-
-def _gptoss(shape: ModelShape) -> tuple[str, dict[str, object]]:
-    return "GptOssConfig", _decoder(
-        shape,
-        head_dim=shape.head_dim,
-        num_local_experts=shape.experts,
-        num_experts_per_tok=2,
-        sliding_window=shape.window_tokens,
-        layer_types=_layer_types(shape),
-        rope_parameters={"rope_type": "default", "rope_theta": 150_000.0},
-    )
-
-
-def _mamba(shape: ModelShape) -> tuple[str, dict[str, object]]:
-    return "Mamba2Config", {
-        "vocab_size": shape.vocabulary,
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "expand": shape.intermediate // shape.hidden,
-        "num_heads": shape.heads,
         "head_dim": shape.head_dim,
-        "state_size": shape.state_dim,
-        "n_groups": shape.groups,
-        "conv_kernel": shape.conv_tokens,
-        "chunk_size": 64,
+        "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
-        "pad_token_id": None,
-        **NO_ENDS,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
+    if shape.latent_dim:
+        found["kv_lora_rank"], found["qk_rope_head_dim"] = shape.latent_dim, shape.rope_dim
+        found["qk_nope_head_dim"] = found["v_head_dim"] = found.pop("head_dim")
+        found["num_key_value_heads"] = shape.heads
+    if shape.window_tokens:
+        kinds = {PoolPart.KV: "full_attention", PoolPart.WINDOW: "sliding_attention"}
+        found["sliding_window"] = shape.window_tokens
+        found["layer_types"] = [kinds[place.part] for place in places(shape)]
+    if shape.state_dim:
+        found |= {
+            "num_heads": shape.heads,
+            "state_size": shape.state_dim,
+            "n_groups": shape.groups,
+            "conv_kernel": shape.conv_tokens,
+        }
+    return found | architecture.options
 
 
-def _bert(shape: ModelShape) -> tuple[str, dict[str, object]]:
-    return "BertConfig", {
-        "vocab_size": shape.vocabulary,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "max_position_embeddings": shape.max_positions,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-
-
-_LLAMA = ModelShape(
-    layers=4,
-    hidden=256,
-    intermediate=688,
-    heads=8,
-    kv_heads=2,
-    head_dim=32,
-    vocabulary=2048,
-    max_positions=8192,
-)
+_LLAMA = ModelShape(layers=4, heads=8, kv_heads=2, head_dim=32, vocabulary=2048)
 _SHAPE = msgspec.structs.replace
 
 _ROWS = (
-    Architecture(name="llama", family="mha", shape=_LLAMA, configure=_llama),
-    # As many heads of KV as there are ranks in the largest demo: none of them is kept twice.
-    Architecture(name="qwen", family="mha", shape=_SHAPE(_LLAMA, kv_heads=4), configure=_qwen),
+    Architecture(name="llama", family="mha", config="LlamaConfig", shape=_LLAMA),
+    Architecture(name="qwen", family="mha", config="Qwen3Config", shape=_SHAPE(_LLAMA, kv_heads=4)),
     Architecture(
         name="deepseek",
         family="mla",
-        shape=_SHAPE(_LLAMA, latent_dim=64, rope_dim=16, experts=8),
-        configure=_deepseek,
-        tolerance=SINGLE_INSIDE,
+        config="DeepseekV3Config",
+        shape=_SHAPE(_LLAMA, latent_dim=64, rope_dim=16),
+        options={
+            "moe_intermediate_size": 172,
+            "num_mtp_layers": 0,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 64,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+        },
     ),
     Architecture(
         name="gemma",
         family="swa",
+        config="Gemma3TextConfig",
         shape=_SHAPE(_LLAMA, layers=6, window_tokens=96, full_every=3),
-        configure=_gemma,
+        options={"query_pre_attn_scalar": 32},
     ),
     Architecture(
         name="gptoss",
         family="swa",
-        shape=_SHAPE(_LLAMA, intermediate=256, window_tokens=72, full_every=2, experts=4),
-        configure=_gptoss,
+        config="GptOssConfig",
+        shape=_SHAPE(_LLAMA, window_tokens=72, full_every=2),
+        options={
+            "intermediate_size": 256,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0},
+        },
     ),
     Architecture(
         name="mamba",
         family="recurrent",
-        shape=_SHAPE(
-            _LLAMA,
-            intermediate=512,
-            heads=8,
-            kv_heads=0,
-            head_dim=64,
-            state_dim=32,
-            groups=2,
-            conv_tokens=4,
-        ),
-        configure=_mamba,
-        tolerance=SINGLE_INSIDE,
+        config="Mamba2Config",
+        shape=_SHAPE(_LLAMA, kv_heads=0, head_dim=64, state_dim=32, groups=2, conv_tokens=4),
+        options={"expand": 2, "chunk_size": 64},
         weight_scale=1.0,
         log_decay=-5.0,
     ),
 )
 ARCHITECTURES = {row.name: row for row in _ROWS}
-"""Those that decode, by the name that ``kvd demo --model`` takes."""
-
-ENCODERS = {
-    "embedding": Architecture(
-        name="embedding",
-        family="mha",
-        shape=_SHAPE(_LLAMA, intermediate=1024, kv_heads=8, max_positions=512),
-        configure=_bert,
-        tolerance=Tolerance(1e-5, 1e-12),
-    )
-}
-"""Those that only look at a text; the tolerance is that of an element of a vector of length 1."""
+"""By the name that ``kvd demo --model`` takes."""
 
 
-def build_model(architecture: Architecture, *, seed: int, dtype: str) -> PreTrainedModel:
-    """The model with its random weights: the same seed gives the same weights in every process.
-
-    An encoder comes without a head: its last layer is what is wanted of it.
-    """
+def build_model(
+    architecture: Architecture, *, seed: int = SEED, dtype: str = "float32"
+) -> PreTrainedModel:
+    """The model with its random weights: the same seed gives the same weights in every process."""
     import torch  # noqa: PLC0415 - see the top
     import transformers  # noqa: PLC0415
 
     torch.manual_seed(seed)
-    name, given = architecture.configure(architecture.shape)
-    config = getattr(transformers, name)(**given)
+    config = getattr(transformers, architecture.config)(**_options(architecture))
     # The expert kernels of transformers know no float64; its loop over experts does.
-    is_encoder = architecture.name in ENCODERS
-    kind = transformers.AutoModel if is_encoder else transformers.AutoModelForCausalLM
-    model = kind.from_config(config, experts_implementation="eager")  # type: ignore[no-untyped-call]
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("A_log"):
                 parameter.add_(architecture.log_decay)
             elif parameter.ndim > 1:
                 parameter.mul_(architecture.weight_scale)
-    model = model.to({"float32": torch.float32, "float64": torch.float64}[dtype])
-    return cast("PreTrainedModel", model.eval())
+    return cast("PreTrainedModel", model.to(getattr(torch, dtype)).eval())
 
 
 def weight_digest(model: PreTrainedModel) -> str:

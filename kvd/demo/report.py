@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.table import Table
 
-from kvd.demo.division import ALONE, Division
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BY_DAEMON = "by daemon: pages that each of the prefill daemons sent"
+    from rich.progress import Progress
 
 LEGEND = (
     "prefix: tokens the decode node had; sent, saved: KV; ttft: until decode has the first token; "
@@ -28,6 +26,10 @@ WINDOW_LEGEND = (
     "window: most window pages of the lease on the prefill and on the decode node, and how many "
     "there would be if every token had one"
 )
+
+TOLERANCE = 1e-3
+"""The largest difference of a logit that rounding explains: 1e-5 was seen, and more than 1 after
+one page was spoiled."""
 
 
 class Environment(msgspec.Struct, frozen=True):
@@ -49,8 +51,6 @@ class Environment(msgspec.Struct, frozen=True):
     page_bytes: int
     part_page_bytes: dict[str, int] = {}
     """Bytes of a page of each part of the pool that has any; ``page_bytes`` is the first one's."""
-    prefill: Division = ALONE
-    decode: Division = ALONE
 
 
 class WindowPeak(msgspec.Struct, frozen=True):
@@ -71,16 +71,6 @@ class WindowPeak(msgspec.Struct, frozen=True):
     decode_slides: int = 0
 
 
-class SenderFigures(msgspec.Struct, frozen=True):
-    """What one of several prefill daemons sent of a prompt, and what it had to send."""
-
-    node: str
-    pages_sent: int
-    pages_expected: int
-    bytes_sent: int
-    bytes_expected: int
-
-
 class TurnRow(msgspec.Struct, frozen=True):
     """One turn.
 
@@ -91,8 +81,7 @@ class TurnRow(msgspec.Struct, frozen=True):
     ``pages_sent`` counts pages of tokens, the bytes everything. ``bytes_saved``: what would have
     been sent beyond that with nothing cached, and with all layers alike. ``damaged``: the part of
     which a page was zeroed, in a negative control. Where ``states`` cross, pages are single tokens
-    that have no KV. ``senders``: where there are several, each of them; the figures of the row are
-    the sums of theirs.
+    that have no KV.
     """
 
     conversation: str
@@ -118,12 +107,17 @@ class TurnRow(msgspec.Struct, frozen=True):
     window: WindowPeak | None = None
     damaged: str | None = None
     states: int = 0
-    senders: tuple[SenderFigures, ...] = ()
 
     @property
-    def sent_told(self) -> str:
-        """How many pages crossed, in words."""
-        return f"{self.states} state sent" if self.states else f"{self.pages_sent} pages sent"
+    def told(self) -> str:
+        """The turn in a line."""
+        sent = f"{self.states} state" if self.states else f"{self.pages_sent} pages"
+        tokens = "tokens equal" if self.tokens_equal else "TOKENS DIFFER"
+        return (
+            f"{self.conversation} turn {self.turn}: {self.prompt_tokens} tokens, "
+            f"{self.decode_prefix_len} cached on the decode node, {sent} sent, "
+            f"first token after {self.ttft_ms:.0f} ms, {tokens}"
+        )
 
     @property
     def name(self) -> str:
@@ -159,17 +153,17 @@ class DemoReport(msgspec.Struct, frozen=True):
 
 
 def problems(
-    rows: Sequence[TurnRow], controls: Sequence[TurnRow], totals: DaemonTotals, *, tolerance: float
+    rows: Sequence[TurnRow], controls: Sequence[TurnRow], totals: DaemonTotals
 ) -> tuple[str, ...]:
     """Every way in which the demo failed to show what it must, in sentences."""
     everything = (*rows, *controls)
-    found = [f"{row.name}: {what}" for row in rows for what in _answer_problems(row, tolerance)]
+    found = [f"{row.name}: {what}" for row in rows for what in _answer_problems(row)]
     found += [f"{row.name}: {what}" for row in everything for what in _figure_problems(row)]
     found += [
         f"negative control: a page of {control.damaged} was zeroed, yet no logit differs by more "
         f"than {control.max_logit_difference:.1e}: equal tokens would prove nothing"
         for control in controls
-        if control.max_logit_difference <= tolerance
+        if control.max_logit_difference <= TOLERANCE
     ]
     return (*found, *_total_problems(everything, totals))
 
@@ -182,10 +176,8 @@ def _total_problems(rows: Sequence[TurnRow], totals: DaemonTotals) -> list[str]:
         found.append(f"prefill daemon counted {totals.sent_bytes} bytes, its handoffs {sent}")
     if totals.received_bytes != sent:
         found.append(f"decode daemon received {totals.received_bytes} bytes of {sent} sent")
-    # With each daemon that sends there is one.
-    due = sum(max(1, len(row.senders)) for row in rows)
-    if totals.handoffs_delivered != due:
-        found.append(f"{totals.handoffs_delivered} handoffs delivered, {due} asked for")
+    if totals.handoffs_delivered != len(rows):
+        found.append(f"{totals.handoffs_delivered} handoffs delivered, {len(rows)} asked for")
     if totals.pages_still_held or totals.pages_still_locked:
         found.append(
             f"{totals.pages_still_held} pages held and {totals.pages_still_locked} locked "
@@ -194,69 +186,78 @@ def _total_problems(rows: Sequence[TurnRow], totals: DaemonTotals) -> list[str]:
     return found
 
 
-def _answer_problems(row: TurnRow, tolerance: float) -> list[str]:
+def _answer_problems(row: TurnRow) -> list[str]:
     """What is wrong with the answer of one turn."""
     found: list[str] = []
-    if not row.tokens_equal and row.max_logit_difference <= tolerance:
+    worst = row.max_logit_difference
+    if not row.tokens_equal:
+        close = f", though no logit by more than {worst:.1e}: two tokens were that close"
         found.append(
-            "the tokens differ from a single process, though no logit by more than "
-            f"{row.max_logit_difference:.1e}: two tokens were that close; --dtype float64 tells "
-            "rounding from an error"
+            f"the tokens differ from a single process{close if worst <= TOLERANCE else ''}"
         )
-    elif not row.tokens_equal:
-        found.append("the tokens differ from a single process")
-    if not row.max_logit_difference <= tolerance:
-        found.append(
-            f"the logits differ by {row.max_logit_difference:.3g}, more than rounding explains"
-        )
+    if not worst <= TOLERANCE:
+        found.append(f"the logits differ by {worst:.3g}, more than rounding explains")
     return found
 
 
 def _figure_problems(row: TurnRow) -> list[str]:
-    """Which figures of one turn are not what was worked out."""
+    """Which figures of one turn are not what was worked out.
+
+    Also where window pages were kept that had to go back; or none were seen at all.
+    """
     figures = (
         ("decode_prefix_len is", row.decode_prefix_len, row.decode_prefix_expected),
         ("pages sent:", row.pages_sent, row.pages_expected),
         ("bytes sent:", row.bytes_sent, row.bytes_expected),
-        *(
-            figure
-            for one in row.senders
-            for figure in (
-                (f"pages sent by {one.node}:", one.pages_sent, one.pages_expected),
-                (f"bytes sent by {one.node}:", one.bytes_sent, one.bytes_expected),
-            )
-        ),
     )
     found = [f"{what} {is_}, not {due}" for what, is_, due in figures if is_ != due]
-    return found if row.window is None else found + _window_problems(row.window)
-
-
-def _window_problems(window: WindowPeak) -> list[str]:
-    """Where window pages were kept that had to go back; or none were seen at all."""
-    nodes = (
-        ("prefill", window.prefill_peak, window.prefill_most),
-        ("decode", window.decode_peak, window.decode_most),
+    if row.window is None:
+        return found
+    peaks = (
+        ("prefill", row.window.prefill_peak, row.window.prefill_most),
+        ("decode", row.window.decode_peak, row.window.decode_most),
     )
-    return [
+    return found + [
         f"{peak} window pages at once on the {node} node, which needs at most {most}"
-        for node, peak, most in nodes
+        for node, peak, most in peaks
         if not 0 < peak <= most
     ]
 
 
+class ProgressLines:
+    """A line for each turn; on a terminal a bar below them says what is going on."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=None)
+
+    def stage(self, what: str) -> None:
+        """``what`` begins."""
+        if self._progress.disable:
+            self._print(what)
+        self._progress.update(self._task, description=what)
+
+    def turn(self, row: TurnRow, turns: int) -> None:
+        """One of ``turns`` turns is over."""
+        self._print(f"  {row.told}")
+        self._progress.update(self._task, total=turns, advance=1)
+
+    def _print(self, line: str) -> None:
+        self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def table_of(report: DemoReport) -> Table:
     """The turns as a table for people."""
-    has_window = any(row.window is not None for row in report.turns)
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("conversation")
     unit = "states" if any(row.states for row in report.turns) else "pages"
     headings = ["turn", "prompt", "prefix", unit, "sent", "saved"]
-    headings += ["window"] if has_window else []
-    headings += ["by daemon"] if any(row.senders for row in report.turns) else []
+    headings += ["window"] if any(row.window for row in report.turns) else []
     for heading in (*headings, "ttft", "tail", "dlogit"):
         table.add_column(heading, justify="right")
     table.add_column("tokens")
     for row in report.turns:
+        window = row.window
         table.add_row(
             row.conversation,
             str(row.turn),
@@ -265,8 +266,7 @@ def table_of(report: DemoReport) -> Table:
             str(row.states or row.pages_sent),
             f"{row.bytes_sent / 1024:.0f} KiB",
             f"{row.bytes_saved / 1024:.0f} KiB",
-            *([] if row.window is None else [_peaks(row.window)]),
-            *(["+".join(str(one.pages_sent) for one in row.senders)] if row.senders else []),
+            *([f"{window.prefill_peak}/{window.decode_peak}/{window.full}"] if window else []),
             f"{row.ttft_ms:.0f} ms",
             f"{row.tail_ms:.1f} ms",
             f"{row.max_logit_difference:.0e}",
@@ -275,14 +275,8 @@ def table_of(report: DemoReport) -> Table:
     return table
 
 
-def _peaks(window: WindowPeak) -> str:
-    return f"{window.prefill_peak}/{window.decode_peak}/{window.full}"
-
-
 def legend_of(report: DemoReport) -> str:
     """What the headings of the table mean."""
-    if any(row.senders for row in report.turns):
-        return f"{LEGEND}; {BY_DAEMON}"
     if any(row.window is not None for row in report.turns):
         return f"{LEGEND}; {WINDOW_LEGEND}"
     return LEGEND
@@ -290,23 +284,19 @@ def legend_of(report: DemoReport) -> str:
 
 def controls_told(report: DemoReport) -> list[str]:
     """What the negative controls showed, a line for each."""
-    where = "on the decode node"
-    if report.environment.decode.ranks > 1:
-        where = f"in the shard of one of {report.environment.decode.ranks} decode ranks"
-    return [_control_told(control, where) for control in (report.control, *report.more_controls)]
-
-
-def _control_told(control: TurnRow, where: str) -> str:
-    tokens = "equal" if control.tokens_equal else "other"
-    what = {
-        "kv": f"one of {control.pages_sent} pages",
-        "swa": f"one of {control.window.crossed if control.window else 0} window pages",
-        "state": "the state",
-    }[control.damaged or "kv"]
-    return (
-        f"negative control, {what} zeroed {where}: {tokens} "
-        f"tokens, logits differ by {control.max_logit_difference:.2g}"
-    )
+    lines: list[str] = []
+    for control in (report.control, *report.more_controls):
+        tokens = "equal" if control.tokens_equal else "other"
+        what = {
+            "kv": f"one of {control.pages_sent} pages",
+            "swa": f"one of {control.window.crossed if control.window else 0} window pages",
+            "state": "the state",
+        }[control.damaged or "kv"]
+        lines.append(
+            f"negative control, {what} zeroed on the decode node: {tokens} "
+            f"tokens, logits differ by {control.max_logit_difference:.2g}"
+        )
+    return lines
 
 
 def verdict(report: DemoReport) -> str:
@@ -322,10 +312,8 @@ def verdict(report: DemoReport) -> str:
     what = f"exactly the pages that decode lacked, {saved} saved ({saved / (sent + saved):.0%})"
     if any(row.states for row in rows):
         what = "exactly one state per prompt"
-    prefill, decode = report.environment.prefill, report.environment.decode
-    by = "" if prefill == decode == ALONE else f" ({prefill.told} to {decode.told})"
     return (
-        f"OK: {tokens} tokens of {len(rows)} turns{by} equal a single process; {sent} bytes sent, "
+        f"OK: {tokens} tokens of {len(rows)} turns equal a single process; {sent} bytes sent, "
         f"{what}{_window_told(rows)}; {report.seconds:.0f} s"
     )
 

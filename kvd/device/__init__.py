@@ -3,7 +3,7 @@
 The map of this room::
 
     cuda, cuda_library, presence   the runtime by ctypes, and whether a device can be used here
-    attention      attention over the pages of a pool; ``kernels`` chooses, ``blocks`` runs anywhere
+    attention      attention over the pages of a pool, by flash-attn or in torch alone
     collectives    gathers of KV over a group of ranks, in ``symmetric`` memory or plain
     arena, ring    the memory that gathers use
 

@@ -22,15 +22,13 @@ All ranks of a group must start the same gathers in the same order, as with any 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from kvd.device.arena import IN_FLIGHT
-from kvd.device.ring import aligned
+from kvd.device.arena import IN_FLIGHT, aligned
 
 try:
     from torch.distributed import all_gather_single
@@ -38,7 +36,7 @@ except ImportError:  # its name before torch 2.13
     from torch.distributed import all_gather_into_tensor as all_gather_single
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvd.device.arena import ArenaBlock, DeviceArena
     from kvd.device.sequence import Sharding
@@ -61,39 +59,6 @@ class Disagreement(Exception):
         self.values = values
 
 
-class Pending:
-    """A gather that was started."""
-
-    def __init__(self, land: Callable[[], torch.Tensor]) -> None:
-        self._land = land
-        self._result: torch.Tensor | None = None
-        self._event: torch.cuda.Event | None = None
-
-    def finish(self) -> torch.Tensor:
-        """Let the memory of the gather go, on the host by waiting for it. Twice is once."""
-        if self._result is None:
-            self._result = self._land()
-        return self._result
-
-    def enqueue(self, stream: torch.cuda.Stream) -> None:
-        """Put the rest on ``stream`` as well; nothing is waited for."""
-        self.finish()
-        self._event = stream.record_event()
-
-    def wait(self) -> torch.Tensor:
-        """The result; on CUDA whatever the current stream does next comes after the gather.
-
-        Raises:
-            GatherFailed: a rank is gone.
-        """
-        result = self.finish()
-        if self._event is not None:
-            stream = torch.cuda.current_stream(result.device)
-            stream.wait_event(self._event)
-            result.record_stream(stream)
-        return result
-
-
 class _Route(NamedTuple):
     """A sharding as the device needs it: kept while gathers come with the same one."""
 
@@ -110,11 +75,52 @@ class _Call(NamedTuple):
     rank that receives nothing.
     """
 
+    group: dist.ProcessGroup
     work: dist.Work
     block: ArenaBlock
     received: torch.Tensor
     order: torch.Tensor
     out: torch.Tensor
+
+
+class Pending:
+    """A gather that was started; without a ``call`` there was nothing to move."""
+
+    def __init__(self, result: torch.Tensor, call: _Call | None = None) -> None:
+        self._result = result
+        self._call = call
+        self._event: torch.cuda.Event | None = None
+
+    def finish(self) -> None:
+        """Let the memory of the gather go, on the host by waiting for it. Twice is once."""
+        call = self._call
+        if call is None:
+            return
+        with _telling_of_loss(call.group, "a gather"):
+            call.work.wait()
+        if call.out.shape[0]:
+            with torch.inference_mode():
+                _put_in_order(call.received, call.order, call.out)
+        call.block.release()
+        self._call = None
+
+    def enqueue(self, stream: torch.cuda.Stream) -> None:
+        """Put the rest on ``stream`` as well; nothing is waited for."""
+        self.finish()
+        self._event = stream.record_event()
+
+    def wait(self) -> torch.Tensor:
+        """The result; on CUDA whatever the current stream does next comes after the gather.
+
+        Raises:
+            GatherFailed: a rank is gone.
+        """
+        self.finish()
+        if self._event is not None:
+            stream = torch.cuda.current_stream(self._result.device)
+            stream.wait_event(self._event)
+            self._result.record_stream(stream)
+        return self._result
 
 
 class Gather:
@@ -139,7 +145,12 @@ class Gather:
         self._last: _Route | None = None
 
     def start(
-        self, x: torch.Tensor, sharding: Sharding, *, out: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        sharding: Sharding,
+        *,
+        out: torch.Tensor | None = None,
+        to: int | None = None,
     ) -> Pending:
         """Gather the rows of all ranks on all ranks. One rank alone gets ``x`` itself back.
 
@@ -147,6 +158,7 @@ class Gather:
             x: (sharding.counts[rank], ...), any type; not to be written before ``wait``.
             sharding: the same on all ranks; make it once per batch.
             out: (sharding.tokens, ...), contiguous; by default it is allocated.
+            to: the only rank that gets them, for KV that it then sends; the others get (0, ...).
 
         Returns:
             What gives (sharding.tokens, ...) in logical order.
@@ -155,44 +167,28 @@ class Gather:
             ValueError: shapes, types or devices do not fit together; nothing was sent.
             GatherFailed: a rank is gone.
         """
-        return self._started(x, sharding, out, None)
-
-    def start_to(
-        self, to: int, x: torch.Tensor, sharding: Sharding, *, out: torch.Tensor | None = None
-    ) -> Pending:
-        """Gather the rows of all ranks on rank ``to`` of the group; the others get (0, ...).
-
-        For KV that one rank then sends. Everything else is as for ``start``.
-        """
-        return self._started(x, sharding, out, to)
+        route = self._routed(sharding)
+        tokens = sharding.tokens if to in {None, self.rank} else 0
+        self._check(x, route, out, tokens)
+        if self.ranks == 1:
+            return Pending(x if out is None else out.copy_(x))
+        with self._working(x, out):
+            into = out if out is not None and tokens else _empty(tokens, x)
+            if not sharding.tokens or not _row_bytes(x):
+                return Pending(into)
+            return self._begun(x, route, into, to)
 
     def warm_up(self, sharding: Sharding, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Have connections and memory made that gathers of up to this size need. On all ranks.
 
-        Args:
-            sharding: the largest batch.
-            shape: of one row of the largest tensor, such as (heads, dim).
-            dtype: of it.
+        ``sharding`` is that of the largest batch, ``shape`` of one row of the largest tensor, such
+        as (heads, dim).
         """
         rows = sharding.counts[self.rank]
         x = torch.zeros((rows, *shape), dtype=dtype, device=self._arena.device)
         for pending in [self.start(x, sharding) for _ in range(IN_FLIGHT)]:
             pending.wait()
-        self.start_to(0, x, sharding).wait()
-
-    def _started(
-        self, x: torch.Tensor, sharding: Sharding, out: torch.Tensor | None, to: int | None
-    ) -> Pending:
-        route = self._routed(sharding)
-        tokens = sharding.tokens if to in {None, self.rank} else 0
-        self._check(x, route, out, tokens)
-        if self.ranks == 1:
-            return Pending(lambda: x if out is None else out.copy_(x))
-        with self._working(x, out):
-            into = out if out is not None and tokens else _empty(tokens, x)
-            if not sharding.tokens or not _row_bytes(x):
-                return Pending(lambda: into)
-            return self._begun(x, route, into, to)
+        self.start(x, sharding, to=0).wait()
 
     def _routed(self, sharding: Sharding) -> _Route:
         if self._last is None or self._last.sharding != sharding:
@@ -230,38 +226,25 @@ class Gather:
         block = self._arena.take(aligned(send_bytes) + self.ranks * send_bytes)
         send = _padded(x, block, send_bytes)
         received = block.memory[aligned(send_bytes) :]
-        try:
+        with _telling_of_loss(self._group, "a gather"):
             if to is None:
                 work = collect(received, send, self._group)
             else:
                 parts = list(received.view(self.ranks, -1)) if to == self.rank else None
                 work = dist.gather(send, parts, group=self._group, async_op=True, group_dst=to)
-        except RuntimeError as broken:
-            raise self._failed(broken) from broken
-        assert work is not None
-        call = _Call(work, block, received.view(-1, row_bytes), route.order, out)
-        pending = Pending(functools.partial(self._landed, call))
+        call = _Call(
+            group=self._group,
+            work=work,
+            block=block,
+            received=received.view(-1, row_bytes),
+            order=route.order,
+            out=out,
+        )
+        pending = Pending(out, call)
         block.hold(pending.finish)
         if self._stream is not None:
             pending.enqueue(self._stream)
         return pending
-
-    def _landed(self, call: _Call) -> torch.Tensor:
-        try:
-            call.work.wait()
-        except RuntimeError as broken:
-            raise self._failed(broken) from broken
-        if call.out.shape[0]:
-            with torch.inference_mode():
-                _put_in_order(call.received, call.order, call.out)
-        call.block.release()
-        return call.out
-
-    def _failed(self, broken: RuntimeError) -> GatherFailed:
-        return GatherFailed(
-            f"rank {self.rank} of {self.ranks}: a gather did not end ({broken}); a rank is gone or "
-            "started something else: make a new group, compute the prompt again"
-        )
 
     @contextlib.contextmanager
     def _working(self, *tensors: torch.Tensor | None) -> Iterator[None]:
@@ -278,16 +261,22 @@ class Gather:
                 yield
 
 
+@contextlib.contextmanager
+def _telling_of_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """Say of a collective that did not end what it means, and what to do."""
+    try:
+        yield
+    except RuntimeError as broken:
+        raise GatherFailed(
+            f"rank {group.rank()} of {group.size()}: {what} did not end ({broken}); a rank is gone "
+            "or started something else: make a new group, compute the prompt again"
+        ) from broken
+
+
 def agree(what: str, value: int, group: dist.ProcessGroup) -> int:
-    """The number, if all ranks have the same one. To be called by all of them.
+    """The number of 64 bits, if all ranks have the same one. To be called by all of them.
 
-    Args:
-        what: its name in the error, such as ``decode_prefix_len``.
-        value: of 64 bits.
-        group: over gloo or NCCL.
-
-    Returns:
-        ``value``.
+    ``what`` is its name in the error, such as ``decode_prefix_len``; over gloo or NCCL.
 
     Raises:
         Disagreement: on every rank alike, with the number of each rank of the group.
@@ -299,11 +288,8 @@ def agree(what: str, value: int, group: dist.ProcessGroup) -> int:
     device = torch.device("cpu") if is_host else torch.device("cuda", torch.cuda.current_device())
     mine = torch.tensor([value], dtype=torch.int64, device=device)
     every = torch.empty(group.size(), dtype=torch.int64, device=device)
-    try:
+    with _telling_of_loss(group, f"comparing {what}"):
         collect(every, mine, group).wait()
-    except RuntimeError as broken:
-        msg = f"rank {group.rank()} of {group.size()} could not compare {what}: {broken}"
-        raise GatherFailed(msg) from broken
     values = every.tolist()
     if len(set(values)) > 1:
         raise Disagreement(what, dict(enumerate(values)))
@@ -313,10 +299,8 @@ def agree(what: str, value: int, group: dist.ProcessGroup) -> int:
 def collect(received: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start the bare collective: as much of every rank, in the order of the ranks.
 
-    Args:
-        received: (ranks * n,), contiguous.
-        send: (n,), of the same type; neither is to be touched before ``wait`` of what is returned.
-        group: the ranks.
+    ``received`` is (ranks * n,), contiguous, ``send`` (n,) of the same type; neither is to be
+    touched before ``wait`` of what is returned.
     """
     work: dist.Work | None = all_gather_single(received, send, group=group, async_op=True)
     assert work is not None

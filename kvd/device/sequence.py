@@ -19,13 +19,15 @@ Invariant: the rows of all ranks are ``0 .. tokens``, each exactly once.
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from kvd.core.layout.shards import page_share
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -42,14 +44,6 @@ class Split(enum.Enum):
     """The batch as one row of tokens, cut evenly. Goes for every batch."""
 
 
-class RowRange(NamedTuple):
-    """The logical rows ``first, first + step, ...``, so many of them."""
-
-    first: int
-    size: int
-    step: int
-
-
 class Sharding(msgspec.Struct, frozen=True):
     """One batch cut among the ranks. ``lengths``: tokens of each sequence. Make it by ``shard``."""
 
@@ -62,35 +56,32 @@ class Sharding(msgspec.Struct, frozen=True):
         """The logical rows of the batch."""
         return sum(self.lengths)
 
+    def rows(self, rank: int) -> NDArray[np.int64]:
+        """The logical row of each row of ``rank``, in the order in which it keeps them."""
+        if self.split is Split.CONTIGUOUS:
+            return np.arange(*page_share(0, self.tokens, rank, self.ranks))
+        parts = [np.empty(0, np.int64)]
+        end = 0
+        for length in self.lengths:
+            begin, end = end, end + length
+            if self.split is Split.INTERLEAVED:
+                parts.append(np.arange(begin + rank, end, self.ranks))
+                continue
+            parts.extend(
+                np.arange(*page_share(begin, end, block, 2 * self.ranks))
+                for block in (rank, 2 * self.ranks - 1 - rank)
+            )
+        return np.concatenate(parts)
+
     @property
     def counts(self) -> tuple[int, ...]:
-        """Rows of each rank, over all sequences of the batch."""
-        return tuple(
-            sum(stretch.size for stretch in self.stretches(rank)) for rank in range(self.ranks)
-        )
+        """Rows of each rank, over all sequences of the batch; looks at every token."""
+        return tuple(len(self.rows(rank)) for rank in range(self.ranks))
 
     @property
     def max_len(self) -> int:
         """Rows that each rank brings to a gather, padding included."""
         return max(self.counts)
-
-    def stretches(self, rank: int) -> tuple[RowRange, ...]:
-        """What ``rank`` has, in the order in which it keeps it."""
-        match self.split:
-            case Split.ZIGZAG:
-                return tuple(self._zigzag(rank))
-            case Split.INTERLEAVED:
-                return tuple(self._interleaved(rank))
-            case Split.CONTIGUOUS:
-                return (_block(self.tokens, self.ranks, rank),)
-
-    def rows(self, rank: int) -> NDArray[np.int64]:
-        """The logical row of each row of ``rank``: shape (counts[rank],)."""
-        parts = [
-            np.arange(one.first, one.first + one.size * one.step, one.step, dtype=np.int64)
-            for one in self.stretches(rank)
-        ]
-        return np.concatenate([np.empty(0, np.int64), *parts])
 
     def order(self) -> NDArray[np.int64]:
         """Where each logical row lies among the ``ranks * max_len`` gathered rows.
@@ -104,30 +95,11 @@ class Sharding(msgspec.Struct, frozen=True):
             order[rows] = rank * max_len + np.arange(rows.size)
         return order
 
-    def _zigzag(self, rank: int) -> Iterator[RowRange]:
-        begin = 0
-        for length in self.lengths:
-            for block in (rank, 2 * self.ranks - 1 - rank):
-                first, size, step = _block(length, 2 * self.ranks, block)
-                yield RowRange(begin + first, size, step)
-            begin += length
-
-    def _interleaved(self, rank: int) -> Iterator[RowRange]:
-        begin = 0
-        for length in self.lengths:
-            yield RowRange(begin + rank, len(range(rank, length, self.ranks)), self.ranks)
-            begin += length
-
 
 def is_applicable(split: Split, lengths: Sequence[int], ranks: int) -> bool:
     """Whether every sequence of the batch is long enough for each rank to have some of it."""
-    match split:
-        case Split.ZIGZAG:
-            return all(length >= 2 * ranks for length in lengths)
-        case Split.INTERLEAVED:
-            return all(length >= ranks for length in lengths)
-        case Split.CONTIGUOUS:
-            return True
+    least = {Split.ZIGZAG: 2 * ranks, Split.INTERLEAVED: ranks, Split.CONTIGUOUS: 0}[split]
+    return all(length >= least for length in lengths)
 
 
 def shard(split: Split, lengths: Sequence[int], ranks: int) -> Sharding:
@@ -137,11 +109,6 @@ def shard(split: Split, lengths: Sequence[int], ranks: int) -> Sharding:
     compute the long one. What is gathered is the same rows in the same order either way. Ranks may
     then have no rows at all, of a batch with fewer tokens than ranks; they still join the gather.
 
-    Args:
-        split: what is wanted.
-        lengths: tokens of each sequence; 0 is a length.
-        ranks: context-parallel ranks, at least 1.
-
     Raises:
         ValueError: a negative length, or no rank.
     """
@@ -150,9 +117,3 @@ def shard(split: Split, lengths: Sequence[int], ranks: int) -> Sharding:
         raise ValueError(msg)
     applied = split if is_applicable(split, lengths, ranks) else Split.CONTIGUOUS
     return Sharding(applied, tuple(lengths), ranks)
-
-
-def _block(rows: int, blocks: int, block: int) -> RowRange:
-    """One of ``blocks`` neighbours of equal size; the first ``rows % blocks`` have one more."""
-    each, more = divmod(rows, blocks)
-    return RowRange(block * each + min(block, more), each + (block < more), 1)

@@ -13,10 +13,11 @@ results are the same.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric
 
 from kvd.device.arena import DeviceArena, plain_arena
 from kvd.device.collectives import Disagreement, agree
@@ -28,19 +29,6 @@ WINDOW_BYTES = 4 * 2**30
 """Of each rank. A layer of 128k tokens with 8 heads of 128 in bf16 is 256 MiB on every rank."""
 
 
-class SymmetricWindows(Protocol):
-    """How symmetric memory is had."""
-
-    def are_available(self, device: torch.device, group: ProcessGroup) -> bool:
-        """Whether there is such memory: the same on all ranks, found out without asking them."""
-
-    def allocate(self, size: int, device: torch.device) -> torch.Tensor:
-        """Memory of this rank: uint8, shape (size,). RuntimeError: there is not so much."""
-
-    def register(self, memory: torch.Tensor, group: ProcessGroup) -> None:
-        """Make it known to all ranks of the group: a collective."""
-
-
 class NcclWindows:
     """Memory that NCCL allocates and registers as a window; not exercised on hardware.
 
@@ -50,24 +38,18 @@ class NcclWindows:
     """
 
     def are_available(self, device: torch.device, group: ProcessGroup) -> bool:
-        """Whether torch has a backend for the device and the group runs over NCCL."""
-        from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
-
+        """Whether there is such memory: the same on all ranks, found out without asking them."""
         # enable_symm_mem_for_group raises nothing on a CPU: it is no test of what is there.
         has_backend = symmetric.get_backend(device) is not None
         return has_backend and "nccl" in dist.get_backend(group)
 
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:
-        """By ncclMemAlloc."""
-        from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
-
+        """By ncclMemAlloc: uint8, shape (size,). RuntimeError: there is not so much."""
         symmetric.set_backend("NCCL")
         return symmetric.empty(size, dtype=torch.uint8, device=device)
 
     def register(self, memory: torch.Tensor, group: ProcessGroup) -> None:
-        """By ncclCommWindowRegister of all of it: each block of it is then in the window."""
-        from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
-
+        """By ncclCommWindowRegister of all of it, a collective: all blocks are in the window."""
         symmetric.rendezvous(memory, group)
 
 
@@ -76,7 +58,7 @@ def open_arena(
     device: torch.device,
     *,
     window_bytes: int = WINDOW_BYTES,
-    windows: SymmetricWindows | None = None,
+    windows: NcclWindows | None = None,
 ) -> DeviceArena:
     """An arena for the gathers of a group, with a window if there can be one.
 
@@ -84,11 +66,7 @@ def open_arena(
     rank alone and where the device has no such memory. If one rank cannot allocate its window, none
     has one.
 
-    Args:
-        group: the ranks that gather.
-        device: where their tensors are.
-        window_bytes: of this rank; 0: no window is wanted.
-        windows: how the memory is had, by default from NCCL.
+    ``window_bytes`` are of this rank. ``windows`` is how the memory is had, by default from NCCL.
     """
     windows = windows or NcclWindows()
     if not window_bytes or group.size() == 1 or not windows.are_available(device, group):

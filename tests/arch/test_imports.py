@@ -92,8 +92,7 @@ HOMES = {
         *("kvd/client/mapping.py", "kvd/client/device_mapping.py"),
     ),
     "transformers": ("kvd/demo/",),
-    "flash_attn": ("kvd/device/flash.py",),
-    "flash_attn_interface": ("kvd/device/flash.py",),
+    "flash_attn": ("kvd/device/attention.py",),
     "nixl": ("kvd/transfer/nixl.py",),
     "nixl_cu12": ("kvd/transfer/nixl.py",),
     "nixl_cu13": ("kvd/transfer/nixl.py",),
@@ -109,7 +108,7 @@ HOMES = {
 
 LAZY_TORCH = ("kvd/client/mapping.py", "kvd/client/device_mapping.py")
 
-OPTIONAL = ("flash_attn", "flash_attn_interface")
+OPTIONAL = ("flash_attn",)
 """Packages that need not be installed: imported inside the function that needs them."""
 
 
@@ -243,7 +242,7 @@ def test_an_upward_import_is_found(sources, planted, name, text):
 def test_an_optional_package_at_the_top_of_a_file_is_found(planted):
     with pytest.raises(AssertionError, match="fails wherever that is not installed"):
         test_what_need_not_be_installed_is_imported_when_it_is_called(
-            planted("kvd/device/flash.py", "from flash_attn import flash_attn_varlen_func")
+            planted("kvd/device/attention.py", "from flash_attn import flash_attn_varlen_func")
         )
 
 

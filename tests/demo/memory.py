@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
@@ -11,9 +12,9 @@ from kvd.config import Config, load
 from kvd.config.pool import components
 from kvd.core.layout.geometry import geometry
 from kvd.core.layout.spec import PageOrder
-from kvd.demo.cache import BlockTable
-from kvd.demo.layout import PageCounts, PoolPart
-from kvd.demo.leased import Lengths, PoolViews, leased_cache
+from kvd.demo.cache import BlockTable, Lengths
+from kvd.demo.layout import PoolPart
+from kvd.demo.leased import PoolViews, leased_cache
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,8 +37,8 @@ class Memory:
         order: PageOrder = PageOrder.PAGE_FIRST,
         dtype: str = "float32",
     ) -> None:
-        layout = architecture.pool_layout(dtype=dtype, page_size=None, order=order.value)
-        settings = layout.settings(PageCounts(PAGES, PAGES, PAGES))
+        layout = msgspec.structs.replace(architecture.pool, dtype=dtype, order=order.value)
+        settings = layout.settings(dict.fromkeys(PoolPart, PAGES))
         config = load(None, {}, [f"{key}={value}" for key, value in settings.items()])
         assert isinstance(config, Config), config
         self.page_size = layout.page_size

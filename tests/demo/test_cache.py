@@ -45,8 +45,9 @@ def test_paged_cache_equals_the_models_own_cache_in_double_precision(name: str) 
     mine = run(model, cache_over(views, rows_for(140)), pieces)
     theirs = run(model, own_cache(model), pieces)
 
-    tolerance = ARCHITECTURES[name].tolerance.of("float64")
-    assert (mine - theirs).abs().max().item() <= tolerance / 10
+    # The router of DeepSeek and the scan of Mamba are in single precision, whatever the dtype.
+    tolerance = 1e-5 if name in ("deepseek", "mamba") else 1e-10
+    assert (mine - theirs).abs().max().item() <= tolerance
 
 
 @WITH_PREFIX

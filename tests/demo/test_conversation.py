@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.demo.conversation import Dialogues, ExpectedCache, write_script
+from kvd.demo.conversation import ExpectedCache, write_script
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 def test_script_repeats_a_prompt_of_whole_pages(page_size: int) -> None:
     """scenario A4: the retry finds every token of its prompt cached."""
     script = write_script(turns=5, vocabulary=2048, page_size=page_size, seed=1)
-    dialogues = Dialogues(script.system)
-    prompts = {(turn.conversation, turn.number): dialogues.prompt(turn) for turn in script.turns}
+    messages = {(turn.conversation, turn.number): turn.message for turn in script.turns}
 
     assert [(turn.conversation, turn.number) for turn in script.turns] == [
         *(("first", number) for number in range(1, 6)),
@@ -20,29 +19,14 @@ def test_script_repeats_a_prompt_of_whole_pages(page_size: int) -> None:
         ("second", 2),
         ("retry", 1),
     ]
-    assert prompts["retry", 1] == prompts["second", 1]
-    assert len(prompts["retry", 1]) % page_size == 0
+    assert messages["retry", 1] == messages["second", 1]
+    assert (len(script.system) + len(messages["retry", 1])) % page_size == 0
     assert script == write_script(turns=5, vocabulary=2048, page_size=page_size, seed=1)
-
-
-def test_prompt_is_the_previous_prompt_its_answer_and_a_new_message() -> None:
-    """scenario A39: turn k's prompt is the previous prompt, the output and 40 tokens."""
-    script = write_script(turns=2, vocabulary=2048, page_size=16, seed=1)
-    dialogues = Dialogues(script.system)
-    first, second = script.turns[:2]
-    prompt = dialogues.prompt(first)
-
-    dialogues.answered(first, prompt, (7, 8))
-
-    assert prompt == script.system + first.message
-    assert dialogues.prompt(second) == (*prompt, 7, 8, *second.message)
-    assert len(second.message) == 40
 
 
 def test_script_bounds_what_it_needs() -> None:
     script = write_script(turns=3, vocabulary=2048, page_size=16, seed=1)
 
-    assert script.longest_prompt_tokens() == 300 + 3 * (40 + 16)
     assert script.cached_tokens_at_most() == 4 * 300 + 3 * 56 + (52 + 16) + 56 + (52 + 16) + 56
 
 

@@ -1,107 +1,183 @@
-"""Engines of several real processes compute what one does, and keep their part of its KV."""
+"""Engines of several real processes, with real daemons: the tokens of one process.
+
+Each case hands four prompts over and then a fifth, of which a page is zeroed in one decode rank's
+shard; see ``divided``. Pages and bytes of every daemon are held against what was worked out.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
-from kvd.demo.processes import ENGINE_VARIABLES
-from tests.demo.divided import Compared
+from kvd.core.layout.shards import page_share
+from kvd.demo.layout import PoolPart
+from kvd.demo.models import ARCHITECTURES
+from kvd.harness.daemons import DaemonProcess, is_linked
+from tests.demo.divided import Case, Found
 
-TENSOR = ("tensor:llama:4", "tensor:qwen:2", "tensor:deepseek:2")
-PIPELINE = ("pipeline:llama:2", "pipeline:deepseek:3")
-CONTEXT = ("context:llama:2", "context:qwen:4", "context:deepseek:2")
-ROUNDED = ("tensor:llama:4", "tensor:deepseek:2", *CONTEXT)
-"""Matrices of other shapes are multiplied: tokens are divided, or queries of one head of KV."""
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+full = pytest.mark.skipif(
+    os.environ.get("KVD_DEMO") != "full", reason="one more division: set KVD_DEMO=full"
+)
+LAYER_BYTES = {"llama": 16 * 2 * 2 * 32 * 4, "qwen": 16 * 2 * 4 * 32 * 4, "deepseek": 16 * 80 * 4}
+"""Of a page of 16 tokens, all heads, in one layer."""
+START_S = 60.0
+ROUNDING = 1e-3
 
 
-def compared(*cases: str) -> list[Compared]:
-    """What came out of each case; see ``divided``."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.demo.divided", *cases],
-        env={**os.environ, **ENGINE_VARIABLES},
-        capture_output=True,
-        timeout=100,
-        check=False,
+@contextlib.contextmanager
+def daemons(
+    directory: Path, prefill: list[dict[str, str]], decode: dict[str, str]
+) -> Iterator[tuple[list[DaemonProcess], DaemonProcess]]:
+    """``p0``, ``p1`` ... with these settings, and ``d``, which all of them can send to."""
+    sender = [DaemonProcess(f"p{n}", directory, one) for n, one in enumerate(prefill)]
+    receiver = DaemonProcess("d", directory, decode)
+    for one in sender:
+        one.knows(receiver)
+        receiver.knows(one)
+    every = [*sender, receiver]
+    try:
+        for one in every:
+            one.start()
+        for one in every:
+            one.wait_ready()
+            peers = len(sender) if one is receiver else 1
+            one.wait_for(lambda one=one, peers=peers: is_linked(one, peers), "no peer", START_S)
+        yield sender, receiver
+    finally:
+        for one in every:
+            one.stop()
+
+
+def hand_over(
+    directory: Path, model: str, way: str, ranks: int, *, decode_ranks: int = 1, page_size: int = 16
+) -> list[list[tuple[int, int]]]:
+    """Pages and bytes that each prefill daemon sent of each prompt; everything else is asserted."""
+    layers = ARCHITECTURES[model].shape.layers
+    pool = ARCHITECTURES[model].pool.settings({PoolPart.KV: 512})
+    pool |= {"pool.page_size": str(page_size)}
+    parts: list[dict[str, str]] = [{"pool.tp_size": str(ranks)}]
+    if way == "context":
+        parts = [{}] * ranks
+    elif way == "pipeline":
+        stages = [page_share(0, layers, rank, ranks) for rank in range(ranks)]
+        parts = [{"pool.stage": f"{first}:{end}"} for first, end in stages]
+    decode = pool | {"pool.tp_size": str(decode_ranks)}
+    with daemons(directory, [pool | part for part in parts], decode) as (senders, receiver):
+        case = Case(
+            model=model,
+            way=way,
+            ranks=ranks,
+            decode_ranks=decode_ranks,
+            page_size=page_size,
+            prefill=tuple(one.client for one in senders),
+            decode=receiver.client,
+            directory=str(directory),
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.demo.divided", msgspec.json.encode(case).decode()],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        held = [pool.held_pages for one in (*senders, receiver) for pool in one.snapshot().pools]
+    assert not any(held)
+
+    def found(name: str) -> Found:
+        return msgspec.json.decode((directory / name).read_bytes(), type=Found)
+
+    for rank in range(ranks):
+        assert max(found(f"prefill-{rank}").differences) < ROUNDING
+    for rank in range(decode_ranks):
+        decoded = found(f"decode-{rank}")
+        assert decoded.tokens_equal[:4] == [True] * 4
+        assert max(decoded.differences[:4]) < ROUNDING
+        assert decoded.differences[4] > 0.05, "the damaged page of one shard is noticed"
+    sent = [found(f"prefill-{rank}").sent[:4] for rank in range(len(senders))]
+    return [list(turn) for turn in zip(*sent, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "decode_ranks", "model", "copies"),
+    [
+        (1, 2, "llama", 1),
+        # Two heads on four ranks: each is kept twice, and sent twice, or once from either copy.
+        (2, 4, "llama", 2),
+        pytest.param(2, 1, "llama", 1, marks=full),
+        pytest.param(4, 2, "llama", 1, marks=full),
+        pytest.param(2, 4, "qwen", 1, marks=full),
+        pytest.param(4, 2, "qwen", 1, marks=full),
+        pytest.param(1, 2, "deepseek", 2, marks=full),
+        pytest.param(4, 2, "deepseek", 2, marks=full),
+    ],
+)
+def test_heads_go_between_tensor_parallel_ranks(
+    tmp_path: Path, ranks: int, decode_ranks: int, model: str, copies: int
+) -> None:
+    """scenario A32, with other numbers of ranks on both sides: every rank gets its heads."""
+    sent = hand_over(tmp_path, model, "tensor", ranks, decode_ranks=decode_ranks)
+
+    page_bytes = 4 * LAYER_BYTES[model] * copies
+    assert sent == [[(pages, pages * page_bytes)] for pages in (22, 4, 4, 0)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "decode_ranks", "page_size", "shares"),
+    [
+        (2, "llama", 1, 16, [[11, 11], [2, 2], [2, 2], [0, 0]]),
+        pytest.param(4, "llama", 1, 16, [[6, 6, 5, 5], *[[1] * 4] * 2, [0] * 4], marks=full),
+        # Of 48 tokens and 16 per page 3 pages cross, and one of four ranks has none to send.
+        pytest.param(
+            *(4, "llama", 1, 32, [[3, 3, 3, 2], *[[1, 1, 0, 0]] * 2, [0] * 4]), marks=full
+        ),
+        pytest.param(2, "deepseek", 1, 16, [[11, 11], *[[2, 2]] * 2, [0, 0]], marks=full),
+        pytest.param(2, "qwen", 4, 16, [[11, 11], *[[2, 2]] * 2, [0, 0]], marks=full),
+    ],
+)
+def test_each_context_parallel_rank_sends_a_share_of_the_pages(
+    tmp_path: Path,
+    ranks: int,
+    model: str,
+    decode_ranks: int,
+    page_size: int,
+    shares: list[list[int]],
+) -> None:
+    """scenario F: every rank has gathered all KV, and sends its part of the pages alone."""
+    sent = hand_over(
+        tmp_path, model, "context", ranks, decode_ranks=decode_ranks, page_size=page_size
     )
-    assert done.returncode == 0, done.stderr.decode()
-    lines = done.stdout.splitlines()
-    return [msgspec.json.decode(line, type=Compared) for line in lines]
+
+    page_bytes = 4 * LAYER_BYTES[model] * page_size // 16
+    assert sent == [[(pages, pages * page_bytes) for pages in turn] for turn in shares]
 
 
-def run_program(program: str) -> int:
-    """The status that its first rank ends with."""
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **ENGINE_VARIABLES},
-        timeout=60,
-        check=False,
-    ).returncode
+@pytest.mark.parametrize(
+    ("ranks", "model", "decode_ranks", "layers"),
+    [
+        (2, "llama", 1, [2, 2]),
+        pytest.param(3, "llama", 1, [2, 1, 1], marks=full),
+        pytest.param(4, "deepseek", 1, [1, 1, 1, 1], marks=full),
+        pytest.param(2, "llama", 2, [2, 2], marks=full),
+    ],
+)
+def test_each_stage_of_a_pipeline_sends_all_pages_of_its_layers(
+    tmp_path: Path, ranks: int, model: str, decode_ranks: int, layers: list[int]
+) -> None:
+    """scenario E15, scenario G13"""
+    sent = hand_over(tmp_path, model, "pipeline", ranks, decode_ranks=decode_ranks)
 
-
-@pytest.mark.slow
-def test_ranks_compute_and_keep_what_one_process_does() -> None:
-    """Heads of KV and layers divided: the very same bits, because no sum is split.
-
-    Tokens divided, or the queries of a head of KV: the same up to rounding; the last pieces are too
-    short for every rank to have a token. In every case a spoiled page shows.
-    """
-    found = compared(*TENSOR, *PIPELINE, *CONTEXT)
-
-    assert [one.case for one in found] == [*TENSOR, *PIPELINE, *CONTEXT]
-    for one in found:
-        rounding = 5e-5 if one.case in ROUNDED else 0.0
-        assert one.logits <= rounding, one
-        assert one.kv <= rounding, one
-        assert one.spoiled > 0.02, one
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_gone_ends_the_others() -> None:
-    """Nobody waits for it: the next word from it is an error."""
-    program = (
-        "import os, torch\n"
-        "torch.set_num_threads(1)\n"
-        "from kvd.demo.group import fork\n"
-        "group = fork(3)\n"
-        "assert group.gathered(b'%d' % group.rank) == [b'0', b'1', b'2']\n"
-        "assert group.numbers(group.rank + 5) == [5, 6, 7]\n"
-        "if group.rank == 1:\n"
-        "    os._exit(0)\n"
-        "try:\n"
-        "    group.spread(b'', source=1)\n"
-        "except RuntimeError:\n"
-        "    os._exit(7)\n"
-    )
-
-    assert run_program(program) == 7
-
-
-@pytest.mark.slow
-def test_ranks_with_a_daemon_each_compare_what_their_daemons_say() -> None:
-    """What one has not cached all compute; they never send for two different offers."""
-    program = (
-        "import os, torch\n"
-        "from types import SimpleNamespace\n"
-        "torch.set_num_threads(1)\n"
-        "from kvd.demo.group import fork\n"
-        "from kvd.demo.ranks import Together\n"
-        "from kvd.device.collectives import Disagreement\n"
-        "group = fork(2)\n"
-        "ranks = Together(None, group, None)\n"
-        "assert ranks.common_prefix(64 - 16 * group.rank) == 48\n"
-        "def offered(number):\n"
-        "    return SimpleNamespace(accepted=lambda: None, decode_prefix_len=number)\n"
-        "ranks.agree(offered(32))\n"
-        "try:\n"
-        "    ranks.agree(offered(32 * group.rank))\n"
-        "except Disagreement as difference:\n"
-        "    assert 'rank 0: 0, rank 1: 32' in str(difference), difference\n"
-        "    os._exit(7)\n"
-    )
-
-    assert run_program(program) == 7
+    size = LAYER_BYTES[model]
+    assert sent == [[(pages, pages * count * size) for count in layers] for pages in (22, 4, 4, 0)]

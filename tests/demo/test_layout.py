@@ -8,20 +8,20 @@ import pytest
 from kvd.config import Config, load, pool_spec
 from kvd.core.components.tail import most_pages, tail_start
 from kvd.core.layout.spec import page_bytes
-from kvd.demo.layout import LayerPlace, PageCounts, PoolPart, places
-from kvd.demo.models import ARCHITECTURES, DTYPES
+from kvd.demo.layout import LayerPlace, PoolPart, places
+from kvd.demo.models import ARCHITECTURES
 
-GEMMA = ARCHITECTURES["gemma"].pool_layout(dtype="float32", page_size=None, order="page_first")
+GEMMA = ARCHITECTURES["gemma"].pool
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_configuration_gives_each_part_the_bytes_that_were_worked_out(
     name: str, dtype: str
 ) -> None:
     """The figures of the demo and the daemon's own agree, through a real configuration."""
-    layout = ARCHITECTURES[name].pool_layout(dtype=dtype, page_size=None, order="layer_first")
-    settings = layout.settings(PageCounts(100, 50, 20))
+    layout = msgspec.structs.replace(ARCHITECTURES[name].pool, dtype=dtype, order="layer_first")
+    settings = layout.settings({PoolPart.KV: 100, PoolPart.WINDOW: 50, PoolPart.STATE: 20})
 
     config = load(None, {}, [f"{key}={value}" for key, value in settings.items()])
     assert isinstance(config, Config), config
@@ -61,7 +61,7 @@ def test_due_pages_are_the_rest_of_kv_and_the_tail_of_the_window() -> None:
 
 
 def test_a_state_crosses_whole_whatever_is_cached() -> None:
-    mamba = ARCHITECTURES["mamba"].pool_layout(dtype="float64", page_size=None, order="page_first")
+    mamba = msgspec.structs.replace(ARCHITECTURES["mamba"].pool, dtype="float64")
 
     assert mamba.due_pages(340, 340) == mamba.full_pages(1) == {PoolPart.STATE: 1}
     assert mamba.page_bytes(PoolPart.STATE) == 4 * (640 * 4 + 8 * 64 * 32) * 8
@@ -69,9 +69,9 @@ def test_a_state_crosses_whole_whatever_is_cached() -> None:
 
 
 def test_llama_needs_the_keys_that_it_always_did() -> None:
-    layout = ARCHITECTURES["llama"].pool_layout(dtype="float32", page_size=None, order="page_first")
+    layout = ARCHITECTURES["llama"].pool
 
-    assert layout.settings(PageCounts(7)) == {
+    assert layout.settings({PoolPart.KV: 7}) == {
         "pool.family": "mha",
         "pool.order": "page_first",
         "pool.layers": "4",

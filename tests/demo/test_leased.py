@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
+from kvd.demo.cache import Lengths
 from kvd.demo.layout import PoolPart
-from kvd.demo.leased import LeasedSequence, Lengths, last_logits
+from kvd.demo.leased import LeasedSequence, last_logits
 from kvd.demo.models import ARCHITECTURES
 from tests.demo.memory import JUNK, PAGE, PAGES, SlidingLease, cache_over, pool
 from tests.demo.reference import ROUNDING, model_of, own_cache, run, tokens
@@ -34,7 +35,7 @@ def test_sequence_that_slides_computes_what_the_models_own_cache_does(name: str)
         difference = mine.compute(piece) - last_logits(model, piece, theirs)
         assert difference.abs().max().item() <= ROUNDING, start
 
-    layout = row.pool_layout(dtype="float32", page_size=None, order="page_first")
+    layout = row.pool
     assert lease.slid == [*range(CHUNK, 300, CHUNK), 312, 336]
     assert window // PAGE < mine.peak_window_pages <= layout.most_window_pages(CHUNK) < 340 // PAGE
     assert all(bool((one == JUNK).all()) for part in views.parts for one in memory.page(part, 0))
@@ -46,7 +47,7 @@ def test_sequence_goes_on_from_the_window_alone(name: str, count: int) -> None:
     """After a handoff the window pages before the tail are none; what was there is junk."""
     model, row = model_of(name), ARCHITECTURES[name]
     memory, views = pool(row)
-    layout = row.pool_layout(dtype="float32", page_size=None, order="page_first")
+    layout = row.pool
     prompt = tokens(count + 20)
     rows = {
         part: SlidingLease(memory, tokens=count + 20, step=400, window=400)

@@ -8,12 +8,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvd.demo.division import Division, DivisionWay
 from kvd.demo.report import (
     DaemonTotals,
     DemoReport,
     Environment,
-    SenderFigures,
     TurnRow,
     WindowPeak,
     controls_told,
@@ -86,7 +84,7 @@ def report(*rows: TurnRow, found: tuple[str, ...] = ()) -> DemoReport:
 
 
 def test_problems_finds_none_when_everything_is_as_it_must_be() -> None:
-    assert problems([ROW], [CONTROL], TOTALS, tolerance=1e-3) == ()
+    assert problems([ROW], [CONTROL], TOTALS) == ()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +101,7 @@ def test_problems_finds_none_when_everything_is_as_it_must_be() -> None:
             {"tokens_equal": False},
             (
                 "the tokens differ from a single process, though no logit by more than 1.0e-05: "
-                "two tokens were that close; --dtype float64 tells rounding from an error",
+                "two tokens were that close",
             ),
         ),
         (
@@ -118,7 +116,7 @@ def test_problems_finds_none_when_everything_is_as_it_must_be() -> None:
 def test_problems_names_what_is_wrong_with_a_turn(
     fields: dict[str, object], problem: tuple[str, ...]
 ) -> None:
-    found = problems([change(ROW, **fields)], [CONTROL], TOTALS, tolerance=1e-3)
+    found = problems([change(ROW, **fields)], [CONTROL], TOTALS)
 
     assert found == tuple(f"conversation first, turn 2: {text}" for text in problem)
 
@@ -132,7 +130,7 @@ def test_problems_holds_the_turns_against_the_daemons_counters() -> None:
         pages_still_locked=5,
     )
 
-    assert problems([ROW], [CONTROL], totals, tolerance=1e-3) == (
+    assert problems([ROW], [CONTROL], totals) == (
         "prefill daemon counted 1 bytes, its handoffs 196608",
         "decode daemon received 2 bytes of 196608 sent",
         "3 handoffs delivered, 2 asked for",
@@ -143,7 +141,7 @@ def test_problems_holds_the_turns_against_the_daemons_counters() -> None:
 def test_problems_demands_that_the_negative_control_fails() -> None:
     blind = change(CONTROL, tokens_equal=True, max_logit_difference=2e-6)
 
-    assert problems([ROW], [blind], TOTALS, tolerance=1e-3) == (
+    assert problems([ROW], [blind], TOTALS) == (
         "negative control: a page of kv was zeroed, yet no logit differs by more than 2.0e-06: "
         "equal tokens would prove nothing",
     )
@@ -170,9 +168,7 @@ def test_problems_names_window_pages_that_should_have_gone_back(
 ) -> None:
     row = change(ROW, window=msgspec.structs.replace(WINDOW, **fields))
 
-    assert problems([row], [CONTROL], TOTALS, tolerance=1e-3) == (
-        f"conversation first, turn 2: {problem}",
-    )
+    assert problems([row], [CONTROL], TOTALS) == (f"conversation first, turn 2: {problem}",)
 
 
 def test_controls_told_says_what_each_damage_did() -> None:
@@ -240,49 +236,3 @@ def test_table_shows_window_pages_against_full_allocation() -> None:
     ]
     assert "how many there would be if every token had one" in legend_of(windows)
     assert legend_of(report(ROW)).endswith("dlogit: largest difference")
-
-
-SENDERS = (
-    SenderFigures("prefill-0", 2, 2, 2 * 32768, 2 * 32768),
-    SenderFigures("prefill-1", 1, 1, 32768, 32768),
-)
-
-
-def test_each_daemon_of_several_is_held_against_its_share() -> None:
-    """The sums are right, and yet one has sent what the other had to."""
-    swapped = (
-        msgspec.structs.replace(SENDERS[0], pages_sent=1, bytes_sent=32768),
-        msgspec.structs.replace(SENDERS[1], pages_sent=2, bytes_sent=2 * 32768),
-    )
-
-    totals = msgspec.structs.replace(TOTALS, handoffs_delivered=3)
-    assert problems([change(ROW, senders=SENDERS)], [CONTROL], totals, tolerance=1e-3) == ()
-    assert problems([change(ROW, senders=swapped)], [CONTROL], totals, tolerance=1e-3) == (
-        "conversation first, turn 2: pages sent by prefill-0: 1, not 2",
-        "conversation first, turn 2: bytes sent by prefill-0: 32768, not 65536",
-        "conversation first, turn 2: pages sent by prefill-1: 2, not 1",
-        "conversation first, turn 2: bytes sent by prefill-1: 65536, not 32768",
-    )
-
-
-def test_report_tells_how_the_engines_were_divided() -> None:
-    before = report(change(ROW, senders=SENDERS))
-    environment = msgspec.structs.replace(
-        before.environment,
-        prefill=Division(DivisionWay.CONTEXT, 2),
-        decode=Division(DivisionWay.TENSOR, 4),
-    )
-    divided = change_report(before, environment=environment)
-
-    assert verdict(divided).startswith("OK: 16 tokens of 1 turns (CP 2 to TP 4) equal a single")
-    assert controls_told(divided)[0].startswith(
-        "negative control, one of 3 pages zeroed in the shard of one of 4 decode ranks: other"
-    )
-    assert legend_of(divided).endswith("by daemon: pages that each of the prefill daemons sent")
-    out = io.StringIO()
-    Console(file=out, width=110).print(table_of(divided))
-    rows = [" ".join(line.split()) for line in out.getvalue().splitlines()[:2]]
-    assert rows == [
-        "conversation turn prompt prefix pages sent saved by daemon ttft tail dlogit tokens",
-        "first 2 396 352 3 96 KiB 704 KiB 2+1 42 ms 1.3 ms 1e-05 equal",
-    ]

@@ -11,9 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kvd.core.layout.shards import page_share
-from kvd.device.arena import DeviceArena
+from kvd.device.arena import DeviceArena, aligned
 from kvd.device.collectives import Disagreement, Gather, agree
-from kvd.device.ring import aligned
 from kvd.device.sequence import Split, shard
 from kvd.device.symmetric import open_arena
 
@@ -79,7 +78,7 @@ def gather_one(
     if to is None:
         got = gather.start(mine, sharding).wait()
     else:
-        got = gather.start_to(to, mine, sharding).wait()
+        got = gather.start(mine, sharding, to=to).wait()
         whole = whole if to == rank.number else whole[:0]
 
     return "" if same(got.cpu(), whole) else f"{sharding} {dtype} {shape}: other bits"
@@ -200,8 +199,8 @@ def gather_in_window(rank: Rank) -> list[Any]:
         if not same(gather.start(mine, sharding).wait(), whole):
             return [f"other bits in {lengths}"]
     usage = arena.usage
-    where = arena.take(1).span
-    return [usage.in_window, usage.too_large, usage.largest_bytes, usage.allocations, where.start]
+    counted = [usage.in_window, usage.too_large, usage.largest_bytes, usage.allocations]
+    return [*counted, arena.take(1).start]
 
 
 def gather_traces(rank: Rank) -> dict[str, bool]:

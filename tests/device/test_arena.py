@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvd.device.arena import IN_FLIGHT, DeviceArena, Usage, plain_arena
-from kvd.device.ring import ALIGNMENT
+from kvd.device.arena import ALIGNMENT, IN_FLIGHT, ArenaUsage, DeviceArena, plain_arena
 
 if TYPE_CHECKING:
     from kvd.device.arena import ArenaBlock
@@ -65,7 +64,7 @@ def test_what_is_too_large_goes_through_plain_memory_and_is_counted() -> None:
 
     assert [block.is_symmetric for block in blocks] == [True, False, True, False]
     assert [block.memory.numel() for block in blocks] == [WINDOW, WINDOW + 1, 10, WINDOW + 1]
-    assert arena.usage == Usage(
+    assert arena.usage == ArenaUsage(
         window_bytes=WINDOW,
         in_window=2,
         too_large=2,

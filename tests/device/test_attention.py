@@ -6,16 +6,14 @@ import msgspec
 import pytest
 import torch
 
-from kvd.device import blocks
+from kvd.device import attention
 from kvd.device.attention import (
     AttentionRule,
     BatchPages,
-    Kernel,
     Packed,
-    chosen,
     decode,
-    need,
     prefill,
+    why_not_flash,
 )
 from tests.device.oracle import Pool, Shape, over, starts_of
 
@@ -39,9 +37,8 @@ ANYHOW = msgspec.structs.replace
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks, many pieces of queries: borders everywhere, without long sequences."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(blocks, "BLOCK_TOKENS", 64)
-    monkeypatch.setattr(blocks.PackedBlocks, "step", 64)
-    monkeypatch.setattr(blocks, "QUERY_TOKENS", 16)
+    monkeypatch.setattr(attention, "BLOCK_TOKENS", 64)
+    monkeypatch.setattr(attention, "QUERY_TOKENS", 16)
 
 
 def room(lengths: list[int], page_size: int) -> int:
@@ -230,19 +227,9 @@ def test_arguments_that_do_not_fit_are_refused_with_both_numbers() -> None:
         decode(torch.zeros(2, 1, 8, 32), pages, pool.rule(window=4, is_causal=False))
 
 
-def test_what_is_needed_of_a_kernel_is_read_off_the_arguments() -> None:
+def test_on_this_computer_the_reason_against_flash_attn_is_told() -> None:
     pool = Pool(ANYHOW(MLA, dtype="bfloat16"), pages=30, seed=13)
     pages = pool.pages([20])
     q = torch.stack(pool.queries(1))
 
-    found = need(q, pages, pool.rule(softcap=1.0))
-
-    assert (found.dtype, found.k_dim, found.v_dim) == ("bfloat16", 576, 512)
-    assert (found.page_size, found.is_latent) == (16, True)
-    assert (found.has_sinks, found.has_softcap) == (False, True)
-    choice = chosen(q, pages, pool.rule())
-    assert choice.kernel is Kernel.TORCH
-    assert str(choice).startswith(
-        "torch matmul in blocks (not flash-attn 4: it needs a CUDA device, this is cpu; not "
-    )
-    assert chosen(q, pages, pool.rule()) is choice
+    assert why_not_flash(q, pages, pool.rule()) == "it needs a CUDA device, this is cpu"

@@ -1,7 +1,7 @@
-"""What the kernels for CUDA are given, without any: stand-ins with their signatures and checks.
+"""What flash-attn is given, without it: a stand-in with its signature and checks.
 
-A stand-in computes from its arguments alone, so an argument in the wrong place, of the wrong type
-or meaning comes out as a wrong number. That the kernels themselves do so is not shown here.
+The stand-in computes from its arguments alone, so an argument in the wrong place, of the wrong type
+or meaning comes out as a wrong number. That the kernel itself does so is not shown here.
 """
 
 from __future__ import annotations
@@ -13,16 +13,23 @@ import msgspec
 import pytest
 import torch
 
-from kvd.device.attention import AttentionRule, BatchPages, Kernel, Packed, decode, prefill
+from kvd.device.attention import (
+    AttentionRule,
+    BatchPages,
+    FlashDevice,
+    Packed,
+    decode,
+    prefill,
+    why_not_flash,
+)
 from tests.device.oracle import Pool, Shape, attention, over, starts_of
 
 PLAIN = Shape(256, kv_heads=2, group=4, k_dim=32, v_dim=32)
-LATENT = Shape(64, kv_heads=1, group=4, k_dim=80, v_dim=64, latent=True)
-FLASH = [Kernel.FLASH_4, Kernel.FLASH_3, Kernel.FLASH_2]
+WITH = msgspec.structs.replace
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What a kernel was asked, in one form for all of them; lengths and starts are int32."""
+    """What the kernel was asked; lengths and starts are int32."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -33,14 +40,11 @@ class Call(msgspec.Struct, frozen=True):
     table: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
     k_starts: torch.Tensor | None = None
-    qv: torch.Tensor | None = None
 
     def compute(self) -> torch.Tensor:
         """(tokens, heads, v_dim)."""
         assert self.q.ndim == 3
         q, k = self.q, self.k
-        if self.qv is not None:  # its product with the values is one more part of the scores
-            q, k = torch.cat([self.qv, q], -1), torch.cat([self.v, k], -1)
         for one in (self.starts, self.table, self.lengths, self.k_starts):
             assert one is None or (one.dtype == torch.int32 and one.stride(-1) == 1)
         queries = list(q.tensor_split(self.starts[1:-1].long()))
@@ -55,7 +59,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 def seen(causal: bool, window: tuple[int | None, int | None], **how: object) -> AttentionRule:
-    """A rule as these kernels are told it."""
+    """A rule as this kernel is told it."""
     before, after = (None if one in (None, -1) else one for one in window)
     assert after in (None, 0)
     is_causal = causal or after == 0
@@ -84,153 +88,70 @@ def flash_2(
     return Call(q, k, v, cu_seqlens_q, longest, rule, block_table, lengths).compute()
 
 
-def flash_3_packed(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None,
-    seqused_k=None, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None,
-    v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
-    pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
-):  # fmt: skip
-    """``flash_attn_interface.flash_attn_varlen_func`` of 3."""
-    rule = seen(causal, window_size, scale=softmax_scale, softcap=softcap)
-    longest = (max_seqlen_q, max_seqlen_k)
-    return Call(q, k, v, cu_seqlens_q, longest, rule, k_starts=cu_seqlens_k, qv=qv).compute()
-
-
-def flash_3_paged(
-    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
-    cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
-    cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
-    q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
-    window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
-):  # fmt: skip
-    """``flash_attn_interface.flash_attn_with_kvcache`` of 3."""
-    assert k is None, "new keys would be appended to the cache"
-    rule = seen(causal, window_size, scale=softmax_scale, softcap=softcap)
-    longest = (max_seqlen_q, page_table.shape[1] * k_cache.shape[1])
-    return Call(
-        q, k_cache, v_cache, cu_seqlens_q, longest, rule, page_table, cache_seqlens, qv=qv
-    ).compute()
-
-
-def flash_4(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None,
-    causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1,
-):  # fmt: skip
-    """``flash_attn.cute.flash_attn_varlen_func`` of 4; gives sums of weights beside the output."""
-    assert page_table is None or cu_seqlens_k is None, "page_table is not supported with them"
-    assert learnable_sink is None or learnable_sink.dtype == torch.bfloat16
-    assert -1 not in window_size
-    rule = seen(causal, window_size, scale=softmax_scale, softcap=softcap, sinks=learnable_sink)
-    longest = (max_seqlen_q, max_seqlen_k)
-    call = Call(q, k, v, cu_seqlens_q, longest, rule, page_table, seqused_k, cu_seqlens_k, qv)
-    return call.compute(), None
-
-
-def varlen(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
-    window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
-):  # fmt: skip
-    """``torch.nn.attention.varlen.varlen_attn`` of torch 2.13."""
-    assert enable_gqa or query.shape[1] == key.shape[-2]
-    rule = seen(False, window_size, scale=scale, softcap=0.0)
-    longest = (max_q, max_k)
-    return Call(
-        query, key, value, cu_seq_q, longest, rule, block_table, seqused_k, cu_seq_k
-    ).compute()
-
-
 @pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packages of these names, for the time of a test."""
-    second, third, fourth = map(ModuleType, ("flash_attn", "flash_attn_interface", "cute"))
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of this name, for the time of a test."""
+    second = ModuleType("flash_attn")
     second.flash_attn_varlen_func = flash_2
-    third.flash_attn_varlen_func = flash_3_packed
-    third.flash_attn_with_kvcache = flash_3_paged
-    fourth.flash_attn_varlen_func = flash_4
     monkeypatch.setitem(sys.modules, "flash_attn", second)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", fourth)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", third)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     torch.set_num_threads(1)
 
 
-def rules(pool: Pool, kernel: Kernel) -> list[AttentionRule]:
+def rules(pool: Pool) -> list[AttentionRule]:
     """What the kernel takes."""
-    found = [pool.rule(), pool.rule(window=70)]
-    if kernel is not Kernel.VARLEN:
-        found.append(pool.rule(softcap=3.0))
-    if kernel is Kernel.FLASH_4:
-        found.append(pool.rule(sinks=pool.random(pool.shape.kv_heads * pool.shape.group)))
-    return found
+    return [pool.rule(), pool.rule(window=70), pool.rule(softcap=3.0)]
 
 
-def check(found: torch.Tensor, expected: torch.Tensor, rule: AttentionRule) -> None:
-    """Equal, but for sinks that were rounded to 16 bits."""
+def check(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.shape == expected.shape
-    assert (found - expected).abs().max().item() <= (1e-9 if rule.sinks is None else 1e-2)
+    assert (found - expected).abs().max().item() <= 1e-9
 
 
-CASES = pytest.mark.parametrize(
-    ("kernel", "shape"),
-    [
-        *((kernel, PLAIN) for kernel in (*FLASH, Kernel.VARLEN)),
-        *((kernel, LATENT) for kernel in (Kernel.FLASH_4, Kernel.FLASH_3)),
-    ],
-)
-
-
-@CASES
 @pytest.mark.parametrize("new", [1, 3])
-def test_decode_over_pages(kernel: Kernel, shape: Shape, new: int) -> None:
-    pool = Pool(shape, pages=20, seed=1)
+def test_decode_over_pages(new: int) -> None:
+    pool = Pool(PLAIN, pages=20, seed=1)
     pages = pool.pages([300, 5, 64])
-    for rule in rules(pool, kernel):
+    for rule in rules(pool):
         q = pool.queries(new, new, new)
 
-        found = decode(torch.stack(q), pages, rule, kernel=kernel)
+        found = decode(torch.stack(q), pages, rule, by_flash=True)
 
-        check(found.flatten(0, 1), over(q, pages, rule), rule)
+        check(found.flatten(0, 1), over(q, pages, rule))
 
 
-@CASES
-def test_prefill_over_pages(kernel: Kernel, shape: Shape) -> None:
-    pool = Pool(shape, pages=20, seed=2)
+def test_prefill_over_pages() -> None:
+    pool = Pool(PLAIN, pages=20, seed=2)
     pages = pool.pages([300, 5, 64])
-    for rule in rules(pool, kernel):
+    for rule in rules(pool):
         q = pool.queries(100, 5, 1)
 
-        found = prefill(torch.cat(q), pages, rule, starts_of([100, 5, 1]), kernel=kernel)
+        found = prefill(torch.cat(q), pages, rule, starts_of([100, 5, 1]), by_flash=True)
 
-        check(found, over(q, pages, rule), rule)
+        check(found, over(q, pages, rule))
 
 
-@CASES
-def test_prefill_of_whole_texts(kernel: Kernel, shape: Shape) -> None:
-    pool = Pool(shape, pages=2, seed=3)
-    k = pool.random(200, shape.kv_heads, shape.k_dim)
-    v = k[..., : shape.v_dim] if shape.latent else pool.random(*k.shape[:2], shape.v_dim)
-    kv = Packed(k, v, starts_of([120, 1, 79]))
-    for rule in [*rules(pool, kernel), pool.rule(is_causal=False)]:
+def test_prefill_of_whole_texts() -> None:
+    pool = Pool(PLAIN, pages=2, seed=3)
+    kv = Packed(pool.random(200, 2, 32), pool.random(200, 2, 32), starts_of([120, 1, 79]))
+    for rule in [*rules(pool), pool.rule(is_causal=False)]:
         q = pool.queries(120, 1, 79)
 
-        found = prefill(torch.cat(q), kv, rule, kv.starts, kernel=kernel)
+        found = prefill(torch.cat(q), kv, rule, kv.starts, by_flash=True)
 
-        check(found, over(q, kv, rule), rule)
+        check(found, over(q, kv, rule))
 
 
-def test_a_kernel_without_the_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever does not ask ``choose`` hears of it from the import."""
+def test_flash_attn_without_the_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever does not ask ``why_not_flash`` hears of it from the import."""
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     pool = Pool(PLAIN, pages=20, seed=4)
     pages = pool.pages([5])
 
     with pytest.raises(ImportError, match="flash_attn"):
-        decode(torch.stack(pool.queries(1)), pages, pool.rule(), kernel=Kernel.FLASH_2)
+        decode(torch.stack(pool.queries(1)), pages, pool.rule(), by_flash=True)
 
 
-def test_the_stand_ins_would_show_a_wrong_window() -> None:
+def test_the_stand_in_would_show_a_wrong_window() -> None:
     """The negative control."""
     pool = Pool(PLAIN, pages=20, seed=5)
     k, v = pool.random(50, 2, 32), pool.random(50, 2, 32)
@@ -243,3 +164,43 @@ def test_the_stand_ins_would_show_a_wrong_window() -> None:
     )  # fmt: skip
 
     assert (right - wrong).abs().max().item() > 0.01
+
+
+A100 = FlashDevice("cuda", (8, 0), is_installed=True)
+LATENT = Shape(256, kv_heads=1, group=4, k_dim=80, v_dim=64, latent=True, dtype="bfloat16")
+LLAMA = Shape(256, k_dim=128, v_dim=128, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "how", "why"),
+    [
+        (A100, LLAMA, {}, None),
+        (A100, WITH(LLAMA, dtype="float16"), {"softcap": 2.0, "window": 7}, None),
+        (WITH(A100, capability=(12, 0)), WITH(LLAMA, page_size=512), {}, None),
+        (FlashDevice("cpu"), LLAMA, {}, "it needs a CUDA device, this is cpu"),
+        (A100, WITH(LLAMA, dtype="float32"), {}, "it computes float16 and bfloat16, not float32"),
+        (WITH(A100, is_installed=False), LLAMA, {}, "flash-attn is not installed"),
+        (WITH(A100, capability=(7, 5)), LLAMA, {}, "it needs capability 8.0, this is 7.5"),
+        (A100, LLAMA, {"sinks": torch.zeros(8)}, "it knows no sinks"),
+        (A100, LATENT, {}, "K and V must have one head_dim, these 80 and 64"),
+        (A100, WITH(LLAMA, k_dim=260, v_dim=260), {}, "head_dim 260 is above 256 or no multiple"),
+        (A100, WITH(LLAMA, k_dim=60, v_dim=60), {}, "head_dim 60 is above 256 or no multiple of 8"),
+        (A100, WITH(LLAMA, page_size=16), {}, "page_size 16 is no multiple of 256"),
+    ],
+)
+def test_flash_attn_serves_or_the_reason_is_told(
+    device: FlashDevice, shape: Shape, how: dict[str, object], why: str | None
+) -> None:
+    pool = Pool(shape, pages=4, seed=6)
+    q, rule = pool.queries(1)[0], pool.rule(**how)
+
+    found = why_not_flash(q, pool.pages([5]), rule, device)
+
+    assert found is None if why is None else found.startswith(why)
+
+
+def test_pages_of_any_size_are_no_reason_where_there_are_none() -> None:
+    pool = Pool(WITH(LLAMA, page_size=16), pages=4, seed=7)
+    kv = Packed(pool.random(5, 2, 128), pool.random(5, 2, 128), starts_of([5]))
+
+    assert why_not_flash(pool.queries(5)[0], kv, pool.rule(), A100) is None

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
-from kvd.demo.embedding import EmbeddingMemory, EmbeddingReport
 from kvd.demo.report import DemoReport, TurnRow
 
 if TYPE_CHECKING:
@@ -26,12 +25,7 @@ full = pytest.mark.skipif(
 PAGE_BYTES = 4 * 2 * 16 * 2 * 32 * 4
 
 
-R = TypeVar("R")
-
-
-def run(
-    json_file: Path, kind: type[R], *arguments: str
-) -> tuple[subprocess.CompletedProcess[str], R]:
+def demo(json_file: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], DemoReport]:
     """Run the command as a user would."""
     command = [sys.executable, "-c", "from kvd.cli import main; main()", "demo"]
     done = subprocess.run(
@@ -42,12 +36,7 @@ def run(
         check=False,
     )
     assert json_file.exists(), done.stderr
-    return done, msgspec.json.decode(json_file.read_bytes(), type=kind)
-
-
-def demo(json_file: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], DemoReport]:
-    """A model that decodes."""
-    return run(json_file, DemoReport, *arguments)
+    return done, msgspec.json.decode(json_file.read_bytes(), type=DemoReport)
 
 
 def test_demo_decodes_the_same_tokens_and_sends_only_what_is_lacking(tmp_path: Path) -> None:
@@ -180,120 +169,6 @@ def test_demo_hands_over_the_state_of_mamba(tmp_path: Path) -> None:
         (340, 0),
     ]
     assert report.control.damaged == "state"
-
-
-@pytest.mark.parametrize(
-    ("tp", "model", "copies"),
-    [
-        ("1:2", "llama", 1),
-        pytest.param("2:1", "llama", 1, marks=full),
-        # Two heads on four ranks: each is kept twice, and sent twice, or once from either copy.
-        pytest.param("2:4", "llama", 2, marks=full),
-        pytest.param("4:2", "llama", 1, marks=full),
-        pytest.param("2:4", "qwen", 1, marks=full),
-        pytest.param("4:2", "qwen", 1, marks=full),
-        pytest.param("1:2", "deepseek", 2, marks=full),
-        pytest.param("4:2", "deepseek", 2, marks=full),
-    ],
-)
-def test_demo_hands_heads_over_between_tensor_parallel_ranks(
-    tmp_path: Path, tp: str, model: str, copies: int
-) -> None:
-    """scenario A32, with other numbers of ranks on both sides: every rank gets its heads."""
-    done, report = demo(tmp_path / "demo.json", "--tp", tp, "--model", model, "--turns", "1")
-
-    good(done, report)
-    page_bytes = {
-        "llama": PAGE_BYTES,
-        "qwen": 2 * PAGE_BYTES,
-        "deepseek": 4 * 16 * (64 + 16) * 4,
-    }[model]
-    assert [(row.pages_sent, row.bytes_sent) for row in report.turns] == [
-        (pages, pages * page_bytes * copies) for pages in (22, 4, 4, 0)
-    ]
-    ranks = [report.environment.prefill.ranks, report.environment.decode.ranks]
-    assert ranks == [int(word) for word in tp.split(":")]
-
-
-@pytest.mark.parametrize(
-    ("options", "bytes_times", "shares"),
-    [
-        ("--cp 2", 1, [[11, 11], [2, 2], [2, 2], [0, 0]]),
-        pytest.param("--cp 4", 1, [[6, 6, 5, 5], *[[1] * 4] * 2, [0] * 4], marks=full),
-        # Of 48 tokens and 16 per page 3 pages cross, and one of four ranks has none to send.
-        pytest.param(
-            "--cp 4 --page-size 32", 1, [[3, 3, 3, 2], *[[1, 1, 0, 0]] * 2, [0] * 4], marks=full
-        ),
-        pytest.param(
-            "--cp 2 --model deepseek", 0.625, [[11, 11], *[[2, 2]] * 2, [0, 0]], marks=full
-        ),
-        pytest.param(
-            "--cp 2 --tp 1:4 --model qwen", 2, [[11, 11], *[[2, 2]] * 2, [0, 0]], marks=full
-        ),
-    ],
-)
-def test_demo_takes_a_prompt_from_context_parallel_ranks_that_each_send_a_share(
-    tmp_path: Path, options: str, bytes_times: float, shares: list[list[int]]
-) -> None:
-    """scenario F: every rank has gathered all KV, and sends its part of the pages alone."""
-    done, report = demo(tmp_path / "demo.json", *options.split(), "--turns", "1")
-
-    good(done, report)
-    assert [[one.pages_sent for one in row.senders] for row in report.turns] == shares
-    page_bytes = PAGE_BYTES * bytes_times * report.environment.page_size // 16
-    for row in report.turns:
-        assert [one.bytes_sent for one in row.senders] == [
-            one.pages_sent * page_bytes for one in row.senders
-        ]
-
-
-@pytest.mark.parametrize(
-    ("options", "stages"),
-    [
-        ("--pp 2", 2),
-        pytest.param("--pp 3", 3, marks=full),
-        pytest.param("--pp 4 --model deepseek", 4, marks=full),
-        pytest.param("--pp 2 --tp 1:2", 2, marks=full),
-    ],
-)
-def test_demo_takes_the_layers_of_a_prompt_from_the_stages_of_a_pipeline(
-    tmp_path: Path, options: str, stages: int
-) -> None:
-    """scenario E15, scenario G13: each stage sends all pages of its own layers."""
-    done, report = demo(tmp_path / "demo.json", *options.split(), "--turns", "1")
-
-    good(done, report)
-    layers = {2: [2, 2], 3: [2, 1, 1], 4: [1, 1, 1, 1]}[stages]
-    for row, pages in zip(report.turns, (22, 4, 4, 0), strict=True):
-        assert [one.pages_sent for one in row.senders] == [pages] * stages
-        layer_bytes = report.environment.page_bytes // 4
-        assert [one.bytes_sent for one in row.senders] == [
-            pages * count * layer_bytes for count in layers
-        ]
-
-
-def test_demo_embeds_the_same_with_kv_written_and_in_a_pool_without_kv(tmp_path: Path) -> None:
-    """scenario D1, scenario D10, scenario D13: 97 pages of 8 heads in 4 layers, and none of it."""
-    done, report = run(tmp_path / "demo.json", EmbeddingReport, "--model", "embedding")
-
-    assert (done.returncode, report.problems) == (0, ()), done.stdout + done.stderr
-    assert len(report.batches) == 12
-    assert report.max_difference <= report.tolerance == 1e-5
-    assert report.damaged_difference > 1e-3
-    page_bytes = 4 * 2 * 16 * 8 * 32 * 4
-    assert report.memory == EmbeddingMemory(
-        pages=97,
-        counted_pages=97,
-        pool_bytes=97 * page_bytes,
-        pool_bytes_expected=97 * page_bytes,
-        counted_pool_bytes=0,
-        placeholder_bytes=page_bytes,
-        pages_still_held=0,
-    )
-    assert report.refused == dict.fromkeys(
-        ("map", "commit", "send", "receive", "match"), "not-supported"
-    )
-    assert done.stdout.splitlines()[-1].startswith("OK: embeddings of 96 texts are the same")
 
 
 def _figures(row: TurnRow) -> tuple[int, int, int, int, int]:
