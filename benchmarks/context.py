@@ -28,26 +28,20 @@ import msgspec
 import numpy as np
 
 from benchmarks.context_rank import DEADLINE_S, HandedOver, RankOrder, Strategy
-from benchmarks.harness import (
-    BenchmarkFailed,
-    BenchmarkResult,
-    ResultColumn,
-    ResultTable,
-    benchmark,
-)
+from benchmarks.harness import benchmark
 from benchmarks.token_memory import TokenMemory, WrittenTokens
-from kvd.bench.report import at_most
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most
 from kvd.client import connect_sync
 from kvd.core.layout.shards import page_share
 from kvd.demo.processes import ENGINE_VARIABLES
+from kvd.harness.child import ChildFailed
 from kvd.harness.daemons import star_of_daemons
 from kvd.types import Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from benchmarks.harness import Measured
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
     from kvd.client import SyncNode
     from kvd.harness.daemons import DaemonProcess
 
@@ -105,12 +99,12 @@ class RankProcesses:
         """The answer.
 
         Raises:
-            BenchmarkFailed: there is none.
+            ChildFailed: there is none.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise BenchmarkFailed(f"the ranks have ended\n{self._log.read_text()[-2000:]}")
+            raise ChildFailed(f"the ranks have ended\n{self._log.read_text()[-2000:]}")
         return msgspec.json.decode(line, type=HandedOver)
 
     def stop(self) -> None:
@@ -139,7 +133,7 @@ class DecodeSide:
 
         Raises:
             AssertionError: something else arrived than was computed.
-            BenchmarkFailed: the ranks ended.
+            ChildFailed: the ranks ended.
         """
         first = self._next_token
         self._next_token += kind.tokens
@@ -267,15 +261,13 @@ COLUMNS: Final = (
 command = benchmark(
     "cp",
     run,
-    (
-        click.option(
-            "--tokens",
-            type=click.IntRange(2 * PAGE_TOKENS),
-            multiple=True,
-            default=(1024, 4096),
-            show_default=True,
-            help="Of a prompt, whole pages of 16; may be repeated.",
-        ),
-        click.option("--repeats", default=7, show_default=True, help="Handoffs of each kind."),
+    click.option(
+        "--tokens",
+        type=click.IntRange(2 * PAGE_TOKENS),
+        multiple=True,
+        default=(1024, 4096),
+        show_default=True,
+        help="Of a prompt, whole pages of 16; may be repeated.",
     ),
+    click.option("--repeats", default=7, show_default=True, help="Handoffs of each kind."),
 )

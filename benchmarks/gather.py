@@ -27,24 +27,17 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import (
-    BenchmarkFailed,
-    BenchmarkResult,
-    ResultColumn,
-    ResultTable,
-    benchmark,
-    figure,
-)
-from kvd.bench.report import at_most
+from benchmarks.harness import benchmark
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most, figure
 from kvd.device.collectives import Gather, collect
 from kvd.device.sequence import Split, shard
 from kvd.device.symmetric import open_arena
+from kvd.harness.child import ChildFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.harness import Measured
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
 
 TIMEOUT: Final = timedelta(seconds=180)
 MARGIN: Final = 1.1
@@ -63,7 +56,7 @@ def measure(ranks: int, tokens: int, rounds: int) -> Measured:
     """Start so many ranks, let them gather, take the one in the middle by its ratio.
 
     Raises:
-        BenchmarkFailed: a rank did; its error is on standard error.
+        ChildFailed: a rank did; its error is on standard error.
     """
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as directory:
         given = [str(ranks), str(Path(directory) / "store"), str(tokens), str(rounds)]
@@ -82,7 +75,7 @@ def measure(ranks: int, tokens: int, rounds: int) -> Measured:
             for number, process in enumerate(processes):
                 answer, _ = process.communicate(timeout=TIMEOUT.total_seconds())
                 if process.returncode:
-                    raise BenchmarkFailed(f"rank {number} ended with {process.returncode}")
+                    raise ChildFailed(f"rank {number} ended with {process.returncode}")
                 found.append(msgspec.json.decode(answer, type=dict[str, int | float]))
         finally:
             for process in processes:
@@ -187,11 +180,9 @@ COLUMNS: Final = (
 command = benchmark(
     "gather",
     run,
-    (
-        click.option("--ranks", multiple=True, type=int, default=(2, 4), show_default=True),
-        click.option("--tokens", default=8192, show_default=True, help="Of one prompt."),
-        click.option("--rounds", default=15, show_default=True, help="To take medians of."),
-    ),
+    click.option("--ranks", multiple=True, type=int, default=(2, 4), show_default=True),
+    click.option("--tokens", default=8192, show_default=True, help="Of one prompt."),
+    click.option("--rounds", default=15, show_default=True, help="To take medians of."),
 )
 
 if __name__ == "__main__":

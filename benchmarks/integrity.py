@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import statistics
 import tempfile
 import time
@@ -21,17 +20,17 @@ from typing import TYPE_CHECKING, Final
 import click
 import numpy as np
 
-from benchmarks.harness import BenchmarkResult, ResultColumn, ResultTable, benchmark
+from benchmarks.harness import benchmark
 from kvd.bench.engines import two_engines
 from kvd.bench.memory import busy_s, when_collapsed
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable
 from kvd.core.layout.seal import Seal, page_sum
 from kvd.harness.daemons import LLAMA_8B, two_daemons
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
-    from benchmarks.harness import Measured
     from kvd.bench.engines import HandoffEngines
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
     from kvd.harness.daemons import Pair
 
 PAGE_TOKENS: Final = 16
@@ -76,12 +75,7 @@ class VerifiedTurns:
 
     def _verifying_s(self) -> float:
         """Seconds that parts of the decode side have spent in VERIFYING."""
-        link = http.client.HTTPConnection("127.0.0.1", self._pair.decode.http_port)
-        try:
-            link.request("GET", "/metrics", headers={"Connection": "close"})
-            text = link.getresponse().read().decode()
-        finally:
-            link.close()
+        text = self._pair.decode.metrics()
         name = 'kvd_handoff_stage_seconds_sum{role="decode",stage="verify"} '
         return sum(float(line[len(name) :]) for line in text.splitlines() if line.startswith(name))
 
@@ -191,8 +185,6 @@ SUM_COLUMNS: Final = (
 command = benchmark(
     "integrity",
     run,
-    (
-        click.option("--size-mib", default=256, show_default=True, help="Of one handoff."),
-        click.option("--repeats", default=9, show_default=True, help="Handoffs per mode."),
-    ),
+    click.option("--size-mib", default=256, show_default=True, help="Of one handoff."),
+    click.option("--repeats", default=9, show_default=True, help="Handoffs per mode."),
 )

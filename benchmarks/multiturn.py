@@ -42,14 +42,7 @@ import numpy as np
 import uvloop
 import zmq
 
-from benchmarks.harness import (
-    BenchmarkFailed,
-    BenchmarkResult,
-    ResultColumn,
-    ResultTable,
-    benchmark,
-    figure,
-)
+from benchmarks.harness import benchmark
 from benchmarks.multiturn_engine import (
     DECODE,
     PREFILL,
@@ -62,7 +55,8 @@ from benchmarks.multiturn_engine import (
     TurnDecoded,
     TurnPrefilled,
 )
-from kvd.bench.report import at_most
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most, figure
+from kvd.harness.child import ChildFailed
 from kvd.harness.daemons import two_daemons
 from kvd.sockets import LoopSocket, open_router
 from kvd.types import ID_BYTES, Tokens
@@ -70,8 +64,7 @@ from kvd.types import ID_BYTES, Tokens
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from benchmarks.harness import Measured
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
     from kvd.harness.daemons import Pair
 
 PAGE_TOKENS: Final = 16
@@ -175,7 +168,7 @@ class Router:
         """Return when both engines serve.
 
         Raises:
-            BenchmarkFailed: one does not, for so long.
+            ChildFailed: one does not, for so long.
         """
         try:
             async with asyncio.timeout(START_S):
@@ -183,7 +176,7 @@ class Router:
                     await ready.wait()
         except TimeoutError:
             silent = [role for role, ready in self._ready.items() if not ready.is_set()]
-            raise BenchmarkFailed(
+            raise ChildFailed(
                 f"no {' and no '.join(silent)} engine after {START_S:.0f} s"
             ) from None
 
@@ -193,7 +186,7 @@ class Router:
         """One turn, from its submission to its end on both nodes.
 
         Raises:
-            BenchmarkFailed: an engine gave up or did not answer.
+            ChildFailed: an engine gave up or did not answer.
         """
         self._last_room += 1
         room = self._last_room
@@ -212,7 +205,7 @@ class Router:
             async with asyncio.timeout(ANSWER_S):
                 decoded, prefilled = await asyncio.gather(*halves)
         except TimeoutError:
-            raise BenchmarkFailed(f"room {room} took longer than {ANSWER_S:.0f} s") from None
+            raise ChildFailed(f"room {room} took longer than {ANSWER_S:.0f} s") from None
         assert isinstance(decoded, TurnDecoded)
         assert isinstance(prefilled, TurnPrefilled)
         times_s = decoded.token_times_s
@@ -240,7 +233,7 @@ class Router:
             case EngineReady():
                 self._ready[role].set()
             case EngineBroken(room, why):
-                self._answers.pop((role, room)).set_exception(BenchmarkFailed(f"{role}: {why}"))
+                self._answers.pop((role, room)).set_exception(ChildFailed(f"{role}: {why}"))
             case _:
                 self._answers.pop((role, reply.room)).set_result(reply)
 
@@ -410,7 +403,7 @@ def measure_talks(shape: TalkShape, told: Told) -> BenchmarkResult:
     """Start everything, measure, stop everything.
 
     Raises:
-        BenchmarkFailed, DaemonFailed: something did not do what it should.
+        ChildFailed, DaemonFailed: something did not do what it should.
     """
     # Two rounds fit: what is evicted is always of a round that is over.
     pages = 2 * shape.conversations * (shape.longest_tokens // PAGE_TOKENS + 2) + 1
@@ -472,9 +465,7 @@ COLUMNS: Final = (
 command = benchmark(
     "multiturn",
     run,
-    (
-        click.option("--conversations", default=8, show_default=True, help="How many at once."),
-        click.option("--turns", default=5, show_default=True, help="Of each conversation."),
-        click.option("--rounds", default=5, show_default=True, help="With the cache on, and off."),
-    ),
+    click.option("--conversations", default=8, show_default=True, help="How many at once."),
+    click.option("--turns", default=5, show_default=True, help="Of each conversation."),
+    click.option("--rounds", default=5, show_default=True, help="With the cache on, and off."),
 )

@@ -24,9 +24,9 @@ import click
 import msgspec
 import numpy as np
 
-from benchmarks.harness import BenchmarkResult, ResultColumn, ResultTable, benchmark, figure
+from benchmarks.harness import benchmark
 from kvd.bench.memory import busy_s
-from kvd.bench.report import at_least
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_least, figure
 from kvd.core.effects import LoadAgent, Post, Verify
 from kvd.core.inputs import AgentFailed, AgentLoaded, PostDone, PostFailed, Verified
 from kvd.core.layout.geometry import Geometry, geometry
@@ -47,8 +47,7 @@ from kvd.wire.peer import Integrity
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from benchmarks.harness import Measured
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
     from kvd.transfer.copies import Area
     from kvd.transfer.descriptors import Writes
     from kvd.transfer.metadata import Metadata
@@ -409,10 +408,8 @@ COLUMNS: Final = (
 command = benchmark(
     "shards",
     run,
-    (
-        click.option("--pages", default=32, show_default=True, help="Of 2 MiB of the model."),
-        click.option("--repeats", default=15, show_default=True, help="Writes per case."),
-        click.option("--seed", default=1, show_default=True, help="Of the order of pages."),
-        click.option("--tls", default="", help="UCX_TLS; tcp is how bytes go between hosts."),
-    ),
+    click.option("--pages", default=32, show_default=True, help="Of 2 MiB of the model."),
+    click.option("--repeats", default=15, show_default=True, help="Writes per case."),
+    click.option("--seed", default=1, show_default=True, help="Of the order of pages."),
+    click.option("--tls", default="", help="UCX_TLS; tcp is how bytes go between hosts."),
 )
