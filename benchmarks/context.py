@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -34,7 +32,7 @@ from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most
 from kvd.client import connect_sync
 from kvd.core.layout.shards import page_share
 from kvd.demo.processes import ENGINE_VARIABLES
-from kvd.harness.child import ChildFailed
+from kvd.harness.child import Child
 from kvd.harness.daemons import star_of_daemons
 from kvd.types import Tokens
 
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
 
     from kvd.bench.report import Measured, Told
     from kvd.client import SyncNode
-    from kvd.harness.daemons import DaemonProcess
 
 PAGE_TOKENS: Final = 16
 TOKEN_BYTES: Final = 16384
@@ -74,53 +71,10 @@ class PromptKind(msgspec.Struct, frozen=True):
         return tuple((end - first) * size for first, end in shares)
 
 
-class RankProcesses:
-    """The rank processes: orders in, answers out."""
-
-    def __init__(self, daemons: list[DaemonProcess], log: Path) -> None:
-        self._log = log
-        with log.open("wb") as sink:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.context_rank", *(one.client for one in daemons)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                env={**os.environ, **ENGINE_VARIABLES},
-            )
-
-    def tell(self, order: RankOrder) -> None:
-        """Hand over one order; ``hear`` gives its answer."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # then nothing is to be heard
-            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
-            self._process.stdin.flush()
-
-    def hear(self) -> HandedOver:
-        """The answer.
-
-        Raises:
-            ChildFailed: there is none.
-        """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ChildFailed(f"the ranks have ended\n{self._log.read_text()[-2000:]}")
-        return msgspec.json.decode(line, type=HandedOver)
-
-    def stop(self) -> None:
-        """End their input, and wait for their end."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-
 class DecodeSide:
     """The decode side, and the numbers that must not repeat: tokens and rooms."""
 
-    def __init__(self, ranks: RankProcesses, names: list[str], node: SyncNode) -> None:
+    def __init__(self, ranks: Child, names: list[str], node: SyncNode) -> None:
         self._ranks = ranks
         self._names = names
         self._node = node
@@ -148,7 +102,7 @@ class DecodeSide:
         receive = self._node.receive(self._room, tokens, sources, deadline_s=DEADLINE_S)
         receive.done()
         ended_s = time.monotonic()
-        handed = self._ranks.hear()
+        handed = self._ranks.hear(HandedOver)
         assert receive.prefix_len == kind.prefix_tokens
         self._memory.check(receive.lease.wrapped, Tokens(tokens.tobytes()))
         receive.lease.release()
@@ -203,7 +157,8 @@ def open_decode_side(settings: dict[str, str], ranks: int) -> Iterator[DecodeSid
         star_of_daemons(Path(name), settings, ranks) as (prefill, decode),
         connect_sync(decode.client, name="decode") as node,
     ):
-        processes = RankProcesses(prefill, Path(name) / "ranks.log")
+        sessions = [one.client for one in prefill]
+        processes = Child("benchmarks.context_rank", *sessions, environment=ENGINE_VARIABLES)
         try:
             yield DecodeSide(processes, [one.name for one in prefill], node)
         finally:

@@ -25,6 +25,7 @@ from kvd.demo.group import Group, fork
 from kvd.device.collectives import Gather, Pending
 from kvd.device.sequence import Sharding, Split, shard
 from kvd.device.symmetric import open_arena
+from kvd.harness.child import answer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -159,8 +160,7 @@ def main(daemons: list[str]) -> None:
         while line := group.spread(sys.stdin.buffer.readline() if group.rank == 0 else b""):
             told = rank.perform(msgspec.json.decode(line, type=RankOrder))
             if group.rank == 0:
-                sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
-                sys.stdout.buffer.flush()
+                answer(told)
 
 
 if __name__ == "__main__":
