@@ -16,9 +16,9 @@ from typing_extensions import override
 from kvd.core import effects, inputs
 from kvd.core.audit import component_rules
 from kvd.core.audit.invariants import violations
+from kvd.sim.engine import SimSession
 from kvd.sim.node_shell import NodeShell, incarnation
 from kvd.sim.pool import SimMemory
-from kvd.sim.session import SimSession
 from kvd.sim.transfer_process import SimTransferProcess
 from kvd.sim.violation import Violated, require
 from kvd.types import Pages, count, page_ids

@@ -1,14 +1,13 @@
 """What surrounds a node in memory: who performs its effects, and where bytes may land.
 
-``NodeShell`` is the daemon's part and ``TransferDouble`` that of the transfer process. The
-simulator plays both in its own time and at random; the tests of the core play both step by step, as
-a test says. What must not differ between the two is here: that no effect is forgotten, and whose
-pages a peer may write.
+The simulator plays the daemon and its transfer process in its own time and at random; the tests of
+the core play both step by step, as a test says. What must not differ between the two is here: that
+no effect is forgotten, and whose pages a peer may write.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 from kvd.core import effects
 from kvd.core.layout.spec import companion_factor, companion_pages
@@ -19,64 +18,6 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease import LeaseRecord
     from kvd.core.node import NodeState
     from kvd.wire.peer import Offer
-
-
-class TransferDouble:
-    """A transfer process without memory or sockets: one verb for each order of a node."""
-
-    def order(self, order: effects.TransferOrder) -> None:
-        """Take an order; what becomes of it is reported when its time has come."""
-        match order:
-            case effects.LoadAgent():
-                self.load_agent(order)
-            case effects.DropAgent():
-                self.drop_agent(order)
-            case effects.Post():
-                self.post(order)
-            case effects.Forget():
-                self.forget(order)
-            case effects.Verify():
-                self.verify(order)
-            case effects.Quiesce():
-                self.quiesce(order)
-            case effects.Exempt():
-                self.exempt(order)
-            case effects.Copy():
-                self.begin_copy(order)
-            case _:
-                assert_never(order)
-
-    def load_agent(self, order: effects.LoadAgent) -> None:
-        """Make a sending agent."""
-        raise NotImplementedError
-
-    def drop_agent(self, order: effects.DropAgent) -> None:
-        """Destroy one: its posts fail, nothing more is sent through it."""
-        raise NotImplementedError
-
-    def post(self, order: effects.Post) -> None:
-        """Write pages into another node's pool."""
-        raise NotImplementedError
-
-    def forget(self, order: effects.Forget) -> None:
-        """A post that waits for its event is not wanted any more."""
-        raise NotImplementedError
-
-    def verify(self, order: effects.Verify) -> None:
-        """Compare what has arrived with what was sent."""
-        raise NotImplementedError
-
-    def quiesce(self, order: effects.Quiesce) -> None:
-        """Say when nothing that is in doubt can still land."""
-        raise NotImplementedError
-
-    def exempt(self, order: effects.Exempt) -> None:
-        """Some connections are of living writers."""
-        raise NotImplementedError
-
-    def begin_copy(self, order: effects.Copy) -> None:
-        """Copy pages to the saved area or back."""
-        raise NotImplementedError
 
 
 class NodeShell:

@@ -29,7 +29,7 @@ from kvd.core.layout.spec import (
 )
 from kvd.core.node import NodeState
 from kvd.core.settings import Settings
-from kvd.sim.node_shell import NodeShell, TransferDouble, incarnation
+from kvd.sim.node_shell import NodeShell, incarnation
 from kvd.types import (
     ID_BYTES,
     NO_PAGES,
@@ -122,7 +122,7 @@ class Letter(NamedTuple):
     message: Message
 
 
-class Side(TransferDouble, NodeShell):
+class Side(NodeShell):
     """One node with its transfer process, its engines' inboxes, and what its pages hold."""
 
     def __init__(self, world: World, config: Settings) -> None:
@@ -352,6 +352,26 @@ class Side(TransferDouble, NodeShell):
         return True
 
     @override
+    def order(self, order: effects.TransferOrder) -> None:
+        """Each kind of order to whoever carries it out."""
+        match order:
+            case effects.LoadAgent():
+                self.load_agent(order)
+            case effects.DropAgent():
+                self.drop_agent(order)
+            case effects.Post():
+                self.post(order)
+            case effects.Forget():
+                self.forget(order)
+            case effects.Verify():
+                self.verify(order)
+            case effects.Quiesce():
+                self.quiesce(order)
+            case effects.Exempt():
+                self.exempt(order)
+            case effects.Copy():
+                self.begin_copy(order)
+
     def load_agent(self, load: effects.LoadAgent) -> None:
         if self.fails_loading:
             self.fails_loading -= 1
@@ -369,7 +389,6 @@ class Side(TransferDouble, NodeShell):
             inputs.AgentLoaded(0.0, load.incarnation, load.generation, (stream.name,))
         )
 
-    @override
     def post(self, post: effects.Post) -> None:
         part = self.node.prefiller.posts.parts.get(post.post)
         if part is None:
@@ -385,17 +404,14 @@ class Side(TransferDouble, NodeShell):
         if not self.world.hold_posts:
             self.land(flight)
 
-    @override
     def forget(self, order: effects.Forget) -> None:
         if self.waiting.pop(order.post, None) is not None:
             self.inbox.append(inputs.Unposted(0.0, order.post, "given up"))
 
-    @override
     def quiesce(self, order: effects.Quiesce) -> None:
         self.inflow.quiesce(order)
         self.be_quiet_now()
 
-    @override
     def exempt(self, order: effects.Exempt) -> None:
         self.inflow.exempt(order)
         self.be_quiet_now()
@@ -478,7 +494,6 @@ class Side(TransferDouble, NodeShell):
         nodes = self.node.leases.tree.nodes()
         return {page for node in nodes for page in page_ids(node.pages)}
 
-    @override
     def verify(self, verify: effects.Verify) -> None:
         self.asked.append(verify)
         if not self.world.hold_verify:
@@ -495,7 +510,6 @@ class Side(TransferDouble, NodeShell):
         bad = tuple(p for p, s, w in zip(logical, sums, wanted, strict=True) if s != w)
         self.inbox.append(inputs.Verified(0.0, verify.ticket, bad))
 
-    @override
     def begin_copy(self, copy: effects.Copy) -> None:
         self.copies.append(copy)
         if not self.world.hold_copies:
@@ -543,7 +557,6 @@ class Side(TransferDouble, NodeShell):
         self.check_landing(grant.handoff, grant.lease, post.component, [page])
         self.put(post, page, what)
 
-    @override
     def drop_agent(self, drop: effects.DropAgent) -> None:
         """Destroyed: nothing more is sent; what was sent may be in the receiver's sockets."""
         for post in list(self.waiting.values()):
