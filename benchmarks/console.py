@@ -245,7 +245,6 @@ class ConsoleTerminal:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._seen = 0
-        self._is_stopped = False
 
     def __enter__(self) -> ConsoleTerminal:
         self._began_s = time.monotonic()

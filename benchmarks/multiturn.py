@@ -148,7 +148,7 @@ class ServedTurn(msgspec.Struct, frozen=True):
     gaps_s: tuple[float, ...]
 
 
-class EngineProcess:
+class TalkingEngine:
     """One engine, as the router has it: requests in, answers out in any order."""
 
     def __init__(self, role: str, process: asyncio.subprocess.Process) -> None:
@@ -190,7 +190,7 @@ class EngineProcess:
 
 
 @contextlib.asynccontextmanager
-async def open_engine(role: str, daemon: str) -> AsyncIterator[EngineProcess]:
+async def open_engine(role: str, daemon: str) -> AsyncIterator[TalkingEngine]:
     """One engine process, for as long as the block lasts."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.multiturn_engine", role, daemon),
@@ -199,7 +199,7 @@ async def open_engine(role: str, daemon: str) -> AsyncIterator[EngineProcess]:
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         limit=LINE_BYTES,
     )
-    engine = EngineProcess(role, process)
+    engine = TalkingEngine(role, process)
     try:
         async with in_time(f"no {role} engine"):
             await engine.ready
@@ -225,7 +225,7 @@ async def in_time(what: str) -> AsyncIterator[None]:
 class Router:
     """Sends both halves of every request to the engines, and takes their answers."""
 
-    def __init__(self, prefill: EngineProcess, decode: EngineProcess) -> None:
+    def __init__(self, prefill: TalkingEngine, decode: TalkingEngine) -> None:
         self._prefill = prefill
         self._decode = decode
         self._last_room = 0
