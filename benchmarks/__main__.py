@@ -6,28 +6,20 @@ import click
 
 from kvd.cli.lazy import LazyGroup, Verb
 
+SHORT_HELP = {
+    "radix": "The prefix tree on a trace.",
+    "shards": "Pages between differently sharded pools.",
+    "integrity": "What verifying costs.",
+    "multiturn": "Conversations with the decode tree on and off.",
+    "cp": "Who gathers and who sends, of ranks.",
+    "families": "What a request of each pool family takes.",
+    "gather": "Gathers beside the bare collective.",
+    "recorder": "What the flight recorder takes.",
+    "console": "What consoles cost.",
+}
 BENCHMARKS = {
-    "radix": Verb("benchmarks.radix:command", "The prefix tree on a trace.", "Benchmarks"),
-    "shards": Verb(
-        "benchmarks.shards:command", "Pages between differently sharded pools.", "Benchmarks"
-    ),
-    "integrity": Verb("benchmarks.integrity:command", "What verifying costs.", "Benchmarks"),
-    "multiturn": Verb(
-        "benchmarks.multiturn:command",
-        "Conversations with the decode tree on and off.",
-        "Benchmarks",
-    ),
-    "cp": Verb("benchmarks.context:command", "Who gathers and who sends, of ranks.", "Benchmarks"),
-    "families": Verb(
-        "benchmarks.families:command", "What a request of each pool family takes.", "Benchmarks"
-    ),
-    "gather": Verb(
-        "benchmarks.gather:command", "Gathers beside the bare collective.", "Benchmarks"
-    ),
-    "recorder": Verb(
-        "benchmarks.recorder:command", "What the flight recorder takes.", "Benchmarks"
-    ),
-    "console": Verb("benchmarks.console:command", "What consoles cost.", "Benchmarks"),
+    name: Verb(f"benchmarks.{'context' if name == 'cp' else name}:command", said, "Benchmarks")
+    for name, said in SHORT_HELP.items()
 }
 
 

@@ -32,9 +32,9 @@ import zmq
 import zmq.asyncio
 
 import kvd.client
-from benchmarks.harness import BenchmarkResult, ResultColumn, ResultTable, benchmark, figure
+from benchmarks.harness import benchmark
 from kvd.bench.memory import busy_s
-from kvd.bench.report import at_most
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most, figure
 from kvd.harness.daemons import one_daemon
 from kvd.wire.admin import Frame, Look, ShowTree, Tree
 from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS
@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from benchmarks.harness import Measured
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
     from kvd.client.api import Node
     from kvd.harness.daemons import DaemonProcess
 
@@ -246,7 +245,6 @@ class ConsoleTerminal:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._seen = 0
-        self._is_stopped = False
 
     def __enter__(self) -> ConsoleTerminal:
         self._began_s = time.monotonic()
@@ -478,10 +476,8 @@ def run(told: Told, *, pages: int, leases: int, links: int, seconds: float) -> B
 command = benchmark(
     "console",
     run,
-    (
-        click.option("--pages", default=1_000_001, show_default=True, help="Of the pool."),
-        click.option("--leases", default=10_000, show_default=True, help="Leases that stay."),
-        click.option("--links", default=20, show_default=True, help="Consoles without a screen."),
-        click.option("--seconds", default=5.0, show_default=True, help="Of each measurement."),
-    ),
+    click.option("--pages", default=1_000_001, show_default=True, help="Of the pool."),
+    click.option("--leases", default=10_000, show_default=True, help="Leases that stay."),
+    click.option("--links", default=20, show_default=True, help="Consoles without a screen."),
+    click.option("--seconds", default=5.0, show_default=True, help="Of each measurement."),
 )

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,15 +26,10 @@ import msgspec
 import numpy as np
 
 from benchmarks.context_rank import DEADLINE_S, HandedOver, RankOrder, Strategy
-from benchmarks.harness import (
-    BenchmarkFailed,
-    BenchmarkResult,
-    ResultColumn,
-    ResultTable,
-    benchmark,
-)
+from benchmarks.harness import benchmark
+from benchmarks.ranks import Ranks
 from benchmarks.token_memory import TokenMemory, WrittenTokens
-from kvd.bench.report import at_most
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most
 from kvd.client import connect_sync
 from kvd.core.layout.shards import page_share
 from kvd.harness.daemons import star_of_daemons
@@ -45,10 +38,8 @@ from kvd.types import Tokens
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from benchmarks.harness import Measured
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
     from kvd.client import SyncNode
-    from kvd.harness.daemons import DaemonProcess
 
 PAGE_TOKENS: Final = 16
 TOKEN_BYTES: Final = 16384
@@ -79,58 +70,10 @@ class PromptKind(msgspec.Struct, frozen=True):
         return tuple((end - first) * size for first, end in shares)
 
 
-class RankProcesses:
-    """The rank processes: orders in, answers out."""
-
-    def __init__(self, daemons: list[DaemonProcess], directory: Path) -> None:
-        self._log = directory / "ranks.log"
-        module = [sys.executable, "-m", "benchmarks.context_rank"]
-        given = [str(directory / "store"), *(one.client for one in daemons)]
-        with self._log.open("ab") as sink:
-            self._processes = [
-                subprocess.Popen(
-                    [*module, str(rank), *given],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=sink,
-                    env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-                )
-                for rank in range(len(daemons))
-            ]
-
-    def tell(self, order: RankOrder) -> None:
-        """Hand over one order; ``hear`` gives its answer."""
-        for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # then nothing is to be heard
-                process.stdin.write(msgspec.json.encode(order) + b"\n")
-                process.stdin.flush()
-
-    def hear(self) -> HandedOver:
-        """The answer of the first rank.
-
-        Raises:
-            BenchmarkFailed: there is none.
-        """
-        lines: list[bytes] = []
-        for process in self._processes:
-            assert process.stdout is not None
-            lines.append(process.stdout.readline())
-        if not all(lines):
-            raise BenchmarkFailed(f"a rank has ended\n{self._log.read_text()[-2000:]}")
-        return msgspec.json.decode(lines[0], type=HandedOver)
-
-    def stop(self) -> None:
-        """End their input, and wait for their end."""
-        for process in self._processes:
-            with contextlib.suppress(BrokenPipeError):
-                process.communicate()
-
-
 class DecodeSide:
     """The decode side, and the numbers that must not repeat: tokens and rooms."""
 
-    def __init__(self, ranks: RankProcesses, names: list[str], node: SyncNode) -> None:
+    def __init__(self, ranks: Ranks, names: list[str], node: SyncNode) -> None:
         self._ranks = ranks
         self._names = names
         self._node = node
@@ -143,7 +86,7 @@ class DecodeSide:
 
         Raises:
             AssertionError: something else arrived than was computed.
-            BenchmarkFailed: the ranks ended.
+            ChildFailed: the ranks ended.
         """
         first = self._next_token
         self._next_token += kind.tokens
@@ -158,7 +101,7 @@ class DecodeSide:
         receive = self._node.receive(self._room, tokens, sources, deadline_s=DEADLINE_S)
         receive.done()
         ended_s = time.monotonic()
-        handed = self._ranks.hear()
+        handed = self._ranks.hear(HandedOver)[0]
         assert receive.prefix_len == kind.prefix_tokens
         self._memory.check(receive.lease.wrapped, Tokens(tokens.tobytes()))
         receive.lease.release()
@@ -213,7 +156,7 @@ def open_decode_side(settings: dict[str, str], ranks: int) -> Iterator[DecodeSid
         star_of_daemons(Path(name), settings, ranks) as (prefill, decode),
         connect_sync(decode.client, name="decode") as node,
     ):
-        processes = RankProcesses(prefill, Path(name))
+        processes = Ranks("benchmarks.context_rank", len(prefill), *[one.client for one in prefill])
         try:
             yield DecodeSide(processes, [one.name for one in prefill], node)
         finally:
@@ -271,15 +214,13 @@ COLUMNS: Final = (
 command = benchmark(
     "cp",
     run,
-    (
-        click.option(
-            "--tokens",
-            type=click.IntRange(2 * PAGE_TOKENS),
-            multiple=True,
-            default=(1024, 4096),
-            show_default=True,
-            help="Of a prompt, whole pages of 16; may be repeated.",
-        ),
-        click.option("--repeats", default=7, show_default=True, help="Handoffs of each kind."),
+    click.option(
+        "--tokens",
+        type=click.IntRange(2 * PAGE_TOKENS),
+        multiple=True,
+        default=(1024, 4096),
+        show_default=True,
+        help="Of a prompt, whole pages of 16; may be repeated.",
     ),
+    click.option("--repeats", default=7, show_default=True, help="Handoffs of each kind."),
 )

@@ -1,8 +1,8 @@
 """The context-parallel ranks of ``benchmarks cp``: processes with KV of some tokens and no model.
 
-``python -m benchmarks.context_rank RANK STORE DAEMON...`` is one of as many ranks as daemons, with
-a session with its own. All are given the same orders as lines of JSON on the standard input, and
-each answers with one line; all end with the input.
+``python -m benchmarks.context_rank RANK RANKS STORE DAEMON...`` is one of as many ranks as daemons,
+with a session with its own. All are given the same orders as lines of JSON on the standard input,
+and each answers with one line; all end with the input.
 
 Of a prompt every rank has the KV of the tokens that zigzag gives it: their id in every byte, in
 plain tensors, as if they had just been computed. What is timed begins when all have it.
@@ -20,11 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import join_ranks
 from benchmarks.token_memory import COLOURS
 from kvd.client import connect_sync
 from kvd.device.collectives import Gather, Pending
 from kvd.device.sequence import Sharding, Split, shard
 from kvd.device.symmetric import open_arena
+from kvd.harness.child import obey
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -152,20 +154,12 @@ def _finish(handoff: OpenHandoff) -> int:
     return outcome.sent_bytes
 
 
-def main(number: int, store: str, daemons: list[str]) -> None:
+def main(number: int, ranks: int, store: str, daemons: list[str]) -> None:
     """Be the rank of one of these daemons until the input ends."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=number, world_size=len(daemons)
-    )
-    assert dist.group.WORLD is not None
+    group = join_ranks(number, ranks, store)
     with connect_sync(daemons[number], name=f"cp-{number}") as node:
-        rank = ContextRank(dist.group.WORLD, node)
-        for line in sys.stdin.buffer:
-            told = rank.perform(msgspec.json.decode(line, type=RankOrder))
-            sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
-            sys.stdout.buffer.flush()
+        obey(RankOrder, ContextRank(group, node).perform)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

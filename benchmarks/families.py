@@ -1,17 +1,26 @@
 """``benchmarks families``: what a request of each pool family holds, sends and leaves room for.
 
-Two real daemons for each family, handoffs over NIXL (``family_runs``), one workload. Beside each
-measurement stands its closed form (``family_forms``); where one does not agree, the command fails.
-Families that are compared take turns, so that whatever else the machine does falls on all of them.
+Two real daemons for each family, handoffs over NIXL, one workload. Beside each measurement stands
+its closed form, by arithmetic from the shapes alone (``family_forms``); where one does not agree,
+the command fails. Families that are compared take turns, so that whatever else the machine does
+falls on all of them.
+
+A prompt's KV is computed in chunks on the prefill side, its windows sliding along, then handed over
+and decoded: the decode side slides through the whole answer, and what counts is the most that it
+holds at any moment. A handoff is timed from the call of ``finish`` to its answer. Room runs out
+when a request is in the daemon's queue instead of answered. That comes first: until both pools have
+been written once, handoffs are slower, because the kernel maps their memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import tempfile
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 import msgspec
@@ -19,7 +28,6 @@ import numpy as np
 
 import kvd.client
 from benchmarks.family_forms import (
-    BUFFER,
     DEVICE,
     GROUPS,
     HISPARSE,
@@ -32,155 +40,269 @@ from benchmarks.family_forms import (
     FamilyForm,
     FamilyWorkload,
     families_of,
-    pages_of,
-    window_pages,
 )
-from benchmarks.family_runs import FamilySeen, FamilyTurns, count_leases
-from benchmarks.harness import BenchmarkResult, ResultColumn, ResultTable, benchmark
-from kvd.bench.engines import EngineSide
-from kvd.bench.report import Goal, at_least, at_most
-from kvd.harness.daemons import one_daemon, two_daemons
+from benchmarks.harness import benchmark
+from kvd.bench.engines import DEADLINE_S, EngineSide, OneHandoff
+from kvd.bench.report import BenchmarkResult, Goal, ResultColumn, ResultTable, at_least, at_most
+from kvd.harness.daemons import DaemonFailed, one_daemon, two_daemons
+from kvd.types import NULL_PAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
-    from benchmarks.harness import Measured
-    from kvd.bench.report import Told
-    from kvd.harness.daemons import DaemonProcess
+    from numpy.typing import NDArray
+
+    from kvd.bench.report import Measured, Told
+    from kvd.client import Lease
+    from kvd.wire.snapshot import Snapshot
+
+L = TypeVar("L")
 
 AGREE: Final = 0.01
 """How far a measurement may be from its closed form, as a share of that."""
 
 
-class FormCheck(msgspec.Struct, frozen=True):
-    """One measurement beside its closed form."""
+class ComponentSeen(msgspec.Struct, frozen=True):
+    """One component of a request as an engine sees it; ``held_pages`` at most, decode side."""
 
-    family: str
-    what: str
-    measured: float
-    closed: float
+    name: str
+    tier: str
+    page_bytes: int
+    pool_bytes: int
+    held_pages: int
+
+
+class FamilySeen(msgspec.Struct, frozen=True):
+    """What was measured of one family. ``figures`` are named as in ``FamilyForm.figures``.
+
+    ``times_s``: of the handoffs; ``fetches_s``: of filling a device buffer, and of wanting the same
+    pages again. The first request that had to wait did so for the component ``short_of``.
+    """
+
+    parts: tuple[ComponentSeen, ...]
+    figures: dict[str, float]
+    short_of: str
+    times_s: tuple[float, ...] = ()
+    fetches_s: tuple[tuple[float, float], ...] = ()
+
+    def held_bytes(self, tier: str) -> int:
+        """Bytes of one request in that memory."""
+        return sum(one.held_pages * one.page_bytes for one in self.parts if one.tier == tier)
+
+    def pool_bytes(self, tier: str) -> int:
+        """Bytes of the whole pool there, null pages included."""
+        return sum(one.pool_bytes for one in self.parts if one.tier == tier)
 
     @property
-    def agrees(self) -> bool:
-        """To 1 %; exactly where nothing is expected."""
-        return abs(self.measured - self.closed) <= AGREE * abs(self.closed)
+    def p50_ms(self) -> float | None:
+        """Of a handoff; None where there was none."""
+        return statistics.median(self.times_s) * 1e3 if self.times_s else None
 
 
-class FamilyResult(msgspec.Struct, frozen=True):
-    """One row: what was measured, what should have been, and how long handoffs took."""
-
-    family: FamilyForm
-    seen: FamilySeen
-    checks: tuple[FormCheck, ...]
-    p50_ms: float
-    p99_ms: float
-
-    @property
-    def sent_bytes(self) -> float:
-        """Of one handoff."""
-        return self.seen.sent_bytes / max(1, self.seen.handed_off)
+# ---- one family at work --------------------------------------------------------------------------
 
 
-def row_of(family: FamilyForm, seen: FamilySeen, work: FamilyWorkload) -> FamilyResult:
-    """One family's measurements beside their closed forms."""
-    p50_s, p99_s = np.percentile(seen.times_s, [50, 99]) if seen.times_s else (0.0, 0.0)
-    checks = checks_of(family, seen, work)
-    return FamilyResult(
-        family=family,
-        seen=seen,
-        checks=checks,
-        p50_ms=float(p50_s) * 1e3,
-        p99_ms=float(p99_s) * 1e3,
-    )
+class FamilyTurns:
+    """The daemons of one family, and its handoffs one after the other; one daemon: leases alone."""
+
+    def __init__(self, family: FamilyForm, work: FamilyWorkload, sides: list[EngineSide]) -> None:
+        self.family = family
+        self._work = work
+        self._sides = sides
+        self._prefill, self._decode = sides[0], sides[-1]
+        self._parts = self._decode.node.pool("main").memory.components
+        self._held = dict.fromkeys((one.name for one in self._parts), 0)
+        of_prefill = self._prefill.node.pool("main").memory.components
+        self._windows = [one.name for one in of_prefill if one.extent == "tail"]
+        self._slid = 0
+        """The most window pages that the prefill side's lease had mapped."""
+        self._room = 0
+        self._short_of = ""
+        self._figures: dict[str, float] = {}
+        self._times_s: list[float] = []
+        self._fetches_s: list[tuple[float, float]] = []
+
+    async def fill(self) -> None:
+        """Hold one request after the other, until one has to wait; then let all of them go."""
+        kept: list[Lease] = []
+        while (lease := await self._one_more()) is not None:
+            kept.append(lease)
+        full = await self._decode.node.snapshot()
+        self._figures = {
+            "requests admitted": len(kept),
+            "bytes of a placeholder": full.pools[0].placeholder_bytes,
+        }
+        for name, pages in leased_pages(full).items():
+            self._figures[f"pages of {name} by the daemon's count"] = pages
+        for one in kept:
+            await one.release()
+
+    async def turn(self) -> None:
+        """One handoff that is timed, decoded to the end of its answer, and released."""
+        handoff = await self._meet()
+        if handoff is None:
+            raise DaemonFailed(f"{self.family.name}: a prompt has to wait, and nobody has pages")
+        began_s, ended_s = await handoff.finish()
+        self._times_s.append(ended_s - began_s)
+        lease, work = handoff.receive.lease, self._work
+        self._look(lease)
+        for upto in range(work.prompt_tokens, work.room_tokens, work.step_tokens):
+            await lease.slide(upto)
+            self._look(lease)
+        for buffer in self._parts:
+            if buffer.extent == "buffer":
+                await self._fetch_twice(lease, range(work.buffer_tokens // buffer.page_size))
+        await handoff.end()
+
+    async def seen(self) -> FamilySeen:
+        """What came of it all. Nothing is held any more, or it is told.
+
+        Raises:
+            DaemonFailed: a handoff has failed.
+        """
+        figures = self._figures
+        if self._windows:
+            figures["window pages of a prefill"] = self._slid
+            lease = await self._prefill.node.lease(self._fresh())
+            figures["the same, computed at once"] = distinct(lease, self._windows[0])
+            await lease.release()
+        every = [await one.node.snapshot() for one in self._sides]
+        if any(one.totals.handoffs_failed for one in every):
+            raise DaemonFailed(f"{self.family.name}: a handoff has failed")
+        handed_off = max(1, every[-1].totals.handoffs_delivered)
+        figures |= {
+            "components": len(self._parts),
+            "bytes sent": every[0].totals.sent_bytes / handed_off,
+            "bytes received": every[-1].totals.received_bytes / handed_off,
+            "pages still held at the end": sum(sum(leased_pages(one).values()) for one in every),
+            "broken invariants": sum(one.totals.violations + one.audit.findings for one in every),
+        }
+        parts = tuple(
+            ComponentSeen(
+                name=one.name,
+                tier=HOST if one.tier == HOST else DEVICE,  # what is only counted is the device's
+                page_bytes=one.total_bytes // one.pages,
+                pool_bytes=one.total_bytes,
+                held_pages=self._held[one.name],
+            )
+            for one in self._parts
+        )
+        for part in parts:
+            figures[f"pages of {part.name} held"] = part.held_pages
+            figures[f"bytes of {part.name} held"] = part.held_pages * part.page_bytes
+        return FamilySeen(
+            parts=parts,
+            figures=figures,
+            short_of=self._short_of,
+            times_s=tuple(self._times_s),
+            fetches_s=tuple(self._fetches_s),
+        )
+
+    async def _one_more(self) -> Lease | None:
+        """A request that is served, and holds what it needs; None when it has to wait."""
+        if len(self._sides) > 1:
+            handoff = await self._meet()
+            if handoff is None:
+                return None
+            await handoff.finish()
+            await handoff.lease.release(())
+            return handoff.receive.lease
+        reserve = self._work.answer_tokens
+        opening = self._decode.node.lease(
+            self._fresh(), reserve_tokens=reserve, deadline_s=DEADLINE_S
+        )
+        lease = await self._unless_waiting(opening)
+        if lease is not None:
+            self._look(lease)
+        return lease
+
+    async def _meet(self) -> OneHandoff | None:
+        """A prompt that is computed and received for; None when the receive has to wait."""
+        tokens = self._fresh()
+        room, chunk = self._room, self._work.chunk_tokens
+        lease = await self._prefill.node.lease(tokens, step_tokens=chunk)
+        for upto in range(chunk, len(tokens) + 1, chunk) if self._windows else ():
+            self._look_at_windows(lease)
+            await lease.slide(upto)
+        self._look_at_windows(lease)
+        receive = await self._unless_waiting(
+            self._decode.node.receive(
+                room,
+                tokens,
+                self._prefill.daemon.name,
+                reserve_tokens=self._work.answer_tokens,
+                step_tokens=self._work.step_tokens,
+                deadline_s=DEADLINE_S,
+            )
+        )
+        if receive is None:
+            await lease.release()
+            return None
+        send = await self._prefill.node.send(room, tokens, lease=lease, deadline_s=DEADLINE_S)
+        await send.accepted()
+        return OneHandoff(lease, receive, send)
+
+    async def _unless_waiting(self, request: Coroutine[object, object, L]) -> L | None:
+        """The answer to ``request``; None if it has to wait: then it is withdrawn.
+
+        A daemon takes the requests of a session in order, and answers at once what it does not
+        queue: its state after the request shows the request if it waits.
+        """
+        asked = asyncio.ensure_future(request)
+        snapshot = await asyncio.ensure_future(self._decode.node.snapshot())
+        short = [one for one in snapshot.waiting if one.missing_pages]
+        if not short:
+            return await asked
+        self._short_of = short[0].budget
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        return None
+
+    async def _fetch_twice(self, lease: Lease, wanted: range) -> None:
+        """Want the first pages of a prompt in the device buffer, then the same again."""
+        began_s = time.perf_counter()
+        first = await lease.fetch(wanted)
+        middle_s = time.perf_counter()
+        again = await lease.fetch(wanted)
+        self._fetches_s.append((middle_s - began_s, time.perf_counter() - middle_s))
+        self._figures |= {
+            "pages copied by a first fetch": first.misses,
+            "hits of a second": again.hits,
+            "bytes copied by both": first.copied_bytes + again.copied_bytes,
+        }
+
+    def _look(self, lease: Lease) -> None:
+        """Count the pages of each component that the lease has now, and keep the most."""
+        for name in self._held:
+            self._held[name] = max(self._held[name], distinct(lease, name))
+
+    def _look_at_windows(self, lease: Lease) -> None:
+        self._slid = max([self._slid, *(distinct(lease, name) for name in self._windows)])
+
+    def _fresh(self) -> NDArray[np.int32]:
+        """A prompt of which nothing is ever cached; its room is ``self._room``."""
+        start = self._room * self._work.prompt_tokens
+        self._room += 1
+        return np.arange(start, start + self._work.prompt_tokens, dtype=np.int32)
 
 
-def checks_of(family: FamilyForm, seen: FamilySeen, work: FamilyWorkload) -> tuple[FormCheck, ...]:
-    """Everything that arithmetic can tell beforehand."""
-    named = {one.name: one for one in seen.parts}
-    pairs: list[tuple[str, float, float]] = [
-        ("components", len(seen.parts), len(family.parts)),
-        ("requests admitted", seen.admitted, family.admitted(work)),
-        ("bytes sent", seen.sent_bytes, seen.handed_off * family.sent_bytes),
-        ("bytes received", seen.received_bytes, seen.handed_off * family.sent_bytes),
-        ("bytes of a placeholder", seen.placeholder_bytes, family.counted_page_bytes),
-        ("pages still held at the end", seen.left_pages, 0),
-        ("broken invariants", seen.violations, 0),
-    ]
-    for part in family.parts:
-        got = named[part.name]
-        pairs += [
-            (f"pages of {part.name} held", got.held_pages, part.held_pages),
-            (f"bytes of {part.name} held", got.held_pages * got.page_bytes, part.held_bytes),
-        ]
-        if part.name in seen.counted_pages:
-            counted, wanted = seen.counted_pages[part.name], seen.admitted * part.held_pages
-            pairs.append((f"pages of {part.name} by the daemon's count", counted, wanted))
-        if part.name == BUFFER and seen.fetch is not None:
-            fetched = (seen.fetch.misses, seen.fetch.hits, seen.fetch.copied_bytes)
-            wanted_pages = (part.held_pages, part.held_pages, part.held_bytes)
-            what = ("pages copied by a first fetch", "hits of a second", "bytes copied by both")
-            pairs += zip(what, fetched, wanted_pages, strict=True)
-    if family.name == SWA:
-        page, window, chunk = work.page_tokens, work.window_tokens, work.chunk_tokens
-        slid, unslid = seen.prefill_window_pages, seen.prefill_window_pages_unslid
-        pairs += [
-            ("window pages of a prefill", slid, window_pages(window, chunk, page)),
-            ("the same, computed at once", unslid, pages_of(work.prompt_tokens, page)),
-        ]
-    return tuple(FormCheck(family.name, *pair) for pair in pairs)
-
-
-def ratios_of(row: FamilyResult, other: FamilyResult) -> Measured:
-    """One family beside another one, the first over the second."""
-    p50 = row.p50_ms / other.p50_ms if other.p50_ms else 0.0
+def leased_pages(snapshot: Snapshot) -> dict[str, int]:
+    """Pages that leases have, by component: their own, cached ones that they need, quarantined."""
     return {
-        "families": f"{row.family.name} / {other.family.name}",
-        "admitted": row.seen.admitted / other.seen.admitted,
-        "held": row.seen.held_bytes(DEVICE) / other.seen.held_bytes(DEVICE),
-        "held_form": row.family.held_bytes(DEVICE) / other.family.held_bytes(DEVICE),
-        "sent": row.sent_bytes / other.sent_bytes,
-        "p50": p50 or None,
+        one.component: one.held_pages + one.locked_pages + one.quarantined_pages
+        for one in snapshot.pools
     }
 
 
-def goals_of(rows: dict[str, FamilyResult], work: FamilyWorkload) -> tuple[Goal, ...]:
-    """What was to be reached, of the families that were measured."""
-    largest = max(row.seen.pool_bytes(DEVICE) for row in rows.values())
-    goals = [at_most("MiB of the largest pool on the device", work.device_mib, largest / MIB)]
-    if SWA in rows and MHA in rows:
-        ratio = rows[SWA].seen.admitted / rows[MHA].seen.admitted
-        goals.append(at_least("requests admitted, swa tail / full allocation", 5.0, ratio))
-    if HISPARSE in rows and INDEXED in rows:
-        more = rows[HISPARSE].seen.admitted / rows[INDEXED].seen.admitted
-        held = rows[HISPARSE].family.held_bytes(HOST)
-        goals.append(at_least("requests admitted, hisparse / device-only", 1.0, more))
-        used = rows[HISPARSE].seen.admitted * held / rows[HISPARSE].seen.pool_bytes(HOST)
-        goals.append(at_least("host DRAM in use when hisparse is full", 0.9, used))
-    return tuple(goals)
-
-
-def measure(work: FamilyWorkload, names: Sequence[str], told: Told) -> list[FamilyResult]:
-    """Measure these families.
-
-    Raises:
-        DaemonFailed: a daemon, or a handoff, did not do what it should.
-    """
-    families = families_of(work)
-    rows: list[FamilyResult] = []
-    for group in GROUPS:
-        wanted = [families[name] for name in group if name in names]
-        if not wanted:
-            continue
-        with tempfile.TemporaryDirectory(prefix="kvd-bench-") as directory:
-            found = asyncio.run(_measure_group(wanted, work, Path(directory), told))
-        rows += [row_of(family, found[family.name], work) for family in wanted]
-    return rows
+def distinct(lease: Lease, component: str) -> int:
+    """How many pages a lease has of a component, the null page not counted."""
+    pages = lease.pages_of(component)
+    return int(np.unique(pages[pages != NULL_PAGE]).size)
 
 
 async def _measure_group(
     families: list[FamilyForm], work: FamilyWorkload, directory: Path, told: Told
 ) -> dict[str, FamilySeen]:
-    found: dict[str, FamilySeen] = {}
     turns: list[FamilyTurns] = []
     async with contextlib.AsyncExitStack() as stack:
         for number, family in enumerate(families):
@@ -188,101 +310,122 @@ async def _measure_group(
             place = directory / str(number)
             place.mkdir()
             if family.name == PREFILL_ONLY:
-                alone = stack.enter_context(one_daemon(place, family.settings))
-                side = await _session(stack, alone)
-                found[family.name] = await count_leases(work, side)
-                continue
-            pair = stack.enter_context(two_daemons(place, family.settings, prefill=family.prefill))
-            sides = [await _session(stack, one) for one in (pair.prefill, pair.decode)]
-            turns.append(FamilyTurns(family, work, *sides))
-        for one in turns:
-            told(f"{one.family.name}, until one has to wait")
-            await one.fill()
-        if turns:
-            told(f"{' and '.join(one.family.name for one in turns)}, handoffs")
+                daemons = [stack.enter_context(one_daemon(place, family.settings))]
+            else:
+                pair = two_daemons(place, family.settings, prefill=family.prefill)
+                both = stack.enter_context(pair)
+                daemons = [both.prefill, both.decode]
+            sides = []
+            for one in daemons:
+                session = kvd.client.connect(one.client, name="bench")
+                sides.append(EngineSide(one, await stack.enter_async_context(session)))
+            turns.append(FamilyTurns(family, work, sides))
+        for each in turns:
+            told(f"{each.family.name}, until one has to wait")
+            await each.fill()
+        handing = [each for each in turns if each.family.name != PREFILL_ONLY]
+        told(f"{' and '.join(one.family.name for one in handing)}, handoffs")
         for _ in range(work.repeats):
-            for one in turns:
-                await one.turn()
-        for one in turns:
-            found[one.family.name] = await one.seen()
+            for each in handing:
+                await each.turn()
+        return {each.family.name: await each.seen() for each in turns}
+
+
+def measure(
+    work: FamilyWorkload, names: Sequence[str], told: Told
+) -> list[tuple[FamilyForm, FamilySeen]]:
+    """Measure these families.
+
+    Raises:
+        DaemonFailed: a daemon, or a handoff, did not do what it should.
+    """
+    families = families_of(work)
+    found: list[tuple[FamilyForm, FamilySeen]] = []
+    for group in GROUPS:
+        wanted = [families[name] for name in group if name in names]
+        if wanted:
+            with tempfile.TemporaryDirectory(prefix="kvd-bench-") as directory:
+                seen = asyncio.run(_measure_group(wanted, work, Path(directory), told))
+            found += [(family, seen[family.name]) for family in wanted]
     return found
 
 
-async def _session(stack: contextlib.AsyncExitStack, daemon: DaemonProcess) -> EngineSide:
-    node = await stack.enter_async_context(kvd.client.connect(daemon.client, name="bench"))
-    return EngineSide(daemon, node)
+# ---- what is said of it --------------------------------------------------------------------------
 
 
-def result_of(rows: Sequence[FamilyResult], work: FamilyWorkload) -> BenchmarkResult:
-    """Tables and goals; wrong is what arithmetic says otherwise."""
-    by_name = {row.family.name: row for row in rows}
-    pairs = [(row, by_name.get(row.family.beside)) for row in rows]
-    apart = [
-        f"{one.family}: {one.what}: measured {one.measured:g}, closed form {one.closed:g}"
-        for row in rows
-        for one in row.checks
-        if not one.agrees
+def disagreements(family: FamilyForm, seen: FamilySeen, work: FamilyWorkload) -> list[str]:
+    """What was measured otherwise than arithmetic says: by 1 %; by anything where 0 is due."""
+    forms = family.figures(work)
+    return [
+        f"{family.name}: {what}: measured {measured:g}, closed form {forms[what]:g}"
+        for what, measured in seen.figures.items()
+        if abs(measured - forms[what]) > AGREE * abs(forms[what])
     ]
+
+
+def result_of(
+    found: Sequence[tuple[FamilyForm, FamilySeen]], work: FamilyWorkload
+) -> BenchmarkResult:
+    """Tables and goals; wrong is what arithmetic says otherwise."""
+    by_name = {family.name: (family, seen) for family, seen in found}
+    apart = [each for one in found for each in disagreements(*one, work)]
     return BenchmarkResult(
         tables=(
             ResultTable(
                 title=f"Requests of {work.prompt_tokens} + {work.answer_tokens} tokens, pages of "
                 f"{work.page_tokens}, {work.device_mib} MiB on the device",
                 columns=COLUMNS,
-                rows=tuple(
-                    line
-                    for row in rows
-                    for line in (_held_row(row, work), *_prefill_rows(row, work))
-                ),
+                rows=tuple(row for one in found for row in _rows(*one, work)),
             ),
             ResultTable(
                 title="The first beside the second, in the same run",
                 columns=RATIO_COLUMNS,
-                rows=tuple(ratios_of(row, other) for row, other in pairs if other is not None),
+                rows=tuple(
+                    _ratios(one, by_name[one[0].beside])
+                    for one in found
+                    if one[0].beside in by_name
+                ),
             ),
         ),
-        goals=goals_of(by_name, work),
-        notes=tuple(_notes(rows, work)),
+        goals=tuple(_goals({name: seen for name, (_, seen) in by_name.items()}, work)),
+        notes=tuple(_notes(found, work)),
         wrong=("what was measured is not what arithmetic says", *apart) if apart else (),
     )
 
 
-def _held_row(row: FamilyResult, work: FamilyWorkload) -> Measured:
-    family, seen = row.family, row.seen
-    return {
-        "family": family.name,
-        "held_pages": " + ".join(f"{one.held_pages} {one.name}" for one in seen.parts),
-        "held_pages_form": tuple(one.held_pages for one in family.parts),
-        "held": _mib(*(seen.held_bytes(tier) for tier in (DEVICE, HOST))),
-        "held_form": _mib(*(family.held_bytes(tier) for tier in (DEVICE, HOST))),
-        "sent_mib": row.sent_bytes / MIB,
-        "sent_form_mib": family.sent_bytes / MIB,
-        "admitted": seen.admitted,
-        "admitted_form": family.admitted(work),
-        "short_of": seen.short_of,
-        "p50_ms": row.p50_ms or None,
-        "p99_ms": row.p99_ms or None,
-    }
-
-
-def _prefill_rows(row: FamilyResult, work: FamilyWorkload) -> list[Measured]:
-    """What the prefill side of a pool with windows holds: chunk after chunk, and all at once."""
-    seen, page = row.seen, work.page_tokens
-    if not seen.prefill_window_pages:
-        return []
-    kv, windows = row.family.parts
-    form = window_pages(work.window_tokens, work.chunk_tokens, page)
-    rows: list[Measured] = []
-    for how, got, wanted in (
-        ("chunks", seen.prefill_window_pages, form),
-        ("at once", seen.prefill_window_pages_unslid, kv.sent_pages),
+def _rows(family: FamilyForm, seen: FamilySeen, work: FamilyWorkload) -> list[Measured]:
+    """What a request holds; with windows, what the prefill side does, in chunks and at once."""
+    figures, forms = seen.figures, family.figures(work)
+    rows: list[Measured] = [
+        {
+            "family": family.name,
+            "held_pages": " + ".join(f"{one.held_pages} {one.name}" for one in seen.parts),
+            "held_pages_form": tuple(one.held_pages for one in family.parts),
+            "held": _mib(*(seen.held_bytes(tier) for tier in (DEVICE, HOST))),
+            "held_form": _mib(*(family.held_bytes(tier) for tier in (DEVICE, HOST))),
+            "sent_mib": figures["bytes sent"] / MIB,
+            "sent_form_mib": family.sent_bytes / MIB,
+            "admitted": int(figures["requests admitted"]),
+            "admitted_form": family.admitted(work),
+            "short_of": seen.short_of,
+            "p50_ms": seen.p50_ms,
+            "p99_ms": float(np.percentile(seen.times_s, 99)) * 1e3 if seen.times_s else None,
+        }
+    ]
+    for how, what in (
+        ("chunks", "window pages of a prefill"),
+        ("at once", "the same, computed at once"),
     ):
+        if what not in figures:
+            continue
+        kv, windows = family.parts
+        got, wanted = int(figures[what]), int(forms[what])
         held, closed = (
             kv.sent_pages * kv.page_bytes + pages * windows.page_bytes for pages in (got, wanted)
         )
         rows.append(
             {
-                "family": f"{row.family.name}, prefill, {how}",
+                "family": f"{family.name}, prefill, {how}",
                 "held_pages": f"{kv.sent_pages} {kv.name} + {got} {windows.name}",
                 "held_pages_form": (kv.sent_pages, wanted),
                 "held": _mib(held),
@@ -292,12 +435,43 @@ def _prefill_rows(row: FamilyResult, work: FamilyWorkload) -> list[Measured]:
     return rows
 
 
+def _ratios(one: tuple[FamilyForm, FamilySeen], other: tuple[FamilyForm, FamilySeen]) -> Measured:
+    """One family beside another one, the first over the second."""
+    (family, seen), (beside, of_beside) = one, other
+    mine, theirs = seen.figures, of_beside.figures
+    return {
+        "families": f"{family.name} / {beside.name}",
+        "admitted": mine["requests admitted"] / theirs["requests admitted"],
+        "held": seen.held_bytes(DEVICE) / of_beside.held_bytes(DEVICE),
+        "held_form": family.held_bytes(DEVICE) / beside.held_bytes(DEVICE),
+        "sent": mine["bytes sent"] / theirs["bytes sent"],
+        "p50": seen.p50_ms / of_beside.p50_ms if seen.p50_ms and of_beside.p50_ms else None,
+    }
+
+
+def _goals(seen: dict[str, FamilySeen], work: FamilyWorkload) -> list[Goal]:
+    """What was to be reached, of the families that were measured."""
+    largest = max(one.pool_bytes(DEVICE) for one in seen.values())
+    goals = [at_most("MiB of the largest pool on the device", work.device_mib, largest / MIB)]
+    admitted = {name: one.figures["requests admitted"] for name, one in seen.items()}
+    if SWA in seen and MHA in seen:
+        ratio = admitted[SWA] / admitted[MHA]
+        goals.append(at_least("requests admitted, swa tail / full allocation", 5.0, ratio))
+    if HISPARSE in seen and INDEXED in seen:
+        more = admitted[HISPARSE] / admitted[INDEXED]
+        goals.append(at_least("requests admitted, hisparse / device-only", 1.0, more))
+        held = families_of(work)[HISPARSE].held_bytes(HOST)
+        used = admitted[HISPARSE] * held / seen[HISPARSE].pool_bytes(HOST)
+        goals.append(at_least("host DRAM in use when hisparse is full", 0.9, used))
+    return goals
+
+
 def _mib(device_bytes: float, host_bytes: float = 0) -> str:
     text = f"{device_bytes / MIB:.2f}"
     return f"{text} + {host_bytes / MIB:.2f} host" if host_bytes else text
 
 
-def _notes(rows: Sequence[FamilyResult], work: FamilyWorkload) -> list[str]:
+def _notes(found: Sequence[tuple[FamilyForm, FamilySeen]], work: FamilyWorkload) -> list[str]:
     notes = [
         "form: the closed form, from the shapes alone; pages of every token ceil((P+A)/p), of a "
         "window ceil((W+s)/p)+1, of a device buffer B/p, a state is 1; sent ceil(P/p) and, of a "
@@ -318,18 +492,20 @@ def _notes(rows: Sequence[FamilyResult], work: FamilyWorkload) -> list[str]:
         "same memory as for the others",
         "recurrent has no attention layer: its kv is counted in tokens and takes no byte",
     ]
-    notes += [
-        f"{row.family.name}: {row.seen.admitted} requests of {work.room_tokens} logical tokens, a "
-        f"placeholder of {row.seen.placeholder_bytes} bytes, no byte else"
-        for row in rows
-        if row.seen.placeholder_bytes
-    ]
-    notes += [
-        f"{row.family.name}: fetch of {fetch.misses} pages into the device buffer "
-        f"{fetch.cold_ms:.2f} ms, of the same again, {fetch.hits} hits, {fetch.warm_ms:.2f} ms"
-        for row in rows
-        if (fetch := row.seen.fetch) is not None
-    ]
+    for family, seen in found:
+        figures = seen.figures
+        if placeholder := figures["bytes of a placeholder"]:
+            notes.append(
+                f"{family.name}: {figures['requests admitted']:.0f} requests of {work.room_tokens} "
+                f"logical tokens, a placeholder of {placeholder:.0f} bytes, no byte else"
+            )
+        if seen.fetches_s:
+            cold_s, warm_s = (statistics.median(each) for each in zip(*seen.fetches_s, strict=True))
+            notes.append(
+                f"{family.name}: fetch of {figures['pages copied by a first fetch']:.0f} pages "
+                f"into the device buffer {cold_s * 1e3:.2f} ms, of the same again, "
+                f"{figures['hits of a second']:.0f} hits, {warm_s * 1e3:.2f} ms"
+            )
     return notes
 
 
@@ -371,14 +547,12 @@ def run(told: Told, *, repeats: int, families: tuple[str, ...]) -> BenchmarkResu
 command = benchmark(
     "families",
     run,
-    (
-        click.option("--repeats", default=40, show_default=True, help="Handoffs per family."),
-        click.option(
-            "--family",
-            "families",
-            multiple=True,
-            type=click.Choice([name for group in GROUPS for name in group]),
-            help="Only this one; may be repeated.",
-        ),
+    click.option("--repeats", default=40, show_default=True, help="Handoffs per family."),
+    click.option(
+        "--family",
+        "families",
+        multiple=True,
+        type=click.Choice([name for group in GROUPS for name in group]),
+        help="Only this one; may be repeated.",
     ),
 )

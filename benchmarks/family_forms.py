@@ -44,13 +44,30 @@ GROUPS: Final = (
 
 FULL_LAYERS, SLIDING_LAYERS = 1, 5
 """Gemma-3's pattern, once: five layers with a window for each that looks at everything."""
+LAYERS: Final = FULL_LAYERS + SLIDING_LAYERS
 HEAD_DIM: Final = 16
-LATENT_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128
-"""One layer of DeepSeek-V3, and the index keys of its sparse successor."""
-STATE_LAYERS: Final = 4
-SSM: Final = (64, 64, 128)
-CONV: Final = (4352, 3)
-"""A Mamba-2 layer of 64 heads: what it remembers, and the last inputs of its convolution."""
+HEADS: Final = {
+    "pool.heads": "1",
+    "pool.head_dim": str(HEAD_DIM),
+    "pool.layers": str(LAYERS),
+}
+INDEX_DIM: Final = 128
+LATENTS: Final = {
+    "pool.family": "mla",
+    "pool.layers": "1",
+    "pool.latent_dim": "512",
+    "pool.rope_dim": "64",
+}
+"""One layer of DeepSeek-V3; its sparse successor has index keys beside it."""
+LATENT: Final = (512 + 64) * BF16
+STATES: Final = {
+    "pool.family": "recurrent",
+    "pool.state_layers": "4",
+    "pool.state.ssm": "float32[64,64,128]",
+    "pool.state.conv": "bfloat16[4352,3]",
+}
+"""Mamba-2 layers of 64 heads: what each remembers, and the last inputs of its convolution."""
+STATE_BYTES: Final = 4 * (64 * 64 * 128 * FP32 + 4352 * 3 * BF16)
 
 
 class FamilyWorkload(msgspec.Struct, frozen=True):
@@ -71,16 +88,6 @@ class FamilyWorkload(msgspec.Struct, frozen=True):
     def room_tokens(self) -> int:
         """Tokens of a request at its end."""
         return self.prompt_tokens + self.answer_tokens
-
-    @property
-    def device_bytes(self) -> int:
-        """The memory that every family has on the device."""
-        return self.device_mib * MIB
-
-    @property
-    def host_bytes(self) -> int:
-        """The host memory of a pool that keeps its KV there."""
-        return self.host_mib * MIB
 
 
 class ComponentForm(msgspec.Struct, frozen=True):
@@ -127,12 +134,12 @@ class FamilyForm(msgspec.Struct, frozen=True):
         """Bytes of one handoff."""
         return sum(one.sent_bytes for one in self.parts)
 
-    def admitted(self, workload: FamilyWorkload) -> int:
+    def admitted(self, work: FamilyWorkload) -> int:
         """Requests that fit: into the device's memory, and into the host's where any lies there."""
+        sizes = {DEVICE: work.device_mib * MIB, HOST: work.host_mib * MIB}
         if self.counted_page_bytes:
             held = self.counted_page_bytes * self.parts[0].held_pages
-            return (workload.device_bytes - self.counted_page_bytes) // held
-        sizes = {DEVICE: workload.device_bytes, HOST: workload.host_bytes}
+            return (sizes[DEVICE] - self.counted_page_bytes) // held
         fits = []
         for tier, size in sizes.items():
             parts = [one for one in self.parts if one.tier == tier and one.page_bytes]
@@ -140,6 +147,32 @@ class FamilyForm(msgspec.Struct, frozen=True):
                 null_bytes = sum(one.page_bytes for one in parts)
                 fits.append((size - null_bytes) // sum(one.held_bytes for one in parts))
         return min(fits)
+
+    def figures(self, work: FamilyWorkload) -> dict[str, float]:
+        """Everything that arithmetic can tell beforehand; bytes sent are of one handoff."""
+        admitted = self.admitted(work)
+        told: dict[str, float] = {
+            "components": len(self.parts),
+            "requests admitted": admitted,
+            "bytes sent": self.sent_bytes,
+            "bytes received": self.sent_bytes,
+            "bytes of a placeholder": self.counted_page_bytes,
+            "pages still held at the end": 0,
+            "broken invariants": 0,
+        }
+        for one in self.parts:
+            told[f"pages of {one.name} held"] = one.held_pages
+            told[f"bytes of {one.name} held"] = one.held_bytes
+            told[f"pages of {one.name} by the daemon's count"] = admitted * one.held_pages
+            if one.name == BUFFER:
+                told["pages copied by a first fetch"] = one.held_pages
+                told["hits of a second"] = one.held_pages
+                told["bytes copied by both"] = one.held_bytes
+        if self.name == SWA:
+            page, window, chunk = work.page_tokens, work.window_tokens, work.chunk_tokens
+            told["window pages of a prefill"] = window_pages(window, chunk, page)
+            told["the same, computed at once"] = pages_of(work.prompt_tokens, page)
+        return told
 
 
 def pages_of(tokens: int, page: int) -> int:
@@ -159,133 +192,98 @@ def tail_pages(prompt: int, window: int, page: int) -> int:
 
 def families_of(work: FamilyWorkload) -> dict[str, FamilyForm]:
     """Every family on that workload, by name."""
-    made = (
-        *_heads(work),
-        *_latents(work),
-        *_states(work),
-        FamilyForm(
-            PREFILL_ONLY,
-            (
-                ComponentForm(
-                    name="kv",
-                    page_bytes=0,
-                    held_pages=pages_of(work.room_tokens, work.page_tokens),
-                    sent_pages=0,
-                ),
-            ),
-            {
-                **_heads_settings(work),
-                "cache.mode": PREFILL_ONLY,
-                "engine.workload": "embedding",
-                "engine.attention": "varlen",
-            },
-            counted_page_bytes=_head_page(work, FULL_LAYERS + SLIDING_LAYERS, BF16),
-            beside=MHA,
-        ),
-    )
-    return {one.name: one for one in made}
+    return {one.name: one for one in (*_heads(work), *_latents(work), *_states(work))}
 
 
-def _whole(
-    work: FamilyWorkload, page_bytes: int, *, name: str = "kv", tier: str = DEVICE, page: int = 0
-) -> ComponentForm:
-    """A component with a slot for every token."""
-    size = page or work.page_tokens
-    held, sent = pages_of(work.room_tokens, size), pages_of(work.prompt_tokens, size)
-    return ComponentForm(
-        name=name, page_bytes=page_bytes, held_pages=held, sent_pages=sent, tier=tier
-    )
-
-
-def _base(work: FamilyWorkload) -> dict[str, str]:
+def _settings(work: FamilyWorkload) -> dict[str, str]:
     return {
         "pool.page_size": str(work.page_tokens),
         "pool.size": f"{work.device_mib}MiB",
+        "pool.saved_size": "0KiB",
         "pool.typical_tokens": str(work.room_tokens),
         "pool.huge_pages": "off",  # collapsing would go on while the handoffs are timed
     }
 
 
-def _unsaved(work: FamilyWorkload) -> dict[str, str]:
-    return {**_base(work), "pool.saved_size": "0KiB"}
+def _head(layers: int, element_bytes: int) -> int:
+    """K and V of a token, of one head."""
+    return layers * 2 * HEAD_DIM * element_bytes
 
 
-def _heads_settings(work: FamilyWorkload) -> dict[str, str]:
-    layers = FULL_LAYERS + SLIDING_LAYERS
-    heads = {"pool.heads": "1", "pool.head_dim": str(HEAD_DIM)}
-    return {**_base(work), **heads, "pool.layers": str(layers)}
-
-
-def _head_page(work: FamilyWorkload, layers: int, element_bytes: int) -> int:
-    """A page of K and V of one head."""
-    return layers * work.page_tokens * 2 * HEAD_DIM * element_bytes
+def _whole(work: FamilyWorkload, name: str, token_bytes: int, tier: str = DEVICE) -> ComponentForm:
+    """A component with a slot for every token."""
+    page = work.page_tokens
+    return ComponentForm(
+        name=name,
+        page_bytes=page * token_bytes,
+        held_pages=pages_of(work.room_tokens, page),
+        sent_pages=pages_of(work.prompt_tokens, page),
+        tier=tier,
+    )
 
 
 def _heads(work: FamilyWorkload) -> tuple[FamilyForm, ...]:
-    layers = FULL_LAYERS + SLIDING_LAYERS
-    settings = {**_heads_settings(work), "pool.saved_size": "0KiB"}
-    scale = layers * work.page_tokens * 2 * FP32
-    window, page = work.window_tokens, work.page_tokens
+    settings, page = {**_settings(work), **HEADS}, work.page_tokens
     windows = ComponentForm(
         name="swa",
-        page_bytes=_head_page(work, SLIDING_LAYERS, BF16),
-        held_pages=window_pages(window, work.step_tokens, page),
-        sent_pages=tail_pages(work.prompt_tokens, window, page),
+        page_bytes=page * _head(SLIDING_LAYERS, BF16),
+        held_pages=window_pages(work.window_tokens, work.step_tokens, page),
+        sent_pages=tail_pages(work.prompt_tokens, work.window_tokens, page),
     )
+    sliding = {
+        "pool.family": "swa",
+        "pool.layers": str(FULL_LAYERS),
+        "pool.window_layers": str(SLIDING_LAYERS),
+        "pool.window_tokens": str(work.window_tokens),
+    }
+    scaled = {"pool.dtype": "float8_e4m3fn", "pool.scale_dtype": "float32"}
+    counted = {
+        "cache.mode": PREFILL_ONLY,
+        "engine.workload": "embedding",
+        "engine.attention": "varlen",
+    }
+    kv = _whole(work, "kv", _head(LAYERS, BF16))
+    of_fp8 = _whole(work, "kv", _head(LAYERS, FP8))
+    scales = _whole(work, "scale", LAYERS * 2 * FP32)
+    of_one = _whole(work, "kv", _head(FULL_LAYERS, BF16))
+    unwritten = msgspec.structs.replace(kv, page_bytes=0, sent_pages=0)
     return (
-        FamilyForm(MHA, (_whole(work, _head_page(work, layers, BF16)),), settings),
+        FamilyForm(MHA, (kv,), settings),
+        FamilyForm(QUANTISED, (of_fp8, scales), {**settings, **scaled}, beside=MHA),
+        FamilyForm(SWA, (of_one, windows), {**settings, **sliding}, beside=MHA),
         FamilyForm(
-            QUANTISED,
-            (_whole(work, _head_page(work, layers, FP8)), _whole(work, scale, name="scale")),
-            {**settings, "pool.dtype": "float8_e4m3fn", "pool.scale_dtype": "float32"},
-            beside=MHA,
-        ),
-        FamilyForm(
-            SWA,
-            (_whole(work, _head_page(work, FULL_LAYERS, BF16)), windows),
-            {
-                **settings,
-                "pool.family": "swa",
-                "pool.layers": str(FULL_LAYERS),
-                "pool.window_layers": str(SLIDING_LAYERS),
-                "pool.window_tokens": str(window),
-            },
+            PREFILL_ONLY,
+            (unwritten,),
+            {name: value for name, value in settings.items() if name != "pool.saved_size"}
+            | counted,
+            counted_page_bytes=kv.page_bytes,
             beside=MHA,
         ),
     )
 
 
 def _latents(work: FamilyWorkload) -> tuple[FamilyForm, ...]:
-    page = work.page_tokens
-    latent = page * (LATENT_DIM + ROPE_DIM) * BF16
-    index = _whole(work, page * INDEX_DIM * FP8, name="index")
-    settings = {
-        **_unsaved(work),
-        "pool.family": "mla",
-        "pool.layers": "1",
-        "pool.latent_dim": str(LATENT_DIM),
-        "pool.rope_dim": str(ROPE_DIM),
-    }
-    indexed = {
-        **settings,
-        "pool.index_dim": str(INDEX_DIM),
-        "pool.index_dtype": "float8_e4m3fn",
-    }
+    settings = {**_settings(work), **LATENTS}
+    indexed = {**settings, "pool.index_dim": f"{INDEX_DIM}", "pool.index_dtype": "float8_e4m3fn"}
+    index = _whole(work, "index", INDEX_DIM * FP8)
     buffer = ComponentForm(
-        name=BUFFER, page_bytes=latent, held_pages=pages_of(work.buffer_tokens, page), sent_pages=0
+        name=BUFFER,
+        page_bytes=work.page_tokens * LATENT,
+        held_pages=pages_of(work.buffer_tokens, work.page_tokens),
+        sent_pages=0,
     )
+    on_host = {
+        "pool.family": "hisparse",
+        "pool.size": f"{work.host_mib}MiB",
+        "pool.buffer_tokens": str(work.buffer_tokens),
+    }
     return (
-        FamilyForm(MLA, (_whole(work, latent),), settings),
-        FamilyForm(INDEXED, (_whole(work, latent), index), indexed),
+        FamilyForm(MLA, (_whole(work, "kv", LATENT),), settings),
+        FamilyForm(INDEXED, (_whole(work, "kv", LATENT), index), indexed),
         FamilyForm(
             HISPARSE,
-            (_whole(work, latent, tier=HOST), index, buffer),
-            {
-                **indexed,
-                "pool.family": "hisparse",
-                "pool.size": f"{work.host_mib}MiB",
-                "pool.buffer_tokens": str(work.buffer_tokens),
-            },
+            (_whole(work, "kv", LATENT, HOST), index, buffer),
+            {**indexed, **on_host},
             prefill=indexed,
             beside=INDEXED,
         ),
@@ -293,33 +291,12 @@ def _latents(work: FamilyWorkload) -> tuple[FamilyForm, ...]:
 
 
 def _states(work: FamilyWorkload) -> tuple[FamilyForm, ...]:
-    ssm, conv = SSM[0] * SSM[1] * SSM[2] * FP32, CONV[0] * CONV[1] * BF16
-    state = ComponentForm(
-        name="state", page_bytes=STATE_LAYERS * (ssm + conv), held_pages=1, sent_pages=1
-    )
-    settings = {
-        **_unsaved(work),
-        "pool.family": "recurrent",
-        "pool.state_layers": str(STATE_LAYERS),
-        "pool.state.ssm": f"float32[{','.join(map(str, SSM))}]",
-        "pool.state.conv": f"bfloat16[{','.join(map(str, CONV))}]",
-    }
-    alone = {name: value for name, value in settings.items() if name != "pool.page_size"}
-    attention = _whole(work, _head_page(work, FULL_LAYERS, BF16))
-    hybrid = FamilyForm(HYBRID, (attention, state), settings)
-    heads = {"pool.heads": "1", "pool.head_dim": str(HEAD_DIM), "pool.layers": str(FULL_LAYERS)}
-    return (
-        FamilyForm(
-            HYBRID,
-            hybrid.parts,
-            {**settings, **heads, "pool.states": str(hybrid.admitted(work) + 1)},
-        ),
-        FamilyForm(
-            RECURRENT,
-            (
-                ComponentForm(name="kv", page_bytes=0, held_pages=work.room_tokens, sent_pages=0),
-                state,
-            ),
-            {**alone, "pool.layers": "0"},
-        ),
-    )
+    settings = {**_settings(work), **STATES}
+    state = ComponentForm(name="state", page_bytes=STATE_BYTES, held_pages=1, sent_pages=1)
+    tokens = ComponentForm(name="kv", page_bytes=0, held_pages=work.room_tokens, sent_pages=0)
+    attention = _whole(work, "kv", _head(FULL_LAYERS, BF16))
+    hybrid = FamilyForm(HYBRID, (attention, state), {**settings, **HEADS})
+    hybrid.settings["pool.layers"] = str(FULL_LAYERS)
+    hybrid.settings["pool.states"] = str(hybrid.admitted(work) + 1)
+    alone = {**settings, "pool.layers": "0", "pool.page_size": "1"}
+    return hybrid, FamilyForm(RECURRENT, (tokens, state), alone)

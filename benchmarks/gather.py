@@ -7,19 +7,14 @@ costs is the result, in processor time: on a machine that has fewer cores than r
 times on the clock vary by more than what is measured. How fast gloo is on one host says nothing of
 GPUs.
 
-``python -m benchmarks.gather RANK RANKS STORE TOKENS ROUNDS`` is one such rank.
+``python -m benchmarks.gather RANKS TOKENS ROUNDS`` is all of these ranks; the first one answers.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
@@ -27,26 +22,19 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import (
-    BenchmarkFailed,
-    BenchmarkResult,
-    ResultColumn,
-    ResultTable,
-    benchmark,
-    figure,
-)
-from kvd.bench.report import at_most
+from benchmarks.harness import benchmark
+from benchmarks.ranks import Ranks, join_ranks
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most, figure
 from kvd.device.collectives import Gather, collect
 from kvd.device.sequence import Split, shard
 from kvd.device.symmetric import open_arena
+from kvd.harness.child import answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.harness import Measured
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
 
-TIMEOUT: Final = timedelta(seconds=180)
 MARGIN: Final = 1.1
 HEADS: Final = 8
 HEAD_DIM: Final = 128
@@ -59,48 +47,39 @@ class StepTime(NamedTuple):
     cpu_ms: float
 
 
+class GatherTimes(msgspec.Struct, frozen=True):
+    """Of one rank: medians in ms, and the ratio of processor times."""
+
+    result_bytes: int
+    collective_ms: float
+    order_ms: float
+    least_ms: float
+    gather_ms: float
+    ratio: float
+
+
 def measure(ranks: int, tokens: int, rounds: int) -> Measured:
     """Start so many ranks, let them gather, take the one in the middle by its ratio.
 
     Raises:
-        BenchmarkFailed: a rank did; its error is on standard error.
+        ChildFailed: a rank did; its error is on standard error.
     """
-    with tempfile.TemporaryDirectory(prefix="kvd-bench-") as directory:
-        given = [str(ranks), str(Path(directory) / "store"), str(tokens), str(rounds)]
-        # What one rank takes of the other's cores must not decide: one thread each.
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.gather", str(rank), *given],
-                stdout=subprocess.PIPE,
-                env=environment,
-            )
-            for rank in range(ranks)
-        ]
-        found: list[Measured] = []
-        try:
-            for number, process in enumerate(processes):
-                answer, _ = process.communicate(timeout=TIMEOUT.total_seconds())
-                if process.returncode:
-                    raise BenchmarkFailed(f"rank {number} ended with {process.returncode}")
-                found.append(msgspec.json.decode(answer, type=dict[str, int | float]))
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    return sorted(found, key=lambda one: figure(one, "ratio"))[ranks // 2]
+    processes = Ranks("benchmarks.gather", ranks, str(tokens), str(rounds))
+    try:
+        each = processes.hear(GatherTimes)
+    finally:
+        processes.stop()
+    found = sorted(each, key=lambda one: one.ratio)[ranks // 2]
+    row: Measured = {"ranks": ranks, "result_mb": found.result_bytes / 1e6}
+    return {**row, **msgspec.structs.asdict(found)}
 
 
-def measure_rank(rank: int, ranks: int, store: str, tokens: int, rounds: int) -> Measured:
-    """Be one rank: medians in ms, and the ratio of processor times."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT
-    )
-    group = dist.group.WORLD
-    assert group is not None
+def measure_rank(group: dist.ProcessGroup, tokens: int, rounds: int) -> GatherTimes:
+    """Be one rank."""
+    ranks = group.size()
     sharding = shard(Split.ZIGZAG, [tokens], ranks)
     row = (HEADS, HEAD_DIM)
-    x = torch.rand(sharding.counts[rank], *row).bfloat16()
+    x = torch.rand(sharding.counts[group.rank()], *row).bfloat16()
     out = torch.empty(tokens, *row, dtype=torch.bfloat16)
     send = torch.zeros(sharding.max_len, *row, dtype=torch.bfloat16).view(torch.uint8)
     received = torch.empty(ranks * sharding.max_len, *send.shape[1:], dtype=torch.uint8)
@@ -123,19 +102,16 @@ def measure_rank(rank: int, ranks: int, store: str, tokens: int, rounds: int) ->
         gather.start(x, sharding, out=out).wait()
 
     took = _timed((collective, in_order, least, gathered), rounds, group)
-    dist.destroy_process_group()
     ms = [statistics.median(one.clock_ms for one in of_step) for of_step in took]
     pairs = zip(took[2], took[3], strict=True)
-    return {
-        "ranks": ranks,
-        "result_bytes": out.nbytes,
-        "result_mb": out.nbytes / 1e6,
-        "collective_ms": ms[0],
-        "order_ms": ms[1],
-        "least_ms": ms[2],
-        "gather_ms": ms[3],
-        "ratio": statistics.median(mine.cpu_ms / least.cpu_ms for least, mine in pairs),
-    }
+    return GatherTimes(
+        result_bytes=out.nbytes,
+        collective_ms=ms[0],
+        order_ms=ms[1],
+        least_ms=ms[2],
+        gather_ms=ms[3],
+        ratio=statistics.median(mine.cpu_ms / least.cpu_ms for least, mine in pairs),
+    )
 
 
 def _timed(
@@ -187,15 +163,18 @@ COLUMNS: Final = (
 command = benchmark(
     "gather",
     run,
-    (
-        click.option("--ranks", multiple=True, type=int, default=(2, 4), show_default=True),
-        click.option("--tokens", default=8192, show_default=True, help="Of one prompt."),
-        click.option("--rounds", default=15, show_default=True, help="To take medians of."),
-    ),
+    click.option("--ranks", multiple=True, type=int, default=(2, 4), show_default=True),
+    click.option("--tokens", default=8192, show_default=True, help="Of one prompt."),
+    click.option("--rounds", default=15, show_default=True, help="To take medians of."),
 )
 
+
+def main(rank: int, ranks: int, store: str, tokens: int, rounds: int) -> None:
+    """Be one of the ranks."""
+    group = join_ranks(rank, ranks, store)
+    answer(measure_rank(group, tokens, rounds))
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    numbers = [int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4]), int(sys.argv[5])]
-    sys.stdout.buffer.write(
-        msgspec.json.encode(measure_rank(numbers[0], numbers[1], sys.argv[3], *numbers[2:]))
-    )
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

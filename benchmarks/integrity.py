@@ -3,35 +3,30 @@
 For each memory and page size three pairs of daemons serve at once, one for each mode, and take
 turns, so that whatever else the machine does falls on all three; a ratio is the median of the
 ratios within each repetition. The time of VERIFYING is what the decode side counts at /metrics.
-CPU is that of both daemons and both transfer processes. Beside it: how fast one core sums the same
-number of bytes in memory that is not shared with anybody.
+CPU is that of both daemons and both transfer processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
-import numpy as np
 
-from benchmarks.harness import BenchmarkResult, ResultColumn, ResultTable, benchmark
+from benchmarks.harness import benchmark
 from kvd.bench.engines import two_engines
 from kvd.bench.memory import busy_s, when_collapsed
-from kvd.core.layout.seal import Seal, page_sum
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable
 from kvd.harness.daemons import LLAMA_8B, two_daemons
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
-    from benchmarks.harness import Measured
     from kvd.bench.engines import HandoffEngines
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
     from kvd.harness.daemons import Pair
 
 PAGE_TOKENS: Final = 16
@@ -76,12 +71,7 @@ class VerifiedTurns:
 
     def _verifying_s(self) -> float:
         """Seconds that parts of the decode side have spent in VERIFYING."""
-        link = http.client.HTTPConnection("127.0.0.1", self._pair.decode.http_port)
-        try:
-            link.request("GET", "/metrics", headers={"Connection": "close"})
-            text = link.getresponse().read().decode()
-        finally:
-            link.close()
+        text = self._pair.decode.metrics()
         name = 'kvd_handoff_stage_seconds_sum{role="decode",stage="verify"} '
         return sum(float(line[len(name) :]) for line in text.splitlines() if line.startswith(name))
 
@@ -133,20 +123,6 @@ def measure(memory: str, page_bytes: int, size_bytes: int, repeats: int) -> list
     ]
 
 
-def sum_rate(page_bytes: int, total_bytes: int) -> float:
-    """How fast one core sums pages of this size, in bytes per second; the best of five."""
-    memory = np.random.default_rng(1).integers(0, 256, total_bytes, dtype=np.uint8)
-    pages = memory.reshape(-1, page_bytes)
-    seal = Seal(integrity=Integrity.FULL, key=b"k" * 16, first=0, end=len(pages))
-    best_s = float("inf")
-    for _ in range(5):
-        began_s = time.perf_counter()
-        for number, page in enumerate(pages):
-            page_sum(seal, number, (page.data,))
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return total_bytes / best_s
-
-
 def run(told: Told, *, size_mib: int, repeats: int) -> BenchmarkResult:
     """What verifying pages costs: a handoff with integrity off, sampled and full."""
     size_bytes = size_mib * 2**20
@@ -155,16 +131,9 @@ def run(told: Told, *, size_mib: int, repeats: int) -> BenchmarkResult:
         for page_bytes in SHAPES:
             told(f"{memory}, pages of {page_bytes // KIB} KiB")
             rows += measure(memory, page_bytes, size_bytes, repeats)
-    told("sums in memory")
-    sums: list[Measured] = [
-        {"page_kib": size // KIB, "sum_gb_s": sum_rate(size, size_bytes) / GIGA} for size in SHAPES
-    ]
     title = f"A handoff of {size_mib} MiB on one host; medians of {repeats}"
     return BenchmarkResult(
-        tables=(
-            ResultTable(title=title, columns=COLUMNS, rows=tuple(rows)),
-            ResultTable(title="Sums by one core", columns=SUM_COLUMNS, rows=tuple(sums)),
-        ),
+        tables=(ResultTable(title=title, columns=COLUMNS, rows=tuple(rows)),),
         notes=(
             "GB/s: bytes over the time from the call of finish() to its answer; nothing was posted "
             "before, so the writer sums beside the copy and the reader when all has landed",
@@ -183,16 +152,10 @@ COLUMNS: Final = (
     ResultColumn("cpu_s", "CPU s", ".3f"),
     ResultColumn("verify_ms", "verifying ms", ".2f"),
 )
-SUM_COLUMNS: Final = (
-    ResultColumn("page_kib", "page KiB"),
-    ResultColumn("sum_gb_s", "GB/s", ".1f"),
-)
 
 command = benchmark(
     "integrity",
     run,
-    (
-        click.option("--size-mib", default=256, show_default=True, help="Of one handoff."),
-        click.option("--repeats", default=9, show_default=True, help="Handoffs per mode."),
-    ),
+    click.option("--size-mib", default=256, show_default=True, help="Of one handoff."),
+    click.option("--repeats", default=9, show_default=True, help="Handoffs per mode."),
 )

@@ -40,38 +40,25 @@ import click
 import msgspec
 import numpy as np
 import uvloop
-import zmq
 
-from benchmarks.harness import (
-    BenchmarkFailed,
-    BenchmarkResult,
-    ResultColumn,
-    ResultTable,
-    benchmark,
-    figure,
-)
+from benchmarks.harness import benchmark
 from benchmarks.multiturn_engine import (
     DECODE,
+    LINE_BYTES,
     PREFILL,
-    REPLIES,
     VOCABULARY,
-    EngineBroken,
-    EngineReady,
-    EngineReply,
     ServeTurn,
-    TurnDecoded,
-    TurnPrefilled,
+    TurnServed,
 )
-from kvd.bench.report import at_most
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most, figure
+from kvd.harness.child import ChildFailed
 from kvd.harness.daemons import two_daemons
-from kvd.sockets import LoopSocket, open_router
 from kvd.types import ID_BYTES, Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator
 
-    from benchmarks.harness import Measured
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
     from kvd.harness.daemons import Pair
 
 PAGE_TOKENS: Final = 16
@@ -88,7 +75,6 @@ SLACK: Final = 2.0
 NOISE: Final = 1.05
 """Two rounds of the same kind differ by so much on a machine that does nothing else."""
 ANSWER_S: Final = 60.0
-START_S: Final = 60.0
 
 
 class TalkShape(msgspec.Struct, frozen=True):
@@ -162,30 +148,87 @@ class ServedTurn(msgspec.Struct, frozen=True):
     gaps_s: tuple[float, ...]
 
 
+class TalkingEngine:
+    """One engine, as the router has it: requests in, answers out in any order."""
+
+    def __init__(self, role: str, process: asyncio.subprocess.Process) -> None:
+        self._role = role
+        self._process = process
+        self._answers: dict[int, asyncio.Future[TurnServed]] = {}
+        self.ready = self._answer_of(0)
+        self._listening = asyncio.create_task(self._listen())
+
+    def ask(self, request: ServeTurn) -> asyncio.Future[TurnServed]:
+        """Hand over its half of a request."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+        return self._answer_of(request.room)
+
+    async def stop(self) -> None:
+        """It ends with its input."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+        await self._listening
+
+    def _answer_of(self, room: int) -> asyncio.Future[TurnServed]:
+        answer: asyncio.Future[TurnServed] = asyncio.get_running_loop().create_future()
+        self._answers[room] = answer
+        return answer
+
+    async def _listen(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            served = msgspec.json.decode(line, type=TurnServed)
+            answer = self._answers.pop(served.room)
+            if served.why:
+                answer.set_exception(ChildFailed(f"{self._role}: {served.why}"))
+            else:
+                answer.set_result(served)
+        for answer in self._answers.values():
+            answer.set_exception(ChildFailed(f"the {self._role} engine has ended"))
+
+
+@contextlib.asynccontextmanager
+async def open_engine(role: str, daemon: str) -> AsyncIterator[TalkingEngine]:
+    """One engine process, for as long as the block lasts."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.multiturn_engine", role, daemon),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        limit=LINE_BYTES,
+    )
+    engine = TalkingEngine(role, process)
+    try:
+        async with in_time(f"no {role} engine"):
+            await engine.ready
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@contextlib.asynccontextmanager
+async def in_time(what: str) -> AsyncIterator[None]:
+    """The block must not take longer than anything ever does.
+
+    Raises:
+        ChildFailed: it did; ``what`` says what that means.
+    """
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            yield
+    except TimeoutError:
+        raise ChildFailed(f"{what} after {ANSWER_S:.0f} s") from None
+
+
 class Router:
     """Sends both halves of every request to the engines, and takes their answers."""
 
-    def __init__(self, router: zmq.Socket[bytes]) -> None:
-        self._ready = {PREFILL: asyncio.Event(), DECODE: asyncio.Event()}
-        self._answers: dict[tuple[str, int], asyncio.Future[EngineReply]] = {}
+    def __init__(self, prefill: TalkingEngine, decode: TalkingEngine) -> None:
+        self._prefill = prefill
+        self._decode = decode
         self._last_room = 0
-        self._socket = LoopSocket(router, self._take, loop=asyncio.get_running_loop())
-
-    async def wait_ready(self) -> None:
-        """Return when both engines serve.
-
-        Raises:
-            BenchmarkFailed: one does not, for so long.
-        """
-        try:
-            async with asyncio.timeout(START_S):
-                for ready in self._ready.values():
-                    await ready.wait()
-        except TimeoutError:
-            silent = [role for role, ready in self._ready.items() if not ready.is_set()]
-            raise BenchmarkFailed(
-                f"no {' and no '.join(silent)} engine after {START_S:.0f} s"
-            ) from None
 
     async def serve(
         self, prompt: Tokens, *, output_tokens: int, is_cached: bool, namespace: str
@@ -193,28 +236,20 @@ class Router:
         """One turn, from its submission to its end on both nodes.
 
         Raises:
-            BenchmarkFailed: an engine gave up or did not answer.
+            ChildFailed: an engine gave up or did not answer.
         """
         self._last_room += 1
-        room = self._last_room
-        message = msgspec.msgpack.encode(
-            ServeTurn(
-                room=room,
-                namespace=namespace,
-                is_cached=is_cached,
-                tokens=prompt,
-                output_tokens=output_tokens,
-            )
+        request = ServeTurn(
+            room=self._last_room,
+            namespace=namespace,
+            is_cached=is_cached,
+            tokens=prompt,
+            output_tokens=output_tokens,
         )
         began_s = time.monotonic()
-        halves = [self._ask(role, room, message) for role in (DECODE, PREFILL)]
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                decoded, prefilled = await asyncio.gather(*halves)
-        except TimeoutError:
-            raise BenchmarkFailed(f"room {room} took longer than {ANSWER_S:.0f} s") from None
-        assert isinstance(decoded, TurnDecoded)
-        assert isinstance(prefilled, TurnPrefilled)
+        halves = [engine.ask(request) for engine in (self._decode, self._prefill)]
+        async with in_time(f"no answer of room {request.room}"):
+            decoded, prefilled = await asyncio.gather(*halves)
         times_s = decoded.token_times_s
         return ServedTurn(
             prompt=prompt,
@@ -223,49 +258,6 @@ class Router:
             first_token_s=times_s[0] - began_s,
             gaps_s=tuple(np.diff(times_s).tolist()),
         )
-
-    def close(self) -> None:
-        """Stop."""
-        self._socket.close()
-
-    def _ask(self, role: str, room: int, message: bytes) -> asyncio.Future[EngineReply]:
-        answer: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()
-        self._answers[role, room] = answer
-        self._socket.send([role.encode(), message])
-        return answer
-
-    def _take(self, frames: list[bytes]) -> None:
-        role, reply = frames[0].decode(), REPLIES.decode(frames[1])
-        match reply:
-            case EngineReady():
-                self._ready[role].set()
-            case EngineBroken(room, why):
-                self._answers.pop((role, room)).set_exception(BenchmarkFailed(f"{role}: {why}"))
-            case _:
-                self._answers.pop((role, reply.room)).set_result(reply)
-
-
-@contextlib.contextmanager
-def open_engines(pair: Pair, router: str) -> Iterator[None]:
-    """Both engine processes, for as long as the block lasts; they end with their input."""
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    roles = ((PREFILL, pair.prefill), (DECODE, pair.decode))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.multiturn_engine", role, daemon.client, router],
-            stdin=subprocess.PIPE,
-            env=environment,
-        )
-        for role, daemon in roles
-    ]
-    try:
-        yield
-    finally:
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in processes:
-            process.wait()
 
 
 class RoundPlan(msgspec.Struct, frozen=True):
@@ -348,15 +340,14 @@ async def play(router: Router, shape: TalkShape, plan: RoundPlan) -> PlayedRound
     return PlayedRound(plan, seconds, turns)
 
 
-async def measure(pair: Pair, endpoint: str, shape: TalkShape, told: Told) -> list[PlayedRound]:
+async def measure(pair: Pair, shape: TalkShape, told: Told) -> list[PlayedRound]:
     """All rounds, on and off in turns, after one of each that warms up and sets the pace."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = open_router(context)
-    socket.bind(endpoint)
-    router = Router(socket)
     told("engines start")
-    try:
-        await router.wait_ready()
+    async with (
+        open_engine(PREFILL, pair.prefill.client) as prefill,
+        open_engine(DECODE, pair.decode.client) as decode,
+    ):
+        router = Router(prefill, decode)
         warm = []
         for is_cached in (True, False):
             told(f"warm-up, cache {'on' if is_cached else 'off'}")
@@ -367,9 +358,6 @@ async def measure(pair: Pair, endpoint: str, shape: TalkShape, told: Told) -> li
             told(f"{'paced' if plan.pace_s else 'at once'}, cache {plan.cache}")
             played.append(await play(router, shape, plan))
         return played
-    finally:
-        router.close()
-        context.term()
 
 
 def plans(shape: TalkShape, pace_s: float) -> list[RoundPlan]:
@@ -410,15 +398,16 @@ def measure_talks(shape: TalkShape, told: Told) -> BenchmarkResult:
     """Start everything, measure, stop everything.
 
     Raises:
-        BenchmarkFailed, DaemonFailed: something did not do what it should.
+        ChildFailed, DaemonFailed: something did not do what it should.
     """
     # Two rounds fit: what is evicted is always of a round that is over.
     pages = 2 * shape.conversations * (shape.longest_tokens // PAGE_TOKENS + 2) + 1
     settings = {**SETTINGS, "pool.pages": str(pages)}
-    with tempfile.TemporaryDirectory(prefix="kvd-bench-") as directory:
-        endpoint = f"ipc://{directory}/router.sock"
-        with two_daemons(Path(directory), settings) as pair, open_engines(pair, endpoint):
-            played = uvloop.run(measure(pair, endpoint, shape, told))
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-bench-") as directory,
+        two_daemons(Path(directory), settings) as pair,
+    ):
+        played = uvloop.run(measure(pair, shape, told))
     rows = [row_of([one for one in played if one.plan.is_cached is on]) for on in (True, False)]
     apart = [abs(figure(row, "sent_bytes") - figure(row, "bound_bytes")) for row in rows]
     on, off = rows
@@ -472,9 +461,7 @@ COLUMNS: Final = (
 command = benchmark(
     "multiturn",
     run,
-    (
-        click.option("--conversations", default=8, show_default=True, help="How many at once."),
-        click.option("--turns", default=5, show_default=True, help="Of each conversation."),
-        click.option("--rounds", default=5, show_default=True, help="With the cache on, and off."),
-    ),
+    click.option("--conversations", default=8, show_default=True, help="How many at once."),
+    click.option("--turns", default=5, show_default=True, help="Of each conversation."),
+    click.option("--rounds", default=5, show_default=True, help="With the cache on, and off."),
 )

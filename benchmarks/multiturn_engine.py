@@ -1,8 +1,9 @@
 """An engine of ``benchmarks multiturn``: a process of its own with real KV and no model.
 
-``python -m benchmarks.multiturn_engine ROLE DAEMON ROUTER`` attaches to its daemon, dials the
-router and answers ``ServeTurn`` until its standard input ends. KV of a token is its id in every
-byte (``token_memory``); the decode side checks what it received before it uses it.
+``python -m benchmarks.multiturn_engine ROLE DAEMON`` attaches to its daemon, says so, and answers
+each line of JSON on its standard input, a ``ServeTurn``, with one of its own, until the input ends.
+KV of a token is its id in every byte (``token_memory``); the decode side checks what it received
+before it uses it.
 
 The decode engine batches continuously: a step computes for a fixed time, writes the KV of one token
 of every running sequence and says the next one. Between two steps the loop looks at its sockets.
@@ -15,17 +16,16 @@ import asyncio
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import uvloop
-import zmq
 
 import kvd.client
 from benchmarks.token_memory import TokenMemory, WrittenTokens
 from kvd.errors import KvdError
-from kvd.sockets import LoopSocket, open_dealer
+from kvd.harness.child import answer
 from kvd.types import ID_BYTES, Tokens, count
 
 if TYPE_CHECKING:
@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 VOCABULARY = 128_256
 CHUNK_TOKENS = 256
 STEP_S = 0.002
+LINE_BYTES = 2**20
+"""More than a request or an answer ever takes."""
 PREFILL, DECODE = "prefill", "decode"
 SOURCE = "p"
 """The prefill daemon, as the decode daemon's configuration calls it."""
 
 
-class ServeTurn(msgspec.Struct, frozen=True, array_like=True, tag="serve"):
-    """Router to either engine: a request's half. Answer: the engine's own, or ``EngineBroken``."""
+class ServeTurn(msgspec.Struct, frozen=True):
+    """A request's half, for either engine. Answer: ``TurnServed``."""
 
     room: int
     namespace: str
@@ -49,39 +51,18 @@ class ServeTurn(msgspec.Struct, frozen=True, array_like=True, tag="serve"):
     output_tokens: int
 
 
-class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Engine to router: attached, serving."""
+class TurnServed(msgspec.Struct, frozen=True):
+    """What became of it; of no room: the engine serves. ``why`` is of an engine that gave up.
 
+    The prefill side has ``sent_bytes``, the decode side the output and when each of its tokens was
+    there (monotonic clock of the host).
+    """
 
-class TurnPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="prefilled"):
-    """The prompt was computed and handed over."""
-
-    room: int
-    sent_pages: int
-    sent_bytes: int
-
-
-class TurnDecoded(msgspec.Struct, frozen=True, array_like=True, tag="decoded"):
-    """The output, and when each of its tokens was there (monotonic clock of the host)."""
-
-    room: int
-    output: bytes
-    token_times_s: tuple[float, ...]
-
-
-class EngineBroken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):
-    """The engine cannot go on; ``why`` ends the benchmark."""
-
-    room: int
-    why: str
-
-
-EngineReply = EngineReady | TurnPrefilled | TurnDecoded | EngineBroken
-
-R = TypeVar("R", bound=EngineReply)
-
-REQUESTS = msgspec.msgpack.Decoder(ServeTurn)
-REPLIES: msgspec.msgpack.Decoder[EngineReply] = msgspec.msgpack.Decoder(EngineReply)
+    room: int = 0
+    why: str = ""
+    sent_bytes: int = 0
+    output: bytes = b""
+    token_times_s: tuple[float, ...] = ()
 
 
 def said_next(tokens: Tokens) -> int:
@@ -97,7 +78,7 @@ class TurnPrefill:
         self._node = node
         self._memory = TokenMemory(node.pool("main"))
 
-    async def serve(self, request: ServeTurn) -> EngineReply:
+    async def serve(self, request: ServeTurn) -> TurnServed:
         """Prefill ``request`` and hand it over."""
         tokens = Tokens(request.tokens)
         ids = np.frombuffer(tokens, "<i4")
@@ -111,7 +92,7 @@ class TurnPrefill:
         if outcome.reason is not None:
             raise KvdError(outcome.reason)
         await lease.release(())
-        return TurnPrefilled(request.room, outcome.sent_pages, outcome.sent_bytes)
+        return TurnServed(request.room, sent_bytes=outcome.sent_bytes)
 
 
 class RunningSequence:
@@ -143,7 +124,7 @@ class TurnDecode:
         self._work = SteadyWork(STEP_S)
         self._stepping = asyncio.ensure_future(self._step_for_ever())
 
-    async def serve(self, request: ServeTurn) -> EngineReply:
+    async def serve(self, request: ServeTurn) -> TurnServed:
         """Receive the prompt of ``request``, say its output, cache both if they may be cached."""
         prompt = Tokens(request.tokens)
         receive = await self._node.receive(
@@ -165,7 +146,8 @@ class TurnDecode:
             await sequence.ended.wait()
         output = sequence.tokens[len(prompt) :]
         await receive.lease.release(np.frombuffer(output[:-ID_BYTES], "<i4"))
-        return TurnDecoded(request.room, output, tuple(sequence.times_s))
+        times_s = tuple(sequence.times_s)
+        return TurnServed(request.room, output=output, token_times_s=times_s)
 
     async def _step_for_ever(self) -> None:
         while True:
@@ -204,43 +186,26 @@ class SteadyWork:
             self._matrix @ self._matrix
 
 
-class RouterLine:
-    """The engine's end of the line to the router."""
-
-    def __init__(self, engine: TurnPrefill | TurnDecode, dealer: zmq.Socket[bytes]) -> None:
-        loop = asyncio.get_running_loop()
-        self._engine = engine
-        self._under_way: set[asyncio.Task[None]] = set()
-        self._socket = LoopSocket(dealer, self._take, loop=loop)
-        self.tell(EngineReady())
-
-    def tell(self, reply: EngineReply) -> None:
-        """Say it to the router."""
-        self._socket.send([msgspec.msgpack.encode(reply)])
-
-    def _take(self, frames: list[bytes]) -> None:
-        task = asyncio.ensure_future(self._serve(REQUESTS.decode(frames[0])))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-
-    async def _serve(self, request: ServeTurn) -> None:
-        try:
-            reply = await self._engine.serve(request)
-        except (KvdError, AssertionError) as error:
-            reply = EngineBroken(request.room, str(error))
-        self.tell(reply)
+async def _serve(engine: TurnPrefill | TurnDecode, request: ServeTurn) -> None:
+    try:
+        answer(await engine.serve(request))
+    except (KvdError, AssertionError) as error:
+        answer(TurnServed(request.room, why=str(error)))
 
 
-async def run(role: str, daemon: str, router: str) -> None:
+async def run(role: str, daemon: str) -> None:
     """Serve until the standard input ends."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = open_dealer(context, routing_id=role.encode())
-    dealer.connect(router)
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), ended.set)
+    loop = asyncio.get_running_loop()
+    requests = asyncio.StreamReader(limit=LINE_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
+    under_way: set[asyncio.Task[None]] = set()
     async with kvd.client.connect(daemon, name=role) as node:
-        RouterLine(TurnPrefill(node) if role == PREFILL else TurnDecode(node), dealer)
-        await ended.wait()
+        engine = TurnPrefill(node) if role == PREFILL else TurnDecode(node)
+        answer(TurnServed())
+        while line := await requests.readline():
+            task = asyncio.create_task(_serve(engine, msgspec.json.decode(line, type=ServeTurn)))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
     os._exit(0)  # whatever was under way has nobody to answer to
 
 

@@ -22,8 +22,8 @@ import click
 import msgspec
 import numpy as np
 
-from benchmarks.harness import BenchmarkResult, ResultColumn, ResultTable, benchmark, figure
-from kvd.bench.report import at_most
+from benchmarks.harness import benchmark
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most, figure
 from kvd.core.cache.eviction import Policy, eviction_order
 from kvd.core.cache.pages import PagePool
 from kvd.core.cache.radix import RadixTree
@@ -37,8 +37,7 @@ from kvd.types import ID_BYTES, Incarnation, NodeName, Tokens, count
 from kvd.wire import client
 
 if TYPE_CHECKING:
-    from benchmarks.harness import Measured
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
 
     Nanoseconds = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -264,17 +263,13 @@ def run(told: Told, *, trace: Path, capacity: int, page: int, limit: int | None)
 command = benchmark(
     "radix",
     run,
-    (
-        click.option(
-            "--trace",
-            required=True,
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            help="A file in Mooncake's format.",
-        ),
-        click.option(
-            "--capacity", default=2_000_000, show_default=True, help="Tokens in the pool."
-        ),
-        click.option("--page", default=16, show_default=True, help="Tokens per page."),
-        click.option("--limit", type=int, help="Requests to replay; all by default."),
+    click.option(
+        "--trace",
+        required=True,
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="A file in Mooncake's format.",
     ),
+    click.option("--capacity", default=2_000_000, show_default=True, help="Tokens in the pool."),
+    click.option("--page", default=16, show_default=True, help="Tokens per page."),
+    click.option("--limit", type=int, help="Requests to replay; all by default."),
 )

@@ -19,14 +19,13 @@ import click
 import numpy as np
 
 import kvd.client
-from benchmarks.harness import BenchmarkResult, ResultColumn, ResultTable, benchmark, figure
+from benchmarks.harness import benchmark
 from kvd.bench.memory import busy_s
-from kvd.bench.report import at_most
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most, figure
 from kvd.harness.daemons import one_daemon
 
 if TYPE_CHECKING:
-    from benchmarks.harness import Measured
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
     from kvd.harness.daemons import DaemonProcess
 
 RING_BYTES: Final = 8 * 2**20
@@ -102,8 +101,6 @@ def run(told: Told, *, rounds: int, cycles: int) -> BenchmarkResult:
 command = benchmark(
     "recorder",
     run,
-    (
-        click.option("--rounds", default=5, show_default=True, help="To take medians of."),
-        click.option("--cycles", default=2000, show_default=True, help="Leases in a round."),
-    ),
+    click.option("--rounds", default=5, show_default=True, help="To take medians of."),
+    click.option("--cycles", default=2000, show_default=True, help="Leases in a round."),
 )

@@ -24,9 +24,10 @@ import click
 import msgspec
 import numpy as np
 
-from benchmarks.harness import BenchmarkResult, ResultColumn, ResultTable, benchmark, figure
+from benchmarks.harness import benchmark
 from kvd.bench.memory import busy_s
-from kvd.bench.report import at_least
+from kvd.bench.raw_nixl import SCRATCH_BYTES, connected_sender
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_least, figure
 from kvd.core.effects import LoadAgent, Post, Verify
 from kvd.core.inputs import AgentFailed, AgentLoaded, PostDone, PostFailed, Verified
 from kvd.core.layout.geometry import Geometry, geometry
@@ -36,7 +37,7 @@ from kvd.core.layout.spec import Component, Mha, PageOrder, shard_region
 from kvd.transfer.copies import mapped_area
 from kvd.transfer.mapping import map_region, map_scratch
 from kvd.transfer.metadata import unpack
-from kvd.transfer.nixl import Binding, MemorySpan, SendingAgent, TransferStep
+from kvd.transfer.nixl import Binding, MemorySpan, TransferStep
 from kvd.transfer.orders import Collapsed, RegionPlan, Report
 from kvd.transfer.plans import direct, found
 from kvd.transfer.process import TransferProcess, TransportDown
@@ -46,8 +47,7 @@ from kvd.wire.peer import Integrity
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from benchmarks.harness import Measured
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
     from kvd.transfer.copies import Area
     from kvd.transfer.descriptors import Writes
     from kvd.transfer.metadata import Metadata
@@ -63,7 +63,6 @@ KV, WHOLE = "kv", "whole"
 RECEIVER: Final = "receiver"
 GENERATION: Final = 1
 IN_FLIGHT: Final = 4
-SCRATCH_BYTES: Final = 4096
 LIMIT_S: Final = 60.0
 GIGA: Final = 1e9
 MODEL: Final = Shard(first_layer=0, end_layer=LAYERS, first_head=0, end_head=HEADS)
@@ -164,10 +163,7 @@ class _Bare:
         scratch = map_scratch(SCRATCH_BYTES)
         name = f"bench-bare-{os.getpid()}-{id(self):x}"
         spans.append(MemorySpan(scratch, SCRATCH_BYTES))
-        self._sender = SendingAgent(Binding(), name, spans=spans, peer=peer)
-        one = np.array([[scratch, SCRATCH_BYTES, 0]], np.uint64)
-        there = np.array([[peer.scratch, SCRATCH_BYTES, 0]], np.uint64)
-        self._await(self._sender.post(one, there))
+        self._sender = connected_sender(Binding(), name, spans, scratch, peer)
 
     def rows(self, order: Post) -> Writes:
         """The descriptors of a post from where its pages lie.
@@ -408,10 +404,8 @@ COLUMNS: Final = (
 command = benchmark(
     "shards",
     run,
-    (
-        click.option("--pages", default=32, show_default=True, help="Of 2 MiB of the model."),
-        click.option("--repeats", default=15, show_default=True, help="Writes per case."),
-        click.option("--seed", default=1, show_default=True, help="Of the order of pages."),
-        click.option("--tls", default="", help="UCX_TLS; tcp is how bytes go between hosts."),
-    ),
+    click.option("--pages", default=32, show_default=True, help="Of 2 MiB of the model."),
+    click.option("--repeats", default=15, show_default=True, help="Writes per case."),
+    click.option("--seed", default=1, show_default=True, help="Of the order of pages."),
+    click.option("--tls", default="", help="UCX_TLS; tcp is how bytes go between hosts."),
 )

@@ -18,24 +18,22 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
-import msgspec
 import numpy as np
 import uvloop
 import zmq
 
 import kvd.client
 from kvd.bench.report import (
+    BenchmarkResult,
     Goal,
+    ResultColumn,
+    ResultTable,
     at_least,
     at_most,
-    bar,
-    show_goals,
-    show_notes,
-    show_table,
-    write_json,
+    measurement,
 )
 from kvd.harness.daemons import Pair, two_daemons
 from kvd.sockets import LoopSocket, open_dealer, open_router
@@ -43,12 +41,11 @@ from kvd.sockets import LoopSocket, open_dealer, open_router
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
     from kvd.client.api import Node
 
 
-START_S = 10.0
-LOOK_S = 0.01
+# ---- the echo ------------------------------------------------------------------------------------
 
 
 class EchoClient:
@@ -62,11 +59,11 @@ class EchoClient:
         dealer.connect(endpoint)
         self._socket = LoopSocket(dealer, self._answered, loop=loop)
 
-    async def call(self, answer_bytes: int, *frames: bytes) -> None:
-        """Send ``frames`` and wait for ``answer_bytes`` bytes."""
+    async def call(self, answer_bytes: int, frame: bytes) -> None:
+        """Send a header and ``frame``; wait for a header and ``answer_bytes`` bytes."""
         answered: asyncio.Future[None] = self._loop.create_future()
         self._waiting.append(answered)
-        self._socket.send([b"%d" % answer_bytes, *frames])
+        self._socket.send([b"%d" % (HEADER_BYTES + answer_bytes), bytes(HEADER_BYTES), frame])
         await answered
 
     def close(self) -> None:
@@ -103,6 +100,8 @@ def echo_server(directory: Path) -> Iterator[str]:
         process.wait()
 
 
+# ---- calls in turns ------------------------------------------------------------------------------
+
 ROUNDS = 5
 PAGE_SIZE = 16
 CYCLE_TOKENS = 13_000
@@ -121,45 +120,6 @@ SETTINGS = {
 """A pool of 2 M tokens with one byte of KV per token: the control plane is what is measured."""
 
 Call = Callable[[int], Awaitable[None]]
-
-
-class ControlFigure(msgspec.Struct, frozen=True):
-    """One row: kvd beside the echo, microseconds and calls a second.
-
-    ``ratio``: of the p50s, kvd over echo; of lease cycles, which take two calls, of the rates.
-    """
-
-    what: str
-    in_flight: int
-    p50_us: float
-    p99_us: float
-    per_s: float
-    echo_p50_us: float
-    echo_per_s: float
-    ratio: float
-    goals: tuple[Goal, ...]
-
-
-class KeyCost(msgspec.Struct, frozen=True):
-    """A full-hit handoff between daemons with CURVE keys, beside one between daemons without.
-
-    ``ratio``: of the p50s, with keys over without.
-    """
-
-    in_flight: int
-    keys_p50_us: float
-    keys_per_s: float
-    bare_p50_us: float
-    bare_per_s: float
-    ratio: float
-
-
-class ControlResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench control`` reports; ``keys`` only with ``--keys``."""
-
-    figures: tuple[ControlFigure, ...]
-    goals: tuple[Goal, ...]
-    keys: tuple[KeyCost, ...] = ()
 
 
 class CallTimes:
@@ -193,23 +153,56 @@ class CallTimes:
         return float(np.median(self.rates))
 
 
-async def in_turns(
-    ours: Call, echo: Call, *, calls: int, in_flight: int
-) -> tuple[CallTimes, CallTimes]:
+class CallTimesPair(NamedTuple):
+    """Of a call and its reference, which took turns."""
+
+    ours: CallTimes
+    reference: CallTimes
+
+    @property
+    def p50_ratio(self) -> float:
+        """Ours over the reference."""
+        return self.ours.quantile_us(50) / self.reference.quantile_us(50)
+
+    def row(self, what: str, in_flight: int) -> Measured:
+        """A line of the table; ``ratio``: of the p50s, unless the caller says otherwise."""
+        return {
+            "what": what,
+            "in_flight": in_flight,
+            "p50_us": round(self.ours.quantile_us(50), 1),
+            "p99_us": round(self.ours.quantile_us(99), 1),
+            "per_s": round(self.ours.per_s),
+            "echo_p50_us": round(self.reference.quantile_us(50), 1),
+            "echo_per_s": round(self.reference.per_s),
+            "ratio": round(self.p50_ratio, 2),
+        }
+
+
+class ControlFigure(NamedTuple):
+    """A line of the table, and its goals."""
+
+    row: Measured
+    goals: tuple[Goal, ...]
+
+
+async def in_turns(ours: Call, reference: Call, *, calls: int, in_flight: int) -> CallTimesPair:
     """Measure both, one round after the other, after a warm-up of each."""
-    mine, reference = CallTimes(), CallTimes()
-    for sample, call in ((CallTimes(), ours), (CallTimes(), echo)):
-        await sample.run(call, max(in_flight, calls // 10), in_flight)
+    pair = CallTimesPair(CallTimes(), CallTimes())
+    for call in (ours, reference):
+        await CallTimes().run(call, max(in_flight, calls // 10), in_flight)
     for _ in range(ROUNDS):
-        await mine.run(ours, calls, in_flight)
-        await reference.run(echo, calls, in_flight)
-    return mine, reference
+        await pair.ours.run(ours, calls, in_flight)
+        await pair.reference.run(reference, calls, in_flight)
+    return pair
 
 
 def prompts(count: int, n_tokens: int, seed: int) -> list[np.ndarray]:
     """Random prompts, no two alike."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 128_256, n_tokens, dtype=np.int32) for _ in range(count)]
+
+
+# ---- what is called ------------------------------------------------------------------------------
 
 
 async def match_figure(node: Node, echo: EchoClient, n_tokens: int) -> ControlFigure:
@@ -223,13 +216,12 @@ async def match_figure(node: Node, echo: EchoClient, n_tokens: int) -> ControlFi
         await node.match(prompt)
 
     async def bare(_: int) -> None:
-        await echo.call(HEADER_BYTES, bytes(HEADER_BYTES), frame)
+        await echo.call(0, frame)
 
-    mine, reference = await in_turns(match, bare, calls=400, in_flight=1)
+    pair = await in_turns(match, bare, calls=400, in_flight=1)
     what = f"match, {n_tokens} tokens"
-    ratio = mine.quantile_us(50) / reference.quantile_us(50)
-    goals = (at_most(f"{what}: p50 / echo", 1.5, ratio),)
-    return _figure(what, 1, (mine, reference), ratio, goals)
+    goal = at_most(f"{what}: p50 / echo", 1.5, pair.p50_ratio)
+    return ControlFigure(pair.row(what, 1), (goal,))
 
 
 async def cycle_figure(node: Node, echo: EchoClient, in_flight: int) -> ControlFigure:
@@ -243,24 +235,24 @@ async def cycle_figure(node: Node, echo: EchoClient, in_flight: int) -> ControlF
         await lease.release(())
 
     async def bare(number: int) -> None:
-        await echo.call(HEADER_BYTES + pages_bytes, bytes(HEADER_BYTES), frames[number % 256])
-        await echo.call(HEADER_BYTES, bytes(HEADER_BYTES), b"")
+        await echo.call(pages_bytes, frames[number % 256])
+        await echo.call(0, b"")
 
-    mine, reference = await in_turns(cycle, bare, calls=600, in_flight=in_flight)
+    pair = await in_turns(cycle, bare, calls=600, in_flight=in_flight)
     what = f"lease + release, {CYCLE_TOKENS} tokens"
-    ratio = mine.per_s / reference.per_s
+    ratio = pair.ours.per_s / pair.reference.per_s
     goals: tuple[Goal, ...] = ()
     if in_flight == max(IN_FLIGHT):
         goals = (at_least(f"{what}, {in_flight} in flight: per s / echo", 0.5, ratio),)
-    return _figure(what, in_flight, (mine, reference), ratio, goals)
+    # A cycle takes two calls, of either: what can be compared is how many are done.
+    return ControlFigure({**pair.row(what, in_flight), "ratio": round(ratio, 2)}, goals)
 
 
 @contextlib.asynccontextmanager
-async def full_hits(ends: tuple[Node, Node], in_flight: int) -> AsyncIterator[Call]:
+async def full_hits(prefill: Node, decode: Node, in_flight: int) -> AsyncIterator[Call]:
     """Whole handoffs of a prompt that the decode side has: zero pages, the aux delivered."""
-    prefill, decode = ends
     prompt = handed_over()
-    for node in ends:
+    for node in (prefill, decode):
         lease = await node.lease(prompt)
         await lease.release(())
     source = await prefill.lease(prompt)
@@ -286,53 +278,37 @@ def handed_over() -> np.ndarray:
 
 
 async def full_hit_figure(
-    ends: tuple[Node, Node], echo: EchoClient, in_flight: int
+    prefill: Node, decode: Node, echo: EchoClient, in_flight: int
 ) -> ControlFigure:
     """Full-hit handoffs, beside one echo with the prompt in it."""
     frame = handed_over().tobytes()
 
     async def bare(_: int) -> None:
-        await echo.call(HEADER_BYTES, bytes(HEADER_BYTES), frame)
+        await echo.call(0, frame)
 
-    async with full_hits(ends, in_flight) as handoff:
-        mine, reference = await in_turns(handoff, bare, calls=200, in_flight=in_flight)
+    async with full_hits(prefill, decode, in_flight) as handoff:
+        pair = await in_turns(handoff, bare, calls=200, in_flight=in_flight)
     what = "full-hit handoff, 4096 tokens"
-    p50_us = mine.quantile_us(50)
-    ratio = p50_us / reference.quantile_us(50)
-    goals = (at_most(f"{what}: p50 in us", 1500, p50_us),) if in_flight == 1 else ()
-    return _figure(what, in_flight, (mine, reference), ratio, goals)
+    goal = at_most(f"{what}: p50 in us", 1500, pair.ours.quantile_us(50))
+    return ControlFigure(pair.row(what, in_flight), (goal,) if in_flight == 1 else ())
 
 
-def _figure(
-    what: str,
-    in_flight: int,
-    samples: tuple[CallTimes, CallTimes],
-    ratio: float,
-    goals: tuple[Goal, ...],
-) -> ControlFigure:
-    mine, echo = samples
-    return ControlFigure(
-        what=what,
-        in_flight=in_flight,
-        p50_us=round(mine.quantile_us(50), 1),
-        p99_us=round(mine.quantile_us(99), 1),
-        per_s=round(mine.per_s),
-        echo_p50_us=round(echo.quantile_us(50), 1),
-        echo_per_s=round(echo.per_s),
-        ratio=round(ratio, 2),
-        goals=goals,
-    )
-
-
-async def measure(pair: Pair, endpoint: str, told: Told) -> ControlResult:
-    """Every figure, in order."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    echo = EchoClient(context, endpoint)
-    figures = []
+@contextlib.asynccontextmanager
+async def sessions(pair: Pair) -> AsyncIterator[tuple[Node, Node]]:
+    """A session with each daemon, for as long as the block lasts."""
     async with (
         kvd.client.connect(pair.prefill.client, name="bench-prefill") as prefill,
         kvd.client.connect(pair.decode.client, name="bench-decode") as decode,
     ):
+        yield prefill, decode
+
+
+async def measure(pair: Pair, endpoint: str, told: Told) -> list[ControlFigure]:
+    """Every figure, in order."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    echo = EchoClient(context, endpoint)
+    figures = []
+    async with sessions(pair) as (prefill, decode):
         for n_tokens in MATCH_TOKENS:
             told(f"match, {n_tokens} tokens")
             figures.append(await match_figure(prefill, echo, n_tokens))
@@ -341,110 +317,97 @@ async def measure(pair: Pair, endpoint: str, told: Told) -> ControlResult:
             figures.append(await cycle_figure(prefill, echo, in_flight))
         for in_flight in IN_FLIGHT:
             told(f"full-hit handoff, {in_flight} in flight")
-            figures.append(await full_hit_figure((prefill, decode), echo, in_flight))
+            figures.append(await full_hit_figure(prefill, decode, echo, in_flight))
     echo.close()
     context.term()
-    return ControlResult(tuple(figures), tuple(goal for one in figures for goal in one.goals))
+    return figures
 
 
-async def measure_keys(keyed: Pair, bare: Pair, told: Told) -> tuple[KeyCost, ...]:
+async def measure_keys(keyed: Pair, bare: Pair, told: Told) -> list[Measured]:
     """What encryption and proven names cost a handoff, in turns with one that has neither."""
-    costs = []
-    async with (
-        kvd.client.connect(keyed.prefill.client, name="keys-prefill") as prefill,
-        kvd.client.connect(keyed.decode.client, name="keys-decode") as decode,
-        kvd.client.connect(bare.prefill.client, name="bare-prefill") as bare_prefill,
-        kvd.client.connect(bare.decode.client, name="bare-decode") as bare_decode,
-    ):
+    costs: list[Measured] = []
+    async with sessions(keyed) as with_keys, sessions(bare) as without:
         for in_flight in IN_FLIGHT:
             told(f"full-hit handoff with keys, {in_flight} in flight")
+            rooms_of = in_flight + max(IN_FLIGHT)  # others than those of the figures
             async with (
-                full_hits((prefill, decode), in_flight + max(IN_FLIGHT)) as mine,
-                full_hits((bare_prefill, bare_decode), in_flight + max(IN_FLIGHT)) as theirs,
+                full_hits(*with_keys, rooms_of) as mine,
+                full_hits(*without, rooms_of) as theirs,
             ):
-                with_keys, without = await in_turns(mine, theirs, calls=200, in_flight=in_flight)
-            costs.append(_key_cost(in_flight, with_keys, without))
-    return tuple(costs)
+                pair = await in_turns(mine, theirs, calls=200, in_flight=in_flight)
+            costs.append(
+                {
+                    "in_flight": in_flight,
+                    "keys_p50_us": round(pair.ours.quantile_us(50), 1),
+                    "keys_per_s": round(pair.ours.per_s),
+                    "bare_p50_us": round(pair.reference.quantile_us(50), 1),
+                    "bare_per_s": round(pair.reference.per_s),
+                    "ratio": round(pair.p50_ratio, 3),
+                }
+            )
+    return costs
 
 
-def _key_cost(in_flight: int, with_keys: CallTimes, without: CallTimes) -> KeyCost:
-    return KeyCost(
-        in_flight=in_flight,
-        keys_p50_us=round(with_keys.quantile_us(50), 1),
-        keys_per_s=round(with_keys.per_s),
-        bare_p50_us=round(without.quantile_us(50), 1),
-        bare_per_s=round(without.per_s),
-        ratio=round(with_keys.quantile_us(50) / without.quantile_us(50), 3),
-    )
-
-
-KEY_HEADERS = ("in flight", "with keys p50 us", "per s", "without p50", "per s", "ratio")
-
-
-def _show_keys(costs: tuple[KeyCost, ...]) -> None:
-    rows = [
-        [
-            str(one.in_flight),
-            f"{one.keys_p50_us:.0f}",
-            f"{one.keys_per_s:.0f}",
-            f"{one.bare_p50_us:.0f}",
-            f"{one.bare_per_s:.0f}",
-            f"{one.ratio:.3f}",
-        ]
-        for one in costs
-    ]
-    if rows:
-        show_table("Full-hit handoffs between daemons with CURVE keys", KEY_HEADERS, rows)
-
-
-HEADERS = ("what", "in flight", "p50 us", "p99", "per s", "echo p50", "echo per s", "ratio")
-
-
-def _row(one: ControlFigure) -> list[str]:
-    return [
-        one.what,
-        str(one.in_flight),
-        f"{one.p50_us:.0f}",
-        f"{one.p99_us:.0f}",
-        f"{one.per_s:.0f}",
-        f"{one.echo_p50_us:.0f}",
-        f"{one.echo_per_s:.0f}",
-        f"{one.ratio:.2f}",
-    ]
-
-
-@click.command("control")
-@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Result.")
-@click.option("--keys", is_flag=True, help="Measure too what CURVE keys cost a handoff.")
-def command(file: Path | None, *, keys: bool) -> None:
+def run(told: Told, *, keys: bool) -> tuple[BenchmarkResult, object]:
     """Round trips of match, lease cycles and full-hit handoffs, beside a bare ZMQ echo."""
-    steps = len(MATCH_TOKENS) + (3 if keys else 2) * len(IN_FLIGHT)
+    costs: list[Measured] = []
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
-        bar("control", steps) as told,
         two_daemons(Path(name), SETTINGS) as pair,
     ):
         with echo_server(Path(name)) as endpoint:
-            result = uvloop.run(measure(pair, endpoint, told))
+            figures = uvloop.run(measure(pair, endpoint, told))
         if keys:
             locked = Path(name) / "keys"
             locked.mkdir()
             with two_daemons(locked, SETTINGS, with_keys=True) as keyed:
                 costs = uvloop.run(measure_keys(keyed, pair, told))
-            result = msgspec.structs.replace(result, keys=costs)
-    show_table("Round trips of the control plane", HEADERS, [_row(one) for one in result.figures])
-    show_notes(
-        [
+    goals = tuple(goal for one in figures for goal in one.goals)
+    shown = BenchmarkResult(
+        tables=(
+            ResultTable(
+                "Round trips of the control plane", COLUMNS, tuple(one.row for one in figures)
+            ),
+            ResultTable(
+                "Full-hit handoffs between daemons with CURVE keys", KEY_COLUMNS, tuple(costs)
+            ),
+        ),
+        notes=(
             "echo: bare ZMQ from its descriptor, frames of the same sizes; in turns with kvd, "
             f"{ROUNDS} rounds. A lease cycle is two calls of kvd and two of the echo",
             "ratio: kvd / echo, of the p50s; of lease cycles of the rates",
-        ]
+        ),
+        goals=goals,
     )
-    _show_keys(result.keys)
-    show_goals(result.goals)
-    if file is not None:
-        write_json(file, result)
+    rows = [{**one.row, "goals": one.goals} for one in figures]
+    return shown, {"figures": rows, "goals": goals, "keys": costs}
 
+
+COLUMNS = (
+    ResultColumn("what", "what"),
+    ResultColumn("in_flight", "in flight"),
+    ResultColumn("p50_us", "p50 us", ".0f"),
+    ResultColumn("p99_us", "p99", ".0f"),
+    ResultColumn("per_s", "per s"),
+    ResultColumn("echo_p50_us", "echo p50", ".0f"),
+    ResultColumn("echo_per_s", "echo per s"),
+    ResultColumn("ratio", "ratio", ".2f"),
+)
+KEY_COLUMNS = (
+    ResultColumn("in_flight", "in flight"),
+    ResultColumn("keys_p50_us", "with keys p50 us", ".0f"),
+    ResultColumn("keys_per_s", "per s"),
+    ResultColumn("bare_p50_us", "without p50", ".0f"),
+    ResultColumn("bare_per_s", "per s"),
+    ResultColumn("ratio", "ratio", ".3f"),
+)
+
+command = measurement(
+    "control",
+    run,
+    (click.option("--keys", is_flag=True, help="Measure too what CURVE keys cost a handoff."),),
+    steps=lambda keys: len(MATCH_TOKENS) + (3 if keys else 2) * len(IN_FLIGHT),
+)
 
 if __name__ == "__main__":
     uvloop.run(serve(sys.argv[1]))

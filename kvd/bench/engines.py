@@ -61,8 +61,8 @@ class OneHandoff:
     def __init__(self, lease: Lease, receive: Receive, send: Send) -> None:
         self.source = Pages(lease.pages.tobytes())
         self.destination = b""
-        self._lease = lease
-        self._receive = receive
+        self.lease = lease
+        self.receive = receive
         self._send = send
 
     async def finish(self) -> tuple[float, float]:
@@ -74,15 +74,15 @@ class OneHandoff:
         began_s = time.monotonic()
         outcome = await self._send.finish(b"aux")
         ended_s = time.monotonic()
-        await self._receive.done()
+        await self.receive.done()
         assert outcome.committed
-        self.destination = Pages(self._receive.lease.pages.tobytes())
+        self.destination = Pages(self.receive.lease.pages.tobytes())
         return began_s, ended_s
 
     async def end(self) -> None:
         """Give the leases back; what was delivered stays cached until room is needed."""
-        await self._receive.lease.release()
-        await self._lease.release(())
+        await self.receive.lease.release()
+        await self.lease.release(())
 
 
 class HandoffEngines:

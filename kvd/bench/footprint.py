@@ -19,12 +19,19 @@ from typing import TYPE_CHECKING, Final
 import click
 import msgspec
 
-from kvd.bench.memory import Resident, busy_s, proportional_bytes, resident, when_collapsed
-from kvd.bench.report import Goal, at_most, bar, show_goals, show_notes, show_table, write_json
+from kvd.bench.memory import busy_s, proportional_bytes, resident, when_collapsed
+from kvd.bench.report import (
+    BenchmarkResult,
+    ResultColumn,
+    ResultTable,
+    at_most,
+    figure,
+    measurement,
+)
 from kvd.harness.daemons import LLAMA_8B, one_daemon, two_daemons
 
 if TYPE_CHECKING:
-    from kvd.bench.report import Told
+    from kvd.bench.report import Measured, Told
     from kvd.harness.daemons import DaemonProcess
 
 POOL_MIB: Final = 256
@@ -42,30 +49,19 @@ class ProcessCost(msgspec.Struct, frozen=True):
 
     name: str
     cpu_share: float
-    resident: Resident
+    resident: dict[str, int]
     proportional_bytes: int
 
-
-class DaemonStart(msgspec.Struct, frozen=True):
-    """One start until ready: ``cpu_s`` is what all processes computed meanwhile."""
-
-    wall_s: float
-    cpu_s: float
-
-
-class FootprintResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench footprint`` reports."""
-
-    starts: tuple[DaemonStart, ...]
-    start_s: float
-    start_cpu_s: float
-    idle_s: float
-    processes: tuple[ProcessCost, ...]
-    goals: tuple[Goal, ...]
+    def row(self) -> Measured:
+        """Percents and MB, for people."""
+        sizes = {**self.resident, "proportional_bytes": self.proportional_bytes}
+        sizes["beyond_bytes"] = sizes["anonymous_bytes"] + sizes["file_bytes"]
+        megabytes = {key: size / 1e6 for key, size in sizes.items()}
+        return {"name": self.name, "cpu": 100 * self.cpu_share, **megabytes}
 
 
-def run(starts: int, idle_s: float, told: Told) -> FootprintResult:
-    """Start a daemon ``starts`` times, then watch one for ``idle_s`` seconds."""
+def run(told: Told, *, starts: int, idle_s: float) -> tuple[BenchmarkResult, object]:
+    """What a daemon costs at rest: time to start, CPU, memory."""
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as directory:
         begun = []
         for number in range(starts):
@@ -73,27 +69,46 @@ def run(starts: int, idle_s: float, told: Told) -> FootprintResult:
             begun.append(_start(Path(directory), f"start{number}"))
         told(f"at rest for {idle_s:g} s")
         processes = _at_rest(Path(directory), idle_s)
-    start_s = statistics.median(one.wall_s for one in begun)
-    beyond_mb = sum(one.resident.beyond_pool_bytes for one in processes) / 1e6
-    return FootprintResult(
-        starts=tuple(begun),
-        start_s=start_s,
-        start_cpu_s=statistics.median(one.cpu_s for one in begun),
-        idle_s=idle_s,
-        processes=processes,
-        goals=(
-            at_most("start to ready in s, median", 1.5, start_s),
-            at_most("CPU of all in % of a core", 1.0, 100 * sum(p.cpu_share for p in processes)),
-            at_most("resident beyond the pool in MB, all", 150.0, beyond_mb),
-        ),
+    start_s, start_cpu_s = (
+        statistics.median(one[key] for one in begun) for key in ("wall_s", "cpu_s")
     )
+    rows = tuple(one.row() for one in processes)
+    beyond_mb = sum(figure(row, "beyond_bytes") for row in rows)
+    goals = (
+        at_most("start to ready in s, median", 1.5, start_s),
+        at_most("CPU of all in % of a core", 1.0, sum(figure(row, "cpu") for row in rows)),
+        at_most("resident beyond the pool in MB, all", 150.0, beyond_mb),
+    )
+    title = f"A daemon with a pool of {POOL_MIB} MiB and one peer, at rest"
+    shown = BenchmarkResult(
+        tables=(ResultTable(title, COLUMNS, rows),),
+        notes=(
+            f"start to ready: median {start_s:.2f} s of "
+            + ", ".join(f"{one['wall_s']:.2f}" for one in begun)
+            + f"; all processes computed {start_cpu_s:.2f} s meanwhile",
+            f"CPU: over {idle_s:g} s, after the pool was collapsed to huge pages",
+            "beyond pool: RssAnon + RssFile; the pool is RssShmem, mapped by the transfer process "
+            "only; proportional: shared library pages divided by who maps them",
+        ),
+        goals=goals,
+    )
+    return shown, {
+        "starts": begun,
+        "start_s": start_s,
+        "start_cpu_s": start_cpu_s,
+        "idle_s": idle_s,
+        "processes": processes,
+        "goals": goals,
+    }
 
 
-def _start(directory: Path, name: str) -> DaemonStart:
+def _start(directory: Path, name: str) -> dict[str, float]:
+    """One start until ready: ``cpu_s`` is what all processes computed meanwhile."""
     began_s = time.monotonic()
     with one_daemon(directory, SETTINGS, name=name) as daemon:
         wall_s = time.monotonic() - began_s
-        return DaemonStart(wall_s, sum(busy_s(pid) for pid in _processes(daemon).values()))
+        cpu_s = sum(busy_s(pid) for pid in _processes(daemon).values())
+        return {"wall_s": wall_s, "cpu_s": cpu_s}
 
 
 def _processes(daemon: DaemonProcess) -> dict[str, int]:
@@ -110,7 +125,8 @@ def _is_recorded(daemon: DaemonProcess) -> bool:
     return daemon.snapshot().recorder.inputs > 0
 
 
-def _at_rest(directory: Path, idle_s: float) -> tuple[ProcessCost, ...]:
+def _at_rest(directory: Path, idle_s: float) -> list[ProcessCost]:
+    """Each process of a daemon at rest."""
     with two_daemons(directory, SETTINGS) as pair:
         when_collapsed(pair, POOL_MIB * 2**20)
         daemon = pair.prefill
@@ -120,7 +136,7 @@ def _at_rest(directory: Path, idle_s: float) -> tuple[ProcessCost, ...]:
         began_s = time.monotonic()
         time.sleep(idle_s)
         took_s = time.monotonic() - began_s
-        return tuple(
+        return [
             ProcessCost(
                 name=name,
                 cpu_share=(busy_s(pid) - before[name]) / took_s,
@@ -128,43 +144,29 @@ def _at_rest(directory: Path, idle_s: float) -> tuple[ProcessCost, ...]:
                 proportional_bytes=proportional_bytes(pid),
             )
             for name, pid in pids.items()
-        )
+        ]
 
 
-@click.command("footprint")
-@click.option("--starts", default=5, show_default=True, help="Starts to take the median of.")
-@click.option("--idle-s", default=10.0, show_default=True, help="Seconds to watch it at rest.")
-@click.option(
-    "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here."
+COLUMNS: Final = (
+    ResultColumn("name", "process"),
+    ResultColumn("cpu", "CPU %", ".2f"),
+    ResultColumn("beyond_bytes", "beyond pool MB", ".0f"),
+    ResultColumn("anonymous_bytes", "anonymous", ".0f"),
+    ResultColumn("file_bytes", "files", ".0f"),
+    ResultColumn("proportional_bytes", "proportional", ".0f"),
+    ResultColumn("shared_bytes", "pool", ".0f"),
 )
-def command(starts: int, idle_s: float, file: Path | None) -> None:
-    """What a daemon costs at rest: time to start, CPU, memory."""
-    with bar("footprint", starts + 1) as told:
-        result = run(starts, idle_s, told)
-    rows = [
-        [
-            one.name,
-            f"{100 * one.cpu_share:.2f}",
-            f"{one.resident.beyond_pool_bytes / 1e6:.0f}",
-            f"{one.resident.anonymous_bytes / 1e6:.0f}",
-            f"{one.resident.file_bytes / 1e6:.0f}",
-            f"{one.proportional_bytes / 1e6:.0f}",
-            f"{one.resident.shared_bytes / 1e6:.0f}",
-        ]
-        for one in result.processes
-    ]
-    headers = ["process", "CPU %", "beyond pool MB", "anonymous", "files", "proportional", "pool"]
-    show_table(f"A daemon with a pool of {POOL_MIB} MiB and one peer, at rest", headers, rows)
-    show_notes(
-        [
-            f"start to ready: median {result.start_s:.2f} s of "
-            + ", ".join(f"{one.wall_s:.2f}" for one in result.starts)
-            + f"; all processes computed {result.start_cpu_s:.2f} s meanwhile",
-            f"CPU: over {result.idle_s:g} s, after the pool was collapsed to huge pages",
-            "beyond pool: RssAnon + RssFile; the pool is RssShmem, mapped by the transfer process "
-            "only; proportional: shared library pages divided by who maps them",
-        ]
-    )
-    show_goals(result.goals)
-    if file is not None:
-        write_json(file, result)
+
+command = measurement(
+    "footprint",
+    run,
+    (
+        click.option(
+            "--starts", default=5, show_default=True, help="Starts to take the median of."
+        ),
+        click.option(
+            "--idle-s", default=10.0, show_default=True, help="Seconds to watch it at rest."
+        ),
+    ),
+    steps=lambda starts, **_: starts + 1,
+)

@@ -6,8 +6,6 @@ import os
 import time
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 if TYPE_CHECKING:
     from kvd.harness.daemons import Pair
 
@@ -16,27 +14,15 @@ LOOK_EVERY_S: Final = 0.1
 KIB: Final = 1024
 
 
-class Resident(msgspec.Struct, frozen=True):
-    """Resident bytes of one process, by what is behind them.
+def resident(pid: int) -> dict[str, int]:
+    """What a process has in memory now, by what is behind it.
 
-    ``shared`` is shared memory, which here is the pool; ``private`` is anonymous memory and files
-    (the interpreter and libraries, part of which other processes share).
+    Shared memory is the pool here; anonymous memory and files (the interpreter and libraries, part
+    of which other processes share) are what there is beyond it.
     """
-
-    anonymous_bytes: int
-    file_bytes: int
-    shared_bytes: int
-
-    @property
-    def beyond_pool_bytes(self) -> int:
-        """RssAnon and RssFile together."""
-        return self.anonymous_bytes + self.file_bytes
-
-
-def resident(pid: int) -> Resident:
-    """What a process has in memory now."""
     fields = _fields(f"/proc/{pid}/status")
-    return Resident(fields["RssAnon"], fields["RssFile"], fields["RssShmem"])
+    names = {"anonymous_bytes": "RssAnon", "file_bytes": "RssFile", "shared_bytes": "RssShmem"}
+    return {name: fields[field] for name, field in names.items()}
 
 
 def proportional_bytes(pid: int) -> int:

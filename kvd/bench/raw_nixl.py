@@ -2,9 +2,9 @@
 
 ``python -m kvd.bench.raw_nixl`` is one such process. It maps the memory of a daemon's pool, the
 very same pages, because how they lie in the machine's memory changes the speed of copies by a
-fifth; and it obeys one command at a time: write pages to the other one through NIXL, copy pages by
-memcpy, or stream bytes over a plain TCP connection. ``RawProcess`` is its parent's end,
-and ``RawPair`` two of them that do the same work as a handoff.
+fifth; and it obeys one command at a time (``kvd.harness.child``): write pages to the other one
+through NIXL, copy pages by memcpy, or stream bytes over a plain TCP connection. ``RawPair`` is two
+of them that do the same work as a handoff.
 
 Nothing is in the way of NIXL here: the descriptors are built before the clock starts, and nobody is
 told of anything before the last handle is done. Where that is fastest the sender spins, which is
@@ -24,11 +24,10 @@ import os
 import select
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, assert_never
+from typing import TYPE_CHECKING, Final, NamedTuple, assert_never
 
 import msgspec
 import numpy as np
@@ -37,6 +36,7 @@ from kvd.bench.engines import Took
 from kvd.bench.memory import huge_bytes
 from kvd.client.blocking import attach
 from kvd.core.layout.geometry import Geometry, PieceRow
+from kvd.harness.child import Child, answer, obey
 from kvd.transfer.descriptors import writes
 from kvd.transfer.mapping import map_region, map_scratch
 from kvd.transfer.metadata import VERSION, Metadata, pack, unpack
@@ -46,30 +46,17 @@ from kvd.types import Pages
 from kvd.wire.attach import Attach
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from typing import IO
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
     from kvd.bench.stream import Site
-    from kvd.harness.daemons import DaemonProcess, Pair
+    from kvd.harness.daemons import Pair
 
-
-A = TypeVar("A", bound="RawAnswer")
 
 REGION: Final = "kv"
 SCRATCH_BYTES: Final = 4096
 STREAM_STEP_BYTES: Final = 2**20
-ANSWER_S: Final = 120.0
-
-
-class MapRegion(msgspec.Struct, frozen=True, tag=True):
-    """First command: map the region behind an inherited descriptor. Answer: ``RegionMade``."""
-
-    name: str
-    descriptor: int
-    pages: int
-    page_bytes: int
 
 
 class ConnectRaw(msgspec.Struct, frozen=True, tag=True):
@@ -118,10 +105,9 @@ class GiveStream(msgspec.Struct, frozen=True, tag=True):
 
 
 class RegionMade(msgspec.Struct, frozen=True, tag=True):
-    """The region is mapped and registered."""
+    """The region is mapped and registered: what a process says first."""
 
     metadata: bytes
-    binding: str
 
 
 class WorkDone(msgspec.Struct, frozen=True, tag=True):
@@ -137,87 +123,7 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
     port: int
 
 
-RawCommand = MapRegion | ConnectRaw | WritePages | CopyPages | TakeStream | GiveStream
-RawAnswer = RegionMade | WorkDone | Listening
-
-_COMMAND: Final = msgspec.msgpack.Decoder(RawCommand)
-_ANSWER: Final = msgspec.msgpack.Decoder(RawAnswer)
-_LENGTH_BYTES: Final = 4
-
-
-def _put(stream: IO[bytes], message: RawCommand | RawAnswer) -> None:
-    body = msgspec.msgpack.encode(message)
-    stream.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
-    stream.flush()
-
-
-def _get(stream: IO[bytes]) -> bytes:
-    """The next message; empty at the end of the stream."""
-    head = stream.read(_LENGTH_BYTES)
-    return stream.read(int.from_bytes(head, "big")) if len(head) == _LENGTH_BYTES else b""
-
-
-class RawFailed(Exception):
-    """A bare process ended; its standard error says why."""
-
-
-class RawProcess:
-    """One bare process, from its parent's side. One command at a time."""
-
-    def __init__(
-        self, descriptor: int, prefix: tuple[str, ...], environment: Mapping[str, str]
-    ) -> None:
-        """Start it with ``prefix`` before its command line, to inherit ``descriptor``."""
-        self._child = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "kvd.bench.raw_nixl"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(descriptor,),
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        self._orders, self._answers = self._child.stdin, self._child.stdout
-
-    @property
-    def pid(self) -> int:
-        """Of the process, or of what put it into its place."""
-        return self._child.pid
-
-    def tell(self, command: RawCommand) -> None:
-        """Hand over a command; ``hear`` its answer before the next."""
-        try:
-            _put(self._orders, command)
-        except BrokenPipeError as gone:
-            raise RawFailed("a bare process is gone; its standard error is above") from gone
-
-    def hear(self, kind: type[A]) -> A:
-        """The answer to the last command.
-
-        Raises:
-            RawFailed: the process ended instead.
-        """
-        body = _get(self._answers)
-        answer = _ANSWER.decode(body) if body else None
-        if not isinstance(answer, kind):
-            raise RawFailed(f"a bare process answered {answer!r} where {kind.__name__} was due")
-        return answer
-
-    def do(self, command: RawCommand, kind: type[A]) -> A:
-        """``tell`` and ``hear``."""
-        self.tell(command)
-        return self.hear(kind)
-
-    def stop(self) -> None:
-        """End it: it exits when its standard input does."""
-        self._orders.close()
-        try:
-            self._child.wait(10)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
-        self._answers.close()
+RawCommand = ConnectRaw | WritePages | CopyPages | TakeStream | GiveStream
 
 
 # ---- inside the process --------------------------------------------------------------------------
@@ -226,69 +132,67 @@ class RawProcess:
 class _Bare:
     """What one bare process owns."""
 
-    def __init__(self, shape: MapRegion) -> None:
+    def __init__(self, name: str, descriptor: int, pages: int, page_bytes: int) -> None:
+        """Map the region behind an inherited descriptor, and register it."""
         geometry = Geometry(
-            pages=shape.pages,
-            page_bytes=shape.page_bytes,
-            rows=(PieceRow(0, shape.page_bytes, shape.page_bytes),),
+            pages=pages,
+            page_bytes=page_bytes,
+            rows=(PieceRow(0, page_bytes, page_bytes),),
             tensors=(),
         )
-        self._note = map_region(RegionPlan(REGION, shape.descriptor, geometry))
+        self._note = map_region(RegionPlan(REGION, descriptor, geometry))
         whole = (ctypes.c_uint8 * self._note.region_bytes).from_address(self._note.address)
         self._bytes: NDArray[np.uint8] = np.ctypeslib.as_array(whole)
-        self._page_bytes = shape.page_bytes
+        self._page_bytes = page_bytes
         self._scratch = map_scratch(SCRATCH_BYTES)
         self._binding = Binding()
         self._spans = [
             MemorySpan(self._note.address, self._note.region_bytes),
             MemorySpan(self._scratch, SCRATCH_BYTES),
         ]
-        self._name = f"{shape.name}-{os.getpid()}"
+        self._name = f"{name}-{os.getpid()}"
         self._receiver = ReceivingAgent(self._binding, self._name, self._spans)
         self._sender: SendingAgent | None = None
         self._theirs = self._note
 
-    def obey(self, command: RawCommand, say: IO[bytes]) -> RawAnswer:
+    def made(self) -> RegionMade:
+        """How the other one connects."""
+        told = Metadata(
+            version=VERSION,
+            agent=self._name,
+            blob=self._receiver.blob,
+            scratch=self._scratch,
+            scratch_bytes=SCRATCH_BYTES,
+            regions=(self._note,),
+        )
+        return RegionMade(pack(told))
+
+    def obey(self, command: RawCommand) -> WorkDone:
         """Do it."""
         match command:
-            case MapRegion():
-                return self._made()
             case ConnectRaw(metadata):
-                return self._connect(metadata)
+                return self._connect(unpack(metadata))
             case WritePages():
                 return self._write(command)
             case CopyPages():
                 return self._copy(command)
             case TakeStream():
-                return self._take(command, say)
+                with socket.create_server((command.host, 0)) as listener:
+                    answer(Listening(listener.getsockname()[1]))
+                    connection, _ = listener.accept()
+                    with connection:
+                        return self._exchange(connection, command)
             case GiveStream():
                 with socket.create_connection((command.host, command.port)) as connection:
                     return self._exchange(connection, command)
             case _:
                 assert_never(command)
 
-    def _made(self) -> RegionMade:
-        blob = self._receiver.blob
-        told = Metadata(
-            version=VERSION,
-            agent=self._name,
-            blob=blob,
-            scratch=self._scratch,
-            scratch_bytes=SCRATCH_BYTES,
-            regions=(self._note,),
-        )
-        return RegionMade(pack(told), self._binding.module)
-
-    def _connect(self, metadata: bytes) -> WorkDone:
+    def _connect(self, peer: Metadata) -> WorkDone:
         began_s = time.monotonic()
-        peer = unpack(metadata)
         self._theirs = next(region for region in peer.regions if region.name == REGION)
-        self._sender = SendingAgent(self._binding, f"{self._name}-tx", spans=self._spans, peer=peer)
-        first = np.array([[self._scratch, SCRATCH_BYTES, 0]], np.uint64)
-        there = np.array([[peer.scratch, SCRATCH_BYTES, 0]], np.uint64)
-        handle = self._sender.post(first, there)
-        while self._sender.step(handle) is TransferStep.RUNNING:
-            pass
+        name = f"{self._name}-tx"
+        self._sender = connected_sender(self._binding, name, self._spans, self._scratch, peer)
         return WorkDone(began_s, time.monotonic())
 
     def _write(self, command: WritePages) -> WorkDone:
@@ -330,13 +234,6 @@ class _Bare:
             np.copyto(there, here)
         return WorkDone(began_s, time.monotonic())
 
-    def _take(self, command: TakeStream, say: IO[bytes]) -> WorkDone:
-        with socket.create_server((command.host, 0)) as listener:
-            _put(say, Listening(listener.getsockname()[1]))
-            connection, _ = listener.accept()
-            with connection:
-                return self._exchange(connection, command)
-
     def _exchange(self, connection: socket.socket, command: TakeStream | GiveStream) -> WorkDone:
         """Send the start of the region while its end is received over."""
         view = self._bytes.data
@@ -358,6 +255,19 @@ class _Bare:
             got += count
         sender.join()
         return WorkDone(began_s, time.monotonic())
+
+
+def connected_sender(
+    binding: Binding, name: str, spans: list[MemorySpan], scratch: int, peer: Metadata
+) -> SendingAgent:
+    """An agent that has written to ``peer`` once, so that it is connected."""
+    sender = SendingAgent(binding, name, spans=spans, peer=peer)
+    here = np.array([[scratch, SCRATCH_BYTES, 0]], np.uint64)
+    there = np.array([[peer.scratch, SCRATCH_BYTES, 0]], np.uint64)
+    handle = sender.post(here, there)
+    while sender.step(handle) is TransferStep.RUNNING:
+        pass
+    return sender
 
 
 def _await(sender: SendingAgent, flying: list[int], sockets: select.epoll, sleep_s: float) -> None:
@@ -384,21 +294,15 @@ def _shared_runs(source: Pages, destination: Pages) -> list[tuple[range, range]]
     ]
 
 
-def main() -> None:
+def main(name: str, *numbers: str) -> None:
     """Obey standard input until it ends."""
-    orders, answers = sys.stdin.buffer, sys.stdout.buffer
-    first = _get(orders)
-    if not first:
-        return
-    shape = _COMMAND.decode(first)
-    assert isinstance(shape, MapRegion)
-    bare = _Bare(shape)
-    body = first
-    while body:
-        _put(answers, bare.obey(_COMMAND.decode(body), answers))
-        body = _get(orders)
+    bare = _Bare(name, *map(int, numbers))
+    answer(bare.made())
+    obey(RawCommand, bare.obey)  # type: ignore[arg-type]  # a union is no type to mypy
     os._exit(0)  # agents and handles are not taken down one by one
 
+
+# ---- both, from their parent's side --------------------------------------------------------------
 
 POOL: Final = "main"
 TRIES: Final = 3
@@ -428,7 +332,7 @@ TUNINGS: Final = (
 class RawPair:
     """Two bare processes, over the pools of two daemons, that can write to each other."""
 
-    def __init__(self, first: RawProcess, second: RawProcess) -> None:
+    def __init__(self, first: Child, second: Child) -> None:
         self._processes = (first, second)
         self.tuning = TUNINGS[0]
 
@@ -481,14 +385,17 @@ def raw_pair(pair: Pair, site: Site, *, pages: int, page_bytes: int) -> Iterator
     with contextlib.ExitStack() as stack:
         processes = []
         for daemon, place in zip((pair.prefill, pair.decode), site.places, strict=True):
-            descriptor = stack.enter_context(_pool_memory(daemon))
-            one = RawProcess(descriptor, place.prefix, site.environment)
-            stack.callback(one.stop)
-            one.tell(
-                MapRegion(
-                    name=daemon.name, descriptor=descriptor, pages=pages, page_bytes=page_bytes
-                )
+            attachment = attach(daemon.client, Attach("bench-raw"))
+            stack.callback(attachment.close)
+            descriptor = attachment.memory_fd(POOL, REGION)
+            one = Child(
+                "kvd.bench.raw_nixl",
+                *(daemon.name, str(descriptor), str(pages), str(page_bytes)),
+                prefix=place.prefix,
+                pass_fds=(descriptor,),
+                environment=site.environment,
             )
+            stack.callback(one.stop)
             processes.append(one)
         first, second = processes
         made = (first.hear(RegionMade), second.hear(RegionMade))
@@ -497,15 +404,5 @@ def raw_pair(pair: Pair, site: Site, *, pages: int, page_bytes: int) -> Iterator
         yield RawPair(first, second)
 
 
-@contextlib.contextmanager
-def _pool_memory(daemon: DaemonProcess) -> Iterator[int]:
-    """The descriptor of a daemon's pool, from a session that lasts as long as the block."""
-    attachment = attach(daemon.client, Attach("bench-raw"))
-    try:
-        yield attachment.memory_fd(POOL, REGION)
-    finally:
-        attachment.close()
-
-
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -13,6 +13,7 @@ one page is 64 KiB here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import tempfile
 import time
@@ -20,32 +21,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 import numpy as np
 
 import kvd.client
 from kvd.bench.report import (
-    Goal,
+    BenchmarkResult,
+    ResultColumn,
+    ResultTable,
     at_least,
     at_most,
-    bar,
-    show_goals,
-    show_notes,
-    show_table,
-    write_json,
+    figure,
+    measurement,
 )
 from kvd.harness.daemons import DaemonProcess
 from kvd.journal.checked_words import are_pending
 from kvd.journal.identity import HEAD_BYTES
 from kvd.pools.kept_memory import JOURNAL
 from kvd.trace import BLOCK_TOKENS, Blocks, TraceRequest, read_trace
-from kvd.types import ID_BYTES
+from kvd.types import ID_BYTES, Tokens
 from kvd.wire.admin import EventPage, ListEvents
 from kvd.wire.events import Adopted
 
 if TYPE_CHECKING:
-    from kvd.bench.report import Told
-    from kvd.types import Tokens
+    from collections.abc import Iterator
+
+    from kvd.bench.report import Measured, Told
 
 PAGE_TOKENS = 16
 SHAPE = {"pool.layers": "16", "pool.heads": "1", "pool.head_dim": "64", "pool.dtype": "bfloat16"}
@@ -56,168 +56,132 @@ CONVERSATIONS = 300
 TURNS = 8
 
 
-class RestartHits(msgspec.Struct, frozen=True):
-    """The second half of the requests: what was asked for, and what was cached of it."""
+class KeptPool:
+    """A daemon whose pool lies in memory that outlives it; not started yet."""
 
-    how: str
-    asked_tokens: int
-    hit_tokens: int
-    adopted_pages: int
+    def __init__(self, directory: Path, memory: Path, pages: int) -> None:
+        self._memory = memory
+        self._pages = pages
+        settings = {
+            **SHAPE,
+            "pool.pages": str(pages + 1),
+            "pool.backing": "shm",
+            "pool.directory": str(memory),
+            "pool.verify": "sampled",
+        }
+        self.daemon = DaemonProcess("solo", directory, settings)
 
-    @property
-    def rate(self) -> float:
-        """Share of the tokens that was cached."""
-        return self.hit_tokens / self.asked_tokens
+    def start(self) -> None:
+        """Return when it serves."""
+        self.daemon.start()
+        self.daemon.wait_ready()
+
+    def end(self, how: str) -> None:
+        """Stop or kill it. A killed one is given the time to have summed what is cached."""
+        if how == "kill":
+            summed = self._is_summed
+            self.daemon.wait_for(summed, "has not summed its pages", SUMMED_WITHIN_S)
+            self.daemon.kill()
+        else:
+            self.daemon.stop()
+
+    def forget(self) -> None:
+        """What was kept is gone: the next start makes the pool anew."""
+        for file in self._memory.rglob("*"):
+            if file.is_file():
+                file.unlink()
+
+    def adopted_pages(self) -> int:
+        """Pages that this daemon took over from the one before; 0 where it found nothing."""
+        page = self.daemon.ask(ListEvents(1, 0), EventPage)
+        return sum(event.pages for event in page.events if isinstance(event, Adopted))
+
+    async def serve(self, prompts: list[Tokens], *, commits: bool = True) -> int:
+        """Lease and release each prompt; the tokens that were cached already."""
+        hit_tokens = 0
+        async with kvd.client.connect(self.daemon.client, name="bench") as node:
+            for prompt in prompts:
+                lease = await node.lease(np.frombuffer(prompt, dtype="<i4"))
+                hit_tokens += lease.prefix_len
+                await lease.release(() if commits else None)
+        return hit_tokens
+
+    def _is_summed(self) -> bool:
+        """Whether the journal proves all cached pages: a killed daemon loses the others."""
+        words = np.fromfile(self._memory / JOURNAL, np.uint64, self._pages + 1, offset=HEAD_BYTES)
+        return not are_pending(words).any()
 
 
-class RestartTimes(msgspec.Struct, frozen=True):
-    """One start, medians: of a pool that was found full (``how``: stop or kill), or made (cold)."""
-
-    how: str
-    pool_gib: float
-    ready_s: float
-    first_hit_s: float
-    """Until the first lease was granted; of a cold start without a hit."""
-    adopted_pages: int
-
-    @property
-    def pages_per_s(self) -> float:
-        """Pages taken over per second of the whole start."""
-        return self.adopted_pages / self.ready_s
+@contextlib.contextmanager
+def kept_pool(pages: int) -> Iterator[KeptPool]:
+    """One of so many pages, for as long as the block lasts."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-bench-", dir="/dev/shm") as memory,
+        tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
+    ):
+        pool = KeptPool(Path(name), Path(memory), pages)
+        try:
+            yield pool
+        finally:
+            pool.daemon.stop()
 
 
-class RestartResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench restart`` reports."""
+def measure_hits(how: str, prompts: list[Tokens], pages: int) -> Measured:
+    """All requests, with this in the middle: nothing, a stop and a start, or a kill and one.
 
-    requests: int
-    hits: tuple[RestartHits, ...]
-    starts: tuple[RestartTimes, ...]
-    goals: tuple[Goal, ...]
-
-
-def settings(pages: int, memory: Path) -> dict[str, str]:
-    """A daemon whose pool lies in ``memory``."""
+    Of the second half: what was asked for, and what was cached of it.
+    """
+    half = len(prompts) // 2
+    with kept_pool(pages) as pool:
+        pool.start()
+        asyncio.run(pool.serve(prompts[:half]))
+        if how != "none":
+            pool.end(how)
+            pool.start()
+        adopted = pool.adopted_pages()
+        hit_tokens = asyncio.run(pool.serve(prompts[half:]))
+    asked_tokens = sum(len(prompt) for prompt in prompts[half:]) // ID_BYTES
     return {
-        **SHAPE,
-        "pool.pages": str(pages + 1),
-        "pool.backing": "shm",
-        "pool.directory": str(memory),
-        "pool.verify": "sampled",
+        "how": how,
+        "asked_tokens": asked_tokens,
+        "hit_tokens": hit_tokens,
+        "adopted_pages": adopted,
     }
 
 
-def adopted_pages(daemon: DaemonProcess) -> int:
-    """Pages that this daemon took over from the one before; 0 where it found nothing."""
-    page = daemon.ask(ListEvents(1, 0), EventPage)
-    return sum(event.pages for event in page.events if isinstance(event, Adopted))
+def measure_starts(how: str, pages: int, times: int) -> Measured:
+    """Starts of a pool that was found full (``how``: stop or kill) or made (cold): medians.
 
-
-async def serve(daemon: DaemonProcess, prompts: list[Tokens]) -> int:
-    """Lease, commit and release each prompt; the tokens that were cached already."""
-    hit_tokens = 0
-    async with kvd.client.connect(daemon.client, name="bench") as node:
-        for prompt in prompts:
-            lease = await node.lease(np.frombuffer(prompt, dtype="<i4"))
-            hit_tokens += lease.prefix_len
-            await lease.release(())
-    return hit_tokens
-
-
-async def first_hit(daemon: DaemonProcess, prompt: Tokens) -> int:
-    """The cached prefix of one prompt, as the first lease of an engine finds it."""
-    async with kvd.client.connect(daemon.client, name="bench") as node:
-        lease = await node.lease(np.frombuffer(prompt, dtype="<i4"))
-        await lease.release()
-        return lease.prefix_len
-
-
-def end(daemon: DaemonProcess, how: str, memory: Path, pages: int) -> None:
-    """Stop or kill it. A killed one is given the time to have summed what is cached."""
-    if how == "kill":
-        daemon.wait_for(
-            lambda: not unsummed_pages(memory, pages), "has not summed its pages", SUMMED_WITHIN_S
-        )
-        daemon.kill()
-    else:
-        daemon.stop()
-
-
-def unsummed_pages(memory: Path, pages: int) -> int:
-    """Cached pages that the journal does not prove yet: a killed daemon loses them."""
-    words = np.fromfile(memory / JOURNAL, np.uint64, pages + 1, offset=HEAD_BYTES)
-    return int(np.count_nonzero(are_pending(words)))
-
-
-def measure_hits(how: str, prompts: list[Tokens], pages: int) -> RestartHits:
-    """All requests, with this in the middle: nothing, a stop and a start, or a kill and one."""
-    half = len(prompts) // 2
-    with (
-        tempfile.TemporaryDirectory(prefix="kvd-bench-", dir="/dev/shm") as memory,
-        tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
-    ):
-        daemon = DaemonProcess("solo", Path(name), settings(pages, Path(memory)))
-        try:
-            daemon.start()
-            daemon.wait_ready()
-            asyncio.run(serve(daemon, prompts[:half]))
-            if how != "none":
-                end(daemon, how, Path(memory), pages)
-                daemon.start()
-                daemon.wait_ready()
-            adopted = adopted_pages(daemon)
-            hit_tokens = asyncio.run(serve(daemon, prompts[half:]))
-        finally:
-            daemon.stop()
-    asked = sum(len(prompt) for prompt in prompts[half:]) // ID_BYTES
-    return RestartHits(how=how, asked_tokens=asked, hit_tokens=hit_tokens, adopted_pages=adopted)
-
-
-def measure_starts(how: str, pages: int, times: int) -> RestartTimes:
-    """Fill the pool once; then end and start so often."""
+    The first lease of a cold start finds nothing cached.
+    """
     rng = np.random.default_rng(1)
-    prompts = [
-        rng.integers(0, 50_000, pages // 64 * PAGE_TOKENS, dtype=np.int32) for _ in range(60)
-    ]
-    raw = [prompt.astype("<i4").tobytes() for prompt in prompts]
-    ready, hit, adopted = [], [], 0
-    with (
-        tempfile.TemporaryDirectory(prefix="kvd-bench-", dir="/dev/shm") as memory,
-        tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
-    ):
-        daemon = DaemonProcess("solo", Path(name), settings(pages, Path(memory)))
-        try:
+    n_tokens = pages // 64 * PAGE_TOKENS
+    prompts = [Tokens(rng.integers(0, 50_000, n_tokens, dtype="<i4").tobytes()) for _ in range(60)]
+    ready_s, first_hit_s, adopted = [], [], 0
+    with kept_pool(pages) as pool:
+        if how != "cold":
+            pool.start()
+            asyncio.run(pool.serve(prompts))
+        for _ in range(times):
+            pool.end(how)
+            if how == "cold":
+                pool.forget()
+            begun_s = time.monotonic()
+            pool.start()
+            ready_s.append(time.monotonic() - begun_s)
+            found = asyncio.run(pool.serve(prompts[7:8], commits=False))
+            first_hit_s.append(time.monotonic() - begun_s)
             if how != "cold":
-                daemon.start()
-                daemon.wait_ready()
-                asyncio.run(serve(daemon, raw))  # type: ignore[arg-type]
-            for _ in range(times):
-                if how == "cold":
-                    for file in Path(memory).rglob("*"):
-                        if file.is_file():
-                            file.unlink()
-                else:
-                    end(daemon, how, Path(memory), pages)
-                begun_s = time.monotonic()
-                daemon.start()
-                daemon.wait_ready()
-                ready.append(time.monotonic() - begun_s)
-                found = asyncio.run(first_hit(daemon, raw[7]))  # type: ignore[arg-type]
-                hit.append(time.monotonic() - begun_s)
-                if how == "cold":
-                    daemon.stop()
-                else:
-                    adopted = adopted_pages(daemon)
-                    if not found:
-                        raise daemon.failed("has lost what was cached")
-        finally:
-            daemon.stop()
-    return RestartTimes(
-        how=how,
-        pool_gib=pages * PAGE_BYTES / 2**30,
-        ready_s=round(statistics.median(ready), 3),
-        first_hit_s=round(statistics.median(hit), 3),
-        adopted_pages=adopted,
-    )
+                adopted = pool.adopted_pages()
+                if not found:
+                    raise pool.daemon.failed("has lost what was cached")
+    return {
+        "how": how,
+        "pool_gib": pages * PAGE_BYTES / 2**30,
+        "ready_s": round(statistics.median(ready_s), 3),
+        "first_hit_s": round(statistics.median(first_hit_s), 3),
+        "adopted_pages": adopted,
+    }
 
 
 def conversations() -> list[TraceRequest]:
@@ -243,75 +207,82 @@ def conversations() -> list[TraceRequest]:
     return requests
 
 
-def run(trace: Path | None, limit: int, pool_gib: float, times: int, told: Told) -> RestartResult:
-    """Everything, one daemon at a time."""
-    requests = conversations() if trace is None else read_trace(trace, limit)
-    requests = requests[:limit]
+def run(
+    told: Told, *, trace: Path | None, limit: int, gib: float, times: int
+) -> tuple[BenchmarkResult, object]:
+    """What a restart costs a node whose pool outlives the daemon."""
+    requests = (conversations() if trace is None else read_trace(trace, limit))[:limit]
     blocks = Blocks(requests)
     prompts = [blocks.expand(request) for request in requests]
-    hits = []
+    hits, starts = [], []
     for how in ("none", "stop", "kill"):
         told(f"hits, {how}")
         hits.append(measure_hits(how, prompts, 2**30 // PAGE_BYTES))
-    starts = []
     for how in ("cold", "stop", "kill"):
         told(f"starts, {how}")
-        starts.append(measure_starts(how, int(pool_gib * 2**30) // PAGE_BYTES, times))
-    without, stopped, killed = hits
+        starts.append(measure_starts(how, int(gib * 2**30) // PAGE_BYTES, times))
+    without, stopped, killed = (_rate(one) for one in hits)
+    title = f"s from start to ready, {gib:g} GiB, after a"
     goals = (
-        at_least("hit rate after a stop over that without", 1.0, stopped.rate / without.rate),
-        at_least("hit rate after a kill over that without", 0.999, killed.rate / without.rate),
-        at_most(f"s from start to ready, {pool_gib:g} GiB, after a stop", 1.0, starts[1].ready_s),
-        at_most(f"s from start to ready, {pool_gib:g} GiB, after a kill", 1.0, starts[2].ready_s),
+        at_least("hit rate after a stop over that without", 1.0, stopped / without),
+        at_least("hit rate after a kill over that without", 0.999, killed / without),
+        at_most(f"{title} stop", 1.0, figure(starts[1], "ready_s")),
+        at_most(f"{title} kill", 1.0, figure(starts[2], "ready_s")),
     )
-    return RestartResult(requests=len(prompts), hits=tuple(hits), starts=tuple(starts), goals=goals)
+    shown = BenchmarkResult(
+        tables=(
+            ResultTable(
+                f"Hits of the second half of {len(prompts)} requests, pool of 1 GiB",
+                HIT_COLUMNS,
+                tuple({**one, "rate": _rate(one)} for one in hits),
+            ),
+            ResultTable(
+                f"Starts with a pool of {gib:g} GiB, medians of {times}",
+                START_COLUMNS,
+                tuple(
+                    {**one, "per_s": figure(one, "adopted_pages") / figure(one, "ready_s")}
+                    for one in starts
+                ),
+            ),
+        ),
+        notes=("a killed daemon was let sum the last pages before; those that are not are lost",),
+        goals=goals,
+    )
+    return shown, {"requests": len(prompts), "hits": hits, "starts": starts, "goals": goals}
 
 
-@click.command("restart")
-@click.option(
-    "--trace",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file in Mooncake's format; left out: conversations made here.",
+def _rate(hits: Measured) -> float:
+    """Share of the tokens that was cached."""
+    return figure(hits, "hit_tokens") / figure(hits, "asked_tokens")
+
+
+HIT_COLUMNS = (
+    ResultColumn("how", "in the middle"),
+    ResultColumn("asked_tokens", "asked tokens"),
+    ResultColumn("hit_tokens", "hit tokens"),
+    ResultColumn("rate", "hit rate", ".4f"),
+    ResultColumn("adopted_pages", "pages taken over"),
 )
-@click.option("--limit", default=2400, show_default=True, help="Requests to replay.")
-@click.option("--gib", default=4.0, show_default=True, help="Pool whose starts are timed.")
-@click.option("--times", default=5, show_default=True, help="Starts to take the median of.")
-@click.option(
-    "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here."
+START_COLUMNS = (
+    ResultColumn("how", "after a"),
+    ResultColumn("ready_s", "ready s", ".2f"),
+    ResultColumn("first_hit_s", "first lease s", ".2f"),
+    ResultColumn("adopted_pages", "pages taken over"),
+    ResultColumn("per_s", "pages/s", ".0f"),
 )
-def command(trace: Path | None, limit: int, gib: float, times: int, file: Path | None) -> None:
-    """What a restart costs a node whose pool outlives the daemon."""
-    with bar("restart", 6) as told:
-        result = run(trace, limit, gib, times, told)
-    show_table(
-        f"Hits of the second half of {result.requests} requests, pool of 1 GiB",
-        ("in the middle", "asked tokens", "hit tokens", "hit rate", "pages taken over"),
-        [
-            [
-                one.how,
-                str(one.asked_tokens),
-                str(one.hit_tokens),
-                f"{one.rate:.4f}",
-                str(one.adopted_pages),
-            ]
-            for one in result.hits
-        ],
-    )
-    show_table(
-        f"Starts with a pool of {gib:g} GiB, medians of {times}",
-        ("after a", "ready s", "first lease s", "pages taken over", "pages/s"),
-        [
-            [
-                one.how,
-                f"{one.ready_s:.2f}",
-                f"{one.first_hit_s:.2f}",
-                str(one.adopted_pages),
-                f"{one.pages_per_s:.0f}",
-            ]
-            for one in result.starts
-        ],
-    )
-    show_notes(["a killed daemon was let sum the last pages before; those that are not are lost"])
-    show_goals(result.goals)
-    if file is not None:
-        write_json(file, result)
+
+command = measurement(
+    "restart",
+    run,
+    (
+        click.option(
+            "--trace",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="A file in Mooncake's format; left out: conversations made here.",
+        ),
+        click.option("--limit", default=2400, show_default=True, help="Requests to replay."),
+        click.option("--gib", default=4.0, show_default=True, help="Pool whose starts are timed."),
+        click.option("--times", default=5, show_default=True, help="Starts to take the median of."),
+    ),
+    steps=lambda **_: 6,
+)

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import math
 import re
-import socket
 import statistics
 import tempfile
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -33,14 +32,14 @@ from kvd.bench.engines import run_count, two_engines
 from kvd.bench.memory import huge_bytes, when_collapsed
 from kvd.bench.raw_nixl import Tuning, raw_pair
 from kvd.bench.report import (
+    BenchmarkResult,
     Goal,
+    Measured,
+    ResultColumn,
+    ResultTable,
     at_least,
     at_most,
-    bar,
-    show_goals,
-    show_notes,
-    show_table,
-    write_json,
+    measurement,
 )
 from kvd.harness.daemons import HERE, LLAMA_8B, DaemonFailed, DaemonPlace, two_daemons
 from kvd.harness.netns import DEVICE, Namespace, NoNamespaces, two_namespaces
@@ -54,131 +53,65 @@ if TYPE_CHECKING:
     from kvd.bench.report import Told
     from kvd.harness.daemons import Pair
 
-
 PEERS_PORT: Final = 7402
-
 HUGE, SMALL = "huge", "4k"
-
-
-class HostLink(msgspec.Struct, frozen=True):
-    """The network namespace we are in."""
-
-    def connect(self, host: str, port: int) -> socket.socket:
-        """A TCP connection.
-
-        Raises:
-            OSError: nobody listens there.
-        """
-        return socket.create_connection((host, port), timeout=10)
-
-
-Link = HostLink | Namespace
+SHARED_HOST, NAMESPACES = "shared host", "TCP, two namespaces"
 
 
 class Site(msgspec.Struct, frozen=True):
-    """A pair of places. ``links`` reach what listens on loopback there.
+    """A pair of places; ``namespaces`` are theirs, where they have namespaces of their own.
 
     ``stream_host`` is where the second one takes a plain TCP stream; empty for memcpy.
     """
 
     network: str
     memory: str
-    places: tuple[DaemonPlace, DaemonPlace]
-    links: tuple[Link, Link]
-    settings: dict[str, str]
-    environment: dict[str, str]
-    stream_host: str
-
-
-def shared_host(memory: str) -> Site:
-    """Both on this host, as it is."""
-    return Site(
-        network="shared host",
-        memory=memory,
-        places=(HERE, HERE),
-        links=(HostLink(), HostLink()),
-        settings=_memory_settings(memory),
-        environment={},
-        stream_host="",
-    )
+    places: tuple[DaemonPlace, DaemonPlace] = (HERE, HERE)
+    namespaces: tuple[Namespace, Namespace] | None = None
+    settings: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    stream_host: str = ""
 
 
 @contextlib.contextmanager
-def namespaces(memory: str) -> Iterator[Site]:
-    """One in each of two network namespaces, for as long as the block lasts.
+def site_of(network: str, memory: str) -> Iterator[Site]:
+    """Both on this host as it is, or each in a namespace, for as long as the block lasts.
 
     Raises:
         NoNamespaces: they cannot be made here.
     """
+    settings = {"pool.huge_pages": "collapse" if memory == HUGE else "off"}
+    if network == SHARED_HOST:
+        yield Site(network, memory, settings=settings)
+        return
     # UCX would copy from process to process all the same: it looks at the host, not at the network.
     ucx = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": DEVICE}
-    settings = {f"transfer.ucx.{name}": value for name, value in ucx.items()}
+    settings |= {f"transfer.ucx.{name}": value for name, value in ucx.items()}
     with two_namespaces() as (first, second):
         yield Site(
-            network="TCP, two namespaces",
+            network=network,
             memory=memory,
             places=(
                 DaemonPlace(first.prefix, first.host, PEERS_PORT),
                 DaemonPlace(second.prefix, second.host, PEERS_PORT),
             ),
-            links=(first, second),
-            settings={**settings, **_memory_settings(memory), "peers.insecure": "true"},
+            namespaces=(first, second),
+            settings={**settings, "peers.insecure": "true"},
             environment=ucx,
             stream_host=second.host,
         )
 
 
-def _memory_settings(memory: str) -> dict[str, str]:
-    return {"pool.huge_pages": "collapse" if memory == HUGE else "off"}
-
-
 _BUCKET: Final = re.compile(r'^kvd_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.MULTILINE)
 
-
-class Beats(msgspec.Struct, frozen=True):
-    """Beats by how late they were: ``at_most[i]`` of them by at most ``bounds_s[i]``."""
-
-    bounds_s: tuple[float, ...]
-    at_most: tuple[float, ...]
-
-    @property
-    def count(self) -> int:
-        """All of them."""
-        return int(self.at_most[-1])
-
-    def since(self, earlier: Beats) -> Beats:
-        """Only those after ``earlier``."""
-        pairs = zip(self.at_most, earlier.at_most, strict=True)
-        return Beats(self.bounds_s, tuple(now - then for now, then in pairs))
-
-    def plus(self, other: Beats) -> Beats:
-        """Those of two daemons, or of two times, together."""
-        pairs = zip(self.at_most, other.at_most, strict=True)
-        return Beats(self.bounds_s, tuple(one + two for one, two in pairs))
-
-    def percentile_s(self, share: float) -> float:
-        """The bound under which ``share`` of them lie; NaN if there are none."""
-        if not self.count:
-            return math.nan
-        wanted = share * self.count
-        return next(
-            bound
-            for bound, count in zip(self.bounds_s, self.at_most, strict=True)
-            if count >= wanted
-        )
+Beats = Counter[float]
+"""How many beats of the loops were late by at most so many seconds."""
 
 
-def read_beats(connection: socket.socket) -> Beats:
-    """All beats of the daemon at the other end of ``connection``, which is closed."""
-    link = http.client.HTTPConnection("daemon")
-    link.sock = connection
-    try:
-        link.request("GET", "/metrics", headers={"Connection": "close"})
-        text = link.getresponse().read().decode()
-    finally:
-        link.close()
-    found = [(float(bound), float(count)) for bound, count in _BUCKET.findall(text)]
-    return Beats(tuple(bound for bound, _ in found), tuple(count for _, count in found))
+def percentile_s(beats: Beats, share: float) -> float:
+    """The bound under which ``share`` of them lie; NaN if there are none."""
+    total = max(beats.values(), default=0)
+    return min((late_s for late_s, n in beats.items() if n >= share * total), default=math.nan)
 
 
 PAGE_TOKENS: Final = 16
@@ -192,10 +125,10 @@ GIGA: Final = 1e9
 class StreamPlan(msgspec.Struct, frozen=True):
     """How much is measured: ``pages`` per handoff, so often, and lag over so many seconds."""
 
-    pages: int = 128
-    repeats: int = 15
-    lag_s: float = 3.0
-    seed: int = 1
+    pages: int
+    repeats: int
+    lag_s: float
+    seed: int
 
     @property
     def size_bytes(self) -> int:
@@ -207,37 +140,19 @@ class StreamPlan(msgspec.Struct, frozen=True):
         """Enough for a handoff each way, and the null page."""
         return 2 * self.pages + SPARE_PAGES
 
-
-class StreamCase(msgspec.Struct, frozen=True):
-    """One row: ``order`` is contiguous or scattered, ``ways`` is 1 or 2."""
-
-    network: str
-    memory: str
-    order: str
-    ways: int
-
-
-class StreamRates(msgspec.Struct, frozen=True):
-    """Gigabytes (1e9) per second, medians over the repetitions; both ways count both ways' bytes.
-
-    ``raw`` moves runs of neighbours; ``raw_same`` the very pages of the handoff. ``plain`` is one
-    memcpy per run, or a TCP stream between namespaces; ``plain_cut`` is memcpy in 512 KiB pieces.
-    ``slower`` is the slower direction of the handoffs, over its own bytes.
-    """
-
-    kvd: float
-    slower: float
-    raw: float
-    raw_same: float
-    plain: float
-    plain_cut: float | None
+    def halves(self, seed: int | None = None) -> tuple[bytes, bytes]:
+        """Pages to read and others to write: two runs, or in random order."""
+        ids = np.arange(1, 2 * self.pages + 1)
+        if seed is not None:
+            ids = np.random.default_rng(seed).permutation(ids)
+        return pack_ids(ids[: self.pages].tolist()), pack_ids(ids[self.pages :].tolist())
 
 
 class StreamCaseResult(msgspec.Struct, frozen=True):
-    """What one case came to."""
+    """What one case came to, as the file says it: which case, how fast, and the rest."""
 
-    case: StreamCase
-    rates: StreamRates
+    case: Measured
+    rates: Measured
     to_raw: float
     to_raw_same: float
     to_plain: float
@@ -246,6 +161,29 @@ class StreamCaseResult(msgspec.Struct, frozen=True):
     lag_p99_s: float
     lag_max_s: float
     lag_beats: int
+
+    def row(self) -> Measured:
+        """For the table."""
+        return {
+            **msgspec.structs.asdict(self),
+            **self.case,
+            **self.rates,
+            "runs": f"{self.source_runs}/{self.destination_runs}",
+            "lag_p99_ms": self.lag_p99_s * 1e3,
+            "lag_max_ms": self.lag_max_s * 1e3,
+        }
+
+    def goals(self) -> list[Goal]:
+        """What was to be reached, one way."""
+        case, goals = self.case, []
+        if case["ways"] == 1:
+            where = f"{case['network']}, {case['memory']}, {case['order']}"
+            wanted = 0.95 if case["order"] == "contiguous" else 0.90
+            goals.append(at_least(f"{where}: kvd / raw NIXL contiguous", wanted, self.to_raw))
+            if case["memory"] == HUGE and self.rates["plain_cut"] is not None:
+                goals.append(at_least(f"{where}: kvd / memcpy", 0.75, self.to_plain))
+            goals.append(at_most(f"{where}: loop lag p99 in ms", 5.0, self.lag_p99_s * 1e3))
+        return goals
 
 
 class StreamSiteResult(msgspec.Struct, frozen=True):
@@ -261,40 +199,28 @@ class StreamSiteResult(msgspec.Struct, frozen=True):
     idle_lag_max_s: float
     cases: tuple[StreamCaseResult, ...]
 
-
-class SkippedSite(msgspec.Struct, frozen=True):
-    """What could not be measured here, and why."""
-
-    network: str
-    why: str
-
-
-class StreamResult(msgspec.Struct, frozen=True):
-    """What ``kvd bench stream`` reports."""
-
-    plan: StreamPlan
-    sites: tuple[StreamSiteResult, ...]
-    skipped: tuple[SkippedSite, ...]
-    goals: tuple[Goal, ...]
-
-
-def steps_of(sites: int) -> int:
-    """How many steps of progress there will be."""
-    return sites * (1 + len(_ORDERS) * len(_WAYS))
+    def note(self) -> str:
+        """What a reader of its rows should know."""
+        return (
+            f"{self.network}, {self.memory}: of {self.pool_bytes / 2**20:.0f} MiB per pool, in "
+            f"huge pages {_mib(self.huge_bytes)} (raw {_mib(self.raw_huge_bytes)}); raw with "
+            f"{self.tuning}; idle lag p99 {self.idle_lag_p99_s * 1e3:.3g} ms, max "
+            f"{self.idle_lag_max_s * 1e3:.3g} ms"
+        )
 
 
 def measure_site(site: Site, plan: StreamPlan, directory: Path, told: Told) -> StreamSiteResult:
     """Start a pair of daemons and a pair of bare processes at ``site``; measure every case."""
     told(f"{site.network}, {site.memory}: starting")
-    size = f"{plan.pool_pages * PAGE_BYTES // 2**20}MiB"
-    settings = {**LLAMA_8B, **site.settings, "pool.size": size}
     pages = plan.pool_pages
+    size = f"{pages * PAGE_BYTES // 2**20}MiB"
+    settings = {**LLAMA_8B, **site.settings, "pool.size": size}
     with contextlib.ExitStack() as stack:
         pair = stack.enter_context(two_daemons(directory, settings, places=site.places))
         if site.memory == HUGE:
             when_collapsed(pair, pages * PAGE_BYTES)
         raw = stack.enter_context(raw_pair(pair, site, pages=pages, page_bytes=PAGE_BYTES))
-        raw.tune(*_halves(plan, None))
+        raw.tune(*plan.halves())
         return asyncio.run(_measure(_Running(site=site, plan=plan, pair=pair, raw=raw, told=told)))
 
 
@@ -308,14 +234,14 @@ class _Running(NamedTuple):
     told: Told
 
     def beats(self) -> Beats:
-        """Of both daemons together."""
-        one, two = (
-            read_beats(link.connect("127.0.0.1", daemon.http_port))
-            for link, daemon in zip(
-                self.site.links, (self.pair.prefill, self.pair.decode), strict=True
-            )
-        )
-        return one.plus(two)
+        """Of both daemons together, so far."""
+        both: Beats = Counter()
+        for number, daemon in enumerate((self.pair.prefill, self.pair.decode)):
+            spaces = self.site.namespaces
+            link = spaces[number].connect("127.0.0.1", daemon.http_port) if spaces else None
+            for late_s, beats in _BUCKET.findall(daemon.metrics(link)):
+                both[float(late_s)] += int(float(beats))
+        return both
 
 
 _ORDERS: Final = ("contiguous", "scattered")
@@ -326,16 +252,15 @@ async def _measure(up: _Running) -> StreamSiteResult:
     pair, plan, site = up.pair, up.plan, up.site
     before = up.beats()
     await asyncio.sleep(IDLE_S)
-    idle = up.beats().since(before)
+    idle = up.beats() - before
     cases = []
     async with two_engines(pair, plan.pages * PAGE_TOKENS) as engines:
         for order in _ORDERS:
             if order == "scattered":
                 await engines.scatter(plan.seed)
             for ways in _WAYS:
-                case = StreamCase(network=site.network, memory=site.memory, order=order, ways=ways)
-                up.told(f"{case.network}, {case.memory}, {case.order}, {case.ways} way")
-                cases.append(await _measure_case(up, engines, case))
+                up.told(f"{site.network}, {site.memory}, {order}, {ways} way")
+                cases.append(await _measure_case(up, engines, order, ways))
     return StreamSiteResult(
         network=site.network,
         memory=site.memory,
@@ -343,47 +268,50 @@ async def _measure(up: _Running) -> StreamSiteResult:
         huge_bytes=tuple(huge_bytes(one.transfer_pid()) for one in (pair.prefill, pair.decode)),
         raw_huge_bytes=up.raw.huge_bytes,
         tuning=up.raw.tuning,
-        idle_lag_p99_s=idle.percentile_s(0.99),
-        idle_lag_max_s=idle.percentile_s(1.0),
+        idle_lag_p99_s=percentile_s(idle, 0.99),
+        idle_lag_max_s=percentile_s(idle, 1.0),
         cases=tuple(cases),
     )
 
 
 async def _measure_case(
-    up: _Running, engines: HandoffEngines, case: StreamCase
+    up: _Running, engines: HandoffEngines, order: str, ways: int
 ) -> StreamCaseResult:
-    plan, raw, ways = up.plan, up.raw, case.ways
-    whole = _halves(plan, None)
-    mixed = whole if case.order == "contiguous" else _halves(plan, plan.seed)
-    times: dict[str, list[Took]] = {}
+    plan, raw, site = up.plan, up.raw, up.site
+    whole = plan.halves()
+    mixed = whole if order == "contiguous" else plan.halves(plan.seed)
+    times: dict[str, list[Took]] = defaultdict(list)
     moved: list[OneHandoff] = []
     await engines.move(await engines.meet(ways))  # the first one warms what is cold
     for _ in range(plan.repeats):
         moved = await engines.meet(ways)
-        times.setdefault("kvd", []).append(await engines.move(moved))
+        times["kvd"].append(await engines.move(moved))
         same = (moved[0].source, moved[0].destination)
-        times.setdefault("raw", []).append(raw.write(*whole, ways=ways))
-        times.setdefault("raw_same", []).append(raw.write(*same, ways=ways))
-        if up.site.stream_host:
-            took = raw.stream(up.site.stream_host, plan.size_bytes, ways=ways)
-            times.setdefault("plain", []).append(took)
+        times["raw"].append(raw.write(*whole, ways=ways))
+        times["raw_same"].append(raw.write(*same, ways=ways))
+        if site.stream_host:
+            times["plain"].append(raw.stream(site.stream_host, plan.size_bytes, ways=ways))
         else:
             for name, piece in (("plain", plan.size_bytes), ("plain_cut", CUT_BYTES)):
-                took = raw.copy(*mixed, ways=ways, piece_bytes=piece)
-                times.setdefault(name, []).append(took)
+                times[name].append(raw.copy(*mixed, ways=ways, piece_bytes=piece))
     beats = await _lag(up, engines, ways)
-    rates = _rates(times, plan.size_bytes, ways)
+    to = {
+        name: statistics.median(
+            other.seconds / mine.seconds for mine, other in zip(times["kvd"], each, strict=True)
+        )
+        for name, each in times.items()
+    }
     return StreamCaseResult(
-        case=case,
-        rates=rates,
-        to_raw=_ratio(times, "raw"),
-        to_raw_same=_ratio(times, "raw_same"),
-        to_plain=_ratio(times, "plain"),
+        case={"network": site.network, "memory": site.memory, "order": order, "ways": ways},
+        rates=_rates(times, plan.size_bytes, ways),
+        to_raw=to["raw"],
+        to_raw_same=to["raw_same"],
+        to_plain=to["plain"],
         source_runs=run_count(moved[0].source),
         destination_runs=run_count(moved[0].destination),
-        lag_p99_s=beats.percentile_s(0.99),
-        lag_max_s=beats.percentile_s(1.0),
-        lag_beats=beats.count,
+        lag_p99_s=percentile_s(beats, 0.99),
+        lag_max_s=percentile_s(beats, 1.0),
+        lag_beats=max(beats.values(), default=0),
     )
 
 
@@ -393,84 +321,26 @@ async def _lag(up: _Running, engines: HandoffEngines, ways: int) -> Beats:
     end_s = time.monotonic() + up.plan.lag_s
     while time.monotonic() < end_s:
         await engines.move(await engines.meet(ways))
-    return up.beats().since(before)
+    return up.beats() - before
 
 
-def _ratio(times: dict[str, list[Took]], reference: str) -> float:
-    """How fast handoffs are, where the reference is 1."""
-    pairs = zip(times["kvd"], times[reference], strict=True)
-    return statistics.median(other.seconds / mine.seconds for mine, other in pairs)
+def _rates(times: dict[str, list[Took]], size_bytes: int, ways: int) -> Measured:
+    """Gigabytes (1e9) per second, medians over the repetitions; both ways count both ways' bytes.
 
-
-def _rates(times: dict[str, list[Took]], size_bytes: int, ways: int) -> StreamRates:
-    middle = {
-        name: ways * size_bytes / statistics.median(took.seconds for took in each) / GIGA
-        for name, each in times.items()
-    }
+    ``raw`` moves runs of neighbours; ``raw_same`` the very pages of the handoff. ``plain`` is one
+    memcpy per run, or a TCP stream between namespaces; ``plain_cut`` is memcpy in 512 KiB pieces.
+    ``slower`` is the slower direction of the handoffs, over its own bytes.
+    """
+    rates: Measured = {"plain_cut": None}
+    for name, each in times.items():
+        rates[name] = ways * size_bytes / statistics.median(took.seconds for took in each) / GIGA
     slowest_s = statistics.median(took.slowest_s for took in times["kvd"])
-    return StreamRates(
-        kvd=middle["kvd"],
-        slower=size_bytes / slowest_s / GIGA,
-        raw=middle["raw"],
-        raw_same=middle["raw_same"],
-        plain=middle["plain"],
-        plain_cut=middle.get("plain_cut"),
-    )
+    return {**rates, "slower": size_bytes / slowest_s / GIGA}
 
 
-def _halves(plan: StreamPlan, seed: int | None) -> tuple[bytes, bytes]:
-    """Pages to read and others to write: two runs, or in random order."""
-    ids = np.arange(1, 2 * plan.pages + 1)
-    if seed is not None:
-        ids = np.random.default_rng(seed).permutation(ids)
-    return pack_ids(ids[: plan.pages].tolist()), pack_ids(ids[plan.pages :].tolist())
-
-
-def goals_of(sites: tuple[StreamSiteResult, ...]) -> tuple[Goal, ...]:
-    """What was to be reached, one way."""
-    goals = []
-    for case in (case for site in sites for case in site.cases if case.case.ways == 1):
-        where = f"{case.case.network}, {case.case.memory}, {case.case.order}"
-        wanted = 0.95 if case.case.order == "contiguous" else 0.90
-        goals.append(at_least(f"{where}: kvd / raw NIXL contiguous", wanted, case.to_raw))
-        if case.case.memory == "huge" and case.rates.plain_cut is not None:
-            goals.append(at_least(f"{where}: kvd / memcpy", 0.75, case.to_plain))
-        goals.append(at_most(f"{where}: loop lag p99 in ms", 5.0, case.lag_p99_s * 1e3))
-    return tuple(goals)
-
-
-json_option = click.option(
-    "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here."
-)
-
-STREAM_HEADERS = (
-    "network",
-    "memory",
-    "pages",
-    "ways",
-    "kvd GB/s",
-    "raw NIXL",
-    "same pages",
-    "plain",
-    "plain cut",
-    "kvd/raw",
-    "kvd/same",
-    "kvd/plain",
-    "slower way",
-    "runs",
-    "lag p99 ms",
-    "max",
-    "beats",
-)
-
-
-@click.command("stream")
-@click.option("--pages", default=128, show_default=True, help="Pages of 2 MiB per handoff.")
-@click.option("--repeats", default=15, show_default=True, help="Handoffs per case.")
-@click.option("--lag-s", default=3.0, show_default=True, help="Seconds of load for the loop lag.")
-@click.option("--seed", default=1, show_default=True, help="Of the random order of pages.")
-@json_option
-def command(pages: int, repeats: int, lag_s: float, seed: int, file: Path | None) -> None:
+def run(
+    told: Told, *, pages: int, repeats: int, lag_s: float, seed: int
+) -> tuple[BenchmarkResult, object]:
     """Goodput of one handoff, beside raw NIXL and plain copies of the same bytes.
 
     Two daemons with pools of a Llama-8B shape (2 MiB pages of 16 tokens), on this host and, where
@@ -478,39 +348,32 @@ def command(pages: int, repeats: int, lag_s: float, seed: int, file: Path | None
     """
     plan = StreamPlan(pages=pages, repeats=repeats, lag_s=lag_s, seed=seed)
     sites: list[StreamSiteResult] = []
-    skipped: list[SkippedSite] = []
-    with bar("stream", steps_of(4)) as told:
-        for memory in (HUGE, SMALL):
-            with tempfile.TemporaryDirectory(prefix="kvd-bench-") as directory:
-                sites.append(measure_site(shared_host(memory), plan, Path(directory), told))
+    skipped: list[dict[str, str]] = []
+    for network in (SHARED_HOST, NAMESPACES):
         for memory in (HUGE, SMALL):
             try:
                 with (
-                    contextlib.ExitStack() as stack,
+                    site_of(network, memory) as site,
                     tempfile.TemporaryDirectory(prefix="kvd-bench-") as directory,
                 ):
-                    site = stack.enter_context(namespaces(memory))
                     sites.append(measure_site(site, plan, Path(directory), told))
             except (NoNamespaces, DaemonFailed) as why:
-                skipped.append(SkippedSite(f"TCP, two namespaces, {memory}", str(why)))
-    result = StreamResult(
-        plan=plan, sites=tuple(sites), skipped=tuple(skipped), goals=goals_of(tuple(sites))
-    )
-    _show(result)
-    if file is not None:
-        write_json(file, result)
-
-
-def _show(result: StreamResult) -> None:
-    plan = result.plan
-    show_table(
-        f"A handoff of {plan.size_bytes / 2**20:.0f} MiB in {plan.pages} pages; "
-        f"medians of {plan.repeats}, GB/s",
-        STREAM_HEADERS,
-        [_row(case) for site in result.sites for case in site.cases],
-    )
-    show_notes(
-        [
+                if network == SHARED_HOST:
+                    raise
+                skipped.append({"network": f"{network}, {memory}", "why": str(why)})
+    cases = [case for site in sites for case in site.cases]
+    goals = tuple(goal for case in cases for goal in case.goals())
+    file = {"plan": plan, "sites": sites, "skipped": skipped, "goals": goals}
+    shown = BenchmarkResult(
+        tables=(
+            ResultTable(
+                f"A handoff of {plan.size_bytes / 2**20:.0f} MiB in {pages} pages; "
+                f"medians of {repeats}, GB/s",
+                COLUMNS,
+                tuple(case.row() for case in cases),
+            ),
+        ),
+        notes=(
             "kvd: bytes over the time from the call of finish() to its answer, when the other "
             "daemon has committed; nothing was posted before",
             "ratios: medians of the ratios within each repetition",
@@ -521,41 +384,48 @@ def _show(result: StreamResult) -> None:
             "kernel does for NIXL",
             "lag: of both daemons, from kvd_loop_lag_seconds at /metrics, while handoffs follow "
             "one another; upper bound of the bucket",
-            *(
-                f"{site.network}, {site.memory}: of {site.pool_bytes / 2**20:.0f} MiB per pool, in "
-                f"huge pages {_mib(site.huge_bytes)} (raw {_mib(site.raw_huge_bytes)}); raw with "
-                f"{site.tuning}; idle lag p99 {site.idle_lag_p99_s * 1e3:.3g} ms, max "
-                f"{site.idle_lag_max_s * 1e3:.3g} ms"
-                for site in result.sites
-            ),
-            *(f"{one.network}: skipped, {one.why}" for one in result.skipped),
-        ]
+            *(site.note() for site in sites),
+            *(f"{one['network']}: skipped, {one['why']}" for one in skipped),
+        ),
+        goals=goals,
     )
-    show_goals(result.goals)
-
-
-def _row(result: StreamCaseResult) -> list[str]:
-    case, rates = result.case, result.rates
-    return [
-        case.network,
-        case.memory,
-        case.order,
-        str(case.ways),
-        f"{rates.kvd:.2f}",
-        f"{rates.raw:.2f}",
-        f"{rates.raw_same:.2f}",
-        f"{rates.plain:.2f}",
-        "-" if rates.plain_cut is None else f"{rates.plain_cut:.2f}",
-        f"{result.to_raw:.2f}",
-        f"{result.to_raw_same:.2f}",
-        f"{result.to_plain:.2f}",
-        f"{rates.slower:.2f}",
-        f"{result.source_runs}/{result.destination_runs}",
-        f"{result.lag_p99_s * 1e3:.3g}",
-        f"{result.lag_max_s * 1e3:.3g}",
-        str(result.lag_beats),
-    ]
+    return shown, file
 
 
 def _mib(sizes: tuple[int, ...]) -> str:
     return " and ".join(f"{size / 2**20:.0f}" for size in sizes)
+
+
+COLUMNS: Final = (
+    ResultColumn("network", "network"),
+    ResultColumn("memory", "memory"),
+    ResultColumn("order", "pages"),
+    ResultColumn("ways", "ways"),
+    ResultColumn("kvd", "kvd GB/s", ".2f"),
+    ResultColumn("raw", "raw NIXL", ".2f"),
+    ResultColumn("raw_same", "same pages", ".2f"),
+    ResultColumn("plain", "plain", ".2f"),
+    ResultColumn("plain_cut", "plain cut", ".2f"),
+    ResultColumn("to_raw", "kvd/raw", ".2f"),
+    ResultColumn("to_raw_same", "kvd/same", ".2f"),
+    ResultColumn("to_plain", "kvd/plain", ".2f"),
+    ResultColumn("slower", "slower way", ".2f"),
+    ResultColumn("runs", "runs"),
+    ResultColumn("lag_p99_ms", "lag p99 ms", ".3g"),
+    ResultColumn("lag_max_ms", "max", ".3g"),
+    ResultColumn("lag_beats", "beats"),
+)
+
+command = measurement(
+    "stream",
+    run,
+    (
+        click.option("--pages", default=128, show_default=True, help="Pages of 2 MiB per handoff."),
+        click.option("--repeats", default=15, show_default=True, help="Handoffs per case."),
+        click.option(
+            "--lag-s", default=3.0, show_default=True, help="Seconds of load for the loop lag."
+        ),
+        click.option("--seed", default=1, show_default=True, help="Of the random order of pages."),
+    ),
+    steps=lambda **_: 4 * (1 + len(_ORDERS) * len(_WAYS)),
+)

@@ -26,10 +26,8 @@ from rich.table import Table
 
 from kvd.cli.exits import VerbFailed
 from kvd.cli.render import show
-from kvd.sim.cluster import Replay, Routed, replay
-from kvd.sim.decode_node import HEADS, LAYERS, NodeShape
+from kvd.sim.cluster import HEADS, LAYERS, ROUTINGS, NodeShape, Replay, Routed, replay
 from kvd.sim.profile import MIXED, PROFILES
-from kvd.sim.routing import ROUTINGS
 from kvd.sim.runner import Ending, SimPlan, again, run_seed
 from kvd.trace import BadTrace, read_trace
 

@@ -11,6 +11,7 @@ processes started here is ever stopped.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import random
 import signal
@@ -189,6 +190,16 @@ class DaemonProcess:
     def snapshot(self) -> Snapshot:
         """Its whole state."""
         return self.ask(admin.ShowStatus(1), admin.Status).snapshot
+
+    def metrics(self, connection: socket.socket | None = None) -> str:
+        """What it says at /metrics, over a ``connection`` that is closed, or a new one."""
+        link = http.client.HTTPConnection("127.0.0.1", self.http_port)
+        link.sock = connection
+        try:
+            link.request("GET", "/metrics", headers={"Connection": "close"})
+            return link.getresponse().read().decode()
+        finally:
+            link.close()
 
     def transfer_pid(self) -> int:
         """Of its transfer process."""

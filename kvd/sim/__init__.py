@@ -9,9 +9,9 @@ The map of this room::
     world             one seed: storm, calm, verdict; ``profile`` is how bad it is
     agenda, network   time, and the control links
     host              a node with its transfer process, its engines and what its pages hold
-    transfer_process  agents, posts under way, copies; ``flight``, ``streams``: bytes on the way
-    sending, receiving, session   what engines do
-    decode_node, cluster, routing a recorded load over a cluster, for ``kvd sim --trace``
+    transfer_process  agents, posts under way, copies; bytes on the way, in connections of their own
+    engine            sessions, jobs and their rows; ``sending``, ``receiving``: what engines do
+    cluster           a recorded load over decode nodes, for ``kvd sim --trace``
 
 What must not live here: real memory, sockets, clocks.
 """

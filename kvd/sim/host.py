@@ -17,9 +17,9 @@ from kvd.core import effects, inputs
 from kvd.core.audit.invariants import violations
 from kvd.core.audit.rules import is_uncounted
 from kvd.core.inspect.page_states import pools_of
+from kvd.sim.engine import SimSession
 from kvd.sim.node_shell import NodeShell, incarnation
 from kvd.sim.pool import SimMemory
-from kvd.sim.session import SimSession
 from kvd.sim.transfer_process import SimTransferProcess
 from kvd.sim.violation import Violated, require
 from kvd.types import Pages, count, page_ids

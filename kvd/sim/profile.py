@@ -6,6 +6,7 @@ A seed of ``mixed`` draws one of the others. Shares are of all messages, posts o
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 FAULTS = (
     "engine",
@@ -55,6 +56,24 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     beside_pages: tuple[int, ...] = ()
     """Of the component beside the first that has pages of its own."""
 
+
+_OTHER_FAMILY = Profile(
+    loss=0.03,
+    delays=0.1,
+    faults_per_s=0.5,
+    slow_posts=0.1,
+    failing_posts=0.02,
+    failing_loads=0.05,
+    doubts=0.6,
+    fickle=0.1,
+)
+_TINY_FAMILY = Profile(
+    pool_pages=(14, 18, 24),
+    requests_per_s=6.0,
+    faults_per_s=0.4,
+    faults=("evict", "flush", "engine", "abort", "transfer"),
+    fickle=0.2,
+)
 
 PROFILES = {
     "calm": Profile(
@@ -118,58 +137,12 @@ PROFILES = {
         fickle=0.12,
         lonely=0.06,
     ),
-    "swa": Profile(
-        family="swa",
-        beside_pages=(30, 60),
-        loss=0.03,
-        delays=0.1,
-        faults_per_s=0.5,
-        slow_posts=0.1,
-        failing_posts=0.02,
-        failing_loads=0.05,
-        doubts=0.6,
-        fickle=0.1,
-    ),
-    "swa-tiny": Profile(
-        family="swa",
-        pool_pages=(14, 18, 24),
-        beside_pages=(9, 12, 24),
-        requests_per_s=6.0,
-        faults_per_s=0.4,
-        faults=("evict", "flush", "engine", "abort", "transfer"),
-        fickle=0.2,
-    ),
-    "recurrent": Profile(
-        family="recurrent",
-        beside_pages=(6, 16),
-        loss=0.03,
-        delays=0.1,
-        faults_per_s=0.5,
-        slow_posts=0.1,
-        failing_posts=0.02,
-        failing_loads=0.05,
-        doubts=0.6,
-        fickle=0.1,
-    ),
-    "recurrent-tiny": Profile(
-        family="recurrent",
-        pool_pages=(14, 18, 24),
-        beside_pages=(4, 6),
-        requests_per_s=6.0,
-        faults_per_s=0.4,
-        faults=("evict", "flush", "engine", "abort", "transfer"),
-        fickle=0.2,
-    ),
-    "hisparse": Profile(
-        family="hisparse",
-        beside_pages=(6, 16, 40),
-        loss=0.03,
-        delays=0.1,
-        faults_per_s=0.5,
-        failing_posts=0.02,
-        slow_posts=0.1,
-        doubts=0.6,
-        fickle=0.1,
+    "swa": replace(_OTHER_FAMILY, family="swa", beside_pages=(30, 60)),
+    "swa-tiny": replace(_TINY_FAMILY, family="swa", beside_pages=(9, 12, 24)),
+    "recurrent": replace(_OTHER_FAMILY, family="recurrent", beside_pages=(6, 16)),
+    "recurrent-tiny": replace(_TINY_FAMILY, family="recurrent", beside_pages=(4, 6)),
+    "hisparse": replace(
+        _OTHER_FAMILY, family="hisparse", beside_pages=(6, 16, 40), failing_loads=0.0
     ),
 }
 MIXED = "mixed"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.sim.contents import PAGE_TOKENS
-from kvd.sim.job import EngineJob, Request, word
+from kvd.sim.engine import EngineJob, Request, word
 from kvd.sim.pool import BUFFER_TOKENS
 from kvd.sim.violation import Violated, require
 from kvd.types import Pages, Tokens, pack_ids, page_ids
@@ -16,7 +16,7 @@ from kvd.wire import client
 
 if TYPE_CHECKING:
     from kvd.errors import Refusal
-    from kvd.sim.session import SimSession
+    from kvd.sim.engine import SimSession
 
 RETRACTIONS = 0.15
 """Share of the steps of a generation at which it is interrupted for others."""

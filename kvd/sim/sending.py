@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.sim.job import EngineJob, Request, word
+from kvd.sim.engine import EngineJob, Request, word
 from kvd.sim.violation import Violated
 from kvd.wire import client
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.errors import Refusal
-    from kvd.sim.session import SimSession
+    from kvd.sim.engine import SimSession
 
 SLIDES = 0.2
 """Share of steps after which an engine gives back what is behind its window, needed or not."""

@@ -3,40 +3,196 @@
 It is one process: what it reports comes in order, and what it has not reported when it dies is
 never said. A post lands in pieces, and may be slow, stall or fail; a failed post goes on landing
 until its agent is destroyed. Then, where the seed says so, the rest is left in the connection of
-that agent (``streams``), and lands later.
+that agent, and lands later.
+
+A connection is a path of its own, slower or faster than what is said about it: what a dead process
+or a destroyed agent had sent arrives piece by piece, in order, and the end of the connection behind
+it. What has arrived waits in the receiver's socket until it is read.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from typing_extensions import override
 
-from kvd.core import inputs
+from kvd.core import effects, inputs
 from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.layout.spec import page_bytes
 from kvd.sim.contents import TORN
-from kvd.sim.flight import Flight
-from kvd.sim.node_shell import TransferDouble
-from kvd.sim.streams import Inbound
+from kvd.sim.node_shell import InboundQuestion, InboundStreams, Stream
 from kvd.sim.violation import Violated, require
 from kvd.types import page_ids
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
-    from kvd.core import effects
-    from kvd.sim.flight import Agent
+    from kvd.core.cache.lease import LeaseRecord
     from kvd.sim.host import SimHost
-    from kvd.sim.streams import Stream
+
+LANDING_S = 0.002
+
+Agent = tuple[str, int]
+"""The incarnation and generation that a sending agent leads to."""
+
+
+class Flight:
+    """Pages on their way from one pool into another."""
+
+    def __init__(self, post: effects.Post, to: SimHost, handoff: int, lease: LeaseRecord) -> None:
+        self.post = post.post
+        self.agent = (post.incarnation, post.generation)
+        self.to = to
+        self.handoff = handoff
+        self.lease = lease
+        """The source's: it must live while its pages are read."""
+        self.component = post.component
+        self.source = page_ids(post.source)
+        self.destination = page_ids(post.destination)
+        self.contents: list[int] = []
+        """What the source pages held when they were posted: nobody may write them meanwhile."""
+        self.sums = b""
+        self.done = 0
+        """Pages that have landed."""
+        self.arrived = 0
+        """Of what its sender has left behind: pages that have reached the receiver's sockets."""
+        self.pace_s = LANDING_S
+        self.is_reported = False
+        """Its end, good or bad, is told once."""
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the process that its pages were granted through still serves."""
+        to = self.to
+        return (
+            to.is_up
+            and to.transfer.is_alive
+            and self.agent == (to.settings.incarnation, to.transfer.generation)
+        )
+
+    def land(self, n_pages: int) -> None:
+        """So many pages land whole, and the next one in part."""
+        first, last = self.done, self.done + n_pages
+        to, landing = self.to, self.destination[first : last + 1]
+        if not landing:
+            return
+        require(self.handoff in to.grants, f"{to.name}: handoff {self.handoff} granted nothing")
+        to.check_landing(self.handoff, to.grants[self.handoff], self.component, landing)
+        memory = to.memory.regions[self.component]
+        for k, page in enumerate(landing, start=first):
+            memory[page] = self.contents[k] if k < last else TORN
+        self.done = min(last, len(self.source))
+
+
+# ---- connections -----------------------------------------------------------------------------
+
+PIECE_S = 0.3
+"""At most, between two pieces of what was left behind."""
+SILENT = 0.03
+"""Of the ends: the network or the sender's host is silent, and keepalive finds out."""
+KEEPALIVE_S = 10.0
+LOOK_S = 0.05
+READ_S = 0.2
+
+
+class Inbound(InboundStreams):
+    """The receiving end of one transfer process."""
+
+    def __init__(self, process: SimTransferProcess) -> None:
+        super().__init__()
+        self.asked = 0
+        """Orders that nobody has looked at yet."""
+        self.is_alive = True
+        self._unread: list[Flight] = []
+        """In our own sockets."""
+        self._process = process
+        self._agenda = process.host.world.agenda
+        self._random = process.host.world.rng.random
+
+    def die(self) -> None:
+        """Our sockets are gone, and whatever was on its way to them."""
+        self.is_alive = False
+        self.streams.clear()
+        self.questions.clear()
+        self._unread.clear()
+
+    # ---- the network -------------------------------------------------------------------------
+
+    @override
+    def over(self, stream: Stream) -> None:
+        is_silent = self._random() < SILENT
+        delay_s = KEEPALIVE_S if is_silent else PIECE_S * self._random()
+        self._agenda.after(delay_s, self._arrive, stream)
+
+    def _arrive(self, stream: Stream) -> None:
+        if not self.is_alive:
+            return
+        if not stream.left:
+            self.end(stream)
+            return
+        flight = stream.left[0]
+        rest = len(flight.source) - flight.arrived
+        flight.arrived += int((rest + 1) * self._random())
+        if flight not in self._unread:
+            self._unread.append(flight)
+            self._agenda.after(READ_S * self._random(), self._read, flight)
+        if self._random() < 0.5 or flight.arrived == len(flight.source):
+            del stream.left[0]
+        self._agenda.after(PIECE_S * self._random(), self._arrive, stream)
+
+    # ---- our sockets -------------------------------------------------------------------------
+
+    def _read(self, flight: Flight) -> None:
+        """Some of what waits lands."""
+        if flight not in self._unread:
+            return
+        n_pages = flight.arrived - flight.done
+        flight.land(int((n_pages + 1) * self._random()))
+        if flight.done < flight.arrived:
+            self._agenda.after(READ_S * self._random(), self._read, flight)
+        else:
+            self._unread.remove(flight)
+
+    # ---- orders ------------------------------------------------------------------------------
+
+    def quiesce(self, order: effects.Quiesce) -> None:
+        """Say Quiet when nothing that is in doubt can still land."""
+        self.asked += 1
+        self._agenda.after(LOOK_S * self._random(), self._look, order)
+
+    def _look(self, order: effects.Quiesce) -> None:
+        if self.is_alive:
+            self.asked -= 1
+            self.look(order)
+
+    @override
+    def waits_for(self, question: InboundQuestion) -> None:
+        if question.ends:
+            ends = tuple(sorted(question.ends))
+            self._process.report(inputs.Awaiting, (question.lease,), ends)
+        else:
+            self._agenda.after(LOOK_S * self._random(), self._quiet, question)
+
+    def _quiet(self, question: InboundQuestion) -> None:
+        if question not in self.questions:
+            return
+        self.questions.remove(question)
+        for flight in self._unread:
+            flight.land(flight.arrived - flight.done)
+        self._unread.clear()
+        self._process.report(inputs.Quiet, question.lease)
+
+
+# ---- the process -----------------------------------------------------------------------------
 
 REPORT_S = 0.0003
+START_UP_S = 0.01
 COPY_S = 0.1
 SLOW_S = 0.4
 DAMAGED = 0.03
 """Of the deliveries that are verified in full: one page of it is not what was sent."""
 
 
-class SimTransferProcess(TransferDouble):
+class SimTransferProcess:
     """One transfer process, from its start to its death."""
 
     def __init__(self, host: SimHost, generation: int) -> None:
@@ -54,16 +210,12 @@ class SimTransferProcess(TransferDouble):
         self._loaded: dict[Agent, Stream | None] = {}
         """The connection of each agent; None where it was made to a process that is gone."""
         self._connections = 0
-        self.inbound = Inbound(
-            self._agenda,
-            self._random,
-            lambda lease: self._tell(REPORT_S, inputs.Quiet, lease),
-            lambda lease, streams: self._tell(REPORT_S, inputs.Awaiting, (lease,), streams),
-        )
+        self.inbound = Inbound(self)
 
     def start(self, why: str) -> None:
         """It serves after a while."""
-        self._tell(0.01, inputs.TransferReady, self.generation, b"metadata", "simulated", why)
+        fields = (self.generation, b"metadata", "simulated", why)
+        self.report(inputs.TransferReady, *fields, delay_s=START_UP_S)
 
     def die(self) -> None:
         """Killed: what it has sent may still come, and its own sockets are gone."""
@@ -83,7 +235,7 @@ class SimTransferProcess(TransferDouble):
 
     # ---- reports -----------------------------------------------------------------------------
 
-    def _tell(self, delay_s: float, kind: type[inputs.Input], *fields: object) -> None:
+    def report(self, kind: type[inputs.Input], *fields: object, delay_s: float = REPORT_S) -> None:
         """Report something; never before what was reported earlier."""
         at_s = self._agenda.now_s + delay_s
         at_s = max(at_s, self._told_s)
@@ -99,29 +251,53 @@ class SimTransferProcess(TransferDouble):
         else:
             host.feed(kind(now_s, *fields))  # type: ignore[arg-type]  # of its own kind
 
+    def order(self, order: effects.TransferOrder) -> None:
+        """Take an order; what becomes of it is reported when its time has come."""
+        if not self.is_alive and not isinstance(order, effects.Quiesce | effects.Exempt):
+            return
+        match order:
+            case effects.LoadAgent():
+                self._load_agent(order)
+            case effects.DropAgent():
+                self._drop_agent(order)
+            case effects.Post():
+                self._post(order)
+            case effects.Forget():
+                pass  # no engine here names events, so no post waits for one
+            case effects.Verify():
+                self._agenda.after(0.05 * self._random(), self._verify, order)
+            case effects.Quiesce():
+                self.inbound.quiesce(order)
+            case effects.Exempt():
+                self.inbound.exempt(order)
+            case effects.Copy():
+                source = self.host.memory.regions[order.source_region]
+                self.copies.append((order, [source[page] for page in page_ids(order.source)]))
+                self._agenda.after(COPY_S * self._random(), self._copied)
+            case _:
+                assert_never(order)
+
     # ---- agents ------------------------------------------------------------------------------
 
-    @override
-    def load_agent(self, order: effects.LoadAgent) -> None:
-        if self.is_alive:
-            agent = (order.incarnation, order.generation)
-            self._loading[agent] = True
-            world = self.host.world
-            if not world.is_stormy or self._random() >= world.profile.hanging_loads:
-                self._agenda.after(0.001 + 0.02 * self._random(), self._built, agent)
+    def _load_agent(self, order: effects.LoadAgent) -> None:
+        agent = (order.incarnation, order.generation)
+        self._loading[agent] = True
+        world = self.host.world
+        if not world.is_stormy or self._random() >= world.profile.hanging_loads:
+            self._agenda.after(0.001 + 0.02 * self._random(), self._built, agent)
 
     def _built(self, agent: Agent) -> None:
         if not self.is_alive:
             return
         is_wanted = self._loading.pop(agent)
         if self._random() < self.host.world.failing_loads:
-            self._tell(REPORT_S, inputs.AgentFailed, *agent, "no route")
+            self.report(inputs.AgentFailed, *agent, "no route")
         elif is_wanted:
             stream = self._loaded[agent] = self._connect(agent)
             streams = (stream.name,) if stream is not None else ()
-            self._tell(REPORT_S, inputs.AgentLoaded, *agent, streams)
+            self.report(inputs.AgentLoaded, *agent, streams)
         if not is_wanted:
-            self._tell(REPORT_S, inputs.AgentDropped, *agent, 0)
+            self.report(inputs.AgentDropped, *agent, 0)
 
     def _connect(self, agent: Agent) -> Stream | None:
         to = self.host.world.owners[agent[0]]
@@ -135,11 +311,8 @@ class SimTransferProcess(TransferDouble):
             f"{host.name}.{host.life}.{self.generation}:{self._connections}>{to.name}"
         )
 
-    @override
-    def drop_agent(self, order: effects.DropAgent) -> None:
+    def _drop_agent(self, order: effects.DropAgent) -> None:
         agent = (order.incarnation, order.generation)
-        if not self.is_alive:
-            return
         if agent in self._loading:
             self._loading[agent] = False
             return
@@ -151,15 +324,13 @@ class SimTransferProcess(TransferDouble):
         stream = self._loaded.pop(agent, None)
         if stream is not None:
             stream.to.over(stream)
-        self._tell(REPORT_S, inputs.AgentDropped, *agent, doubtful)
+        self.report(inputs.AgentDropped, *agent, doubtful)
 
     # ---- posts -------------------------------------------------------------------------------
 
-    @override
-    def post(self, order: effects.Post) -> None:
-        post = order
+    def _post(self, post: effects.Post) -> None:
         part = self.host.node.prefiller.posts.parts.get(post.post)
-        if part is None or part.engine is None or not self.is_alive:
+        if part is None or part.engine is None:
             return  # the same step has already ended it
         world = self.host.world
         flight = Flight(post, world.owners[post.incarnation], part.handoff, part.engine.lease)
@@ -202,10 +373,10 @@ class SimTransferProcess(TransferDouble):
             del self.flights[flight.post]
             if not flight.is_reported:
                 flight.is_reported = True
-                self._tell(REPORT_S, inputs.PostDone, flight.post, self._bytes(flight), flight.sums)
+                self.report(inputs.PostDone, flight.post, self._bytes(flight), flight.sums)
         else:
             if not flight.is_reported:
-                self._tell(REPORT_S, inputs.PostMoved, flight.post, self._bytes(flight))
+                self.report(inputs.PostMoved, flight.post, self._bytes(flight))
             self._agenda.after(flight.pace_s * self._random(), self._land, flight)
 
     def _check_source(self, flight: Flight) -> None:
@@ -223,7 +394,7 @@ class SimTransferProcess(TransferDouble):
         """Its agent still exists, so more of it may land."""
         if not flight.is_reported:
             flight.is_reported = True
-            self._tell(REPORT_S, inputs.PostFailed, flight.post, why)
+            self.report(inputs.PostFailed, flight.post, why)
 
     def _bytes(self, flight: Flight) -> int:
         return flight.done * self._page_bytes(flight.component) // self.host.memory.kinds.units
@@ -232,28 +403,7 @@ class SimTransferProcess(TransferDouble):
         spec = self.host.settings.spec
         return page_bytes(spec.components[spec.index(component)])
 
-    @override
-    def forget(self, order: effects.Forget) -> None:
-        """No engine here names events, so no post waits for one."""
-
-    # ---- sockets -----------------------------------------------------------------------------
-
-    @override
-    def quiesce(self, order: effects.Quiesce) -> None:
-        self.inbound.quiesce(order)
-
-    @override
-    def exempt(self, order: effects.Exempt) -> None:
-        self.inbound.exempt(order)
-
     # ---- copies ------------------------------------------------------------------------------
-
-    @override
-    def begin_copy(self, order: effects.Copy) -> None:
-        if self.is_alive:
-            source = self.host.memory.regions[order.source_region]
-            self.copies.append((order, [source[page] for page in page_ids(order.source)]))
-            self._agenda.after(COPY_S * self._random(), self._copied)
 
     def _copied(self) -> None:
         if not self.is_alive:
@@ -261,7 +411,7 @@ class SimTransferProcess(TransferDouble):
         copy, contents = self.copies.pop(0)
         world = self.host.world
         if world.is_stormy and self._random() < world.profile.failing_posts:
-            self._tell(REPORT_S, inputs.CopyFailed, copy.ticket, "injected")
+            self.report(inputs.CopyFailed, copy.ticket, "injected")
             return
         regions = self.host.memory.regions
         source, destination = regions[copy.source_region], regions[copy.destination_region]
@@ -271,7 +421,7 @@ class SimTransferProcess(TransferDouble):
             destination[page] = content
         component = copy.source_region.removesuffix(".saved")
         moved_bytes = len(copy.source) // 4 * self._page_bytes(component)
-        self._tell(REPORT_S, inputs.Copied, copy.ticket, moved_bytes)
+        self.report(inputs.Copied, copy.ticket, moved_bytes)
 
     # ---- what is left behind -------------------------------------------------------------------
 
@@ -283,11 +433,6 @@ class SimTransferProcess(TransferDouble):
         flight.arrived = flight.done
         stream.left.append(flight)
         return 1
-
-    @override
-    def verify(self, order: effects.Verify) -> None:
-        if self.is_alive:
-            self._agenda.after(0.05 * self._random(), self._verify, order)
 
     def _verify(self, effect: effects.Verify) -> None:
         if not self.is_alive:
@@ -305,7 +450,7 @@ class SimTransferProcess(TransferDouble):
             for k, page in enumerate(chosen(seal, seal.first, seal.end))
             if sums[k * SUM_BYTES :][:SUM_BYTES] != effect.sums[k * SUM_BYTES :][:SUM_BYTES]
         )
-        self._tell(REPORT_S, inputs.Verified, effect.ticket, bad)
+        self.report(inputs.Verified, effect.ticket, bad)
 
 
 def _sums(seal: Seal, first_page: int, contents: list[int]) -> bytes:

@@ -22,9 +22,9 @@ from kvd.core.node import NodeState
 from kvd.core.settings import Settings
 from kvd.sim.agenda import Agenda
 from kvd.sim.contents import PAGE_TOKENS, Contents, Prompt
+from kvd.sim.engine import Request
 from kvd.sim.faults import Faults
 from kvd.sim.host import SimHost
-from kvd.sim.job import Request
 from kvd.sim.network import Network
 from kvd.sim.node_shell import incarnation
 from kvd.sim.pool import pool_of
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from kvd.core.effects import Step
     from kvd.core.inputs import Input
-    from kvd.sim.job import EngineJob
+    from kvd.sim.engine import EngineJob
     from kvd.sim.profile import Profile
 
     MakeNode = Callable[[Settings, float], NodeState]

@@ -7,16 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import BENCHMARKS, main
-from benchmarks.harness import (
-    BenchmarkFailed,
-    BenchmarkFile,
-    BenchmarkResult,
-    ResultColumn,
-    ResultTable,
-    benchmark,
-)
+from benchmarks.harness import BenchmarkFile, benchmark
 from kvd import __version__
-from kvd.bench.report import at_most
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most
+from kvd.harness.child import ChildFailed
 
 COLUMNS = (
     ResultColumn("what", "what"),
@@ -71,7 +65,7 @@ def test_a_result_is_printed_and_written_with_where_it_was_measured(tmp_path):
 
 def test_a_benchmark_that_cannot_go_on_says_why_and_fails():
     def run(_: object) -> BenchmarkResult:
-        raise BenchmarkFailed("the ranks have ended")
+        raise ChildFailed("the ranks have ended")
 
     ran = CliRunner().invoke(benchmark("it", run), [])
 

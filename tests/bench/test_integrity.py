@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.integrity import PAGE_TOKENS, SHAPES, sum_rate
+from benchmarks.integrity import PAGE_TOKENS, SHAPES
 from kvd.core.layout.spec import Component, Mha, page_bytes
 
 
@@ -15,7 +15,3 @@ def test_the_shapes_have_pages_of_the_size_that_the_table_names(size):
     assert (
         page_bytes(Component("kv", layers, Mha(heads, dim, dim, "bfloat16"), PAGE_TOKENS)) == size
     )
-
-
-def test_a_rate_of_sums_is_measured():
-    assert sum_rate(4096, 2**20) > 1e6

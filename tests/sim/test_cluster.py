@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvd.cli.sim import sim_command
-from kvd.sim.cluster import Balance, run
-from kvd.sim.decode_node import NodeShape
+from kvd.sim.cluster import Balance, NodeShape, run
 from kvd.trace import TraceRequest
 
 KV_BYTES = 2 * 32 * 8 * 128 * 2

@@ -10,11 +10,11 @@ from kvd.core.layout.spec import fingerprint
 from kvd.core.peers.compatibility import layout_match
 from kvd.sim.agenda import START_S, Agenda
 from kvd.sim.contents import Contents, Prompt
+from kvd.sim.engine import EngineRows
 from kvd.sim.host import SimHost
 from kvd.sim.network import Network
 from kvd.sim.pool import SimMemory, pool_of
 from kvd.sim.profile import Profile
-from kvd.sim.rows import EngineRows
 from kvd.sim.violation import Violated
 from kvd.types import Tokens, pack_ids
 from kvd.wire import client

@@ -24,7 +24,7 @@ from kvd.cli.doctor.finding import (
     wrong,
 )
 from kvd.config.pool import pool_spec
-from kvd.daemon.pool_memory import place_of
+from kvd.daemon.warm_restart import place_of
 from kvd.device.cuda import CudaError, Runtime
 from kvd.device.cuda_library import load
 from kvd.device.presence import absent

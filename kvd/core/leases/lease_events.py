@@ -40,9 +40,7 @@ def tell_extended(out: Outbox, lease: LeaseRecord) -> None:
 
 def tell_written(out: Outbox, lease: LeaseRecord) -> None:
     """The last of those who write it has come further."""
-    out.emit(
-        events.LeaseWritten(lease=lease.id, written_tokens=lease.written_tokens)
-    )
+    out.emit(events.LeaseWritten(lease=lease.id, written_tokens=lease.written_tokens))
 
 
 def tell_committed(out: Outbox, lease: LeaseRecord, node: RadixNode, duplicate_pages: int) -> None:
