@@ -96,7 +96,7 @@ class Engines:
             client.ReleaseLease: self._release_lease,
             client.CommitAndRelease: self._commit_and_release,
             client.CommitUpTo: self._commit_up_to,
-            client.ReleaseUpTo: self._release_up_to,
+            client.ReleaseUpTo: self._commit_and_release,
             client.SayWritten: self._say_written,
             client.ReceiveRequest: self._receive,
             client.CancelReceive: self._cancel_receive,
@@ -261,21 +261,7 @@ class Engines:
         return None
 
     def _commit_and_release(
-        self, session: int, message: client.CommitAndRelease, tokens: Tokens
-    ) -> Refusal | None:
-        return self._end_lease(session, message, tokens, None)
-
-    def _release_up_to(
-        self, session: int, message: client.ReleaseUpTo, tokens: Tokens
-    ) -> Refusal | None:
-        return self._end_lease(session, message, tokens, message.upto_tokens)
-
-    def _end_lease(
-        self,
-        session: int,
-        message: client.CommitAndRelease | client.ReleaseUpTo,
-        tokens: Tokens,
-        upto_tokens: int | None,
+        self, session: int, message: client.CommitAndRelease | client.ReleaseUpTo, tokens: Tokens
     ) -> Refusal | None:
         lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
@@ -285,12 +271,13 @@ class Engines:
                 return lease
             self._release(session, message.call, former)
             return None
+        upto_tokens = message.upto_tokens if type(message) is client.ReleaseUpTo else None
         first = self._leases.commit(lease, tokens, upto_tokens)
         if isinstance(first, Refusal):
             return first
         # A state stands for all that was computed: it is of these tokens only if no more is known
         # and no more was said to be written.
-        lease.is_whole = lease.written_tokens == count(lease.tokens)
+        lease.is_whole = not lease.said or lease.written_tokens == count(lease.tokens)
         self._release(session, message.call, lease)
         return None
 

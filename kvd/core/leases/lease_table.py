@@ -283,24 +283,32 @@ class LeaseTable:
                 f"{n_pages * self.page_size}: extend it before writing",
                 numbers={"tokens": n_tokens, "pages": n_pages},
             )
-        written = n_tokens
         if lease.said or upto_tokens is not None:
-            found = tokens_to_commit(lease, n_tokens, upto_tokens)
-            if isinstance(found, Refusal):
-                return found
-            written = found
+            written = tokens_to_commit(lease, n_tokens, upto_tokens)
+            if isinstance(written, Refusal):
+                return written
+            lease.written_tokens = max(lease.written_tokens, written)
+        else:
+            written = lease.written_tokens = n_tokens
         lease.is_whole = False
-        lease.written_tokens = max(lease.written_tokens, written)
         if new_tokens:
             lease.tokens = Tokens(lease.tokens + new_tokens)
             lease.room_tokens = max(lease.room_tokens, n_tokens)
         first = lease.owned
         last = written // self.page_size
+        if not swaps and lease.unswapped_from is None:
+            lease.unswapped_from = first
         if lease.cache and lease.anchor is not None and last > first:
-            self._cache(lease, lease.anchor, last, swaps=swaps)
-        if not swaps:
-            return n_pages
-        return first if lease.unswapped_from is None else self._swap(lease, first)
+            self._cache(lease, lease.anchor, last)
+        if lease.unswapped_from is None:
+            return first
+        return self._swap(lease, first) if swaps else self._stay(lease)
+
+    def _stay(self, lease: LeaseRecord) -> int:
+        """Its engine goes on with the pages of its own that it had: nothing changes in its row."""
+        if not lease.deferred:
+            lease.unswapped_from = None
+        return count(lease.page_table)
 
     def _swap(self, lease: LeaseRecord, first: int) -> int:
         """Its engine is told of the cached pages that it did not use so far: from where on."""
@@ -310,9 +318,7 @@ class LeaseTable:
         self._give_back(lease, duplicates)
         return first
 
-    def _cache(
-        self, lease: LeaseRecord, anchor: RadixNode, last: int, *, swaps: bool = True
-    ) -> None:
+    def _cache(self, lease: LeaseRecord, anchor: RadixNode, last: int) -> None:
         """Move the pages ``[owned, last)`` into the tree; the lock follows them."""
         first, pages = lease.owned, lease.page_table
         mine = slice_pages(pages, first, last)
@@ -331,8 +337,6 @@ class LeaseTable:
             # The duplicates may be under a post that reads them; from here on nobody begins one.
             known, rest = slice_pages(pages, 0, first), slice_pages(pages, last)
             lease.page_table = Pages(known + extension.tree_pages + rest)
-            if not swaps and lease.unswapped_from is None:
-                lease.unswapped_from = first
             self._give_back(lease, extension.duplicates)
         lease.touched_s = self._out.at_s
         duplicate_pages = count(extension.duplicates)
@@ -420,7 +424,7 @@ class LeaseTable:
 
         What its engine has said to be written stays cached, whatever ended it.
         """
-        if holder == ENGINE and lease.said:
+        if lease.said and holder == ENGINE:
             self._keep_written(lease)
         lease.holders.discard(holder)
         # Noted before its lock goes: by its anchor the journal knows whether it kept anything.
