@@ -197,7 +197,8 @@ class Gather:
                 raise ValueError(msg)
             with self._working():
                 order = torch.from_numpy(sharding.order()).to(self._arena.device)
-            self._last = _Route(sharding, sharding.counts, sharding.max_len, order)
+            counts = sharding.counts
+            self._last = _Route(sharding, counts, max(counts), order)
         return self._last
 
     def _check(self, x: torch.Tensor, route: _Route, out: torch.Tensor | None, tokens: int) -> None:
