@@ -2,12 +2,13 @@
 
 The simulator plays the daemon and its transfer process in its own time and at random; the tests of
 the core play both step by step, as a test says. What must not differ between the two is here: that
-no effect is forgotten, and whose pages a peer may write.
+no effect is forgotten, whose pages a peer may write, and what a process waits for before it says
+that it is quiet.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvd.core import effects
 from kvd.core.layout.spec import companion_factor, companion_pages
@@ -18,6 +19,70 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease import LeaseRecord
     from kvd.core.node import NodeState
     from kvd.wire.peer import Offer
+
+
+class Stream:
+    """One connection of a sending agent, as both of its ends know it.
+
+    ``left``: what was sent and has not all arrived yet, in order; what it is, the two worlds say.
+    """
+
+    def __init__(self, name: str, to: InboundStreams) -> None:
+        self.name = name
+        self.to = to
+        # Any: each world has flights of its own.
+        self.left: list[Any] = []
+
+
+class InboundQuestion:
+    """An order to say Quiet that is not carried out yet; ``ends``: what must end before."""
+
+    def __init__(self, lease: int, ends: set[str]) -> None:
+        self.lease = lease
+        self.ends = ends
+
+
+class InboundStreams:
+    """The connections into one transfer process, and who waits for their ends. No time passes."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, Stream] = {}
+        """Those that have not ended here."""
+        self.questions: list[InboundQuestion] = []
+
+    def waits_for(self, question: InboundQuestion) -> None:
+        """A question is new, or waits for less than before; for nothing: it can be answered."""
+        raise NotImplementedError
+
+    def over(self, stream: Stream) -> None:
+        """Its sender sends no more: what it has left arrives, and then its ``end``."""
+        raise NotImplementedError
+
+    def connect(self, name: str) -> Stream:
+        """A sending agent has made a connection to us."""
+        stream = self.streams[name] = Stream(name, self)
+        return stream
+
+    def look(self, order: effects.Quiesce) -> None:
+        """Wait for the connections that there are now, if what they carry is in doubt."""
+        ends = set(self.streams) if order.doubt is effects.Doubt.SENT else set()
+        question = InboundQuestion(order.lease, ends)
+        self.questions.append(question)
+        self.waits_for(question)
+
+    def exempt(self, order: effects.Exempt) -> None:
+        """These are of living writers."""
+        for question in [one for one in self.questions if one.lease in order.leases]:
+            if question.ends & set(order.streams):
+                question.ends -= set(order.streams)
+                self.waits_for(question)
+
+    def end(self, stream: Stream) -> None:
+        """What it had left has arrived, and nothing follows."""
+        del self.streams[stream.name]
+        for question in [one for one in self.questions if stream.name in one.ends]:
+            question.ends.discard(stream.name)
+            self.waits_for(question)
 
 
 class NodeShell:

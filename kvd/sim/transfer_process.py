@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
+from typing_extensions import override
+
 from kvd.core import effects, inputs
-from kvd.core.effects import Doubt
 from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.layout.spec import page_bytes
 from kvd.sim.contents import TORN
+from kvd.sim.node_shell import InboundQuestion, InboundStreams, Stream
 from kvd.sim.violation import Violated, require
 from kvd.types import page_ids
 from kvd.wire.peer import Integrity
@@ -92,32 +94,11 @@ LOOK_S = 0.05
 READ_S = 0.2
 
 
-class Stream:
-    """One connection of a sending agent, as both of its ends know it."""
-
-    def __init__(self, name: str, to: Inbound) -> None:
-        self.name = name
-        self.to = to
-        self.left: list[Flight] = []
-        """Sent, and not all arrived yet; in order."""
-
-
-class InboundQuestion:
-    """An order to say Quiet that is not carried out yet."""
-
-    def __init__(self, lease: int, ends: set[str]) -> None:
-        self.lease = lease
-        self.ends = ends
-        """Connections that must end first."""
-
-
-class Inbound:
+class Inbound(InboundStreams):
     """The receiving end of one transfer process."""
 
     def __init__(self, process: SimTransferProcess) -> None:
-        self.streams: dict[str, Stream] = {}
-        """Those that have not ended here."""
-        self.questions: list[InboundQuestion] = []
+        super().__init__()
         self.asked = 0
         """Orders that nobody has looked at yet."""
         self.is_alive = True
@@ -126,11 +107,6 @@ class Inbound:
         self._process = process
         self._agenda = process.host.world.agenda
         self._random = process.host.world.rng.random
-
-    def connect(self, name: str) -> Stream:
-        """A sending agent has made a connection to us."""
-        stream = self.streams[name] = Stream(name, self)
-        return stream
 
     def die(self) -> None:
         """Our sockets are gone, and whatever was on its way to them."""
@@ -141,8 +117,8 @@ class Inbound:
 
     # ---- the network -------------------------------------------------------------------------
 
+    @override
     def over(self, stream: Stream) -> None:
-        """Its sender sends no more: what it has left arrives, and then the end."""
         is_silent = self._random() < SILENT
         delay_s = KEEPALIVE_S if is_silent else PIECE_S * self._random()
         self._agenda.after(delay_s, self._arrive, stream)
@@ -151,7 +127,7 @@ class Inbound:
         if not self.is_alive:
             return
         if not stream.left:
-            self._end(stream)
+            self.end(stream)
             return
         flight = stream.left[0]
         rest = len(flight.source) - flight.arrived
@@ -162,12 +138,6 @@ class Inbound:
         if self._random() < 0.5 or flight.arrived == len(flight.source):
             del stream.left[0]
         self._agenda.after(PIECE_S * self._random(), self._arrive, stream)
-
-    def _end(self, stream: Stream) -> None:
-        del self.streams[stream.name]
-        for question in [one for one in self.questions if stream.name in one.ends]:
-            question.ends.discard(stream.name)
-            self._told(question)
 
     # ---- our sockets -------------------------------------------------------------------------
 
@@ -189,22 +159,13 @@ class Inbound:
         self.asked += 1
         self._agenda.after(LOOK_S * self._random(), self._look, order)
 
-    def exempt(self, order: effects.Exempt) -> None:
-        """These are of living writers."""
-        for question in [one for one in self.questions if one.lease in order.leases]:
-            if question.ends & set(order.streams):
-                question.ends -= set(order.streams)
-                self._told(question)
-
     def _look(self, order: effects.Quiesce) -> None:
         if self.is_alive:
             self.asked -= 1
-            ends = set(self.streams) if order.doubt is Doubt.SENT else set()
-            question = InboundQuestion(order.lease, ends)
-            self.questions.append(question)
-            self._told(question)
+            self.look(order)
 
-    def _told(self, question: InboundQuestion) -> None:
+    @override
+    def waits_for(self, question: InboundQuestion) -> None:
         if question.ends:
             ends = tuple(sorted(question.ends))
             self._process.report(inputs.Awaiting, (question.lease,), ends)

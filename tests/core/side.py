@@ -29,7 +29,13 @@ from kvd.core.layout.spec import (
 )
 from kvd.core.node import NodeState
 from kvd.core.settings import Settings
-from kvd.sim.node_shell import NodeShell, incarnation
+from kvd.sim.node_shell import (
+    InboundQuestion,
+    InboundStreams,
+    NodeShell,
+    Stream,
+    incarnation,
+)
 from kvd.types import (
     ID_BYTES,
     NO_PAGES,
@@ -44,7 +50,6 @@ from kvd.types import (
 from kvd.wire import admin, client
 from kvd.wire.peer import Message, Offer
 from tests.core.noted import Noted
-from tests.core.streams import Inflow, Stream
 
 if TYPE_CHECKING:
     from kvd.wire.events import Event
@@ -120,6 +125,41 @@ class Letter(NamedTuple):
     to: Side
     link: str
     message: Message
+
+
+class Inflow(InboundStreams):
+    """The connections into a side. What was left in one arrives at once, or when a test says so."""
+
+    def __init__(self, side: Side) -> None:
+        super().__init__()
+        self.side = side
+        self.gone: list[Stream] = []
+        """Connections whose senders send no more, and of which the end has not come."""
+
+    @override
+    def end(self, stream: Stream) -> None:
+        super().end(stream)
+        if stream in self.gone:
+            self.gone.remove(stream)
+
+    @override
+    def waits_for(self, question: InboundQuestion) -> None:
+        if question.ends:
+            ends = tuple(sorted(question.ends))
+            self.side.inbox.append(inputs.Awaiting(0.0, (question.lease,), ends))
+
+    @override
+    def over(self, stream: Stream) -> None:
+        if self.streams.get(stream.name) is stream:
+            self.gone.append(stream)
+            if not self.side.world.hold_network:
+                self.side.arrive(stream)
+
+    def answered(self) -> list[int]:
+        """The leases for which nothing is on its way any more."""
+        found = [one.lease for one in self.questions if not one.ends]
+        self.questions = [one for one in self.questions if one.ends]
+        return found
 
 
 class Side(NodeShell):
@@ -381,10 +421,10 @@ class Side(NodeShell):
             return
         there = self.world.side_of(load.incarnation)
         self.world.connections += 1
-        stream = Stream(f"{self.name}:{self.world.connections}>{there.name}", there)
-        self.agents[load.incarnation, load.generation] = stream
+        stream = Stream(f"{self.name}:{self.world.connections}>{there.name}", there.inflow)
         if (there.incarnation, there.generation) == (load.incarnation, load.generation):
-            there.inflow.open[stream.name] = stream
+            stream = there.inflow.connect(stream.name)
+        self.agents[load.incarnation, load.generation] = stream
         self.inbox.append(
             inputs.AgentLoaded(0.0, load.incarnation, load.generation, (stream.name,))
         )
@@ -409,7 +449,7 @@ class Side(NodeShell):
             self.inbox.append(inputs.Unposted(0.0, order.post, "given up"))
 
     def quiesce(self, order: effects.Quiesce) -> None:
-        self.inflow.quiesce(order)
+        self.inflow.look(order)
         self.be_quiet_now()
 
     def exempt(self, order: effects.Exempt) -> None:
@@ -585,21 +625,19 @@ class Side(NodeShell):
     def end_agent(self, stream: Stream, left: list[Flight]) -> None:
         """It sends no more; what it has sent arrives in its own time."""
         stream.left.extend(left)
-        stream.is_over = True
-        if not self.world.hold_network:
-            stream.to.arrive(stream)
+        stream.to.over(stream)
 
     def arrive(self, stream: Stream) -> None:
         """All that was left in a connection reaches our sockets, and then its end."""
-        if self.inflow.open.get(stream.name) is stream:
+        if self.inflow.streams.get(stream.name) is stream:
             self.late.extend(stream.left)
             stream.left.clear()
-            self.inflow.ends(stream)
+            self.inflow.end(stream)
             self.be_quiet_now()
 
     def arrive_all(self) -> None:
         """Of every connection whose sender is over."""
-        for stream in self.inflow.over():
+        for stream in list(self.inflow.gone):
             self.arrive(stream)
 
     def be_quiet_now(self) -> None:

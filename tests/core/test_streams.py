@@ -246,4 +246,4 @@ def test_the_pages_of_a_draining_part_are_not_asked_about_before_it_is_over():
     world.d.call(client.CancelReceive, receive=1)
 
     assert world.d.node.decoder.parts[1].state is Decode.DRAINING
-    assert world.d.inflow.questions == {}
+    assert world.d.inflow.questions == []

@@ -22,8 +22,8 @@ from tests.core.world import PAGE, World, tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvd.sim.node_shell import Stream
     from tests.core.side import Letter, Side
-    from tests.core.streams import Stream
 
 ROOM = 7
 PROMPT = tokens((1, 2 * PAGE + 5))
@@ -98,8 +98,9 @@ class Case:
             found.update(freeze(side.node))
             parts += [sorted(side.memory.items()), list(side.inbox), side.asked]
             parts += [_flight(one) for one in (*side.flights.values(), *side.late)]
-            parts += [(lease, sorted(ends)) for lease, ends in side.inflow.questions.items()]
-            parts += [_stream(one) for one in side.inflow.open.values()]
+            parts += [(one.lease, sorted(one.ends)) for one in side.inflow.questions]
+            parts += [_stream(one) for one in side.inflow.streams.values()]
+            parts += [one.name for one in side.inflow.gone]
             parts += [sorted(side.waiting), side.generation, side.life, side.connection]
         parts += [(one.to.name, one.link, one.message) for one in world.wire]
         found.update(repr(parts).encode())
@@ -186,7 +187,7 @@ class Case:
 
 
 def _stream(one: Stream) -> tuple[object, ...]:
-    return one.name, one.is_over, [_flight(flight) for flight in one.left]
+    return one.name, [_flight(flight) for flight in one.left]
 
 
 def _flight(one: Any) -> tuple[object, ...]:
@@ -242,9 +243,9 @@ def _reports(case: Case) -> Iterator[Choice]:
             yield Choice(f"page of {name} lands", _on(name, _land))
         if side.late:
             yield Choice(f"late page lands at {name}", _on(name, lambda one: one.land_late()))
-        if side.inflow.over():
+        if side.inflow.gone:
             yield Choice(f"a dead connection to {name} ends", _on(name, _end_connection))
-        if not all(side.inflow.questions.values()):
+        if not all(one.ends for one in side.inflow.questions):
             yield Choice(f"{name} is quiet", _on(name, lambda one: one.be_quiet()))
         if side.asked:
             yield Choice(f"{name} has verified", _on(name, lambda one: one.answer_verify()))
@@ -331,7 +332,7 @@ def _remove(case: Case, letter: Letter) -> None:
 
 def _end_connection(side: Side) -> None:
     """The oldest whose sender is over: what it had sent is in our sockets now, and its end."""
-    side.arrive(side.inflow.over()[0])
+    side.arrive(side.inflow.gone[0])
 
 
 def _land(side: Side) -> None:
