@@ -37,11 +37,6 @@ class ConsoleView(NodeView, Protocol):
 class Context:
     """The node, what happened lately, and what the shell knows. Read, never written."""
 
-    __slots__ = (
-        *("biggest", "engines", "lag_s", "node", "now_s", "progress", "recent", "since"),
-        "surveyor",
-    )
-
     def __init__(self, node: ConsoleView, recent: Recent, engines: KnownProcesses) -> None:
         self.node = node
         self.recent = recent

@@ -115,14 +115,7 @@ def is_about(event: Event, ref: str) -> bool:
     return ref in refs_of(event)
 
 
-class Loop(msgspec.Struct, frozen=True):
-    """How the event loop does: see ``Vitals``."""
-
-    lag_s: float = 0.0
-    console_share: float = 0.0
-
-
-def vitals(context: Context, worry: Worry, latency: Latency, loop: Loop) -> Vitals:
+def vitals(context: Context, worry: Worry, latency: Latency, console_share: float) -> Vitals:
     """One walk over the open parts and the peers; everything else is counted already."""
     node = context.node
     decoder, prefiller = node.decoder, node.prefiller
@@ -135,7 +128,7 @@ def vitals(context: Context, worry: Worry, latency: Latency, loop: Loop) -> Vita
         transport=node.transport,
         generation=node.peers.generation,
         started_s=node.started_s,
-        lag_s=loop.lag_s,
+        lag_s=context.lag_s,
         clients=len(node.sessions.by_id),
         leases=len(node.leases.leases),
         rooms=len(decoder.parts) + len(prefiller.rooms.by_room),
@@ -150,7 +143,7 @@ def vitals(context: Context, worry: Worry, latency: Latency, loop: Loop) -> Vita
         latency=latency,
         moving_bytes_in=sum(part.moved_bytes for part in decoder.parts.values()),
         moving_bytes_out=sum(part.moved_bytes for part in prefiller.rooms.live()),
-        console_share=loop.console_share,
+        console_share=console_share,
     )
 
 
@@ -391,8 +384,7 @@ class ConsoleServer:
             self._worry, self._worry_s = worry(self._scene), now_s
             self._latency = self._scene.recent.latency(now_s)
         if self._vitals is None or now_s - self._vitals.at_s >= FRESH_S:
-            loop = Loop(self.lag_s, self._share)
-            self._vitals = vitals(self._scene, self._worry, self._latency, loop)
+            self._vitals = vitals(self._scene, self._worry, self._latency, self._share)
         return self._vitals
 
     def _happened(self, asked: EventQuery | None, after: int) -> tuple[int, int, tuple[Event, ...]]:

@@ -81,18 +81,8 @@ class View(Generic[T]):
         """Whether one that was found in an earlier step can still be read; others override it."""
         return True
 
-    def window(self, context: Context, query: Query) -> TableWindow | NoWindow:
-        """The rows asked for, or which column there is none of; at one moment."""
-        steps = self.look(context, query)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                found: TableWindow | NoWindow = end.value
-                return found
-
     def look(self, context: Context, query: Query) -> Generator[None, None, TableWindow | NoWindow]:
-        """The same a step at a time."""
+        """The rows asked for, or which column there is none of; a step at a time."""
         unknown = self._unknown(query)
         if unknown:
             known = ", ".join(self._by_name)

@@ -10,6 +10,7 @@ from kvd.console.server import VIEWS
 from kvd.console.view import TableWindow
 from kvd.observe.bus import Bus
 from kvd.wire.console import Filter, Query
+from tests.console.looked import in_one
 
 if TYPE_CHECKING:
     from kvd.wire.console import Cell
@@ -50,7 +51,9 @@ class Stage:
 
     def window(self, view: str, *, sort: str = "", filters: tuple[Filter, ...] = ()) -> TableWindow:
         """All rows of a view."""
-        found = VIEWS[view].window(self.now(), Query(view, sort=sort, filters=filters, limit=500))
+        found = in_one(
+            VIEWS[view].look(self.now(), Query(view, sort=sort, filters=filters, limit=500))
+        )
         assert isinstance(found, TableWindow), found
         return found
 

@@ -96,7 +96,7 @@ class Console:
                 self._check_map(query, one)
 
     def _check_table(self, query: Query, seen: Seen) -> None:
-        window = VIEWS[query.view].window(self.context, query)
+        window = in_one(VIEWS[query.view].look(self.context, query))
         assert isinstance(window, TableWindow)
         assert list(seen.rows.values()) == list(window.rows), query
         assert (seen.total, seen.of) == (window.total, window.of), query

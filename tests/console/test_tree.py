@@ -13,6 +13,7 @@ from kvd.core.inspect.why import holders
 from kvd.types import pack_ids
 from kvd.wire import client
 from kvd.wire.console import Holder, Query
+from tests.console.looked import in_one
 from tests.console.sentences import sentence_of
 from tests.console.stage import Stage
 from tests.core.families import SPECS, worked
@@ -47,7 +48,7 @@ class Tree:
 
     def shown(self, *opened: int, view: str = "tree", **how: object) -> list[dict[str, object]]:
         query = Query(view, opened=opened, limit=500, **how)  # type: ignore[arg-type]
-        window = VIEWS[view].window(self.stage.now(), query)
+        window = in_one(VIEWS[view].look(self.stage.now(), query))
         assert isinstance(window, TableWindow), window
         names = [column.name for column in VIEWS[view].columns]
         return [{"key": row.key, **dict(zip(names, row.cells, strict=True))} for row in window.rows]

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from kvd.console.server import VIEWS
-from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING, StateTable
+from kvd.core.inspect.schema import (
+    CLIENT,
+    LEASE,
+    PEER,
+    POOL,
+    ROOM,
+    WAITING,
+    StateField,
+    StateTable,
+)
+from kvd.wire import admin, client
 from kvd.wire.snapshot import (
     ClientState,
     LeaseState,
@@ -14,6 +24,8 @@ from kvd.wire.snapshot import (
     RoomState,
     WaitingState,
 )
+from tests.core.engines import PROMPT
+from tests.core.world import World
 
 TABLES = {
     "leases": (LEASE, LeaseState),
@@ -92,3 +104,21 @@ def test_what_is_not_known_is_nothing_of_its_unit_in_the_snapshot(name):
         "shards",
     }
     assert {field for field, unknown in nothing.items() if unknown == ""} >= texts
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "name", "table"),
+    [
+        ("lease", 1, "", LEASE),
+        ("receive", 1, "", ROOM),
+        ("client", 1, "", CLIENT),
+        ("peer", 0, "p", PEER),
+    ],
+)
+def test_why_says_a_field_that_no_sentence_speaks_of(kind, number, name, table, monkeypatch):
+    world = World()
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
+    monkeypatch.setattr(table, "plain", (StateField("owned", "count", lambda *_: 3),))
+    said = world.d.ask(admin.Why(1, kind, number, name=name))
+
+    assert "owned: 3" in said.facts

@@ -9,6 +9,7 @@ import pytest
 from kvd.console.view import View
 from kvd.core.inspect.schema import StateField
 from kvd.wire.console import Filter, Holder, Query, Table, TableRow
+from tests.console.looked import in_one
 from tui.model.tables import derive, fold
 
 KINDS = {"ref": "ref", "state": "state", "held": "pages", "since": "since", "until": "until"}
@@ -80,7 +81,7 @@ def test_a_window_made_here_is_the_one_that_the_daemon_would_make(_):
             filters=tuple(any_filter(rng) for _ in range(rng.randrange(3))),
         )
 
-        window = view.window(Now(), query)
+        window = in_one(view.look(Now(), query))
         data = derive([fold(None, slot, whole)], query, NOW_S)
 
         assert data.listed() == window.rows, f"seed {seed}: {query}"

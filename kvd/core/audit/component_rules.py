@@ -95,14 +95,7 @@ def gone_faults(keeper: ComponentPages) -> Iterator[Fault]:
         if not is_linked(edge):
             pages = keeper.pages_at(edge)
             what = f"{edge.describe()} has left the tree with {count(pages)} pages of {name}"
-            yield Fault(
-                "I9",
-                "beside-gone",
-                what,
-                node=edge.id,
-                pages=pages,
-                component=keeper.component.name,
-            )
+            yield Fault("I9", "beside-gone", what, node=edge.id, pages=pages, component=name)
 
 
 def _evictable_faults(keeper: ComponentPages) -> Iterator[Fault]:
@@ -122,10 +115,9 @@ def _record_faults(table: LeaseTable, keeper: ComponentPages) -> Iterator[Fault]
     """I9: nothing is kept for a lease that is gone."""
     for lease_id in keeper.leases:
         if lease_id not in table.leases:
-            what = f"{keeper.component.name} is kept for lease {lease_id}, which is gone"
-            yield Fault(
-                "I9", "beside-record", what, lease=lease_id, component=keeper.component.name
-            )
+            name = keeper.component.name
+            what = f"{name} is kept for lease {lease_id}, which is gone"
+            yield Fault("I9", "beside-record", what, lease=lease_id, component=name)
 
 
 def _lockstep_faults(settings: Settings) -> Iterator[Fault]:
@@ -153,16 +145,16 @@ def component_node_faults(
     pages, locks = keeper.pages_at(edge), keeper.locks_at(edge)
     if locks != needed[edge]:
         what = f"{name} at {edge.describe()} has {locks} locks, due for leases: {needed[edge]}"
-        yield Fault("I2", "beside-locks", what, node=edge.id, component=keeper.component.name)
+        yield Fault("I2", "beside-locks", what, node=edge.id, component=name)
     if edge not in keeper.nodes:
         return
     due = len(edge.pages) if isinstance(keeper, WindowPages) else ID_BYTES
     if len(pages) != due:
         what = f"{edge.describe()} has {count(pages)} pages of {name}, {due // ID_BYTES} are due"
-        yield Fault("I4", "beside-length", what, node=edge.id, component=keeper.component.name)
+        yield Fault("I4", "beside-length", what, node=edge.id, component=name)
     if (edge in keeper.unlocked) != (locks == 0):
         what = f"{name} at {edge.describe()} has {locks} locks and may be dropped, or neither"
-        yield Fault("I3", "beside-order", what, node=edge.id, component=keeper.component.name)
+        yield Fault("I3", "beside-order", what, node=edge.id, component=name)
 
 
 # ---- one lease -----------------------------------------------------------------------------------
@@ -176,10 +168,9 @@ def component_lease_faults(node: NodeView, lease: LeaseRecord) -> Iterator[Fault
         for check, what in _broken(node, keeper, lease):
             rule = "I9" if check == "beside-record" else "I4"
             at = lease.anchor.id if lease.anchor is not None else 0
-            about = f"{keeper.component.name} of lease {lease.id} {what}"
-            yield Fault(
-                rule, check, about, lease=lease.id, node=at, component=keeper.component.name
-            )
+            name = keeper.component.name
+            about = f"{name} of lease {lease.id} {what}"
+            yield Fault(rule, check, about, lease=lease.id, node=at, component=name)
 
 
 def _broken(

@@ -6,8 +6,8 @@ declared in ``kvd.wire.snapshot``, because their JSON is a promise; their values
 so do the columns. So a new field of a lease, a room, a peer, a client or a pool is one line:
 
 - what is an attribute of its row already (``rows``; a lease is its own): its line in the struct. It
-  is in the snapshot, is said by ``kvd why lease``, and is a column, whose unit is that of its name.
-  A moment is none: the snapshot has ages;
+  is in the snapshot, is said by ``kvd why``, and is a column, whose unit is that of its name. A
+  moment is none: the snapshot has ages;
 - what consoles alone show, or is worked out: its ``StateField``, with ``wire`` where the snapshot
   has it under another name.
 """

@@ -22,8 +22,8 @@ from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import WindowPages
 from kvd.core.inspect.page_states import needed_nodes, pool_named
-from kvd.core.inspect.rows import receive_row, send_row
-from kvd.core.inspect.schema import LEASE, ROOM
+from kvd.core.inspect.rows import client_rows, peer_rows, receive_row, send_row
+from kvd.core.inspect.schema import CLIENT, LEASE, PEER, ROOM
 from kvd.core.inspect.snapshot import waiting_states
 from kvd.core.inspect.words import agent_words, death_of, layout_words, lease_waits_for, lease_word
 from kvd.core.layout.shards import lacking, listed
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inspect.page_states import PoolPlaces
+    from kvd.core.inspect.schema import S, StateTable, T
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.sessions import Session
@@ -273,6 +274,11 @@ class Explanation(msgspec.Struct, frozen=True):
     marks: tuple[Mark, ...] = ()
 
 
+def plain_facts(node: NodeView, table: StateTable[T, S], row: T) -> list[str]:
+    """What the schema has of it and no sentence here speaks of: each as it is named."""
+    return [f"{field.column}: {field.get(node, row)}" for field in table.plain]
+
+
 def lease_refs(leases: Iterable[LeaseRecord]) -> list[str]:
     """The first few, to be asked about next."""
     return [f"lease:{lease.id}" for lease, _ in zip(leases, range(MAX_LINKS), strict=False)]
@@ -446,7 +452,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         said.append(f"waits for {state.waiting_for}")
     if len(lease.said) > 1:
         said.append(f"written by rank: {', '.join(map(str, lease.said))}")
-    said += [f"{field.column}: {field.get(node, lease)}" for field in LEASE.plain]
+    said += plain_facts(node, LEASE, lease)
     parts = list(_parts_of(node, lease))
     refs = [f"client:{lease.session}"] if lease.session else []
     if lease.anchor is not None and lease.anchor.parent is not None:
@@ -503,6 +509,8 @@ def of_client(node: NodeView, number: int) -> Explanation | Refusal:
     if waiting:
         oldest_s = node.out.at_s - min(one.since_s for one in waiting)
         facts.append(f"{len(waiting)} requests of it wait for room, the first for {oldest_s:.1f} s")
+    row = client_rows(node).get(number)
+    facts += plain_facts(node, CLIENT, row) if row is not None else []
     under_way = [f"receive:{one.id}" for one in receives] + [f"send:{one.id}" for one in sends]
     return Explanation(
         sentence, tuple(facts), links_of(*lease_refs(biggest), *under_way[:MAX_LINKS])
@@ -553,8 +561,8 @@ def _handoff(
     states = [ROOM.state(node, one) for one in rows]
     room = states[0].room
     said: list[str] = []
-    for part in states:
-        said += [_sentence(node, part), *_figures(part), *part.story]
+    for part, row in zip(states, rows, strict=True):
+        said += [_sentence(node, part), *_figures(part), *plain_facts(node, ROOM, row), *part.story]
     for waiting in waiting_states(node) if any(part.waiter for part in receives) else ():
         if waiting.room == room:
             said.append(f"in the queue: {waiting.why}")
@@ -620,6 +628,7 @@ def of_peer(node: NodeView, name: str) -> Explanation | Refusal:
     facts = [f"its address is {dialed.address}" if dialed is not None else "it has dialed us"]
     facts += [f"the last handshake failed: {trouble}"] if trouble else []
     facts += _peer_facts(node, peer) if peer is not None else []
+    facts += plain_facts(node, PEER, peer_rows(node)[name])
     quarantined = [
         one
         for one in node.leases.leases.values()
