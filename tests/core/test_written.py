@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.core.audit.invariants import violations
-from kvd.core.inspect.schema import lease_state
+from kvd.core.inspect.schema import LEASE
 from kvd.core.leases.written import MAX_RANKS
 from kvd.errors import Code
 from kvd.types import Tokens, count, page_ids
@@ -214,7 +214,7 @@ def test_it_is_told_when_the_last_rank_has_come_further():
     told = [(type(event), event.written_tokens) for event in side.events[seen:]]
 
     assert told == [(events.LeaseWritten, 64), (events.LeaseWritten, 100)]
-    assert lease_state(side.node, side.node.leases.leases[lease.lease]).written_tokens == 100
+    assert LEASE.state(side.node, side.node.leases.leases[lease.lease]).written_tokens == 100
     because = side.ask(admin.Why(1, "lease", lease.lease))
     assert {"written by rank: 320, 100", "written_tokens: 100"} <= set(because.facts)
 
