@@ -329,7 +329,6 @@ class RadixTree:
             raise too_few(tokens, start_tokens, end // ID_BYTES)
         node, duplicates, tree_pages = anchor, NO_PAGES, pages
         first_page = tokens[start : start + self._page_bytes]
-        # Nearly always nothing is there: then nothing is walked, joined or copied.
         if first_page in anchor.children:
             node = self._walk(anchor, tokens, start, end)
             known = (node.end_tokens - anchor.end_tokens) // self.match_page_tokens * ID_BYTES

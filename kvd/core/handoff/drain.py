@@ -188,7 +188,10 @@ class Drainer:
         receives = [part for part in receives if part.ended is None]
         sends = [part for part in sends if part.state in WRITING]
         self.cut += len(receives) + len(sends)
-        refusal = self._too_late()
+        refusal = self._refusal(
+            f"{self.words()}, and the time for what was under way is over: hand it over again, "
+            "through another node"
+        )
         for receive in receives:
             self._decoder.cancel_attempt(receive.attempt, refusal)
         for send in sends:
@@ -238,12 +241,6 @@ class Drainer:
         by = f" by {drain.who}" if drain.who else ""
         why = f" ({drain.why})" if drain.why else ""
         return f"{self._name} has been drained for {for_s:.1f} s{by}{why}"
-
-    def _too_late(self) -> Refusal:
-        return self._refusal(
-            f"{self.words()}, and the time for what was under way is over: hand it over again, "
-            "through another node"
-        )
 
     def _refusal(self, message: str) -> Refusal:
         assert self.drain is not None

@@ -467,21 +467,17 @@ def outdated(offer: Offer, peer: Peer, side: str) -> Refusal | None:
 def unacceptable(offer: Offer, peer: Peer, payload: Payload, mine: Settings) -> Refusal | None:
     """Why the Offer cannot be served here, whatever the engine has."""
     # Before anything of it is looked at: the cost of the checks below is bounded by the prompt.
-    if offer.prompt_tokens > mine.max_prompt_tokens:
-        return _long_prompt(offer, mine)
+    n_tokens, limit = offer.prompt_tokens, mine.max_prompt_tokens
+    if n_tokens > limit:
+        return Refusal(
+            Code.TOO_LARGE,
+            f"a prompt of {n_tokens} tokens, {mine.name} takes {limit} at most: raise its "
+            "limits.max_prompt_tokens",
+            side=mine.name,
+            numbers={"tokens": n_tokens, "limit": limit},
+        )
     # What the receiver has: its prefix ends on one of its own borders, which need not be one of
     # ours.
     page_size = mine.spec.components[0].page_size // pieces_of(peer.split)
     refusal = bad_offer(offer, payload, peer.split, page_size, mine.name)
     return refusal or long_settled(offer, len(peer.outgoing), peer, mine.name)
-
-
-def _long_prompt(offer: Offer, mine: Settings) -> Refusal:
-    n_tokens, limit = offer.prompt_tokens, mine.max_prompt_tokens
-    return Refusal(
-        Code.TOO_LARGE,
-        f"a prompt of {n_tokens} tokens, {mine.name} takes {limit} at most: raise its "
-        "limits.max_prompt_tokens",
-        side=mine.name,
-        numbers={"tokens": n_tokens, "limit": limit},
-    )

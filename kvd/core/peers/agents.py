@@ -14,7 +14,7 @@ nothing is loaded for a peer that is lost.
 When the peer is replaced, or starts another generation, its agent is destroyed without waiting for
 the end: nobody posts through it any more, and the new one has another name.
 
-What must not live here: posts and parts (``posts``, ``prefill``); whether a peer lives (``peer``).
+What must not live here: posts and parts (``handoff.posts``); whether a peer lives (``registry``).
 """
 
 from __future__ import annotations
