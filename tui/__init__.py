@@ -7,7 +7,7 @@ action, ``actions`` does it, and what changes the node is rehearsed and confirme
 
 Read first, in order: ``app`` (what is on the screen, the clock, the keys), ``link`` (asking),
 ``model.mirror`` (what came), ``screens.page`` (what a page is), ``keys`` (the table of keys).
-``tape`` and ``replay`` record and play what a link hears; ``cli`` has the options and ``--once``.
+``cli`` has the options and ``--once``.
 
 What must not live here: anything that only a daemon may know. The console sees the wire
 (``kvd.wire``), the filter language (``kvd.filters``) and nothing of the node.

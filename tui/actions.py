@@ -6,15 +6,13 @@ done only when the operator agrees to that. Actions that are not here are those 
 
 from __future__ import annotations
 
-import os
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, assert_never
 
 from kvd import filters
 from kvd.errors import Code, Refusal
 from kvd.filters import SyntaxFlaw
-from kvd.text import clean, counted
+from kvd.text import clean
 from kvd.wire.admin import (
     AbortRoom,
     AdminFailed,
@@ -28,7 +26,8 @@ from kvd.wire.admin import (
     Rehearse,
     Report,
 )
-from tui.model import commands, export
+from tui.model import commands
+from tui.model.navigation import Location
 from tui.widgets.card import EVENTS_OF, CardContent, about_of, links_of, question
 from tui.widgets.dialogs import ConfirmDialog, HelpDialog, MenuDialog, OutcomeDialog
 
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NOT_HERE = "nothing can be changed from here: the console was started with --readonly"
-NOT_IN_REPLAY = "nothing can be changed from here: what is shown comes from a file"
 
 
 async def run(app: KvdTui, action: str) -> bool:
@@ -99,7 +97,7 @@ def choices(app: KvdTui) -> commands.CommandChoices:
 async def _back(app: KvdTui, _: str) -> None:
     """Close what is open, one step of the way that led there; then show more of the page."""
     if app.card.ref:
-        await app.go(app.navigation.up())
+        await app.go(app.place.up())
     elif not await app.page.act("back") and app.page.filter_text:
         filter_by(app, "")
 
@@ -116,25 +114,6 @@ def _freeze(app: KvdTui, _: str) -> None:
         history.freeze()
 
 
-def _play(app: KvdTui, _: str) -> None:
-    replay = app.replay
-    if replay is not None and (replay.is_held or replay.at_end):
-        replay.play()
-    elif replay is not None:
-        replay.hold()
-
-
-def _wind(app: KvdTui, seconds: str) -> None:
-    if app.replay is not None:
-        app.mirror.history.live()
-        app.replay.seek(app.replay.position_s + float(seconds))
-
-
-def _speed(app: KvdTui, factor: str) -> None:
-    if app.replay is not None:
-        app.replay.pace(app.replay.speed * float(factor))
-
-
 def _faults(app: KvdTui, _: str) -> None:
     wanted = app.page.faults()
     filter_by(app, "" if app.page.filter_text == wanted else wanted)
@@ -144,11 +123,6 @@ def _copy(app: KvdTui, _: str) -> None:
     ref = app.card.ref or app.page.chosen()
     app.copy_to_clipboard(ref)
     app.say(f"copied {ref}")
-
-
-def _maximise(app: KvdTui, _: str) -> None:
-    is_alone = app.page.maximise()
-    app.card.display = bool(app.card.ref) and not is_alone
 
 
 def _wide(app: KvdTui, table: WindowedTable) -> None:
@@ -229,7 +203,7 @@ async def carry_out(app: KvdTui, request: NodeRequest) -> None:
     name = name_of(request)
     if not isinstance(request, Audit | Record):
         if "write" not in app.has():
-            app.say(NOT_HERE if app.replay is None else NOT_IN_REPLAY, is_bad=True)
+            app.say(NOT_HERE, is_bad=True)
             return
         would = answered(await app.link.ask(Rehearse(0, request)), Report)
         if not await app.push_screen_wait(ConfirmDialog(name, would)):
@@ -308,58 +282,10 @@ async def _known(app: KvdTui) -> CardContent:
     )
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
-def offer_export(app: KvdTui) -> None:
-    """Have the operator say where to: the bar, with a name that is free."""
-    table = app.page.table()
-    if table is None:
-        app.ask(":", f"export svg {_free(f'kvd-{app.page.NAME}.svg')}")
-    else:
-        app.ask(":", f"export csv {_free(f'kvd-{table.view}.csv')}")
-
-
-def _free(name: str) -> str:
-    """A name in this directory that no file has."""
-    path = Path(name)
-    for count in range(1, 1000):
-        if not path.exists():
-            break
-        path = Path(f"{Path(name).stem}-{count}{Path(name).suffix}")
-    return str(path)
-
-
-def write(app: KvdTui, form: str, to: str) -> tuple[str, bool]:
-    """Write the view to a new file; what was written or why not, and whether that is bad."""
-    path = Path(to).expanduser()
-    table = app.page.table()
-    if form == "svg":
-        text, what = app.export_screenshot(title="kvd"), "the screen"
-    elif table is not None and table.data is not None:
-        rows = [key for key in table.data.order if key in table.tagged]
-        text = export.export(table.data, form, app.snapshot.now_s, rows)
-        count = len(rows) or len(table.data.order)
-        what = f"{count} of {counted(table.data.total, 'row')} of {table.view}"
-    elif form == "text":
-        text, what = app.screen_text(), "the screen"
-    else:
-        return f"the page {app.page.NAME} has no table to write", True
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as exc:
-        return f"not written: {exc.strerror or exc}: {to}", True
-    return f"{what} written to {os.fspath(path)}: {len(text.encode())} bytes", False
-
-
 # ---- by their names ------------------------------------------------------------------------------
 
 ACTIONS: dict[str, Action] = {
-    "page": lambda app, name: app.go(app.navigation.to_page(name)),
-    "last": lambda app, _: app.go(app.navigation.last()),
-    "backward": lambda app, _: app.go(app.navigation.backward()),
-    "forward": lambda app, _: app.go(app.navigation.forward()),
+    "page": lambda app, name: app.go(Location(name)),
     "open": lambda app, ref: app.open(ref or app.page.chosen() or app.card.ref),
     "back": _back,
     "related": lambda app, _: app.order(partial(related, app)),
@@ -370,20 +296,13 @@ ACTIONS: dict[str, Action] = {
     "freeze": _freeze,
     "live": lambda app, _: app.mirror.history.live(),
     "step": lambda app, count: app.mirror.history.step(int(count)),
-    "play": _play,
-    "wind": _wind,
-    "speed": _speed,
     "command": lambda app, _: app.ask(":", ""),
     "filter": lambda app, _: app.ask("/", app.page.filter_text),
     "faults": _faults,
     "card": lambda app, lines: app.card.scroll_by(int(lines)),
     "copy": _copy,
-    "export": lambda app, _: offer_export(app),
     "theme": lambda app, name: app.set_theme(name),
-    "maximise": _maximise,
     "sort": _of_table(lambda _, table: table.sort_next()),
-    "reverse": _of_table(lambda _, table: table.reverse()),
-    "tag": _of_table(lambda _, table: table.tag()),
     "wide": _of_table(_wide),
     "order": start,
     "audit": lambda app, _: app.order(partial(carry_out, app, Audit(0))),
@@ -394,6 +313,5 @@ OF_COMMANDS: dict[str, Action] = {
     "filter-by": filter_by,
     "sort-by": sort_by,
     "fps": lambda app, fps: app.set_fps(float(fps)),
-    "export-to": lambda app, form_and_path: app.say(*write(app, *form_and_path.split(" ", 1))),
 }
 """What only a command does, as it says more than a key can."""

@@ -27,8 +27,7 @@ from kvd.errors import Code, Refusal
 from kvd.wire.admin import Because
 from tui import actions, keys
 from tui.model.mirror import Subscription
-from tui.model.navigation import Location, Navigation
-from tui.replay import ReplayLink
+from tui.model.navigation import Location
 from tui.screens import ALL, page_of
 from tui.themes import HIGH_CONTRAST, THEMES
 from tui.widgets import head as heads
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from textual.timer import Timer
     from textual.worker import Worker
 
-    from tui.link import FrameLink
+    from tui.link import Link
     from tui.model.mirror import Mirror, Notice
     from tui.model.snapshots import DaemonSnapshot
     from tui.screens.page import Page
@@ -147,7 +146,7 @@ class KvdTui(App[None]):
     def __init__(
         self,
         mirror: Mirror,
-        connect: Callable[[Mirror, Callable[[], Subscription]], FrameLink],
+        connect: Callable[[Mirror, Callable[[], Subscription]], Link],
         options: Options | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -156,8 +155,9 @@ class KvdTui(App[None]):
         self.mirror: Mirror = mirror
         self.options = options if options is not None else Options()
         self.clock = clock
-        self.navigation: Navigation = Navigation(self.options.page)
         first = self.options.page
+        self.place = Location(first)
+        """Where the operator is."""
         self._head, self._tabs, self._foot = heads.Head(), heads.Tabs(), heads.Foot()
         self.card: Card = Card()
         """What is open."""
@@ -226,11 +226,6 @@ class KvdTui(App[None]):
         """The picture that is shown."""
         return self.mirror.history.shown
 
-    @property
-    def replay(self) -> ReplayLink | None:
-        """The player, where what is shown comes from a recording."""
-        return self.link if isinstance(self.link, ReplayLink) else None
-
     def wanted(self) -> Subscription:
         """What the visible page wants to know; the link asks before each frame.
 
@@ -289,12 +284,11 @@ class KvdTui(App[None]):
             now_s=now_s,
             fps=wanted_fps,
             frozen_s=history.behind_s if history.is_frozen else None,
-            replay=self.replay.where if self.replay is not None else "",
             slowed_to=1 / interval_s if interval_s * wanted_fps > SLOWER else 0.0,
         )
         line = heads.head_line(self.snapshot.vitals, now, width)
         self._head.paint([line])
-        crumbs = self.navigation.crumbs()
+        crumbs = self.place.crumbs()
         if self.card.ref:
             crumbs = (*crumbs[:-1], self.card.ref)
         self._tabs.paint([heads.tab_line(self.page.NAME, crumbs, width)])
@@ -313,8 +307,7 @@ class KvdTui(App[None]):
         page = self.page
         has_table = page.table() is not None
         found = {
-            "write": not self.options.readonly and self.replay is None,
-            "replay": self.replay is not None,
+            "write": not self.options.readonly,
             "table": has_table,
             "tables": len(page.tables()) > 1,
             "filter": has_table or page.CAN_FILTER,
@@ -376,12 +369,12 @@ class KvdTui(App[None]):
         """
         kind, _, rest = ref.partition(":")
         if page := ELSEWHERE.get(f"{kind}:"):
-            await self.go(self.navigation.open(page, rest))
+            await self.go(self.place.open(page, rest))
             return
         name = self.page.NAME
         if not self.page.seek(ref):
             name = page_of(ref) or name
-        await self.go(self.navigation.open(name, ref))
+        await self.go(self.place.open(name, ref))
 
     async def go(self, place: Location) -> None:
         """Show a page and what is open on it; the page is made when it is first shown.
@@ -389,6 +382,7 @@ class KvdTui(App[None]):
         Keys and orders may go somewhere at once: one after the other, as making a page takes time.
         """
         async with self._going:
+            self.place = place
             if place.page not in self._pages:
                 self._pages[place.page] = ALL[place.page]()
                 await self._switcher.add_content(self._pages[place.page])
@@ -440,7 +434,7 @@ class KvdTui(App[None]):
 
     async def on_tabs_chosen(self, message: heads.Tabs.Chosen) -> None:
         """A page was clicked."""
-        await self.go(self.navigation.to_page(message.page))
+        await self.go(Location(message.page))
 
     async def on_command_bar_entered(self, message: CommandBar.Entered) -> None:
         """A command or a filter was typed."""

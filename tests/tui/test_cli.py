@@ -47,38 +47,6 @@ def test_an_option_that_cannot_be_is_refused_with_what_to_write(options, says):
     assert says in " ".join(done.output.split())
 
 
-def test_a_recording_and_a_daemon_at_once_are_refused(tmp_path):
-    (tmp_path / "file").write_bytes(b"x")
-    options = ["--replay", f"{tmp_path}/file", "--connect", "ipc:///x"]
-    done = CliRunner().invoke(main, options)
-    assert done.exit_code == 2
-    assert "--replay needs no daemon" in done.output
-
-
-def test_what_is_no_recording_is_refused(tmp_path):
-    (tmp_path / "file").write_bytes(b"x")
-    done = CliRunner().invoke(main, ["--replay", f"{tmp_path}/file"])
-    assert done.exit_code == 2
-    assert "--replay" in done.output
-
-
-def test_what_was_recorded_is_shown_again_without_a_daemon(endpoint, tmp_path):
-    daemon = Daemon(endpoint)
-    daemon.answer = _answer
-    options = ["--once", "--screen", "clients", "--size", "100x24"]
-    file = ["--record", f"{tmp_path}/one.tape"]
-    try:
-        seen = CliRunner().invoke(main, ["--connect", endpoint, *file, *options])
-        again = CliRunner().invoke(main, ["--connect", endpoint, *file, *options])
-    finally:
-        daemon.close()
-    assert seen.exit_code == 0, seen.output
-    assert "nothing can be recorded to" in again.output
-    shown = CliRunner().invoke(main, ["--replay", f"{tmp_path}/one.tape", *options])
-    assert "REPLAY" in shown.output.splitlines()[0]
-    assert shown.exit_code == 0, shown.output
-
-
 def test_help_loads_no_textual():
     script = (
         "import sys; from tui.cli import main\n"

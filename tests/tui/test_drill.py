@@ -77,8 +77,8 @@ async def test_leaked_page_and_forgotten_lock_are_found_and_shown_where_they_are
             text = await person.reads("lock on inspect", r"violation +node:(\d+) +.*lock")
             node = re.search(r"violation +(node:\d+)", text)[1]
             await person.turns("radix")
-            await person.presses("o")
-            await person.reads("lock on radix", r"orphans \d+<", r"\d+ locks, \d+ holders")
+            await person.presses("l")
+            await person.reads("lock on radix", r"locked \d+<", r"locked nodes")
             assert node in person.app.page.table().data.order
 
 

@@ -11,9 +11,9 @@ import pytest
 from tests.tui.golden import text_of
 from tests.tui.opened import opened
 from tests.tui.staged import staged
-from tests.tui.test_app_keys import recording, replaying  # noqa: F401 - a fixture
 from tui import actions
 from tui.keys import PAGES, TABLE, meaning
+from tui.model.navigation import Location
 
 SMALL = (80, 20)
 """Columns are cut, and cards are longer than the screen."""
@@ -22,13 +22,10 @@ EVERYWHERE = "clients"
 SITUATION = {"inspect": "dead-client", "overview": "dead-client", "pools": "mixture"}
 """Where there is something to be seen; else a node at work."""
 BEFORE = {
-    "last": ("5", "1"),
-    "backward": ("5",),
-    "forward": ("5", "["),
     "light": ("end", "enter"),
     "next-lit": ("end", "enter", "L"),
     "page clients": ("1",),
-    "zoom-in": ("_",),
+    "zoom-in": ("-",),
     "zoom-out": ("+", "+"),
     "step -1": ("space",),
     "step 1": ("space", "left"),
@@ -52,7 +49,7 @@ def seen(app) -> tuple[object, ...]:
         text_of(app),
         [type(screen) for screen in app.screen_stack],
         app.wanted(),
-        app.navigation.crumbs(),
+        app.place.crumbs(),
         app.theme,
         app.clipboard,
         id(app.snapshot) if app.mirror.history.is_frozen else 0,
@@ -70,7 +67,7 @@ async def begin(stage, page) -> None:
         await stage.press("escape")
     app.mirror.history.live()
     app.clear_notifications()
-    await app.go(app.navigation.to_page(page))
+    await app.go(Location(page))
     if app.page.tables():
         app.page.activate(app.page.tables()[0])
         actions.filter_by(app, "")
@@ -91,11 +88,7 @@ async def press(stage, page, row, name) -> str:
 
 
 def rows_of(page) -> list:
-    return [
-        row
-        for row in TABLE
-        if page in (row.pages or (EVERYWHERE,)) and "replay" not in row.needs and row.action != ENDS
-    ]
+    return [row for row in TABLE if page in (row.pages or (EVERYWHERE,)) and row.action != ENDS]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -112,26 +105,6 @@ async def test_no_key_of_a_page_does_nothing(page):
         raise AssertionError("\n".join(filter(None, wrong)))
 
 
-async def test_no_key_of_a_recording_does_nothing(recording):  # noqa: F811
-    app = replaying(recording)
-    rows = [row for row in TABLE if "replay" in row.needs]
-    dead = []
-    async with app.run_test(size=SMALL) as pilot:
-        await pilot.press("P")
-        for name in [name for row in rows for name in row.keys]:
-            app.replay.seek(1.0)
-            app.replay.pace(1.0)
-            app.tick()
-            await pilot.pause()
-            before = text_of(app)
-            await pilot.press(name)
-            app.tick()
-            await pilot.pause()
-            dead += [name] if text_of(app) == before else []
-    assert len(rows) >= 5
-    assert dead == []
-
-
 @pytest.mark.parametrize("name", next(row.keys for row in TABLE if row.action == ENDS))
 async def test_every_key_that_ends_it_does(name):
     app, _ = opened("empty")
@@ -144,4 +117,4 @@ async def test_every_key_that_ends_it_does(name):
 def test_every_row_of_the_table_is_pressed_here():
     pressed = [row for page in PAGES for row in rows_of(page)]
     rest = {row.action for row in TABLE if row not in pressed}
-    assert rest - {row.action for row in TABLE if "replay" in row.needs} == {ENDS}
+    assert rest == {ENDS}

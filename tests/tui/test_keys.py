@@ -59,7 +59,7 @@ def test_no_name_of_a_key_is_missing_from_the_readme_table():
     table = markdown()
     assert table.startswith("| key | what it does | where |\n|---|---|---|\n")
     assert len(table.splitlines()) == len(TABLE) + 2
-    assert set("12345678:/?sSwzteymTq") <= set(names())
+    assert set("12345678:/?swzyTq") <= set(names())
 
 
 def test_the_module_prints_the_table():

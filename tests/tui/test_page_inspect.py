@@ -143,16 +143,6 @@ async def test_z_leaves_out_what_is_not_grave():
         assert "findings /!severity:low" in stage.text
 
 
-async def test_m_gives_a_table_the_whole_page():
-    async with staged("inspect", "leak") as stage:
-        await stage.press("m")
-        await stage.frame()
-        assert stage.app.page.findings.size.height == stage.app.page.size.height
-        await stage.press("m")
-        await stage.frame()
-        assert stage.app.page.findings.size.height == 7
-
-
 async def test_frozen_it_stands_still():
     async with staged("inspect", "leak") as stage:
         await stage.press("space")

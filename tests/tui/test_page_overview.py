@@ -124,17 +124,6 @@ async def test_z_leaves_out_what_is_not_grave():
         assert stage.app.page.findings.asks().filters[0].value == "low"
 
 
-async def test_m_gives_the_findings_the_whole_page_and_takes_it_back():
-    async with staged("overview", "leak") as stage:
-        before = stage.app.page.findings.size.height
-        await stage.press("m")
-        await stage.frame()
-        assert stage.app.page.findings.size.height == stage.app.page.size.height
-        await stage.press("m")
-        await stage.frame()
-        assert stage.app.page.findings.size.height == before
-
-
 async def test_the_newest_event_is_first_and_what_every_request_does_is_not_there():
     async with staged("overview") as stage:
         lines = of(stage, LastEvents)[1:]

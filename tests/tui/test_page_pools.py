@@ -153,7 +153,7 @@ async def test_zoom_goes_from_all_pages_to_one_page_a_cell_and_back():
             assert map_of(app).page == page
         assert steps[-1] == 1
         assert steps == sorted(steps, reverse=True)
-        await bring(app, feed, pilot, "_")
+        await bring(app, feed, pilot, "-")
         assert map_of(app).asks()[0].pages_each == 2
         await again(app, feed, "zoom-out", 11)
         assert map_of(app).window is None
@@ -342,15 +342,3 @@ async def test_where_nothing_is_lit_n_says_how_to_light_something():
     async with app.run_test(size=WIDE, notifications=True) as pilot:
         await bring(app, feed, pilot, "n")
         assert any("nothing is lit here" in line for line in lines_of(app))
-
-
-async def test_m_leaves_only_the_map_and_brings_the_components_back():
-    app, feed = memory("pools")
-    async with app.run_test(size=NARROW) as pilot:
-        await bring(app, feed, pilot)
-        cells = map_of(app).asks()[0].cells
-        await bring(app, feed, pilot, "m")
-        assert not any("component" in line for line in lines_of(app))
-        assert map_of(app).asks()[0].cells > cells
-        await bring(app, feed, pilot, "m")
-        assert line_with(app, "component")

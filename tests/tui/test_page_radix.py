@@ -97,7 +97,6 @@ async def test_a_node_is_marked_as_open_before_the_daemon_has_said_what_is_below
     ("key", "view", "title"),
     [
         ("l", "locked", "locked nodes"),
-        ("o", "orphans", "locks nobody answers for"),
         ("v", "eviction", "in the order of eviction"),
     ],
 )
@@ -116,14 +115,14 @@ async def test_a_key_shows_a_list_of_nodes_and_the_tree_again(key, view, title):
         assert line_with(app, f"▼ {SHOWN}")
 
 
-async def test_locked_nodes_and_orphans_are_counted_beside_the_tree():
+async def test_locked_nodes_are_counted_beside_the_tree():
     app, feed = memory("radix")
     async with app.run_test(size=NARROW) as pilot:
         await bring(app, feed, pilot)
-        assert lines_of(app)[2].split() == [">tree", "1<", "l", "locked", "2", "o", "orphans",
-                                            "1", "v", "eviction", "order"]  # fmt: skip
+        assert lines_of(app)[2].split() == [">tree", "1<", "l", "locked", "2",
+                                            "v", "eviction", "order"]  # fmt: skip
         asked = {(one.view, one.limit) for one in app.wanted().queries}
-        assert {("locked", 0), ("orphans", 0)} <= asked
+        assert ("locked", 0) in asked
 
 
 async def test_locks_are_names_with_ages():
@@ -183,6 +182,6 @@ async def test_a_frozen_tree_stands_still():
     async with app.run_test(size=NARROW) as pilot:
         await bring(app, feed, pilot, "x", "space")
         before = lines_of(app)[2:-1]
-        feed.orphans = ()
+        feed.locked = ()
         await bring(app, feed, pilot)
         assert lines_of(app)[2:-1] == before

@@ -15,7 +15,6 @@ from kvd.filters import SyntaxFlaw
 from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Record
 from kvd.wire.bounds import INT64, MAX_REASON
 from tui.keys import PAGES
-from tui.model.export import FORMATS
 
 MOST_FPS = 20.0
 LEAST_FPS = 0.2
@@ -154,15 +153,6 @@ def _set(rest: str) -> Command | SyntaxFlaw:
     return f"fps {number}"
 
 
-def _export(rest: str) -> Command | SyntaxFlaw:
-    form, _, path = rest.partition(" ")
-    if form not in (*FORMATS, "svg"):
-        return SyntaxFlaw(f"expected one of {', '.join(FORMATS)}, svg, and a file", 0)
-    if not path.strip():
-        return SyntaxFlaw(f"expected a file: export {form} FILE", len(rest))
-    return f"export-to {form} {path.strip()}"
-
-
 def _flush(rest: str) -> Command | SyntaxFlaw:
     if rest not in {"", "strict"}:
         return SyntaxFlaw(f"expected nothing, or strict, not {rest!r}", 0)
@@ -231,12 +221,6 @@ RULES: tuple[CommandRule, ...] = (
         "other colours",
         lambda name: f"theme {name}",
         choices=lambda now: now.themes,
-    ),
-    CommandRule(
-        "export csv|json|text|svg FILE",
-        "write this view to a file",
-        _export,
-        choices=lambda _: (*FORMATS, "svg"),
     ),
     CommandRule(
         "flush [strict]",

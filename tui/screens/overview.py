@@ -21,7 +21,7 @@ from tui.model import cells, event_words
 from tui.model.event_log import EventGap
 from tui.model.rates import RowRates
 from tui.screens.page import Page
-from tui.widgets.canvas import Canvas, console, why_missing
+from tui.widgets.canvas import NOT_HERE_YET, Canvas, console
 from tui.widgets.pools import POOLS_QUERY, pages_of
 from tui.widgets.table import HEAD_LINES, ColumnRules, WindowedTable
 
@@ -329,7 +329,7 @@ class PoolBars(Canvas):
             Styled("─", "border"),
         )  # fmt: skip
         if data is None or not data.order:
-            why = data.trouble if data is not None else why_missing(self)
+            why = data.trouble if data is not None else NOT_HERE_YET
             return [title, (Styled("  "), cleaned(why or "no components", "dim"))]
         made = [title, *[self._line(data, key, bar, now_s) for key in data.order[:MOST_POOLS]]]
         if len(data.order) > MOST_POOLS:

@@ -51,15 +51,14 @@ class Page(Container):
 
     def __init__(self) -> None:
         super().__init__(id=f"page-{self.NAME}")
-        self._hidden: list[Widget] = []
-        self._heights: dict[str, str] = {}
+        self._heights: dict[str, int] = {}
 
     def tables(self) -> list[WindowedTable]:
         """Every table that can be seen."""
         return [table for table in self.query(WindowedTable) if table.display]
 
     def table(self) -> WindowedTable | None:
-        """The table that keys are about: moving, sorting, filtering, tagging; None for none."""
+        """The table that keys are about: moving, sorting, filtering; None for none."""
         tables = self.tables()
         return next((table for table in tables if table.is_active), None)
 
@@ -132,24 +131,6 @@ class Page(Container):
         table = self.table()
         return self.FAULTS.get(table.view if table is not None else "", "")
 
-    def maximise(self) -> bool:
-        """Show only the panel that keys are about, or all of them again; whether it is alone."""
-        if self._hidden:
-            for one in self._hidden:
-                one.display = True
-            self._hidden = []
-            return False
-        kept: Widget | None = self.table() or next(iter(self.children), None)
-        while kept is not None and kept is not self:
-            parent = kept.parent
-            assert isinstance(parent, Container)
-            side_by_side = [one for one in parent.children if one is not kept and one.display]
-            for one in side_by_side:
-                one.display = False
-            self._hidden += side_by_side
-            kept = parent
-        return True
-
     def fit_height(self, table: WindowedTable) -> None:
         """Give a table above others the lines that its rows need, at most two fifths of them all.
 
@@ -161,12 +142,10 @@ class Page(Container):
             self.set_height(table, lines)
 
     def set_height(self, widget: Widget, lines: int) -> None:
-        """Make a panel so many lines high; what is left when others are hidden has all of them."""
-        height = "1fr" if self._hidden and widget.display else str(lines)
+        """Make a panel so many lines high."""
         name = widget.id or ""
-        if height != self._heights.get(name):
-            self._heights[name] = height
-            widget.styles.height = height
+        if lines != self._heights.get(name):
+            self._heights[name] = widget.styles.height = lines
 
     async def act(self, action: str) -> bool:
         """Do an action of the table of keys; whether it was one of this page's."""

@@ -97,12 +97,6 @@ class PoolsPage(Page):
             return True
         return False
 
-    @override
-    def maximise(self) -> bool:
-        """Only the map, and the components again."""
-        self.lines.display = not self.lines.display
-        return not self.lines.display
-
     def _show_component(self, component: str) -> None:
         """The map of this component; the first one has no name until it is known."""
         first = next(iter(self.lines.names), "")

@@ -12,7 +12,7 @@ from kvd.wire.console import MAX_OPENED, Filter, Query
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.screens.page import Page
-from tui.widgets.canvas import Canvas, why_missing
+from tui.widgets.canvas import NOT_HERE_YET, Canvas
 from tui.widgets.card import PAGES_OF
 from tui.widgets.table import ColumnRules, WindowedTable
 
@@ -28,7 +28,6 @@ TREE = "tree"
 TITLES = {
     TREE: "prefix tree",
     "locked": "locked nodes",
-    "orphans": "locks nobody answers for",
     "eviction": "in the order of eviction",
 }
 """Views of nodes, and how they are headed."""
@@ -40,10 +39,6 @@ RULES = {
     ),
     "locked": ColumnRules(
         first=("name", "lock_ref", "holders", "pages", "namespace", "last_use", "tokens"),
-        narrow=("name", "holders", "namespace"),
-    ),
-    "orphans": ColumnRules(
-        first=("why", "name", "lock_ref", "holders", "pages", "namespace"),
         narrow=("name", "holders", "namespace"),
     ),
     "eviction": ColumnRules(
@@ -201,9 +196,9 @@ def _number(key: str) -> int | None:
     return int(number) if kind == "node" and number.isdecimal() else None
 
 
-LISTS = {"only-locked": "locked", "only-orphans": "orphans", "eviction": "eviction"}
+LISTS = {"only-locked": "locked", "eviction": "eviction"}
 """Actions that show a list of nodes, and by the same key the tree again."""
-COUNTED = {"locked": Query("locked", limit=0), "orphans": Query("orphans", limit=0)}
+COUNTED = {"locked": Query("locked", limit=0)}
 """Lists whose length is shown beside the tree."""
 NEXT = Query("eviction", limit=4, filters=(Filter("rank", "over", 0.0),))
 """What would be evicted next: not what would be passed."""
@@ -211,8 +206,7 @@ NEXT_COLUMNS = 20
 """Of the name of each of them."""
 TALL_LINES = 24
 """From this height on the page has room for what would be evicted next."""
-TABS = ((TREE, "x", "tree"), ("locked", "l", "locked"), ("orphans", "o", "orphans"),
-        ("eviction", "v", "eviction order"))  # fmt: skip
+TABS = ((TREE, "x", "tree"), ("locked", "l", "locked"), ("eviction", "v", "eviction order"))
 
 
 class RadixPage(Page):
@@ -261,7 +255,7 @@ class RadixPage(Page):
     async def act(self, action: str) -> bool:
         nodes = self.nodes
         match action:
-            case "only-locked" | "only-orphans" | "eviction":
+            case "only-locked" | "eviction":
                 view = LISTS[action]
                 nodes.show_view(TREE if nodes.view == view else view)
             case "expand":
@@ -291,8 +285,6 @@ class RadixPage(Page):
             is_shown = view == self.nodes.view
             count = self._count(snapshot, view)
             style: spans.Style = "selected" if is_shown else "plain"
-            if view == "orphans" and count not in {"", " 0"}:
-                style = "bad"
             marks = (">", "<") if is_shown else (" ", " ")
             made += [
                 Styled(marks[0], "key"),
@@ -322,7 +314,7 @@ class RadixPage(Page):
         made: list[Styled] = [Styled("next  ", "dim")]
         data = snapshot.table(NEXT)
         if data is None or data.trouble:
-            why = data.trouble if data is not None else why_missing(self)
+            why = data.trouble if data is not None else NOT_HERE_YET
             return spans.fit((*made, cleaned(why, "dim")), self.size.width)
         if not data.order:
             made.append(Styled("nothing can be evicted", "dim"))

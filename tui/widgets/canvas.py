@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tui.draw.spans import Line
 
 WHEEL_LINES = 3
+NOT_HERE_YET = "asked for; not here yet"
 
 
 def palette_of(app: App[None]) -> Palette:
@@ -144,12 +145,3 @@ def _regions(rows: Sequence[int], width: int) -> list[Region]:
 def console(widget: Widget) -> KvdTui:
     """The app: pages and their widgets live in no other."""
     return cast("KvdTui", widget.app)
-
-
-def why_missing(widget: Widget) -> str:
-    """Why what is asked for is not here: a recording has only what was looked at in it."""
-    from tui.app import KvdTui  # noqa: PLC0415 - the console imports its widgets
-
-    if isinstance(widget.app, KvdTui) and widget.app.replay is not None:
-        return "not in this recording so far; it has what was looked at"
-    return "asked for; not here yet"

@@ -28,16 +28,14 @@ if TYPE_CHECKING:
 class HeadStatus(msgspec.Struct, frozen=True):
     """What the head says beside the vitals. ``frozen_s``: how far back the picture lies, or None.
 
-    ``now_s`` is on our clock. ``replay``: how far a recording is, where frames come from one.
-    ``slowed_to``: the frames a second that there are, where the daemon or the terminal does not
-    keep up with ``fps``; else 0.
+    ``now_s`` is on our clock. ``slowed_to``: the frames a second that there are, where the daemon
+    or the terminal does not keep up with ``fps``; else 0.
     """
 
     link_state: LinkState
     now_s: float
     fps: float
     frozen_s: float | None = None
-    replay: str = ""
     slowed_to: float = 0.0
 
 
@@ -118,8 +116,6 @@ def _picture(now: HeadStatus) -> Line:
         return spans.merged((Styled(f"FROZEN -{now.frozen_s:.1f}s ", "warn"), *link))
     if link:
         return link
-    if now.replay:
-        return (cleaned(now.replay, "warn"),)
     rate = f"{now.fps:g}/s"
     if now.slowed_to:
         return (Styled(f"SLOW {now.slowed_to:.1f}/s of {rate}", "warn"),)

@@ -13,7 +13,7 @@ from tui.draw import bars, spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.model import cells
 from tui.model.rates import RowRates
-from tui.widgets.canvas import Canvas, why_missing
+from tui.widgets.canvas import NOT_HERE_YET, Canvas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,7 +157,7 @@ class PoolTable(Canvas):
     def _make(self, width: int) -> list[Line]:
         data = self.data
         if data is None or not data.order:
-            why = data.trouble if data is not None else why_missing(self)
+            why = data.trouble if data is not None else NOT_HERE_YET
             return [(Styled("  "), cleaned(why or "no components", "dim"))]
         name_columns = max(
             9, min(MOST_NAME_COLUMNS, max(spans.columns(clean(name)) for name in self.names))
