@@ -14,8 +14,7 @@ import msgspec
 
 from kvd.filters import SyntaxFlaw
 from tui import endpoint as places
-from tui.keys import PAGES
-from tui.model.commands import parse
+from tui.model.commands import PAGES, parse
 
 if TYPE_CHECKING:
     from textual.pilot import Pilot

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+from textual.binding import Binding
 from typing_extensions import override
 
 from kvd.text import clean, counted
 from kvd.wire.console import MAX_OPENED, Filter, Query
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
-from tui.screens.page import Page
+from tui.screens.page import EVICT, FLUSH, Page
 from tui.widgets.canvas import NOT_HERE_YET, Canvas
 from tui.widgets.card import PAGES_OF
 from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
+    from textual.binding import BindingType
 
     from kvd.wire.console import Cell, TableRow
     from tui.model.snapshots import DaemonSnapshot
@@ -196,8 +198,6 @@ def _number(key: str) -> int | None:
     return int(number) if kind == "node" and number.isdecimal() else None
 
 
-LISTS = {"only-locked": "locked", "eviction": "eviction"}
-"""Actions that show a list of nodes, and by the same key the tree again."""
 COUNTED = {"locked": Query("locked", limit=0)}
 """Lists whose length is shown beside the tree."""
 NEXT = Query("eviction", limit=4, filters=(Filter("rank", "over", 0.0),))
@@ -214,6 +214,14 @@ class RadixPage(Page):
 
     NAME = "radix"
     REFS = ("node",)
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("l", "nodes('locked')", "locked", tooltip="only what is locked"),
+        Binding("v", "nodes('eviction')", "eviction", tooltip="in the order of eviction"),
+        Binding("x", "expand", "expand", tooltip="open or close the node"),
+        Binding("p", "pages_of", "pages", tooltip="on the page map", show=False),
+        EVICT,
+        FLUSH,
+    ]
     DEFAULT_CSS = """
     RadixPage > #radix-tabs { height: 1; }
     RadixPage > #radix-path { height: 2; }
@@ -252,29 +260,32 @@ class RadixPage(Page):
         path.paint(lines)
 
     @override
-    async def act(self, action: str) -> bool:
+    def unfold(self) -> None:
+        self.nodes.open_node()
+
+    @override
+    def action_shift(self, columns: int) -> None:
+        """In the tree: open or close a node, or go to the one below or above."""
         nodes = self.nodes
-        match action:
-            case "only-locked" | "eviction":
-                view = LISTS[action]
-                nodes.show_view(TREE if nodes.view == view else view)
-            case "expand":
-                if not nodes.close_node():
-                    nodes.open_node()
-            case "open-node":
-                nodes.open_node()
-                self.post_message(self.OpenRequested(nodes.chosen()))
-            case "right" if nodes.is_tree:
-                if not nodes.open_node():
-                    nodes.move(1)
-            case "left" if nodes.is_tree:
-                if not nodes.close_node():
-                    nodes.to_parent()
-            case "pages":
-                self.post_message(self.OpenRequested(PAGES_OF + nodes.chosen()))
-            case _:
-                return await super().act(action)
-        return True
+        if not nodes.is_tree:
+            super().action_shift(columns)
+        elif columns > 0 and not nodes.open_node():
+            nodes.move(1)
+        elif columns < 0 and not nodes.close_node():
+            nodes.to_parent()
+
+    def action_nodes(self, view: str) -> None:
+        """Show a list of nodes, or the tree again."""
+        self.nodes.show_view(TREE if self.nodes.view == view else view)
+
+    def action_expand(self) -> None:
+        """Open or close the node."""
+        if not self.nodes.close_node():
+            self.nodes.open_node()
+
+    def action_pages_of(self) -> None:
+        """Its pages on the page map."""
+        self.post_message(self.OpenRequested(PAGES_OF + self.nodes.chosen()))
 
     # ---- lines ------------------------------------------------------------------------------
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from rich.console import Group
 from rich.segment import Segment
 from rich.style import Style
+from rich.text import Text
+from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
@@ -14,7 +17,7 @@ from typing_extensions import override
 from tui.themes import Palette
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from textual import events
     from textual.app import App
@@ -41,6 +44,17 @@ def strip_of(line: Line, palette: Palette, under: str = "") -> Strip:
     """A line as Textual draws it; ``under``: the background where a span has none of its own."""
     segments = [Segment(text, palette.style(style, own or under)) for text, style, own in line]
     return Strip(segments)
+
+
+def rich_lines(lines: Iterable[Line], palette: Palette) -> Group:
+    """Lines for a widget that wraps what is too long for it."""
+    return Group(*[Text.assemble(*[(text, palette.style(style)) for text, style, _ in one])
+                   for one in lines])  # fmt: skip
+
+
+def wrap_words(text: str, width: int) -> list[str]:
+    """``text`` in lines of at most ``width`` columns, at blanks where there are any."""
+    return [one.plain.rstrip() for one in Content(text).wrap(max(1, width))]
 
 
 class Canvas(Widget, can_focus=False):

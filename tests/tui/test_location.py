@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tui.model.navigation import MAX_CRUMBS, Location
+from tui.app import MAX_CRUMBS, Location
 
 
 @pytest.fixture
