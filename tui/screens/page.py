@@ -95,10 +95,13 @@ class Page(Container, can_focus=True):
     def __init__(self) -> None:
         super().__init__(id=f"page-{self.NAME}")
         self._heights: dict[str, int] = {}
+        self._tables: list[WindowedTable] = []
 
     def tables(self) -> list[WindowedTable]:
         """Every table that can be seen."""
-        return [table for table in self.query(WindowedTable) if table.display]
+        if not self._tables:  # looked up once: asked several times a frame
+            self._tables = list(self.query(WindowedTable))
+        return [table for table in self._tables if table.display]
 
     def table(self) -> WindowedTable | None:
         """The table that keys are about: moving, sorting, filtering; None for none."""
