@@ -232,7 +232,6 @@ SCREENS: Final = (
     "handoffs",
     "peers",
     "events",
-    "inspect",
     "clients",
 )
 START_S: Final = 30.0

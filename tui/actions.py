@@ -1,20 +1,20 @@
-"""What keys and commands do: both name an action, and the console has a function for each.
+"""What commands do, and what takes asking the daemon: related things, events, verbs.
 
 What changes something on the node is rehearsed first: the daemon says what it would do, and it is
-done only when the operator agrees to that. Actions that are not here are those of the page.
+done only when the operator agrees to that.
 """
 
 from __future__ import annotations
 
-import os
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, assert_never
+
+from textual.actions import parse as parse_action
 
 from kvd import filters
 from kvd.errors import Code, Refusal
 from kvd.filters import SyntaxFlaw
-from kvd.text import clean, counted
+from kvd.text import clean
 from kvd.wire.admin import (
     AbortRoom,
     AdminFailed,
@@ -28,37 +28,18 @@ from kvd.wire.admin import (
     Rehearse,
     Report,
 )
-from tui.model import commands, export
+from tui.model import commands
 from tui.widgets.card import EVENTS_OF, CardContent, about_of, links_of, question
-from tui.widgets.dialogs import ConfirmDialog, HelpDialog, MenuDialog, OutcomeDialog
+from tui.widgets.dialogs import MenuDialog, ReportDialog
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from typing import TypeAlias
-
     from kvd.wire.admin import AdminReply
     from tui.app import KvdTui
     from tui.model.commands import NodeRequest
-    from tui.widgets.table import WindowedTable
-
-    Action: TypeAlias = Callable[[KvdTui, str], Awaitable[None] | None]
 
 T = TypeVar("T")
 
 NOT_HERE = "nothing can be changed from here: the console was started with --readonly"
-NOT_IN_REPLAY = "nothing can be changed from here: what is shown comes from a file"
-
-
-async def run(app: KvdTui, action: str) -> bool:
-    """Do an action with what follows its first word; whether it is one of the console's own."""
-    verb, _, rest = action.partition(" ")
-    act = ACTIONS.get(verb) or OF_COMMANDS.get(verb)
-    if act is None:
-        return False
-    waits = act(app, rest)
-    if waits is not None:
-        await waits
-    return True
 
 
 async def obey(app: KvdTui, text: str) -> None:
@@ -68,16 +49,19 @@ async def obey(app: KvdTui, text: str) -> None:
         case SyntaxFlaw(what=what):
             app.say(what, is_bad=True)
         case str():
-            await run(app, command)
+            await app.run_action(command)
         case _:
             app.order(partial(carry_out, app, command))
 
 
 def judge(app: KvdTui, mode: str, text: str) -> SyntaxFlaw | None:
     """What is wrong with a text of the bar; None for nothing."""
-    found = commands.parse(text) if mode == ":" else f"filter-by {text}"
-    if isinstance(found, str) and found.startswith("filter-by "):
-        wanted = filters.parse(found.removeprefix("filter-by "), app.page.filter_columns())
+    found = commands.parse(text) if mode == ":" else f"filter_by({text!r})"
+    if isinstance(found, str):
+        _, name, words = parse_action(found)
+        wanted = (
+            filters.parse(str(words[0]), app.page.filter_columns()) if name == "filter_by" else None
+        )
         return wanted if isinstance(wanted, SyntaxFlaw) else None
     return found if isinstance(found, SyntaxFlaw) else None
 
@@ -91,80 +75,6 @@ def choices(app: KvdTui) -> commands.CommandChoices:
         themes=tuple(app.available_themes),
         refs=(*app.card.links, *keys),
     )
-
-
-# ---- going somewhere, and the same in another way ------------------------------------------------
-
-
-async def _back(app: KvdTui, _: str) -> None:
-    """Close what is open, one step of the way that led there; then show more of the page."""
-    if app.card.ref:
-        await app.go(app.navigation.up())
-    elif not await app.page.act("back") and app.page.filter_text:
-        filter_by(app, "")
-
-
-def _help(app: KvdTui, _: str) -> None:
-    app.push_screen(HelpDialog(app.page.NAME, app.has()))
-
-
-def _freeze(app: KvdTui, _: str) -> None:
-    history = app.mirror.history
-    if history.is_frozen:
-        history.live()
-    else:
-        history.freeze()
-
-
-def _play(app: KvdTui, _: str) -> None:
-    replay = app.replay
-    if replay is not None and (replay.is_held or replay.at_end):
-        replay.play()
-    elif replay is not None:
-        replay.hold()
-
-
-def _wind(app: KvdTui, seconds: str) -> None:
-    if app.replay is not None:
-        app.mirror.history.live()
-        app.replay.seek(app.replay.position_s + float(seconds))
-
-
-def _speed(app: KvdTui, factor: str) -> None:
-    if app.replay is not None:
-        app.replay.pace(app.replay.speed * float(factor))
-
-
-def _faults(app: KvdTui, _: str) -> None:
-    wanted = app.page.faults()
-    filter_by(app, "" if app.page.filter_text == wanted else wanted)
-
-
-def _copy(app: KvdTui, _: str) -> None:
-    ref = app.card.ref or app.page.chosen()
-    app.copy_to_clipboard(ref)
-    app.say(f"copied {ref}")
-
-
-def _maximise(app: KvdTui, _: str) -> None:
-    is_alone = app.page.maximise()
-    app.card.display = bool(app.card.ref) and not is_alone
-
-
-def _wide(app: KvdTui, table: WindowedTable) -> None:
-    table.set_wide(is_wide=not table.is_wide)
-    app.place_card()
-
-
-def _of_table(act: Callable[[KvdTui, WindowedTable], None]) -> Action:
-    """An action on the table that keys are about."""
-
-    def on_its_table(app: KvdTui, _: str) -> None:
-        table = app.page.table()
-        if table is not None:
-            act(app, table)
-
-    return on_its_table
 
 
 def filter_by(app: KvdTui, text: str) -> None:
@@ -228,15 +138,15 @@ async def carry_out(app: KvdTui, request: NodeRequest) -> None:
     """Have the daemon do it; what changes the node only after it was rehearsed and agreed to."""
     name = name_of(request)
     if not isinstance(request, Audit | Record):
-        if "write" not in app.has():
-            app.say(NOT_HERE if app.replay is None else NOT_IN_REPLAY, is_bad=True)
+        if app.options.readonly:
+            app.say(NOT_HERE, is_bad=True)
             return
         would = answered(await app.link.ask(Rehearse(0, request)), Report)
-        if not await app.push_screen_wait(ConfirmDialog(name, would)):
+        if not await app.push_screen_wait(ReportDialog(name, would, is_question=True)):
             app.say(f"{name}: not done")
             return
     done: Report | Recorded | Refusal = answered(await app.link.ask(request), Report, Recorded)
-    app.push_screen(OutcomeDialog(name, done))
+    app.push_screen(ReportDialog(name, done))
 
 
 def start(app: KvdTui, verb: str) -> None:
@@ -247,9 +157,9 @@ def start(app: KvdTui, verb: str) -> None:
         case "fence":
             app.order(partial(carry_out, app, Fence(0)))
         case "evict":
-            app.ask(":", "evict ")
+            app.action_ask(":", "evict ")
         case _:
-            app.ask(":", f"abort room {room_of(app)} ".replace("  ", " "))
+            app.action_ask(":", f"abort room {room_of(app)} ".replace("  ", " "))
 
 
 def room_of(app: KvdTui) -> str:
@@ -267,7 +177,7 @@ def room_of(app: KvdTui) -> str:
 def propose(app: KvdTui, action: str) -> None:
     """Put a command that was proposed into the bar, to be looked at first; words are shown."""
     if action and not isinstance(commands.parse(action), SyntaxFlaw):
-        app.ask(":", action)
+        app.action_ask(":", action)
     else:
         app.say(clean(action) or "nothing is proposed")
 
@@ -306,94 +216,3 @@ async def _known(app: KvdTui) -> CardContent:
         row=row,
         columns=columns,
     )
-
-
-# ---- files ---------------------------------------------------------------------------------------
-
-
-def offer_export(app: KvdTui) -> None:
-    """Have the operator say where to: the bar, with a name that is free."""
-    table = app.page.table()
-    if table is None:
-        app.ask(":", f"export svg {_free(f'kvd-{app.page.NAME}.svg')}")
-    else:
-        app.ask(":", f"export csv {_free(f'kvd-{table.view}.csv')}")
-
-
-def _free(name: str) -> str:
-    """A name in this directory that no file has."""
-    path = Path(name)
-    for count in range(1, 1000):
-        if not path.exists():
-            break
-        path = Path(f"{Path(name).stem}-{count}{Path(name).suffix}")
-    return str(path)
-
-
-def write(app: KvdTui, form: str, to: str) -> tuple[str, bool]:
-    """Write the view to a new file; what was written or why not, and whether that is bad."""
-    path = Path(to).expanduser()
-    table = app.page.table()
-    if form == "svg":
-        text, what = app.export_screenshot(title="kvd"), "the screen"
-    elif table is not None and table.data is not None:
-        rows = [key for key in table.data.order if key in table.tagged]
-        text = export.export(table.data, form, app.snapshot.now_s, rows)
-        count = len(rows) or len(table.data.order)
-        what = f"{count} of {counted(table.data.total, 'row')} of {table.view}"
-    elif form == "text":
-        text, what = app.screen_text(), "the screen"
-    else:
-        return f"the page {app.page.NAME} has no table to write", True
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as exc:
-        return f"not written: {exc.strerror or exc}: {to}", True
-    return f"{what} written to {os.fspath(path)}: {len(text.encode())} bytes", False
-
-
-# ---- by their names ------------------------------------------------------------------------------
-
-ACTIONS: dict[str, Action] = {
-    "page": lambda app, name: app.go(app.navigation.to_page(name)),
-    "last": lambda app, _: app.go(app.navigation.last()),
-    "backward": lambda app, _: app.go(app.navigation.backward()),
-    "forward": lambda app, _: app.go(app.navigation.forward()),
-    "open": lambda app, ref: app.open(ref or app.page.chosen() or app.card.ref),
-    "back": _back,
-    "related": lambda app, _: app.order(partial(related, app)),
-    "events-of": lambda app, _: app.order(partial(events_of, app)),
-    "help": _help,
-    "palette": lambda app, _: app.action_command_palette(),
-    "quit": lambda app, _: app.exit(),
-    "freeze": _freeze,
-    "live": lambda app, _: app.mirror.history.live(),
-    "step": lambda app, count: app.mirror.history.step(int(count)),
-    "play": _play,
-    "wind": _wind,
-    "speed": _speed,
-    "command": lambda app, _: app.ask(":", ""),
-    "filter": lambda app, _: app.ask("/", app.page.filter_text),
-    "faults": _faults,
-    "card": lambda app, lines: app.card.scroll_by(int(lines)),
-    "copy": _copy,
-    "export": lambda app, _: offer_export(app),
-    "theme": lambda app, name: app.set_theme(name),
-    "maximise": _maximise,
-    "sort": _of_table(lambda _, table: table.sort_next()),
-    "reverse": _of_table(lambda _, table: table.reverse()),
-    "tag": _of_table(lambda _, table: table.tag()),
-    "wide": _of_table(_wide),
-    "order": start,
-    "audit": lambda app, _: app.order(partial(carry_out, app, Audit(0))),
-}
-"""By the first word of what a key does; the function gets what follows it."""
-
-OF_COMMANDS: dict[str, Action] = {
-    "filter-by": filter_by,
-    "sort-by": sort_by,
-    "fps": lambda app, fps: app.set_fps(float(fps)),
-    "export-to": lambda app, form_and_path: app.say(*write(app, *form_and_path.split(" ", 1))),
-}
-"""What only a command does, as it says more than a key can."""

@@ -14,21 +14,18 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 from textual._xterm_parser import XTermParser
-from textual.app import App
+from textual.app import App, SystemCommand
 from textual.binding import Binding
-from textual.command import DiscoveryHit, Hit, Provider
 from textual.containers import Horizontal
 from textual.drivers.linux_driver import LinuxDriver
-from textual.screen import Screen
-from textual.widgets import ContentSwitcher
+from textual.widgets import ContentSwitcher, Footer, Tab, Tabs
 from typing_extensions import override
 
 from kvd.errors import Code, Refusal
-from kvd.wire.admin import Because
-from tui import actions, keys
+from kvd.wire.admin import Audit, Because
+from tui import actions
+from tui.model.commands import PAGES, RULES
 from tui.model.mirror import Subscription
-from tui.model.navigation import Location, Navigation
-from tui.replay import ReplayLink
 from tui.screens import ALL, page_of
 from tui.themes import HIGH_CONTRAST, THEMES
 from tui.widgets import head as heads
@@ -36,46 +33,21 @@ from tui.widgets.card import ELSEWHERE, Card, CardContent, question
 from tui.widgets.commandbar import CommandBar
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine, Iterable, Mapping
 
+    from textual.actions import ActionParseResult
     from textual.app import ComposeResult
     from textual.binding import BindingType
-    from textual.command import Hits
+    from textual.dom import DOMNode
+    from textual.screen import Screen
     from textual.timer import Timer
     from textual.worker import Worker
 
-    from tui.link import FrameLink
+    from tui.link import Link
     from tui.model.mirror import Mirror, Notice
     from tui.model.snapshots import DaemonSnapshot
     from tui.screens.page import Page
     from tui.widgets.table import WindowedTable
-
-
-class ConsoleCommands(Provider):
-    """Everything that can be done here and now, each under the words of the help."""
-
-    def _all(self) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
-        # The palette is only ever opened by the console, whose module imports this one.
-
-        app = self.app
-        assert isinstance(app, KvdTui)
-        for key in keys.here(app.page.NAME, app.has()):
-            yield f"{key.help}  ({key.label})", partial(app.do, key.action)
-        for theme in THEMES:
-            yield f"theme {theme}", partial(app.do, f"theme {theme}")
-
-    @override
-    async def discover(self) -> Hits:
-        for text, act in self._all():
-            yield DiscoveryHit(text, act)
-
-    @override
-    async def search(self, query: str) -> Hits:
-        matcher = self.matcher(query)
-        for text, act in self._all():
-            score = matcher.match(text)
-            if score > 0:
-                yield Hit(score, matcher.highlight(text), act)
 
 
 class Keyboard(LinuxDriver):
@@ -105,6 +77,8 @@ SLOWER = 1.2
 """Frames that are so many times rarer than asked for are worth a word."""
 IN_THE_LOG = frozenset({"lost", "skipped"})
 """Notices that are lines among the events; where those are many, telling each is in the way."""
+ON_SOMETHING = ("open", "related", "events_of", "copy")
+"""Actions about what is open, or under the cursor."""
 CARD_S = 0.5
 """How often what is open is asked about."""
 RESIZED_S = 0.1
@@ -118,20 +92,46 @@ class Options(msgspec.Struct, frozen=True):
     readonly: bool = False
     fps: float = 10.0
     theme: str = THEMES[0]
-    page: str = keys.PAGES[0]
+    page: str = PAGES[0]
     ref: str = ""
     """What is open at first; empty for nothing."""
 
 
-class BaseScreen(Screen[None], inherit_bindings=False):
-    """The screen under everything; it has all keys of the table."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(name, f"app.press({name!r})", show=False) for name in keys.names()
-    ]
+MAX_CRUMBS = 12
 
 
-class KvdTui(App[None]):
+class Location(msgspec.Struct, frozen=True):
+    """A page, and what is open on it: ``lease:7``, or nothing. ``above``: the way that led here."""
+
+    page: str
+    ref: str = ""
+    above: tuple[Location, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """One crumb."""
+        return self.ref or self.page
+
+    def crumbs(self) -> tuple[str, ...]:
+        """The way from the page to what is open."""
+        return (*(one.label for one in self.above), self.label)
+
+    def open(self, page: str, ref: str) -> Location:
+        """Open something from here, on the page that shows it; what was here is one crumb up."""
+        if (self.page, self.ref) == (page, ref):
+            return self
+        return Location(page, ref, (*self.above, self)[-MAX_CRUMBS:])
+
+    def up(self) -> Location:
+        """Close what is open: one crumb up; the page itself where there is none."""
+        return self.above[-1] if self.above else Location(self.page)
+
+
+class PageTabs(Tabs, can_focus=False):
+    """The pages by their numbers."""
+
+
+class KvdTui(App[None], inherit_bindings=False):
     """The console. ``connect`` makes the link that fills a mirror with what is wanted of it.
 
     ``clock``: seconds on our own clock, the one on which the link says when frames came.
@@ -140,14 +140,25 @@ class KvdTui(App[None]):
     TITLE = "kvd"
     CSS_PATH = "kvd.tcss"
     AUTO_FOCUS = None
-    COMMANDS = {ConsoleCommands}  # noqa: RUF012 - Textual declares it without ClassVar
-    COMMAND_PALETTE_BINDING = "f24"
-    """The palette has a key of our table; Textual's own binding is out of the way."""
+    BINDING_GROUP_TITLE = "on every page"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("space", "freeze", "freeze", tooltip="or go on live; it goes on collecting"),
+        Binding("escape", "close", "close, or back along the way you came", show=False),
+        Binding("ctrl+up", "scroll_card(-3)", "the card up", show=False),
+        Binding("ctrl+down", "scroll_card(3)", "the card down", show=False),
+        Binding("T", "next_theme", "the next theme", show=False),
+        *(
+            Binding(str(at), f"go({page!r})", f"the page {page}", show=False)
+            for at, page in enumerate(PAGES, start=1)
+        ),
+        Binding("?", "help", "help", tooltip="these keys, and the commands"),
+        Binding("q,ctrl+c", "quit", "quit"),
+    ]
 
     def __init__(
         self,
         mirror: Mirror,
-        connect: Callable[[Mirror, Callable[[], Subscription]], FrameLink],
+        connect: Callable[[Mirror, Callable[[], Subscription]], Link],
         options: Options | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -156,9 +167,15 @@ class KvdTui(App[None]):
         self.mirror: Mirror = mirror
         self.options = options if options is not None else Options()
         self.clock = clock
-        self.navigation: Navigation = Navigation(self.options.page)
         first = self.options.page
-        self._head, self._tabs, self._foot = heads.Head(), heads.Tabs(), heads.Foot()
+        self.place = Location(first)
+        """Where the operator is."""
+        self.animation_level = "none"
+        self._head = heads.Head()
+        self._tabs = PageTabs(
+            *(Tab(f"{at} {page}", id=f"tab-{page}") for at, page in enumerate(PAGES, start=1)),
+            active=f"tab-{first}",
+        )
         self.card: Card = Card()
         """What is open."""
         self.bar = CommandBar(lambda mode, text: actions.judge(self, mode, text))
@@ -168,6 +185,8 @@ class KvdTui(App[None]):
         self._pages = {first: self.page}
         self._frames_clock: Timer | None = None
         self._seen: tuple[object, ...] = ()
+        self._can: tuple[object, ...] = ()
+        """What decides which keys mean something, as of the last look."""
         self._noticed: Notice | None = None
         self.register_theme(HIGH_CONTRAST)
         self._asked = Subscription()
@@ -180,10 +199,6 @@ class KvdTui(App[None]):
     # ---- what is on the screen --------------------------------------------------------------
 
     @override
-    def get_default_screen(self) -> Screen[None]:
-        return BaseScreen(id="_default")
-
-    @override
     def compose(self) -> ComposeResult:
         yield self._head
         yield self._tabs
@@ -191,13 +206,14 @@ class KvdTui(App[None]):
             yield self._switcher
             yield self.card
         yield self.bar
-        yield self._foot
+        yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
         """Start to ask, and to paint."""
         self.theme = self.options.theme
+        self.bench.set_focus(self.page)
         _: Worker[None] = self.run_worker(self.link.run, name="link", exit_on_error=True)
-        self.set_fps(self.options.fps)
+        self.action_set_fps(self.options.fps)
         self.set_interval(CARD_S, self.ask_again)
         if self.options.ref:
             self.call_after_refresh(self.open, self.options.ref)
@@ -225,11 +241,6 @@ class KvdTui(App[None]):
     def snapshot(self) -> DaemonSnapshot:
         """The picture that is shown."""
         return self.mirror.history.shown
-
-    @property
-    def replay(self) -> ReplayLink | None:
-        """The player, where what is shown comes from a recording."""
-        return self.link if isinstance(self.link, ReplayLink) else None
 
     def wanted(self) -> Subscription:
         """What the visible page wants to know; the link asks before each frame.
@@ -265,7 +276,7 @@ class KvdTui(App[None]):
     def _painted(self, start_s: float) -> None:
         self.link.painted(time.perf_counter() - start_s)
 
-    def set_fps(self, fps: float) -> None:
+    def action_set_fps(self, fps: float) -> None:
         """Paint so often, or as often as the daemon and the terminal can."""
         self.link.fps = fps
         if self._frames_clock is not None:
@@ -289,17 +300,23 @@ class KvdTui(App[None]):
             now_s=now_s,
             fps=wanted_fps,
             frozen_s=history.behind_s if history.is_frozen else None,
-            replay=self.replay.where if self.replay is not None else "",
             slowed_to=1 / interval_s if interval_s * wanted_fps > SLOWER else 0.0,
         )
         line = heads.head_line(self.snapshot.vitals, now, width)
         self._head.paint([line])
-        crumbs = self.navigation.crumbs()
-        if self.card.ref:
-            crumbs = (*crumbs[:-1], self.card.ref)
-        self._tabs.paint([heads.tab_line(self.page.NAME, crumbs, width)])
-        foot = heads.foot_line(keys.here(self.page.NAME, self.has()), width)
-        self._foot.paint([foot])
+        tables = self.page.tables()
+        can = (
+            self.page,
+            history.is_frozen,
+            self.is_on_something,
+            bool(self.card.ref),
+            self.page.table() is None,
+            len(tables) > 1,
+            self.page.faults(),
+        )
+        if can != self._can:
+            self._can = can
+            self.bench.refresh_bindings()
         notices = self.mirror.notices
         if notices and notices[-1] is not self._noticed:
             self._noticed = notices[-1]
@@ -308,54 +325,155 @@ class KvdTui(App[None]):
 
     # ---- keys -------------------------------------------------------------------------------
 
-    def has(self) -> frozenset[str]:
-        """Which of ``keys.NEEDS`` there are now."""
-        page = self.page
-        has_table = page.table() is not None
-        found = {
-            "write": not self.options.readonly and self.replay is None,
-            "replay": self.replay is not None,
-            "table": has_table,
-            "tables": len(page.tables()) > 1,
-            "filter": has_table or page.CAN_FILTER,
-            "move": has_table or page.CAN_MOVE,
-            "chosen": bool(page.chosen() or self.card.ref),
-            "card": bool(self.card.ref),
-            "frozen": self.mirror.history.is_frozen,
+    @property
+    def is_on_something(self) -> bool:
+        """Whether something is open, or under the cursor."""
+        return bool(self.card.ref or self.page.chosen())
+
+    @override
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Whether a key means something here and now."""
+        page, card = self.page, self.card
+        known = {
+            "ask": parameters != ("/",) or page.table() is not None or page.CAN_FILTER,
+            **dict.fromkeys(ON_SOMETHING, bool(parameters) or self.is_on_something),
+            "change": not self.options.readonly,
+            **dict.fromkeys(("step", "live"), self.mirror.history.is_frozen),
+            "scroll_card": bool(card.ref),
             "faults": bool(page.faults()),
         }
-        return frozenset(name for name, is_so in found.items() if is_so)
+        return known.get(action, True)
 
-    async def action_press(self, name: str) -> None:
-        """Do what a key means here and now."""
-        key = keys.meaning(name, self.page.NAME, self.has())
-        if key is not None:
-            await self.do(key.action)
-
-    async def do(self, action: str) -> None:
-        """Do an action of the table of keys: the console's own, else the page's."""
-        page, chosen, self._sought = self.page, self.page.chosen(), ""
-        if not await actions.run(self, action):
-            await page.act(action)
+    @override
+    async def run_action(
+        self,
+        action: str | ActionParseResult,
+        default_namespace: DOMNode | None = None,
+        namespaces: Mapping[str, DOMNode] | None = None,
+    ) -> bool:
+        """Do what a key, a click or a command means; the card goes with the cursor."""
+        page, chosen, sought = self.page, self.page.chosen(), self._sought
+        self._sought = ""
+        if not await super().run_action(action, default_namespace, namespaces):
+            self._sought = sought
+            return False
         if page is self.page and self.card.ref and page.chosen() not in {"", chosen}:
-            self.card.open(page.chosen())
+            self.card.open(page.chosen(), self.place.crumbs())
             self.ask_again()
         self.hurry()
         self.tick()
+        return True
+
+    @override
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        """For the palette: what keys do here and now, then the commands of the bar."""
+        for namespace, binding, *_ in self.bench.active_bindings.values():
+            words = f"{binding.description} {binding.tooltip}".strip()
+            act = partial(self.run_action, binding.action, namespace)
+            yield SystemCommand(words, f"key {self.get_key_display(binding)}", act)
+        yield SystemCommand("theme", "choose other colours", self.action_change_theme)
+        for rule in RULES:
+            begin = partial(self.action_ask, ":", f"{rule.word} ")
+            yield SystemCommand(f":{rule.usage}", rule.help, begin)
+
+    def action_ask(self, mode: str, text: str = "") -> None:
+        """Have the operator type a command or a filter, which begins with the present one."""
+        if mode == "/":
+            text = self.page.filter_text
+        self.bar.ask(mode, text, lambda: actions.choices(self))
+
+    async def action_go(self, page: str) -> None:
+        """Show a page."""
+        await self.go(Location(page))
+
+    async def action_open(self, ref: str = "") -> None:
+        """Open this, or what is under the cursor."""
+        if not ref:
+            self.page.unfold()
+        await self.open(ref or self.page.chosen() or self.card.ref)
+
+    async def action_close(self) -> None:
+        """Close what is open, one step of the way that led there; then show more of the page."""
+        if self.bench.query("HelpPanel"):
+            self.action_hide_help_panel()
+        elif self.card.ref:
+            await self.go(self.place.up())
+        elif not self.page.widen() and self.page.filter_text:
+            actions.filter_by(self, "")
+
+    def action_help(self) -> None:
+        """Show the keys, or hide them."""
+        if self.bench.query("HelpPanel"):
+            self.action_hide_help_panel()
+        else:
+            self.action_show_help_panel()
+
+    def action_freeze(self) -> None:
+        """Stand still, or go on live."""
+        history = self.mirror.history
+        if history.is_frozen:
+            history.live()
+        else:
+            history.freeze()
+
+    def action_live(self) -> None:
+        """Go on live."""
+        self.mirror.history.live()
+
+    def action_step(self, pictures: int) -> None:
+        """So many pictures on."""
+        self.mirror.history.step(pictures)
+
+    def action_faults(self) -> None:
+        """Only what is wrong, or all again."""
+        wanted = self.page.faults()
+        actions.filter_by(self, "" if self.page.filter_text == wanted else wanted)
+
+    def action_scroll_card(self, lines: int) -> None:
+        """The card so many lines on."""
+        self.card.scroll_relative(y=lines)
+
+    def action_copy(self) -> None:
+        """Copy what it is called."""
+        ref = self.card.ref or self.page.chosen()
+        self.copy_to_clipboard(ref)
+        self.say(f"copied {ref}")
+
+    def action_next_theme(self) -> None:
+        """Paint in other colours."""
+        at = THEMES.index(self.theme) if self.theme in THEMES else -1
+        self.action_set_theme(THEMES[(at + 1) % len(THEMES)])
+
+    def action_filter_by(self, text: str) -> None:
+        """Show only rows that pass; nothing: all of them."""
+        actions.filter_by(self, text)
+
+    def action_sort_by(self, column: str) -> None:
+        """Sort the page's table by a column, ``-column`` for the largest first."""
+        actions.sort_by(self, column)
+
+    def action_change(self, verb: str) -> None:
+        """Change something: asks the daemon at once, or has the operator say how much or which."""
+        actions.start(self, verb)
+
+    def action_audit(self) -> None:
+        """Check every invariant now."""
+        self.order(partial(actions.carry_out, self, Audit(0)))
+
+    def action_related(self) -> None:
+        """Have the operator choose among what has to do with it."""
+        self.order(partial(actions.related, self))
+
+    def action_events_of(self) -> None:
+        """Show what happened to it."""
+        self.order(partial(actions.events_of, self))
 
     def order(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Have something done that asks the daemon or the operator on its way."""
         _: Worker[None] = self.run_worker(work, name="order", group="order")
 
-    def ask(self, mode: str, text: str) -> None:
-        """Have the operator type a command or a filter."""
-        self.bar.ask(mode, text, lambda: actions.choices(self))
-
-    def set_theme(self, name: str) -> None:
-        """Paint in other colours; without a name in the next ones."""
-        if not name:
-            at = THEMES.index(self.theme) if self.theme in THEMES else -1
-            name = THEMES[(at + 1) % len(THEMES)]
+    def action_set_theme(self, name: str) -> None:
+        """Paint in other colours."""
         if name not in self.available_themes:
             self.say(f"no theme {name}: {' '.join(sorted(self.available_themes))}", is_bad=True)
             return
@@ -376,12 +494,12 @@ class KvdTui(App[None]):
         """
         kind, _, rest = ref.partition(":")
         if page := ELSEWHERE.get(f"{kind}:"):
-            await self.go(self.navigation.open(page, rest))
+            await self.go(self.place.open(page, rest))
             return
         name = self.page.NAME
         if not self.page.seek(ref):
             name = page_of(ref) or name
-        await self.go(self.navigation.open(name, ref))
+        await self.go(self.place.open(name, ref))
 
     async def go(self, place: Location) -> None:
         """Show a page and what is open on it; the page is made when it is first shown.
@@ -389,17 +507,20 @@ class KvdTui(App[None]):
         Keys and orders may go somewhere at once: one after the other, as making a page takes time.
         """
         async with self._going:
+            self.place = place
             if place.page not in self._pages:
                 self._pages[place.page] = ALL[place.page]()
                 await self._switcher.add_content(self._pages[place.page])
             self.page = self._pages[place.page]
             self._switcher.current = self.page.id
+            self._tabs.active = f"tab-{place.page}"
+            self.bench.set_focus(self.page)
             self._sought = ""
             if place.ref:
                 is_here = self.page.seek(place.ref)
                 if not is_here and place.ref.partition(":")[0] in self.page.REFS:
                     self._sought = place.ref
-                self.card.open(place.ref)
+                self.card.open(place.ref, place.crumbs())
                 self.ask_again()
             else:
                 self.card.close()
@@ -438,9 +559,11 @@ class KvdTui(App[None]):
 
     # ---- messages of widgets ----------------------------------------------------------------
 
-    async def on_tabs_chosen(self, message: heads.Tabs.Chosen) -> None:
-        """A page was clicked."""
-        await self.go(self.navigation.to_page(message.page))
+    async def on_tabs_tab_activated(self, message: Tabs.TabActivated) -> None:
+        """A page was clicked; the tab also follows when it is gone to in another way."""
+        page = (message.tab.id or "").removeprefix("tab-")
+        if page != self.place.page:
+            await self.go(Location(page))
 
     async def on_command_bar_entered(self, message: CommandBar.Entered) -> None:
         """A command or a filter was typed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import time
@@ -15,19 +14,12 @@ import msgspec
 
 from kvd.filters import SyntaxFlaw
 from tui import endpoint as places
-from tui.keys import PAGES
-from tui.model.commands import parse
+from tui.model.commands import PAGES, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TypeAlias
+    from textual.pilot import Pilot
 
     from tui.app import KvdTui
-    from tui.link import FrameLink
-    from tui.model.mirror import Mirror, Subscription
-
-    Connect: TypeAlias = Callable[[Mirror, Callable[[], Subscription]], FrameLink]
-    from textual.pilot import Pilot
 
 
 MIN_FPS, MAX_FPS = 0.2, 20.0
@@ -66,18 +58,6 @@ DEFAULT_SIZE = "132x40"
     default="",
     help="Begin with this open: lease:7, page:17, room:12, peer:NAME.",
 )
-@click.option(
-    "--record",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write what is seen to a new file, to be replayed.",
-)
-@click.option(
-    "--replay",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, exists=True, path_type=Path),
-    help="Show what was recorded, without a daemon.",
-)
 @click.option("--once", is_flag=True, help="Print one frame as text, and end.")
 @click.option(
     "--screenshot",
@@ -105,66 +85,43 @@ def main(  # noqa: PLR0913 - click passes every option by its name
     theme: str,
     screen: str,
     ref: str,
-    record: Path | None,
-    replay: Path | None,
     once: bool,
     screenshot: Path | None,
     size: str,
     after_s: float,
 ) -> None:
     """Browse a daemon: who holds which page, why, and since when. ? shows the keys."""
-    if replay is not None and (connect is not None or record is not None):
-        raise click.UsageError("--replay needs no daemon: leave out --connect and --record")
     found = SIZE.fullmatch(size)
     if found is None:
         raise click.BadParameter(f"{size!r} is no size; write {DEFAULT_SIZE}", param_hint="--size")
     opened = parse(f"open {ref}") if ref else None
     if isinstance(opened, SyntaxFlaw):
         raise click.BadParameter(opened.what, param_hint="--open")
-    with contextlib.ExitStack() as until_end:
-        make = _replaying(replay) if replay is not None else _linked(connect, record, until_end)
-        app = _console(make, readonly=readonly, fps=fps, theme=theme, screen=screen, ref=ref)
-        if not once and screenshot is None:
-            app.run()
-            raise SystemExit(app.return_code or 0)
-        width, height = int(found[1]), int(found[2])
-        _once(app, (width, height, after_s), screenshot, is_shown=once)
-
-
-def _linked(connect: str | None, record: Path | None, until_end: contextlib.ExitStack) -> Connect:
-    """A link to a daemon, which a recorder listens to if there is to be one."""
     where = places.read(connect or _configured())
     if isinstance(where, places.BadEndpoint):
         raise click.BadParameter(where.why, param_hint="--connect")
-    from tui import tape  # noqa: PLC0415
-    from tui.link import Link  # noqa: PLC0415 - loads ZeroMQ
-
-    recorder = tape.RecordingWriter.open(record) if record is not None else None
-    if isinstance(recorder, tape.BadRecording):
-        raise click.BadParameter(recorder.why, param_hint="--record")
-    if recorder is not None:
-        until_end.callback(recorder.close)
-    return lambda mirror, wanted: Link(where, mirror, wanted, recorder=recorder)
-
-
-def _replaying(file: Path) -> Connect:
-    """A player of a recording."""
-    from tui.replay import ReplayLink  # noqa: PLC0415 - loads ZeroMQ
-    from tui.tape import BadRecording, RecordingFile  # noqa: PLC0415
-
-    tape = RecordingFile.open(file)
-    if isinstance(tape, BadRecording):
-        raise click.BadParameter(tape.why, param_hint="--replay")
-    return lambda mirror, wanted: ReplayLink(tape, mirror)
+    app = _console(where, readonly=readonly, fps=fps, theme=theme, screen=screen, ref=ref)
+    if not once and screenshot is None:
+        app.run()
+        raise SystemExit(app.return_code or 0)
+    width, height = int(found[1]), int(found[2])
+    _once(app, (width, height, after_s), screenshot, is_shown=once)
 
 
 def _console(
-    make: Connect, *, readonly: bool, fps: float, theme: str, screen: str, ref: str
+    where: places.Local | places.Remote,
+    *,
+    readonly: bool,
+    fps: float,
+    theme: str,
+    screen: str,
+    ref: str,
 ) -> KvdTui:
-    """The console. Textual is loaded here: help and refusals need none of it."""
+    """The console. Textual and ZeroMQ are loaded here: help and refusals need neither."""
     from textual.theme import BUILTIN_THEMES  # noqa: PLC0415
 
     from tui.app import KvdTui, Options  # noqa: PLC0415
+    from tui.link import Link  # noqa: PLC0415
     from tui.model.mirror import Mirror  # noqa: PLC0415
     from tui.themes import THEMES  # noqa: PLC0415
 
@@ -172,7 +129,9 @@ def _console(
         known = " ".join(sorted({*BUILTIN_THEMES, *THEMES}))
         raise click.BadParameter(f"{theme!r} is none of {known}", param_hint="--theme")
     return KvdTui(
-        Mirror(), make, Options(readonly=readonly, fps=fps, theme=theme, page=screen, ref=ref)
+        Mirror(),
+        lambda mirror, wanted: Link(where, mirror, wanted),
+        Options(readonly=readonly, fps=fps, theme=theme, page=screen, ref=ref),
     )
 
 

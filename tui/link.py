@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from typing import TYPE_CHECKING, Any, Protocol, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
 import zmq
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from kvd.sockets import Frames
     from kvd.wire.admin import AdminReply, AdminRequest
     from tui.model.mirror import Mirror, Subscription
-    from tui.tape import RecordingWriter
 
 
 ANSWER_S = 2.0
@@ -62,28 +61,6 @@ PACE = (0.7, 1.5)
 """Frames that come as often as wanted, near enough."""
 
 
-class FrameLink(Protocol):
-    """What a console needs of a link: to a daemon, or to a recording of one."""
-
-    fps: float
-
-    @property
-    def interval_s(self) -> float:
-        """How often a frame is wanted at present."""
-
-    async def run(self) -> None:
-        """Bring frames to the mirror until cancelled."""
-
-    async def ask(self, request: AdminRequest, limit_s: float = ASK_S) -> AdminReply:
-        """The answer to a question or a verb; ``AdminFailed`` where there is none."""
-
-    def hurry(self) -> None:
-        """Something else is wanted: do not wait for the next frame to be due."""
-
-    def painted(self, took_s: float) -> None:
-        """A screen was painted; frames come more rarely where that takes long."""
-
-
 class _Lost(Exception):
     """The connection is no more; the sentence says why."""
 
@@ -91,7 +68,7 @@ class _Lost(Exception):
 class Link:
     """Brings frames of the daemon at ``endpoint`` to ``mirror``.
 
-    ``wanted`` is asked after each frame; ``recorder`` writes what comes to a file.
+    ``wanted`` is asked after each frame.
     """
 
     def __init__(
@@ -101,10 +78,8 @@ class Link:
         wanted: Callable[[], Subscription],
         *,
         fps: float = 10.0,
-        recorder: RecordingWriter | None = None,
     ) -> None:
         self.fps = fps
-        self.recorder = recorder
         self._endpoint = endpoint
         self._mirror = mirror
         self._wanted = wanted
@@ -236,29 +211,26 @@ class Link:
         """One look and half of its frames, and the pause until the next look is due."""
         begun_s = _now_s()
         self._hurry.clear()
-        extra = self.recorder.wants(self._mirror, begun_s) if self.recorder is not None else None
-        wanted = extra if extra is not None else self._wanted()
+        wanted = self._wanted()
         every_s = min(max(self.interval_s, EVERY_LEAST_S), EVERY_MOST_S)
         self._arrived = asyncio.Queue()
         self._look_call = next(self._calls)
-        look = self._mirror.look(
-            self._look_call, wanted, 1 if extra is not None else FRAMES, every_s
-        )
+        look = self._mirror.look(self._look_call, wanted, FRAMES, every_s)
         line.send(ADMIN_REQUESTS.encode(look))
         heard_s = begun_s
-        for count in range(1, max(2, look.frames // 2 + 1)):
+        for count in range(1, FRAMES // 2 + 1):
             raw = await self._next(line, look.every_s)
             if raw is None:
                 break
             heard_s = _now_s()
             if count == 1:
                 self._trip_s += SMOOTH * (min(heard_s - begun_s, ANSWER_S) - self._trip_s)
-            is_fit = self._take(look, raw, heard_s)
+            is_fit = self._take(raw, heard_s)
             self._work_s += SMOOTH * (_now_s() - heard_s - self._work_s)
             if not is_fit or self._is_over(look, wanted):
                 break
         left_s = heard_s + self.interval_s - _now_s()
-        if extra is None and left_s > 0 and not self._hurry.is_set():
+        if left_s > 0 and not self._hurry.is_set():
             await self._rest(line, left_s)
 
     def _is_over(self, look: Look, wanted: Subscription) -> bool:
@@ -291,15 +263,12 @@ class Link:
             hurry.cancel()
             frame.cancel()
 
-    def _take(self, look: Look, raw: bytes, heard_s: float) -> bool:
+    def _take(self, raw: bytes, heard_s: float) -> bool:
         """Fold the answer in; whether others of its look will fit. A refusal is a state."""
         reply = ADMIN_REPLIES.decode(raw)
         match reply:
             case Frame():
-                is_fit = self._mirror.take(reply, heard_s)
-                if self.recorder is not None:
-                    self.recorder.write(look, raw, heard_s, self._mirror)
-                return is_fit
+                return self._mirror.take(reply, heard_s)
             case AdminFailed(_, refusal):
                 why = f"the daemon refuses to be looked at: {clean(refusal.message)}"
             case Refusal():

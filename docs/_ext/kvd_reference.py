@@ -30,6 +30,7 @@ from docutils import nodes
 from docutils.statemachine import StringList
 from kvd_drawing import drawing
 from sphinx.util.docutils import SphinxDirective, SphinxRole
+from textual.keys import format_key
 from typing_extensions import override
 
 import kvd
@@ -44,8 +45,10 @@ from kvd.core.handoff.protocol import DECODE, PREFILL, DecodeTrigger, PrefillTri
 from kvd.observe.exposition import Build, Exposition
 from kvd.observe.metrics import Metrics
 from kvd.wire import admin, attach, client, events, peer, snapshot
-from tui import keys as console_keys
+from tui.app import KvdTui
 from tui.cli import main as console_command
+from tui.screens import ALL as CONSOLE_PAGES
+from tui.screens.page import Page
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -403,9 +406,18 @@ def console_text(_: str) -> Iterator[str]:
 
 
 def keys_text(_: str) -> Iterator[str]:
-    """The keys of the console."""
-    yield from console_keys.markdown().splitlines()
-    yield ""
+    """The keys of the console: those of all pages, of what has rows, then of each page."""
+    owners = [("", KvdTui), ("what has rows", Page), *CONSOLE_PAGES.items()]
+    rows = [
+        (
+            " ".join(code(format_key(key)) for key in binding.key.split(",")),
+            f"{binding.description} {binding.tooltip}".strip(),
+            where,
+        )
+        for where, owner in owners
+        for binding in vars(owner).get("BINDINGS", ())
+    ]
+    yield from table(("key", "what it does", "where"), rows)
 
 
 # ---- configuration -------------------------------------------------------------------------------

@@ -463,13 +463,13 @@ def test_a_state_is_kept_only_where_all_that_was_computed_is_committed():
         if reserve:  # one more is computed, and the state has seen it
             say(side, lease, 65)
         side.call(client.ReleaseUpTo, new, lease=lease.lease, upto_tokens=upto)
-        assert not side.node.leases.components.each[0].snapshots
+        assert not side.node.leases.components.each[0].at
     lease = side.lease(prompt)
     say(side, lease, 64)
 
     side.call(client.CommitAndRelease, lease=lease.lease)
 
-    (at,) = side.node.leases.components.each[0].snapshots
+    (at,) = side.node.leases.components.each[0].at
     assert at.end_tokens == 64
     assert side.lease(tokens((1, 80))).prefix_tokens == 64
 
@@ -481,7 +481,7 @@ def test_a_state_of_an_engine_that_died_is_nobodys():
 
     side.hang_up()
 
-    assert not side.node.leases.components.each[0].snapshots
+    assert not side.node.leases.components.each[0].at
     assert [count(node.edge) for node in side.node.leases.tree.nodes()] == [64]
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from tests.support.daemons import is_linked
 from tui import endpoint as places
 from tui.app import KvdTui, Options
-from tui.keys import PAGES
 from tui.link import Link
+from tui.model.commands import PAGES
 from tui.model.mirror import Mirror
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from kvd.wire.admin import Frame, Look
 from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS
 from tests.tui.fake import FakeLink
 from tui.app import KvdTui, Options
-from tui.keys import PAGES
+from tui.model.commands import PAGES
 from tui.model.mirror import Mirror
 
 if TYPE_CHECKING:

@@ -69,7 +69,7 @@ class Memory(Feed):
         self.trouble = ""
         self.first_name = "kv"
         self.maps: list[MapQuery] = []
-        self.orphans = (5,)
+        self.locked = (4, 6)
 
     def _answer(self, query) -> msgspec.Raw:
         if isinstance(query, MapQuery):
@@ -99,7 +99,7 @@ class Memory(Feed):
             ]
         if query.view == "tree":
             return TREE_COLUMNS, list(self._below(1, 0, set(query.opened)))
-        numbers = self.orphans if query.view == "orphans" else (4, 6)
+        numbers = self.locked
         rows = [
             TableRow(f"node:{n}", (HOSTILE, 320, NAMES[n], n, "locked by 1", rank))
             for rank, n in enumerate(numbers, start=1)

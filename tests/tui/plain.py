@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
@@ -10,6 +10,9 @@ from tui import screens
 from tui.screens.page import Page
 from tui.screens.radix import TreeTable
 from tui.widgets.table import WindowedTable
+
+if TYPE_CHECKING:
+    from textual.binding import Binding
 
 
 def page(name: str, *views: str, refs: tuple[str, ...] = (), **faults: str) -> type[Page]:
@@ -19,6 +22,7 @@ def page(name: str, *views: str, refs: tuple[str, ...] = (), **faults: str) -> t
         NAME: ClassVar[str] = name
         REFS: ClassVar[tuple[str, ...]] = refs
         FAULTS: ClassVar[dict[str, str]] = faults
+        BINDINGS: ClassVar[list[Binding]] = screens.ALL[name].BINDINGS
 
         def compose(self):
             for view in views:
@@ -32,13 +36,12 @@ def page(name: str, *views: str, refs: tuple[str, ...] = (), **faults: str) -> t
 
 
 PAGES = (
-    page("overview", "concerns", "pools", refs=("concern",)),
+    page("overview", "concerns", "pools", refs=("concern", "waiting")),
     page("pools", "pools", refs=("page", "pool")),
     page("radix", "tree", refs=("node",)),
     page("handoffs", "rooms", refs=("room", "receive", "send")),
     page("peers", "peers", refs=("peer",), peers="!state:up"),
     page("events"),
-    page("inspect", "concerns", "waiting", refs=("waiting",)),
     page("clients", "clients", "leases", refs=("client", "lease"), clients="alive:gone"),
 )
 

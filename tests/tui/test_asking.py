@@ -22,7 +22,7 @@ def test_a_figure_and_its_noun_agree(count, words):
 
 def test_a_report_has_its_figures_in_words_and_says_what_they_mean():
     report = Report(0, {"receives": 1, "freed_pages": 24}, ("busy",), notes=("lease 7 waits",))
-    lines = [words_of(line) for line in report_lines(report, 40)]
+    lines = [words_of(line) for line in report_lines(report)]
     assert lines == [
         "           1  receive",
         "          24  freed pages",
@@ -41,7 +41,7 @@ async def test_what_was_said_in_passing_never_lies_over_a_question():
         assert "flush: not done" in text_of(stage.app)
         await stage.press("F")
         assert "flush: not done" not in text_of(stage.app)
-        assert "y does it" in text_of(stage.app)
+        assert "y  do it" in text_of(stage.app)
 
 
 async def test_what_was_said_in_passing_never_lies_over_the_bar():
@@ -58,6 +58,6 @@ def test_a_card_says_a_moment_of_a_story_once():
         ("prompt 100 tokens", "3.0 s ago: queued"),
         marks=(Mark(3.0, "queued"),),
     )
-    lines = [words_of(line).strip() for line in card_lines(CardContent("receive:7", because), 40)]
+    lines = [words_of(line).strip() for line in card_lines(CardContent("receive:7", because))]
     assert "prompt 100 tokens" in lines
     assert [line for line in lines if "queued" in line] == ["-3.00s queued"]

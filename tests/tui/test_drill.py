@@ -66,19 +66,21 @@ async def test_leaked_page_and_forgotten_lock_are_found_and_shown_where_they_are
             breaks("lost_page")
             await person.reads("leak in the head", r"\A BAD .* findings 1 ")
             await person.reads("leak on overview", r"violation .*page \d+ is nowhere")
-            await person.turns("inspect")
-            await person.reads("leak on inspect", r"high +violation ", r"page \d+ is nowhere")
+            await person.turns("overview")
+            await person.reads(
+                "leak among the findings", r"high +violation ", r"page \d+ is nowhere"
+            )
             await person.turns("pools")
             await person.reads("leak on pools", r"\? nobody 1\b")
 
             breaks("lost_unlock")
             await person.reads("lock in the head", r"\A BAD .* findings 2 ")
-            await person.turns("inspect")
-            text = await person.reads("lock on inspect", r"violation +node:(\d+) +.*lock")
+            await person.turns("overview")
+            text = await person.reads("lock among the findings", r"violation +node:(\d+) +.*lock")
             node = re.search(r"violation +(node:\d+)", text)[1]
             await person.turns("radix")
-            await person.presses("o")
-            await person.reads("lock on radix", r"orphans \d+<", r"\d+ locks, \d+ holders")
+            await person.presses("l")
+            await person.reads("lock on radix", r"locked \d+<", r"locked nodes")
             assert node in person.app.page.table().data.order
 
 
@@ -110,8 +112,8 @@ async def test_pages_that_a_remote_may_write_for_a_killed_engine_are_quarantined
             engine.wait()
             person.causes()
             await person.reads("writer on clients", r"quarantine", r"\bp\b", within_s=RELEASED_S)
-            await person.turns("inspect")
-            await person.reads("quarantine on inspect", r"quarantine +lease:\d+ ")
+            await person.turns("overview")
+            await person.reads("quarantine among the findings", r"quarantine +lease:\d+ ")
             await person.presses("end")
             await person.reads(
                 "its evidence",
@@ -142,8 +144,10 @@ async def test_engine_whose_child_keeps_its_connection_is_said_to_be_dead(pair, 
         )
         await person.turns("clients")
         await person.reads("death on clients", r"sglang-0 +! gone ")
-        await person.turns("inspect")
-        await person.reads("action on inspect", r"kept open by a process that", r"stop a process")
+        await person.turns("overview")
+        await person.reads(
+            "action among the findings", r"kept open by a process that", r"stop a process"
+        )
         person.causes()
         engine.stdin.close()
         await person.reads("released", r"clients 0 ", r"findings", within_s=RELEASED_S)
@@ -164,9 +168,9 @@ async def test_handoff_whose_prefill_engine_stops_is_explained_and_ended_from_he
             r"longest silence [2-9]\.\d*s, .*it lasts",
             r"waits for the engine to",
         )
-        await person.turns("inspect")
+        await person.turns("overview")
         await person.reads(
-            "stuck on inspect",
+            "stuck among the findings",
             r"stuck-handoff +receive:\d+ ",
             r"room 300 from p: \d+ of \d+ bytes, and nothing since",
         )
@@ -199,7 +203,7 @@ async def test_prompt_that_a_decode_engine_never_lets_go_has_its_name_and_age(pa
 async def test_silent_peer_is_named_as_what_a_handoff_waits_for(pair, start, told):
     start("receives-and-keeps", pair.decode.client, "decode-0", 500, 1, "p")
     start("sends-some", pair.prefill.client, "prefill-0", 500, 1)
-    async with operator(pair.decode, told, "inspect") as person:
+    async with operator(pair.decode, told, "overview") as person:
         with stopped(pair.prefill):
             person.causes()
             await person.reads("silent peer", r"peer-silent +peer:p", r"p is suspect")
@@ -209,8 +213,10 @@ async def test_silent_peer_is_named_as_what_a_handoff_waits_for(pair, start, tol
             )
             await person.turns("peers")
             await person.reads("on peers", r"\bp\b.*lost")
-            await person.turns("inspect")
-            await person.reads("lost on inspect", r"peer-lost +peer:p +p is lost", r"quarantine +")
+            await person.turns("overview")
+            await person.reads(
+                "lost among the findings", r"peer-lost +peer:p +p is lost", r"quarantine +"
+            )
             await person.presses("end")
             await person.reads(
                 "quarantine", r"evidence .*p may still write them", r"do \(x\) +(fence|open)"
@@ -227,9 +233,9 @@ async def test_full_pool_says_who_has_the_most_of_it_and_since_when(pair, start,
         start("waits", pair.decode.client, "patient", 1, 3)
         person.causes()
         await person.reads("overview", r"waiting 3 ", r"pool-full +pool:kv ", r"100%")
-        await person.turns("inspect")
+        await person.turns("overview")
         await person.reads(
-            "inspect", r"waiting +client:\d+ ", r"evidence .*greedy \d+: lease, 512 pages"
+            "findings", r"waiting +client:\d+ ", r"evidence .*greedy \d+: lease, 512 pages"
         )
         await person.presses("end")
         await person.reads(

@@ -1,7 +1,7 @@
-"""Every row of the table of keys, pressed on its pages over a real node: none does nothing.
+"""Every key, pressed on its pages over a real node: none does nothing.
 
-What each key does is tested with its page. Here is proven that none is forgotten: a row that is
-added to the table is pressed here, and has to change something that an operator sees.
+What each key does is tested with its page. Here is proven that none is forgotten: a binding that is
+added is pressed here, and has to change something that an operator sees.
 """
 
 from __future__ import annotations
@@ -11,38 +11,35 @@ import pytest
 from tests.tui.golden import text_of
 from tests.tui.opened import opened
 from tests.tui.staged import staged
-from tests.tui.test_app_keys import recording, replaying  # noqa: F401 - a fixture
 from tui import actions
-from tui.keys import PAGES, TABLE, meaning
+from tui.app import KvdTui, Location
+from tui.model.commands import PAGES
+from tui.screens import ALL
 
 SMALL = (80, 20)
 """Columns are cut, and cards are longer than the screen."""
 EVERYWHERE = "clients"
 """Where keys are pressed that mean the same on all pages."""
-SITUATION = {"inspect": "dead-client", "overview": "dead-client", "pools": "mixture"}
+SITUATION = {"overview": "dead-client", "pools": "mixture"}
 """Where there is something to be seen; else a node at work."""
 BEFORE = {
-    "last": ("5", "1"),
-    "backward": ("5",),
-    "forward": ("5", "["),
     "light": ("end", "enter"),
-    "next-lit": ("end", "enter", "L"),
-    "page clients": ("1",),
-    "zoom-in": ("_",),
-    "zoom-out": ("+", "+"),
-    "step -1": ("space",),
-    "step 1": ("space", "left"),
-    "live": ("space",),
-    "up": ("end",),
-    "left": ("right",),
-    "pageup": ("end",),
+    "next_lit": ("end", "enter", "L"),
+    "go('clients')": ("1",),
+    "zoom(2.0)": ("-",),
+    "zoom(0.5)": ("+", "+"),
+    "app.step(-1)": ("space",),
+    "app.step(1)": ("space", "left"),
+    "app.live": ("space",),
+    "move(-1)": ("end",),
+    "shift(-1)": ("right",),
+    "screen(-1)": ("end",),
     "home": ("end",),
-    "back": ("enter",),
-    "card -3": ("enter", "ctrl+down"),
-    "card 3": ("enter",),
+    "close": ("enter",),
+    "scroll_card(-3)": ("enter", "ctrl+down"),
+    "scroll_card(3)": ("enter",),
 }
-"""Keys that lead to where a row means something, by its action."""
-CARDS = {"card -3", "card 3"}
+"""Keys that lead to where a binding means something, by its action."""
 ENDS = "quit"
 
 
@@ -52,7 +49,7 @@ def seen(app) -> tuple[object, ...]:
         text_of(app),
         [type(screen) for screen in app.screen_stack],
         app.wanted(),
-        app.navigation.crumbs(),
+        app.place.crumbs(),
         app.theme,
         app.clipboard,
         id(app.snapshot) if app.mirror.history.is_frozen else 0,
@@ -68,34 +65,41 @@ async def begin(stage, page) -> None:
         await app.pop_screen()
     if app.bar.display:
         await stage.press("escape")
+    app.action_hide_help_panel()
     app.mirror.history.live()
     app.clear_notifications()
-    await app.go(app.navigation.to_page(page))
+    await app.go(Location(page))
     if app.page.tables():
         app.page.activate(app.page.tables()[0])
         actions.filter_by(app, "")
     await stage.press("home")
 
 
-async def press(stage, page, row, name) -> str:
+async def press(stage, page, binding) -> str:
     """What is wrong with a key; empty for nothing."""
     await begin(stage, page)
-    for before in BEFORE.get(row.action, ()):
+    for before in BEFORE.get(binding.action, ()):
         await stage.press(before)
-    here = stage.app.page.NAME
-    if meaning(name, here, stage.app.has()) is not row:
-        return f"{name} on {here} is not {row.action}: {sorted(stage.app.has())}"
+    here, key = stage.app.page.NAME, binding.key
+    found = stage.app.screen.active_bindings.get(key)
+    if found is None or found.binding.action != binding.action:
+        return f"{key} on {here} is not {binding.action}: {found}"
     before = seen(stage.app)
-    await stage.press(name)
-    return f"{name} on {here} does nothing: {row.action}" if seen(stage.app) == before else ""
+    await stage.press(key)
+    return f"{key} on {here} does nothing: {binding.action}" if seen(stage.app) == before else ""
 
 
-def rows_of(page) -> list:
-    return [
-        row
-        for row in TABLE
-        if page in (row.pages or (EVERYWHERE,)) and "replay" not in row.needs and row.action != ENDS
-    ]
+def own(owner) -> list:
+    return [one for several in owner._merge_bindings().key_to_bindings.values() for one in several]
+
+
+def bindings_of(page) -> list:
+    """Those of the page alone, and on one page those that all have."""
+    of_all = [one for one in own(KvdTui) if one.action != ENDS]
+    inherited = {(one.key, one.action) for one in own(ALL[page].__mro__[1])}
+    if page == EVERYWHERE:
+        return [*own(ALL[page]), *of_all]
+    return [one for one in own(ALL[page]) if (one.key, one.action) not in inherited]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -107,41 +111,15 @@ async def test_no_key_of_a_page_does_nothing(page):
         quiet = seen(stage.app)
         await stage.press("f20")
         assert seen(stage.app) == quiet
-        wrong = [await press(stage, page, row, name) for row in rows_of(page) for name in row.keys]
+        wrong = [await press(stage, page, one) for one in bindings_of(page)]
     if any(wrong):
         raise AssertionError("\n".join(filter(None, wrong)))
 
 
-async def test_no_key_of_a_recording_does_nothing(recording):  # noqa: F811
-    app = replaying(recording)
-    rows = [row for row in TABLE if "replay" in row.needs]
-    dead = []
-    async with app.run_test(size=SMALL) as pilot:
-        await pilot.press("P")
-        for name in [name for row in rows for name in row.keys]:
-            app.replay.seek(1.0)
-            app.replay.pace(1.0)
-            app.tick()
-            await pilot.pause()
-            before = text_of(app)
-            await pilot.press(name)
-            app.tick()
-            await pilot.pause()
-            dead += [name] if text_of(app) == before else []
-    assert len(rows) >= 5
-    assert dead == []
-
-
-@pytest.mark.parametrize("name", next(row.keys for row in TABLE if row.action == ENDS))
+@pytest.mark.parametrize("name", ["q", "ctrl+c"])
 async def test_every_key_that_ends_it_does(name):
     app, _ = opened("empty")
     async with app.run_test(size=SMALL) as pilot:
         assert app.return_code is None
         await pilot.press(name)
     assert app.return_code == 0
-
-
-def test_every_row_of_the_table_is_pressed_here():
-    pressed = [row for page in PAGES for row in rows_of(page)]
-    rest = {row.action for row in TABLE if row not in pressed}
-    assert rest - {row.action for row in TABLE if "replay" in row.needs} == {ENDS}

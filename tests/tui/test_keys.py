@@ -1,74 +1,83 @@
-"""The table of keys: every row means something somewhere, and nothing means two things at once."""
+"""The keys: each means one thing on a page, and those of the README are there."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tui.keys import NEEDS, PAGES, TABLE, here, markdown, meaning, names
+from tests.tui.opened import opened
+from tui.app import KvdTui
+from tui.model.commands import PAGES
+from tui.screens import ALL
+from tui.screens.page import Page
 
-ALL = frozenset(NEEDS) - {"frozen"}
+CHANGING = {"abort", "evict", "flush", "fence"}
+
+
+def bindings_of(owner):
+    """Every binding of a page or of the console, by its key."""
+    return owner._merge_bindings().key_to_bindings
+
+
+async def active(page, *keys, **options):
+    """What keys mean on a page, after some were pressed, by their key."""
+    app, _ = opened("empty", page=page, **options)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press(*keys)
+        await pilot.pause()
+        found = app.screen.active_bindings
+        return {key: one.binding.action for key, one in found.items()}
 
 
 def test_number_keys_are_the_pages_in_their_order():
-    assert [meaning(str(at), "pools", ALL).action for at in range(1, 9)] == [
-        f"page {page}" for page in PAGES
+    found = bindings_of(KvdTui)
+    assert tuple(ALL) == PAGES
+    assert [found[str(at)][0].action for at in range(1, len(PAGES) + 1)] == [
+        f"go({page!r})" for page in PAGES
     ]
 
 
-@pytest.mark.parametrize("key", TABLE, ids=lambda key: key.action)
-def test_every_row_of_the_table_can_be_reached(key):
-    pages = key.pages or PAGES
-    states = (ALL, ALL | {"frozen"})
-    assert any(
-        meaning(name, page, state) is key for name in key.keys for page in pages for state in states
-    )
-    assert set(key.needs) <= set(NEEDS)
-    assert set(key.pages) <= set(PAGES)
+@pytest.mark.parametrize("page", PAGES)
+def test_a_key_means_two_things_only_where_one_is_about_a_frozen_screen(page):
+    everywhere = bindings_of(KvdTui)
+    for key, found in bindings_of(ALL[page]).items():
+        assert key not in everywhere
+        frozen = [one for one in found if one.action.startswith(("app.step", "app.live"))]
+        assert len(found) - len(frozen) <= 1
 
 
-def test_a_key_of_a_page_means_something_else_on_another():
-    assert meaning("l", "pools", ALL).action == "lens"
-    assert meaning("l", "radix", ALL).action == "only-locked"
-    assert meaning("l", "peers", ALL) is None
+@pytest.mark.parametrize("page", PAGES)
+def test_every_key_says_what_it_does(page):
+    found = [*bindings_of(ALL[page]).values(), *bindings_of(KvdTui).values()]
+    assert all(one.description for several in found for one in several)
 
 
-def test_arrows_step_through_time_when_frozen_and_move_when_not():
-    assert meaning("left", "pools", ALL).action == "left"
-    assert meaning("left", "pools", ALL | {"frozen"}).action == "step -1"
-    assert meaning("end", "pools", ALL).action == "end"
-    assert meaning("end", "pools", ALL | {"frozen"}).action == "live"
+async def test_a_key_of_a_page_means_something_else_on_another():
+    assert (await active("pools"))["l"] == "lens"
+    assert (await active("radix"))["l"] == "nodes('locked')"
+    assert "l" not in await active("peers")
 
 
-def test_without_write_no_key_changes_anything():
-    changing = [key for key in TABLE if key.group == "change"]
-    assert len(changing) == 4
-    for page in PAGES:
-        assert not set(here(page, ALL - {"write"})) & set(changing)
+async def test_arrows_step_through_time_when_frozen_and_move_when_not():
+    live, frozen = await active("pools"), await active("pools", "space")
+    assert (live["left"], live["end"]) == ("shift(-1)", "end")
+    assert (frozen["left"], frozen["end"]) == ("app.step(-1)", "app.live")
 
 
-def test_keys_that_mean_nothing_are_not_among_those_here():
-    shown = {key.action for key in here("events", frozenset())}
-    assert {"follow", "help", "quit"} <= shown
-    assert not {"sort", "open", "lens", "step 1"} & shown
+@pytest.mark.parametrize("page", PAGES)
+async def test_without_write_no_key_changes_anything(page):
+    writing = {key for key, action in (await active(page)).items() if "change(" in action}
+    reading = await active(page, readonly=True)
+    own = bindings_of(ALL[page])
+    assert writing <= {key for key, found in own.items() if "change(" in found[0].action}
+    assert not [action for action in reading.values() if "change(" in action]
 
 
-def test_no_name_of_a_key_is_missing_from_the_readme_table():
-    table = markdown()
-    assert table.startswith("| key | what it does | where |\n|---|---|---|\n")
-    assert len(table.splitlines()) == len(TABLE) + 2
-    assert set("12345678:/?sSwzteymTq") <= set(names())
+async def test_keys_that_mean_nothing_are_not_among_those_here():
+    shown = await active("events")
+    assert {"f", "question_mark", "q"} <= set(shown)
+    assert not {"s", "l"} & set(shown)
 
 
-def test_the_module_prints_the_table():
-    done = subprocess.run(
-        [sys.executable, "-m", "tui.keys"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == markdown() + "\n"
-
-
-def test_what_is_asked_with_every_frame_is_worked_out_once():
-    assert here("pools", ALL) is here("pools", frozenset(ALL))
-    assert here("pools", ALL) is not here("pools", ALL - {"write"})
+def test_the_keys_that_the_documentation_names_are_there():
+    named = {"slash", "colon", "s", "w", "z", "y", "g", "i", "T", "q", "space", "question_mark"}
+    assert named <= {*bindings_of(Page), *bindings_of(KvdTui)}

@@ -11,7 +11,7 @@ from kvd.text import age, compact, compact_bytes
 from kvd.wire.console import Holder
 from tests.cli.admin_peer import HARMLESS, HOSTILE
 from tui.draw.spans import columns
-from tui.model.cells import FIGURES, CellText, is_figure, show, text_of
+from tui.model.cells import FIGURES, CellText, show
 
 NOW_S = 1000.0
 KINDS = sorted(FIGURES | {"text", "state", "ref", "holders", "of-a-later-version"})
@@ -84,7 +84,7 @@ def test_holders_that_do_not_fit_are_counted(width, text):
 def test_the_name_of_a_holder_is_as_hostile_as_any():
     holders = (Holder(HOSTILE, NOW_S - 1, "lease:1", "\x1b[2J"),)
 
-    assert text_of(holders, "holders", NOW_S) == f"!{HARMLESS} \\x1b[2J 1.0s"
+    assert show(holders, "holders", NOW_S, 400).text == f"!{HARMLESS} \\x1b[2J 1.0s"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_ages_stay_calm(seconds, text):
 
 
 def test_figures_stand_at_the_right():
-    assert [kind for kind in KINDS if not is_figure(kind)] == [
+    assert [kind for kind in KINDS if kind not in FIGURES] == [
         "holders",
         "of-a-later-version",
         "ref",
@@ -167,4 +167,4 @@ def test_any_cell_fits_any_width_and_steers_nothing():
     ("value", "words"), [(4, "4"), (4.0, "4"), (61.9983, "62.0"), (0.04567, "0.0457")]
 )
 def test_a_count_that_is_no_whole_number_has_no_more_digits_than_it_means(value, words):
-    assert text_of(value, "count", 0.0) == words
+    assert show(value, "count", 0.0, 400).text == words

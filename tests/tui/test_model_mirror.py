@@ -21,7 +21,7 @@ from tui.model.mirror import (
     Notice,
     Subscription,
 )
-from tui.model.tables import read, whole
+from tui.model.tables import fold, read
 
 MAP = MapQuery("kv", "state", cells=2, pages_each=4)
 EVENTS = EventQuery(0, limit=3)
@@ -204,35 +204,6 @@ def test_a_map_that_cannot_be_drawn_is_dropped(wrong):
     assert [one.kind for one in talk.mirror.notices] == ["misfit"]
 
 
-def test_an_empty_mirror_that_is_told_everything_is_this_one():
-    talk = Talk(LEASES, MAP, *[Query("leases", first=at) for at in range(9)], events=EVENTS)
-    for revision in (1, 2):
-        answers = [table(lease(1), revision=revision), page_map(revision=revision)]
-        rows = [table(lease(at), revision=revision) for at in range(6)]
-        talk.turn(*answers, *rows, events=[event(revision)], upto=revision)
-    other = Mirror()
-
-    for look, made in talk.mirror.whole():
-        assert len(look.queries) <= 8
-        other.expect(look)
-        other.take(made, 0.0)
-
-    assert other.snapshot() == talk.mirror.snapshot()
-    assert other.queries(talk.wanted.queries) == talk.mirror.queries(talk.wanted.queries)
-    assert list(other.notices) == []
-
-
-def test_a_mirror_that_is_rewound_knows_nothing_and_says_nothing(talk):
-    talk.turn(table(lease(1), revision=7))
-
-    talk.mirror.rewind()
-
-    assert talk.mirror.whole() == []
-    assert len(talk.mirror.history) == 0
-    assert talk.turn(table(), head=vitals(incarnation="b" * 32)).queries == (LEASES,)
-    assert talk.notices() == []
-
-
 def test_the_same_query_is_asked_for_once():
     rooms = Query("rooms")
     mirror = Mirror()
@@ -338,7 +309,7 @@ def test_any_sequence_of_windows_and_changes_gives_what_a_whole_table_would():
         else:
             answer = all_of_it
         talk.turn(answer)
-        assert whole(talk.data()) == all_of_it, f"seed {seed}"
+        assert talk.data() == fold(None, LEASES, all_of_it), f"seed {seed}"
 
 
 def test_bytes_that_are_no_answer_never_raise():

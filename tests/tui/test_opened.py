@@ -6,7 +6,7 @@ import pytest
 
 from tests.tui.golden import picture_of, text_of
 from tests.tui.opened import brought, opened
-from tui.keys import PAGES
+from tui.model.commands import PAGES
 
 
 async def shown(situation: str, down: str = "", **options: object) -> tuple[str, str]:

@@ -83,10 +83,11 @@ async def test_one_that_failed_stays_for_a_moment_with_its_reason_written_out():
 
 async def test_nobody_is_asked_about_a_life_that_is_not_to_be_seen():
     async with staged("handoffs") as stage:
-        await stage.press("m")
+        handoffs = stage.app.page
+        await stage.press("5")
         stage.asked.clear()
-        stage.app.page.ask_here()
-        stage.app.page.ask_there()
+        handoffs.ask_here()
+        handoffs.ask_there()
         await stage.frame()
         assert stage.asked == []
         assert "story of both ends" not in stage.text

@@ -66,14 +66,12 @@ async def test_z_leaves_peers_that_are_not_up():
         assert stage.app.page.table().data.total == 2
 
 
-async def test_h_shows_its_handoffs_and_minus_comes_back():
+async def test_h_shows_its_handoffs():
     async with staged("peers") as stage:
         await stage.press("down", "h")
         assert stage.app.page.NAME == "handoffs"
         assert 'handoffs /peer="peer:prefill1"' in stage.text
         assert {"prefill0"} & set(stage.text.split()) == set()
-        await stage.press("-")
-        assert stage.app.page.NAME == "peers"
 
 
 async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():

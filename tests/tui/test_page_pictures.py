@@ -111,7 +111,7 @@ async def test_the_holder_of_a_page_is_lit_and_its_pages_are_gone_through():
         shown.same("pools-lit")
 
 
-@pytest.mark.parametrize("key", ["l", "o", "v"])
+@pytest.mark.parametrize("key", ["l", "v"])
 async def test_the_lists_of_nodes(key):
     async with at("radix", "dead-client", WIDE) as shown:
         await shown.press(key)

@@ -6,8 +6,8 @@ tables and the page maps as they came, filtered and sorted here until the daemon
 ``columns`` name the cells of a row and add columns that are made here.
 
 Then what a page reads: ``handoffs``, ``peers``, ``clients``, ``event_words`` (an event as a
-sentence), ``event_log`` (many of them). ``cells`` make text of figures. ``commands``,
-``navigation`` and ``export`` are for what an operator does.
+sentence), ``event_log`` (many of them). ``cells`` make text of figures. ``commands``
+is the grammar of what an operator types.
 
 What must not live here: Textual, sockets, files.
 """

@@ -53,15 +53,10 @@ _STATES: Final[dict[str, Style]] = {
 
 
 class CellText(NamedTuple):
-    """What stands in a cell. Not padded; ``is_figure`` says at which end it belongs."""
+    """What stands in a cell. Not padded; ``FIGURES`` says at which end it belongs."""
 
     text: str
     style: Style
-
-
-def is_figure(kind: str) -> bool:
-    """Whether cells of this kind stand at the right."""
-    return kind in FIGURES
 
 
 def show(cell: Cell, kind: str, now_s: float, width: int) -> CellText:
@@ -78,11 +73,6 @@ def show(cell: Cell, kind: str, now_s: float, width: int) -> CellText:
     if columns(text) > width and kind in {"count", "pages", "depth"}:
         text = compact(cell)
     return CellText(cut(text, width), _style_of_figure(cell, kind, now_s))
-
-
-def text_of(cell: Cell, kind: str, now_s: float) -> str:
-    """The cell in full, as ``show`` has it where there is room."""
-    return show(cell, kind, now_s, 10_000).text
 
 
 def figure(value: float, kind: str, now_s: float) -> str:

@@ -1,6 +1,6 @@
 """The grammar of the command bar, as a table: from it come parsing, completion and help.
 
-``parse`` makes the name of an action, the same as keys have, or says what is expected and where.
+``parse`` makes an action as keys have it and Textual reads it, or says what is expected and where.
 What the daemon is to do is the wire's own request, with call 0: whoever sends it numbers it. A word
 may be cut short where only one begins so: ``:ev 100``.
 """
@@ -14,8 +14,9 @@ import msgspec
 from kvd.filters import SyntaxFlaw
 from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Record
 from kvd.wire.bounds import INT64, MAX_REASON
-from tui.keys import PAGES
-from tui.model.export import FORMATS
+
+PAGES = ("overview", "pools", "radix", "handoffs", "peers", "events", "clients")
+"""In the order of their number keys."""
 
 MOST_FPS = 20.0
 LEAST_FPS = 0.2
@@ -26,7 +27,7 @@ NodeRequest = Flush | Evict | AbortRoom | Fence | Audit | Record
 """A verb for the daemon."""
 
 Command = str | NodeRequest
-"""An action of the console, by its name and with what it is about; or a verb for the daemon."""
+"""An action of the console, with what it is about; or a verb for the daemon."""
 
 
 class CommandChoices(msgspec.Struct, frozen=True):
@@ -109,10 +110,14 @@ def _whole(text: str, what: str) -> int | SyntaxFlaw:
     return int(text)
 
 
+def _open(ref: str) -> str:
+    return f"open({ref!r})"
+
+
 def _numbered(kind: str) -> Callable[[str], Command | SyntaxFlaw]:
     def make(rest: str) -> Command | SyntaxFlaw:
         number = _whole(rest, f"the number of a {kind}")
-        return number if isinstance(number, SyntaxFlaw) else f"open {kind}:{number}"
+        return number if isinstance(number, SyntaxFlaw) else _open(f"{kind}:{number}")
 
     return make
 
@@ -122,24 +127,24 @@ def _page(rest: str) -> Command | SyntaxFlaw:
     number = _whole(text, "a page: 17, or swa:17 for one of another component")
     if isinstance(number, SyntaxFlaw):
         return number
-    return f"open page:{component}:{number}" if component else f"open page:{number}"
+    return _open(f"page:{component}:{number}" if component else f"page:{number}")
 
 
 def _peer(rest: str) -> Command | SyntaxFlaw:
-    return f"open peer:{rest}" if rest else SyntaxFlaw("expected the name of a peer", 0)
+    return _open(f"peer:{rest}") if rest else SyntaxFlaw("expected the name of a peer", 0)
 
 
 def _ref(rest: str) -> Command | SyntaxFlaw:
     kind, colon, name = rest.partition(":")
     if not (kind and colon and name) or " " in kind:
         return SyntaxFlaw("expected what to open: lease:7, node:9, room:12, peer:prefill-0", 0)
-    return f"open {rest}"
+    return _open(rest)
 
 
 def _sort(rest: str) -> Command | SyntaxFlaw:
     if " " in rest:
         return SyntaxFlaw("expected one column, with a - for the largest first", rest.index(" "))
-    return f"sort-by {rest}"
+    return f"sort_by({rest!r})"
 
 
 def _set(rest: str) -> Command | SyntaxFlaw:
@@ -151,16 +156,7 @@ def _set(rest: str) -> Command | SyntaxFlaw:
         return SyntaxFlaw("expected frames per second: set fps 4", len(rest) - len(number))
     if not LEAST_FPS <= float(number) <= MOST_FPS:
         return SyntaxFlaw(f"fps is from {LEAST_FPS:g} to {MOST_FPS:g}", len(rest) - len(number))
-    return f"fps {number}"
-
-
-def _export(rest: str) -> Command | SyntaxFlaw:
-    form, _, path = rest.partition(" ")
-    if form not in (*FORMATS, "svg"):
-        return SyntaxFlaw(f"expected one of {', '.join(FORMATS)}, svg, and a file", 0)
-    if not path.strip():
-        return SyntaxFlaw(f"expected a file: export {form} FILE", len(rest))
-    return f"export-to {form} {path.strip()}"
+    return f"set_fps({number})"
 
 
 def _flush(rest: str) -> Command | SyntaxFlaw:
@@ -204,7 +200,7 @@ def _refs(kind: str) -> Callable[[CommandChoices], Iterable[str]]:
 
 
 RULES: tuple[CommandRule, ...] = (
-    *(CommandRule(page, f"show the page {page}", _nothing(f"page {page}")) for page in PAGES),
+    *(CommandRule(page, f"show the page {page}", _nothing(f"go({page!r})")) for page in PAGES),
     CommandRule("help", "show the page help", _nothing("help")),
     *(
         CommandRule(f"{kind} N", f"open a {kind}", _numbered(kind), choices=_refs(kind))
@@ -216,7 +212,7 @@ RULES: tuple[CommandRule, ...] = (
     CommandRule(
         "filter [TEXT]",
         "show only rows like this; nothing: all",
-        lambda text: f"filter-by {text}",
+        lambda text: f"filter_by({text!r})",
         choices=lambda now: [f"{name}:" for name in now.columns],
     ),
     CommandRule(
@@ -229,14 +225,8 @@ RULES: tuple[CommandRule, ...] = (
     CommandRule(
         "theme [NAME]",
         "other colours",
-        lambda name: f"theme {name}",
+        lambda name: f"set_theme({name!r})" if name else "next_theme",
         choices=lambda now: now.themes,
-    ),
-    CommandRule(
-        "export csv|json|text|svg FILE",
-        "write this view to a file",
-        _export,
-        choices=lambda _: (*FORMATS, "svg"),
     ),
     CommandRule(
         "flush [strict]",

@@ -21,10 +21,10 @@ from tui.model import tables
 from tui.model.event_log import EventGap, Log, log_slot
 from tui.model.rates import NodeRates
 from tui.model.snapshots import DaemonSnapshot, SnapshotHistory
-from tui.model.tables import Answer, BadAnswer, Slot, TableData, slot_of
+from tui.model.tables import BadAnswer, Slot, TableData, slot_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from kvd.wire.events import Event
     from tui.model.event_log import Item
@@ -85,8 +85,7 @@ class Subscription(msgspec.Struct, frozen=True):
 class Notice(msgspec.Struct, frozen=True):
     """A line for the operator about what is shown, not about the daemon's pages.
 
-    ``kind``: ``restart``, ``lost`` (events), ``skipped`` (events), ``misfit`` (an answer),
-    ``tape`` (a recording).
+    ``kind``: ``restart``, ``lost`` (events), ``skipped`` (events), ``misfit`` (an answer).
     """
 
     heard_s: float
@@ -165,12 +164,8 @@ class Mirror:
             frames=frames,
             every_s=every_s,
         )
-        self.expect(look)
-        return look
-
-    def expect(self, look: Look) -> None:
-        """Wait for the frames of this look; of a recording somebody else made it."""
         self._expected, self._due = look, look.frames
+        return look
 
     def _have(self, slot: Slot) -> int:
         match slot:
@@ -217,31 +212,6 @@ class Mirror:
     def note(self, heard_s: float, kind: str, text: str) -> None:
         """Tell the operator something about what is shown."""
         self.notices.append(Notice(heard_s, kind, text))
-
-    def rewind(self) -> None:
-        """Know nothing again, silently: what comes next is of another time of the same daemon."""
-        self._vitals = None
-        self._tables.clear()
-        self._maps.clear()
-        self._logs.clear()
-        self.notices.clear()
-        self.rates.forget()
-        self.history.forget()
-
-    def whole(self) -> list[tuple[Look, Frame]]:
-        """All that is here, as looks of somebody who has nothing and the frames for them.
-
-        OneFrame one after the other by an empty mirror they make this one.
-        """
-        if self._vitals is None:
-            return []
-        pairs = [(slot, tables.whole(data)) for slot, data in self._tables.items()]
-        answers: list[tuple[Slot, Answer]] = [*pairs, *self._maps.items()]
-        parts = [
-            answers[at : at + MAX_QUERIES] for at in range(0, max(1, len(answers)), MAX_QUERIES)
-        ]
-        made = [_told(self._vitals, part) for part in parts]
-        return [*made, *(_told(self._vitals, [], slot, log) for slot, log in self._logs.items())]
 
     def snapshot(self) -> DaemonSnapshot:
         """The picture as of the last frame."""
@@ -327,24 +297,6 @@ class Mirror:
                 )
         last_seq = max(frame.upto, fresh[-1].seq if fresh else 0)
         _put(self._logs, slot, log.add(items, last_seq), MAX_LOGS)
-
-
-def _told(
-    vitals: Vitals,
-    answers: Sequence[tuple[Slot, Answer]],
-    slot: EventQuery | None = None,
-    log: Log | None = None,
-) -> tuple[Look, Frame]:
-    """A look without any ``have``, and its frame."""
-    events = [] if log is None else [one for one in log.items() if not isinstance(one, EventGap)]
-    encode = msgspec.msgpack.Encoder().encode
-    look = Look(0, tuple(query for query, _ in answers), slot)
-    raws = tuple(msgspec.Raw(encode(answer)) for _, answer in answers)
-    upto = log.last_seq if log is not None else 0
-    frame = Frame(
-        call=0, vitals=vitals, answers=raws, events=tuple(events), lost=0, skipped=0, upto=upto
-    )
-    return look, frame
 
 
 def _put(kept: dict[K, V], key: K, value: V, most: int) -> None:

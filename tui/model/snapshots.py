@@ -149,13 +149,6 @@ class SnapshotHistory:
         self._at = max(0, min(len(self._ring) - 1, self._at + count))
         self._frozen = self._ring[self._at]
 
-    def forget(self) -> None:
-        """Drop everything: what comes next is of another time."""
-        self._ring.clear()
-        self._weights.clear()
-        self.weight_bytes = 0
-        self._frozen = None
-
 
 def _is_alike(was: MapQuery, slot: MapQuery, page_map: PageMap) -> bool:
     """Whether a map shows the component of ``slot`` by its lens, in whatever grid."""

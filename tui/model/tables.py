@@ -164,22 +164,6 @@ def _checked(page_map: PageMap) -> PageMap | BadAnswer:
     return page_map
 
 
-def whole(data: TableData) -> Table:
-    """The table as the answer to a query that has nothing."""
-    return Table(
-        view=data.view,
-        revision=data.revision,
-        since=0,
-        at_s=data.at_s,
-        total=data.total,
-        of=data.of,
-        columns=data.columns,
-        order=data.order,
-        rows=data.listed(),
-        trouble=data.trouble,
-    )
-
-
 def derive(tables: Sequence[TableData], slot: Query, now_s: float) -> TableData:
     """The answer to ``slot`` as far as one of ``data`` has its rows; at least one.
 

@@ -1,4 +1,4 @@
-"""The pages, by the names of ``tui.keys.PAGES``, each with the panels that only it has.
+"""The pages, by the names of ``commands.PAGES``, each with the panels that only it has.
 
 Read first: ``page`` (what a page is: what it wants, how it shows it, what its keys do), then any
 one, ``peers`` is the shortest. A page holds no data: it gets a snapshot of all that is known.
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from tui.screens.clients import ClientsPage
 from tui.screens.events import EventsPage
 from tui.screens.handoffs import HandoffsPage
-from tui.screens.inspect import InspectPage
 from tui.screens.overview import OverviewPage
 from tui.screens.peers import PeersPage
 from tui.screens.pools import PoolsPage
@@ -31,7 +30,6 @@ ALL: dict[str, type[Page]] = {
         HandoffsPage,
         PeersPage,
         EventsPage,
-        InspectPage,
         ClientsPage,
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+from textual.binding import Binding
 from typing_extensions import override
 
 from kvd.wire.console import MAX_FILTERS, Filter
@@ -14,14 +15,14 @@ from tui.model.columns import ComputedColumns
 from tui.model.rates import RowRates
 from tui.screens.handoffs import show_handoffs
 from tui.screens.page import Page
-from tui.widgets.canvas import Canvas
-from tui.widgets.dialogs import wrap_words
+from tui.widgets.canvas import Canvas, wrap_words
 from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from textual.app import ComposeResult
+    from textual.binding import BindingType
 
     from kvd.wire.console import Cell, Query
     from tui.draw.spans import Line
@@ -41,6 +42,7 @@ class ClientsPage(Page):
     NAME = "clients"
     FAULTS: ClassVar[Mapping[str, str]] = {"clients": "!state=alive", "leases": "!state=held"}
     REFS = ("client", "lease")
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("h", "handoffs", "handoffs")]
 
     DEFAULT_CSS = """
     ClientsPage > #table-clients { height: 40%; min-height: 5; }
@@ -124,12 +126,9 @@ class ClientsPage(Page):
             (spans.Styled("  "), spans.cleaned(part, style)) for part in words[:MOST_ADVICE_LINES]
         ]
 
-    @override
-    async def act(self, action: str) -> bool:
-        if action != "handoffs":
-            return await super().act(action)
+    async def action_handoffs(self) -> None:
+        """Go to the handoffs of the one under the cursor."""
         await show_handoffs(self, "client", self.clients.chosen())
-        return True
 
     @override
     def seek(self, ref: str) -> bool:

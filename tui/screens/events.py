@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from textual.binding import Binding
 from textual.message import Message
 from typing_extensions import override
 
@@ -16,7 +17,7 @@ from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.model import event_log, event_words
 from tui.model.event_log import EventGap, LogEntries
-from tui.screens.page import STEPS, Page
+from tui.screens.page import Page
 from tui.widgets.canvas import Canvas, console
 from tui.widgets.card import WITH_EVENTS
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from textual import events
     from textual.app import ComposeResult
+    from textual.binding import BindingType
     from textual.worker import Worker
 
     from kvd.wire.console import Column, TableRow
@@ -49,6 +51,11 @@ class EventsPage(Page):
     FAULTS: ClassVar[Mapping[str, str]] = {"": "!level:routine !level:notice"}
     CAN_MOVE = True
     CAN_FILTER = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("f", "follow", "follow", tooltip="the newest, or stay"),
+        Binding("c", "correlate", "same",
+            tooltip="only events about the same; again: about the next that it names"),
+    ]  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +161,7 @@ class EventsPage(Page):
         self._kinds = event_words.kinds_for(found)
         self._reshow()
 
-    def _correlate(self) -> None:
+    def action_correlate(self) -> None:
         """Only what is about the same; again: the next thing that the line names, then all."""
         entry = self.log_lines.entry
         item = entry.item if entry is not None else None
@@ -195,28 +202,35 @@ class EventsPage(Page):
     # ---- keys -------------------------------------------------------------------------------
 
     @override
-    async def act(self, action: str) -> bool:
-        lines = self.log_lines
-        match action:
-            case "follow":
-                lines.follow(is_wanted=not lines.is_following)
-            case "correlate":
-                self._correlate()
-            case "back" if self.about:
-                self._narrow("")
-            case "up" | "down":
-                lines.move(STEPS[action])
-            case "pageup":
-                lines.move(1 - lines.page_rows)
-            case "pagedown":
-                lines.move(lines.page_rows - 1)
-            case "home":
-                lines.move(-len(lines.entries))
-            case "end":
-                lines.follow(is_wanted=True)
-            case _:
-                return False
-        return True
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action != "shift" and super().check_action(action, parameters)
+
+    @override
+    def widen(self) -> bool:
+        was_about = self.about
+        if was_about:
+            self._narrow("")
+        return bool(was_about)
+
+    @override
+    def action_move(self, rows: int) -> None:
+        self.log_lines.move(rows)
+
+    @override
+    def action_screen(self, screens: int) -> None:
+        self.log_lines.move(screens * (self.log_lines.page_rows - 1))
+
+    @override
+    def action_home(self) -> None:
+        self.log_lines.move(-len(self.log_lines.entries))
+
+    @override
+    def action_end(self) -> None:
+        self.log_lines.follow(is_wanted=True)
+
+    def action_follow(self) -> None:
+        """Follow the newest, or stay."""
+        self.log_lines.follow(is_wanted=not self.log_lines.is_following)
 
     def on_event_log_view_opened(self) -> None:
         """A line was clicked twice."""

@@ -16,7 +16,7 @@ from tui.model import handoffs
 from tui.model.columns import ComputedColumns
 from tui.model.handoffs import HandoffStory
 from tui.model.rates import RowRates
-from tui.screens.page import Page
+from tui.screens.page import ABORT, FENCE, Page
 from tui.widgets.canvas import Canvas, console
 from tui.widgets.table import ColumnRules, WindowedTable
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from textual.app import ComposeResult
+    from textual.binding import BindingType
     from textual.worker import Worker
 
     from kvd.wire.admin import OtherEnd
@@ -46,6 +47,7 @@ class HandoffsPage(Page):
     NAME = "handoffs"
     FAULTS: ClassVar[Mapping[str, str]] = {"rooms": "moved>2s !state=ready"}
     REFS = ("room", "receive", "send")
+    BINDINGS: ClassVar[list[BindingType]] = [ABORT, FENCE]
 
     DEFAULT_CSS = """
     HandoffsPage > #table-rooms { height: 1fr; }
@@ -164,7 +166,7 @@ async def show_handoffs(page: Page, column: str, ref: str) -> None:
     if not ref:
         return
     app = console(page)
-    await app.do(f"page {HandoffsPage.NAME}")
+    await app.action_go(HandoffsPage.NAME)
     table = app.page.table()
     if table is not None:
         table.set_filters(f'{column}="{ref}"', (Filter(column, "is", ref),))

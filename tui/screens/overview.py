@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+from textual.binding import Binding
 from textual.containers import Container
 from textual.message import Message
 from typing_extensions import override
 
-from kvd.text import age, bytes_per_second, clean, compact, duration
-from kvd.wire.console import EventQuery, Sources
+from kvd.text import age, bytes_per_second, clean, compact, duration, thousands
+from kvd.wire.console import EventQuery, Query, Sources
 from kvd.wire.events import HandoffEnded
 from tui import actions
 from tui.draw import bars, chart, spans
 from tui.draw.spans import Line, Styled, TextBlock, cleaned
 from tui.model import cells, event_words
+from tui.model.columns import NamedRow, named_row_of, places
 from tui.model.event_log import EventGap
-from tui.model.rates import RowRates
-from tui.screens.page import Page
-from tui.widgets.canvas import Canvas, console, why_missing
-from tui.widgets.pools import POOLS_QUERY, pages_of
+from tui.screens.page import PROPOSE, Page
+from tui.widgets.canvas import Canvas, console, wrap_words
+from tui.widgets.pools import POOLS_QUERY, PoolTable
 from tui.widgets.table import HEAD_LINES, ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from textual import events
     from textual.app import ComposeResult
+    from textual.binding import BindingType
 
-    from kvd.wire.console import Vitals
+    from kvd.wire.console import Holder, Vitals
     from kvd.wire.events import Event
     from tui.draw.spans import Style
     from tui.model.event_log import Log
@@ -45,6 +46,15 @@ WIDE_COLUMNS = 120
 CHARTS_FROM_LINES = 28
 """Lower screens have the figures without their charts."""
 LEAST_EVENT_LINES = 3
+SHORT_SOURCES = 4
+"""Where tokens came from, without why they had to be computed, where findings need the room."""
+MOST_WAITING = 3
+"""Rows of the queue that are shown at once."""
+WAITING = ColumnRules(
+    first=("place", "kind", "owner", "since", "why", "until", "missing_pages", "held_by"),
+    never=("ahead", "client", "overtaken"),
+    narrow=("why", "held_by"),
+)
 RULES = ColumnRules(
     first=("severity", "kind", "subject", "since", "evidence"),
     never=("rule", "action"),
@@ -53,16 +63,23 @@ RULES = ColumnRules(
 
 
 class OverviewPage(Page):
-    """Figures and charts, pools and sources, findings, last events."""
+    """Figures and charts, pools and sources, findings, who waits, the books, last events."""
 
     NAME = "overview"
     FAULTS: ClassVar[Mapping[str, str]] = {"concerns": "!severity:low"}
-    REFS = ("concern",)
+    REFS = ("concern", "waiting")
+    BINDINGS: ClassVar[list[BindingType]] = [
+        PROPOSE,
+        Binding("a", "app.audit", "audit", tooltip="check every invariant now"),
+    ]
 
     DEFAULT_CSS = """
     OverviewPage > #middle { layout: vertical; height: 10; }
     OverviewPage > #middle > #left { layout: vertical; width: 1fr; height: 6; }
     OverviewPage > #middle > WindowedTable { width: 1fr; height: 1fr; }
+    OverviewPage > #detail { height: 1; }
+    OverviewPage > #table-waiting { height: 4; }
+    OverviewPage > #ledger { height: 2; }
     OverviewPage > #last-events { height: 1fr; }
     OverviewPage.wide > #middle { layout: horizontal; }
     OverviewPage.wide > #middle > #left { height: 1fr; width: 45%; }
@@ -73,7 +90,7 @@ class OverviewPage(Page):
         yield Figures()
         with Container(id="middle"):
             with Container(id="left"):
-                yield PoolBars()
+                yield PoolTable(is_brief=True)
                 yield SourceBar()
             yield WindowedTable(
                 "concerns",
@@ -81,6 +98,9 @@ class OverviewPage(Page):
                 title="findings",
                 rules=RULES,
             )
+        yield Detail()
+        yield WindowedTable("waiting", title="waiting for room", rules=WAITING)
+        yield Ledger()
         yield LastEvents()
 
     @property
@@ -88,9 +108,14 @@ class OverviewPage(Page):
         """The findings, the gravest on top."""
         return self.query_one("#table-concerns", WindowedTable)
 
+    @property
+    def waiting(self) -> WindowedTable:
+        """The admission queue, in its order."""
+        return self.query_one("#table-waiting", WindowedTable)
+
     @override
     def queries(self) -> tuple[Slot, ...]:
-        return (POOLS_QUERY, *super().queries())
+        return (POOLS_QUERY, *super().queries(), AUDIT)
 
     @override
     def events(self) -> EventQuery:
@@ -100,72 +125,105 @@ class OverviewPage(Page):
 
     @override
     def show(self, snapshot: DaemonSnapshot) -> None:
-        super().show(snapshot)
         mirror, vitals = console(self).mirror, snapshot.vitals
-        pools = self.query_one(PoolBars)
-        pools.take(mirror.history.newest)
-        if vitals is not None:
-            self._arrange(snapshot)
+        self._queue(vitals.waiting if vitals is not None else 0)
+        super().show(snapshot)
+        self.query_one(PoolTable).show(snapshot)
+        if vitals is not None and self.size.width and self.size.height:
+            self._arrange(snapshot, vitals)
             end_s = snapshot.now_s if mirror.history.is_frozen else None
             self.query_one(Figures).show(vitals, mirror.rates, end_s)
             self.query_one(SourceBar).show()
-        pools.show(snapshot)
         self.query_one(LastEvents).show(snapshot)
 
-    def _arrange(self, snapshot: DaemonSnapshot) -> None:
+    def _queue(self, waiting: int) -> None:
+        """Show the queue while somebody waits."""
+        table = self.waiting
+        if table.display != bool(waiting):
+            table.display = bool(waiting)
+            if self.table() is None or not waiting:
+                self.activate(self.findings)
+        self.set_height(table, HEAD_LINES + min(waiting, MOST_WAITING))
+
+    def _arrange(self, snapshot: DaemonSnapshot, vitals: Vitals) -> None:
         """Give every panel the lines that it needs now; what is left is for the last events."""
-        width, height = self.size.width, self.size.height
-        vitals, mirror = snapshot.vitals, console(self).mirror
-        if not width or not height or vitals is None:
-            return
+        width, height, rates = self.size.width, self.size.height, console(self).mirror.rates
         is_wide = width >= WIDE_COLUMNS
         self.set_class(is_wide, "wide")
-        end_s = snapshot.now_s if mirror.history.is_frozen else None
-        figures, pools = self.query_one(Figures), self.query_one(PoolBars)
+        end_s = snapshot.now_s if console(self).mirror.history.is_frozen else None
+        figures, pools = self.query_one(Figures), self.query_one(PoolTable)
         figures.charts_height = 0 if height < CHARTS_FROM_LINES else max(5, height // 4)
-        above = figures.charts_height + figures.lines_needed(vitals, mirror.rates, width)
+        above = figures.charts_height + figures.lines_needed(vitals, rates, width)
         self.set_height(figures, above)
         sources = self.query_one(SourceBar)
         panel = width * 9 // 20 if is_wide else width
-        needed = sources.make(vitals, mirror.rates, end_s, panel)
-        self.set_height(pools, pools.lines_needed)
-        self.set_height(sources, needed)
-        left = pools.lines_needed + needed
         data = self.findings.data
+        needed = sources.make(vitals, rates, end_s, panel)
+        if data is not None and data.total and height < CHARTS_FROM_LINES:
+            needed = min(needed, SHORT_SOURCES)
+        self.set_height(sources, needed)
+        left = len(pools.make_lines(panel, 0)) + needed
         rows = HEAD_LINES + max(1, data.total if data is not None else 1)
-        if is_wide:
-            self.set_height(self.query_one("#middle"), max(left, min(rows, height // 2)))
-        else:
+        ledger = self.query_one(Ledger)
+        below = ledger.show(snapshot)
+        self.set_height(ledger, below)
+        below += self.waiting.size.height if self.waiting.display else 0
+        is_waiting = self.table() is self.waiting
+        room = height - above - (0 if is_wide else left) - below - LEAST_EVENT_LINES
+        detail = self.query_one(Detail)
+        told = detail.show(
+            self._under_cursor(snapshot.now_s), snapshot.now_s, max(0, room - HEAD_LINES - 2),
+            is_waiting=is_waiting,
+        )  # fmt: skip
+        detail.display = told > 0
+        self.set_height(detail, max(1, told))
+        rows = min(rows, max(HEAD_LINES + 2, room - told))
+        if not is_wide:
             self.set_height(self.query_one("#left"), left)
-            room = max(HEAD_LINES + 1, height - above - left - LEAST_EVENT_LINES)
-            self.set_height(self.query_one("#middle"), left + min(rows, room))
+        self.set_height(self.query_one("#middle"), max(left, rows) if is_wide else left + rows)
+
+    def _under_cursor(self, now_s: float) -> NamedRow | None:
+        table = self.table()
+        row = table.row() if table is not None else None
+        return NamedRow(row, places(table.columns), now_s) if row is not None and table else None
 
     # ---- keys -------------------------------------------------------------------------------
 
     @override
     def chosen(self) -> str:
         """What the finding under the cursor is about; the finding itself where that is nothing."""
+        if self.table() is self.waiting:
+            return self.waiting.chosen()
         row = self.findings.named_row()
         return row.text("subject") or row.row.key if row is not None else ""
 
-    @override
-    async def act(self, action: str) -> bool:
-        row = self.findings.named_row()
-        if action == "propose" and row is not None:
-            actions.propose(console(self), row.text("action"))
-            return True
-        return await super().act(action)
+    def action_propose(self) -> None:
+        """Put the command that is proposed into the bar."""
+        row = self._under_cursor(0.0)
+        if row is not None:
+            actions.propose(console(self), _proposed(row))
+
+    def on_pool_table_chosen(self, message: PoolTable.Chosen) -> None:
+        """A component was clicked."""
+        self.post_message(self.OpenRequested(f"pool:{message.component}"))
 
     def on_opened(self, message: Opened) -> None:
         """A line of a panel was clicked."""
         self.post_message(self.OpenRequested(message.ref))
 
 
+def _proposed(row: NamedRow) -> str:
+    """Of a finding its action; of a request that waits: who has the most of what it lacks."""
+    holders = row.cell("held_by")
+    if isinstance(holders, tuple) and holders:
+        return f"open {holders[0].ref}"
+    return row.text("action") or row.text("why")
+
+
 SPARK_COLUMNS = 10
 RATE_S = 10.0
 MINUTE_S = 60.0
 MOST_POOLS = 8
-NAME_COLUMNS = 12
 LAST_EVENTS = EventQuery(0, 100, event_words.NOTABLE)
 """Without what every request does: in passing nobody reads that."""
 
@@ -280,89 +338,140 @@ def _lasting(seconds: float) -> str:
     return f"{1000 * seconds:.1f}ms" if seconds < 1 else duration(seconds)
 
 
-# ---- pools ---------------------------------------------------------------------------------------
+# ---- findings and books ----------------------------------------------------------------------
 
 
-class PoolBars(Canvas):
-    """A line for each component: its pages as a bar, how much is used, and where that goes."""
+AUDIT = Query("audit", limit=1)
+PARTS = ("free", "held", "cached", "quarantined")
+NULL_PAGES = 1
+"""Of each component: the page that stands for none is never anybody's."""
+
+
+def ledger_lines(snapshot: DaemonSnapshot, width: int) -> list[Line]:
+    """A line for each component, then the audit."""
+    made = [spans.headed((Styled("ledger", "head"),), width)]
+    pools, audit = snapshot.table(POOLS_QUERY), snapshot.table(AUDIT)
+    for key in pools.order[:MOST_POOLS] if pools is not None else ():
+        facts = named_row_of(pools, key) if pools is not None else None
+        if facts is not None:
+            line = _component(facts, "quarantined", " + ")
+            if spans.width_of(line) > width:
+                line = _component(facts, "quar", "+")
+            made.append(spans.fit(line, width))
+    if pools is not None and len(pools.order) > MOST_POOLS:
+        made.append(spans.line(f"  and {len(pools.order) - MOST_POOLS} more on page 2", "dim"))
+    return [*made, *_audit(audit, snapshot.now_s, width)]
+
+
+def _component(row: NamedRow, last: str, plus: str) -> Line:
+    """Whether null + free + held + cached + quarantined is the total."""
+    name, total = row.text("component"), round(row.number("total") or 0)
+    parts = [(one, round(row.number(one) or 0)) for one in PARTS]
+    known = NULL_PAGES + sum(pages for _, pages in parts)
+    named = [*PARTS[:-1], last]
+    terms = plus.join(
+        f"{thousands(pages)} {name}" for name, (_, pages) in zip(named, parts, strict=True)
+    )
+    off = total - known
+    verdict: Styled = Styled("balanced", "ok")
+    if off:
+        what = f"{thousands(off)} NOWHERE" if off > 0 else f"{thousands(-off)} TWICE"
+        verdict = Styled(what, "bad")
+    return (
+        Styled("! " if off else "  ", "bad"),
+        cleaned(f"{name}: "),
+        verdict,
+        Styled(f"  {thousands(known)} of {thousands(total)} = {NULL_PAGES} null{plus}{terms}"),
+    )
+
+
+def _audit(data: TableData | None, now_s: float, width: int) -> list[Line]:
+    """How the standing audit stands, when it last looked, and what that costs."""
+    row = named_row_of(data, data.order[0]) if data is not None and data.order else None
+    if row is None:
+        why = data.trouble if data is not None else "asked for; not here yet"
+        return [(Styled("  audit: "), cleaned(why or "not here", "dim"))]
+    findings = round(row.number("findings") or 0)
+    style: Style = "bad" if findings else "ok"
+    found = f"{findings} broken rule{'' if findings == 1 else 's'}" if findings else "nothing found"
+    ended_s = row.number("ended")
+    if ended_s is None:
+        words = "no sweep has ended yet"
+    else:
+        words = (
+            f"last sweep {age(now_s - ended_s)} ago took "
+            f"{duration(row.number('took_s') or 0)} for {compact(row.number('objects') or 0)}"
+            f" objects, {compact(row.number('pages') or 0)} pages; cost "
+            f"{100 * (row.number('core') or 0):.2f}% of a core, "
+            f"{duration(row.number('spent_s') or 0)} in {row.number('sweeps') or 0:.0f} sweeps"
+        )
+    head = (Styled("! " if findings else "  ", "bad"), Styled("audit: "), Styled(found, style))
+    room = width - spans.width_of(head) - 2
+    first, *rest = wrap_words(words, max(20, room))
+    return [
+        (*head, Styled(f"  {first}")),
+        *((Styled(" " * (width - room)), Styled(one)) for one in rest),
+    ]
+
+
+class Ledger(Canvas):
+    """Shows ``ledger_lines``."""
 
     def __init__(self) -> None:
-        super().__init__(id="pool-bars")
-        self.data: TableData | None = None
-        self._taken: TableData | None = None
-        self._evicted = RowRates("evicted", RATE_S)
-        self._used: dict[str, deque[tuple[int, float]]] = {}
+        super().__init__(id="ledger")
 
-    def take(self, newest: DaemonSnapshot) -> None:
-        """Remember how much is used; also while the screen stands still."""
-        data = newest.table(POOLS_QUERY)
-        if data is None or data is self._taken:
-            return
-        self._taken = data
-        self._evicted.take(data)
-        used = {}
-        for key in data.order:
-            points = self._used.get(key) or deque(maxlen=SPARK_COLUMNS * 6)
-            if not points or points[-1][0] != int(data.at_s):
-                points.append((int(data.at_s), _used(data, key)))
-            used[key] = points
-        self._used = used
+    def show(self, snapshot: DaemonSnapshot) -> int:
+        """Paint it; how many lines it takes."""
+        lines = ledger_lines(snapshot, max(20, self.size.width))
+        self.paint(lines)
+        return len(lines)
 
-    def show(self, snapshot: DaemonSnapshot) -> None:
-        """Paint what there is."""
-        self.data = snapshot.table(POOLS_QUERY) or self.data
-        if self.size.width:
-            self.paint(self._make(self.size.width, int(snapshot.now_s)))
 
-    @property
-    def lines_needed(self) -> int:
-        """How many there are."""
-        count = len(self.data.order) if self.data is not None else 0
-        return 1 + max(1, min(count, MOST_POOLS + 1))
-
-    def _make(self, width: int, now_s: int) -> list[Line]:
-        data = self.data
-        tail = f"{'used':>5} {'evict/s':>8}  {'1m':>{SPARK_COLUMNS}}"
-        bar = max(8, width - 2 - NAME_COLUMNS - 1 - len(tail) - 1)
-        title = spans.spread(
-            (Styled("─ ", "border"), Styled("pools", "head")), (Styled(tail, "dim"),), width - 1,
-            Styled("─", "border"),
-        )  # fmt: skip
-        if data is None or not data.order:
-            why = data.trouble if data is not None else why_missing(self)
-            return [title, (Styled("  "), cleaned(why or "no components", "dim"))]
-        made = [title, *[self._line(data, key, bar, now_s) for key in data.order[:MOST_POOLS]]]
-        if len(data.order) > MOST_POOLS:
-            made.append(spans.line(f"  and {len(data.order) - MOST_POOLS} more", "dim"))
+def detail_lines(row: NamedRow | None, now_s: float, width: int, *, is_waiting: bool) -> list[Line]:
+    """What is under the cursor in full: of a finding what to do, of a request who is in its way."""
+    if row is None:
+        told = "nothing waits" if is_waiting else "nothing to look at"
+        return [spans.headed((Styled(told, "ok"),), width)]
+    made = [spans.headed((cleaned(row.row.key, "head"),), width)]
+    if is_waiting:
+        made += _told("waits for", row.text("why"), width)
+        holders = row.cell("held_by")
+        made += _holders(holders if isinstance(holders, tuple) else (), now_s, width)
         return made
-
-    def _line(self, data: TableData, key: str, bar: int, now_s: int) -> Line:
-        share = _used(data, key)
-        state = data.cell(key, "state")
-        rate = self._evicted.rate(key)
-        points = [value for at_s, value in self._used.get(key, ()) if at_s <= now_s]
-        style: Style = "plain" if state == "ok" else "warn"
-        name = spans.left(clean(str(data.cell(key, "component"))), NAME_COLUMNS)
-        return (
-            Styled(f"  {name} ", style),
-            *bars.stacked(bars.pool(pages_of(data, key)), bar),
-            Styled(f" {100 * share:>4.0f}%", style),
-            Styled(f" {'-' if rate is None else f'{rate:.1f}':>8}  ", "warn" if rate else "dim"),
-            chart.spark(points[-SPARK_COLUMNS:], SPARK_COLUMNS, 1.0),
-        )
-
-    def on_click(self, event: events.Click) -> None:
-        """The component of this line."""
-        at = event.y - 1
-        if self.data is not None and 0 <= at < min(len(self.data.order), MOST_POOLS):
-            self.post_message(Opened(self.data.order[at]))
+    made += _told("evidence", row.text("evidence"), width)
+    made += _told("do (x)", row.text("action"), width, "key")
+    return [*made, *_told("rule", row.text("rule"), width)]
 
 
-def _used(data: TableData, key: str) -> float:
-    """The share of the pages that are not free."""
-    pages = pages_of(data, key)
-    total = sum(pages) - pages.locked
-    return 1 - pages.free / total if total else 0.0
+def _holders(holders: Iterable[Holder], now_s: float, width: int) -> list[Line]:
+    made: list[Line] = []
+    for one in holders:
+        text = f"{clean(one.ref)} {cells.holder(one, now_s)}"
+        made += _told("held by" if not made else "", text, width)
+    return made
+
+
+def _told(name: str, text: str, width: int, style: Style = "plain") -> list[Line]:
+    """A name, and what it is, on as many lines as that takes."""
+    pad = 10
+    parts = wrap_words(clean(text), max(8, width - pad - 2)) or ["-"]
+    return [
+        (Styled(f"  {name if not at else '':<{pad}}", "dim"), Styled(part, style))
+        for at, part in enumerate(parts)
+    ]
+
+
+class Detail(Canvas):
+    """Shows ``detail_lines``, at most as many as there is room for."""
+
+    def __init__(self) -> None:
+        super().__init__(id="detail")
+
+    def show(self, row: NamedRow | None, now_s: float, most: int, *, is_waiting: bool) -> int:
+        """Paint it; how many lines it takes, at most ``most``."""
+        lines = detail_lines(row, now_s, max(20, self.size.width), is_waiting=is_waiting)
+        self.paint(lines[:most])
+        return min(len(lines), most)
 
 
 # ---- sources -------------------------------------------------------------------------------------

@@ -4,33 +4,48 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from textual.binding import Binding
 from textual.containers import Container
 from textual.message import Message
+from typing_extensions import override
 
+from tui.model.commands import RULES
+from tui.widgets.canvas import console
 from tui.widgets.table import HEAD_LINES, WindowedTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from textual.binding import BindingType
     from textual.widget import Widget
 
     from kvd.wire.console import Column, EventQuery, TableRow
     from tui.model.snapshots import DaemonSnapshot
     from tui.model.tables import Slot
 
-STEPS: Mapping[str, int] = {"up": -1, "down": 1}
+ABORT = Binding("A", "app.change('abort')", "abort", priority=True, tooltip="the handoff's room")
+EVICT = Binding("E", "app.change('evict')", "evict", priority=True, tooltip="pages")
+FLUSH = Binding("F", "app.change('flush')", "flush", tooltip="every unlocked cached page")
+PROPOSE = Binding(
+    "x", "propose", "do", priority=True, tooltip="put the proposed command in the bar"
+)
+FENCE = Binding("X", "app.change('fence')", "fence", tooltip="restart the transfer process")
+"""What changes the node; those that begin to type come before the next key."""
+ON_A_ROW = frozenset({"handoffs", "propose", "pages_of"})
+MOVES = frozenset({"move", "screen", "shift", "home", "end"})
 
 
-class Page(Container):
+class Page(Container, can_focus=True):
     """One page: what it wants to know while it is visible, and how it shows it.
 
+    Whatever its keys do is an action of it or of the console; it has the focus while it is visible.
     It holds no data: ``show`` gets a picture of everything, and paints what differs from what is
     there. It is asked for nothing while another page is visible. A page with one main table only
     has to compose it; ``queries``, ``show``, ``chosen`` and moving then follow from it.
     """
 
     NAME: ClassVar[str] = ""
-    """As in the table of keys, and after ``:`` in the command bar."""
+    """Its tab, and what it is called after ``:`` in the command bar."""
     FAULTS: ClassVar[Mapping[str, str]] = {}
     """By view, the filter that leaves only what is wrong; under an empty name that of the page."""
     REFS: ClassVar[tuple[str, ...]] = ()
@@ -39,6 +54,34 @@ class Page(Container):
     """Whether arrows mean something without a table."""
     CAN_FILTER: ClassVar[bool] = False
     """Whether ``filter_by`` means something without a table."""
+    HELP = "\n".join(f"- `:{rule.usage}` {rule.help}" for rule in RULES)
+    BINDING_GROUP_TITLE = "on this page"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "app.open", "open", tooltip="who holds it, why, since when"),
+        # Those that begin to type are done before the next key is looked at.
+        Binding("/", "app.ask('/')", "filter", priority=True,
+            tooltip="state:held owner:eng* age>5s !lingering words"),
+        Binding(":", "app.ask(':')", "command", priority=True, tooltip="with Tab"),
+        Binding("left", "app.step(-1)", "back", tooltip="one picture, frozen"),
+        Binding("right,.", "app.step(1)", "on", tooltip="one picture, frozen"),
+        Binding("end", "app.live", "live", tooltip="go on"),
+        Binding("up,k", "move(-1)", "up", show=False),
+        Binding("down,j", "move(1)", "down", show=False),
+        Binding("left", "shift(-1)", "left", show=False, tooltip="columns, pages, closes a node"),
+        Binding("right", "shift(1)", "right", show=False, tooltip="columns, pages, opens a node"),
+        Binding("pageup", "screen(-1)", "one screen up", show=False),
+        Binding("pagedown", "screen(1)", "one screen down", show=False),
+        Binding("home", "home", "to the first row", show=False),
+        Binding("end", "end", "to the last row", show=False),
+        Binding("tab", "panel", "to the next table", show=False),
+        Binding("g", "app.related", "related", show=False, tooltip="go to what has to do with it"),
+        Binding("i", "app.events_of", "events", show=False,
+            tooltip="what happened to it, of a handoff from both ends"),
+        Binding("y", "app.copy", "copy what it is called", show=False),
+        Binding("s", "sort", "sort", show=False, tooltip="by the next column"),
+        Binding("w", "wide", "wide", show=False, tooltip="all columns, no card beside them"),
+        Binding("z", "app.faults", "faults", show=False, tooltip="only what is wrong"),
+    ]  # fmt: skip
 
     class OpenRequested(Message):
         """The page would have this opened."""
@@ -51,15 +94,17 @@ class Page(Container):
 
     def __init__(self) -> None:
         super().__init__(id=f"page-{self.NAME}")
-        self._hidden: list[Widget] = []
-        self._heights: dict[str, str] = {}
+        self._heights: dict[str, int] = {}
+        self._tables: list[WindowedTable] = []
 
     def tables(self) -> list[WindowedTable]:
         """Every table that can be seen."""
-        return [table for table in self.query(WindowedTable) if table.display]
+        if not self._tables:  # looked up once: asked several times a frame
+            self._tables = list(self.query(WindowedTable))
+        return [table for table in self._tables if table.display]
 
     def table(self) -> WindowedTable | None:
-        """The table that keys are about: moving, sorting, filtering, tagging; None for none."""
+        """The table that keys are about: moving, sorting, filtering; None for none."""
         tables = self.tables()
         return next((table for table in tables if table.is_active), None)
 
@@ -132,24 +177,6 @@ class Page(Container):
         table = self.table()
         return self.FAULTS.get(table.view if table is not None else "", "")
 
-    def maximise(self) -> bool:
-        """Show only the panel that keys are about, or all of them again; whether it is alone."""
-        if self._hidden:
-            for one in self._hidden:
-                one.display = True
-            self._hidden = []
-            return False
-        kept: Widget | None = self.table() or next(iter(self.children), None)
-        while kept is not None and kept is not self:
-            parent = kept.parent
-            assert isinstance(parent, Container)
-            side_by_side = [one for one in parent.children if one is not kept and one.display]
-            for one in side_by_side:
-                one.display = False
-            self._hidden += side_by_side
-            kept = parent
-        return True
-
     def fit_height(self, table: WindowedTable) -> None:
         """Give a table above others the lines that its rows need, at most two fifths of them all.
 
@@ -161,34 +188,71 @@ class Page(Container):
             self.set_height(table, lines)
 
     def set_height(self, widget: Widget, lines: int) -> None:
-        """Make a panel so many lines high; what is left when others are hidden has all of them."""
-        height = "1fr" if self._hidden and widget.display else str(lines)
+        """Make a panel so many lines high."""
         name = widget.id or ""
-        if height != self._heights.get(name):
-            self._heights[name] = height
-            widget.styles.height = height
+        if lines != self._heights.get(name):
+            self._heights[name] = widget.styles.height = lines
 
-    async def act(self, action: str) -> bool:
-        """Do an action of the table of keys; whether it was one of this page's."""
+    def widen(self) -> bool:
+        """Show more again where what is shown was narrowed down; whether it was."""
+        return False
+
+    def unfold(self) -> None:
+        """Show what is below what is under the cursor, where there is such a thing."""
+
+    # ---- keys -------------------------------------------------------------------------------
+
+    @override
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Whether a key means something here and now."""
         table = self.table()
-        if table is None:
-            return False
-        screen = max(1, table.page_rows - 1)
-        match action:
-            case "panel":
-                self.next_table()
-            case "up" | "down":
-                table.move(STEPS[action])
-            case "pageup":
-                table.move(-screen)
-            case "pagedown":
-                table.move(screen)
-            case "home":
-                table.move_to_start()
-            case "end":
-                table.move_to_end()
-            case "left" | "right":
-                table.shift(-1 if action == "left" else 1)
-            case _:
-                return False
-        return True
+        if action in MOVES:
+            is_stepping = action in {"shift", "end"} and console(self).mirror.history.is_frozen
+            return (table is not None or self.CAN_MOVE) and not is_stepping
+        if action == "panel":
+            return len(self.tables()) > 1
+        if action in {"sort", "wide"}:
+            return table is not None
+        if action in ON_A_ROW:
+            return bool(self.chosen())
+        return super().check_action(action, parameters)
+
+    def action_move(self, rows: int) -> None:
+        """So many rows down."""
+        if (table := self.table()) is not None:
+            table.move(rows)
+
+    def action_screen(self, screens: int) -> None:
+        """So many screens down."""
+        if (table := self.table()) is not None:
+            table.move(screens * max(1, table.page_rows - 1))
+
+    def action_shift(self, columns: int) -> None:
+        """So many columns to the right."""
+        if (table := self.table()) is not None:
+            table.shift(columns)
+
+    def action_home(self) -> None:
+        """To the first row."""
+        if (table := self.table()) is not None:
+            table.move_to_start()
+
+    def action_end(self) -> None:
+        """To the last row."""
+        if (table := self.table()) is not None:
+            table.move_to_end()
+
+    def action_panel(self) -> None:
+        """Keys are about the next table."""
+        self.next_table()
+
+    def action_sort(self) -> None:
+        """By the next column."""
+        if (table := self.table()) is not None:
+            table.sort_next()
+
+    def action_wide(self) -> None:
+        """All columns, or those that fit."""
+        if (table := self.table()) is not None:
+            table.set_wide(is_wide=not table.is_wide)
+            console(self).place_card()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from textual.binding import Binding
 from typing_extensions import override
 
 from kvd.text import age, bytes_per_second, clean, compact_bytes, counted
@@ -13,7 +14,7 @@ from tui.draw.spans import Line, Styled, TextBlock, cleaned
 from tui.model import cells, peers
 from tui.model.columns import ComputedColumns
 from tui.screens.handoffs import show_handoffs
-from tui.screens.page import Page
+from tui.screens.page import FENCE, Page
 from tui.widgets.canvas import Canvas
 from tui.widgets.table import ColumnRules, WindowedTable
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from textual.app import ComposeResult
+    from textual.binding import BindingType
 
     from kvd.wire.console import Cell
     from tui.draw.spans import Style
@@ -38,6 +40,7 @@ class PeersPage(Page):
     NAME = "peers"
     FAULTS: ClassVar[Mapping[str, str]] = {"peers": "!state:up"}
     REFS = ("peer",)
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("h", "handoffs", "handoffs"), FENCE]
 
     DEFAULT_CSS = """
     PeersPage > #table-peers { height: 40%; }
@@ -81,12 +84,9 @@ class PeersPage(Page):
         if panel.display:
             panel.show(self.peers.named_row(), self._traffic, snapshot.now_s)
 
-    @override
-    async def act(self, action: str) -> bool:
-        if action != "handoffs":
-            return await super().act(action)
+    async def action_handoffs(self) -> None:
+        """Go to the handoffs with the one under the cursor."""
         await show_handoffs(self, "peer", self.peers.chosen())
-        return True
 
 
 STEP_S = 0.5

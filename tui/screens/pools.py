@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from textual.binding import Binding
 from typing_extensions import override
 
-from tui.screens.page import Page
+from tui.screens.page import EVICT, FLUSH, Page
 from tui.widgets.card import WITH_PAGES, Card
 from tui.widgets.page_map import PageMapPanel
 from tui.widgets.pools import POOLS_QUERY, PoolTable
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
+    from textual.binding import BindingType
 
     from kvd.wire.console import Column, TableRow
     from tui.model.snapshots import DaemonSnapshot
@@ -20,16 +22,6 @@ if TYPE_CHECKING:
 
 SCREEN_ROWS = 8
 """Lines of cells that a page key moves over: a map has no other screens."""
-MOVES = {
-    "up": (-1, 0),
-    "down": (1, 0),
-    "left": (0, -1),
-    "right": (0, 1),
-    "pageup": (-SCREEN_ROWS, 0),
-    "pagedown": (SCREEN_ROWS, 0),
-}
-"""By how many rows and columns of cells."""
-ZOOM = 2.0
 NOTHING_LIT = "nothing is lit here: p on a node, g on a lease or client, L on the card of a page"
 
 
@@ -42,6 +34,16 @@ class PoolsPage(Page):
     NAME = "pools"
     REFS = ("page", "pool")
     CAN_MOVE = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("l", "lens", "lens", tooltip="the next one of the page map"),
+        Binding("+,=", "zoom(2.0)", "zoom", tooltip="fewer pages a cell"),
+        Binding("-", "zoom(0.5)", "more pages a cell", show=False),
+        Binding("L", "light", "light", tooltip="all pages of its holder, then of the next one"),
+        Binding("n", "next_lit", "the next page that is lit up", show=False),
+        Binding("c", "component", "the next component", show=False),
+        EVICT,
+        FLUSH,
+    ]
 
     @override
     def compose(self) -> ComposeResult:
@@ -97,12 +99,6 @@ class PoolsPage(Page):
             return True
         return False
 
-    @override
-    def maximise(self) -> bool:
-        """Only the map, and the components again."""
-        self.lines.display = not self.lines.display
-        return not self.lines.display
-
     def _show_component(self, component: str) -> None:
         """The map of this component; the first one has no name until it is known."""
         first = next(iter(self.lines.names), "")
@@ -110,35 +106,56 @@ class PoolsPage(Page):
         self.map.show_component("" if component == first else component)
 
     @override
-    async def act(self, action: str) -> bool:
-        shown = self.map
-        match action:
-            case "lens":
-                shown.next_lens()
-            case "zoom-in":
-                shown.zoom(ZOOM)
-            case "zoom-out":
-                shown.zoom(1 / ZOOM)
-            case "next-lit":
-                if not shown.next_lit():
-                    self.notify(NOTHING_LIT, markup=False)
-            case "light":
-                shown.light(self._holder())
-            case "component":
-                self._show_component(self.lines.next())
-            case _:
-                return self._move(action)
-        self._repaint()
-        return True
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "light":
+            return bool(self.screen.query_one(Card).ref)
+        return super().check_action(action, parameters)
 
-    def _move(self, action: str) -> bool:
-        if action in MOVES:
-            self.map.move(*MOVES[action])
-        elif action in {"home", "end"}:
-            self.map.move_to(0 if action == "home" else self.map.total_pages - 1)
-        else:
-            return False
-        return True
+    @override
+    def action_move(self, rows: int) -> None:
+        self.map.move(rows)
+
+    @override
+    def action_shift(self, columns: int) -> None:
+        self.map.move(0, columns)
+
+    @override
+    def action_screen(self, screens: int) -> None:
+        self.map.move(screens * SCREEN_ROWS)
+
+    @override
+    def action_home(self) -> None:
+        self.map.move_to(0)
+
+    @override
+    def action_end(self) -> None:
+        self.map.move_to(self.map.total_pages - 1)
+
+    def action_lens(self) -> None:
+        """Look at something else of the same pages."""
+        self.map.next_lens()
+        self._repaint()
+
+    def action_zoom(self, times: float) -> None:
+        """Closer, or farther where ``times`` is under 1."""
+        self.map.zoom(times)
+        self._repaint()
+
+    def action_next_lit(self) -> None:
+        """To the next page that is lit up."""
+        if not self.map.next_lit():
+            self.notify(NOTHING_LIT, markup=False)
+        self._repaint()
+
+    def action_light(self) -> None:
+        """Light up all pages of its holder, then of the next one."""
+        self.map.light(self._holder())
+        self._repaint()
+
+    def action_component(self) -> None:
+        """The map of the next component."""
+        self._show_component(self.lines.next())
+        self._repaint()
 
     def _holder(self) -> str:
         """Of what the open card names, the next one that can be lit; after the last one nothing."""

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+from textual.binding import Binding
 from typing_extensions import override
 
 from kvd.text import clean, counted
 from kvd.wire.console import MAX_OPENED, Filter, Query
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
-from tui.screens.page import Page
-from tui.widgets.canvas import Canvas, why_missing
+from tui.screens.page import EVICT, FLUSH, Page
+from tui.widgets.canvas import NOT_HERE_YET, Canvas
 from tui.widgets.card import PAGES_OF
 from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
+    from textual.binding import BindingType
 
     from kvd.wire.console import Cell, TableRow
     from tui.model.snapshots import DaemonSnapshot
@@ -28,7 +30,6 @@ TREE = "tree"
 TITLES = {
     TREE: "prefix tree",
     "locked": "locked nodes",
-    "orphans": "locks nobody answers for",
     "eviction": "in the order of eviction",
 }
 """Views of nodes, and how they are headed."""
@@ -40,10 +41,6 @@ RULES = {
     ),
     "locked": ColumnRules(
         first=("name", "lock_ref", "holders", "pages", "namespace", "last_use", "tokens"),
-        narrow=("name", "holders", "namespace"),
-    ),
-    "orphans": ColumnRules(
-        first=("why", "name", "lock_ref", "holders", "pages", "namespace"),
         narrow=("name", "holders", "namespace"),
     ),
     "eviction": ColumnRules(
@@ -201,9 +198,7 @@ def _number(key: str) -> int | None:
     return int(number) if kind == "node" and number.isdecimal() else None
 
 
-LISTS = {"only-locked": "locked", "only-orphans": "orphans", "eviction": "eviction"}
-"""Actions that show a list of nodes, and by the same key the tree again."""
-COUNTED = {"locked": Query("locked", limit=0), "orphans": Query("orphans", limit=0)}
+COUNTED = {"locked": Query("locked", limit=0)}
 """Lists whose length is shown beside the tree."""
 NEXT = Query("eviction", limit=4, filters=(Filter("rank", "over", 0.0),))
 """What would be evicted next: not what would be passed."""
@@ -211,8 +206,7 @@ NEXT_COLUMNS = 20
 """Of the name of each of them."""
 TALL_LINES = 24
 """From this height on the page has room for what would be evicted next."""
-TABS = ((TREE, "x", "tree"), ("locked", "l", "locked"), ("orphans", "o", "orphans"),
-        ("eviction", "v", "eviction order"))  # fmt: skip
+TABS = ((TREE, "x", "tree"), ("locked", "l", "locked"), ("eviction", "v", "eviction order"))
 
 
 class RadixPage(Page):
@@ -220,6 +214,14 @@ class RadixPage(Page):
 
     NAME = "radix"
     REFS = ("node",)
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("l", "nodes('locked')", "locked", tooltip="only what is locked"),
+        Binding("v", "nodes('eviction')", "eviction", tooltip="in the order of eviction"),
+        Binding("x", "expand", "expand", tooltip="open or close the node"),
+        Binding("p", "pages_of", "pages", tooltip="on the page map", show=False),
+        EVICT,
+        FLUSH,
+    ]
     DEFAULT_CSS = """
     RadixPage > #radix-tabs { height: 1; }
     RadixPage > #radix-path { height: 2; }
@@ -258,29 +260,32 @@ class RadixPage(Page):
         path.paint(lines)
 
     @override
-    async def act(self, action: str) -> bool:
+    def unfold(self) -> None:
+        self.nodes.open_node()
+
+    @override
+    def action_shift(self, columns: int) -> None:
+        """In the tree: open or close a node, or go to the one below or above."""
         nodes = self.nodes
-        match action:
-            case "only-locked" | "only-orphans" | "eviction":
-                view = LISTS[action]
-                nodes.show_view(TREE if nodes.view == view else view)
-            case "expand":
-                if not nodes.close_node():
-                    nodes.open_node()
-            case "open-node":
-                nodes.open_node()
-                self.post_message(self.OpenRequested(nodes.chosen()))
-            case "right" if nodes.is_tree:
-                if not nodes.open_node():
-                    nodes.move(1)
-            case "left" if nodes.is_tree:
-                if not nodes.close_node():
-                    nodes.to_parent()
-            case "pages":
-                self.post_message(self.OpenRequested(PAGES_OF + nodes.chosen()))
-            case _:
-                return await super().act(action)
-        return True
+        if not nodes.is_tree:
+            super().action_shift(columns)
+        elif columns > 0 and not nodes.open_node():
+            nodes.move(1)
+        elif columns < 0 and not nodes.close_node():
+            nodes.to_parent()
+
+    def action_nodes(self, view: str) -> None:
+        """Show a list of nodes, or the tree again."""
+        self.nodes.show_view(TREE if self.nodes.view == view else view)
+
+    def action_expand(self) -> None:
+        """Open or close the node."""
+        if not self.nodes.close_node():
+            self.nodes.open_node()
+
+    def action_pages_of(self) -> None:
+        """Its pages on the page map."""
+        self.post_message(self.OpenRequested(PAGES_OF + self.nodes.chosen()))
 
     # ---- lines ------------------------------------------------------------------------------
 
@@ -291,8 +296,6 @@ class RadixPage(Page):
             is_shown = view == self.nodes.view
             count = self._count(snapshot, view)
             style: spans.Style = "selected" if is_shown else "plain"
-            if view == "orphans" and count not in {"", " 0"}:
-                style = "bad"
             marks = (">", "<") if is_shown else (" ", " ")
             made += [
                 Styled(marks[0], "key"),
@@ -322,7 +325,7 @@ class RadixPage(Page):
         made: list[Styled] = [Styled("next  ", "dim")]
         data = snapshot.table(NEXT)
         if data is None or data.trouble:
-            why = data.trouble if data is not None else why_missing(self)
+            why = data.trouble if data is not None else NOT_HERE_YET
             return spans.fit((*made, cleaned(why, "dim")), self.size.width)
         if not data.order:
             made.append(Styled("nothing can be evicted", "dim"))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from rich.console import Group
 from rich.segment import Segment
 from rich.style import Style
+from rich.text import Text
+from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
@@ -14,7 +17,7 @@ from typing_extensions import override
 from tui.themes import Palette
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from textual import events
     from textual.app import App
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from tui.draw.spans import Line
 
 WHEEL_LINES = 3
+NOT_HERE_YET = "asked for; not here yet"
 
 
 def palette_of(app: App[None]) -> Palette:
@@ -40,6 +44,17 @@ def strip_of(line: Line, palette: Palette, under: str = "") -> Strip:
     """A line as Textual draws it; ``under``: the background where a span has none of its own."""
     segments = [Segment(text, palette.style(style, own or under)) for text, style, own in line]
     return Strip(segments)
+
+
+def rich_lines(lines: Iterable[Line], palette: Palette) -> Group:
+    """Lines for a widget that wraps what is too long for it."""
+    return Group(*[Text.assemble(*[(text, palette.style(style)) for text, style, _ in one])
+                   for one in lines])  # fmt: skip
+
+
+def wrap_words(text: str, width: int) -> list[str]:
+    """``text`` in lines of at most ``width`` columns, at blanks where there are any."""
+    return [one.plain.rstrip() for one in Content(text).wrap(max(1, width))]
 
 
 class Canvas(Widget, can_focus=False):
@@ -144,12 +159,3 @@ def _regions(rows: Sequence[int], width: int) -> list[Region]:
 def console(widget: Widget) -> KvdTui:
     """The app: pages and their widgets live in no other."""
     return cast("KvdTui", widget.app)
-
-
-def why_missing(widget: Widget) -> str:
-    """Why what is asked for is not here: a recording has only what was looked at in it."""
-    from tui.app import KvdTui  # noqa: PLC0415 - the console imports its widgets
-
-    if isinstance(widget.app, KvdTui) and widget.app.replay is not None:
-        return "not in this recording so far; it has what was looked at"
-    return "asked for; not here yet"

@@ -5,22 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.cells import cell_len
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.widgets import Static
 from typing_extensions import override
 
 from kvd.errors import Refusal
 from kvd.text import clean, duration
 from kvd.wire.admin import Because, Why
 from kvd.wire.console import Column, TableRow
-from tui.draw import spans
-from tui.draw.spans import Line, Styled, cleaned
+from tui.draw.spans import EMPTY, Line, Styled, cleaned, left, line
 from tui.model import cells
-from tui.widgets.canvas import Canvas
-from tui.widgets.dialogs import wrap_words
+from tui.widgets.canvas import palette_of, rich_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from textual.app import ComposeResult
 
 ASKED = frozenset({"page", "node", "room", "lease", "receive", "send", "client"})
 """Kinds that the daemon is asked about by number; ``peer`` by name. Others are their row."""
@@ -32,6 +33,7 @@ PAGES_OF, EVENTS_OF = "pages:", "events:"
 """Before one of these: to be opened on the page map, or among the events that name it."""
 ELSEWHERE = {PAGES_OF: "pools", EVENTS_OF: "events"}
 """The pages that they are opened on."""
+MOST_NAME_COLUMNS = 18
 
 
 def question(ref: str) -> Why | None:
@@ -55,74 +57,49 @@ class CardContent(msgspec.Struct, frozen=True):
     now_s: float = 0.0
 
 
-def card_lines(content: CardContent, width: int) -> list[Line]:
+def card_lines(content: CardContent) -> list[Line]:
     """The whole card: its answer, then what its row says."""
-    made: list[Line] = [
-        spans.ruled((cleaned(content.ref, "head"),), (Styled("Esc", "key"),), width)
-    ]
+    made: list[Line] = []
     match content.answer:
         case Because() as because:
-            made += _because(because, width)
+            made += _because(because)
         case Refusal() as refusal:
-            made += _wrapped(refusal.message, width, "warn")
+            made.append((cleaned(refusal.message, "warn"),))
         case None if question(content.ref) is not None:
-            made.append(spans.line("asking", "dim"))
+            made.append(line("asking", "dim"))
     if content.row is not None:
-        made += [*_heading("row", width), *_facts(content, width)]
+        made += [EMPTY, line("row", "dim"), *_facts(content)]
     return made
 
 
-def _because(because: Because, width: int) -> list[Line]:
-    made = list(_wrapped(because.sentence, width, "selected"))
+def _because(because: Because) -> list[Line]:
+    made: list[Line] = [(cleaned(because.sentence, "selected"),)]
     marked = tuple(mark.what for mark in because.marks)
     facts = [fact for fact in because.facts if not marked or not fact.endswith(marked)]
     if facts:
-        made += [*_heading("facts", width)]
-        for fact in facts:
-            made += _wrapped(fact, width)
+        made += [EMPTY, line("facts", "dim"), *((cleaned(fact),) for fact in facts)]
     if because.marks:
-        made += _heading("story", width)
+        made += [EMPTY, line("story", "dim")]
         for mark in because.marks:
-            made += _hanging(f"-{duration(max(0.0, mark.ago_s))}", mark.what, width)
+            ago = f"{f'-{duration(max(0.0, mark.ago_s))}':>8} "
+            made.append((Styled(ago, "dim"), cleaned(mark.what)))
     if because.links:
-        made += _heading("has to do with (g)", width)
-        made += _wrapped("  ".join(because.links), width, "key")
+        links = "  ".join(because.links)
+        made += [EMPTY, line("has to do with (g)", "dim"), (cleaned(links, "key"),)]
     return made
 
 
-def _heading(text: str, width: int) -> list[Line]:
-    return [(), spans.spread((Styled(text, "dim"),), (), width, None)]
-
-
-def _facts(content: CardContent, width: int) -> list[Line]:
+def _facts(content: CardContent) -> list[Line]:
     """Each cell of the row by its column's name."""
     assert content.row is not None
-    names = [column.name for column in content.columns]
-    pad = min(max((cell_len(name) for name in names), default=0), width // 2)
+    pad = min(max((len(column.name) for column in content.columns), default=0), MOST_NAME_COLUMNS)
     made: list[Line] = []
     for column, cell in zip(content.columns, content.row.cells, strict=True):
         if column.kind == "depth" or cell is None or cell == "":
             continue
         text, style = cells.show(cell, column.kind, content.now_s, 400)
-        name = Styled(spans.left(clean(column.name), pad) + "  ", "dim")
-        first, *rest = wrap_words(text, max(8, width - pad - 2)) or [""]
-        made.append((name, Styled(first, style)))
-        made += [(Styled(" " * (pad + 2)), Styled(more, style)) for more in rest]
+        made.append((Styled(left(clean(column.name), pad) + "  ", "dim"), Styled(text, style)))
     return made
-
-
-def _hanging(first: str, text: str, width: int) -> list[Line]:
-    """``first`` in a column of its own, the text beside it."""
-    pad = 9
-    parts = wrap_words(clean(text), max(8, width - pad)) or [""]
-    return [
-        (Styled(spans.right(first, pad - 1) + " ", "dim"), Styled(parts[0])),
-        *((Styled(" " * pad), Styled(part)) for part in parts[1:]),
-    ]
-
-
-def _wrapped(text: str, width: int, style: spans.Style = "plain") -> list[Line]:
-    return [(Styled(part, style),) for part in wrap_words(clean(text), width)]
 
 
 def links_of(content: CardContent) -> tuple[str, ...]:
@@ -148,15 +125,19 @@ def about_of(refs: Iterable[str]) -> str:
     return next((ref for ref in near if ref.partition(":")[0] in WITH_EVENTS), "")
 
 
-class Card(Canvas):
+class Card(VerticalScroll, can_focus=False):
     """Beside the page, or over it where there is no room; ``say`` shows what is known now."""
 
-    DEFAULT_CSS = "Card { display: none; }"
+    DEFAULT_CSS = "Card { display: none; } Card > Static { width: 1fr; }"
 
     def __init__(self) -> None:
         super().__init__(id="card")
         self.content: CardContent | None = None
-        self._top = 0
+        self._lines: list[Line] = []
+
+    @override
+    def compose(self) -> ComposeResult:
+        yield Static()
 
     @property
     def ref(self) -> str:
@@ -168,10 +149,12 @@ class Card(Canvas):
         """What the answer names, then what the row does: to go to."""
         return links_of(self.content) if self.content is not None else ()
 
-    def open(self, ref: str) -> None:
-        """Show this from now on."""
+    def open(self, ref: str, crumbs: Sequence[str]) -> None:
+        """Show this from now on; ``crumbs``: the way that led here."""
+        self.border_title = Content(clean(" > ".join((*crumbs[:-1], ref))))
+        self.border_subtitle = "Esc"
         if ref != self.ref:
-            self._top = 0
+            self.scroll_home(animate=False)
             self.say(CardContent(ref))
         self.display = True
 
@@ -183,21 +166,7 @@ class Card(Canvas):
     def say(self, content: CardContent) -> None:
         """Show what is known now."""
         self.content = content
-        self.redraw()
-
-    def scroll_by(self, lines: int) -> None:
-        """Show what is further down, or up again."""
-        self._top = max(0, self._top + lines)
-        self.redraw()
-
-    @override
-    def make_lines(self, width: int, height: int) -> Sequence[Line]:
-        if self.content is None:
-            return ()
-        lines = card_lines(self.content, width)
-        self._top = max(0, min(self._top, len(lines) - height))
-        return [lines[0], *lines[1 + self._top :]]
-
-    @override
-    def wheel(self, lines: int) -> None:
-        self.scroll_by(lines)
+        lines = card_lines(content)
+        if lines != self._lines:
+            self._lines = lines
+            self.query_one(Static).update(rich_lines(lines, palette_of(self.app)))

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.binding import Binding
 from textual.containers import Container
 from textual.message import Message
+from textual.suggester import Suggester
 from textual.widgets import Input
 from typing_extensions import override
 
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.model import commands
-from tui.widgets.canvas import Canvas
+from tui.widgets.canvas import Canvas, console
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,21 +28,17 @@ if TYPE_CHECKING:
 MAX_HISTORY = 50
 
 
-class CommandInput(Input):
-    """An input whose Tab completes and whose arrows go through what was typed before."""
+class FirstChoice(Suggester):
+    """Suggests the first of the texts that may follow."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("tab", "screen_bar('complete')", show=False),
-        Binding("up", "screen_bar('older')", show=False),
-        Binding("down", "screen_bar('newer')", show=False),
-        Binding("escape", "screen_bar('leave')", show=False),
-    ]
+    def __init__(self, choices: Callable[[], list[str]]) -> None:
+        super().__init__(use_cache=False, case_sensitive=True)
+        self._choices = choices
 
-    def action_screen_bar(self, what: str) -> None:
-        """Have the bar do it."""
-        bar = self.parent
-        assert isinstance(bar, CommandBar)
-        bar.do(what)
+    @override
+    async def get_suggestion(self, value: str) -> str | None:
+        found = self._choices()
+        return value[:1] + found[0] if found and len(value) > 1 else None
 
 
 class CommandBar(Container):
@@ -50,6 +47,12 @@ class CommandBar(Container):
     ``mode`` is ``:`` or ``/``. ``judge`` says what is wrong with a text of this mode, or None.
     """
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("tab", "complete", "complete"),
+        Binding("up", "recall(1)", "older"),
+        Binding("down", "recall(-1)", "newer"),
+        Binding("escape", "leave", "leave"),
+    ]
     DEFAULT_CSS = """
     CommandBar { height: 2; display: none; background: $panel; }
     CommandBar > Canvas { height: 1; }
@@ -75,12 +78,12 @@ class CommandBar(Container):
     @override
     def compose(self) -> ComposeResult:
         yield Canvas()
-        yield CommandInput(compact=True, select_on_focus=False)
+        yield Input(compact=True, select_on_focus=False, suggester=FirstChoice(self._choices))
 
     @property
     def typed(self) -> Input:
         """Where the text is."""
-        return self.query_one(CommandInput)
+        return self.query_one(Input)
 
     def ask(self, mode: str, text: str, choices: Callable[[], commands.CommandChoices]) -> None:
         """Have the operator type; ``choices`` says what there is to choose from."""
@@ -89,13 +92,14 @@ class CommandBar(Container):
         self.display = True
         self.typed.value = mode + text
         self.typed.cursor_position = len(self.typed.value)
-        self.typed.focus()
+        # At once, not with the next message: the next key may be here already.
+        self.screen.set_focus(self.typed)
         self.redraw()
 
-    def leave(self) -> None:
+    def action_leave(self) -> None:
         """Hide, and give the keys back."""
         self.display = False
-        self.screen.set_focus(None)
+        self.screen.set_focus(console(self).page)
 
     @property
     def text(self) -> str:
@@ -110,11 +114,11 @@ class CommandBar(Container):
         found = self._choices()
         flaw = self._judge(self.mode, self.text) if self.text else None
         if flaw is not None and not found:
-            return said_at(flaw, self.size.width)
+            return said_at(flaw, self.app.size.width)
         line = [Styled("Tab ", "key")] if found else []
         for choice in found:
             line += [cleaned(choice.rpartition(" ")[2] or choice), Styled("  ")]
-        return spans.fit(line, self.size.width)
+        return spans.fit(line, self.app.size.width)
 
     def _choices(self) -> list[str]:
         if self.mode == ":":
@@ -123,33 +127,21 @@ class CommandBar(Container):
         names = [f"{name}:" for name in self._choose_from().columns if name.startswith(word)]
         return [f"{head} {name}".lstrip() for name in names if word != name]
 
-    def do(self, what: str) -> None:
-        """Complete, go through what was typed before, or leave."""
-        match what:
-            case "complete":
-                self._complete()
-            case "older":
-                self._recall(self._at + 1)
-            case "newer":
-                self._recall(self._at - 1)
-            case _:
-                self.leave()
-
-    def _complete(self) -> None:
+    def action_complete(self) -> None:
         """As much as all choices have in common; the first one where that is nothing more."""
         found = self._choices()
         if not found:
             return
         common = found[0]
-        for one in found[1:]:
-            while not one.startswith(common):
-                common = common[:-1]
+        while not all(one.startswith(common) for one in found):
+            common = common[:-1]
         text = common if len(common) > len(self.text) else found[0]
         self._put(text if len(found) > 1 or text.endswith(":") else f"{text} ")
 
-    def _recall(self, at: int) -> None:
+    def action_recall(self, steps: int) -> None:
+        """Go through what was typed before."""
         past = self._past[self.mode]
-        self._at = max(0, min(at, len(past)))
+        self._at = max(0, min(self._at + steps, len(past)))
         self._put(past[-self._at] if self._at else "")
 
     def _put(self, text: str) -> None:
@@ -160,7 +152,7 @@ class CommandBar(Container):
         """Help with what is there now; without its first character there is nothing to type in."""
         event.stop()
         if self.display and not event.value.startswith(self.mode):
-            self.leave()
+            self.action_leave()
         self.redraw()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
@@ -169,12 +161,12 @@ class CommandBar(Container):
         text = self.text.strip()
         flaw = self._judge(self.mode, self.text) if text else None
         if flaw is not None:
-            self.query_one(Canvas).paint([said_at(flaw, self.size.width)])
+            self.query_one(Canvas).paint([said_at(flaw, self.app.size.width)])
             return
         if text and (not self._past[self.mode] or self._past[self.mode][-1] != text):
             self._past[self.mode].append(text)
         mode = self.mode
-        self.leave()
+        self.action_leave()
         self.post_message(self.Entered(mode, text))
 
 

@@ -1,43 +1,35 @@
-"""The lines around a page: how the daemon is, which pages there are, which keys mean something."""
+"""The first line of the screen: how the daemon is, and how old that is."""
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, ClassVar, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import msgspec
-from textual.message import Message
 
 from kvd.text import duration
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
-from tui.keys import PAGES
 from tui.model.mirror import LinkConnecting, LinkDown, LinkLagging, LinkLive, LinkState
 from tui.widgets.canvas import Canvas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from textual import events
-
     from kvd.wire.console import Vitals
     from tui.draw.spans import Style
-    from tui.keys import Hotkey
 
 
 class HeadStatus(msgspec.Struct, frozen=True):
     """What the head says beside the vitals. ``frozen_s``: how far back the picture lies, or None.
 
-    ``now_s`` is on our clock. ``replay``: how far a recording is, where frames come from one.
-    ``slowed_to``: the frames a second that there are, where the daemon or the terminal does not
-    keep up with ``fps``; else 0.
+    ``now_s`` is on our clock. ``slowed_to``: the frames a second that there are, where the daemon
+    or the terminal does not keep up with ``fps``; else 0.
     """
 
     link_state: LinkState
     now_s: float
     fps: float
     frozen_s: float | None = None
-    replay: str = ""
     slowed_to: float = 0.0
 
 
@@ -118,8 +110,6 @@ def _picture(now: HeadStatus) -> Line:
         return spans.merged((Styled(f"FROZEN -{now.frozen_s:.1f}s ", "warn"), *link))
     if link:
         return link
-    if now.replay:
-        return (cleaned(now.replay, "warn"),)
     rate = f"{now.fps:g}/s"
     if now.slowed_to:
         return (Styled(f"SLOW {now.slowed_to:.1f}/s of {rate}", "warn"),)
@@ -130,80 +120,3 @@ class Head(Canvas):
     """The first line."""
 
     DEFAULT_CSS = "Head { height: 1; }"
-
-
-def tab_line(page: str, navigation: Sequence[str], width: int) -> Line:
-    """The pages by number, the visible one marked; then the way that was taken, if it fits."""
-    made = []
-    for at, name in enumerate(PAGES, start=1):
-        mark = (">", "<") if name == page else (" ", " ")
-        style: Style = "selected" if name == page else "plain"
-        made += [Styled(f"{mark[0]}{at}", "key"), Styled(f"{name}{mark[1]}", style)]
-    if spans.width_of(made) > width:
-        made = [
-            Styled(
-                f">{at} {name}" if name == page else f" {at} {name[:4]}",
-                "selected" if name == page else "plain",
-            )
-            for at, name in enumerate(PAGES, start=1)
-        ]
-    way = " > ".join(navigation[-4:])
-    room = width - spans.width_of(made) - 3
-    if way and room > 8:
-        made += [Styled("  "), cleaned(way if len(way) <= room else f"…{way[1 - room :]}", "dim")]
-    return spans.fit(made, width)
-
-
-class Tabs(Canvas):
-    """The second line; a click on a page goes there."""
-
-    DEFAULT_CSS = "Tabs { height: 1; }"
-
-    class Chosen(Message):
-        """A page was clicked."""
-
-        def __init__(self, page: str) -> None:
-            super().__init__()
-            self.page = page
-
-    def on_click(self, event: events.Click) -> None:
-        """Go to the page whose name is there."""
-        if not self.lines:
-            return
-        text = spans.text_of(self.lines[0])
-        for at, page in reversed(list(enumerate(PAGES, start=1))):
-            start = text.find(str(at))
-            if 0 <= start <= event.x + 1:
-                self.post_message(self.Chosen(page))
-                return
-
-
-@functools.lru_cache(maxsize=64)
-def foot_line(keys: tuple[Hotkey, ...], width: int) -> Line:
-    """The keys that mean something now, as many as fit; the last one says where the others are."""
-    last = [key for key in keys if key.action in {"help", "quit"}]
-    first = [key for key in keys if key.footer and key not in last]
-    made: list[Styled] = [Styled(" ")]
-    room = width - 1 - sum(_foot_width(key) for key in last)
-    for key in first:
-        room -= _foot_width(key)
-        if room < 0:
-            break
-        made += _foot(key)
-    for key in last:
-        made += _foot(key)
-    return spans.fit(made, width)
-
-
-def _foot(key: Hotkey) -> list[Styled]:
-    return [Styled(key.label.split(" ")[0], "key"), Styled(f" {key.footer}  ")]
-
-
-def _foot_width(key: Hotkey) -> int:
-    return sum(spans.columns(part.text) for part in _foot(key))
-
-
-class Foot(Canvas):
-    """The last line."""
-
-    DEFAULT_CSS: ClassVar[str] = "Foot { height: 1; }"

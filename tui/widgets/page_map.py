@@ -17,7 +17,7 @@ from tui.draw import bars, spans
 from tui.draw import page_map as pages
 from tui.draw.page_map import Grid, MapWindow
 from tui.draw.spans import Line, Styled, TextBlock, cleaned
-from tui.widgets.canvas import Canvas, why_missing
+from tui.widgets.canvas import NOT_HERE_YET, Canvas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,7 +160,7 @@ class PageMapPanel(Canvas):
     def make_lines(self, width: int, height: int) -> Sequence[Line]:
         shown, grid = self._shown, self.grid
         if shown is None or shown.trouble or shown.cells is None:
-            why = clean(shown.trouble) if shown is not None else why_missing(self)
+            why = clean(shown.trouble) if shown is not None else NOT_HERE_YET
             return [self._caption(shown, width), spans.line(f"  {why}", "dim")]
         legend = pages.legend(shown, self._legend_width)
         key = (self.lens, self._legend_width)

@@ -13,7 +13,7 @@ from tui.draw import bars, spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.model import cells
 from tui.model.rates import RowRates
-from tui.widgets.canvas import Canvas, why_missing
+from tui.widgets.canvas import NOT_HERE_YET, Canvas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +45,8 @@ class PoolFigure(NamedTuple):
 
 
 FIGURES = (
+    PoolFigure("used", "used", 5),
+    PoolFigure("evicted", "evict/s", 7),
     PoolFigure("state", "state", 6),
     PoolFigure("free", "free", 6),
     PoolFigure("held", "held", 6),
@@ -52,7 +54,6 @@ FIGURES = (
     PoolFigure("cached", "cached", 6),
     PoolFigure("quarantined", "quar", 5),
     PoolFigure("headroom", "avail", 6),
-    PoolFigure("evicted", "evict/s", 7),
     PoolFigure("waiting", "wait", 4),
     PoolFigure("tier", "tier", 6),
     PoolFigure("total", "total", 8),
@@ -62,6 +63,8 @@ FIGURES = (
     PoolFigure("extent", "extent", 10),
 )
 """The most important first; those that there is no room for are left out."""
+COMPUTED = ("used", "evicted")
+"""Those that are made here."""
 
 SAVED = ".saved"
 """After the name of a component: the area for what is saved of retracted leases."""
@@ -81,8 +84,10 @@ class PoolTable(Canvas):
             super().__init__()
             self.component = component
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_brief: bool = False) -> None:
         super().__init__(id="pools")
+        self._is_brief = is_brief
+        """Nothing is chosen, and nothing is said in words."""
         self.component = ""
         """The chosen one; empty until any is known."""
         self.data: TableData | None = None
@@ -157,7 +162,7 @@ class PoolTable(Canvas):
     def _make(self, width: int) -> list[Line]:
         data = self.data
         if data is None or not data.order:
-            why = data.trouble if data is not None else why_missing(self)
+            why = data.trouble if data is not None else NOT_HERE_YET
             return [(Styled("  "), cleaned(why or "no components", "dim"))]
         name_columns = max(
             9, min(MOST_NAME_COLUMNS, max(spans.columns(clean(name)) for name in self.names))
@@ -165,7 +170,7 @@ class PoolTable(Canvas):
         room = width - GUTTER - name_columns - GAP - LEAST_BAR_COLUMNS
         figures: list[PoolFigure] = []
         for one in FIGURES:
-            if data.index(one.name) < 0 and one.name != "evicted":
+            if data.index(one.name) < 0 and one.name not in COMPUTED:
                 continue
             if one.width + GAP > room:
                 break
@@ -179,7 +184,7 @@ class PoolTable(Canvas):
         ]
         if len(data.order) > MOST_LINES:
             lines.append(spans.line(f"  and {len(data.order) - MOST_LINES} more (c)", "dim"))
-        words = self._words(data)
+        words = self._words(data) if not self._is_brief else []
         return [*lines, spans.fit(words, width)] if words else lines
 
     @staticmethod
@@ -199,7 +204,7 @@ class PoolTable(Canvas):
         name_columns: int,
         bar_columns: int,
     ) -> Line:
-        is_chosen = key == self.key
+        is_chosen = key == self.key and not self._is_brief
         name = clean(str(data.cell(key, "component")))
         style: spans.Style = "selected" if is_chosen else "plain"
         made = [
@@ -218,6 +223,8 @@ class PoolTable(Canvas):
             if rate is None:
                 return cells.CellText(cells.NOTHING, "dim")
             return cells.CellText(f"{rate:.1f}", "warn" if rate else "dim")
+        if one.name == "used":
+            return cells.CellText(f"{100 * used(data, key):.0f}%", "plain")
         at = data.index(one.name)
         cell, kind = data.rows[key].cells[at], data.columns[at].kind
         shown = cells.show(cell, kind, self._now_s, one.width)
@@ -247,3 +254,10 @@ def pages_of(data: TableData, key: str) -> bars.PoolPages:
     return bars.PoolPages(
         **{name: int(cell) if isinstance(cell, int | float) else 0 for name, cell in found.items()}
     )
+
+
+def used(data: TableData, key: str) -> float:
+    """The share of the pages that are not free."""
+    pages = pages_of(data, key)
+    total = sum(pages) - pages.locked
+    return 1 - pages.free / total if total else 0.0

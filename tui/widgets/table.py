@@ -20,7 +20,7 @@ from tui.draw.spans import Line, Styled, cleaned
 from tui.draw.spans import columns as width_of
 from tui.model import cells
 from tui.model.columns import NamedRow, places
-from tui.widgets.canvas import Canvas, console, why_missing
+from tui.widgets.canvas import NOT_HERE_YET, Canvas, console
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -147,7 +147,7 @@ def _widen(taken: Sequence[int], widths: dict[int, int], wishes: Sequence[int], 
 HEAD_LINES = 2
 """The caption and the names of the columns."""
 GUTTER = 2
-"""For the cursor and the tag, which are characters, not colours."""
+"""For the cursor, which is a character, not a colour."""
 WIDEST = 96
 """Columns of a terminal that one cell may take."""
 
@@ -203,7 +203,6 @@ class WindowedTable(Canvas):
         self.filter_text = ""
         self.opened: tuple[int, ...] = ()
         """Nodes of the tree whose children are shown."""
-        self.tagged: set[str] = set()
         self.is_wide = False
         self.is_active = False
         """Whether keys move in this one; of a page with several tables only one is."""
@@ -314,7 +313,7 @@ class WindowedTable(Canvas):
     def make_lines(self, width: int, height: int) -> Sequence[Line]:
         data = self.data
         if data is None:
-            return [self._caption(why_missing(self), width)]
+            return [self._caption(NOT_HERE_YET, width)]
         shown = [
             (index, self._key_at(index))
             for index in range(self._first, min(self._first + self.page_rows, data.total))
@@ -382,8 +381,6 @@ class WindowedTable(Canvas):
             words[0] += f" (of {data.of})"
         if self.sort:
             words.append(f"by {self.sort}")
-        if self.tagged:
-            words.append(f"{len(self.tagged)} tagged")
         if self._fit.hidden:
             words.append(f"{counted(self._fit.hidden, 'column')} hidden")
         if data.note:
@@ -409,9 +406,7 @@ class WindowedTable(Canvas):
 
     def _line(self, index: int, key: str, texts: Sequence[CellLook] | None) -> Line:
         is_chosen = index == self._cursor and self.is_active
-        mark = ("▸" if is_chosen else "·" if index == self._cursor else " ") + (
-            "*" if key in self.tagged else " "
-        )
+        mark = "▸ " if is_chosen else "· " if index == self._cursor else "  "
         if texts is None:
             return (Styled(mark, "key"), Styled("…", "dim"))
         columns, gap = self.columns, ""
@@ -466,12 +461,6 @@ class WindowedTable(Canvas):
             return False
         self._go(data.slot.first + data.order.index(key))
         return True
-
-    def tag(self) -> None:
-        """Tag the row, or take its tag off; then one row down."""
-        if self._key:
-            self.tagged ^= {self._key}
-            self.move(1)
 
     def set_filters(self, text: str, filters: tuple[Filter, ...]) -> None:
         """Show only what passes, from the top; ``text`` is how it was written."""
