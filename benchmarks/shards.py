@@ -37,7 +37,7 @@ from kvd.core.layout.spec import Component, Mha, PageOrder, shard_region
 from kvd.transfer.copies import mapped_area
 from kvd.transfer.mapping import map_region, map_scratch
 from kvd.transfer.metadata import unpack
-from kvd.transfer.nixl import Binding, MemorySpan, TransferStep
+from kvd.transfer.nixl import Binding, MemorySpan
 from kvd.transfer.orders import Collapsed, RegionPlan, Report
 from kvd.transfer.plans import direct, found
 from kvd.transfer.process import TransferProcess, TransportDown
@@ -191,7 +191,7 @@ class _Bare:
         return time.perf_counter() - began_s
 
     def _await(self, handle: int) -> None:
-        while self._sender.step(handle) is TransferStep.RUNNING:
+        while not self._sender.step(handle):
             pass
 
     def close(self) -> None:

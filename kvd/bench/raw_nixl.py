@@ -40,7 +40,7 @@ from kvd.harness.child import Child, answer, obey
 from kvd.transfer.descriptors import writes
 from kvd.transfer.mapping import map_region, map_scratch
 from kvd.transfer.metadata import VERSION, Metadata, pack, unpack
-from kvd.transfer.nixl import Binding, MemorySpan, ReceivingAgent, SendingAgent, TransferStep
+from kvd.transfer.nixl import Binding, MemorySpan, ReceivingAgent, SendingAgent
 from kvd.transfer.orders import RegionPlan
 from kvd.types import Pages
 from kvd.wire.attach import Attach
@@ -265,14 +265,14 @@ def connected_sender(
     here = np.array([[scratch, SCRATCH_BYTES, 0]], np.uint64)
     there = np.array([[peer.scratch, SCRATCH_BYTES, 0]], np.uint64)
     handle = sender.post(here, there)
-    while sender.step(handle) is TransferStep.RUNNING:
+    while not sender.step(handle):
         pass
     return sender
 
 
 def _await(sender: SendingAgent, flying: list[int], sockets: select.epoll, sleep_s: float) -> None:
     """Look at the oldest handle once, and sleep if it is not done."""
-    if sender.step(flying[0]) is TransferStep.DONE:
+    if sender.step(flying[0]):
         del flying[0]
     elif sleep_s:
         sockets.poll(sleep_s)

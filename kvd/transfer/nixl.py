@@ -14,7 +14,6 @@ Rules learned by measuring NIXL 1.5.1 with UCX 1.23:
 from __future__ import annotations
 
 import contextlib
-import enum
 import importlib
 import os
 import socket
@@ -57,13 +56,6 @@ _LINGER_NONE: Final = struct.pack("ii", 1, 0)
 
 class NixlUnusable(Exception):
     """NIXL is not installed, or refuses to do what was asked; the message is its own."""
-
-
-class TransferStep(enum.Enum):
-    """What a handle in flight has come to."""
-
-    RUNNING = "running"
-    DONE = "done"
 
 
 class MemorySpan(NamedTuple):
@@ -187,8 +179,8 @@ class SendingAgent:
             raise self._failed(exc) from exc
         return handle
 
-    def step(self, handle: int) -> TransferStep:
-        """Make progress; say whether ``handle`` is done, and release it if so.
+    def step(self, handle: int) -> bool:
+        """Make progress; whether ``handle`` is done, which releases it.
 
         Raises:
             NixlUnusable: it failed.
@@ -196,13 +188,13 @@ class SendingAgent:
         try:
             status = self._agent.getXferStatus(handle)
             if status == self._api.NIXL_IN_PROG:
-                return TransferStep.RUNNING
+                return False
             self._agent.releaseXferReq(handle)
         except self._binding.errors as exc:
             raise self._failed(exc) from exc
         if status != self._api.NIXL_SUCCESS:
             raise NixlUnusable(f"writing to {self._peer!r}: {status}")
-        return TransferStep.DONE
+        return True
 
     def progress(self) -> None:
         """Let an idle agent handle what its peer did."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvd.core.inputs import PostDone, PostFailed, PostMoved, WritePath
 from kvd.transfer.metadata import MemoryKind
-from kvd.transfer.nixl import NixlUnusable, TransferStep
+from kvd.transfer.nixl import NixlUnusable
 from kvd.transfer.orders import UNSTAMPED
 from kvd.transfer.plans import found, plan
 
@@ -166,20 +166,17 @@ class PostQueue:
         while self._flights:
             flight = self._flights[0]
             try:
-                step = self.sender.step(flight.handle)
+                if not self.sender.step(flight.handle):
+                    return
             except NixlUnusable as exc:
                 self._flights.popleft()
                 self._lose(flight.size, flight.slot)
                 self._fail(flight.running, str(exc))
                 continue
-            match step:
-                case TransferStep.RUNNING:
-                    return
-                case TransferStep.DONE:
-                    self._flights.popleft()
-                    if flight.slot is not None:
-                        self._staging.free.append(flight.slot)
-                    self._arrived(flight)
+            self._flights.popleft()
+            if flight.slot is not None:
+                self._staging.free.append(flight.slot)
+            self._arrived(flight)
 
     def destroy(self, why: str) -> int:
         """Fail what is outstanding and destroy the agent; the bytes the peer had not confirmed.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvd.transfer.metadata import HOST, MemoryKind
-from kvd.transfer.nixl import NixlUnusable, SendingAgent, Sides, TransferStep
+from kvd.transfer.nixl import NixlUnusable, SendingAgent, Sides
 from kvd.transfer.sending_agents import SCRATCH_BYTES
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _write(sender: SendingAgent, rows: tuple[Words, Words], sides: Sides) -> Non
     news = select.poll()
     for descriptor in sender.polls:
         news.register(descriptor, select.POLLIN)
-    while sender.step(handle) is TransferStep.RUNNING:
+    while not sender.step(handle):
         if time.monotonic() > until_s:
             raise NixlUnusable(
                 f"a write of {PROOF_BYTES} bytes was not done within {WITHIN_S:.0f} s"

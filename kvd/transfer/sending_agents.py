@@ -18,7 +18,7 @@ import numpy as np
 
 from kvd.core.inputs import AgentDropped, AgentFailed, AgentLoaded, PostFailed, WritePath
 from kvd.transfer.metadata import BadMetadata, unpack
-from kvd.transfer.nixl import MemorySpan, NixlUnusable, SendingAgent, TransferStep
+from kvd.transfer.nixl import MemorySpan, NixlUnusable, SendingAgent
 from kvd.transfer.orders import UNSTAMPED
 from kvd.transfer.post_queue import PostQueue
 from kvd.transfer.staging import STAGING_BYTES, Staging
@@ -278,12 +278,12 @@ class SendingAgents:
 
     def _warm(self, key: AgentKey, warming: _Warming) -> None:
         try:
-            step = warming.sender.step(warming.handle)
+            is_done = warming.sender.step(warming.handle)
         except NixlUnusable as exc:
             del self._warming[key]
             self._give_up(key, warming.sender, str(exc))
             return
-        if step is TransferStep.DONE:
+        if is_done:
             del self._warming[key]
             by_socket = warming.sender.socket_bytes() >= warming.size
             path = (

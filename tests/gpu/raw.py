@@ -17,7 +17,7 @@ from kvd.device.cuda import MemorySide, Runtime
 from kvd.device.cuda_library import load
 from kvd.transfer.mapping import map_scratch
 from kvd.transfer.metadata import HOST, VERSION, MemoryKind, MemorySite, Metadata
-from kvd.transfer.nixl import Binding, MemorySpan, ReceivingAgent, SendingAgent, Sides, TransferStep
+from kvd.transfer.nixl import Binding, MemorySpan, ReceivingAgent, SendingAgent, Sides
 from kvd.transfer.sending_agents import SCRATCH_BYTES
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ def moved_s(sender: SendingAgent, source: Memory, onto: Memory, size: int) -> fl
     began_s = time.perf_counter()
     for low in range(0, len(at), HANDLE_ROWS):
         while len(flying) >= IN_FLIGHT:
-            flying = [one for one in flying if sender.step(one) is TransferStep.RUNNING]
+            flying = [one for one in flying if not sender.step(one)]
         cut = slice(low, low + HANDLE_ROWS)
         flying.append(sender.post(at[cut], to[cut], sides))
     while flying:
-        flying = [one for one in flying if sender.step(one) is TransferStep.RUNNING]
+        flying = [one for one in flying if not sender.step(one)]
     return time.perf_counter() - began_s
 
 

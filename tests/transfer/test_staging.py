@@ -14,7 +14,7 @@ from kvd.core.inputs import PostDone, PostFailed, WritePath
 from kvd.core.layout.spec import Mha, Mla, PageOrder, companion_pages
 from kvd.transfer.copies import mapped_area
 from kvd.transfer.descriptors import CUT_BYTES, packed_writes
-from kvd.transfer.nixl import NixlUnusable, TransferStep
+from kvd.transfer.nixl import NixlUnusable
 from kvd.transfer.post_queue import IN_FLIGHT_HANDLES, PostQueue
 from kvd.transfer.staging import (
     SLOT_BYTES,
@@ -64,7 +64,7 @@ class Wire:
     def step(self, handle):
         if handle in self.broken:
             raise NixlUnusable("broken")
-        return TransferStep.DONE if handle in self.done else TransferStep.RUNNING
+        return handle in self.done
 
     def destroy(self):
         self.is_gone = True
