@@ -201,7 +201,6 @@ def events_command(
     With --follow a daemon that is down is waited for. With --format json each line is one JSON
     object with its "type"; gaps and restarts are lines too.
     """
-    out = _json_line if form == "json" else _text_line
     shot = snapshot(target)
     start = max(0, shot.last_event - last) if after_seq is None else after_seq
     if follow:
@@ -210,7 +209,7 @@ def events_command(
     for line in (
         coming(target, start, shot.incarnation) if follow else known(target, start, shot.last_event)
     ):
-        click.echo(out(line))
+        click.echo(msgspec.json.encode(line) if form == "json" else _text_line(line))
 
 
 def known(target: Target, after_seq: int, last_event: int) -> Iterator[Event | Gap]:
@@ -265,7 +264,3 @@ def _text_line(line: Event | Gap | Restarted) -> str:
             )
         case event:
             return event_line(event)
-
-
-def _json_line(line: Event | Gap | Restarted) -> str:
-    return msgspec.json.encode(line).decode()

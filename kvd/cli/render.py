@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kvd.wire import snapshot as shown
-    from kvd.wire.admin import Because, Beside, OtherEnd, Report, Tree, TreeNode
+    from kvd.wire.admin import Because, Beside, OtherEnd, Report, Tree
     from kvd.wire.snapshot import PoolState, Snapshot
 
 PLAIN_WIDTH = 4096
@@ -163,7 +163,11 @@ def status(shot: Snapshot) -> RenderableType:
         ("recorder", _recorder(shot.recorder)),
     ):
         rows.add_row(Text(name, style="bold"), Text(text.rstrip()))
-    alarms = _broken_rules(shot.audit)
+    alarms = [
+        Text(f"! {clean(one.rule)}: {clean(one.what)}: kvd audit", style="bold red")
+        for one in shot.audit.found
+        if one.state == BROKEN
+    ]
     return Group(*alarms, head, Text(), pools(shot.pools), Text(), rows, *_troubles(shot))
 
 
@@ -372,7 +376,9 @@ def leases(states: tuple[shown.LeaseState, ...]) -> RenderableType:
     for one in states:
         facts = [f"held by {', '.join(one.holders)}"] if one.holders else []
         facts += [f"namespace {one.namespace}"] if one.namespace else []
-        facts += [_beside(one)] if any(has.mapped_pages for has in one.beside) else []
+        # Pages of further components: its own, and those in its row that it shares.
+        beside = ", ".join(_held(has) for has in one.beside if has.mapped_pages)
+        facts += [f"beside {beside}"] if beside else []
         facts += [_saved(one)] if one.saved_pages or one.retracted_s else []
         facts += [f"waits for {one.waiting_for}"] if one.waiting_for else []
         out.row(
@@ -388,11 +394,6 @@ def leases(states: tuple[shown.LeaseState, ...]) -> RenderableType:
             prose="; ".join(facts),
         )
     return out if states else nothing("leases")
-
-
-def _beside(one: shown.LeaseState) -> str:
-    """Its pages of further components: its own, and those in its row that it shares."""
-    return f"beside {', '.join(_held(has) for has in one.beside if has.mapped_pages)}"
 
 
 def _held(has: shown.HeldState) -> str:
@@ -464,6 +465,8 @@ def peers(states: tuple[shown.PeerState, ...]) -> RenderableType:
     """Other daemons: link, sending agent, and how long they have been silent."""
     out = TextTable("PEER", "STATE", "SILENT>", "RTT>", "RECEIVES>", "SENDS>", "AGENT")
     for one in states:
+        life = f"incarnation {short(one.incarnation)}, generation {one.generation}"
+        lines = [f"{one.address}, {life}", f"layout {one.layout}", one.drain, one.trouble]
         out.row(
             one.name,
             state(one.state),
@@ -472,16 +475,9 @@ def peers(states: tuple[shown.PeerState, ...]) -> RenderableType:
             str(one.open_receives),
             str(one.open_sends),
             one.agent,
-            prose="\n".join(_about_peer(one)),
+            prose="\n".join(lines),
         )
     return out if states else nothing("peers: name them in peers.connect")
-
-
-def _about_peer(one: shown.PeerState) -> list[str]:
-    """What has no column."""
-    life = f"incarnation {short(one.incarnation)}, generation {one.generation}"
-    lines = [f"{one.address}, {life}", f"layout {one.layout}"]
-    return [*lines, *[text for text in (one.drain, one.trouble) if text]]
 
 
 # ---- tree, why, reports --------------------------------------------------------------------------
@@ -497,8 +493,10 @@ def tree(answer: Tree) -> RenderableType:
         depth = depths.get(node.parent, -1) + 1
         depths[node.id] = depth
         there = {one.component: one for one in node.beside}
+        # The namespace at the top only, where it begins.
+        namespace = f" [{node.namespace}]" if node.namespace and depth <= 1 else ""
         out.row(
-            _node_name(node, depth),
+            f"{'  ' * depth}{node.id}{namespace}",
             f"{node.start_tokens}..{node.end_tokens}",
             str(node.pages),
             str(node.hits),
@@ -521,12 +519,6 @@ def _lies(one: Beside | None) -> str:
     if not one.pages:
         return "tombstone"
     return f"{one.pages}, locks {one.locks}" if one.locks else str(one.pages)
-
-
-def _node_name(node: TreeNode, depth: int) -> str:
-    """The node's id, indented; the namespace at the top only, where it begins."""
-    namespace = f" [{node.namespace}]" if node.namespace and depth <= 1 else ""
-    return f"{'  ' * depth}{node.id}{namespace}"
 
 
 def because(answer: Because) -> RenderableType:
@@ -585,15 +577,6 @@ def _audit_summary(state: shown.AuditState) -> str:
         f"{found}; the last sweep took {duration(state.sweep_s)}, ended "
         f"{duration(state.last_sweep_ago_s)} ago; {100 * state.share:.2f} % of a core"
     )
-
-
-def _broken_rules(state: shown.AuditState) -> list[Text]:
-    """What is wrong now, one line each."""
-    return [
-        Text(f"! {clean(one.rule)}: {clean(one.what)}: kvd audit", style="bold red")
-        for one in state.found
-        if one.state == BROKEN
-    ]
 
 
 def audit(answer: Report) -> RenderableType:

@@ -8,7 +8,7 @@ What must not be here: anything about one family.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, TypeVar
 
 import msgspec
@@ -129,9 +129,9 @@ class PoolFamily(msgspec.Struct, Generic[Section], frozen=True, kw_only=True):
     """The key that gives the pages of what has a budget beside kv."""
 
     # ---- what it cannot ----
-    flaws: Callable[[Section], list[Breach]] | None = None
+    flaws: Callable[[Section], Iterable[Breach]] | None = None
     """What is wrong with its own keys; rules over all keys are those of ``kvd.config``."""
-    memory_flaws: Callable[[Section], list[Breach]] | None = None
+    memory_flaws: Callable[[Section], Iterable[Breach]] | None = None
     """The same, asked only where all keys that make its components are sound."""
     without_layers: str = "nothing"
     """What would be left with ``pool.layers = 0``; empty where that is well."""

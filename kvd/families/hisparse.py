@@ -16,6 +16,8 @@ from kvd.families.family import HEADS, INDEX, LATENT, Breach, PoolFamily, Refuse
 from kvd.families.keys import PageCount, PoolSection, Tokens, example, rule
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvd.core.layout.spec import PoolSpec
     from kvd.families.family import PlanRequest, Value
     from kvd.families.model import Model
@@ -56,13 +58,11 @@ def _divide(pool: HostPool, parts: tuple[Component, ...]) -> tuple[int, int]:
     return first, max(1, (first - 1) // n) * b + 1
 
 
-def _flaws(pool: HostPool) -> list[Breach]:
+def _flaws(pool: HostPool) -> Iterator[Breach]:
     tokens, page = pool.buffer_tokens, pool.page_size
-    why = buffer_flaw(page, tokens) if tokens is not None else None
-    if why is None or tokens is None:
-        return []
-    fix = f"give {-(-tokens // page) * page}"
-    return [Breach("pool.buffer_tokens", f"must be whole pages: {why}", fix)]
+    if tokens is not None and (why := buffer_flaw(page, tokens)):
+        fix = f"give {-(-tokens // page) * page}"
+        yield Breach("pool.buffer_tokens", f"must be whole pages: {why}", fix)
 
 
 def _unsuited(model: Model, _asked: str | None) -> str | None:

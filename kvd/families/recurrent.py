@@ -24,12 +24,11 @@ from kvd.core.layout.spec import (
     page_bytes,
 )
 from kvd.families.budget import pool_bytes, size_bytes, two_budgets
-from kvd.families.components import companions, kv
 from kvd.families.family import HEADS, LATENT, SCALE, Breach, PoolFamily, text_rule
 from kvd.families.keys import MAX_PAGES, Layers, PageCount, PoolSection, example, rule
+from kvd.families.mha import components
 
 if TYPE_CHECKING:
-    from kvd.core.layout.spec import PoolSpec
     from kvd.families.family import PlanRequest, Value
     from kvd.families.model import Model
 
@@ -87,11 +86,6 @@ def _state(pool: StatePool) -> Component:
     )
 
 
-def _components(pool: StatePool) -> tuple[Component, ...]:
-    first = kv(pool)
-    return (first, *companions(pool, first), _state(pool))
-
-
 def _divide(pool: StatePool, parts: tuple[Component, ...]) -> tuple[int, int]:
     if pool.pages is not None or not pool.counts_tokens:
         return two_budgets(pool, parts, pool.states)
@@ -136,15 +130,11 @@ def _plan_sizes(pool: StatePool, wanted: PlanRequest) -> dict[str, Value]:
     return {"pages": max(2, pages), "states": max(2, states)}
 
 
-def _note(_model: Model, _spec: PoolSpec) -> str:
-    return "one state per request, one cached"
-
-
 FAMILY = PoolFamily(
     name="recurrent",
     owns="a state, beside KV or without",
     section=StatePool,
-    components=_components,
+    components=lambda pool: (*components(pool), _state(pool)),
     divide=_divide,
     groups=(HEADS, LATENT, SCALE),
     alone="states",
@@ -173,7 +163,7 @@ FAMILY = PoolFamily(
     unsuited=_unsuited,
     plan_keys=_plan_keys,
     plan_sizes=_plan_sizes,
-    plan_note=_note,
+    plan_note=lambda _model, _spec: "one state per request, one cached",
     shape={
         "layers": 1,
         "heads": 2,

@@ -16,6 +16,8 @@ from kvd.families.family import HEADS, Breach, PoolFamily
 from kvd.families.keys import Elements, Heads, Layers, PageCount, PoolSection, Tokens, example
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvd.core.layout.spec import PoolSpec
     from kvd.families.family import PlanRequest, Value
     from kvd.families.model import Model
@@ -58,13 +60,11 @@ def _components(pool: WindowPool) -> tuple[Component, ...]:
     return kv(pool), windows
 
 
-def _flaws(pool: WindowPool) -> list[Breach]:
-    out = []
+def _flaws(pool: WindowPool) -> Iterator[Breach]:
     if why := window_flaw(pool.page_size):
         rule = f"is refused with pool.family = swa: {why}"
         fix = "give 2 or more, or pool.family = mha, which allocates all layers in full"
-        out.append(Breach("pool.page_size", rule, fix))
-    return out
+        yield Breach("pool.page_size", rule, fix)
 
 
 def _unsuited(model: Model, _asked: str | None) -> str | None:
@@ -78,18 +78,11 @@ def _unsuited(model: Model, _asked: str | None) -> str | None:
 
 
 def _plan_keys(model: Model, wanted: PlanRequest) -> dict[str, Value]:
-    keys: dict[str, Value] = {
-        "layers": model.layers,
-        "window_layers": model.window_layers,
-        "window_tokens": model.window_tokens,
-    }
+    names = ["layers", "window_layers", "window_tokens"]
     if model.window_heads:
-        keys |= {
-            "window_heads": model.window_heads,
-            "window_head_dim": model.window_head_dim,
-            "window_v_dim": model.window_v_dim,
-        }
-    return {**keys, "typical_tokens": wanted.context_tokens}
+        names += ["window_heads", "window_head_dim", "window_v_dim"]
+    of_model = {name: getattr(model, name) for name in names}
+    return {**of_model, "typical_tokens": wanted.context_tokens}
 
 
 def _note(model: Model, _spec: PoolSpec) -> str:
