@@ -127,6 +127,11 @@ class Location(msgspec.Struct, frozen=True):
         return self.above[-1] if self.above else Location(self.page)
 
 
+def _tab_label(page: str, active: str) -> str:
+    label = f"{PAGES.index(page) + 1} {page}"
+    return f">{label}<" if page == active else f" {label} "
+
+
 class PageTabs(Tabs, can_focus=False):
     """The pages by their numbers."""
 
@@ -173,7 +178,7 @@ class KvdTui(App[None], inherit_bindings=False):
         self.animation_level = "none"
         self._head = heads.Head()
         self._tabs = PageTabs(
-            *(Tab(f"{at} {page}", id=f"tab-{page}") for at, page in enumerate(PAGES, start=1)),
+            *(Tab(_tab_label(page, first), id=f"tab-{page}") for page in PAGES),
             active=f"tab-{first}",
         )
         self.card: Card = Card()
@@ -562,6 +567,9 @@ class KvdTui(App[None], inherit_bindings=False):
     async def on_tabs_tab_activated(self, message: Tabs.TabActivated) -> None:
         """A page was clicked; the tab also follows when it is gone to in another way."""
         page = (message.tab.id or "").removeprefix("tab-")
+        # Said by a sign too: a terminal without colours, and a text of the screen, have no style.
+        for one in PAGES:
+            self._tabs.query_one(f"#tab-{one}", Tab).label = _tab_label(one, page)
         if page != self.place.page:
             await self.go(Location(page))
 

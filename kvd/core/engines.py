@@ -399,7 +399,10 @@ class Engines:
     def _finish(self, session: int, message: client.Finish, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
         if isinstance(part, Refusal):
-            self._prefiller.forget_failed(session, message.send)
+            failed = self._prefiller.forget_failed(session, message.send)
+            # The handoff failed, and the prompt was computed all the same: it stays cached here.
+            if failed is not None and (lease := self._leases.leases.get(failed.lease)) is not None:
+                say_advanced(lease, failed.prompt_tokens, is_awaited=bool(message.after))
             return part
         engine = part.engine  # a part that settles at once lets go of it
         refusal = self._prefiller.finish_send(part, message)
@@ -410,7 +413,7 @@ class Engines:
     def _abort_send(self, session: int, message: client.AbortSend, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
         if isinstance(part, Refusal):
-            if not self._prefiller.forget_failed(session, message.send):
+            if self._prefiller.forget_failed(session, message.send) is None:
                 return part
             self._out.answer(session, client.Done(message.call))
             return None

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvd.core import inputs
+from kvd.core.handoff.quarantine import Quarantines
 from kvd.core.node import NodeState
 from kvd.core.replay.freeze import freeze, state_hash
 from kvd.core.replay.thaw import thaw
@@ -157,11 +158,11 @@ def test_a_twin_that_is_not_what_the_node_was_is_found_at_the_next_mark(tape):
 
 @pytest.mark.parametrize("tape", [4], indirect=True)
 def test_a_step_that_raised_raises_again_and_the_replay_goes_on(tape, tmp_path, monkeypatch):
-    def _quiet(node, got):
-        node.out.emit(DrainEnded(lasted_s=1.0))
+    def quiet(quarantines, got):
+        quarantines._out.emit(DrainEnded(lasted_s=1.0))
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(NodeState, "_quiet", _quiet)
+    monkeypatch.setattr(Quarantines, "quiet", quiet)
     node = NodeState(tape.life.settings, tape.life.born_s)
     tape.node, tape.shadow = node, ShadowNode(thaw(freeze(node)), tape.reader, BEGIN)
     for number in range(40):

@@ -76,11 +76,13 @@ async def test_leaked_page_and_forgotten_lock_are_found_and_shown_where_they_are
             breaks("lost_unlock")
             await person.reads("lock in the head", r"\A BAD .* findings 2 ")
             await person.turns("overview")
-            text = await person.reads("lock among the findings", r"violation +node:(\d+) +.*lock")
+            text = await person.reads("lock among the findings", r"violation +node:(\d+) +I2: node")
+            await person.presses("end")
+            await person.reads("its evidence", r"evidence +I2: node \d+ .*lock_ref \d+")
             node = re.search(r"violation +(node:\d+)", text)[1]
             await person.turns("radix")
             await person.presses("l")
-            await person.reads("lock on radix", r"locked \d+<", r"locked nodes")
+            await person.reads("lock on radix", r"locked \d+<", r"\(no namespace\) +\d+ ")
             assert node in person.app.page.table().data.order
 
 
@@ -178,9 +180,9 @@ async def test_handoff_whose_prefill_engine_stops_is_explained_and_ended_from_he
         await person.presses("x")
         await person.reads("proposed", r":open receive:\d+")
         await person.presses("enter")
-        await person.reads("opened", r">4handoffs<", r"receiving")
+        await person.reads("opened", r">4 handoffs<", r"receiving")
         await person.presses("A", "enter")
-        await person.reads("rehearsed", r"What would come of it now", r"y does it")
+        await person.reads("rehearsed", r"What would come of it now", r"y  do it")
         await person.presses("y")
         await person.reads("done", r"\b1 +receive\b")
         await person.presses("escape")

@@ -43,8 +43,8 @@ def load(pair):
 
 def is_on(page):
     """Whether the screen shows this page, with something that lives on it."""
-    row = re.compile(LIVE[page], re.MULTILINE)
-    return lambda text: row.search("\n".join(text.splitlines()[2:]))
+    tab, row = re.compile(rf">\d {page}<"), re.compile(LIVE[page], re.MULTILINE)
+    return lambda text: tab.search(text) and row.search("\n".join(text.splitlines()[2:]))
 
 
 def test_console_lives_on_a_real_terminal_and_leaves_it_as_it_was(pair, load, capsys):
@@ -81,7 +81,7 @@ def test_terminal_that_is_made_smaller_and_larger_at_once_is_painted_whole(pair)
         for _ in range(5):
             terminal.resize(80, 24)
             terminal.resize(120, 36)
-            terminal.until(lambda text: "1 overview" in text, "the line of pages")
+            terminal.until(lambda text: ">1 overview<" in text, "the line of pages")
         terminal.press("q")
         assert terminal.end() == 0
 
@@ -103,7 +103,7 @@ def test_console_outlives_its_daemon_says_why_and_comes_back(pair, capsys):
             lambda text: not re.search("LOST|NOT REACH", text.splitlines()[0]), "that it is back"
         )
         terminal.press("7")
-        terminal.until(is_on("clients"), "a page")
+        terminal.until(lambda text: ">7 clients<" in text, "a page")
         terminal.press("q")
         assert terminal.end() == 0
 

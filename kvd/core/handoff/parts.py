@@ -253,6 +253,9 @@ class FailedSend(msgspec.Struct, frozen=True):
 
     session: int
     refusal: Refusal
+    lease: int
+    """0: it had none."""
+    prompt_tokens: int
 
 
 @dataclass(slots=True, eq=False, repr=False)

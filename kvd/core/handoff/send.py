@@ -176,13 +176,12 @@ class Prefiller:
         self.give_up_send(part, refusal)
         self.failed.pop(part.id, None)
 
-    def forget_failed(self, session: int, send: int) -> bool:
-        """The engine ends a send that it was told has failed; False where there is none."""
+    def forget_failed(self, session: int, send: int) -> FailedSend | None:
+        """The engine ends a send that it was told has failed; None where there is none."""
         failed = self.failed.get(send)
         if failed is None or failed.session != session:
-            return False
-        del self.failed[send]
-        return True
+            return None
+        return self.failed.pop(send)
 
     def abandon_session(self, session: int, refusal: Refusal) -> int:
         """End all sends of a session that is over, and forget what failed; how many were open."""
@@ -497,7 +496,12 @@ class Prefiller:
             # Without this an honest ``abort_send`` that crosses our SendFailed would be refused as
             # unknown.
             # An engine that has finished names it in no further call.
-            self.failed[part.id] = FailedSend(part.session, refusal)
+            self.failed[part.id] = FailedSend(
+                session=part.session,
+                refusal=refusal,
+                lease=part.engine.lease.id if part.engine is not None else 0,
+                prompt_tokens=part.prompt_tokens,
+            )
             if len(self.failed) > MAX_FAILED_SENDS:
                 del self.failed[next(iter(self.failed))]
 

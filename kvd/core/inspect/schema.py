@@ -290,6 +290,13 @@ LEASE: StateTable[LeaseRecord, LeaseState] = StateTable(
     StateField("prefix_tokens", "tokens", "", "cached when it opened"),
     StateField("prompt_tokens", "tokens", lambda _, one: count(one.tokens), "known by now"),
     StateField(
+        "written",
+        "tokens",
+        "written_tokens",
+        "whose KV is in its pages, as its engine has said",
+        wire="written_tokens",
+    ),
+    StateField(
         "locked_node", "ref", _locked_ref, "where its lock begins; everything above is locked too"
     ),
     StateField("holders", "text", lambda _, one: ", ".join(sorted(one.holders))),

@@ -450,8 +450,9 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         )
     if state.waiting_for:
         said.append(f"waits for {state.waiting_for}")
-    if len(lease.said) > 1:
-        said.append(f"written by rank: {', '.join(map(str, lease.said))}")
+    if lease.said:
+        ranks = f", by rank {', '.join(map(str, lease.said))}" if len(lease.said) > 1 else ""
+        said.append(f"KV of {lease.written_tokens} tokens is said to be written{ranks}")
     said += plain_facts(node, LEASE, lease)
     parts = list(_parts_of(node, lease))
     refs = [f"client:{lease.session}"] if lease.session else []
