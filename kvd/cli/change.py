@@ -41,7 +41,7 @@ def with_rehearsal(verb: Callable[..., None]) -> Callable[..., None]:
 
 def carry_out(
     target: Target,
-    request: admin.Flush | admin.Evict | admin.AbortRoom | admin.Fence | Drain | admin.Undrain,
+    request: admin.Plannable,
     form: str,
     *,
     rehearsal: bool,

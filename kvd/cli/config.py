@@ -216,7 +216,7 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
 @click.option("--tp-ranks", metavar="FIRST-LAST", help="As pool.tp_ranks. [default: all]")
 @click.option("--stage", metavar="FIRST:END", help="As pool.stage. [default: all layers]")
 @click.option("--replicas", type=click.IntRange(1, 128), help="As pool.replicas. [default: 1]")
-@click.option("--family", type=click.Choice(list(FAMILIES)), help="FamilyPlan this one only.")
+@click.option("--family", type=click.Choice(list(FAMILIES)), help="Plan for this one only.")
 @with_printing
 def plan(model_file: Path, family: str | None, form: str, **options: Any) -> None:
     """What a model's KV takes, and how many requests a memory holds, by pool family."""

@@ -4,8 +4,9 @@ A verb that changes something is a plan, made by one function: its report, and w
 true. The verb carries its plan out in the step in which it was made; ``--dry-run`` (``Rehearse``)
 only shows the report. So what is told is what is done: there is no second reckoning.
 
-To add a verb: its message in ``wire.admin``, a function below and its line in ``PLANS`` (or in
-``ANSWERS`` where it only reads), its command in ``kvd.cli`` with a row in ``VERBS``. A verb that
+To add a verb: its message in ``wire.admin``, in ``AdminRequest`` and in ``Plannable`` there; a
+function below and its line in ``PLANS`` (or in ``ANSWERS`` where it only reads); its command in
+``kvd.cli.change``, with a row in ``VERBS``. A verb that
 the shell serves (``Look``, ``ListEvents``, ``Record``, ``Reload``) is in ``daemon.admins``.
 
 Pages in reports are those of the first component, as in every figure about leases. What follows

@@ -61,7 +61,7 @@ class BeginTransfer(msgspec.Struct, frozen=True, tag="begin"):
     """The first order: who this process is and what it maps.
 
     ``name`` is unique to one life of one transfer process: the node's incarnation and the transport
-    generation. ``kept`` are descriptors to keep mapped to the end (see ``map_lifetime``).
+    generation. ``kept`` are descriptors to keep mapped to the end.
     """
 
     name: str

@@ -111,10 +111,14 @@ class Undrain(OperatorRequest, frozen=True, tag="undrain"):
     """Serve again. Answer: ``Report``."""
 
 
+Plannable = Flush | Evict | AbortRoom | Fence | Drain | Undrain
+"""What changes something by a plan, so that it can be shown before."""
+
+
 class Rehearse(OperatorRequest, frozen=True, tag="rehearse"):
     """What that verb would report now; nothing is changed. Answer: ``Report``."""
 
-    verb: Flush | Evict | AbortRoom | Fence | Drain | Undrain
+    verb: Plannable
 
 
 class Audit(OperatorRequest, frozen=True, tag="audit"):

@@ -141,7 +141,7 @@ class Guest:
         return self.run("systemctl", "--no-pager", *argv, check=check).stdout
 
     def drop_in(self, unit: str, text: str) -> None:
-        """Give a unit a drop-in of its own, until ``forget_drop_ins``."""
+        """Give a unit a drop-in of its own."""
         file = self.path(f"/run/systemd/system/{unit}.d/test.conf")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)

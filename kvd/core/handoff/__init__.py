@@ -39,8 +39,8 @@ What happens when a decode engine is killed in the middle? The daemon sees its l
 ``abandon_send``; its node's transfer process: ``transfers``.
 
 How does a quarantined page become free? ``receive._writer_over`` once the writer is over, then
-``quarantine.free_pages``: where bytes may still be under way it orders ``Quiesce`` and waits for
-``quiet``. By no timer: ``fence_if_due`` may replace our transfer process, and that is the proof.
+``quarantine.end_quarantine``: where bytes may still be under way it orders ``Quiesce`` and waits
+for ``quiet``. By no timer: ``fence_if_due`` may replace our transfer process, which is the proof.
 
 The rest: ``offer`` writes and checks Offers, ``verify`` compares sums, ``outcomes`` answers a late
 Settled, ``rooms`` says who has a room, ``transfers`` takes reports of the transfer process,

@@ -81,7 +81,9 @@ class Quarantines:
             lease, tuple([Writer(part.peer, part.incarnation) for part in parts])
         )
 
-    def free_pages(self, part: ReceivePart, lease: LeaseRecord, cause: str, doubt: Doubt) -> None:
+    def release_or_quarantine(
+        self, part: ReceivePart, lease: LeaseRecord, cause: str, doubt: Doubt
+    ) -> None:
         """Give the delta back, at once or when the bytes in doubt have come to rest."""
         # Released, and not unquarantined: there never was a quarantine, the arrival just ends.
         if doubt is Doubt.NONE:

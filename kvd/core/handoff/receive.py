@@ -597,7 +597,7 @@ class Decoder:
         elif lease.quarantine is not None:
             self.quarantines.end_quarantine(lease, proof, attempt.doubt)
         else:
-            self.quarantines.free_pages(part, lease, proof, attempt.doubt)
+            self.quarantines.release_or_quarantine(part, lease, proof, attempt.doubt)
 
     def _close(self, part: ReceivePart, outcome: ReceiveOutcome, reason: Refusal | None) -> None:
         """The writer has no more to say: tell it the outcome, and keep that for its repetitions."""

@@ -493,7 +493,7 @@ class Prefiller:
         """The engine hears of the failure at once, and may name the send once more to end it."""
         self.settled_sends.tell_engine(part, refusal)
         if self.by_send.pop(part.id, None) is not None and part.aux is None:
-            # Without this an honest ``abort_send`` that crosses our SendFailed would be refused as
+            # Without this an honest ``AbortSend`` that crosses our SendFailed would be refused as
             # unknown.
             # An engine that has finished names it in no further call.
             self.failed[part.id] = FailedSend(

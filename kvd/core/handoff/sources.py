@@ -52,7 +52,7 @@ Area = tuple[int, ...]
 
 
 def is_whole(shard_routes: tuple[ShardRoute, ...], n_shards: int) -> bool:
-    """Whether these shard_routes fill every page of each of so many shards."""
+    """Whether these routes fill every page of each of so many shards."""
     return len(shard_routes) == n_shards and all(
         shard_route.window is None for shard_route in shard_routes
     )

@@ -5,7 +5,8 @@ console's table, a field of the snapshot (``--format json``), or both. The snaps
 declared in ``kvd.wire.snapshot``, because their JSON is a promise; their values come from here, and
 so do the columns. So a new field of a lease, a room, a peer, a client or a pool is one line:
 
-- what is an attribute of its row already (``rows``; a lease is its own): its line in the struct. It
+- what is an attribute of its row already (a lease is its own row; for a room, add it to
+  ``rows.HandoffRow`` and to the two functions that make one): its line in the struct. It
   is in the snapshot, is said by ``kvd why``, and is a column, whose unit is that of its name. A
   moment is none: the snapshot has ages;
 - what consoles alone show, or is worked out: its ``StateField``, with ``wire`` where the snapshot

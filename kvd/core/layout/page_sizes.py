@@ -6,7 +6,8 @@ each of them asks here, so that what one accepts the others can hold.
 
     any page                 1 to 65536 tokens
     page of a companion      divides the page of matching: page ``p`` owns ``p*k .. p*k+k-1``
-    page of a peer           equal, or a whole multiple either way: then one is cut into several
+    page of a peer           equal, or one a whole multiple of the other: then only the node with
+                             the larger ones sends, and into host memory (``peers.compatibility``)
     with a sliding window    at least 2: the tail begins at the border of a page
     device buffer            holds whole pages, which are what is copied into it
     second flash-attn        whole multiples of 256: how its kernel walks a block table

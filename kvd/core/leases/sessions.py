@@ -2,7 +2,8 @@
 
 A session is what an engine opened on the attach socket, with every process that maps the pool for
 it. When the last of them is gone its handoffs are given up and its leases released; what it had
-committed stays cached. One of before a restart (``former_leases``) waits for its engine.
+committed, or said to be written, stays cached. One of before a restart (``former_leases``) waits
+for its engine.
 
 The daemon may have to hang up on a session whose processes live: one that does not read, say. They
 map the pool and may go on writing, so only what they cannot know of is given up: requests that
