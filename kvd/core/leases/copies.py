@@ -79,6 +79,8 @@ class Copies:
 
     def copied(self, got: Copied) -> None:
         """One copy is done; one of a process that is gone interests nobody."""
+        # Unknown is no error: a report may come behind the end of the process that made it, and
+        # then its asker was told already that the copy was cut.
         asker = self.under_way.pop(got.ticket, None)
         if asker is not None:
             asker.copied(got)
@@ -153,6 +155,7 @@ class LeaseCopies:
 
     def cut(self) -> list[LeaseRecord]:
         """The process is gone, and all of them with it; the leases whose they were."""
+        # Each lease once, however many copies it had: whoever is told moves it to another state.
         leases = {lease.id: lease for lease in self.leases()}
         self.by_ticket = {}
         return list(leases.values())
