@@ -289,8 +289,10 @@ def tile_faults(where: PoolPlaces) -> list[Fault]:
     pool, component, everything = where.pool, where.component, list(where.places())
     total = pool.total_pages
     if pool.condemned_pages:
+        # Each would be in two places at least, which is told already and cannot be mended.
         everything = _apart_from(everything, pool.condemned_ids())
     ids = np.frombuffer(b"".join([place.pages for place in everything]), dtype="<i4")
+    # Mostly so: then nobody has to say where each of them is.
     if ids.size == total - 1 and np.array_equal(np.sort(ids), np.arange(1, total)):
         return []
     return [
@@ -304,6 +306,7 @@ def is_uncounted(where: PoolPlaces) -> bool:
     """I1 by the numbers alone: cheap, and blind to a page lost while another is double."""
     table, keeper = where.table, where.keeper
     if keeper is None:
+        # A quarantined lease is among them: what it holds is neither free nor anybody else's.
         held = sum([lease.held_pages for lease in table.leases.values()])
         cached = table.tree.cached_pages
     else:
@@ -349,6 +352,7 @@ def _doubles(
     everything: list[Place], ids: np.ndarray, total: int, component: str
 ) -> Iterator[Fault]:
     """Pages in two places, or twice in one, by where they are."""
+    # Strays are told apart: as places in the array they would be somebody else's pages.
     known = (ids >= 1) & (ids < total)
     times = np.bincount(ids[known], minlength=total)
     at = np.flatnonzero(known)
@@ -361,6 +365,7 @@ def _doubles(
     groups: dict[tuple[int, ...], list[int]] = {}
     for page, found in where.items():
         groups.setdefault(tuple(found), []).append(page)
+    # By the set of places, not by page: one bug makes many pages double in the same two.
     for indexes, pages in list(groups.items())[:MAX_PLACES]:
         named = [everything[index] for index in indexes]
         yield Fault(
@@ -439,6 +444,7 @@ def _broken_claim(
     node: NodeView, lease: LeaseRecord, refs: Backrefs
 ) -> Iterator[tuple[str, str, str]]:
     """Row, lock and holders of a lease that is somebody's."""
+    # The row of a lost one was cut on purpose when it was lost.
     if lease.state not in AWAY and lease.lost is None:
         for check, what in _broken_row(node, lease):
             yield "I2" if check == "unlocked" else "I4", check, what
@@ -478,6 +484,8 @@ def _missing_holders(lease: LeaseRecord, refs: Backrefs) -> Iterator[tuple[str, 
             receive = refs.receives.get(lease.id)
             is_there = receive is not None and receive.state in ARRIVING
         elif holder in COPYING:
+            # Both: a copy without the state would be reported to nobody, the state without a copy
+            # never ends.
             is_there = lease.state is COPYING[holder] and refs.copies[lease.id] > 0
         elif holder == UNPROVEN:
             is_there = refs.may_read_former
@@ -501,6 +509,8 @@ def receive_faults(node: NodeView, part: ReceivePart, refs: Backrefs) -> Iterato
         wrong = "is known under another number"
     if wrong:
         yield _receive_fault("I9", "receive", part, wrong)
+    # Its sums are known and it stands still: right only while other parts, or a buffer, are waited
+    # for.
     looks_done = part.state is Decode.VERIFYING and not part.sums
     if looks_done and not waits_for_others(part) and not _is_preloading(node, part):
         yield _receive_fault(
@@ -668,6 +678,7 @@ def _forgotten(node: NodeView) -> Iterator[Fault]:
     """
     peers = node.peers
     for name, waiters in node.admission.side_queue.by_name.items():
+        # Asked once for a name: a thousand may wait for it, and the answer is the same.
         if name == OWN_TRANSFER or peers.not_ready(name) is not None:
             continue
         for waiter in waiters.values():

@@ -58,6 +58,7 @@ FIRST_SPAN_BYTES = 2048
 def shared_bytes(edge: Tokens, tokens: Tokens, pos: int, end: int) -> int:
     """How much of ``edge`` equals ``tokens[pos:end]`` from its start, in bytes of whole tokens."""
     limit = min(len(edge), end - pos)
+    # Only the span that differs is looked into token by token; doubled, they stay few.
     low, span = 0, FIRST_SPAN_BYTES
     while low < limit:
         high = min(low + span, limit)
@@ -329,6 +330,7 @@ class RadixTree:
             raise too_few(tokens, start_tokens, end // ID_BYTES)
         node, duplicates, tree_pages = anchor, NO_PAGES, pages
         first_page = tokens[start : start + self._page_bytes]
+        # Mostly nobody was here: then there is nothing to walk, and the tokens are not even cut.
         if first_page in anchor.children:
             node = self._walk(anchor, tokens, start, end)
             known = (node.end_tokens - anchor.end_tokens) // self.match_page_tokens * ID_BYTES
@@ -341,10 +343,12 @@ class RadixTree:
             self._last_id = node_id = self._last_id + 1
             leaf = RadixNode(node_id, node, first_page, tokens[start:end], pages)
             leaf.touched_at = self.at
+            # One dict for all leaves: whoever wrote into it would give all of them a child.
             if node.children is NO_CHILDREN:
                 node.children = {first_page: leaf}
             else:
                 node.children[first_page] = leaf
+            # Nobody locks it yet: until the caller's ``relock`` it may be evicted.
             self.evictable_bytes += len(pages)
             self._add(leaf)
         else:
@@ -386,6 +390,8 @@ class RadixTree:
                 node, pos = child, stop
                 continue
             shared = shared_bytes(edge, tokens, pos, end)
+            # At least one page is shared, since the child was found by all of its first: no half is
+            # empty.
             node = self._split(child, shared - shared % page_bytes)
             # Both halves were used, the upper one last; it also puts the upper one in its place.
             self._touch(child)
@@ -393,6 +399,8 @@ class RadixTree:
         return node
 
     def _split(self, lower: RadixNode, at_bytes: int) -> RadixNode:
+        # The pages below go to another node without being moved: a sweep that has seen one half
+        # must know.
         edge, pages, parent = lower.edge, lower.pages, lower.parent
         self._moved.log.append(pages)
         at_pages = at_bytes // self.match_page_tokens
@@ -461,6 +469,7 @@ class RadixTree:
         self.evictable_bytes -= len(pages)
         for pages_at_nodes in self.components:
             pages_at_nodes.dropped(gone)
+        # What was dropped may have been all of a namespace.
         self._sweep_roots()
         return FlushedNodes(pages, kept // ID_BYTES, gone)
 

@@ -173,6 +173,7 @@ class ClientRow:
 
 def client_rows(node: NodeView) -> dict[int, ClientRow]:
     """By session, those that are gone and still have leases too; one look at all leases."""
+    # Living ones first, also without a lease; the dead ones are only seen by what they have left.
     found = {one.id: ClientRow(one) for one in node.sessions.by_id.values()}
     for lease in node.leases.leases.values():
         one = found.get(lease.session)
