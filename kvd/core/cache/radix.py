@@ -330,7 +330,6 @@ class RadixTree:
             raise too_few(tokens, start_tokens, end // ID_BYTES)
         node, duplicates, tree_pages = anchor, NO_PAGES, pages
         first_page = tokens[start : start + self._page_bytes]
-        # Mostly nobody was here: then there is nothing to walk, and the tokens are not even cut.
         if first_page in anchor.children:
             node = self._walk(anchor, tokens, start, end)
             known = (node.end_tokens - anchor.end_tokens) // self.match_page_tokens * ID_BYTES
@@ -343,12 +342,10 @@ class RadixTree:
             self._last_id = node_id = self._last_id + 1
             leaf = RadixNode(node_id, node, first_page, tokens[start:end], pages)
             leaf.touched_at = self.at
-            # One dict for all leaves: whoever wrote into it would give all of them a child.
             if node.children is NO_CHILDREN:
                 node.children = {first_page: leaf}
             else:
                 node.children[first_page] = leaf
-            # Nobody locks it yet: until the caller's ``relock`` it may be evicted.
             self.evictable_bytes += len(pages)
             self._add(leaf)
         else:
