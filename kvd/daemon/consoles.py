@@ -87,6 +87,7 @@ class Consoles:
         """
         now_s = self._clock()
         watch = Watch(asked, now_s)
+        # One for each: a console that looks elsewhere wants no more frames of what it saw before.
         self._watches.pop(console, None)
         if self._busy_s >= BEAT_S:
             self._watches[console] = watch

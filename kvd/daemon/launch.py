@@ -112,6 +112,7 @@ def launch(config: Config, systemd: Systemd) -> Launch:
     sockets = config.sockets
     for endpoint in (sockets.client, sockets.admin):
         own_directory(Path(endpoint.removeprefix(IPC)).parent, sockets.group)
+    # Before any memory is looked at: until then the daemon before may still write it.
     lock_fd = lock.take(sockets.client.removeprefix(IPC) + ".lock")
     try:
         spec = pool_spec(config)
@@ -128,6 +129,7 @@ def launch(config: Config, systemd: Systemd) -> Launch:
     made = Launch(config, spec, lock_fd, pool)
     try:
         systemd.begin(f"registering {size}")
+        # Last here, and before the rest of the daemon is imported: both take about as long.
         made.first.spawn()
     except BaseException:
         made.close()

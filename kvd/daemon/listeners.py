@@ -105,6 +105,7 @@ def listen_at(path: str, kind: socket.SocketKind, *, mode: int, group: str | Non
             os.umask(before)
         if group is not None:
             shutil.chown(path, group=group)
+        # After the group: open to it from now on, and never to the group that it was made with.
         os.chmod(path, mode)
         sock.listen(BACKLOG)
     except OSError as error:
@@ -135,6 +136,7 @@ def clear_stale(path: str, kind_of_socket: socket.SocketKind) -> None:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
+            # Refused: nobody listens there any more. A full queue would be somebody who does.
             os.unlink(path)
             return
         except OSError as error:

@@ -111,6 +111,8 @@ class FlightRecorder:
                 directory=str(self._directory),
             )
         )
+        # After the copy is made and in the same turn: no input lies between it and the first that
+        # is kept.
         self._reactor.record_with(self._keep)
         self._say(RecorderState(RECORDING))
 
@@ -118,6 +120,7 @@ class FlightRecorder:
         """End the recorder process; it saves what it has unless the end is a clean one."""
         if self._again is not None:
             self._again.cancel()
+        # First: what is written last is all that there is.
         self._reactor.record_no_more()
         self._write()
         child, self._child = self._child, None
@@ -140,7 +143,10 @@ class FlightRecorder:
         if self._child is None:
             on_saved(orders.NotSaved(ticket, f"nothing is recorded: {self._why}"))
             return
+        # Before it is written: where the recorder has fallen behind, everybody who waits is told
+        # there.
         self._waiting[ticket] = on_saved
+        # What was kept until now belongs to it.
         self._write()
         if self._child is None:
             return  # it fell behind, and whoever waits was told
@@ -193,6 +199,7 @@ class FlightRecorder:
 
     def _write(self) -> None:
         """Write what was kept to the ring: many at a time cost a third of one by one."""
+        # Off first: writing may end the recording, and then nothing is kept any more.
         kept, self._kept = self._kept, []
         child = self._child
         if child is None or not kept:

@@ -184,6 +184,8 @@ class Systemd:
             try:
                 self._tell(message, (theirs,), PATIENCE_S)
             finally:
+                # Ours is gone with the message: the other end hangs up when the manager has no copy
+                # either.
                 os.close(theirs)
             yield ours
         finally:
