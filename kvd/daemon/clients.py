@@ -98,7 +98,7 @@ class ClientPort(ListenerOwner):
         return self._calls.get(session, 0)
 
     def answer(self, effect: effects.AnswerEngine) -> None:
-        """Carry out ``Answer``; a session that has gone hears nothing."""
+        """Carry out ``AnswerEngine``; a session that has gone hears nothing."""
         connection = self._at.get(effect.session)
         if connection is None:
             return

@@ -151,7 +151,7 @@ def open_pool(config: Config, spec: PoolSpec, systemd: Systemd) -> OpenPool:
 
     Raises:
         NotReserved: there is not enough, or it is in use, or not to be trusted.
-        Unfit, TimeoutError: it is to be kept by systemd, which does not.
+        UnfitConfig, TimeoutError: it is to be kept by systemd, which does not.
     """
     memory = memory_of(config, systemd)
     try:
@@ -246,7 +246,7 @@ def keep(memory: DaemonMemory, systemd: Systemd) -> None:
     A daemon that is killed between the two finds a part of it, which is as good as nothing.
 
     Raises:
-        Unfit, TimeoutError: it does not; the message says why.
+        UnfitConfig, TimeoutError: it does not; the message says why.
     """
     # Forgotten before anything is stored: under one name two would come back, and neither be
     # trusted.

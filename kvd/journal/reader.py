@@ -61,7 +61,7 @@ class VerifyDepth(enum.Enum):
 
 
 class FoundJournal(msgspec.Struct, frozen=True):
-    """What the pool held and was proven; ``inputs.Adopted`` and the attach socket take it over.
+    """What the pool held and was proven; ``PoolAdopted`` and the attach socket take it over.
 
     ``generation`` is that which comes now. ``engines`` are how those of ``sessions`` prove that
     they are it.

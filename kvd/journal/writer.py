@@ -127,8 +127,8 @@ class JournalWriter:
         if lease > self._last_lease:
             self._last_lease = lease
             self._store(self.journal.head, LAST_LEASE, sealed(lease, LAST_LEASE))
-        # First, because the word of a page names the slot. Killed between the two the lease has fewer
-        # pages, of which its engine has not been told.
+        # First, because the word of a page names the slot. Killed between the two the lease has
+        # fewer pages, of which its engine has not been told.
         slot = self.claims.hold(lease, note.session, note.anchor)
         self._mark(note.pages, claim_word(lease, slot))
 

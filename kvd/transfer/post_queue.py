@@ -1,6 +1,6 @@
 """The posts to one peer: their turns, their handles in flight, their progress.
 
-A lane is one sending agent and the posts that go through it. Posts take turns, one handle each, so
+A queue is one sending agent and the posts that go through it. Posts take turns, one handle each, so
 a small post waits for a few handles of a large one and never for all of it. At most
 ``IN_FLIGHT_HANDLES`` are in flight; a handle done makes room for the next post's turn::
 

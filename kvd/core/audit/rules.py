@@ -126,6 +126,7 @@ def tree_faults(tree: RadixTree) -> list[Fault]:
 def total_faults(tree: RadixTree) -> list[Fault]:
     """I3: the counters are the sums over the nodes in the eviction order, which are all."""
     # In one piece, so as fast as it goes: 0.1 us a node.
+    # By the eviction order and not by the tree: it is the order that hands pages out.
     nodes = list(tree.order)
     cached = sum(map(len, map(_PAGES, nodes)))
     locked = sum([len(node.pages) for node in nodes if node.lock_ref])
@@ -609,6 +610,7 @@ def send_faults(node: NodeView, part: SendPart, refs: Backrefs) -> Iterator[Faul
         bounds = f"[{start}, {end}]"
         yield fault("I5", "cursor", f"posted to {part.posted_tokens}, outside {bounds}")
     page_tokens = node.prefiller.posts.page_tokens(part)
+    # A settled one may have been refused for just this.
     if part.decode_prefix_len % page_tokens and part.state is not Prefill.SETTLED:
         yield fault("I4", "prefix", f"begins at token {part.decode_prefix_len}")
     if part.state is Prefill.SETTLED and part.outstanding:
@@ -716,6 +718,7 @@ def register_faults(node: NodeView) -> Iterator[Fault]:
             yield Fault("I9", "failed", what, side="prefill", part=send)
     yield from _former_faults(node)
     yield from _record_faults(node.prefiller)
+    # By numbers always; page by page only where the area is small, see ``sweep``.
     yield from saved_count_faults(node.leases)
 
 

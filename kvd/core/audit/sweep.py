@@ -1,10 +1,10 @@
 """One look at everything a node has, in slices, while the node goes on living between them.
 
-Rules about one thing (``rules``) are exact whenever they are asked. What is true
-only of everything together, that each page is in exactly one place, is made exact by ``moves``: a
-sweep counts how often it sees each page, learns at each turn which pages have moved meanwhile, and
-at the end judges those that have not. They were where they are all the time, so they must have been
-seen exactly once. What has moved is judged by the next sweep; a lost page never moves again.
+Rules about one thing (``rules``) are exact whenever they are asked. What is true only of everything
+together, that each page is in exactly one place, is made exact by ``moved_pages``: a sweep counts
+how often it sees each page, learns at each turn which pages have moved meanwhile, and at the end
+judges those that have not. They were where they are all the time, so they must have been seen
+exactly once. What has moved is judged by the next sweep; a lost page never moves again.
 
     FREE    the free lists, from the bottom of each stack: what lies still keeps its index
     TREE    from the roots down; what is split meanwhile keeps its lower half on our stack

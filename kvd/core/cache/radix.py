@@ -18,7 +18,7 @@ locked may be gone after the next ``evict``.
 What must not live here: owners and free pages (the lease table and the pools), clocks, I/O, and
 what is broken and what follows of it for leases (``audit``).
 
-Invariants, checked by ``audit.radix_rules``:
+Invariants, checked by ``audit.rules``:
     I2  parent.lock_ref >= child.lock_ref >= 0; a root carries one lock of its own for good
     I3  evictable_pages = pages of the nodes with lock_ref 0
     I4  every edge is a positive number of pages, one page id each; no page id occurs twice
@@ -441,7 +441,7 @@ class RadixTree:
             if node.parent is not None:
                 del node.parent.children[node.key]
             pieces.append(node.pages)
-        pages: Pages = b"".join(pieces)  # type: ignore[assignment]  # see Node
+        pages: Pages = b"".join(pieces)  # type: ignore[assignment]  # see RadixNode
         self.evictable_bytes -= len(pages)
         for pages_at_nodes in self.components:
             pages_at_nodes.dropped(victims)

@@ -1,6 +1,6 @@
 """States of leases, handoffs and peers, and what each waits for: the same words everywhere.
 
-What must not live here: tables and sentences made of them (``report``, ``why``, the console).
+What must not live here: tables and sentences made of them (``schema``, ``why``, the console).
 """
 
 from __future__ import annotations

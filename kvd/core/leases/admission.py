@@ -59,6 +59,7 @@ class SideQueue:
     def remove(self, waiter: Waiter) -> None:
         """It waits for nothing of that any more."""
         del self.waiters[waiter.number]
+        # Empty names go: they are of peers, of which there may come any number.
         for name in waiter.awaits:
             here = self.by_name[name]
             del here[waiter.number]
@@ -344,6 +345,7 @@ class Admission:
             return
         late = [waiter for waiter in self.queue if waiter.deadline_s <= now_s]
         self._strike(late)
+        # Before anybody is told: who hears may ask anew, and lowers it then.
         self._soonest_s = min([one.deadline_s for one in self._all()], default=float("inf"))
         for waiter in late:
             waiter.asker.refused(self._too_late(waiter))

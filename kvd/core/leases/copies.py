@@ -4,14 +4,11 @@ A copy is a ticket of the transfer process. It is over by ``Copied``, by ``CopyF
 end of that process, and until then neither side's pages are anybody else's; that is kept by who
 ordered it. At the end of the process every asker hears of it from the node, not from here.
 
-The copies of leases between the pool and the saved area: when are all of one lease's over?
+Between the pool and the saved area a lease has one for each component that is copied, and of each
+shard of it. What comes of it is known when the last is over: a refusal of one is no reason to touch
+pages that another still reads or writes.
 
-A lease has one for each component that is copied, and of each shard of it. What comes of it is
-known when the last is over: a refusal of one is no reason to touch pages that another still reads
-or writes.
-
-What must not live here: what becomes of the lease (``retract``), the numbers of tickets
-(``copies``).
+What must not live here: what becomes of the lease (``retraction``).
 """
 
 from __future__ import annotations

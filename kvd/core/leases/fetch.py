@@ -3,7 +3,7 @@
 What is in which slot is ``residency``; this file orders the copies, tells the engine when its pages
 are there, and keeps both sides' pages from everybody until a copy is over::
 
-    fetch(wanted, ahead) -> hits, and slots for the misses -> one Copy -> Copied -> Fetched
+    fetch(wanted, ahead) -> hits, and slots for the misses -> one Copy -> Copied -> FetchReply
                          '> what is left of the slots for ``ahead`` -> one Copy, nobody waits
 
 One lease is one sequence, so its fetches have their turns one after the other: the next one is

@@ -424,11 +424,14 @@ class LeaseTable:
     def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on: windows behind it go back."""
         refusal = self.components.slide(lease, upto_tokens)
+        # What fell behind the window may be what somebody waits for.
         self.releases += refusal is None
         return refusal
 
     def hand_over(self, lease: LeaseRecord, reason: str) -> None:
         """The prompt is here: from now on the lease is the engine's."""
+        # In the place of the arrival, in one assignment: a lease without a holder would be nobody's
+        # to end.
         lease.holders = {ENGINE}
         lease.reason = reason
         if self._journal is not None:

@@ -359,6 +359,7 @@ class Retractor:
                 area.turn(lease, LeaseTransition.CUT)
                 self.uncopied[lease.id] = lease
             else:
+                # Its engine has let go of it: only the copy held it, and nobody wants it restored.
                 area.undo_restore(lease)
 
     def transfer_ready(self) -> None:

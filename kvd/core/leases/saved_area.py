@@ -70,6 +70,8 @@ class SavedArea:
                 self._companions.append((component, companion_factor(spec, component)))
             else:
                 self._components[component.name] = component
+                # One page at least, the null page, also where nothing can be saved: then each save
+                # is refused with numbers, like one that finds it full.
                 self.pools[component.name] = PagePool(saved_region(component), max(1, pages))
         self._first = spec.components[0].name
         self._spec = spec
