@@ -76,7 +76,7 @@ class AdminPort(ListenerOwner):
         del self._at[self._operator_of.pop(connection)]
 
     def report(self, effect: effects.AnswerOperator) -> None:
-        """Carry out ``AnswerOperator``; how a node came to its locks is in the ring, not in it."""
+        """Carry out ``AnswerOperator``; a node's lock history is in the ring, not in the core."""
         message = effect.message
         match self._asked:
             case admin.Why(kind="node", id=number) if isinstance(message, admin.Because):

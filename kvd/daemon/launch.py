@@ -48,6 +48,8 @@ class Launch:
         """Use ``launch``."""
         self.spec = spec
         self.pool = pool
+        # The birth in front, so that incarnations of a node compare by age; the rest is nobody's to
+        # guess.
         self.incarnation = Incarnation(f"{lock.next_birth(lock_fd):016x}{secrets.token_hex(8)}")
         self._lock_fd = lock_fd
         self._environment = config.transfer.ucx

@@ -224,6 +224,7 @@ class FlightRecorder:
 
     def _end(self, why: str) -> None:
         """The recording is over; try again after a pause."""
+        # Before it is told: what is fed from here on belongs to no recording.
         self._reactor.record_no_more()
         self._why = why
         self._kept = []
@@ -233,6 +234,7 @@ class FlightRecorder:
             child.hang_up()
         self._fail_all(why)
         self._say(RecorderState("ended", why=why))
+        # It had lasted: what ended it is not what ends it each time.
         if self._reactor.clock() - self._began_s >= STEADY_S:
             self._pause_s = FIRST_PAUSE_S
         loop = asyncio.get_running_loop()
@@ -240,6 +242,7 @@ class FlightRecorder:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def _fail_all(self, why: str) -> None:
+        # Taken off first: who hears that nothing was saved may ask once more.
         waiting, self._waiting = self._waiting, {}
         for ticket, on_saved in waiting.items():
             on_saved(orders.NotSaved(ticket, why))
@@ -281,6 +284,7 @@ class RecorderChild:
             theirs.close()
             os.close(memory)
             os.close(frozen)
+        # By a descriptor: a number could be another process's when we kill it.
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._died)
         self._loop.add_reader(self._socket, self._readable)

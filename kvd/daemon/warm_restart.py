@@ -138,6 +138,7 @@ async def leave(journalist: Journalist, tree: RadixTree, advance: Callable[[str]
     A killed daemon leaves the order in which its pages were cached instead.
     """
     for _ in range(round(SETTLED_WITHIN_S / LOOK_EVERY_S)):
+        # In short waits, each of which asks the manager for more time.
         if await journalist.settle(LOOK_EVERY_S):
             break
         advance("summing the last pages, for the next daemon to take over")

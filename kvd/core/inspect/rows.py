@@ -137,6 +137,7 @@ def peer_rows(node: NodeView) -> dict[str, PeerRow]:
     nobody = PeerRow("", None, "")  # of parts whose peer is not known yet, or no more
     for receive in node.decoder.parts.values():
         one = found.get(receive.peer, nobody)
+        # By name, of every life of it; below by incarnation, of the present one only.
         one.receives += 1
         one.in_bytes += receive.moved_bytes
     for send in prefiller.known():
