@@ -213,6 +213,7 @@ class CopyTurns:
         # Looked for anew at every slice: what has come since may pass at once.
         oldest = self.jobs[0]
         job = reduce(_smaller, self.jobs)
+        # Smaller ones have had their share: a stream of them must not hold up the oldest for ever.
         if job is oldest or self._passed_bytes >= PASSING_BYTES:
             job, self._passed_bytes = oldest, 0
             job.step()

@@ -222,6 +222,7 @@ class SendingAgent:
 
         Its sockets are reset, not closed: a plain close would go on sending what they still hold.
         """
+        # Before the agent goes: after that nothing leads to its sockets any more.
         for descriptor in sockets_of(self.polls):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as tcp:
                 tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NONE)

@@ -181,10 +181,14 @@ class TransferProcess:
             undo.callback(ours.close)
             ours.settimeout(0.0)
             self._socket = ours
+            # Closed here once the child has it: the end of the stream must come with the child's
+            # own end.
             with theirs:
                 self._witness = create_witness()
                 undo.callback(os.close, self._witness)
                 self._child = subprocess.Popen(
+                    # Without the current directory on its path: what lies there is not for it to
+                    # import.
                     [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno()), str(os.getpid())],
                     pass_fds=(
                         theirs.fileno(),
@@ -205,6 +209,8 @@ class TransferProcess:
         self._unsent += frame_of(
             BeginTransfer(self._name, (self._witness, *self._keep_open), self._regions)
         )
+        # At once, with no loop needed: it begins to load NIXL while the rest of the daemon is
+        # imported.
         self._unsent = self._unsent[self._socket.send(self._unsent) :]
 
     def _readable(self) -> None:

@@ -56,6 +56,7 @@ class PendingQuiesce:
         """By socket: bytes that must have been read."""
         self.ends: dict[str, str] = {}
         """By socket: the streams that must end."""
+        # Otherwise only what has reached this host is in doubt, and that is in ``due``.
         if order.doubt is Doubt.SENT:
             self.ends = {name: mark.stream for name, mark in seen.items()}
         self.taken_at_ns: int | None = None
@@ -139,6 +140,7 @@ class Quiescence:
         rest = []
         for one in self._open:
             one.look(seen)
+            # What comes by RDMA leaves no mark: no look here could ever say that it is over.
             if is_blind or not self._is_at_rest(one):
                 rest.append(one)
             else:

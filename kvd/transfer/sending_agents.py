@@ -189,6 +189,7 @@ class SendingAgents:
         try:
             peer = unpack(order.metadata)
         except BadMetadata as exc:
+            # Before NIXL has seen a byte of it: damaged metadata can end this process.
             self._report(AgentFailed(UNSTAMPED, *key, why=str(exc)))
             return
         self._building.add(key)

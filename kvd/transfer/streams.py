@@ -178,6 +178,7 @@ def _mark(held: socket.socket) -> StreamMark | None:
     if held.family not in {socket.AF_INET, socket.AF_INET6} or held.type != socket.SOCK_STREAM:
         return None
     info = _info(held)
+    # Nobody can have sent anything on it yet.
     if info[0] in _NOT_CONNECTED:
         return None
     # After the state. The other way round data and the end could both come between the two looks,

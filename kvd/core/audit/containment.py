@@ -219,6 +219,7 @@ class Containment:
         node = self._node
         if ENGINE in lease.holders and lease.session in node.sessions.by_id:
             node.out.answer(lease.session, client.LeaseLost(lease.id, refusal))
+        # A list first: a send that is given up may leave its room at once.
         sends = [one for one in node.prefiller.rooms.by_room.values() if one.engine is not None]
         for send in [one for one in sends if one.engine and one.engine.lease is lease]:
             node.prefiller.give_up_send(send, refusal)
@@ -226,6 +227,7 @@ class Containment:
             for attempt in list(node.decoder.attempts.values()):
                 if attempt.lease is lease:
                     node.decoder.cancel_attempt(attempt, refusal)
+        # Last: who is turned away lets others past, which are admitted in this call.
         queue = node.admission.queue
         resumes = [one for one in queue if one.claim.resumes == lease.id]
         node.admission.turn_away(resumes, refusal)
@@ -322,6 +324,7 @@ class Containment:
 
     def _strike_waiters(self, _: Fault) -> str:
         node = self._node
+        # Asked of the sessions and not of the fault, which names one of maybe many.
         gone = [
             one for one in node.admission.queue if not Backrefs(node).is_alive(one.claim.session)
         ]

@@ -417,6 +417,8 @@ def lease_faults(node: NodeView, lease: LeaseRecord, refs: Backrefs) -> Iterator
     broken = _broken_quarantine if is_quarantined else _broken_claim
     for rule, check, what in broken(node, lease, refs):
         yield fault(rule, check, what)
+    # What is kept for a post goes with the last of them; what an engine still uses, when it is
+    # told.
     if lease.reads < 0 or (lease.deferred and not lease.reads and lease.unswapped_from is None):
         what = f"lease {lease.id} keeps replaced pages that no post reads"
         yield fault("I1", "deferred", what)
@@ -631,6 +633,7 @@ def _misfiled(prefiller: Prefiller, part: SendPart) -> str:
             return "is not one that its room knows"
     elif part.state is not Prefill.SETTLED or settled_sends.settled.get(part.id) is not part:
         return "is over, and still among the open ones"
+    # One that no Offer has come for has no other end yet.
     if part.incarnation and settled_sends.find_part(part.incarnation, part.handoff) is not part:
         return f"is not found by its handoff {part.handoff}"
     return ""
@@ -653,6 +656,7 @@ def _unowned(table: LeaseTable, part: SendPart, refs: Backrefs) -> str:
 
 def post_faults(prefiller: Prefiller, post: int, part: SendPart) -> Iterator[Fault]:
     """I6 and I9 at one post under way."""
+    # By its room and not by its state alone: one that has settled is not there any more.
     is_live = prefiller.rooms.by_room.get(part.room) is part
     if post not in part.outstanding or not is_live:
         what = f"post {post} is under way for send {part.id} (room {part.room}), which "

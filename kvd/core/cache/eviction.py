@@ -201,6 +201,7 @@ class RankedOrder:
         self._clock = self._ranks[node].used = self._clock + 1
         if len(self._heap) > 2 * len(self._ranks) + HEAP_SLACK:
             # Paid for by the entries pushed since the last time; dropped nodes must not pile up.
+            # The node itself is among them: its last lock is gone by now.
             self._heap = [self._entry(one) for one in self._ranks if not one.lock_ref]
             heapify(self._heap)
         else:
@@ -266,6 +267,8 @@ class RankedOrder:
                 for below in range(2 * place + 1, min(2 * place + 3, len(heap))):
                     heappush(front, (heap[below], below))
             node = entry[2]
+            # An entry of one that was named already, or has left the tree: nobody searched for it
+            # then.
             if node in passed or node not in self._ranks:
                 yield None
             elif not node.lock_ref and (corrected := self._entry(node)) != entry:

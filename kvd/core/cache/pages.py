@@ -284,6 +284,7 @@ class PagePool:
         free = np.frombuffer(bytes(self._free), dtype="<i4")
         left = free[~np.isin(free, np.frombuffer(pages, dtype="<i4"))]
         n_pages = len(pages) // ID_BYTES
+        # One number finds both: a page that is not free, and one that is named twice.
         if free.size - left.size != n_pages:
             raise BadPages(
                 f"pool {self.name}: {free.size - left.size} of {n_pages} pages to be set apart are "

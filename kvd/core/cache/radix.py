@@ -497,6 +497,7 @@ class EvictedFilter:
         marks, hashed = self._marks, xxh3_64_intdigest
         for node in nodes:
             parent = node.parent
+            # A root has no tokens of its own to be missed by.
             if parent is None:
                 continue
             root = parent
@@ -547,6 +548,7 @@ def hide(tree: RadixTree, node: RadixNode) -> None:
         key[last] |= 0x80
     node.key = bytes(key)
     node.edge = Tokens(node.key + node.edge[page_bytes:])
+    # The dict that all leaves share: it is never written.
     if parent.children is NO_CHILDREN:
         parent.children = {}
     parent.children[node.key] = node
@@ -556,6 +558,7 @@ def drop(tree: RadixTree, node: RadixNode) -> Pages:
     """Takes ``node`` and all below, which nobody locks, out of the tree; returns their pages."""
     gone = subtree(node)
     for one in gone:
+        # A broken node may stand in no order: that may be what it is dropped for.
         if one in tree.order:
             tree.order.remove(one)
     if node.parent is not None:

@@ -105,6 +105,7 @@ class LeaseWindow:
     def unmap_below(self, floor: int) -> None:
         """Begin at ``floor``; what was its own below is spare now."""
         first_own = max(self.floor, self.start)
+        # What was the tree's below is not spare: it goes back with its lock.
         if floor > first_own:
             self.spare = Pages(self.spare + self.mapped(first_own, floor))
         self.pages = slice_pages(self.pages, floor - self.floor)
@@ -219,6 +220,7 @@ class WindowPages(ComponentPages):
             fence = start
         held = LeaseWindow(start, fence, room, claim.step_tokens, first_tokens)
         if fence < start:
+            # Locked since the claim: what lies at them is still there.
             path = [self.at[step].pages for step in _path(anchor, fence * self._page)]
             held.pages = Pages(b"".join(reversed(path)))
         # Before anything is mapped: what is mapped comes out of these.
@@ -314,6 +316,8 @@ class WindowPages(ComponentPages):
         held, last = self.held[lease.id], self._pages(n_tokens)
         behind = slid_start(n_tokens, self._window, self._page, cached=lease.cache)
         first = max(held.floor, behind // self._page)
+        # Two measures: as much is kept as whoever comes after could go on from, but it is only
+        # refused where this lease itself could not.
         needed = slid_start(n_tokens, self._window, self._page, cached=False)
         begin, end = self.mapped_tokens(lease)
         # Refused and not saved in part: a window with a hole could not be gone on from.

@@ -61,6 +61,7 @@ class Copies:
         destination: Pages,
     ) -> int:
         """Copy ``source[i]`` over ``destination[i]``; the ticket that ``asker`` will hear of."""
+        # Counted on over the end of a process: a late report of the one before finds no new copy.
         self._last_ticket += 1
         self.under_way[self._last_ticket] = asker
         self._out.effects.append(

@@ -205,6 +205,7 @@ class Sessions:
                 handoffs=handoffs,
             )
         )
+        # A former one may read pages under a lease that nobody here knows of, so it is waited for.
         if not kept and not session.is_former:
             # Nothing that it could write is held for it, and nothing ever will be again.
             self._over(session, 0)
