@@ -116,6 +116,7 @@ class Engines:
         """One request of an engine: one answer, now or when there is room."""
         message = got.message
         verb = self._verbs.get(type(message))
+        # Before what is asked: one that was hung up on hears why, whatever it wants.
         refusal = self._owners.sessions.refusal(got.session)
         if refusal is not None:
             pass
@@ -192,6 +193,7 @@ class Engines:
             return lease
         if message.n_tokens < 0:
             return self._wrong(f"extend by {message.n_tokens} tokens")
+        # Before it grows: the answer has the new pages only.
         first = count(lease.page_table)
         leases = self._leases
         shortage = leases.extend(lease, message.n_tokens)
@@ -211,6 +213,7 @@ class Engines:
             )
         refusal = self._leases.slide(lease, message.upto_tokens)
         if refusal is None:
+            # From the end of the row on: a slide moves nothing of the first component.
             self._answer_page_table(session, message.call, lease, count(lease.page_table))
         return refusal
 
@@ -243,6 +246,7 @@ class Engines:
         if isinstance(lease, Refusal):
             return lease
         room_tokens = count(lease.page_table) * self._leases.page_size
+        # The slowest rank counts: most words of one move nothing that others could see.
         before = lease.written_tokens
         refusal = say_written(lease, message, room_tokens)
         if refusal is None:
@@ -282,6 +286,7 @@ class Engines:
         return None
 
     def _release(self, session: int, call: int, lease: LeaseRecord) -> None:
+        # Before ``Done``: effects are in order, so what its engine hears has been noted by then.
         self._sessions.end_lease(lease, "normal")
         self._out.answer(session, client.Done(call))
 
@@ -371,6 +376,7 @@ class Engines:
             return lease
         if (
             not tokens
+            # Of other tokens the peer would cache KV under a prompt that it does not belong to.
             or not lease.tokens.startswith(tokens)
             or lease.namespace != message.namespace
         ):
@@ -392,6 +398,7 @@ class Engines:
             return part
         refusal = self._prefiller.advance_send(part, message.upto_tokens, message.after)
         if refusal is None:
+            # Only if the send took it: a refused number must not be a word about the lease.
             _say_of_lease(part.engine, message.upto_tokens, message.after)
             self._out.answer(session, client.Done(message.call))
         return refusal
@@ -399,6 +406,7 @@ class Engines:
     def _finish(self, session: int, message: client.Finish, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
         if isinstance(part, Refusal):
+            # It hears now that it failed, and nobody else will ask for it.
             failed = self._prefiller.forget_failed(session, message.send)
             # The handoff failed, and the prompt was computed all the same: it stays cached here.
             if failed is not None and (lease := self._leases.leases.get(failed.lease)) is not None:
@@ -417,6 +425,7 @@ class Engines:
                 return part
             self._out.answer(session, client.Done(message.call))
             return None
+        # Answered first, as a cancel is.
         self._out.answer(session, client.Done(message.call))
         self._prefiller.abandon_send(
             part,
@@ -441,6 +450,8 @@ class Engines:
             session,
             client.MatchReply(
                 call=message.call,
+                # A question must not count as a use: a router that asks every node would keep
+                # everything young.
                 tokens=self._leases.tree.probe(tokens, message.namespace),
                 load=load,
                 free=self._leases.headroom_pages,

@@ -64,6 +64,7 @@ class AdminPort(ListenerOwner):
 
     @override
     def welcome(self, connection: ZmtpConnection) -> bool:
+        # A number and not the connection: an answer that comes when it has gone finds nobody.
         self._came += 1
         operator = b"%d" % self._came
         self._at[operator] = connection
@@ -75,7 +76,7 @@ class AdminPort(ListenerOwner):
         del self._at[self._operator_of.pop(connection)]
 
     def report(self, effect: effects.AnswerOperator) -> None:
-        """Tell an operator; how a node came to its locks is in the ring, not in the core."""
+        """Carry out ``AnswerOperator``; a node's lock history is in the ring, not in the core."""
         message = effect.message
         match self._asked:
             case admin.Why(kind="node", id=number) if isinstance(message, admin.Because):
@@ -114,6 +115,8 @@ class AdminPort(ListenerOwner):
         elif isinstance(message, admin.Reload):
             self._reload_for(operator, message.call)
         else:
+            # For ``report``, which is called while the input is fed, and needs to know what was
+            # asked.
             self._asked = message
             self._reactor.feed(FromOperator(self._reactor.clock(), operator, message))
             self._asked = None
@@ -145,6 +148,7 @@ class AdminPort(ListenerOwner):
             return
 
         def answer() -> None:
+            # Whichever comes first, event or time, takes the other away: it is answered once.
             timer.cancel()
             self._bus.stop_waking(answer)
             missed, found = self._bus.after(asked.after_seq)
@@ -157,6 +161,8 @@ class AdminPort(ListenerOwner):
         node = self._reactor.node
         steps, last_event = node.steps, node.out.seq
         try:
+            # In the same turn as the save is ordered: no input lies between the two, so a replay
+            # can compare.
             live_hash = state_hash(node, max_objects=asked.hash_objects)
         except TooManyObjects:
             live_hash = ""

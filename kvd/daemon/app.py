@@ -105,6 +105,7 @@ class Daemon:
         """
         config = self.config
         launched = self._launched or launch(config, self.systemd)
+        # First in, so last out: memory and lock go when nobody is left who could use them.
         self._up.callback(launched.close)
         self.pool, spec = launched.pool, launched.spec
         settings = settings_of(
@@ -129,17 +130,23 @@ class Daemon:
         )
         self._up.push_async_callback(self.transfer.stop)
         await self.transfer.start("start")
+        # After the transfer process, which sums what was left, and before any socket: an engine
+        # that comes back must find its leases.
         await self._take_over()
         self._listeners = Listeners(config, self._up, self.systemd.passed)
         self._batch = WriteBatch(self._loop, give_back)
         # Last, when all answers are on their way: an engine that sees us hang up waits no more.
         self._hang_up = self._up.enter_context(contextlib.ExitStack())
+        # Bound now, and served when this turn ends: until ``_wire`` nobody would carry out an
+        # effect.
         self._open_engines()
         self._open_admin()
         self._open_peers()
         self._wire()
+        # After ``_wire``: its first input says Hello, which is an effect.
         self.links.dial(config.peers.connect)
         await self._serve_http()
+        # Behind everything that came up: the copy of the node that it begins with has all of it.
         self.recording.begin()
         self.watchdog = Watchdog(self.systemd, self.reactor, self.transfer, self._log, self.state)
         self._beat(self._clock())
@@ -148,8 +155,10 @@ class Daemon:
     async def stop(self) -> None:
         """Take everything down, last first."""
         if self._tick is not None:
+            # First: nothing new is begun while what is under way is awaited.
             self._tick.cancel()
             if self.journalist is not None:
+                # While the transfer process runs, which makes the sums.
                 await leave(self.journalist, self.node.leases.tree, self.systemd.advance)
         await self._up.aclose()
 
@@ -180,6 +189,7 @@ class Daemon:
             return
         if taken.adopted is not None:
             wrong = self.node.former_leases.why_not(taken.adopted)
+            # Refused and not begun anew: engines may still read those pages.
             if wrong:
                 raise UnfitConfig(
                     f"the journal of the pool contradicts itself: {wrong}; kvd drop removes both, "
@@ -274,6 +284,7 @@ class Daemon:
 
     def ask_to_stop(self, why: str) -> None:
         """Drain, and set ``stopped`` when that is over; at once where nothing is under way."""
+        # A second signal finds this, and ends the process at once.
         self.is_stopping = True
         drain_s = self.config.admission.drain_s
         self.systemd.stopping(f"{why}: draining for {drain_s:g} s at most")
@@ -286,6 +297,7 @@ class Daemon:
 
     def _pool_lost(self, why: str) -> None:
         """The pool was memory of the transfer process: without it there is nothing to serve."""
+        # The first reason: what comes after it is its consequence.
         self.failure = self.failure or why
         self.stopped.set()
 
@@ -299,5 +311,6 @@ class Daemon:
         self.reactor.feed(Tick(now_s))
         self.transfer.beat()
         self.auditor.turn(now_s)
+        # Behind the ``Tick``, of which it wants to see that it was stepped.
         self.watchdog.beat(now_s, lag_s)
         self.reactor.attempt("frames", lambda: self.consoles.beat(self.admins.send_frame))

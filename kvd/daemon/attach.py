@@ -167,7 +167,11 @@ class AttachServer:
     # ---- connections -----------------------------------------------------------------------------
 
     def _welcome(self, sock: socket.socket, _address: object) -> None:
+        # A reply is one packet: where it does not fit the buffer it is refused, and never sent in
+        # part.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REPLY_BUFFER_BYTES)
+        # Its start is read now, while it certainly lives: later the number may be another
+        # process's.
         connection = AttachConnection(sock, process_now(_peer_pid(sock)))
         self._connections.add(connection)
         self._loop.add_reader(sock.fileno(), self._read, connection)
@@ -206,6 +210,7 @@ class AttachServer:
         if not packet:
             self._hang_up(connection)
             return
+        # It has said what it had to: from here on only ``Leave`` is a word.
         if connection.session is not None:
             self._said_more(connection, connection.session, packet)
             return
@@ -229,6 +234,7 @@ class AttachServer:
             )
             self._say_refused(connection, refusal)
             connection.is_shut = True
+            # The others of the session have kept the rules, and go on.
             if all(one.is_shut for one in session.connections):
                 self._shut(session, refusal)
 
@@ -245,8 +251,11 @@ class AttachServer:
 
     def _answer(self, connection: AttachConnection, packet: bytes, flags: int) -> Refusal | None:
         """Attach it, or say why not."""
+        # It has spoken in time, whatever it said.
         if connection.timer is not None:
             connection.timer.cancel()
+        # Before it is decoded: the rest of the packet is lost, and half a message may look like a
+        # whole one.
         if flags & socket.MSG_TRUNC:
             return self._refuse(
                 Code.TOO_LARGE, f"the request is longer than {MAX_REQUEST_BYTES} bytes"
@@ -280,11 +289,13 @@ class AttachServer:
             )
         former = self._sessions.resume(request.resumes)
         if former is not None:
+            # Before it is taken in: of the new route nobody has been told yet.
             full = self._full(former, connection)
             if full is not None:
                 return full
             former.main = connection
             was_known = self._take(former, connection)
+            # Before it is answered: the answer names what the node has kept for it.
             leases = self._came_back(former, connection, request.leases)
             self._tell_attached(connection, former, leases, was_known=was_known)
             return None
@@ -297,7 +308,11 @@ class AttachServer:
         session = self._sessions.open()
         session.take(connection)
         said = session.token.removeprefix(TOKEN_HEAD)
+        # Before the memory is handed over: a daemon that is killed in between leaves a note too
+        # many, and not a process that maps the pool and is unknown to the next.
         self._notes.session_opened(session.number, said, name, connection.process)
+        # Before ``Attached``: where that cannot be sent the session is over at once, and the node
+        # must have heard that it began.
         self._joined(session, connection, name)
         self._tell_attached(connection, session)
         return None
@@ -429,12 +444,16 @@ class AttachServer:
 
     def _hang_up(self, connection: AttachConnection) -> None:
         """A process is gone, or is sent away; with the last one its session ends."""
+        # Before it is dropped: a ``Leave`` may be among what it said last, and makes the difference
+        # between a session that ends and one that is awaited.
         _hear_out(connection)
         self._drop(connection)
         if connection.session is not None:
             self._hung_up(connection, connection.session)
 
     def _drop(self, connection: AttachConnection) -> None:
+        # While the socket is open: a closed one has no number, and its old one may be another's by
+        # then.
         self._loop.remove_reader(connection.sock.fileno())
         if connection.timer is not None:
             connection.timer.cancel()
@@ -445,6 +464,7 @@ class AttachServer:
 
     def _shut(self, session: EngineSession, refusal: Refusal) -> None:
         """It is served no more; who keeps it is told, and awaited."""
+        # From here on its route leads nowhere: no request of it is taken any more.
         self._sessions.shut(session, refusal)
         for connection in session.connections:
             if not connection.is_shut:
@@ -455,6 +475,8 @@ class AttachServer:
     def _hung_up(self, connection: AttachConnection, session: EngineSession) -> None:
         """A connection of it is closed; with the last process the session ends."""
         session.drop(connection)
+        # Asked of the node: where it holds nothing for the session, what a process could write is
+        # nobody's.
         may_write = self._reactor.node.sessions.may_write(session.number)
         if session.lingers and not session.connections and not may_write:
             session.awaited = ()  # it holds nothing, and nobody is left who could ask for anything
@@ -472,6 +494,8 @@ class AttachServer:
     def _fewer(self, session: EngineSession, gone: tuple[Process, ...]) -> None:
         """Processes have left a session, or live on without a connection."""
         if session.is_over:
+            # Before the node is told: what it does about it may come back here, and must find
+            # nobody.
             self._sessions.forget(session)
             self._notes.session_ended(session.number)
             self._reactor.feed(ClientHungUp(self._reactor.clock(), session.number))
@@ -479,11 +503,14 @@ class AttachServer:
             return
         pids = session.pids
         for one in gone:
+            # One process may have had several connections: it has left with the last.
             if one.pid not in pids:
                 self._notes.process_left(session.number, one.pid)
         if session.refusal is not None:
             self._say_who(session, session.refusal)
         elif session.lingers and not session.connections:
+            # Not at once: the process may be dying, and then it is over in the right way in a
+            # moment.
             self._loop.call_later(UNATTENDED_S, self._unattended, session)
 
     def _say_who(self, session: EngineSession, refusal: Refusal) -> None:
@@ -499,6 +526,8 @@ class AttachServer:
         """Tell the node; where it holds nothing that they may write, nobody is awaited."""
         number, reactor = session.number, self._reactor
         reactor.feed(HungUpOn(at_s=reactor.clock(), session=number, why=why, pids=pids))
+        # Asked again: a process may have been found dead while the node was told, and all is done
+        # then.
         if number not in reactor.node.sessions.by_id and self._sessions.of_number(number):
             for connection in session.connections:
                 self._drop(connection)
@@ -507,6 +536,7 @@ class AttachServer:
 
     def _unattended(self, session: EngineSession) -> None:
         """Nobody of it is attached, though a process of it lives: serve it no more."""
+        # A quarter of a second later it may be over, or attended again.
         is_known = self._sessions.of_number(session.number) is session
         if not is_known or session.connections or session.refusal is not None:
             return

@@ -63,6 +63,7 @@ class Auditor:
         """A tick: look at something, if it is earned."""
         earned_s = (now_s - self._last_s) * self.share if self._last_s is not None else 0.0
         self._last_s = now_s
+        # What was not needed is not saved up: the loop would stand still for all of it at once.
         self._credit_s = min(self._credit_s + earned_s, MAX_SLICE_S)
         if self._credit_s <= 0.0:
             return
@@ -73,6 +74,7 @@ class Auditor:
         self._reactor.feed(AuditTurn(now_s, work, spent_s))
         self._spent_s = self._timer() - begun_s
         self._credit_s -= self._spent_s
+        # A turn that found nothing to do says nothing about what work costs.
         if audit.work_done >= LEAST_WORK:
             unit_s = self._spent_s / audit.work_done
             self._unit_s += LEARN * (unit_s - self._unit_s)

@@ -79,6 +79,7 @@ class ClientPort(ListenerOwner):
     def over(self, session: int) -> None:
         """The session is over."""
         connection = self._at.pop(session, None)
+        # The connection may outlive its session: it is of none from now on.
         if connection is not None:
             self._session_of.pop(connection, None)
         self._calls.pop(session, None)
@@ -86,6 +87,7 @@ class ClientPort(ListenerOwner):
 
     def hang_up(self, session: int) -> None:
         """The session is served no more: what it has not read is not kept for it."""
+        # Kept before it is forgotten: it is closed when nothing leads to it any more.
         connection = self._at.get(session)
         self.over(session)
         if connection is not None:
@@ -96,12 +98,14 @@ class ClientPort(ListenerOwner):
         return self._calls.get(session, 0)
 
     def answer(self, effect: effects.AnswerEngine) -> None:
-        """Carry out ``Answer``; a session that has gone hears nothing."""
+        """Carry out ``AnswerEngine``; a session that has gone hears nothing."""
         connection = self._at.get(effect.session)
         if connection is None:
             return
         message = effect.message
         if isinstance(message, client.Failed):
+            # What answers another call than the one that is carried out had waited: its kind is not
+            # kept.
             op = self._op if message.call == self._call else UNKNOWN_OP
             self._metrics.rpc_failed(op, message.refusal.code.value)
         if connection.send([CLIENT_REPLIES.encode(message)]) is Sent.FULL:
@@ -110,6 +114,8 @@ class ClientPort(ListenerOwner):
     @override
     def welcome(self, connection: ZmtpConnection) -> bool:
         route = connection.routing_id
+        # The first keeps it: whoever has the token too would otherwise read another process's
+        # answers.
         if route in self._by_route:
             return not route  # without one it is of no session, like all others without
         self._by_route[route] = connection
@@ -121,6 +127,7 @@ class ClientPort(ListenerOwner):
         if self._by_route.get(connection.routing_id) is connection:
             del self._by_route[connection.routing_id]
         session = self._session_of.pop(connection, None)
+        # It may have been followed by another connection already: that one stays where answers go.
         if session is None or self._at.get(session) is not connection:
             return
         del self._at[session]
@@ -141,6 +148,7 @@ class ClientPort(ListenerOwner):
 
     @override
     def take(self, connection: ZmtpConnection, frames: Frames) -> None:
+        # With every message: it may have connected before its session was attached.
         session = self._recognise(connection)
         if session is None:
             refusal = Refusal(
@@ -150,6 +158,7 @@ class ClientPort(ListenerOwner):
             )
             self._refuse(connection, refusal, frames)
             return
+        # Counted before it is read: what cannot be read is a message of it too.
         self._calls[session] = self._calls.get(session, 0) + 1
         message = CLIENT_REQUESTS.decode(frames[0])
         if isinstance(message, Refusal):
@@ -177,6 +186,7 @@ class ClientPort(ListenerOwner):
         self._metrics.rpc(self._op, reactor.clock() - began_s)
 
     def _subscribe(self, session: int, asked: client.Subscribe | client.Unsubscribe) -> None:
+        # Not before somebody wants events: they would be looked at for nobody.
         if not self._is_listening:
             self._is_listening = True
             self._bus.subscribe(self._tell)
@@ -199,6 +209,7 @@ class ClientPort(ListenerOwner):
             numbers={"unread": bounds.backlog_messages},
         )
         sender = f"session {session}"
+        # Told first, so that the log has the reason before what follows from it.
         self._reactor.feed(
             Unreadable(at_s=self._reactor.clock(), socket="client", sender=sender, refusal=refusal)
         )
@@ -218,11 +229,13 @@ class ClientPort(ListenerOwner):
         """Push an event to the subscribers, batched per turn of the loop."""
         if not self._subscribers:
             return
+        # With the first of a turn: the ones behind it go in the same message.
         if not self._fresh:
             self.batch.loop.call_soon(self._push)
         self._fresh.append(event)
 
     def _push(self) -> None:
+        # Taken off before anything is sent: an event that this brings about is of the next turn.
         events, self._fresh = tuple(self._fresh), []
         for session, lost in list(self._subscribers.items()):
             connection = self._at.get(session)

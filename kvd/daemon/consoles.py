@@ -87,6 +87,7 @@ class Consoles:
         """
         now_s = self._clock()
         watch = Watch(asked, now_s)
+        # One for each: a console that looks elsewhere wants no more frames of what it saw before.
         self._watches.pop(console, None)
         if self._busy_s >= BEAT_S:
             self._watches[console] = watch
@@ -99,6 +100,7 @@ class Consoles:
     def beat(self, send: Callable[[bytes, bytes], Sent]) -> None:
         """Send the frames that are due, each made when its console takes it; and look on."""
         now_s = self._clock()
+        # With the beat, whatever was due: what is left over is the first of the next.
         self._busy_s = 0.0
         self._desk.turn(now_s)
         due = [one for one in self._watches.items() if one[1].due_s - EARLY_S <= now_s]

@@ -47,7 +47,9 @@ def started_ticks(pid: int) -> int | None:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
+        # Hidden is not dead.
         return 0 if _is_there(pid) else None
+    # A zombie whose threads go on is no dead one: they still write.
     if fields[_STATE] in {b"Z", b"X"} and int(fields[_THREADS]) <= 1:
         return None
     return int(fields[_STARTED])
@@ -93,6 +95,7 @@ class FormerProcesses:
 
     def look_soon(self) -> None:
         """One more is awaited."""
+        # One timer only: the one under way would look too late.
         self.close()
         self._gap_s = FIRST_LOOK_S
         self._next = self._loop.call_later(self._gap_s, self._look)
@@ -105,6 +108,7 @@ class FormerProcesses:
     def _look(self) -> None:
         awaited = self._awaited()
         self._gap_s = min(LOOK_EVERY_S, 2 * self._gap_s)
+        # Before anybody is told: what they do may await another one, and begin to look anew.
         self._next = self._loop.call_later(self._gap_s, self._look) if awaited else None
         for session, processes in awaited.items():
             dead = tuple([one for one in processes if not is_alive(one)])

@@ -103,6 +103,8 @@ class Handshakes:
         self._times[key] += 1
         if now_s - self._told_s.get(key, float("-inf")) < TELL_EVERY_S:
             return
+        # By link and reason, and not by address: a stranger has any number of those, and few of
+        # these.
         self._told_s[key], times = now_s, self._times.pop(key)
         self._reactor.feed(
             HandshakeFailed(

@@ -61,9 +61,11 @@ def http_pages(config: Config, node: NodeState, exposition: Exposition) -> HttpP
         peers=config.peers.listen,
         pool=node.settings.spec,
     )
+    # Made once: nothing in it changes while the daemon lives.
     info_page = Response(200, JSON, msgspec.json.encode(info))
 
     def readyz() -> Response:
+        # Asked first: while it drains nobody should be sent here, whether it could transfer or not.
         if node.drainer.drain is not None:
             return Response(503, PLAIN, f"{node.drainer.words()}\n".encode())
         if node.peers.generation:

@@ -52,6 +52,7 @@ class Journalist:
 
     def cached(self, note: NoteCached) -> None:
         """Carry out ``NoteCached``; its pages are proven when their sums are here."""
+        # Noted before its sum is asked for: the sum proves the note.
         self.writer.cached(note)
         if note.pages:
             self._queue.append(note.pages)
@@ -69,9 +70,12 @@ class Journalist:
 
     def _ask(self) -> None:
         """Ask for as much as may be outstanding."""
+        # First, so that what comes while it asks gets a turn of its own.
         self._turn = None
         sums = self._sums
         while sums.is_ready and self._queue and sums.n_pages < sums.most_pages:
+            # The words as they are now: a page that is freed and cached again meanwhile has another
+            # one, and its old sum proves nothing of it.
             pages, words = self.writer.pending(self._next_pages(sums.order_pages))
             if pages:
                 sums.ask(pages, self._proof(pages, words))
@@ -100,6 +104,7 @@ class Journalist:
 
     def _proof(self, pages: Pages, words: Words) -> Callable[[Summed | None], None]:
         def prove(report: Summed | None) -> None:
+            # To the end of the queue: the next process sums them.
             if report is None:
                 self._queue.append(pages)
                 self._queued_pages += len(pages) // ID_BYTES

@@ -48,6 +48,8 @@ class Launch:
         """Use ``launch``."""
         self.spec = spec
         self.pool = pool
+        # The birth in front, so that incarnations of a node compare by age; the rest is nobody's to
+        # guess.
         self.incarnation = Incarnation(f"{lock.next_birth(lock_fd):016x}{secrets.token_hex(8)}")
         self._lock_fd = lock_fd
         self._environment = config.transfer.ucx
@@ -112,6 +114,7 @@ def launch(config: Config, systemd: Systemd) -> Launch:
     sockets = config.sockets
     for endpoint in (sockets.client, sockets.admin):
         own_directory(Path(endpoint.removeprefix(IPC)).parent, sockets.group)
+    # Before any memory is looked at: until then the daemon before may still write it.
     lock_fd = lock.take(sockets.client.removeprefix(IPC) + ".lock")
     try:
         spec = pool_spec(config)
@@ -128,6 +131,7 @@ def launch(config: Config, systemd: Systemd) -> Launch:
     made = Launch(config, spec, lock_fd, pool)
     try:
         systemd.begin(f"registering {size}")
+        # Last here, and before the rest of the daemon is imported: both take about as long.
         made.first.spawn()
     except BaseException:
         made.close()

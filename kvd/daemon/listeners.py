@@ -67,6 +67,7 @@ class Listeners:
         host = "" if place.host == "*" else place.host
         sock = socket.socket(family, SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
+            # A restart must get its port back while connections of the life before linger.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -95,6 +96,8 @@ def listen_at(path: str, kind: socket.SocketKind, *, mode: int, group: str | Non
         AddressInUse: another process listens on the path, or what lies there is no socket.
         OSError: the directory is missing or not ours, or there is no such group.
     """
+    # Looked at before it is bound: a bind cannot tell a file that was left from one that is
+    # listened on.
     clear_stale(path, kind)
     sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
     try:
@@ -105,6 +108,7 @@ def listen_at(path: str, kind: socket.SocketKind, *, mode: int, group: str | Non
             os.umask(before)
         if group is not None:
             shutil.chown(path, group=group)
+        # After the group: open to it from now on, and never to the group that it was made with.
         os.chmod(path, mode)
         sock.listen(BACKLOG)
     except OSError as error:
@@ -135,6 +139,7 @@ def clear_stale(path: str, kind_of_socket: socket.SocketKind) -> None:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
+            # Refused: nobody listens there any more. A full queue would be somebody who does.
             os.unlink(path)
             return
         except OSError as error:

@@ -34,6 +34,7 @@ def take(path: str) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            # The transfer process of a killed daemon holds a copy, and is about to end.
             if time.monotonic() < end_s:
                 time.sleep(LOOK_S)
                 continue
@@ -56,6 +57,7 @@ def next_birth(descriptor: int) -> int:
     """
     kept = os.pread(descriptor, 64, 0).decode(errors="replace").split()
     last = int(kept[1]) if len(kept) > 1 and kept[1].isdecimal() else 0
+    # Peers refuse an incarnation that is older than one they know.
     birth = max(time.time_ns(), last + 1)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()} {birth}\n".encode(), 0)

@@ -54,6 +54,7 @@ class PageSums:
     def ask(self, pages: Pages, then: Answered) -> None:
         """Have ``pages`` summed; ``then`` is called once."""
         self._last_ticket += 1
+        # Before it is ordered: by this the answer is known.
         self._waiting[self._last_ticket] = (pages, then)
         self.n_pages += len(pages) // ID_BYTES
         self._order(Sum(self._last_ticket, self._region, pages))
@@ -65,6 +66,7 @@ class PageSums:
             return
         pages, then = found
         n_pages = len(pages) // ID_BYTES
+        # Before it is answered: whoever hears it asks for more, as far as there is room.
         self.n_pages -= n_pages
         if not report.why and len(report.sums) != n_pages * SUM_BYTES:
             why = f"{len(report.sums)} bytes of sums for {n_pages} pages"
@@ -77,6 +79,7 @@ class PageSums:
 
     def transfer_ready(self) -> None:
         """There is somebody to ask; who was not answered asks again."""
+        # First: whoever is called asks only of one that is ready.
         self.is_ready = True
         for ask in self._when_ready:
             ask()

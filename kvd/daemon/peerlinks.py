@@ -116,7 +116,7 @@ class PeerLinks(ListenerOwner):
         await asyncio.gather(super().close(), *dialers)
 
     def send(self, effect: effects.SendToPeer) -> None:
-        """Carry out ``Send``; lost if nobody is there, and repeated by whoever needs an answer."""
+        """Carry out ``SendToPeer``; lost if nobody is there, repeated by who needs an answer."""
         frame = PEER_MESSAGES.encode(effect.message)
         at = self._dialers.get(effect.link) or self._inward.get(effect.link)
         if at is not None:

@@ -73,8 +73,11 @@ class Reactor:
     def feed(self, happened: Input) -> None:
         """Apply one input, carry out its effects in order, publish its events in order."""
         if self._is_stepping:
+            # Behind the effects of the running step: in the middle of them the world would be ahead
+            # of the node.
             self._waiting.append(happened)
             return
+        # While effects and events are carried out too, not only while the node steps.
         self._is_stepping = True
         try:
             self._step(happened)
@@ -85,6 +88,7 @@ class Reactor:
 
     def _step(self, happened: Input) -> None:
         # A bug of the core must cost the request that met it, not the node with everybody's pages.
+        # Before it is stepped, also where that raises: a replay must come to the same bug.
         self._record(happened)
         try:
             step = self.node.step(happened)
@@ -92,6 +96,7 @@ class Reactor:
                 self.ticked_s = happened.at_s
         except Exception as error:  # noqa: BLE001
             self._on_bug(f"step {type(happened).__name__}", error)
+            # What the step had said before it raised is true of the node as it is now.
             step = self.node.out.drain()
             answer = self._apology(happened, error)
             if answer is not None:
@@ -111,6 +116,8 @@ class Reactor:
             except Exception as error:  # noqa: BLE001
                 self._on_bug(f"perform {type(effect).__name__}", error)
                 answer = self._apology(effect, error)
+                # One apology that cannot be carried out is given up: another one for it would fail
+                # alike.
                 if answer is not None and not _is_apology(effect):
                     self._carry_out([answer])
 
@@ -166,7 +173,10 @@ class Paranoid(Reactor):
         if isinstance(found, Refusal) or self._known == (now := frozenset(found)):
             return
         self._known = now
+        # An input like any other: what containment does about it must be done again by a replay.
         super()._step(CheckedAll(self.clock()))
+        # What was contained is gone by now: compared with what was found, it would be news at each
+        # step.
         left = self.attempt("check", lambda: violations(self.node))
         if not isinstance(left, Refusal):
             self._known = frozenset(left)

@@ -111,6 +111,8 @@ class FlightRecorder:
                 directory=str(self._directory),
             )
         )
+        # After the copy is made and in the same turn: no input lies between it and the first that
+        # is kept.
         self._reactor.record_with(self._keep)
         self._say(RecorderState(RECORDING))
 
@@ -118,6 +120,7 @@ class FlightRecorder:
         """End the recorder process; it saves what it has unless the end is a clean one."""
         if self._again is not None:
             self._again.cancel()
+        # First: what is written last is all that there is.
         self._reactor.record_no_more()
         self._write()
         child, self._child = self._child, None
@@ -140,7 +143,10 @@ class FlightRecorder:
         if self._child is None:
             on_saved(orders.NotSaved(ticket, f"nothing is recorded: {self._why}"))
             return
+        # Before it is written: where the recorder has fallen behind, everybody who waits is told
+        # there.
         self._waiting[ticket] = on_saved
+        # What was kept until now belongs to it.
         self._write()
         if self._child is None:
             return  # it fell behind, and whoever waits was told
@@ -193,6 +199,7 @@ class FlightRecorder:
 
     def _write(self) -> None:
         """Write what was kept to the ring: many at a time cost a third of one by one."""
+        # Off first: writing may end the recording, and then nothing is kept any more.
         kept, self._kept = self._kept, []
         child = self._child
         if child is None or not kept:
@@ -217,6 +224,7 @@ class FlightRecorder:
 
     def _end(self, why: str) -> None:
         """The recording is over; try again after a pause."""
+        # Before it is told: what is fed from here on belongs to no recording.
         self._reactor.record_no_more()
         self._why = why
         self._kept = []
@@ -226,6 +234,7 @@ class FlightRecorder:
             child.hang_up()
         self._fail_all(why)
         self._say(RecorderState("ended", why=why))
+        # It had lasted: what ended it is not what ends it each time.
         if self._reactor.clock() - self._began_s >= STEADY_S:
             self._pause_s = FIRST_PAUSE_S
         loop = asyncio.get_running_loop()
@@ -233,6 +242,7 @@ class FlightRecorder:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def _fail_all(self, why: str) -> None:
+        # Taken off first: who hears that nothing was saved may ask once more.
         waiting, self._waiting = self._waiting, {}
         for ticket, on_saved in waiting.items():
             on_saved(orders.NotSaved(ticket, why))
@@ -274,6 +284,7 @@ class RecorderChild:
             theirs.close()
             os.close(memory)
             os.close(frozen)
+        # By a descriptor: a number could be another process's when we kill it.
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._died)
         self._loop.add_reader(self._socket, self._readable)

@@ -66,10 +66,13 @@ class Reloader:
             errors = tuple(error.sentence for error in found)
             reactor.feed(ReloadRefused(reactor.clock(), errors))
             return Reloaded(call=call, changed=(), needs_restart=(), errors=errors)
+        # Against what is in force, and not against the file as it was last read.
         differences = changes(daemon.config, found)
         live = [one for one in differences if _is_live(one, daemon.config, found)]
         waiting = [one for one in differences if one not in live]
+        # With what has changed only: the rest differs again at the next reload, and is named again.
         daemon.config = config = with_changes(daemon.config, live)
+        # The shell before the core, whose event tells everybody that it is done.
         self._apply(live)
         reactor.feed(
             Reconfigured(

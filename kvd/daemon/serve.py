@@ -60,6 +60,7 @@ async def serve(
     if not os.isatty(0):  # on a terminal SIGHUP means that it is gone
         loop.add_signal_handler(signal.SIGHUP, _asked_to_reload, daemon, is_stale)
     for number in (signal.SIGTERM, signal.SIGINT):
+        # Before it starts: a start may take minutes, and must be stopped the same way.
         loop.add_signal_handler(number, _asked_to_stop, daemon, number)
     why = "stopping"
     try:
@@ -68,8 +69,10 @@ async def serve(
             _print(f"kvd: the pool's memory was {daemon.pool.memory.reason}")
         for name in systemd.drop_unclaimed():
             _print(f"kvd: what systemd handed over as {name!r} is of no use here and was closed")
+        # Only now: whoever is ordered after this unit connects at once.
         systemd.ready("serving")
         _print(f"kvd {__version__} {config.node.name} ready")
+        # The configuration was changed while it came up from the old one.
         if is_stale.is_set():
             daemon.reloader.reload()
         await daemon.stopped.wait()
@@ -80,6 +83,8 @@ async def serve(
         why = _cannot_serve(error)
         return exit_status(error, config)
     finally:
+        # Before it is taken down: that takes a while, in which the manager must not think that it
+        # hangs.
         systemd.stopping(why)
         await daemon.stop()
     return 0

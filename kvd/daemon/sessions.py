@@ -83,6 +83,7 @@ class AttachConnection:
 
         Of one that cannot be seen from here the hang-up is all that can be known.
         """
+        # The cheap questions first: the last one reads /proc.
         return self.pid > 0 and not self.has_left and is_alive(self.process)
 
 
@@ -133,6 +134,8 @@ class EngineSession:
         self.connections.add(connection)
         mine = [one for one in self.awaited if one.pid == connection.pid]
         gone = mine[:1] if connection.pid == 0 else mine
+        # One by one: of processes that cannot be seen from here several look alike, and only one
+        # came.
         for one in gone:
             left = list(self.awaited)
             left.remove(one)
@@ -144,6 +147,7 @@ class EngineSession:
         self.connections.discard(connection)
         if self.main is connection:
             self.main = None
+        # One that is dying may count as alive still: it is looked for again soon.
         if connection.may_write:
             self.awaited = (*self.awaited, connection.process)
             self.lingers = True
@@ -182,7 +186,10 @@ class EngineSessions:
             return None
         if session.refusal is not None:
             return None
+        # It may have come back before, and that route must not lead here beside the new one.
         self._by_route.pop(session.route, None)
+        # A new one: what was sent to the daemon before under the old one must not be taken for a
+        # request of this session.
         session.route = session.token + secrets.token_bytes(ROUTE_BYTES)
         self._by_route[session.route] = session
         return session
@@ -201,6 +208,8 @@ class EngineSessions:
 
     def shut(self, session: EngineSession, refusal: Refusal) -> None:
         """It is served no more."""
+        # The token stays known: a process that joins by it hears why, instead of that there is
+        # none.
         session.refusal = refusal
         self._by_route.pop(session.route, None)
 

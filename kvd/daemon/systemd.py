@@ -65,6 +65,8 @@ class Systemd:
     @classmethod
     def of(cls, environ: MutableMapping[str, str], pid: int) -> Systemd:
         """Who supervises process ``pid`` by its environment, out of which all of it is taken."""
+        # Taken out before anything is started: what we start must not speak for us, nor take what
+        # we were handed.
         taken = {name: environ.pop(name, "") for name in _VARIABLES}
         usec = taken["WATCHDOG_USEC"]
         is_ours = taken["WATCHDOG_PID"] in {"", str(pid)}
@@ -133,9 +135,12 @@ class Systemd:
             )
         for name, descriptor in descriptors.items():
             self._tell(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", (descriptor,), PATIENCE_S)
+        # Last of all that is stored: where the store is full this is what does not fit.
         with self._told_with_pipe(f"FDSTORE=1\nFDNAME={PROBE}\nFDPOLL=0") as ours:
             try:
                 self.barrier()
+                # Behind the barrier: by now the manager has handled it, and has closed it if it
+                # does not keep it.
                 is_kept = not _is_hung_up(ours, 0.0)
             finally:
                 self.forget(PROBE)
@@ -158,6 +163,7 @@ class Systemd:
         """
         if not self.is_there:
             return
+        # It closes its end when it comes to this message, behind all that was sent before.
         with self._told_with_pipe("BARRIER=1") as ours:
             if not _is_hung_up(ours, PATIENCE_S):
                 raise TimeoutError(f"systemd has not read its notify socket for {PATIENCE_S:g} s")
@@ -166,6 +172,7 @@ class Systemd:
         """Close what it handed over and nobody took, so that it does not keep it; their names."""
         names = self.passed.close_rest()
         for name in names:
+            # Closed here it would still be in the store, and come back with every start.
             self.forget(name)
         return names
 
@@ -184,6 +191,8 @@ class Systemd:
             try:
                 self._tell(message, (theirs,), PATIENCE_S)
             finally:
+                # Ours is gone with the message: the other end hangs up when the manager has no copy
+                # either.
                 os.close(theirs)
             yield ours
         finally:

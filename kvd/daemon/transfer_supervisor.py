@@ -104,17 +104,21 @@ class TransferSupervisor:
         ended: list[str] = []
 
         def on_exit(why: str) -> None:
+            # Only of the one that serves: the end of one that is still starting is the caller's to
+            # handle.
             if self._transport is transport:
                 self._on_exit(why)
             else:
                 ended.append(why)
 
         ready = await transport.start(self._on_reports, on_exit)
+        # It was ready and died before this went on: announced, it would never be replaced.
         if ended:
             raise TransportDown(f"{ended[0]} as soon as it was ready")
         self._transport = transport
         self.shared = ready.shared
         self._down_s = None
+        # What the one before left unanswered is not this one's fault.
         self._answered = self._asked
         self._started_s = self._reactor.clock()
         self._reactor.feed(
@@ -126,6 +130,7 @@ class TransferSupervisor:
                 why=why,
             )
         )
+        # Behind the node: whoever asks for sums now orders from a process that has been announced.
         self.sums.transfer_ready()
 
     async def stop(self) -> None:
@@ -133,6 +138,7 @@ class TransferSupervisor:
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.wait([self._restarting])
+        # Off first: what is ordered while it ends is dropped.
         transport, self._transport = self._transport, None
         if transport is not None:
             await transport.stop()
@@ -153,6 +159,7 @@ class TransferSupervisor:
         if self._transport is None or self._restarting is not None or now_s < self._next_probe_s:
             return
         self._next_probe_s = now_s + PROBE_EVERY_S
+        # Counted in beats of ours: a host that slept has lost none.
         if self._answered < self._asked:
             self._unanswered_beats += 1
             if self._unanswered_beats >= self._patience:
@@ -216,7 +223,11 @@ class TransferSupervisor:
     async def _replace(self, why: str) -> None:
         self._is_down(why)
         if self._transport is not None:
+            # Reaped, and its map gone, before the node hears of it: only that makes a restart a
+            # fence.
             await self._transport.stop()
+            # Before the node is told: what it orders then is for a process that is gone, and must
+            # be dropped.
             self._transport = None
             self._reactor.feed(inputs.TransferGone(self._reactor.clock(), why))
             self.sums.transfer_gone()
@@ -224,6 +235,7 @@ class TransferSupervisor:
 
     async def _revive(self, why: str) -> None:
         """Start again until it serves; wait longer each time it does not."""
+        # One that had served long did not fail to start: no pause for what it did not cause.
         if self._reactor.clock() - self._started_s >= STEADY_S:
             self._pause_s = 0.0
         is_up = False
@@ -236,4 +248,5 @@ class TransferSupervisor:
             except TransportDown as down:
                 why = str(down)
                 self._is_down(why)
+        # Last: until it serves, a second restart would start a second process.
         self._restarting = None

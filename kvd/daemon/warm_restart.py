@@ -107,8 +107,10 @@ class OpenPool:
         if self.journal is None:
             return None
         namespace = os.stat("/proc/self/ns/pid").st_ino  # the one in which we see pids
+        # Nothing was left, so there is nothing to sum.
         if self.memory.origin is MemoryOrigin.MADE:
             writer = JournalWriter(self.journal)
+            # Before any pid is noted.
             writer.pids_are_of(namespace)
             return TakenOver(None, NO_PAST, Journalist(writer, sums))
         reading = Reading(self.journal, verify)
@@ -117,7 +119,11 @@ class OpenPool:
         except Unsummed as why:
             raise TransportDown(f"the pool that was left could not be verified: {why}") from why
         found = reading.found()
+        # After all sums are known: from here on the journal says what this daemon does, and no
+        # longer what it found.
         writer = reading.carry_on()
+        # Numbers of another namespace are other processes here: noted as unseen, none is ever found
+        # dead.
         if found.pid_namespace != namespace:
             for engine in found.engines:
                 writer.engines.session_joined(engine.session, Process(0))
@@ -132,6 +138,7 @@ async def leave(journalist: Journalist, tree: RadixTree, advance: Callable[[str]
     A killed daemon leaves the order in which its pages were cached instead.
     """
     for _ in range(round(SETTLED_WITHIN_S / LOOK_EVERY_S)):
+        # In short waits, each of which asks the manager for more time.
         if await journalist.settle(LOOK_EVERY_S):
             break
         advance("summing the last pages, for the next daemon to take over")
@@ -145,7 +152,7 @@ def open_pool(config: Config, spec: PoolSpec, systemd: Systemd) -> OpenPool:
 
     Raises:
         NotReserved: there is not enough, or it is in use, or not to be trusted.
-        Unfit, TimeoutError: it is to be kept by systemd, which does not.
+        UnfitConfig, TimeoutError: it is to be kept by systemd, which does not.
     """
     memory = memory_of(config, systemd)
     try:
@@ -165,6 +172,7 @@ def _journal_of(memory: DaemonMemory, config: Config, spec: PoolSpec) -> Journal
         found = open_journal(_mapped(memory), identity_of(spec, config.node.name, memory.identity))
         if not isinstance(found, RefusedJournal):
             return found
+        # The pages go too: without their journal nobody knows which of them an engine still writes.
         memory.renew(f"the journal is of no use: {found.why}")
     return make_journal(_mapped(memory), identity_of(spec, config.node.name, memory.identity))
 
@@ -239,8 +247,10 @@ def keep(memory: DaemonMemory, systemd: Systemd) -> None:
     A daemon that is killed between the two finds a part of it, which is as good as nothing.
 
     Raises:
-        Unfit, TimeoutError: it does not; the message says why.
+        UnfitConfig, TimeoutError: it does not; the message says why.
     """
+    # Forgotten before anything is stored: under one name two would come back, and neither be
+    # trusted.
     for name in memory.keeper.stale:
         systemd.forget(name)
     if memory.keeper.to_store:
@@ -258,6 +268,7 @@ def _given(spec: PoolSpec, systemd: Systemd) -> dict[str, int]:
             given[name] = found[0]
             continue
         for descriptor in found:
+            # Of two nobody knows which is the pool: neither is used, and both are given up.
             os.close(descriptor)
             systemd.forget(name)
     return given

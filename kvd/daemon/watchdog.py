@@ -92,6 +92,7 @@ class Watchdog:
         """Why the daemon does not do its work; empty if it does."""
         if self._worst_lag_s > self._limit_s / 2:
             return f"a beat of the event loop was {self._worst_lag_s:.1f} s late"
+        # By what was stepped, and not by what was fed: a core that raises at each tick is no core.
         if self._reactor.ticked_s <= self._looked_s:
             return "the core does not step its ticks: the log has the bug"
         return self._transfer.trouble(self._limit_s)

@@ -54,6 +54,7 @@ def sealed(value: int, salt: int) -> int:
 
     ``salt`` says what it is the value of: another salt's word proves nothing.
     """
+    # The last bit is given up so that 0 stays what zeroed memory says: nothing.
     return (value << 16) | (xxhash.xxh3_64_intdigest(_PAIR.pack(value, salt)) & 0xFFFF) | 1
 
 

@@ -49,6 +49,7 @@ def read_claims(journal: Journal) -> dict[int, LeaseClaim]:
     for slot in np.flatnonzero(np.asarray(leases)[::LEASE_WORDS]).tolist():
         at = slot * LEASE_WORDS
         lease, session, anchor, check = leases[at : at + LEASE_WORDS].tolist()
+        # A word has no room for a larger number: it would be taken for a cached page's.
         if check != _check(slot, lease, session) or lease >= 1 << 46:
             continue
         page = unsealed(anchor, lease)
@@ -82,6 +83,7 @@ class LeaseClaims:
         store(leases, at + 1, session)
         store(leases, at + 2, sealed(anchor, lease))
         store(leases, at + 3, _check(slot, lease, session))
+        # Last: without it the slot is empty.
         store(leases, at, lease)
         return slot
 
@@ -95,6 +97,7 @@ class LeaseClaims:
         """The lease keeps nothing."""
         slot = self.slots.pop(lease, None)
         if slot is not None:
+            # One word, and the lease is over: what stands behind it needs no clearing.
             self._store(self._leases, slot * LEASE_WORDS, 0)
             self._free.append(slot)
 

@@ -82,6 +82,7 @@ def read_engines(journal: Journal) -> dict[int, EngineRecord]:
         session, length = words[at], min(words[at + _LENGTH], NAME_BYTES)
         token = bytes(whole[start + _TOKEN_AT : start + _TOKEN_AT + TOKEN_BYTES])
         name = bytes(whole[start + _NAME_AT : start + _NAME_AT + length])
+        # Torn: who cannot prove that it is it must not be given another one's leases.
         if words[at + 1] != _check(session, token, name):
             continue
         processes = []
@@ -117,19 +118,24 @@ class EngineRecords(SessionNotes):
         if session > self._last_session:
             self._last_session = session
             self._store(self._journal.head, LAST_SESSION, sealed(session, LAST_SESSION))
+        # No slot: after a restart nobody knows of it, and what it holds is kept as unproven.
         if session in self.slots or not self._free:
             return
         slot = self.slots[session] = self._free.pop()
+        # Cut at a character: half of one would be another name when it is read.
         said = name.encode()[:NAME_BYTES].decode(errors="ignore").encode()
         store, words, at = self._store, self._words, slot * _WORDS
         start = self._base + slot * ENGINE_BYTES
         for index in range(PROCESSES):
+            # The slot may have been another's: a process of that one must not be taken for one of
+            # this.
             store(words, at + _PROCESSES + 2 * index + 1, 0)
         store(self._whole, slice(start + _TOKEN_AT, start + _TOKEN_AT + TOKEN_BYTES), token)
         store(self._whole, slice(start + _NAME_AT, start + _NAME_AT + len(said)), said)
         store(words, at + _LENGTH, len(said))
         store(words, at + 1, _check(session, token, said))
         self._enter(slot, session, process)
+        # Last: a slot without a session is empty, whatever else stands in it.
         store(words, at, session)
 
     @override
@@ -143,6 +149,7 @@ class EngineRecords(SessionNotes):
         slot = self.slots.get(session)
         for at in [] if slot is None else self._places(slot):
             start_ticks, word = self._words[at : at + 2].tolist()
+            # By the proof too: a place that was torn names nobody.
             if word and unsealed(word, session ^ start_ticks) == pid:
                 self._store(self._words, at + 1, 0)
 

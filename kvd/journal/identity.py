@@ -132,6 +132,8 @@ def flaw_of(head: bytes, ours: Identity) -> RefusedJournal | None:
             f"it is of memory {memory.hex()}, the pool's is {ours.memory.hex()}",
         ),
     )
+    # In this order: a journal of another version may have its check elsewhere, so that is asked
+    # first.
     return next((RefusedJournal(flaw, why) for is_kept, flaw, why in rules if not is_kept), None)
 
 

@@ -124,6 +124,7 @@ class Journal:
         self.spaces = self._view(sizes.spaces_at, SPACE_BYTES // WORD_BYTES * sizes.spaces)
         self.head = self._view(_COUNTERS_AT, 4)
         self._factors = weights(sizes.row_words)
+        # The order of use is noted after pages are proven, and must not undo that.
         self._factors[STAMP_8] = 0
 
     def _view(self, start: int, n_words: int) -> memoryview:
@@ -158,6 +159,7 @@ def make_journal(buffer: Buffer, identity: Identity, store: Store = operator.set
     """
     journal = Journal(buffer, identity)
     sizes, whole = journal.sizes, journal.whole
+    # Taken away first and given back last: killed anywhere between, this is no journal.
     store(whole, slice(0, len(MAGIC)), bytes(len(MAGIC)))
     for start, stop in (
         (sizes.words_at, sizes.words_at + WORD_BYTES * sizes.pages),

@@ -79,9 +79,11 @@ class NamespaceSlots:
         journal, store = self._journal, self._store
         at = journal.sizes.spaces_at + slot * SPACE_BYTES + _TEXT_AT
         digest = digest_of(said)
+        # Empty while it is written.
         store(journal.spaces, slot * _WORDS, 0)
         store(journal.whole, slice(at, at + len(said)), said)
         store(journal.spaces, slot * _WORDS + 1, len(said))
+        # Behind the name that it proves.
         store(journal.spaces, slot * _WORDS, digest)
         self.digests[slot] = digest
         self._slots[name] = slot
@@ -89,12 +91,14 @@ class NamespaceSlots:
 
     def _sweep(self) -> bool:
         """Free the slots that no cached page names. It reads every row, so not at every miss."""
+        # What a sweep costs is shared by so many names that find no place.
         if self._misses_until_sweep:
             self._misses_until_sweep -= 1
             return False
         journal = self._journal
         self._misses_until_sweep = journal.sizes.spaces // 16
         cached = np.flatnonzero(journal.words >= np.uint64(PENDING))
+        # By the rows of cached pages only: those of others are left over, and prove nothing.
         used = set(np.unique(journal.rows4[cached, SPACE]).tolist())
         for name, slot in list(self._slots.items()):
             if slot not in used:

@@ -65,10 +65,12 @@ def reachable(columns: Columns, good: Mask) -> Mask:
     before = columns.before[ids]
     begins = (before == 0) & (columns.index[ids] == 0) & (columns.before_serial[ids] == 0)
     inside = (before > 0) & (before < good.size)
+    # A damaged row may name any page: it must not be looked up outside of the arrays.
     before = np.where(inside, before, 0)
     linked = inside & good[before] & columns.follows(ids, before)
     up: Ids = np.arange(good.size)
     up[ids] = np.where(linked, before, ids)
+    # The null page stands for the beginning: it follows nothing, so whoever comes to it is whole.
     up[ids[begins]] = 0
     ends = _ends(up, ids)
     out: Mask = np.zeros(good.size, bool)
@@ -84,6 +86,7 @@ def _ends(up: Ids, ids: Ids) -> Ids:
         if np.array_equal(further, at):
             return at
         at = further
+        # Shortened for the next round, which goes twice as far.
         up[ids] = at
 
 
@@ -108,6 +111,7 @@ class RowForest:
         self.is_first[inner[children[columns.before[inner]] == 1]] = False
         self.is_last: Mask = kept & (children != 1)
         self._begins: Mask = self.is_first.copy()
+        # One caching counts on without a gap; the writer leaves one behind each.
         follows = columns.serial[inner] == columns.serial[columns.before[inner]] + np.uint64(1)
         self._begins[inner[~follows]] = True
 
@@ -151,6 +155,7 @@ def _leaves_by_use(parents: list[int], stamps: NDArray[np.uint64]) -> list[int]:
             has_child[parent] = True
     named = [False] * len(parents)
     order: list[int] = []
+    # By the leaves: a parent is named with its first child, and used again with each other.
     for leaf in np.argsort(stamps, kind="stable").tolist():
         if has_child[leaf]:
             continue

@@ -61,7 +61,7 @@ class VerifyDepth(enum.Enum):
 
 
 class FoundJournal(msgspec.Struct, frozen=True):
-    """What the pool held and was proven; ``inputs.Adopted`` and the attach socket take it over.
+    """What the pool held and was proven; ``PoolAdopted`` and the attach socket take it over.
 
     ``generation`` is that which comes now. ``engines`` are how those of ``sessions`` prove that
     they are it.
@@ -86,11 +86,15 @@ class Reading:
         self._spaces = read_namespaces(journal)
         self._claims = read_claims(journal)
         self._engines = read_engines(journal)
+        # A copy: ``carry_on`` writes while this is still asked what was found.
         words = self._words = journal.words.copy()
+        # The null page is nobody's, whatever a damaged word says.
         words[0] = 0
         noted = np.flatnonzero(words >= np.uint64(PROVEN))
         digests = digests_of(self._spaces, journal.sizes.spaces)
         good: NDArray[np.bool_] = np.zeros(words.size, bool)
+        # A row that was torn, or whose namespace is damaged, has another check: the page is not
+        # kept.
         good[noted] = journal.checks(noted, digests) == words[noted]
         self._columns = Columns(journal)
         self._good = good
@@ -106,6 +110,7 @@ class Reading:
         wanted = self._kept & ~self._is_summed
         if self._verify is VerifyDepth.SAMPLED:
             forest = RowForest(self._columns, self._kept)
+            # Of every stretch something is looked at, however short it is.
             wanted &= forest.is_first | forest.is_last | self._is_picked()
         return Pages(page_bytes_of(np.flatnonzero(wanted)))
 
@@ -124,6 +129,7 @@ class Reading:
         ids = ids_of(pages)
         bad = ids[self._journal.rows8[ids, SUM_8] != np.frombuffer(sums, "<u8")]
         self._is_summed[ids] = True
+        # Once one is wrong the sample says nothing about the others.
         if bad.size:
             self._verify = VerifyDepth.ALL
             self._good[bad] = False
@@ -175,6 +181,7 @@ class Reading:
         """The pages that are the own of each lease, by lease."""
         words = self._words
         ids = np.flatnonzero((words != 0) & (words < np.uint64(PENDING)))
+        # Sorted once for all leases, instead of one look at all pages for each of them.
         order = ids[np.argsort(words[ids], kind="stable")]
         kinds, starts = np.unique(words[order], return_index=True)
         bounds = [*starts.tolist(), order.size]
@@ -220,6 +227,7 @@ class Reading:
         columns = self._columns
         path: list[int] = []
         at = anchor
+        # Each page is walked over once, however many leases end below it.
         while at > 0 and not self._kept[at] and at not in seen:
             path.append(at)
             before = int(columns.before[at])

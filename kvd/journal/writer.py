@@ -105,8 +105,10 @@ class JournalWriter:
         self.engines = EngineRecords(journal, store, known.engines)
         self._spaces = NamespaceSlots(journal, store, known.spaces)
         self.generation = journal.counter(GENERATION) + 1
+        # Before anything is written as this generation.
         store(journal.head, GENERATION, sealed(self.generation, GENERATION))
         self._last_lease = journal.counter(LAST_LEASE)
+        # Above all of the generation before: no serial is used twice in the life of the memory.
         self._serial = self.generation << SERIAL_BITS
         self.n_unkept_pages = 0
         """Cached pages of namespaces for which no slot was left."""
@@ -120,9 +122,13 @@ class JournalWriter:
     def held(self, note: NoteHeld) -> None:
         """From now on these pages are the lease's own, beside those that were before."""
         lease = note.lease
+        # Before any page is the lease's: a number that the next daemon did not know of it might
+        # give again, to somebody else.
         if lease > self._last_lease:
             self._last_lease = lease
             self._store(self.journal.head, LAST_LEASE, sealed(lease, LAST_LEASE))
+        # First, because the word of a page names the slot. Killed between the two the lease has
+        # fewer pages, of which its engine has not been told.
         slot = self.claims.hold(lease, note.session, note.anchor)
         self._mark(note.pages, claim_word(lease, slot))
 
@@ -131,6 +137,7 @@ class JournalWriter:
         pages = note.pages
         if pages:
             space = self._spaces.slot_of(note.namespace)
+            # Its rows could name no namespace, so it is not kept over a restart.
             if space < 0:
                 self.n_unkept_pages += len(pages) // ID_BYTES
                 self.forget(pages)
@@ -139,6 +146,8 @@ class JournalWriter:
             else:
                 self._cache_many(space, note)
             self._serial += 1  # a gap, by which the reader tells one caching from the next
+        # Behind the pages: an anchor on a page that is not noted yet would cut the lease's path
+        # short.
         if note.lease:
             self.claims.move(note.lease, note.anchor)
 
@@ -176,9 +185,13 @@ class JournalWriter:
         ``sums``: 8 bytes each, little-endian.
         """
         ids = ids_of(pages)
+        # By the word, which has the serial of the caching: what was freed meanwhile, or freed and
+        # cached again, has another one, and this sum is of bytes that are gone.
         same = self._words[ids] == words
         ids = ids[same]
         store, journal = self._store, self.journal
+        # The sum before the word that proves the row with it: torn between the two the page is
+        # pending still, and only lost.
         store(journal.rows8, (ids, SUM_8), np.frombuffer(sums, "<u8")[same])
         store(self._words, ids, journal.checks(ids, self._spaces.digests))
         return int(ids.size)
@@ -188,6 +201,7 @@ class JournalWriter:
         ids = ids_of(pages)
         first, self._serial = self._serial + 1, self._serial + ids.size
         stamps = np.arange(first, first + ids.size, dtype=np.uint64)
+        # No check covers it, so pages stay proven whatever order they are used in.
         self._store(self.journal.rows8, (ids, STAMP_8), stamps)
 
     # ---- engines -----------------------------------------------------------------------------
@@ -215,6 +229,7 @@ class JournalWriter:
             row = _ROW.pack(before, note.first + at, space, 0, serial, serial_before, 0, 0)
             start = rows_at + page * row_bytes
             said = row + note.tokens[at * size : (at + 1) * size] + self._padding
+            # The row first: its word says that it is there.
             store(whole, slice(start, start + row_bytes), said)
             store(word, page, PENDING | serial)
             before, serial_before = page, serial
@@ -233,8 +248,11 @@ class JournalWriter:
         block.space[:n] = space
         np.add(counting, serial, out=block.serial[:n])
         np.add(counting, serial - 1, out=before_serial[:n])
+        # With the serial of the page before, not its number alone: that page may be cached anew
+        # with other tokens, and what hangs behind it must not be taken to follow those.
         before_serial[0] = self._serial_of(note.before)
         block.tokens[:n] = np.frombuffer(note.tokens, block.tokens.dtype)
+        # As in ``_cache_few``: rows first, all of them.
         self._store(self._rows, ids, block.rows[:n])
         self._store(self._words, ids, counting + (PENDING | serial))
 

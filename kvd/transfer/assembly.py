@@ -73,6 +73,7 @@ class Gathered:
     def pages(self, ids: Ids) -> Iterator[Iterable[Buffer]]:
         """What is summed of each of these pages; to be used before the next is asked for."""
         stride = max(1, GATHERED_BYTES // self.page_bytes)
+        # One room for all: what is summed must still be in the processor's cache.
         room = np.empty((min(stride, ids.size), self.page_bytes), np.uint8)
         for low in range(0, ids.size, stride):
             some = ids[low : low + stride]
@@ -120,6 +121,7 @@ class Assembly:
             np.ndarray((ids.size, *grid.shape), np.uint8, into.data, grid.offset, grid.steps)
             for _, grid in self._moves
         ]
+        # Run by run: an assignment of many pages costs little more than one of a single page.
         cuts = np.flatnonzero(np.diff(ids) != 1) + 1
         for first, end in pairwise([0, *cuts.tolist(), ids.size]):
             page = int(ids[first])
@@ -154,6 +156,7 @@ def _fetch(area: Area, ids: Ids) -> Area:
     note = area.note
     size = note.page_bytes
     room = np.empty((ids.size, size), np.uint8)
+    # Of none only the shape is asked for.
     if ids.size:
         area.gather(1, ids, room)
     rows = (PieceRow(0, size, size),)

@@ -167,6 +167,7 @@ class CopyJob:
         for read, store in zip(self._reads, self._stores, strict=True):
             for first, onto, n_pages in runs:
                 self._reach.copy(store[onto : onto + n_pages, 0], read[first : first + n_pages, 0])
+        # Before it counts as done: of a device's memory the copy was only begun.
         self._reach.settle()
         copied_bytes = (self._done - low) * self._page_bytes
         self.left_bytes -= copied_bytes
@@ -180,6 +181,7 @@ def copy_job(order: Copy, areas: Mapping[str, Area]) -> CopyJob | CopyFailed:
     if source is None or destination is None:
         missing = order.source_region if source is None else order.destination_region
         return CopyFailed(UNSTAMPED, order.ticket, f"there is no region {missing!r} here")
+    # Whole, before the first slice: a copy that is refused must not have written anything.
     why = objection(order.source, order.destination, source.note, destination.note)
     if why:
         return CopyFailed(UNSTAMPED, order.ticket, why)
@@ -208,8 +210,10 @@ class CopyTurns:
 
     def step(self) -> CopyJob | None:
         """Copy one slice; the job, if that was its last."""
+        # Looked for anew at every slice: what has come since may pass at once.
         oldest = self.jobs[0]
         job = reduce(_smaller, self.jobs)
+        # Smaller ones have had their share: a stream of them must not hold up the oldest for ever.
         if job is oldest or self._passed_bytes >= PASSING_BYTES:
             job, self._passed_bytes = oldest, 0
             job.step()
@@ -249,6 +253,8 @@ class Copier:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         turns = self._turns
         while True:
+            # It blocks only where there is nothing to do, and takes in all that waits before the
+            # next slice.
             while not turns.jobs or not self._wanted.empty():
                 self._take(self._wanted.get())
             job = turns.step()
@@ -261,6 +267,7 @@ class Copier:
         job = copy_job(order, self._areas)
         if isinstance(job, CopyFailed):
             self._on_over(job)
+        # It has no slice, so no turn would ever end it.
         elif not job.left_bytes:
             self._on_over(Copied(UNSTAMPED, job.ticket, 0))
         else:

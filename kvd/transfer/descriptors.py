@@ -1,8 +1,8 @@
 """From page ids to the descriptors of a write, and from those to handles.
 
-Each stretch gives one piece of memory per page (``pieces`` says which correspond; where the peer's
-page is a part of ours, a page here is a piece of one of ours). Where neighbours in the list are
-neighbours in memory on both sides, their stretches are one segment; segments are cut into
+Each stretch gives one piece of memory per page (``page_split`` says which correspond; where the
+peer's page is a part of ours, a page here is a piece of one of ours). Where neighbours in the list
+are neighbours in memory on both sides, their stretches are one segment; segments are cut into
 descriptors of at most 512 KiB, and descriptors are dealt into handles of about 16 MiB::
 
     pages        7  8  9 | 3      (source and destination both step by +1 inside a run)
@@ -112,6 +112,7 @@ def _stray(side: str, pages: Pages, region: RegionNote, cut: int = 1) -> str:
 def strays(pages: Pages, region: RegionNote, split: int = 1) -> NDArray[np.int32]:
     """Those that are no pages of the region, or pieces of its null page."""
     ids = np.frombuffer(pages, dtype="<i4")
+    # Mostly none is: known by two passes that make no array.
     if not ids.size or (ids.min() // split > NULL_PAGE and ids.max() // split < region.pages):
         return ids[:0]
     return ids[(ids // split <= NULL_PAGE) | (ids // split >= region.pages)]
@@ -149,6 +150,7 @@ def packed_writes(
     found = _segments(from_ids, to_ids, stretches, 1)
     rows = _cut(found.at, found.to, found.size)
     handle = (found.first // handle_pages)[rows.segment]
+    # They come stretch by stretch, and a handle wants all stretches of its own pages.
     if stretches.size.size > 1:
         order = np.argsort(handle, kind="stable")
         return _dealt(rows.source[order], rows.destination[order], handle[order])
@@ -224,6 +226,7 @@ def _segments(from_ids: Words, to_ids: Words, stretches: Stretches, split: int) 
     one = np.uint64(1)
     steps = (np.diff(from_ids) == one) & (np.diff(to_ids) == one)
     is_inside = from_ids[1:] % np.uint64(split) != 0
+    # By kind, because where a segment ends is the same for all stretches that touch alike.
     dense_here = stretches.at_step == stretches.size * np.uint64(split)
     dense_there = stretches.to_step == stretches.size
     kinds = dense_here * 2 + dense_there

@@ -74,6 +74,7 @@ class Devices:
         Raises:
             DeviceUnusable: there is none.
         """
+        # When it is first needed: a pool in host memory must come up on a host without CUDA.
         if self._runtime is None:
             found = load(self._environ)
             if not isinstance(found, Runtime):
@@ -103,6 +104,8 @@ class Devices:
             )
         except CudaError as exc:
             raise DeviceUnusable(f"region {plan.name!r}: {exc}{self._room(device)}") from exc
+        # Before NIXL is imported: which build of it is right depends on there being a region on a
+        # device.
         self._used[plan.name] = device
         memory = np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(address))
         return Area(noted(plan, address, size, place), memory, DeviceReach(runtime, device))
@@ -136,6 +139,8 @@ class Devices:
             try:
                 return runtime.open_event(device, handle)
             except CudaError as exc:
+                # The last device's words: of all others it is only known that the event is none of
+                # theirs.
                 why = str(exc)
         raise DeviceUnusable(why)
 

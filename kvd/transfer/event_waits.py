@@ -73,6 +73,7 @@ class EventWaits:
                 return
             self._events[order.after] = found
         found.posts.append(order)
+        # At once: it has often come by now, and the next look is a millisecond away.
         self._look(order.after, found)
 
     def step(self) -> None:
@@ -99,6 +100,7 @@ class EventWaits:
             why = f"what was to write its pages failed: {exc}"
             self._remove(lambda order: order.after == handle, why)
             return
+        # Before they are posted: its engine may destroy it as soon as it hears of one of them.
         self._close(handle)
         for order in one.posts:
             self._post(order)
@@ -107,6 +109,7 @@ class EventWaits:
         for handle, one in list(self._events.items()):
             over = [order for order in one.posts if is_over(order)]
             one.posts[:] = [order for order in one.posts if not is_over(order)]
+            # With the last: an event that nobody waits for would be looked at for ever.
             if not one.posts:
                 self._close(handle)
             for order in over:

@@ -83,9 +83,12 @@ def map_region(plan: RegionPlan) -> RegionNote:
             f"its file has {there} bytes"
         )
     unit = max(HUGE_BYTES, file.st_blksize)
+    # Reserved wider than it is, for an aligned address within; mapped over that place, so that
+    # nothing else can have come between.
     room = _map(0, there + unit, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     address = -(-room // unit) * unit
     _map(address, there, mmap.MAP_SHARED | _MAP_FIXED, plan.fd)
+    # Refused where the kernel has none: then pages stay small, which is slower and no error.
     _libc.madvise(address, there, _MADV_HUGEPAGE)
     return noted(plan, address, there)
 
@@ -150,6 +153,8 @@ def is_map_gone(descriptor: int) -> bool:
     try:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     except OSError as exc:
+        # A writable mapping exists. Any other refusal would prove nothing, and must not look like
+        # waiting.
         if exc.errno == errno.EBUSY:
             return False
         raise
@@ -187,6 +192,7 @@ class Collapser:
         done, failed, last = 0, 0, 0
         end = region.address + region.region_bytes // HUGE_BYTES * HUGE_BYTES
         for address in range(region.address, end, HUGE_BYTES):
+            # A page that is being moved holds up whoever touches it.
             while self._is_busy():
                 time.sleep(0.02)
             code = _collapse_one(address)
@@ -194,6 +200,7 @@ class Collapser:
                 done += HUGE_BYTES
                 continue
             failed, last = failed + 1, code
+            # A kernel that cannot do it would refuse every page alike, and there may be many.
             if code not in _BUSY or (not done and failed >= _GIVE_UP_AFTER):
                 break
         whole = done == region.region_bytes

@@ -107,6 +107,8 @@ def unpack(framed: bytes) -> Metadata:
         )
     magic, length, checksum = _HEAD.unpack_from(framed)
     body = framed[_HEAD.size :]
+    # Length, sum, shape, version, numbers: in this order, because each makes the next safe to look
+    # at.
     if magic != _MAGIC or length != len(body):
         raise BadMetadata(f"transport metadata announces {length} bytes and brings {len(body)}")
     if xxhash.xxh3_64_intdigest(body) != checksum:
@@ -155,6 +157,7 @@ def _check_head(metadata: Metadata) -> None:
             f"scratch memory of {metadata.scratch_bytes} bytes at address {metadata.scratch} "
             "is no memory to write to"
         )
+    # Posts name regions: of two with one name a post would reach either.
     if len(names) > _MOST_REGIONS or len(set(names)) != len(names):
         raise BadMetadata(
             f"{len(names)} regions of {len(set(names))} names; each needs a name of its own"

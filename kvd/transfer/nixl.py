@@ -82,6 +82,7 @@ class Binding:
     def __init__(self, cuda_major: int = 0) -> None:
         """``cuda_major`` is of the CUDA driver, where device memory is to be registered."""
         for name, value in DEFAULT_ENVIRONMENT.items():
+            # What the operator has set wins.
             os.environ.setdefault(name, value)
         if cuda_major:
             os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")  # allocated before UCX, it looks host
@@ -132,6 +133,7 @@ class ReceivingAgent:
             self._agent.createBackend("UCX", {})
             binding.register(self._agent, spans)
             self.blob: bytes = self._agent.getLocalMD()
+        # NIXL does not say which thread is its own; ``quiescence`` has to watch it.
         self.thread = max(_threads() - threads)
 
 
@@ -148,12 +150,14 @@ class SendingAgent:
         self._binding = binding
         self._api = binding.api
         self._peer = peer.agent
+        # What is new after the agent was made is its own: UCX does not say which descriptors are.
         before = event_polls()
         with binding.translating(f"creating a sending agent for {peer.agent!r}"):
             self._agent: Any = binding.agent(name, progress_delay_us=0)
             self._agent.createBackend("UCX", {})
             binding.register(self._agent, spans)
             loaded = self._agent.loadRemoteMD(peer.blob)
+        # The name in the blob is what NIXL goes by: of another agent it would be that one's memory.
         if loaded.decode() != peer.agent:
             raise NixlUnusable(
                 f"the metadata of {peer.agent!r} holds an agent named {loaded.decode()!r}"
@@ -189,6 +193,7 @@ class SendingAgent:
             status = self._agent.getXferStatus(handle)
             if status == self._api.NIXL_IN_PROG:
                 return False
+            # While its agent is there: after that it must not be touched.
             self._agent.releaseXferReq(handle)
         except self._binding.errors as exc:
             raise self._failed(exc) from exc
@@ -217,9 +222,11 @@ class SendingAgent:
 
         Its sockets are reset, not closed: a plain close would go on sending what they still hold.
         """
+        # Before the agent goes: after that nothing leads to its sockets any more.
         for descriptor in sockets_of(self.polls):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as tcp:
                 tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NONE)
+        # The last reference: this is what destroys it.
         del self._agent
 
 

@@ -61,7 +61,7 @@ class BeginTransfer(msgspec.Struct, frozen=True, tag="begin"):
     """The first order: who this process is and what it maps.
 
     ``name`` is unique to one life of one transfer process: the node's incarnation and the transport
-    generation. ``kept`` are descriptors to keep mapped to the end.
+    generation. ``kept`` are descriptors to keep mapped to the end (see ``mapping``).
     """
 
     name: str
@@ -95,7 +95,7 @@ class SharedRegion(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Every region is registered; ``metadata`` is for the peers' ``Load``.
+    """Every region is registered; ``metadata`` is for a peer's ``LoadAgent``.
 
     ``shared``: those on devices. Their memory is this process's own and ends with it.
     """
@@ -207,6 +207,8 @@ class Frames:
         at = 0
         while len(self._pending) - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._pending, at)
+            # Before the rest is waited for: a damaged length would have all that follows collected
+            # for nothing.
             if length > MAX_FRAME_BYTES:
                 raise BadStream(
                     f"frame of {length} bytes on the order socket; the limit is {MAX_FRAME_BYTES}"
@@ -216,4 +218,5 @@ class Frames:
             at += _LENGTH.size
             yield bytes(self._pending[at : at + length])
             at += length
+        # Once for all frames of one read: each cut would move what is behind it.
         del self._pending[:at]

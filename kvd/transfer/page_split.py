@@ -66,6 +66,7 @@ def matched(ours: RegionNote, theirs: RegionNote, split: int) -> tuple[Rows, Row
 
     ``mismatch`` must have found nothing.
     """
+    # Rows where they are alike: fewer and longer stretches than tensors.
     if split == 1 and _sizes(ours.rows) == _sizes(theirs.rows):
         return ours.rows, theirs.rows
     return strips(ours), strips(theirs)

@@ -94,6 +94,7 @@ def direct(order: Post, regions: FoundRegions) -> Writes:
 def plan(order: Post, regions: FoundRegions) -> PostPlan:
     """How a post is written."""
     made = None
+    # Packing is copying by the processor, which a device's memory is out of reach for.
     if all(area.is_readable for area in regions.ours):
         made = _packed(order, regions)
     if made is None:
@@ -101,6 +102,7 @@ def plan(order: Post, regions: FoundRegions) -> PostPlan:
         made = PostPlan(direct(order, regions), None, kinds)
         for area in regions.ours:
             _lie_on(made.writes.source, area.note)
+    # Behind both ways of planning: the peer's memory is where it is, however ours gets there.
     _lie_on(made.writes.destination, regions.theirs)
     return made
 
@@ -130,6 +132,7 @@ def _packed(order: Post, regions: FoundRegions) -> PostPlan | None:
             together = packed(theirs, window)
             layers = window.end_layer - window.first_layer
             fitting = SLOT_BYTES * layers // int(together.size.sum())
+            # Not even one layer of a page fits into a slot.
             if not fitting or not is_worth_gathering(lying, together):
                 return None
             return _in_bands(order, regions, bands(window, pieces, fitting))

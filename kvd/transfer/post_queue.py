@@ -1,6 +1,6 @@
 """The posts to one peer: their turns, their handles in flight, their progress.
 
-A lane is one sending agent and the posts that go through it. Posts take turns, one handle each, so
+A queue is one sending agent and the posts that go through it. Posts take turns, one handle each, so
 a small post waits for a few handles of a large one and never for all of it. At most
 ``IN_FLIGHT_HANDLES`` are in flight; a handle done makes room for the next post's turn::
 
@@ -104,6 +104,8 @@ class PostQueue:
         """Whether no descriptor would wake the loop when a handle in flight is done."""
         if not self._flights:
             return False
+        # Of host memory on one host the post itself copies; what concerns a device is copied behind
+        # our back, and no descriptor tells when that is over.
         is_here = self.path is WritePath.SAME_HOST
         return not self.sender.polls or (
             is_here and any(one.running.is_of_device for one in self._flights)
@@ -130,6 +132,7 @@ class PostQueue:
             self._report(PostFailed(UNSTAMPED, order.post, f"post {order.post} is already running"))
         elif isinstance(regions, str):
             self._report(PostFailed(UNSTAMPED, order.post, regions))
+        # An empty delta has nothing to wait for, and a post must be answered once.
         elif not order.source:
             self._report(PostDone(UNSTAMPED, order.post, 0))
         else:
@@ -150,20 +153,24 @@ class PostQueue:
             slot = self._staging.free.pop()
             running.packing.fill(running.turns, slot.memory)
             source = source + np.array([slot.address, 0, 0], np.uint64)
+        # Before it is posted: a handle that is refused is not tried again.
         running.turns += 1
         try:
             handle = self.sender.post(source, plan.destination[low:high], running.sides)
         except NixlUnusable as exc:
+            # Before the post fails: what may have left counts as open until the agent is destroyed.
             self._lose(size, slot)
             self._fail(running, str(exc))
             return
         self._flights.append(_Flight(handle, running, size, slot))
+        # At the end of the line: a small post behind waits for one handle of a large one.
         if running.turns < plan.handles:
             self._turns.append(running)
 
     def step(self) -> None:
         """Take note of the handles that are done, oldest first."""
         while self._flights:
+            # The oldest only: they are done in this order, so behind one under way none is.
             flight = self._flights[0]
             try:
                 if not self.sender.step(flight.handle):
@@ -186,6 +193,7 @@ class PostQueue:
         """
         for running in list(self._open.values()):
             self._fail(running, why)
+        # Before any slot is free again: until it is gone a handle in flight may read it.
         self.sender.destroy()
         for area in {area for one in self._flights for area in one.running.ours}:
             area.reach.settle()  # what the device copies of its own accord is over after this

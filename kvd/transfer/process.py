@@ -143,6 +143,8 @@ class TransferProcess:
             raise TransportDown(
                 f"transfer process {self._child.pid} was not ready within {START_LIMIT_S:.0f} s"
             ) from None
+        # Whoever gave up waiting, by a cancel too, must not leave a process behind that maps the
+        # pool.
         except BaseException:
             await self.stop()
             raise
@@ -162,10 +164,12 @@ class TransferProcess:
             self._state = _State.GONE
             return
         if self._state is _State.SPAWNED:
+            # Reaped the way any other is: its end is what ``start`` waits for, and it raises then.
             with contextlib.suppress(TransportDown):
                 self._child.kill()
                 await self.start(_ignore, _ignore)
             return
+        # Before the kill: an end that was ordered is no misfortune, and nobody starts another one.
         self._on_exit = _ignore
         if self._child.returncode is None:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -177,10 +181,14 @@ class TransferProcess:
             undo.callback(ours.close)
             ours.settimeout(0.0)
             self._socket = ours
+            # Closed here once the child has it: the end of the stream must come with the child's
+            # own end.
             with theirs:
                 self._witness = create_witness()
                 undo.callback(os.close, self._witness)
                 self._child = subprocess.Popen(
+                    # Without the current directory on its path: what lies there is not for it to
+                    # import.
                     [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno()), str(os.getpid())],
                     pass_fds=(
                         theirs.fileno(),
@@ -192,13 +200,17 @@ class TransferProcess:
                     env={**os.environ, **self._environment},
                 )
             undo.callback(self._child.wait)
+            # Undone last first: killed, then waited for.
             undo.callback(self._child.kill)
+            # While it cannot have been reaped: its number is still its own.
             self._pidfd = os.pidfd_open(self._child.pid)
             undo.pop_all()
         self._state = _State.SPAWNED
         self._unsent += frame_of(
             BeginTransfer(self._name, (self._witness, *self._keep_open), self._regions)
         )
+        # At once, with no loop needed: it begins to load NIXL while the rest of the daemon is
+        # imported.
         self._unsent = self._unsent[self._socket.send(self._unsent) :]
 
     def _readable(self) -> None:
@@ -212,6 +224,7 @@ class TransferProcess:
 
     def _hear(self, data: bytes) -> None:
         """Deliver what is whole. A process that babbles cannot be believed again: it is ended."""
+        # What comes after garbage may begin anywhere: nothing of it is believed.
         if self._is_confused:
             return
         try:
@@ -247,6 +260,7 @@ class TransferProcess:
         is_awaited = not self._ready.done()
         match first:
             case Ready():
+                # Before the future: whoever waits may be gone, and its reports count from here on.
                 self._state = _State.UP
                 if is_awaited:
                     self._ready.set_result(first)
@@ -275,6 +289,7 @@ class TransferProcess:
         self._loop.remove_reader(self._pidfd)
         while data := self._receive():  # a PostDone among its last words is as true as ever
             self._hear(data)
+        # Reaped here and nowhere else; it is a zombie, so this does not block.
         status = self._child.wait()
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
@@ -285,6 +300,7 @@ class TransferProcess:
 
     def _bury(self, why: str) -> None:
         """Be gone once no memory map of it is left; look again in a moment if one is."""
+        # Dead is not enough: a peer's copy may hold its memory map, and write through it.
         if not is_map_gone(self._witness):
             self._loop.call_later(WITNESS_EVERY_S, self._bury, why)
             return

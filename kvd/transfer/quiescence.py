@@ -56,6 +56,7 @@ class PendingQuiesce:
         """By socket: bytes that must have been read."""
         self.ends: dict[str, str] = {}
         """By socket: the streams that must end."""
+        # Otherwise only what has reached this host is in doubt, and that is in ``due``.
         if order.doubt is Doubt.SENT:
             self.ends = {name: mark.stream for name, mark in seen.items()}
         self.taken_at_ns: int | None = None
@@ -64,6 +65,7 @@ class PendingQuiesce:
         """Drop what is over."""
         self.due = {
             name: due
+            # Counted from the beginning of the connection: what came later is not in doubt.
             for name, due in self.due.items()
             if name in seen and seen[name].received - seen[name].unread < due
         }
@@ -111,10 +113,12 @@ class Quiescence:
     def ask(self, order: Quiesce) -> None:
         """Take a question; what there is at the next ``step`` is what it is about."""
         self._asked.append(order)
+        # At once, and then less and less often the longer it takes.
         self._since_s = self._next_s = time.monotonic()
 
     def exempt(self, order: Exempt) -> None:
         """Some connections are of living writers."""
+        # With what is there at this moment: by its name alone a stream may be another one's by now.
         seen, leases = self._look(), set(order.leases)
         self._begin(seen)
         for one in self._open:
@@ -127,12 +131,16 @@ class Quiescence:
         now_s = time.monotonic()
         if now_s < self._next_s or not (self._asked or self._open):
             return
+        # One look for all that is asked, before what was asked is begun: it is about these
+        # connections.
         seen = self._look()
         self._begin(seen)
+        # Asked at every look: what is not open now may be later.
         is_blind = bool(devices := rdma_devices())
         rest = []
         for one in self._open:
             one.look(seen)
+            # What comes by RDMA leaves no mark: no look here could ever say that it is over.
             if is_blind or not self._is_at_rest(one):
                 rest.append(one)
             else:
@@ -146,9 +154,11 @@ class Quiescence:
     def _begin(self, seen: dict[str, StreamMark]) -> None:
         """What is asked is about what there is now."""
         begun = [PendingQuiesce(order, seen) for order in self._asked]
+        # Only where an end is waited for: a silent host would never give it by itself.
         if ends := {name for one in begun for name in one.ends}:
             ask_alive(ends)
         self._open += begun
+        # Answered from now on by ``_open``: a question asked after this has a look of its own.
         self._asked.clear()
 
     def _look(self) -> dict[str, StreamMark]:
@@ -159,6 +169,8 @@ class Quiescence:
     def _is_at_rest(self, one: PendingQuiesce) -> bool:
         if one.due or one.ends:
             return False
+        # From here on everything in doubt has been read, but may not be stored yet: the count
+        # begins.
         busy_ns = _cpu_ns(self._thread)
         if one.taken_at_ns is None:
             one.taken_at_ns = busy_ns
@@ -169,6 +181,7 @@ class Quiescence:
         groups: dict[tuple[str, ...], list[int]] = {}
         for one in self._open:
             streams = (*unseen, *sorted(one.ends.values()))
+            # Each lease hears of a change only: a look comes every few milliseconds.
             if self._told.get(one.lease, ()) != streams:
                 self._told[one.lease] = streams
                 groups.setdefault(streams, []).append(one.lease)

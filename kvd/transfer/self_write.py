@@ -80,12 +80,14 @@ def _prove(sender: SendingAgent, area: Area, scratch: int) -> None:
         np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(address))
         for address in (scratch, scratch + size)
     )
+    # No byte is 0 and no two neighbours are equal: neither fresh memory nor a shift passes for it.
     out[:] = np.arange(size) % 251 + 1
     _write(
         sender,
         (_row(scratch, size), _row(note.address, size, note.place)),
         Sides(MemoryKind.DRAM, note.place.kind),
     )
+    # Read by the runtime first: both ways through NIXL could be wrong alike, and agree.
     seen = np.zeros((1, size), np.uint8)
     first = area.first(size)
     area.reach.copy(seen, first)

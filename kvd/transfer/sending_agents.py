@@ -189,6 +189,7 @@ class SendingAgents:
         try:
             peer = unpack(order.metadata)
         except BadMetadata as exc:
+            # Before NIXL has seen a byte of it: damaged metadata can end this process.
             self._report(AgentFailed(UNSTAMPED, *key, why=str(exc)))
             return
         self._building.add(key)
@@ -197,12 +198,14 @@ class SendingAgents:
     def drop(self, order: DropAgent) -> None:
         """Destroy an agent, failing its posts first; an unknown one is as good as destroyed."""
         key = AgentKey(order.incarnation, order.generation)
+        # It cannot be stopped: it is destroyed, and its end reported, when it comes out.
         if key in self._building:
             self._unwanted.add(key)
             return
         open_bytes = 0
         if key in self._queues:
             queue = self._queues.pop(key)
+            # Before it goes: the numbers of its descriptors may be another's a moment later.
             self._unwatch(key, queue.sender)
             open_bytes = queue.destroy(f"sending agent for {key.peer} was dropped")
         elif key in self._warming:
@@ -219,6 +222,7 @@ class SendingAgents:
             why = f"no sending agent for peer {key.peer} generation {key.generation} is loaded"
             self._report(PostFailed(UNSTAMPED, order.post, why))
         else:
+            # It may have been looked away from while it was idle, see ``woken``.
             self._watch(key, queue.sender)
             queue.add(order, self._mine.regions)
 
@@ -235,6 +239,7 @@ class SendingAgents:
             self._report(AgentDropped(UNSTAMPED, *key))
             return
         self._watch(key, built.sender)
+        # Theirs may be smaller, and beyond it is somebody's memory.
         size = min(SCRATCH_BYTES, built.peer.scratch_bytes)
         source = np.array([[self._mine.scratch, size, 0]], np.uint64)
         destination = np.array([[built.peer.scratch, size, 0]], np.uint64)
@@ -271,6 +276,7 @@ class SendingAgents:
         if queue.has_flights:
             self._idle_wakes[key] = 0
             return
+        # Otherwise it stays readable, and the loop would turn without an end.
         queue.sender.progress()
         self._idle_wakes[key] = self._idle_wakes.get(key, 0) + 1
         if self._idle_wakes[key] > IDLE_WAKES:
@@ -285,6 +291,8 @@ class SendingAgents:
             return
         if is_done:
             del self._warming[key]
+            # As UCX did it, and not by the address: peers on one host may be kept from each other's
+            # memory.
             by_socket = warming.sender.socket_bytes() >= warming.size
             path = (
                 WritePath.NETWORK if by_socket or not warming.sender.polls else WritePath.SAME_HOST
@@ -311,6 +319,7 @@ class SendingAgents:
     def _load_failed(self, key: AgentKey, why: str) -> None:
         """Report a failed load, and the drop that was waiting for its end."""
         self._report(AgentFailed(UNSTAMPED, *key, why=why))
+        # A drop that waited for it: it was answered by nothing yet.
         if key in self._unwanted:
             self._unwanted.discard(key)
             self._report(AgentDropped(UNSTAMPED, *key))

@@ -86,6 +86,7 @@ class Packing:
         """One page of each of the bands fits into a slot."""
         self._ids = np.frombuffer(pages, "<i4")
         self._bands = bands
+        # By the largest band: a handle has as many pages in each of them.
         self.handle_pages = SLOT_BYTES // max(band.page_bytes for band in bands)
 
     def fill(self, handle: int, memory: Bytes) -> None:

@@ -145,6 +145,7 @@ def descriptors() -> list[tuple[int, str]]:
     found = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
+            # Closed by another thread since it was listed: then it is none.
             found.append((int(entry), os.readlink(f"/proc/self/fd/{entry}")))
     return found
 
@@ -177,11 +178,15 @@ def _mark(held: socket.socket) -> StreamMark | None:
     if held.family not in {socket.AF_INET, socket.AF_INET6} or held.type != socket.SOCK_STREAM:
         return None
     info = _info(held)
+    # Nobody can have sent anything on it yet.
     if info[0] in _NOT_CONNECTED:
         return None
+    # After the state. The other way round data and the end could both come between the two looks,
+    # and it would look ended with nothing left to read.
     unread = array.array("i", [0])
     fcntl.ioctl(held, termios.FIONREAD, unread)
     stream = ""
+    # The other side has reset it: there is no far end to name, and what is unread still counts.
     with contextlib.suppress(OSError):
         stream = f"{_address(held.getpeername())}>{_address(held.getsockname())}"
     received = _counter(info, _BYTES_RECEIVED_AT)

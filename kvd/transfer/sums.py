@@ -132,6 +132,7 @@ def post_job(order: Post, areas: Mapping[str, Area]) -> PostJob | None:
     reading = _read(order, areas)
     if reading is None:
         return None
+    # Of a sample none may be chosen here: then its ``PostDone`` waits for nothing.
     job = PostJob(order.post, reading, order.seal, order.source, order.first_page)
     return job if job.left else None
 
@@ -170,6 +171,7 @@ def _read_window(window: PageWindow, parts: list[tuple[Area, Piece]]) -> Reading
         fetched = FetchedWindows(window, parts)
         return Gathered(fetched.gather, fetched.page_bytes)
     area, piece = parts[0]
+    # All heads: its tensors are few long stretches, in the order of the sum already.
     if len(parts) == 1 and piece.ours.end_head - piece.ours.first_head == area.note.heads:
         return InPlace(area.window(piece.ours))
     assembly = Assembly(window, parts)
@@ -196,6 +198,7 @@ def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified
     )
     job = VerifyJob(order.ticket, reading, seal, order.pages, seal.first)
     job.wanted = order.sums
+    # Compared in number first: arrays of unequal length would not say which page is wrong.
     if len(order.sums) != SUM_BYTES * job.left:
         why = f"{len(order.sums)} bytes of sums for {job.left} pages"
         return Verified(UNSTAMPED, order.ticket, (), why=why)
@@ -242,6 +245,7 @@ class Summers:
             if not job.is_unwanted:
                 job.sum_slice(low, high)
             with self._news:
+                # Under the lock: another summer may be at another slice of the same job.
                 job.left -= high - low
                 is_done = not job.left
             if is_done:
@@ -256,13 +260,14 @@ class Summers:
             low = job.begun
             stride = max(1, SLICE_BYTES // job.reading.page_bytes)
             job.begun = high = min(low + stride, job.ids.size)
+            # Back in line before this slice is summed: another thread may take the next one.
             if high < job.ids.size:
                 self._turns.append(job)
             return job, low, high
 
 
 class Sums:
-    """The loop's side: takes orders and the reports of the links, passes reports on."""
+    """The loop's side: takes orders and the reports of the post queues, passes reports on."""
 
     def __init__(
         self,
@@ -276,8 +281,9 @@ class Sums:
         self._posts: dict[int, PostJob] = {}
 
     def post(self, order: Post) -> None:
-        """Begin to sum what is posted; before the links have the order."""
+        """Begin to sum what is posted; before its queue has the order."""
         job = post_job(order, self._areas)
+        # One that runs already is refused by its queue.
         if job is not None and order.post not in self._posts:
             self._posts[order.post] = job
             self._summers.want(job)
@@ -297,15 +303,17 @@ class Sums:
             self._report(found)
 
     def pass_on(self, report: Report) -> None:
-        """A report of the links; ``PostDone`` waits for its sums."""
+        """A report of a post queue; ``PostDone`` waits for its sums."""
         match report:
             case PostDone(post=post) if post in self._posts:
                 job = self._posts[post]
                 job.posted = report
+                # Otherwise ``done`` concludes it, when the last slice is summed.
                 if not job.left:
                     self._conclude(job, report)
                 return
             case PostFailed(post=post) if post in self._posts:
+                # What still waits of it is passed over: nobody would read its sums.
                 self._posts.pop(post).is_unwanted = True
             case _:
                 pass
@@ -318,6 +326,7 @@ class Sums:
                 self._report(job.report())
             case SumJob():
                 self._report(Summed(job.ticket, job.packed()))
+            # One whose post has failed meanwhile was answered then.
             case PostJob(posted=PostDone() as posted) if self._posts.get(job.ticket) is job:
                 self._conclude(job, posted)
             case _:

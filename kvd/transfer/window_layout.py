@@ -163,7 +163,7 @@ def _head(note: RegionNote) -> list[int]:
 def straight(ours: RegionNote, theirs: RegionNote, split: int = 1) -> Stretches:
     """Whole pages of the peer, pages of ours or ``split`` of them in one.
 
-    ``strips.mismatch`` must have found nothing.
+    ``page_split.mismatch`` must have found nothing.
     """
     here, there = matched(ours, theirs, split)
     at, to = _rows(here, ours.address), _rows(there, theirs.address)
@@ -217,6 +217,7 @@ def _clipped(band: PageWindow, pieces: Sequence[Piece]) -> Iterator[Piece]:
         ours, theirs = piece.ours, piece.theirs
         first = max(theirs.first_layer, band.first_layer)
         end = min(theirs.end_layer, band.end_layer)
+        # A piece that has none of these layers has no part in the band.
         if first < end:
             back = ours.first_layer - theirs.first_layer
             yield Piece(
@@ -228,6 +229,7 @@ def _clipped(band: PageWindow, pieces: Sequence[Piece]) -> Iterator[Piece]:
 
 def _piece(source: WindowSource, theirs: RegionNote) -> Stretches:
     ours, piece = source
+    # If one side goes slot by slot the other must: stretches correspond one to one.
     is_sliced = _is_sliced(ours, piece.ours) or _is_sliced(theirs, piece.theirs)
     at = _places(ours, piece.ours, is_sliced=is_sliced)
     to = _places(theirs, piece.theirs, is_sliced=is_sliced)
@@ -260,6 +262,7 @@ def _rows(rows: Sequence[PieceRow], address: int) -> _Places:
 def _joined(found: Stretches) -> Stretches:
     """Neighbours that touch on both sides as one."""
     at, at_step, to, to_step, size = found
+    # In the next page too, not in page 0 alone: that is what equal steps say.
     touches = (
         (at[:-1] + size[:-1] == at[1:])
         & (to[:-1] + size[:-1] == to[1:])

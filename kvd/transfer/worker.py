@@ -96,11 +96,14 @@ class Inbox:
 
     def put(self, item: Item) -> None:
         """Add a result; from any thread."""
+        # The item before the wake: the loop may look at once, and then sleeps.
         self._items.append(item)
         os.eventfd_write(self.descriptor, 1)
 
     def take(self) -> list[Item]:
         """Everything added so far."""
+        # Before the items: what is put between the two wakes the loop once more, for nothing. The
+        # other way round its wake would be eaten, and the item would lie until something else came.
         os.eventfd_read(self.descriptor)
         return [self._items.popleft() for _ in range(len(self._items))]
 
@@ -127,6 +130,8 @@ class TransferWorker:
         """
         begin, later = self._first_order()
         threading.excepthook = self._broke  # before there is a thread that others wait for
+        # Before anything of the pool is mapped: by its witness this process counts as gone only
+        # when its map is, and the map has the pool in it.
         for descriptor in begin.kept:
             keep_map(descriptor)
         devices = Devices()
@@ -138,6 +143,7 @@ class TransferWorker:
         with advised(binding, mine):
             self._receiver = ReceivingAgent(binding, begin.name, mine.spans())
             told = _told(mine, self._receiver.blob)
+            # Before ``Ready``: what is announced to peers must be memory that NIXL does reach.
             prove(binding, mine, told)
         builder = AgentBuilder(binding, mine, self._inbox.put)
         summers = Summers(self._inbox.put)
@@ -157,7 +163,9 @@ class TransferWorker:
         self._poll.register(self._orders, select.EPOLLIN)
         self._poll.register(self._inbox.descriptor, select.EPOLLIN)
         huge = [areas[plan.name].note for plan in begin.regions if plan.in_huge_pages]
+        # After ``Ready``: it takes seconds for a large pool, and nobody waits for it.
         Collapser(huge, is_busy=self._is_busy, on_over=self._inbox.put).start()
+        # What came in one read with the first order, and is told by no descriptor any more.
         for order in later:
             self._obey(order)
 
@@ -171,6 +179,7 @@ class TransferWorker:
                     self._take()
                 else:
                     self._agents.woken(descriptor)
+            # Before posts get their turns: what its event has released goes in this round.
             if self._event_waits.is_pending:
                 self._event_waits.step()
             self._agents.post_round()
@@ -182,7 +191,9 @@ class TransferWorker:
     def fail(self, last: Dying) -> NoReturn:
         """Send what is unsent and the last words, and end."""
         self._unsent += frame_of([*self._reports, last])
+        # A blocking send for a moment: what was done before the end is as true as ever.
         self._orders.settimeout(LAST_WORDS_S)
+        # The daemon may be gone, or not read: then the exit status is all that it learns.
         with contextlib.suppress(OSError):
             self._orders.sendall(self._unsent)
         os._exit(1)
@@ -214,6 +225,8 @@ class TransferWorker:
 
     def _patience_s(self) -> float | None:
         """How long the loop may sleep."""
+        # It does not sleep while a handle could be posted: each round posts one for each queue
+        # only.
         if self._agents.can_post or self._agents.is_fast:
             return 0.0
         if self._agents.is_blind or self._event_waits.is_pending:
@@ -257,6 +270,7 @@ class TransferWorker:
     def _obey_of_posts(self, order: DropAgent | Post | Forget) -> None:
         match order:
             case DropAgent():
+                # Before the agent goes: a post whose event comes now must not be handed to it.
                 self._event_waits.drop(order)
                 self._agents.drop(order)
             case Post(after=b""):
@@ -268,6 +282,7 @@ class TransferWorker:
 
     def _post(self, order: Post) -> None:
         """What it reads is written: sum it, and send it."""
+        # Summed as it is sent, from the same bytes: the sums ride in the ``PostDone``.
         self._sums.post(order)
         self._agents.post(order)
 
@@ -328,6 +343,7 @@ def _told(mine: OwnMemory, blob: bytes) -> Metadata:
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent dies; end now if it already has."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A parent that died before the line above sends no signal any more.
     if os.getppid() != parent:
         os._exit(0)
 

@@ -77,9 +77,12 @@ class StandingAudit:
         node = self._node
         # What moved since the last turn must be known before anything is judged by this one.
         sweep.learn(node)
+        # New with every turn: it is exact until the node steps again.
         refs = Backrefs(node)
         while self.work_done < got.work and sweep.phase is not SweepPhase.OVER:
             self.work_done += sweep.look(node, refs, got.work - self.work_done)
+        # Told behind the slice and not within it: containing a fault changes what the slice walks
+        # over.
         faults, sweep.faults = sweep.faults, []
         for fault in faults:
             self.findings.saw(fault, self._look)
@@ -88,6 +91,7 @@ class StandingAudit:
 
     def looked_at_all(self, faults: list[Fault]) -> None:
         """A full check was made: a look as good as a sweep."""
+        # As a look of its own: what it does not see any more has healed, as after a sweep.
         self._look += 1
         for fault in faults:
             self.findings.saw(fault, self._look)
@@ -95,6 +99,8 @@ class StandingAudit:
 
     def caught(self, misgiven: list[Misgiven]) -> None:
         """Pages came back that were not out: found as it was done, before anybody got them."""
+        # Emptied in place, because all pools have this one list; and first, because what is done
+        # about one may give back more.
         found, misgiven[:] = list(misgiven), []
         for one in found:
             self.findings.saw(misgiven_fault(self._node.leases, one), self._look)
@@ -141,6 +147,7 @@ class StandingAudit:
     def _end(self, sweep: Sweep) -> None:
         node = self._node
         for one in pools_of(node.leases):
+            # A log that nobody drains would only be kept full.
             one.pool.moved.ignore()
         self.findings.looked(self._look)
         at_s = node.out.at_s

@@ -59,6 +59,8 @@ class Backrefs:
     def copies(self) -> Counter[int]:
         """By lease id, the copies to the saved area and back that are under way or still to be."""
         retractor = self._node.retractor
+        # Those that wait for a process too: what they hold is held for a copy that is still to be
+        # ordered.
         waiting = [*retractor.copies.leases(), *retractor.uncopied.values()]
         return Counter([lease.id for lease in waiting])
 

@@ -162,6 +162,7 @@ def component_node_faults(
 
 def component_lease_faults(node: NodeView, lease: LeaseRecord) -> Iterator[Fault]:
     """I4 and I9 of what each keeper has for one lease."""
+    # What it has was condemned where it lay; its row is not used any more.
     if lease.lost is not None:
         return
     for keeper in node.leases.components.each:
@@ -177,6 +178,7 @@ def _broken(
     node: NodeView, keeper: ComponentPages, lease: LeaseRecord
 ) -> Iterator[tuple[str, str]]:
     is_noted = lease.id in keeper.leases
+    # A lease has something of every component exactly while it has pages of the first.
     if is_noted == (lease.state in AWAY):
         what = f"is noted, and it is {lease.state.value}" if is_noted else "is not noted"
         yield "beside-record", what
@@ -196,6 +198,7 @@ def _broken_stretch(
     keeper: WindowPages, lease: LeaseRecord, held: LeaseWindow
 ) -> Iterator[tuple[str, str]]:
     """What is mapped is one stretch of the row; up to its own it is what the path has."""
+    # In quarantine it keeps pages and no row, and the table has shortened its own.
     room = held.room if lease.quarantine is not None else count(lease.page_table)
     if not (held.fence <= held.start and held.floor <= held.top <= held.room == room):
         yield (
@@ -212,6 +215,7 @@ def _broken_stretch(
     elif held.floor < held.start:
         path = [keeper.pages_at(step) for step in reversed(nodes_behind(keeper, lease, held))]
         shared = held.pages[: (held.start - held.floor) * ID_BYTES]
+        # From the floor on only: a slide unmaps from below before the lock behind it goes.
         if b"".join(path)[(held.floor - held.fence) * ID_BYTES :] != shared:
             yield "beside-row", "is not the windows of the path that it locks"
 

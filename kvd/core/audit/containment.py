@@ -91,6 +91,7 @@ class Containment:
 
     def contain(self, fault: Fault) -> str:
         """Keep what is broken from everybody; in words what was done, empty if nothing was."""
+        # Some checks carry the number of what they are about, so that each is a fault of its own.
         does = self._deeds().get(fault.check.rstrip("0123456789-"))
         return TOLD if does is None else does(fault)
 
@@ -124,10 +125,13 @@ class Containment:
         where = self._pool(fault.component)
         leases = [lease for lease, own in where.owned() if has_any(own, ids)]
         nodes = [edge for edge, own in where.cached() if has_any(own, ids)]
+        # Free and once in use: to take it off the free list makes it true again, and costs nobody a
+        # lease.
         if fault.check == "page-double" and self._is_sole(leases, nodes, fault):
             return f"{where.pool.withdraw(fault.pages)} pages no longer free"
         done = [f"{self._condemn(fault.component, fault.pages, fault)} pages condemned"]
         in_tree = np.isin(np.frombuffer(b"".join(where.at(nodes)), "<u4"), ids).sum()
+        # What the tree still has of them counts as evictable, and must not be promised to anybody.
         where.pool.doomed_pages += int(in_tree)
         done += [self._lose(lease, fault) for lease in leases]
         done += [self._hide(edge, fault) for edge in nodes]
@@ -195,6 +199,7 @@ class Containment:
             side=node.settings.name,
             numbers={"lease": lease.id},
         )
+        # While its row says which pages are its own: below it is cut.
         n_pages = self._condemn("", lease.held, fault)
         for keeper in table.components.each:
             n_pages += self._condemn(keeper.component.name, keeper.own_pages(lease), fault)
@@ -204,6 +209,7 @@ class Containment:
             lease.deferred, lease.unswapped_from = NO_PAGES, None
         # Before its users hear of it: what they do next may end the lease.
         lease.cache = lease.is_whole = False  # nothing of it joins the tree as it ends
+        # Nobody uses what is in quarantine: only its writer is waited for.
         if lease.quarantine is None:
             self._fail_users(lease, refusal)
         return f"lease {lease.id} is lost, {n_pages} pages condemned"
@@ -213,6 +219,7 @@ class Containment:
         node = self._node
         if ENGINE in lease.holders and lease.session in node.sessions.by_id:
             node.out.answer(lease.session, client.LeaseLost(lease.id, refusal))
+        # A list first: a send that is given up may leave its room at once.
         sends = [one for one in node.prefiller.rooms.by_room.values() if one.engine is not None]
         for send in [one for one in sends if one.engine and one.engine.lease is lease]:
             node.prefiller.give_up_send(send, refusal)
@@ -220,6 +227,7 @@ class Containment:
             for attempt in list(node.decoder.attempts.values()):
                 if attempt.lease is lease:
                     node.decoder.cancel_attempt(attempt, refusal)
+        # Last: who is turned away lets others past, which are admitted in this call.
         queue = node.admission.queue
         resumes = [one for one in queue if one.claim.resumes == lease.id]
         node.admission.turn_away(resumes, refusal)
@@ -243,17 +251,20 @@ class Containment:
         """No prompt finds it or what is below; whoever goes on from there is lost."""
         table = self._node.leases
         below = set(subtree(edge))
+        # All that end below it too: their rows go through it.
         leases = [one for one in table.leases.values() if one.anchor in below]
         done = [self._lose(lease, fault) for lease in leases]
         if edge.parent is None:
             return "; ".join(one for one in done if one)
         hide(table.tree, edge)
+        # One that is locked stays where it is: whoever unlocks it walks up by its parents.
         if not any(one.lock_ref for one in below):
             pages = drop(table.tree, edge)
             table.return_pages(pages)
             done.append(f"{len(below)} nodes dropped")
         else:
             done.append(f"node {edge.id} is found by no prompt any more")
+        # Less is found now than a waiter was matched with: it has to be matched again.
         table.growth += 1
         return "; ".join(one for one in done if one)
 
@@ -266,6 +277,7 @@ class Containment:
             if missing > 0:
                 add_locks(edge, missing)
                 raised += missing
+            # Up to the root, or a node would have more locks than the one above it (I2).
             edge = edge.parent
         if not raised:
             return TOLD
@@ -278,6 +290,8 @@ class Containment:
 
     def _put_in_order(self, fault: Fault) -> str:
         edge = self._edge(fault.node)
+        # An order takes in what has no children and no lock: of others it would not know whom they
+        # come before.
         if edge is None or edge.children or edge.lock_ref:
             return TOLD
         self._node.leases.tree.order.add(edge)
@@ -298,6 +312,8 @@ class Containment:
         part = next((one for one in prefiller.rooms.by_room.values() if one.id == fault.part), None)
         if part is None:
             return TOLD
+        # Before it is given up: its last word must say so, or the peer would free pages at once
+        # that a post unknown to us may still write.
         part.in_doubt = True
         prefiller.give_up_send(part, self._failed(fault))
         return f"send {part.id} is given up, its bytes are in doubt"
@@ -308,6 +324,7 @@ class Containment:
 
     def _strike_waiters(self, _: Fault) -> str:
         node = self._node
+        # Asked of the sessions and not of the fault, which names one of maybe many.
         gone = [
             one for one in node.admission.queue if not Backrefs(node).is_alive(one.claim.session)
         ]
@@ -329,6 +346,7 @@ class Containment:
 def one_list(table: LeaseTable) -> list[Misgiven]:
     """Where all pools say from now on what was given back wrongly."""
     for one in (*pools_of(table), *saved_pools_of(table)):
+        # One list, so that a step asks one place whether anything was given back wrongly.
         one.pool.misgiven = table.pool.misgiven
     return table.pool.misgiven
 

@@ -81,6 +81,7 @@ class Findings:
         """This does not hold."""
         now_s = self._out.at_s
         found = self.by_key.get(fault.key)
+        # Counted, so that the number of what is broken is right where the list of it is full.
         if found is None and not self._has_room():
             self._untold[fault.key] = look
             return
@@ -88,6 +89,7 @@ class Findings:
         if found is None:
             self._last_id += 1
             found = self.by_key[fault.key] = AuditFinding(self._last_id, fault, now_s, now_s, now_s)
+        # By its sentence: the key is the same while figures in it grow.
         has_changed = fault.what != found.fault.what and now_s >= found.told_s + TELL_AGAIN_S
         found.fault = fault
         found.is_broken = True
@@ -105,6 +107,7 @@ class Findings:
         """That look is over: what it did not see is healed."""
         self._untold = {key: seen for key, seen in self._untold.items() if seen >= look}
         for found in self.by_key.values():
+            # Only a whole look heals: a part of one did not see most things.
             if found.is_broken and found.look < look:
                 found.is_broken = False
                 lasted_s = self._out.at_s - found.first_seen_s
@@ -124,6 +127,7 @@ class Findings:
 
     def _has_room(self) -> bool:
         if len(self.by_key) >= MAX_FINDINGS:
+            # A broken one never gives way: forgotten, it would be told as news with every look.
             healed = next((key for key, one in self.by_key.items() if not one.is_broken), None)
             if healed is None:
                 return False

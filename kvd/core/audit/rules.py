@@ -126,6 +126,7 @@ def tree_faults(tree: RadixTree) -> list[Fault]:
 def total_faults(tree: RadixTree) -> list[Fault]:
     """I3: the counters are the sums over the nodes in the eviction order, which are all."""
     # In one piece, so as fast as it goes: 0.1 us a node.
+    # By the eviction order and not by the tree: it is the order that hands pages out.
     nodes = list(tree.order)
     cached = sum(map(len, map(_PAGES, nodes)))
     locked = sum([len(node.pages) for node in nodes if node.lock_ref])
@@ -289,8 +290,10 @@ def tile_faults(where: PoolPlaces) -> list[Fault]:
     pool, component, everything = where.pool, where.component, list(where.places())
     total = pool.total_pages
     if pool.condemned_pages:
+        # Each would be in two places at least, which is told already and cannot be mended.
         everything = _apart_from(everything, pool.condemned_ids())
     ids = np.frombuffer(b"".join([place.pages for place in everything]), dtype="<i4")
+    # Mostly so: then nobody has to say where each of them is.
     if ids.size == total - 1 and np.array_equal(np.sort(ids), np.arange(1, total)):
         return []
     return [
@@ -304,6 +307,7 @@ def is_uncounted(where: PoolPlaces) -> bool:
     """I1 by the numbers alone: cheap, and blind to a page lost while another is double."""
     table, keeper = where.table, where.keeper
     if keeper is None:
+        # A quarantined lease is among them: what it holds is neither free nor anybody else's.
         held = sum([lease.held_pages for lease in table.leases.values()])
         cached = table.tree.cached_pages
     else:
@@ -349,6 +353,7 @@ def _doubles(
     everything: list[Place], ids: np.ndarray, total: int, component: str
 ) -> Iterator[Fault]:
     """Pages in two places, or twice in one, by where they are."""
+    # Strays are told apart: as places in the array they would be somebody else's pages.
     known = (ids >= 1) & (ids < total)
     times = np.bincount(ids[known], minlength=total)
     at = np.flatnonzero(known)
@@ -361,6 +366,7 @@ def _doubles(
     groups: dict[tuple[int, ...], list[int]] = {}
     for page, found in where.items():
         groups.setdefault(tuple(found), []).append(page)
+    # By the set of places, not by page: one bug makes many pages double in the same two.
     for indexes, pages in list(groups.items())[:MAX_PLACES]:
         named = [everything[index] for index in indexes]
         yield Fault(
@@ -411,6 +417,8 @@ def lease_faults(node: NodeView, lease: LeaseRecord, refs: Backrefs) -> Iterator
     broken = _broken_quarantine if is_quarantined else _broken_claim
     for rule, check, what in broken(node, lease, refs):
         yield fault(rule, check, what)
+    # What is kept for a post goes with the last of them; what an engine still uses, when it is
+    # told.
     if lease.reads < 0 or (lease.deferred and not lease.reads and lease.unswapped_from is None):
         what = f"lease {lease.id} keeps replaced pages that no post reads"
         yield fault("I1", "deferred", what)
@@ -439,6 +447,7 @@ def _broken_claim(
     node: NodeView, lease: LeaseRecord, refs: Backrefs
 ) -> Iterator[tuple[str, str, str]]:
     """Row, lock and holders of a lease that is somebody's."""
+    # The row of a lost one was cut on purpose when it was lost.
     if lease.state not in AWAY and lease.lost is None:
         for check, what in _broken_row(node, lease):
             yield "I2" if check == "unlocked" else "I4", check, what
@@ -478,6 +487,8 @@ def _missing_holders(lease: LeaseRecord, refs: Backrefs) -> Iterator[tuple[str, 
             receive = refs.receives.get(lease.id)
             is_there = receive is not None and receive.state in ARRIVING
         elif holder in COPYING:
+            # Both: a copy without the state would be reported to nobody, the state without a copy
+            # never ends.
             is_there = lease.state is COPYING[holder] and refs.copies[lease.id] > 0
         elif holder == UNPROVEN:
             is_there = refs.may_read_former
@@ -501,6 +512,8 @@ def receive_faults(node: NodeView, part: ReceivePart, refs: Backrefs) -> Iterato
         wrong = "is known under another number"
     if wrong:
         yield _receive_fault("I9", "receive", part, wrong)
+    # Its sums are known and it stands still: right only while other parts, or a buffer, are waited
+    # for.
     looks_done = part.state is Decode.VERIFYING and not part.sums
     if looks_done and not waits_for_others(part) and not _is_preloading(node, part):
         yield _receive_fault(
@@ -599,6 +612,7 @@ def send_faults(node: NodeView, part: SendPart, refs: Backrefs) -> Iterator[Faul
         bounds = f"[{start}, {end}]"
         yield fault("I5", "cursor", f"posted to {part.posted_tokens}, outside {bounds}")
     page_tokens = node.prefiller.posts.page_tokens(part)
+    # A settled one may have been refused for just this.
     if part.decode_prefix_len % page_tokens and part.state is not Prefill.SETTLED:
         yield fault("I4", "prefix", f"begins at token {part.decode_prefix_len}")
     if part.state is Prefill.SETTLED and part.outstanding:
@@ -619,6 +633,7 @@ def _misfiled(prefiller: Prefiller, part: SendPart) -> str:
             return "is not one that its room knows"
     elif part.state is not Prefill.SETTLED or settled_sends.settled.get(part.id) is not part:
         return "is over, and still among the open ones"
+    # One that no Offer has come for has no other end yet.
     if part.incarnation and settled_sends.find_part(part.incarnation, part.handoff) is not part:
         return f"is not found by its handoff {part.handoff}"
     return ""
@@ -641,6 +656,7 @@ def _unowned(table: LeaseTable, part: SendPart, refs: Backrefs) -> str:
 
 def post_faults(prefiller: Prefiller, post: int, part: SendPart) -> Iterator[Fault]:
     """I6 and I9 at one post under way."""
+    # By its room and not by its state alone: one that has settled is not there any more.
     is_live = prefiller.rooms.by_room.get(part.room) is part
     if post not in part.outstanding or not is_live:
         what = f"post {post} is under way for send {part.id} (room {part.room}), which "
@@ -668,6 +684,7 @@ def _forgotten(node: NodeView) -> Iterator[Fault]:
     """
     peers = node.peers
     for name, waiters in node.admission.side_queue.by_name.items():
+        # Asked once for a name: a thousand may wait for it, and the answer is the same.
         if name == OWN_TRANSFER or peers.not_ready(name) is not None:
             continue
         for waiter in waiters.values():
@@ -705,6 +722,7 @@ def register_faults(node: NodeView) -> Iterator[Fault]:
             yield Fault("I9", "failed", what, side="prefill", part=send)
     yield from _former_faults(node)
     yield from _record_faults(node.prefiller)
+    # By numbers always; page by page only where the area is small, see ``sweep``.
     yield from saved_count_faults(node.leases)
 
 

@@ -1,10 +1,10 @@
 """One look at everything a node has, in slices, while the node goes on living between them.
 
-Rules about one thing (``rules``) are exact whenever they are asked. What is true
-only of everything together, that each page is in exactly one place, is made exact by ``moves``: a
-sweep counts how often it sees each page, learns at each turn which pages have moved meanwhile, and
-at the end judges those that have not. They were where they are all the time, so they must have been
-seen exactly once. What has moved is judged by the next sweep; a lost page never moves again.
+Rules about one thing (``rules``) are exact whenever they are asked. What is true only of everything
+together, that each page is in exactly one place, is made exact by ``moved_pages``: a sweep counts
+how often it sees each page, learns at each turn which pages have moved meanwhile, and at the end
+judges those that have not. They were where they are all the time, so they must have been seen
+exactly once. What has moved is judged by the next sweep; a lost page never moves again.
 
     FREE    the free lists, from the bottom of each stack: what lies still keeps its index
     TREE    from the roots down; what is split meanwhile keeps its lower half on our stack
@@ -78,6 +78,7 @@ class SweptPages:
     def learn(self, moved: bytes | None) -> None:
         """These pages have changed their place since the last turn; None: too many to tell."""
         if moved is None:
+            # Which pages lay still is not known: this sweep judges no single one, the next does.
             self._is_blind = True
         elif moved:
             ids = np.frombuffer(moved, dtype="<i4")
@@ -89,6 +90,8 @@ class SweptPages:
         ids = np.frombuffer(b"".join(pieces), dtype="<i4")
         seen = np.frombuffer(self._seen, dtype=np.uint8)
         n_pages = ids.size
+        # Only noted: which page it is, and who names it, takes the look at all places that
+        # ``_judge`` asks.
         if n_pages and (ids.min() < 0 or ids.max() >= seen.size):
             self.is_suspicious = True
             ids = ids[(ids >= 0) & (ids < seen.size)]
@@ -104,6 +107,7 @@ class SweptPages:
     def judge(self, first: int, last: int) -> bool:
         """Whether a page of this range lay still, and was not seen exactly once."""
         seen = np.frombuffer(self._seen, dtype=np.uint8)[first:last]
+        # What was looked at and not counted is a page that one call of ``see`` had twice.
         self._uncounted -= int(seen.sum())
         if self._uncounted and last == self.total_pages:
             self.is_suspicious = True  # at one moment in two places
@@ -195,10 +199,14 @@ class Sweep:
         wanted = min(FREE_SLICE_PAGES, max(1, work) * PAGES_SEEN_PER_UNIT)
         pages = pool.free_slice(self._next, wanted)
         self._tallies[self._pool].see([pages])
+        # By what was asked for, not by what came: the stack may have become shorter since.
         self._next += wanted
         if self._next >= pool.free_pages and self._is_last_pool():
             self._begin(SweepPhase.TREE)
+            # From the top at one moment: what is inserted later has only pages that moved.
             self._stack = list(node.leases.tree.roots.values())
+            # Counted once for the whole phase; where a node does not fit them ``_look_at_locks``
+            # counts again.
             self._anchored = refs.anchored
             self._needs = refs.needs
         return 1 + len(pages) // ID_BYTES // PAGES_SEEN_PER_UNIT
@@ -232,6 +240,8 @@ class Sweep:
             self._begin(SweepPhase.LEASES)
             self._anchored = Counter()
             self._needs = ()
+            # By number: a lease that ends before its turn has given its pages back, and those have
+            # moved.
             self._parts = [("lease", lease_id) for lease_id in node.leases.leases]
         return 1 + used + n_pages // PAGES_SEEN_PER_UNIT
 
@@ -299,11 +309,15 @@ class Sweep:
         self.faults += queue_faults(node, refs)
         self.faults += register_faults(node)
         area = node.leases.saved
+        # Nobody notes moves of saved pages, so it is the whole area in this piece, or numbers
+        # alone.
         if sum(map(area.capacity_pages, area.pools)) <= SAVED_AT_ONCE_PAGES:
             self.faults += saved_faults(node.leases)
         self.faults += component_rules.component_register_faults(node)
         things = len(node.leases.tree.order) + node.prefiller.settled_sends.n_records
         for tally, where in zip(self._tallies, pools_of(node.leases), strict=True):
+            # The numbers show at once what the pages would only show to a sweep in which none of
+            # them moved.
             tally.is_suspicious |= is_uncounted(where)
         for keeper in node.leases.components.each:
             things += BESIDE_UNITS * (len(keeper.nodes) + len(keeper.leases))
@@ -317,6 +331,7 @@ class Sweep:
         slice_pages = min(JUDGED_SLICE_PAGES, max(1, work) * PAGES_JUDGED_PER_UNIT)
         self._next = last = min(tally.total_pages, first + slice_pages)
         has_doubt = tally.judge(first, last)
+        # Only now is the price of all places paid, and once: what it finds is of the whole pool.
         if has_doubt or (tally.is_suspicious and last == tally.total_pages):
             found = _page_faults(node.leases, self._pool)
             self.was_refuted |= has_doubt and not found

@@ -190,6 +190,8 @@ class RankedOrder:
     def add(self, node: RadixNode) -> None:
         """Takes in ``node`` as used now, and makes its path as young as it is."""
         self._ranks[node] = EvictionRank(0, 0, 0)
+        # All of the path: by age a parent must come after its youngest child, or it would be
+        # evicted first.
         for step in _path(node):
             self._ranks[step].grown = self._clock + 1
         self.release(node)
@@ -199,6 +201,7 @@ class RankedOrder:
         self._clock = self._ranks[node].used = self._clock + 1
         if len(self._heap) > 2 * len(self._ranks) + HEAP_SLACK:
             # Paid for by the entries pushed since the last time; dropped nodes must not pile up.
+            # The node itself is among them: its last lock is gone by now.
             self._heap = [self._entry(one) for one in self._ranks if not one.lock_ref]
             heapify(self._heap)
         else:
@@ -218,6 +221,7 @@ class RankedOrder:
         """Ranks ``upper`` like ``lower``, after it because it ends earlier."""
         rank = self._ranks[lower]
         self._ranks[upper] = EvictionRank(rank.used, rank.grown, rank.priority)
+        # A locked one is entered when its last lock goes.
         if not upper.lock_ref:
             self.release(upper)
 
@@ -236,6 +240,7 @@ class RankedOrder:
             # Out of date: locked since, or gone. Nothing was searched for it when that happened.
             if node.lock_ref or node not in self._ranks:
                 heappop(heap)  # a release brings a locked one back
+            # It was used since: its key has grown, so it is only put further back.
             elif (entry := self._entry(node)) != heap[0]:
                 heapreplace(heap, entry)
             else:
@@ -256,10 +261,14 @@ class RankedOrder:
         passed: set[RadixNode] = set()
         while front:
             entry, place = heappop(front)
+            # A corrected entry stands nowhere in the heap: what is below its old place is in
+            # ``front`` already.
             if place >= 0:
                 for below in range(2 * place + 1, min(2 * place + 3, len(heap))):
                     heappush(front, (heap[below], below))
             node = entry[2]
+            # An entry of one that was named already, or has left the tree: nobody searched for it
+            # then.
             if node in passed or node not in self._ranks:
                 yield None
             elif not node.lock_ref and (corrected := self._entry(node)) != entry:

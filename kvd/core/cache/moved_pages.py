@@ -41,6 +41,8 @@ class MovedPages:
     def drain(self) -> bytes | None:
         """The ids of all pages moved since the last time; None when there were too many moves."""
         log = self.log
+        # Full: the oldest may have fallen out, and a page that is not named here would count as
+        # lying still.
         moved = None if len(log) == MAX_LOG else b"".join(log)
         log.clear()
         return moved

@@ -133,6 +133,7 @@ class PagePool:
 
     def _mark_out(self, pages: Pages, n_pages: int) -> None:
         first = int.from_bytes(pages[:ID_BYTES], "little")
+        # A run is known by one comparison of bytes, and marked by one slice, however long it is.
         if pages == _ascending[first * ID_BYTES : first * ID_BYTES + len(pages)]:
             self._state[first : first + n_pages] = b"\1" * n_pages
         else:
@@ -143,6 +144,7 @@ class PagePool:
 
         Nothing is put back of pages that were not all out, each once: ``misgiven`` tells of them.
         """
+        # Ids are read unsigned: a negative one of a broken row is above every page, and so refused.
         state, n_pages = self._state, len(pages) // ID_BYTES
         first = int.from_bytes(pages[:ID_BYTES], "little")
         if n_pages == 1:
@@ -150,6 +152,7 @@ class PagePool:
             if is_good:
                 state[first] = FREE
         elif pages == _ascending[first * ID_BYTES : first * ID_BYTES + len(pages)]:
+            # The null page is refused by this too: it was never out.
             is_good = state.startswith(b"\1" * n_pages, first)
             if is_good:
                 state[first : first + n_pages] = b"\3" * n_pages
@@ -192,6 +195,7 @@ class PagePool:
             state.put(ids, _RAMP[:n_pages])
             is_good = state.take(ids).tobytes() == RAMP[:n_pages]
         else:
+            # More pages than there are different bytes to mark them by.
             in_order = np.sort(ids)
             is_good = not (in_order[1:] == in_order[:-1]).any()
         # One byte says free, however that was found out: a replay may have found it another way.
@@ -200,6 +204,7 @@ class PagePool:
 
     def _refuse(self, pages: Pages, giver: object) -> None:
         """Some were not out, or twice among them: tell, unless they are only condemned."""
+        # Page by page: that some are condemned is no reason to lose the others of the call.
         ids = np.frombuffer(pages, "<u4")
         known = ids[ids < self.total_pages]
         state = np.frombuffer(self._state, np.uint8)
@@ -251,6 +256,7 @@ class PagePool:
 
     def withdraw(self, pages: Pages) -> int:
         """Takes them out of the free list, as somebody has them; returns how many were there."""
+        # Over a copy: an array over the list itself would forbid to shorten it.
         free, ids = np.frombuffer(bytes(self._free), "<u4"), np.frombuffer(pages, "<u4")
         left = free[~np.isin(free, ids)]
         np.frombuffer(self._state, np.uint8)[ids] = OUT
@@ -278,6 +284,7 @@ class PagePool:
         free = np.frombuffer(bytes(self._free), dtype="<i4")
         left = free[~np.isin(free, np.frombuffer(pages, dtype="<i4"))]
         n_pages = len(pages) // ID_BYTES
+        # One number finds both: a page that is not free, and one that is named twice.
         if free.size - left.size != n_pages:
             raise BadPages(
                 f"pool {self.name}: {free.size - left.size} of {n_pages} pages to be set apart are "

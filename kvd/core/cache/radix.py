@@ -58,6 +58,7 @@ FIRST_SPAN_BYTES = 2048
 def shared_bytes(edge: Tokens, tokens: Tokens, pos: int, end: int) -> int:
     """How much of ``edge`` equals ``tokens[pos:end]`` from its start, in bytes of whole tokens."""
     limit = min(len(edge), end - pos)
+    # Only the span that differs is looked into token by token; doubled, they stay few.
     low, span = 0, FIRST_SPAN_BYTES
     while low < limit:
         high = min(low + span, limit)
@@ -386,6 +387,8 @@ class RadixTree:
                 node, pos = child, stop
                 continue
             shared = shared_bytes(edge, tokens, pos, end)
+            # At least one page is shared, since the child was found by all of its first: no half is
+            # empty.
             node = self._split(child, shared - shared % page_bytes)
             # Both halves were used, the upper one last; it also puts the upper one in its place.
             self._touch(child)
@@ -393,6 +396,8 @@ class RadixTree:
         return node
 
     def _split(self, lower: RadixNode, at_bytes: int) -> RadixNode:
+        # The pages below go to another node without being moved: a sweep that has seen one half
+        # must know.
         edge, pages, parent = lower.edge, lower.pages, lower.parent
         self._moved.log.append(pages)
         at_pages = at_bytes // self.match_page_tokens
@@ -436,7 +441,7 @@ class RadixTree:
             if node.parent is not None:
                 del node.parent.children[node.key]
             pieces.append(node.pages)
-        pages: Pages = b"".join(pieces)  # type: ignore[assignment]  # see Node
+        pages: Pages = b"".join(pieces)  # type: ignore[assignment]  # see RadixNode
         self.evictable_bytes -= len(pages)
         for pages_at_nodes in self.components:
             pages_at_nodes.dropped(victims)
@@ -461,6 +466,7 @@ class RadixTree:
         self.evictable_bytes -= len(pages)
         for pages_at_nodes in self.components:
             pages_at_nodes.dropped(gone)
+        # What was dropped may have been all of a namespace.
         self._sweep_roots()
         return FlushedNodes(pages, kept // ID_BYTES, gone)
 
@@ -491,6 +497,7 @@ class EvictedFilter:
         marks, hashed = self._marks, xxh3_64_intdigest
         for node in nodes:
             parent = node.parent
+            # A root has no tokens of its own to be missed by.
             if parent is None:
                 continue
             root = parent
@@ -541,6 +548,7 @@ def hide(tree: RadixTree, node: RadixNode) -> None:
         key[last] |= 0x80
     node.key = bytes(key)
     node.edge = Tokens(node.key + node.edge[page_bytes:])
+    # The dict that all leaves share: it is never written.
     if parent.children is NO_CHILDREN:
         parent.children = {}
     parent.children[node.key] = node
@@ -550,6 +558,7 @@ def drop(tree: RadixTree, node: RadixNode) -> Pages:
     """Takes ``node`` and all below, which nobody locks, out of the tree; returns their pages."""
     gone = subtree(node)
     for one in gone:
+        # A broken node may stand in no order: that may be what it is dropped for.
         if one in tree.order:
             tree.order.remove(one)
     if node.parent is not None:

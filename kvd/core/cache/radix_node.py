@@ -50,6 +50,7 @@ class RadixNode:
     ) -> None:
         self.id = node_id
         self.parent = parent
+        # Kept and not counted from the root each time: a split never changes where an edge ends.
         self.end_tokens: int = parent.end_tokens + len(edge) // ID_BYTES if parent else 0
         self.key = key
         # Plain bytes come in because calling a NewType costs as much as comparing 1000 tokens.

@@ -47,6 +47,7 @@ class AllComponentPages:
     def lock_prefix(self, claim: Claim) -> RadixNode:
         """Lock the longest cached prefix from which every component can go on."""
         limits = [claim.match_tokens, *(one.limit_tokens(claim) for one in self.each)]
+        # Before the match, and not by walking back up: a match splits the edge that it ends in.
         limit = min((tokens for tokens in limits if tokens is not None), default=None)
         found = self._tree.match(claim.tokens, claim.namespace, limit)
         # Each may have to go further up, and then the others must be able to go on from there too.

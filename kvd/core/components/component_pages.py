@@ -72,6 +72,8 @@ class ComponentPages:
     @property
     def headroom_pages(self) -> int:
         """Pages obtainable now."""
+        # Condemned pages that still lie at nodes count as evictable, and do not come back when they
+        # are.
         return self.pool.free_pages + self.evictable_pages - self.pool.doomed_pages
 
     @property
@@ -124,6 +126,8 @@ class ComponentPages:
         # Once, unless what it drops is condemned: those pages do not come back.
         while n_pages > self.pool.free_pages and self.unlocked:
             short = n_pages - self.pool.free_pages
+            # Found first and taken then: whole nodes, because a window with some of its pages is
+            # none.
             nodes: list[RadixNode] = []
             for node in self.unlocked:
                 if short <= 0:

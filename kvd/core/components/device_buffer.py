@@ -78,6 +78,8 @@ class Buffers(ComponentPages):
     @override
     def extend(self, lease: LeaseRecord, room_tokens: int) -> None:
         """Take as many more."""
+        # Behind those it has: which slot is which page of these must not change under what is
+        # there.
         more = self.pool.take_pages(self.growth(lease, room_tokens))
         pages = self.held[lease.id] = Pages(self.held[lease.id] + more)
         self.resident[lease.id].grow(count(pages))
@@ -109,6 +111,7 @@ class Buffers(ComponentPages):
     @override
     def end_lease(self, lease: LeaseRecord) -> None:
         """They hold copies: all are free."""
+        # First, because it asserts that no copy still writes the pages which go back below.
         self._forget(lease)
         pages = self.held.pop(lease.id, NO_PAGES)
         if pages:
@@ -119,6 +122,7 @@ class Buffers(ComponentPages):
         """No remote writes them, so they are not kept."""
         self._forget(lease)
         pages = self.held[lease.id]
+        # Empty, but there: the audit wants every component to know every lease that has pages.
         self.held[lease.id] = NO_PAGES
         if pages:
             self.pool.return_pages(pages)

@@ -56,6 +56,8 @@ class Residency:
 
     def grow(self, n_slots: int) -> None:
         """There are so many slots now."""
+        # Below those that are free, highest first: the last is taken first, so slots go out in
+        # ascending order and a preloaded prompt has its page ``n`` in slot ``n``.
         self._free[:0] = range(n_slots - 1, self.n_slots - 1, -1)
         self.n_slots = n_slots
 
@@ -70,6 +72,7 @@ class Residency:
         """
         kept = set(pages)
         stale = self._unfinished & kept
+        # A second copy into the same slot beside the first: whichever ended last would win.
         if self._copying.keys() & stale:
             return None
         new = [page for page in pages if page not in self.slots]
@@ -81,6 +84,7 @@ class Residency:
             self.slots.move_to_end(page)
         copied = {*stale, *new}
         missing = [page for page in pages if page in copied]
+        # Marked by what is whole now: bytes that are written after this are not in the copy.
         self._unfinished.difference_update(missing)
         self._unfinished.update(page for page in missing if page >= whole_pages)
         return missing
@@ -92,6 +96,7 @@ class Residency:
 
         Returns those to be copied. A page that is not whole is left out: it would be copied again.
         """
+        # What is hoped for does not push out something else that is hoped for.
         kept = {*kept, *pages}
         missing = []
         for page in pages:

@@ -84,6 +84,7 @@ class StatePages(ComponentPages):
     @override
     def unlock(self, anchor: RadixNode, claim: Claim) -> None:
         """The claim came to nothing."""
+        # By the claim and not by a lease: there is none yet.
         self._end_reading(self._source(anchor, claim))
 
     @override
@@ -99,6 +100,8 @@ class StatePages(ComponentPages):
     @override
     def grant(self, lease: LeaseRecord, claim: Claim, anchor: RadixNode, n_pages: int) -> None:
         """Take the page."""
+        # The source was locked with the prefix; here it is only remembered, for the lease's end to
+        # unlock.
         self.held[lease.id] = LeaseStates(
             self._source(anchor, claim), self.pool.take_pages(n_pages)
         )
@@ -147,6 +150,7 @@ class StatePages(ComponentPages):
             and anchor is not None
             and anchor.parent is not None
             and anchor.end_tokens == count(lease.tokens)
+            # Somebody else has left an equal one: the same tokens, so the same state.
             and anchor not in self.at
         )
         if is_exact and anchor is not None:

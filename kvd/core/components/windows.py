@@ -105,6 +105,7 @@ class LeaseWindow:
     def unmap_below(self, floor: int) -> None:
         """Begin at ``floor``; what was its own below is spare now."""
         first_own = max(self.floor, self.start)
+        # What was the tree's below is not spare: it goes back with its lock.
         if floor > first_own:
             self.spare = Pages(self.spare + self.mapped(first_own, floor))
         self.pages = slice_pages(self.pages, floor - self.floor)
@@ -163,6 +164,8 @@ class WindowPages(ComponentPages):
                 if best.end_tokens - start >= self._span:
                     return best
             else:
+                # A tombstone: nobody can go on across it, so all that was found live below is of no
+                # use.
                 best, start = parent, parent.end_tokens
             step = parent
         return best
@@ -187,6 +190,8 @@ class WindowPages(ComponentPages):
     def _unlock_path(self, below: RadixNode, end_tokens: int, fence_tokens: int) -> None:
         """Undo one lock of ``[fence, end)``; ``below`` is on the path, at its end or deeper."""
         for step in _path(below, fence_tokens):
+            # The anchor moves down with every commit: what is behind the prefix was never locked
+            # for it.
             if step.end_tokens <= end_tokens:
                 self._unlock_at(step)
 
@@ -215,8 +220,10 @@ class WindowPages(ComponentPages):
             fence = start
         held = LeaseWindow(start, fence, room, claim.step_tokens, first_tokens)
         if fence < start:
+            # Locked since the claim: what lies at them is still there.
             path = [self.at[step].pages for step in _path(anchor, fence * self._page)]
             held.pages = Pages(b"".join(reversed(path)))
+        # Before anything is mapped: what is mapped comes out of these.
         held.spare = self.pool.take_pages(n_pages)
         held.map_up_to(self._top(held, first_tokens))
         self.held[lease.id] = held
@@ -257,6 +264,8 @@ class WindowPages(ComponentPages):
 
     def _trim(self, held: LeaseWindow) -> None:
         """Give back what the rest of the sequence can never need at once."""
+        # By what is still to come: near its end a sequence needs fewer at once than when it was
+        # admitted.
         needed = self._budget(held.room - max(held.floor, held.start), held.step)
         kept = max(0, count(held.spare) - (held.n_own_pages - needed))
         if kept < count(held.spare):
@@ -307,8 +316,11 @@ class WindowPages(ComponentPages):
         held, last = self.held[lease.id], self._pages(n_tokens)
         behind = slid_start(n_tokens, self._window, self._page, cached=lease.cache)
         first = max(held.floor, behind // self._page)
+        # Two measures: as much is kept as whoever comes after could go on from, but it is only
+        # refused where this lease itself could not.
         needed = slid_start(n_tokens, self._window, self._page, cached=False)
         begin, end = self.mapped_tokens(lease)
+        # Refused and not saved in part: a window with a hole could not be gone on from.
         if begin > needed or end < n_tokens:
             return Refusal(
                 Code.WRONG_STATE,
@@ -374,6 +386,7 @@ class WindowPages(ComponentPages):
     def quarantine_lease(self, lease: LeaseRecord) -> None:
         """Keep its own pages, unlock the tree's."""
         held = self.held[lease.id]
+        # While it has an anchor: the path to what it locks is found from there.
         self._release_fence(held, lease)
         own = self.own_pages(lease)
         held.pages, held.spare = NO_PAGES, own
@@ -397,6 +410,7 @@ class WindowPages(ComponentPages):
         size = len(upper.pages)  # as many window pages as pages, so the bytes are cut alike
         self.at[upper] = PagesAtNode(Pages(window.pages[:size]), window.locks)
         window.pages = Pages(window.pages[size:])
+        # The sum of what may be dropped stays as it is: the halves have what the whole had.
         if not window.locks:
             self.unlocked[upper] = None
 
@@ -419,6 +433,7 @@ class WindowPages(ComponentPages):
 
     def _top(self, held: LeaseWindow, upto_tokens: int) -> int:
         """End of what must be mapped to compute from ``upto_tokens``."""
+        # With pages of one token no slide gives anything back, so all of it is mapped at once.
         if not held.step or self._page == 1:
             return held.room
         return min(held.room, self._pages(upto_tokens + held.step))

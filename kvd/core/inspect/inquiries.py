@@ -125,6 +125,7 @@ class Inquiries:
     def tick(self) -> None:
         """Who has not spoken in time is reported as silent."""
         for inquiry in list(self.open):
+            # The oldest come first: behind this one none is due.
             if self._out.at_s - inquiry.since_s < ANSWER_S:
                 break
             self._report(inquiry)
@@ -157,6 +158,7 @@ class Inquiries:
         why = self._why_not_asked(part, peer)
         if peer is not None and not why:
             why = f"it has not answered within {ANSWER_S:.0f} s"
+            # Counted up and never used again: a late Story must not answer a later question.
             self._last += 1
             self.questions[self._last] = Question(inquiry, len(inquiry.ends), part.incarnation)
             inquiry.n_open += 1
@@ -187,6 +189,8 @@ class Inquiries:
 
     def _report(self, inquiry: Inquiry) -> None:
         self.open.remove(inquiry)
+        # Forgotten with it: who answers now finds nobody, and the dict does not grow by who never
+        # does.
         if inquiry.n_open:
             for ask in [ask for ask, one in self.questions.items() if one.inquiry is inquiry]:
                 del self.questions[ask]
@@ -201,6 +205,7 @@ class Inquiries:
             self._stories.clear()
             self._stories_s = self._out.at_s
         self._stories[peer.incarnation] += 1
+        # Without a word: it is the answers that cost.
         if self._stories[peer.incarnation] > MAX_STORIES:
             return
         story = Story(self._node.settings.incarnation, peer.incarnation, message.ask)
@@ -220,6 +225,7 @@ class Inquiries:
         part = decoder.by_handoff.get(message.handoff) or next(
             (one for one in decoder.known() if one.handoff == message.handoff), None
         )
+        # Numbers are guessable: without this any peer could ask what the others receive.
         is_its_own = part is not None and part.incarnation == peer.incarnation
         return part if is_its_own and part is not None and part.room == message.room else None
 

@@ -105,6 +105,8 @@ class PoolPlaces:
         """How many condemned pages nobody names any more."""
         if not self.pool.condemned_pages:
             return 0
+        # A condemned page still counts where somebody has it: as held or cached, and not once more
+        # here.
         named = np.frombuffer(b"".join([place.pages for place in self.places()]), "<i4")
         return int(np.setdiff1d(np.frombuffer(self.pool.condemned_ids(), "<i4"), named).size)
 

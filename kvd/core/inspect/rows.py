@@ -137,6 +137,7 @@ def peer_rows(node: NodeView) -> dict[str, PeerRow]:
     nobody = PeerRow("", None, "")  # of parts whose peer is not known yet, or no more
     for receive in node.decoder.parts.values():
         one = found.get(receive.peer, nobody)
+        # By name, of every life of it; below by incarnation, of the present one only.
         one.receives += 1
         one.in_bytes += receive.moved_bytes
     for send in prefiller.known():
@@ -173,6 +174,7 @@ class ClientRow:
 
 def client_rows(node: NodeView) -> dict[int, ClientRow]:
     """By session, those that are gone and still have leases too; one look at all leases."""
+    # Living ones first, also without a lease; the dead ones are only seen by what they have left.
     found = {one.id: ClientRow(one) for one in node.sessions.by_id.values()}
     for lease in node.leases.leases.values():
         one = found.get(lease.session)

@@ -127,6 +127,8 @@ class StateTable(Generic[T, S]):
             *[StateField("", _unit_of(kind, name), name, wire=name) for name in unshown],
         )
         by_name = {row.column: row for row in rows if row.column}
+        # Behind the columns: what says with its ``wire`` that it is the field wins over an equal
+        # name.
         by_name |= {row.wire: row for row in self.rows if row.wire}
         self.plain: tuple[StateField[T], ...] = tuple(
             StateField(name, _unit_of(kind, name))
@@ -191,6 +193,7 @@ def session_name(node: NodeView, session: int) -> str:
 
 # ---- leases --------------------------------------------------------------------------------------
 
+# RESTORING too, unlike the audit's AWAY: it has pages again, and its engine waits for it still.
 _AWAY = {LeaseStage.RETRACTED, LeaseStage.RESUMING, LeaseStage.RESTORING}
 
 

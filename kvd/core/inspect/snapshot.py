@@ -92,6 +92,8 @@ def waiting_states(node: NodeView) -> list[WaitingState]:
     states = []
     for one in waiting_rows(node):
         budget = one.waiter.budget
+        # Found once for a budget: hundreds may wait for the same, and each answer is a look at all
+        # leases.
         if one.lacks_pages:
             if budget not in holders:
                 holders[budget] = node.owners.of_most_pages(budget)

@@ -103,6 +103,7 @@ def in_display_order(tree: RadixTree) -> list[TreeEdge]:
     """All nodes, parents first, and among siblings the biggest subtree first."""
     edges = list(tree.nodes())
     below: Counter[int] = Counter()
+    # Children before their parents, so that one pass adds up every subtree.
     for edge in reversed(edges):
         below[edge.id] += len(edge.pages)
         if edge.parent is not None:

@@ -1,6 +1,6 @@
 """States of leases, handoffs and peers, and what each waits for: the same words everywhere.
 
-What must not live here: tables and sentences made of them (``report``, ``why``, the console).
+What must not live here: tables and sentences made of them (``schema``, ``why``, the console).
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ _PREFILL_WAITS = {
 def node_word(node: NodeView) -> str:
     """``serving``, or why it does nothing new: it drains, is drained, stops, or cannot transfer."""
     drainer = node.drainer
+    # Asked first: a stop is a drain too.
     if drainer.drain is not None and drainer.drain.is_stop:
         return "stopping"
     if drainer.drain is not None:

@@ -59,6 +59,7 @@ class SideQueue:
     def remove(self, waiter: Waiter) -> None:
         """It waits for nothing of that any more."""
         del self.waiters[waiter.number]
+        # Empty names go: they are of peers, of which there may come any number.
         for name in waiter.awaits:
             here = self.by_name[name]
             del here[waiter.number]
@@ -231,6 +232,7 @@ class Admission:
         if shortage is not None:
             # Matched in this very step: looking again before a page moves would find the same.
             self._seen = self._now()
+        # ``wake`` and not ``pump``, which would not look: no page has moved since it looked last.
         elif not waiter.awaits and not self._is_behind(waiter):
             self.wake()
         if waiter.awaits or waiter in self.line:
@@ -316,6 +318,7 @@ class Admission:
         """The caller of a waiting request went away: answer it with ``refusal``, hold nothing."""
         for waiter in self._all():
             if (waiter.claim.session, waiter.claim.call) == (session, call):
+                # It returns after the first: this changes what the loop walks over.
                 self.withdraw(waiter)
                 waiter.asker.refused(refusal)
                 return
@@ -336,10 +339,13 @@ class Admission:
     def expire(self) -> None:
         """Refuse what has waited until its deadline."""
         now_s = self._out.at_s
+        # Every tick comes here. The bound may be of somebody who has left: that costs one walk, no
+        # more.
         if now_s < self._soonest_s:
             return
         late = [waiter for waiter in self.queue if waiter.deadline_s <= now_s]
         self._strike(late)
+        # Before anybody is told: who hears may ask anew, and lowers it then.
         self._soonest_s = min([one.deadline_s for one in self._all()], default=float("inf"))
         for waiter in late:
             waiter.asker.refused(self._too_late(waiter))
@@ -355,6 +361,7 @@ class Admission:
 
     def _stand(self, waiter: Waiter) -> None:
         """Give it the place where it belongs now: in the line, or in the side queue."""
+        # Asked anew each time: what it waited for may have come while something else went.
         waiter.awaits = waiter.asker.awaits()
         if waiter.awaits:
             self.side_queue.put(waiter)
@@ -381,6 +388,7 @@ class Admission:
         for one in self.line:
             if one is waiter:
                 return False
+            # One whose peer has gone since bars nobody: it steps aside when it is looked at.
             if self._is_barring(one) and not one.asker.awaits():
                 return True
         return False
@@ -398,6 +406,7 @@ class Admission:
     def _may_fit(self, waiter: Waiter, promised: Demand) -> bool:
         """False where matching it again cannot find room: as much is lacking, nothing is cached."""
         table = self._leases
+        # When more is cached than then, what it lacked then says nothing.
         if not waiter.budget or waiter.seen_growth != table.growth:
             return True
         taken = promised[table.budgets.names.index(waiter.budget)]

@@ -4,14 +4,11 @@ A copy is a ticket of the transfer process. It is over by ``Copied``, by ``CopyF
 end of that process, and until then neither side's pages are anybody else's; that is kept by who
 ordered it. At the end of the process every asker hears of it from the node, not from here.
 
-The copies of leases between the pool and the saved area: when are all of one lease's over?
+Between the pool and the saved area a lease has one for each component that is copied, and of each
+shard of it. What comes of it is known when the last is over: a refusal of one is no reason to touch
+pages that another still reads or writes.
 
-A lease has one for each component that is copied, and of each shard of it. What comes of it is
-known when the last is over: a refusal of one is no reason to touch pages that another still reads
-or writes.
-
-What must not live here: what becomes of the lease (``retract``), the numbers of tickets
-(``copies``).
+What must not live here: what becomes of the lease (``retraction``).
 """
 
 from __future__ import annotations
@@ -64,6 +61,7 @@ class Copies:
         destination: Pages,
     ) -> int:
         """Copy ``source[i]`` over ``destination[i]``; the ticket that ``asker`` will hear of."""
+        # Counted on over the end of a process: a late report of the one before finds no new copy.
         self._last_ticket += 1
         self.under_way[self._last_ticket] = asker
         self._out.effects.append(
@@ -79,6 +77,8 @@ class Copies:
 
     def copied(self, got: Copied) -> None:
         """One copy is done; one of a process that is gone interests nobody."""
+        # Unknown is no error: a report may come behind the end of the process that made it, and
+        # then its asker was told already that the copy was cut.
         asker = self.under_way.pop(got.ticket, None)
         if asker is not None:
             asker.copied(got)
@@ -153,6 +153,7 @@ class LeaseCopies:
 
     def cut(self) -> list[LeaseRecord]:
         """The process is gone, and all of them with it; the leases whose they were."""
+        # Each lease once, however many copies it had: whoever is told moves it to another state.
         leases = {lease.id: lease for lease in self.leases()}
         self.by_ticket = {}
         return list(leases.values())

@@ -3,7 +3,7 @@
 What is in which slot is ``residency``; this file orders the copies, tells the engine when its pages
 are there, and keeps both sides' pages from everybody until a copy is over::
 
-    fetch(wanted, ahead) -> hits, and slots for the misses -> one Copy -> Copied -> Fetched
+    fetch(wanted, ahead) -> hits, and slots for the misses -> one Copy -> Copied -> FetchReply
                          '> what is left of the slots for ``ahead`` -> one Copy, nobody waits
 
 One lease is one sequence, so its fetches have their turns one after the other: the next one is
@@ -201,6 +201,7 @@ class Fetcher:
                 f"{buffers.component.name}: fetch fewer, or raise pool.buffer_tokens",
                 {"wanted_pages": n_wanted, "buffer_pages": n_slots},
             )
+        # First: what is no page of its row cannot be compared with how far it is written.
         refusal = self._bad_numbers(lease, message.pages) or self._bad_numbers(lease, message.ahead)
         if refusal is not None:
             return refusal
@@ -236,6 +237,8 @@ class Fetcher:
 
     def preload(self, lease: LeaseRecord, n_tokens: int, asker: PagesAsker) -> None:
         """All of a prompt that has just arrived, and fits: page ``n`` goes to slot ``n``."""
+        # A remote has written them, of which no engine has said a word: without this they would
+        # count as unfinished, and the first fetch would copy all of them again.
         lease.written_tokens = n_tokens
         self._take_turn(lease, Fetch(asker, list(range(self._table.pages_for(n_tokens))), []))
 
@@ -244,6 +247,8 @@ class Fetcher:
         lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal) or not self._is_busy(lease):
             return self._retractor.retract(session, message, tokens)
+        # With the tokens of now: if the engine commits more before its turn comes, the pages that
+        # the call spoke of are not all of the lease's any more.
         self._take_turn(lease, Retreat(session, message, lease.tokens, tokens))
         return None
 
@@ -258,6 +263,7 @@ class Fetcher:
 
     def _go_on(self, lease: LeaseRecord) -> None:
         """End the turns that can end now, in their order."""
+        # None where the lease has ended under a copy: its turns were answered then.
         turns = self.turns.get(lease.id)
         while turns and self._is_over(lease, turns[0]):
             turns.popleft()
@@ -277,6 +283,7 @@ class Fetcher:
                 )
             )
             return True
+        # Placed once. Asking again would count an unfinished page as stale, and copy it for ever.
         turn.is_placed = turn.is_placed or self._place(self._buffers, lease, turn)
         if not turn.is_placed or not self._buffers.resident[lease.id].is_there(turn.needed):
             return False
@@ -302,6 +309,7 @@ class Fetcher:
         """Slots and copies for what is needed, then for what may be; False: not now."""
         resident = buffers.resident[lease.id]
         is_serving = self._transfer.generation > 0
+        # Nothing is changed: ``transfer_ready`` asks again, and then the pages get their slots.
         if not is_serving and not resident.needs_no_copy(fetch.needed):
             return False
         # A page that is not written to its end yet is copied for this fetch alone: see residency.
@@ -312,6 +320,8 @@ class Fetcher:
         if missing:
             fetch.missed.update(missing)
             self._fill(buffers, lease, missing, fetch)
+        # Taken off the fetch: a lost copy has it placed again, and what was only hoped for is not
+        # repeated.
         ahead, fetch.ahead = fetch.ahead, []
         if ahead and is_serving:
             early = resident.want_ahead(ahead, whole_pages, fetch.needed)
@@ -338,6 +348,7 @@ class Fetcher:
         if filling.fetch is not None:
             filling.fetch.copied_bytes += got.n_bytes
         buffers.copied_bytes += got.n_bytes
+        # Before the hold goes: by what is still being copied it is known whether this was the last.
         buffers.resident[lease.id].copied(got.ticket)
         self._let_go(buffers, lease)
         self._go_on(lease)
@@ -346,6 +357,7 @@ class Fetcher:
         """A copy was refused: its fetch fails; one that hoped for a copy ahead orders its own."""
         filling = self.copies.pop(got.ticket)
         lease, fetch = filling.lease, filling.fetch
+        # For all turns of the lease: the ones behind may count on the same pages.
         self._lose(lease, got.ticket)
         if fetch is not None and fetch in self.turns.get(lease.id, ()):
             self.turns[lease.id].remove(fetch)
@@ -364,6 +376,7 @@ class Fetcher:
 
     def transfer_ready(self) -> None:
         """The next generation serves: copy what waited for it."""
+        # A copy of the keys: a lease whose last turn ends here loses its entry.
         for lease_id in list(self.turns):
             self._go_on(self._table.leases[lease_id])
 

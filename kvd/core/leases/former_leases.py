@@ -72,21 +72,28 @@ class FormerLeases:
         Raises:
             NotAdopted: it is not whole, or this node is not new; nothing was changed.
         """
+        # All of it before the first change: half a pool taken over would be pages of an engine
+        # given away.
         wrong = self.why_not(got)
         if wrong:
             raise NotAdopted(wrong)
         table = self._table
         table.pool.take_these(_pages_of(got))
+        # Before the leases, each of which locks the path of its tokens.
         self._grow(got.branches)
         former = [(one, lease) for one in got.sessions for lease in one.leases]
         for session in got.sessions:
             self._sessions.awaits(session)
         for session, lease in former:
             self._take_in(session, lease)
+        # Before the unproven pages get a lease: its number is the next one after all of before, and
+        # an engine must never be told of a lease that another one had.
         table.opened = len(former)
         table.number_above = got.last_lease - len(former)
         if got.sessions and got.unproven:
             self._keep_unproven(got.unproven)
+        # Nobody is left who could read them, so they were not taken: they are free here, and must
+        # be in the journal before somebody is given them.
         elif got.unproven and self._is_journaled:
             self._out.effects.append(NoteFreed(got.unproven))
         self._out.emit(
@@ -189,6 +196,7 @@ class FormerLeases:
     def _lease(self, number: int, claim: Claim, held: Pages) -> LeaseRecord:
         """A lease that locks the path of its tokens, and has ``held`` beside it."""
         table = self._table
+        # The whole prefix is in the tree: ``why_not`` has refused a lease whose path is not.
         anchor = table.tree.hold(claim.tokens, claim.namespace)
         lease = LeaseRecord(number, claim, anchor, Pages(table.tree.path_pages(anchor) + held))
         lease.owned = anchor.end_tokens // table.page_size

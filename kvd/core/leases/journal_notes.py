@@ -38,6 +38,8 @@ class JournalNotes:
 
     def note_held(self, lease: LeaseRecord, pages: Pages) -> None:
         """``pages`` are new to the lease; nothing is noted while only a remote may touch them."""
+        # What only a transfer or a copy writes ends with this process: noted, it would stay out of
+        # use over a restart, with nobody to give it back.
         if ENGINE in lease.holders:
             self._out.effects.append(
                 NoteHeld(
@@ -57,6 +59,7 @@ class JournalNotes:
             n_pages = count(joined)
             n_tokens = count(node.edge)
             before = last_page(node.parent)
+            # By the node's own pages: how many tokens they have is not known here.
             first = (node.end_tokens - n_tokens) * n_pages // n_tokens
             tokens = node.edge
         elif not is_noted:

@@ -165,10 +165,13 @@ class LeaseTable:
         ones: the number from before would admit too much (scenario A11).
         """
         total = -(-claim.room_tokens // self.page_size)
+        # The cached pages count too: they are of this pool, so no eviction makes room for more than
+        # it has.
         if total > self.capacity_pages:
             return Shortage(total, self.headroom_pages, self.pool.name)
         tree, components = self.tree, self.components
         if not components.each:
+            # Nothing beside can shorten the match here, so it is locked as it is walked.
             anchor = tree.hold(claim.tokens, claim.namespace, claim.match_tokens)
             needed = total - anchor.end_tokens // self.page_size
             obtainable = self.headroom_pages - promised[0]
@@ -204,6 +207,7 @@ class LeaseTable:
     def _grant(self, claimed: Claimed) -> LeaseRecord:
         """Take the promised pages: the lease begins, or a retracted one has pages again."""
         claim, anchor = claimed.claim, claimed.anchor
+        # Locked since the claim was made: the eviction between the two could not take it.
         owned = anchor.end_tokens // self.page_size
         pages = self.pool.take_pages(claimed.demand[0])
         if owned:
@@ -213,6 +217,8 @@ class LeaseTable:
         else:
             lease = self._opened(claim, anchor, pages, owned)
         if self._journal is not None:
+            # In this step, so before the answer that names the pages: an engine that writes one
+            # must find it noted as its own, or the next process would give it away.
             self._journal.note_held(lease, lease.held)
         if self.components.each:
             self.components.grant(lease, claimed)
@@ -229,6 +235,7 @@ class LeaseTable:
         size = tree.match_page_tokens
         n_prompt = count(claim.tokens)
         if n_prompt - anchor.end_tokens >= size:
+            # A last partial page is never cached, so it is not missed either.
             missed = n_prompt // size * size - anchor.end_tokens
             root = tree.roots[claim.namespace]
             why = self.evicted_filter.why_missed(claim.tokens, root, anchor, size)
@@ -240,6 +247,8 @@ class LeaseTable:
         room_tokens = lease.room_tokens + n_tokens
         needed = self.pages_for(room_tokens) - count(lease.page_table)
         if needed > 0:
+            # Every budget before the first page: what was taken of one could not be given back
+            # without a gap in the row when another one is short.
             demand = (needed, *self.components.growth(lease, room_tokens))
             shortage = self.budgets.shortage(demand, self.budgets.nothing)
             if shortage is not None:
@@ -287,15 +296,21 @@ class LeaseTable:
             written = tokens_to_commit(lease, n_tokens, upto_tokens)
             if isinstance(written, Refusal):
                 return written
+            # Never back: a commit of less shares less, and unsays nothing that a send may read
+            # already.
             lease.written_tokens = max(lease.written_tokens, written)
         else:
             written = lease.written_tokens = n_tokens
+        # Said again with each last commit: a state stands for all that was computed, and may join
+        # the tree only where that is what is committed.
         lease.is_whole = False
         if new_tokens:
             lease.tokens = Tokens(lease.tokens + new_tokens)
             lease.room_tokens = max(lease.room_tokens, n_tokens)
         first = lease.owned
         last = written // self.page_size
+        # Before the pages join: ``_give_back`` must know by then that the engine goes on with its
+        # own.
         if not swaps and lease.unswapped_from is None:
             lease.unswapped_from = first
         if lease.cache and lease.anchor is not None and last > first:
@@ -306,6 +321,7 @@ class LeaseTable:
 
     def _stay(self, lease: LeaseRecord) -> int:
         """Its engine goes on with the pages of its own that it had: nothing changes in its row."""
+        # It has the pages of the tree in its row already, so there is nothing to tell it of later.
         if not lease.deferred:
             lease.unswapped_from = None
         return count(lease.page_table)
@@ -313,6 +329,8 @@ class LeaseTable:
     def _swap(self, lease: LeaseRecord, first: int) -> int:
         """Its engine is told of the cached pages that it did not use so far: from where on."""
         assert lease.unswapped_from is not None
+        # Both cleared before anything is given back: ``_give_back`` would defer it to the engine
+        # again.
         first, lease.unswapped_from = min(first, lease.unswapped_from), None
         duplicates, lease.deferred = lease.deferred, NO_PAGES
         self._give_back(lease, duplicates)
@@ -322,6 +340,8 @@ class LeaseTable:
         """Move the pages ``[owned, last)`` into the tree; the lock follows them."""
         first, pages = lease.owned, lease.page_table
         mine = slice_pages(pages, first, last)
+        # All of them, also those that do not join: a sweep of the audit that saw them in the lease
+        # must not judge them by where they are now.
         self.moved.log.append(mine)
         extension = self.tree.extend(
             anchor, lease.tokens, mine, start_tokens=anchor.end_tokens, priority=lease.priority
@@ -355,11 +375,13 @@ class LeaseTable:
     def vacate(self, lease: LeaseRecord, tokens: Tokens) -> None:
         """Unlock the prefix and free the pages; the lease stays, and knows ``tokens``."""
         if self._journal is not None and ENGINE in lease.holders:
+            # While it has its lock: of one without, nothing is noted.
             self._journal.note_ended(lease)
         # Components first: what they give to the tree joins it at nodes that the lock still keeps.
         self.components.end_lease(lease)
         self.growth += 1  # windows may have joined the tree
         self._unlock(lease)
+        # Read before ``owned`` is cleared: after that the tree's pages would count as its own.
         freed = lease.held
         if freed:
             self.return_pages(freed, lease)
@@ -376,9 +398,12 @@ class LeaseTable:
         lease.page_table = pages
         lease.owned = anchor.end_tokens // self.page_size
         lease.prefix_tokens = anchor.end_tokens
+        # Also what is still to be copied back: its engine is refused until that is over.
         lease.written_tokens = max(anchor.end_tokens, lease.saved_tokens)
         lease.awaited_tokens = 0  # its pages are others now
         if lease.said:
+            # The pages that each rank spoke of are gone; what was saved of them is the same for all
+            # ranks.
             lease.said = (lease.written_tokens,) * len(lease.said)
         lease.touched_s = self._out.at_s
         lease_events.tell_extended(self._out, lease)
@@ -391,20 +416,27 @@ class LeaseTable:
         lease.holders.add(holder)
         needs = self.components.fresh_tokens(prompt_tokens, cached=True)
         if needs is not None:
+            # Sends of one lease may begin their windows at different tokens: the earliest keeps
+            # them for all.
             known = lease.sent_from
             lease.sent_from = needs if known is None else min(known, needs)
 
     def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on: windows behind it go back."""
         refusal = self.components.slide(lease, upto_tokens)
+        # What fell behind the window may be what somebody waits for.
         self.releases += refusal is None
         return refusal
 
     def hand_over(self, lease: LeaseRecord, reason: str) -> None:
         """The prompt is here: from now on the lease is the engine's."""
+        # In the place of the arrival, in one assignment: a lease without a holder would be nobody's
+        # to end.
         lease.holders = {ENGINE}
         lease.reason = reason
         if self._journal is not None:
+            # Only now: as long as a remote wrote them they were free to the process after this one,
+            # which has no transfer that would go on.
             self._journal.note_held(lease, lease.held)
 
     def begin_read(self, lease: LeaseRecord) -> None:
@@ -414,6 +446,8 @@ class LeaseTable:
     def end_read(self, lease: LeaseRecord) -> None:
         """That post is over."""
         lease.reads -= 1
+        # An engine that was not told of the swap still reads its own pages, when no post does any
+        # more.
         if not lease.reads and lease.deferred and lease.unswapped_from is None:
             self.return_pages(lease.deferred, lease)
             lease.deferred = NO_PAGES
@@ -424,6 +458,8 @@ class LeaseTable:
 
         What its engine has said to be written stays cached, whatever ended it.
         """
+        # First of all: what joins the tree needs the lock, and is noted as of a lease that has an
+        # engine.
         if lease.said and holder == ENGINE:
             self._keep_written(lease)
         lease.holders.discard(holder)
@@ -432,12 +468,14 @@ class LeaseTable:
             self._journal.note_ended(lease)
         if lease.holders:
             if lease.holders == {ENGINE}:
+                # The last send is over: the next slide may give back what was kept for it.
                 lease.sent_from = None
             elif holder == ENGINE and self._journal is not None:
                 # Only a transfer or a copy is left, and those end with this process.
                 self._journal.note_freed(lease.held)
             return
         if self.components.each:
+            # Under the lock, as in ``vacate``.
             self.components.end_lease(lease)
             self.growth += 1
         was_locked = self._unlock(lease)
@@ -449,6 +487,7 @@ class LeaseTable:
 
     def _keep_written(self, lease: LeaseRecord) -> None:
         """Whole pages of what its engine has said to be written join the tree."""
+        # An engine may say that it has written further than the tokens which it has named so far.
         last = min(lease.written_tokens, count(lease.tokens)) // self.page_size
         is_running = lease.state is LeaseStage.RUNNING  # others have no pages, or a copy reads them
         if is_running and lease.cache and lease.anchor is not None and last > lease.owned:
@@ -461,6 +500,7 @@ class LeaseTable:
         # Cached pages are never written by a remote, so they are unlocked; only its own are kept.
         self.components.quarantine_lease(lease)
         was_locked = self._unlock(lease)
+        # Before ``owned`` and ``deferred`` are cleared, which say what is its own.
         lease.page_table = lease.held
         lease.deferred = NO_PAGES
         lease.unswapped_from = None
@@ -490,6 +530,7 @@ class LeaseTable:
         """Take at least ``n_pages`` cached pages out of the tree, if so many are evictable."""
         evicted = self.tree.evict(n_pages)
         n_freed = count(evicted.pages)
+        # Noted as nobody's before anybody is given them: the journal hears in this order.
         self.return_pages(evicted.pages)
         self.evicted_pages += n_freed
         self.evicted_filter.left(evicted.victims)

@@ -125,6 +125,8 @@ class Owners:
     def lease_of(self, session: int, lease_id: int) -> LeaseRecord | Refusal:
         """The session's lease, in whatever state."""
         lease = self._leases.leases.get(lease_id)
+        # One that is still received, or that only a send holds, is nobody's to command: to its
+        # session it is as if it were not there.
         if lease is None or lease.session != session or ENGINE not in lease.holders:
             return Refusal(
                 Code.UNKNOWN_LEASE,
@@ -139,6 +141,7 @@ class Owners:
         lease = self.lease_of(session, lease_id)
         if isinstance(lease, Refusal):
             return lease
+        # Before its state: a broken lease is refused for that, whatever else would be.
         if lease.lost is not None:
             return lease.lost
         if lease.state is LeaseStage.RUNNING:
@@ -209,5 +212,6 @@ class Owners:
             else (count(component.own_pages(one)), 0, one)
             for one in table.leases.values()
         ]
+        # Locked pages count: nobody else gets those either while it lives.
         found = heapq.nlargest(HOLDERS_NAMED, kept, key=lambda one: one[0] + one[1])
         return tuple(Kept(*one) for one in found if one[0] or one[1])

@@ -111,6 +111,8 @@ class Retractor:
     ) -> Refusal | None:
         """Save what the lease holds, or not, and free its pages; or say why nothing was changed."""
         owners = self._owners
+        # Asked first, because to the other question a lease that is being received is not the
+        # session's at all, and the answer would hide that it is there (scenario A36).
         lease = owners.arriving(session, message.lease) or owners.running_lease_of(
             session, message.lease
         )
@@ -123,6 +125,7 @@ class Retractor:
             return refusal
         caller = Caller(session, message.call, self._out.at_s)
         if message.keep == NOTHING or not tokens:
+            # Counted before they go.
             freed_pages = lease.held_pages
             table.saved.leave(lease, tokens)
             self._told_retracted(lease, caller, freed_pages)
@@ -163,6 +166,8 @@ class Retractor:
                 f"{said_tokens(lease)} are said to be written: say so of the others first, or "
                 "retract with keep='nothing'",
             )
+        # Refused, where a restore is put off: the lease runs on meanwhile, and what is saved later
+        # would no longer be what was named now.
         if message.keep == HOST and tokens and not self._transfer.generation:
             return self._refusal(
                 Code.ABORTED,
@@ -203,6 +208,7 @@ class Retractor:
                 Code.WRONG_STATE,
                 f"lease {lease.id} is {lease.state.value}: only a retracted one can resume",
             )
+        # Before it is queued: a second call for the same lease finds it RESUMING and is refused.
         self._leases.saved.turn(lease, LeaseTransition.RESUME)
         claim = Claim(
             session=session,
@@ -237,6 +243,8 @@ class Retractor:
         """It has a lock and pages again: restore what the tree did not give it."""
         area = self._leases.saved
         caller = self._callers[lease.id]
+        # It has left the queue: if the lease ends while it is restored there is nothing to
+        # withdraw.
         caller.waiter = None
         moved = area.to_restore(lease)
         if isinstance(moved, Refusal):
@@ -249,6 +257,7 @@ class Retractor:
             area.begin_restore(lease)
             self._restore(lease, moved)
             return
+        # Both are read of what is saved, which ``complete`` drops.
         spared_bytes = lease.saved_bytes
         kv_tokens = self._kv_tokens(lease)
         area.complete(lease)
@@ -262,6 +271,7 @@ class Retractor:
 
     def _restore(self, lease: LeaseRecord, moved: list[SavedMove]) -> None:
         """Order the copies now, or as soon as a transfer process serves."""
+        # Its pages are held meanwhile and in no one's way: the next process restores it.
         if not self._transfer.generation:
             self.uncopied[lease.id] = lease
             return
@@ -302,6 +312,7 @@ class Retractor:
             self._restored(all_over.lease, all_over.n_bytes)
 
     def _saved(self, lease: LeaseRecord) -> None:
+        # No caller: its engine has let go meanwhile, and the copy only held the pages to its end.
         caller, freed_pages = self._callers.pop(lease.id, None), lease.held_pages
         self._leases.saved.end_save(lease)
         if caller is not None:
@@ -309,6 +320,7 @@ class Retractor:
 
     def _restored(self, lease: LeaseRecord, n_bytes: int) -> None:
         caller, kv_tokens = self._callers.pop(lease.id, None), self._kv_tokens(lease)
+        # Before ``end_restore``, which drops what is saved; so is ``kv_tokens`` above.
         spared_bytes = lease.saved_bytes - n_bytes
         self._leases.saved.end_restore(lease)
         if caller is not None:
@@ -347,10 +359,12 @@ class Retractor:
                 area.turn(lease, LeaseTransition.CUT)
                 self.uncopied[lease.id] = lease
             else:
+                # Its engine has let go of it: only the copy held it, and nobody wants it restored.
                 area.undo_restore(lease)
 
     def transfer_ready(self) -> None:
         """The next generation serves: restore what waited for it."""
+        # Emptied first: ``_restore`` puts one back where no process serves.
         waiting, self.uncopied = self.uncopied, {}
         for lease in waiting.values():
             moved = self._leases.saved.to_restore(lease)
@@ -369,6 +383,7 @@ class Retractor:
             if caller.session in self._owners.sessions.by_id:
                 refusal = self._refusal(Code.CANCELLED, f"lease {lease.id} was released meanwhile")
                 self._out.answer(caller.session, client.Failed(caller.call, refusal))
+        # No copy was ordered yet, so no report will ever let go of it.
         if self.uncopied.pop(lease.id, None) is not None:
             self._leases.release(lease, RESTORE, "released")
 

@@ -63,12 +63,15 @@ class SavedArea:
         self._components: dict[str, Component] = {}
         self._companions: list[tuple[Component, int]] = []
         for component, pages in zip(spec.components, spec.saved_pages, strict=True):
+            # What is in a buffer is in the first component too, and comes back by a fetch.
             if isinstance(component.extent, Buffer) or not has_bytes(component):
                 continue
             if is_companion(spec, component):
                 self._companions.append((component, companion_factor(spec, component)))
             else:
                 self._components[component.name] = component
+                # One page at least, the null page, also where nothing can be saved: then each save
+                # is refused with numbers, like one that finds it full.
                 self.pools[component.name] = PagePool(saved_region(component), max(1, pages))
         self._first = spec.components[0].name
         self._spec = spec
@@ -99,6 +102,8 @@ class SavedArea:
             pool, needed = self.pools[component], count(span.pages)
             if needed > pool.free_pages:
                 return Shortage(needed, pool.free_pages, component)
+        # Before pages are taken: it raises where the lease is in a state that has no way to be
+        # saved.
         self.turn(lease, LeaseTransition.RETRACT)
         parts = tuple(
             SavedPart(component, span.first, self.pools[component].take_pages(count(span.pages)))
@@ -178,18 +183,23 @@ class SavedArea:
 
     def end_restore(self, lease: LeaseRecord) -> None:
         """Its pages hold what was saved: those of the area are free now."""
+        # Before it lets go: if its engine has, this ends the lease, and only of one that is not
+        # RESTORING any more do the windows count as written and may join the tree.
         self.turn(lease, LeaseTransition.RESTORED)
         self.drop(lease)
         self._table.release(lease, RESTORE, "restored")
 
     def undo_restore(self, lease: LeaseRecord) -> None:
         """It is not restored: the pages go back, the bytes stay saved for whoever wants them."""
+        # While it is RESTORING still: by that the components know that its windows are blank. In
+        # the next state they would take them for written, and cache them.
         self._table.vacate(lease, lease.tokens)
         self.turn(lease, LeaseTransition.REFUSED)
         self._table.release(lease, RESTORE, "refused")
 
     def give_up(self, lease: LeaseRecord) -> None:
         """Its pages cannot take what was saved: they go back, the bytes stay saved."""
+        # As above: before its state says anything else than that its pages are blank.
         self._table.vacate(lease, lease.tokens)
         self.turn(lease, LeaseTransition.GIVEN_UP)
 
@@ -200,6 +210,7 @@ class SavedArea:
 
     def drop(self, lease: LeaseRecord) -> None:
         """Free what it has here."""
+        # Off the lease first: whoever ends it drops too, and pages given back twice are condemned.
         saved, lease.saved = lease.saved, None
         if saved is not None:
             for part in saved.parts:
@@ -231,6 +242,7 @@ class SavedArea:
         if isinstance(spans, Refusal):
             return spans
         if self._first in spans:
+            # Of kv only what the tree did not give. Of the others all: what they had was their own.
             used = spans[self._first].pages
             spans[self._first] = PageSpan(first, slice_pages(used, first))
         parts = {part.component: part for part in saved.parts}
@@ -265,6 +277,8 @@ def _slots_for(part: SavedPart | None, now: PageSpan) -> Pages | None:
     """The saved pages of exactly these; None where one of them was not saved."""
     if not now.pages:
         return NO_PAGES
+    # A shorter match may map pages that were the tree's when the lease was saved, and were not
+    # copied.
     if part is None or now.first < part.first:
         return None
     skip, n_pages = now.first - part.first, count(now.pages)

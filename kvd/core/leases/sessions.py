@@ -112,6 +112,7 @@ class SessionTable:
     def awaits(self, former: FormerSession) -> None:
         """It was there before the restart; its engine may come back."""
         session = self.by_id[former.id] = Session(former.id, former.name, self._out.at_s)
+        # At least one: what is told of its end names the last.
         session.pids = list(former.pids) or [0]
         session.is_former = True
 
@@ -155,6 +156,7 @@ class Sessions:
         session = self.by_id.get(got.session)
         if session is None:
             return
+        # Before the unproven pages are looked at: as long as it counts as former it may read them.
         session.is_former = False
         session.saw(got.pid)
         former = self._former_leases.of_session(session.id)
@@ -178,6 +180,7 @@ class Sessions:
         session = self.by_id.get(got.session)
         if session is None:
             return
+        # Also when it is known to be hung up on: a later word only knows better who is left.
         session.pids = list(got.pids) or session.pids
         if session.hang_up is not None:
             return
@@ -185,6 +188,8 @@ class Sessions:
         handoffs = self._give_up(session, got.why)
         kept = []
         for lease in self._leases_of(session):
+            # We cannot stop a living process from writing: these pages would be written under their
+            # next owner.
             if lease.state in KEEPS_PAGES:
                 kept.append(lease)
             else:
@@ -201,6 +206,7 @@ class Sessions:
                 handoffs=handoffs,
             )
         )
+        # A former one may read pages under a lease that nobody here knows of, so it is waited for.
         if not kept and not session.is_former:
             # Nothing that it could write is held for it, and nothing ever will be again.
             self._over(session, 0)
@@ -248,6 +254,8 @@ class Sessions:
     def _over(self, session: Session, handoffs: int) -> None:
         """No process of it writes any more."""
         self.by_id.pop(session.id, None)
+        # By its holder and not by the session alone: what only a send or a copy holds ends with
+        # that.
         leases = self._leases_of(session)
         for lease in leases:
             self.end_lease(lease, Code.CLIENT_GONE.value)
@@ -268,5 +276,7 @@ class Sessions:
         self._retractor.lease_ends(lease)
         self._leases.release(lease, ENGINE, cause)
         self._receiving.lease_ended(lease.id)
+        # After its release: with the last former lease the unproven pages go, which it may have
+        # read.
         if lease.state is LeaseStage.FORMER:
             self._former_leases.lease_ended(lease)

@@ -79,6 +79,8 @@ def say_advanced(lease: LeaseRecord, upto_tokens: int, *, is_awaited: bool) -> N
     """A send of its prompt was told so, for every rank; ``is_awaited``: once an event has come."""
     said = lease.said or (0,)
     if is_awaited:
+        # Said from now on, however little: a commit without a number must not mean all that is
+        # known, while the event has not come.
         lease.said = said
         lease.awaited_tokens = max(lease.awaited_tokens, upto_tokens)
         return
@@ -96,6 +98,8 @@ def tokens_to_commit(
 ) -> int | Refusal:
     """The end of what a commit may share of ``known_tokens``; a number in it is a word as well."""
     if upto_tokens is None:
+        # What an event was awaited for counts here, because the engine that commits has seen it
+        # come.
         return min(known_tokens, said_tokens(lease)) if lease.said else known_tokens
     if not 0 <= upto_tokens <= known_tokens:
         return _bad(
@@ -104,6 +108,7 @@ def tokens_to_commit(
             tokens=known_tokens,
         )
     least = min(lease.said, default=0)
+    # One rank speaks here, and its pages are written in parts by the others too.
     if len(lease.said) > 1 and upto_tokens > least:
         return _bad(
             f"commit of lease {lease.id} up to token {upto_tokens}, of its {len(lease.said)} ranks "
@@ -111,6 +116,7 @@ def tokens_to_commit(
             upto_tokens=upto_tokens,
             written_tokens=least,
         )
+    # A lower number is no word about what is written: it only shares less this time.
     if upto_tokens >= least:
         lease.said = lease.said if len(lease.said) > 1 else (upto_tokens,)
     return upto_tokens

@@ -75,6 +75,8 @@ class Agents:
         if peer.agent is Agent.LOADED:
             peer.streams = streams
         if is_awaited:
+            # It was made, so what it is made of did not kill our process: the next rest is a short
+            # one again.
             peer.agent_rest_s = RETRY_S
         return is_awaited
 
@@ -87,6 +89,7 @@ class Agents:
         waited_s = self._out.at_s - peer.agent_since_s
         if peer.agent is not Agent.LOADING or waited_s < self._load_limit_s:
             return False
+        # Ordered though it may never come to be: if it is made after all, nobody would ever end it.
         self._destroy(peer)
         self._set(peer, Agent.FAILED, f"it was not made within {waited_s:.1f} s")
         return True

@@ -83,6 +83,8 @@ def impostor(message: Message, proven: str, peers: Peers, mine: Settings) -> Ref
         claimed = message.node
     else:
         speaker = peers.by_incarnation.get(message.source)
+        # Of an incarnation that nobody knows there is no name to steal: it is refused later for
+        # that.
         claimed = proven if speaker is None else speaker.name
     if claimed == proven:
         return None
@@ -110,6 +112,8 @@ def _too_long(message: Hello, side: str) -> Refusal | None:
 def _unexpected_name(message: Hello, link: str, peers: Peers, side: str) -> Refusal | None:
     """One link and one process have one name each, and a superseded process never comes back."""
     dialed = peers.dialed.get(link)
+    # Whoever answers at a configured address must be whom the operator named there: else a wrong
+    # address would have a room's pages written by another node.
     if dialed is not None and dialed.name != message.node:
         return Refusal(
             Code.PEER_UNKNOWN,

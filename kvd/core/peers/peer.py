@@ -58,6 +58,7 @@ class PeerDrain(msgspec.Struct, frozen=True):
     @property
     def is_serving(self) -> bool:
         """Whether something new can be asked of it."""
+        # Empty counts as serving: an older daemon never says its state.
         return self.state not in {DRAINING, LEAVING}
 
 

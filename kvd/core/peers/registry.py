@@ -60,6 +60,7 @@ class Peers:
 
     def announce(self, generation: int, metadata: bytes) -> None:
         """Our transfer process serves: tell everybody, as a new generation."""
+        # Before anybody is greeted: a Hello says both.
         self.generation = generation
         self.metadata = metadata
         self.agents.is_serving = True
@@ -124,6 +125,7 @@ class Peers:
         """Why a dialed peer was not heard again, if its handshake says so; empty if not."""
         peer = self.by_name.get(name)
         for dialed in self.dialed.values():
+            # Older than its last word: it has been heard since, so that trouble is over.
             if dialed.name == name and (peer is None or dialed.trouble_s > peer.heard_s):
                 return dialed.trouble
         return ""
@@ -157,6 +159,7 @@ class Peers:
             self._take_generation(peer, message)
             self._tell_up(peer)
             self.agents.load(peer)
+        # It does not know us, or knew our life before: until it does, it would refuse what we say.
         if message.target != self._settings.incarnation:
             self._say_hello(link, peer.incarnation)
         return peer, gone
@@ -293,6 +296,7 @@ class Peers:
         silent_s = self._out.at_s - peer.heard_s
         if peer.life is not Life.LOST or silent_s < self._settings.forget_s:
             return False
+        # A configured one is waited for however long it takes; of strangers the memory is bounded.
         return all(dialed.name != peer.name for dialed in self.dialed.values())
 
     def forget_peer(self, peer: Peer) -> None:
@@ -305,6 +309,7 @@ class Peers:
         """Say Hello again where nobody has answered yet, or the answerer is lost."""
         lost = {p.name for p in self.by_name.values() if p.life is Life.LOST}
         for link, dialed in self.dialed.items():
+            # Elsewhere pings keep the link, and a Hello would only be answered by another one.
             if not dialed.answered or dialed.name in lost:
                 self._say_hello(link, "")
 
@@ -320,6 +325,7 @@ class Peers:
         lost = []
         for peer in self.by_name.values():
             silent_s = self._out.at_s - peer.heard_s
+            # Asked first: after a host slept, one look may find a peer silent beyond both limits.
             if peer.life is not Life.LOST and silent_s >= self._settings.lost_s:
                 lost.append(peer)
                 self.lose_peer(peer)
