@@ -292,3 +292,35 @@ def test_a_peek_gives_up_when_the_heap_is_out_of_date_from_end_to_end():
 
     assert peek(shelf.order, 5) == []
     assert [shelf.word(node) for node in peek(shelf.order, 20)] == [words[-1], *words[:10]]
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("lost", ["a", "ab", "abc"])
+def test_a_node_that_the_order_had_lost_goes_after_what_is_below_it(policy, lost):
+    shelf = Shelf(policy)
+    for word in ("x", "a", "ab", "abc", "abd"):
+        shelf.put(word, priority=len(word))
+    node = shelf.tree.match(shelf.tokens(lost), NAMESPACE)
+    shelf.order.remove(node)
+
+    shelf.order.restore(node)
+
+    assert tree_faults(shelf.tree) == []
+    gone = shelf.drain()
+    assert sorted(gone) == ["a", "ab", "abc", "abd", "x"]
+    assert gone.index("abc") < gone.index("ab") < gone.index("a")
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_a_locked_node_that_the_order_had_lost_is_unlocked_as_every_other(policy):
+    shelf = Shelf(policy)
+    for word in ("a", "ab", "abc"):
+        shelf.put(word)
+    node = shelf.tree.match(shelf.tokens("abc"), NAMESPACE)
+    shelf.tree.lock(node)
+    shelf.order.remove(node.parent)
+
+    shelf.order.restore(node.parent)
+    shelf.tree.unlock(node)
+
+    assert shelf.drain() == ["abc", "ab", "a"]

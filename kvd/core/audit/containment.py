@@ -14,7 +14,7 @@ the next process, whoever uses it is told, it is counted, and ``kvd why page`` s
     a node that does not fit found by no prompt any more, dropped when nobody locks it; who locks
       its tokens             it is lost
     wrong sums of the tree   counted again, or more would be promised than there is
-    a leaf nobody evicts     put in the order of eviction again
+    a node nobody evicts     put in the order of eviction again
     too few reads counted    raised to the posts and copies under way
     a receive, a send that   its engine is told that it failed; a post that its send does not know
       cannot go on             makes its last word say that bytes are in doubt
@@ -290,11 +290,10 @@ class Containment:
 
     def _put_in_order(self, fault: Fault) -> str:
         edge = self._edge(fault.node)
-        # An order takes in what has no children and no lock: of others it would not know whom they
-        # come before.
-        if edge is None or edge.children or edge.lock_ref:
+        if edge is None:
             return TOLD
-        self._node.leases.tree.order.add(edge)
+        # A locked one too: its last unlock looks for it there.
+        self._node.leases.tree.order.restore(edge)
         return "in the order of eviction again"
 
     # ---- handoffs and the queue --------------------------------------------------------------

@@ -65,6 +65,9 @@ class EvictionOrder(Protocol):
     def remove(self, node: RadixNode) -> None:
         """Lets go of ``node``, which leaves the tree."""
 
+    def restore(self, node: RadixNode) -> None:
+        """Takes in again what is missing of ``node`` and its path, as used now: a repair."""
+
     def touch(self, node: RadixNode) -> None:
         """``node`` and its path were used: matched, or continued by a new leaf."""
 
@@ -116,6 +119,13 @@ class LruOrder:
     def remove(self, node: RadixNode) -> None:
         """Takes ``node`` out, wherever it is."""
         del self._nodes[node]
+
+    def restore(self, node: RadixNode) -> None:
+        """Puts all of the path at the recent end, the deepest first."""
+        for step in _path(node):
+            self._nodes.setdefault(step)
+        # Missing ones came to the end before what is above them, or behind it: the touch mends it.
+        self.touch(node)
 
     def touch(self, node: RadixNode) -> None:
         """Moves the unlocked part of the path to the recent end; above it everything is locked."""
@@ -210,6 +220,20 @@ class RankedOrder:
     def remove(self, node: RadixNode) -> None:
         """Forgets ``node``; its entry goes when it comes up."""
         del self._ranks[node]
+
+    def restore(self, node: RadixNode) -> None:
+        """Ranks what is missing as high as what is below it, and the path as used now."""
+        # From below, because each takes after its children: it must not come before one of them.
+        for step in _path(node):
+            if step not in self._ranks:
+                below = [self._ranks[one] for one in step.children.values() if one in self._ranks]
+                self._ranks[step] = EvictionRank(
+                    used=0,
+                    grown=max([one.grown for one in below], default=0),
+                    priority=max([one.priority for one in below], default=0),
+                )
+                self.release(step)
+        self.touch(node)
 
     def touch(self, node: RadixNode) -> None:
         """Stamps the path as used now."""
