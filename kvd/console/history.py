@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvd.console.context import Context
-    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.handoff.parts import SendPart
     from kvd.core.inspect.view import NodeView
     from kvd.wire.console import Holder
@@ -292,7 +292,7 @@ def with_lock_history(
     )
 
 
-def lock_changes(node: NodeView, edge: TreeNode, happened: Iterable[Event]) -> list[LockChange]:
+def lock_changes(node: NodeView, edge: RadixNode, happened: Iterable[Event]) -> list[LockChange]:
     """All of them in the order in which they happened."""
     story = _Story(node, edge)
     for event in happened:
@@ -304,7 +304,7 @@ def lock_changes(node: NodeView, edge: TreeNode, happened: Iterable[Event]) -> l
 class _Story:
     """Which leases lock the node, event by event."""
 
-    def __init__(self, node: NodeView, edge: TreeNode) -> None:
+    def __init__(self, node: NodeView, edge: RadixNode) -> None:
         self.changes: list[LockChange] = []
         self._node = node
         self._below = _ids_below(edge)
@@ -364,7 +364,7 @@ class _Story:
             self.changes.append(LockChange(event.at_s, -1, f"-1 lease {event.lease} {how}"))
 
 
-def _ids_below(edge: TreeNode) -> set[int]:
+def _ids_below(edge: RadixNode) -> set[int]:
     """Of a node and its subtree."""
     ids: set[int] = set()
     stack = [edge]

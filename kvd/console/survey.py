@@ -25,7 +25,7 @@ from kvd.console.page_owners import FIRST_NODE, FREE, Is, PageOwners, Things, pa
 from kvd.core.audit.rules import PAGE_LOST
 from kvd.core.cache.lease import ARRIVAL, ENGINE
 from kvd.core.cache.lease_state import LeaseStage
-from kvd.core.cache.radix_node import RadixNode as TreeNode
+from kvd.core.cache.radix_node import RadixNode
 from kvd.types import ID_BYTES
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ NODES = 256
 LEASES = 64
 SUMMED_NODES = 4096
 
-GONE = TreeNode(node_id=0, parent=None, key=b"", edge=b"", pages=b"")
+GONE = RadixNode(node_id=0, parent=None, key=b"", edge=b"", pages=b"")
 """In place of a node that left the tree before it was looked at."""
 
 
@@ -69,11 +69,11 @@ class Survey:
         """Of a node and its subtree."""
         self.used_s = array("d")
         """When anything in its subtree was last used."""
-        self.locked: list[TreeNode] = []
+        self.locked: list[RadixNode] = []
         """Nodes under a lock, roots not among them."""
         self.leases: dict[int, int] = {}
         """Things, by lease id."""
-        self._nodes: list[TreeNode] = []
+        self._nodes: list[RadixNode] = []
         self._parents: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
         self._hits = array("q")
         self._own_pages = array("q")
@@ -84,12 +84,12 @@ class Survey:
             return self.planes[0]
         return next((one for one in self.planes if one.name == component), None)
 
-    def below(self, node: TreeNode) -> int | None:
+    def below(self, node: RadixNode) -> int | None:
         """Pages of its subtree, its own included; None for a node that it has not seen."""
         index = self.index.get(node.id)
         return None if index is None else self.below_pages[index]
 
-    def last_use(self, node: TreeNode) -> float:
+    def last_use(self, node: RadixNode) -> float:
         """When its subtree was last used, as far as is known."""
         index = self.index.get(node.id)
         return node.touched_at if index is None else max(node.touched_at, self.used_s[index])
@@ -196,12 +196,12 @@ def _nobodys(node: ConsoleView, plane: PageOwners) -> npt.NDArray[np.int32]:
     return np.frombuffer(b"".join([plane.where.pool.condemned_ids(), *pages]), "<i4")
 
 
-def _next_nodes(nodes: list[TreeNode], first: int) -> tuple[list[TreeNode], list[int]]:
+def _next_nodes(nodes: list[RadixNode], first: int) -> tuple[list[RadixNode], list[int]]:
     """Some nodes from that place on, and how many children each has, which join ``nodes``.
 
     As many levels as it takes: a long chain has one node a level.
     """
-    seen: list[TreeNode] = []
+    seen: list[RadixNode] = []
     n_children: list[int] = []
     while len(seen) < NODES and first + len(seen) < len(nodes):
         level = [

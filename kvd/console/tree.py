@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvd.console.context import Context
     from kvd.console.survey import Survey
     from kvd.core.cache.lease import LeaseRecord
-    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.wire.console import Holder, Query
@@ -38,7 +38,7 @@ HOLDERS = 8
 """Named of each node, those that have been there for longest: a root is crossed by all leases."""
 
 
-def locks_of(node: TreeNode) -> int:
+def locks_of(node: RadixNode) -> int:
     """Locks by leases: a root has one of its own."""
     return node.lock_ref - (node.parent is None)
 
@@ -50,19 +50,19 @@ class Crossings:
         self._scene = context
         self._first = first_holders(context.node.leases.leases.values())
 
-    def of(self, node: TreeNode) -> tuple[Holder, ...]:
+    def of(self, node: RadixNode) -> tuple[Holder, ...]:
         """Some ``HOLDERS`` leases that lock this node."""
         if not locks_of(node):
             return ()
         return tuple([lease_holder(self._scene, one) for one in self._first.get(node, ())])
 
 
-def first_holders(leases: Iterable[LeaseRecord]) -> dict[TreeNode, list[LeaseRecord]]:
+def first_holders(leases: Iterable[LeaseRecord]) -> dict[RadixNode, list[LeaseRecord]]:
     """By node, the first leases that cross it.
 
     Whoever crosses a node crosses those above it: from where one has enough, all have.
     """
-    first: dict[TreeNode, list[LeaseRecord]] = {}
+    first: dict[RadixNode, list[LeaseRecord]] = {}
     for lease in leases:
         step = lease.anchor
         while step is not None:
@@ -77,10 +77,10 @@ def first_holders(leases: Iterable[LeaseRecord]) -> dict[TreeNode, list[LeaseRec
     return first
 
 
-def holder_counts(leases: Collection[LeaseRecord]) -> dict[TreeNode, int]:
+def holder_counts(leases: Collection[LeaseRecord]) -> dict[RadixNode, int]:
     """By node, how many leases cross it; every node on the path of one is there."""
-    counts: dict[TreeNode, int] = {}
-    open_below: dict[TreeNode, int] = {}
+    counts: dict[RadixNode, int] = {}
+    open_below: dict[RadixNode, int] = {}
     """Nodes on paths below a node whose own count is not added to it yet."""
     for lease in leases:
         step = lease.anchor
@@ -118,7 +118,7 @@ ABANDONED = frozenset({"gone", "lingering"})
 class TreeRow(NamedTuple):
     """One node that is shown, and what is asked about it."""
 
-    node: TreeNode
+    node: RadixNode
     crossings: Crossings
     survey: Survey | None = None
     depth: int = 0
@@ -160,7 +160,7 @@ def _table(
 # ---- cells ---------------------------------------------------------------------------------------
 
 
-def tokens_in_short(node: TreeNode) -> str:
+def tokens_in_short(node: RadixNode) -> str:
     """The first tokens of its edge."""
     edge = node.edge
     first = np.frombuffer(edge[: NAMED_TOKENS * 4], dtype="<i4").tolist()
@@ -168,14 +168,14 @@ def tokens_in_short(node: TreeNode) -> str:
     return " ".join(map(str, first)) + more
 
 
-def name_of(node: TreeNode) -> str:
+def name_of(node: RadixNode) -> str:
     """A root is its namespace, any other node its first tokens."""
     if node.parent is None:
         return node.namespace or NO_NAMESPACE
     return tokens_in_short(node)
 
 
-def beside_of(table: LeaseTable, node: TreeNode) -> str:
+def beside_of(table: LeaseTable, node: RadixNode) -> str:
     """What of the components beside the first lies there: ``swa 4, state 1 (2 locks)``."""
     said = []
     for one in beside(table, node) if node.parent is not None else ():
@@ -184,7 +184,7 @@ def beside_of(table: LeaseTable, node: TreeNode) -> str:
     return ", ".join(said)
 
 
-def start_of(node: TreeNode) -> int:
+def start_of(node: RadixNode) -> int:
     """The first token of its edge."""
     return node.end_tokens - count(node.edge)
 
@@ -261,8 +261,8 @@ def _opened(context: Context, query: Query) -> Iterator[TreeRow | None]:
 
 
 def _smallest_first(
-    nodes: Collection[TreeNode], survey: Survey | None
-) -> Generator[None, None, list[TreeNode]]:
+    nodes: Collection[RadixNode], survey: Survey | None
+) -> Generator[None, None, list[RadixNode]]:
     """By the pages of their subtrees, then hits; the younger of equal ones first."""
     siblings = list(nodes)
     hits, ids, below = array("q"), array("q"), array("q")
@@ -318,7 +318,7 @@ def _orphans(context: Context, _: Query) -> Iterator[TreeRow | None]:
     """
     survey = context.surveyor.ask(context.now_s)
     yield None
-    whys: dict[TreeNode, str] = {}
+    whys: dict[RadixNode, str] = {}
     counts = holder_counts(context.node.leases.leases.values())
     for node, holders in counts.items():
         if locks_of(node) != holders:

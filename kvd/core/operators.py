@@ -39,7 +39,7 @@ from kvd.wire import admin
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import LeaseRecord
-    from kvd.core.cache.radix_node import RadixNode as TreeEdge
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inputs import FromOperator
     from kvd.core.inspect.view import NodeView
@@ -185,7 +185,7 @@ def evict(node: NodeView, got: admin.Evict) -> VerbPlan:
     return VerbPlan(report, lambda: node.leases.evict(freed, "operator"))
 
 
-def _said_of_victim(node: NodeView, edge: TreeEdge) -> str:
+def _said_of_victim(node: NodeView, edge: RadixNode) -> str:
     return (
         f"node {edge.id} goes, {edge.n_pages} pages, tokens to {edge.end_tokens}"
         f"{f' of namespace {edge.namespace!r}' if edge.namespace else ''}, "

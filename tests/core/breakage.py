@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.core.cache.lease import LeaseRecord
-    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.node import NodeState
 
 SHARED, FIRST, SECOND = (1, 64), (1000, 48), (2000, 32)
@@ -66,11 +66,11 @@ def quarantined(node: NodeState) -> LeaseRecord:
     return next(one for one in node.leases.leases.values() if one.quarantine is not None)
 
 
-def locked_node(node: NodeState) -> TreeNode:
+def locked_node(node: NodeState) -> RadixNode:
     return next(one for one in node.leases.tree.nodes() if one.lock_ref)
 
 
-def leaf(node: NodeState) -> TreeNode:
+def leaf(node: NodeState) -> RadixNode:
     return next(one for one in node.leases.tree.nodes() if not one.lock_ref and not one.children)
 
 

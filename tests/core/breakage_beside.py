@@ -22,7 +22,7 @@ from tests.core.side import tokens
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease import LeaseRecord, SavedPart
-    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.types import Tokens
 
 SHARED, FIRST, SECOND = (1, 64), (1000, 48), (2000, 48)
@@ -97,11 +97,11 @@ def part_of(lease: LeaseRecord, component: str) -> SavedPart:
     return next(one for one in lease.saved.parts if one.component == component)
 
 
-def locked(keeper: WindowPages | StatePages) -> TreeNode:
+def locked(keeper: WindowPages | StatePages) -> RadixNode:
     return next(one for one in keeper.nodes if keeper.locks_at(one))
 
 
-def unlocked(keeper: WindowPages | StatePages) -> TreeNode:
+def unlocked(keeper: WindowPages | StatePages) -> RadixNode:
     return next(iter(keeper.unlocked))
 
 

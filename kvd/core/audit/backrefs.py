@@ -14,7 +14,7 @@ from kvd.core.handoff.protocol import Decode
 
 if TYPE_CHECKING:
     from kvd.core.audit.component_rules import Needs
-    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inspect.view import NodeView
 
@@ -26,7 +26,7 @@ class Backrefs:
         self._node = node
 
     @cached_property
-    def anchored(self) -> Counter[TreeNode | None]:
+    def anchored(self) -> Counter[RadixNode | None]:
         """By tree node, the leases whose lock ends there."""
         return Counter([lease.anchor for lease in self._node.leases.leases.values()])
 

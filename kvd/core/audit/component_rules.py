@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from kvd.core.audit.backrefs import Backrefs
     from kvd.core.cache.lease import LeaseRecord
-    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.components.state import LeaseStates
     from kvd.core.inspect.view import NodeView
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvd.core.settings import Settings
 
 
-Needs = tuple[Counter["TreeNode"], ...]
+Needs = tuple[Counter["RadixNode"], ...]
 """For each keeper: by node, how many leases need what lies there."""
 
 
@@ -138,7 +138,7 @@ def _lockstep_faults(settings: Settings) -> Iterator[Fault]:
 
 
 def component_node_faults(
-    keeper: ComponentPages, edge: TreeNode, needed: Counter[TreeNode]
+    keeper: ComponentPages, edge: RadixNode, needed: Counter[RadixNode]
 ) -> Iterator[Fault]:
     """I2, I3 and I4 of what lies at one node, and of what does not."""
     name = keeper.component.name

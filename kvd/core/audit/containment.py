@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.core.cache.pages import Misgiven
-    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.inspect.page_states import PoolPlaces
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
@@ -137,7 +137,7 @@ class Containment:
         done += [self._hide(edge, fault) for edge in nodes]
         return "; ".join([one for one in done if one])
 
-    def _is_sole(self, leases: list[LeaseRecord], nodes: list[TreeNode], fault: Fault) -> bool:
+    def _is_sole(self, leases: list[LeaseRecord], nodes: list[RadixNode], fault: Fault) -> bool:
         """Whether they are in the free list too, and otherwise once in one place."""
         if len(leases) + len(nodes) != 1:
             return False
@@ -242,12 +242,12 @@ class Containment:
 
     # ---- the tree ----------------------------------------------------------------------------
 
-    def _edge(self, number: int) -> TreeNode | None:
+    def _edge(self, number: int) -> RadixNode | None:
         tree = self._node.leases.tree
         known = [*tree.roots.values(), *tree.nodes()]
         return next((edge for edge in known if edge.id == number), None)
 
-    def _hide(self, edge: TreeNode, fault: Fault) -> str:
+    def _hide(self, edge: RadixNode, fault: Fault) -> str:
         """No prompt finds it or what is below; whoever goes on from there is lost."""
         table = self._node.leases
         below = set(subtree(edge))

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
-    from kvd.core.cache.radix_node import RadixNode as TreeNode
     from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, SendPart
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller
@@ -249,7 +248,7 @@ ARRIVING = ASKING | {Decode.VERIFYING}
 """States of a part whose lease waits for its KV."""
 
 
-def missing_locks(edge: TreeNode, anchored: Counter[TreeNode | None]) -> int:
+def missing_locks(edge: RadixNode, anchored: Counter[RadixNode | None]) -> int:
     """I2: the locks of a node are those of its children, and of the leases that end at it.
 
     Returns by how many it has too few, negative where it has too many.
@@ -258,7 +257,7 @@ def missing_locks(edge: TreeNode, anchored: Counter[TreeNode | None]) -> int:
     return below + anchored[edge] + (edge.parent is None) - edge.lock_ref
 
 
-def lock_faults(edge: TreeNode, refs: Backrefs) -> Iterator[Fault]:
+def lock_faults(edge: RadixNode, refs: Backrefs) -> Iterator[Fault]:
     """I2 at one node, in words."""
     missing = missing_locks(edge, refs.anchored)
     if missing:

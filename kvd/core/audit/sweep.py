@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from kvd.core.audit.backrefs import Backrefs
     from kvd.core.audit.rules import Fault
     from kvd.core.cache.lease import LeaseRecord
-    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
@@ -158,13 +158,13 @@ class Sweep:
         self._tallies = [SweptPages(pool.total_pages) for pool in pools]
         for tally, pool in zip(self._tallies, pools, strict=True):
             tally.learn(pool.condemned_ids())  # wherever they are, they are not judged
-        self._anchored: Counter[TreeNode | None] = Counter()
+        self._anchored: Counter[RadixNode | None] = Counter()
         self._needs: component_rules.Needs = ()
         self._pool = 0
         """Index of the pool whose free list is looked at, or that is judged."""
         self._next = 0
         """Index of the next page of that pool, or of the next lease or part of the phase."""
-        self._stack: list[TreeNode] = []
+        self._stack: list[RadixNode] = []
         self._parts: list[tuple[str, int]] = []
 
     def learn(self, node: NodeView) -> None:
@@ -215,7 +215,7 @@ class Sweep:
         stack = self._stack
         tree = node.leases.tree
         order, page_bytes = tree.order, tree.match_page_tokens * ID_BYTES
-        edges: list[TreeNode] = []
+        edges: list[RadixNode] = []
         used = 0
         while stack and used < work:
             edge = stack.pop()
@@ -245,7 +245,7 @@ class Sweep:
             self._parts = [("lease", lease_id) for lease_id in node.leases.leases]
         return 1 + used + n_pages // PAGES_SEEN_PER_UNIT
 
-    def _look_at_locks(self, edge: TreeNode, refs: Backrefs) -> None:
+    def _look_at_locks(self, edge: RadixNode, refs: Backrefs) -> None:
         """Counting who is anchored where takes one look at all leases: an old count does, mostly.
 
         Where it does not fit, the present one decides, and is the old one from then on.
@@ -255,7 +255,7 @@ class Sweep:
             self.faults += lock_faults(edge, refs)
 
     def _look_beside(
-        self, index: int, keeper: ComponentPages, edges: Sequence[TreeNode], refs: Backrefs
+        self, index: int, keeper: ComponentPages, edges: Sequence[RadixNode], refs: Backrefs
     ) -> int:
         """What a component has at these nodes; returns how many pages.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.pages import PagePool
-    from kvd.core.cache.radix_node import RadixNode as TreeNode
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.leases.lease_table import LeaseTable
 
@@ -59,19 +59,19 @@ class PoolPlaces:
         """How faults and ``kvd why page`` call it: the first component's has no name."""
         return self.pool.name if self.saves or self.keeper is not None else ""
 
-    def nodes(self) -> Iterable[TreeNode]:
+    def nodes(self) -> Iterable[RadixNode]:
         """Those that may have some."""
         if self.saves:
             return ()
         return self.table.tree.nodes() if self.keeper is None else self.keeper.nodes
 
-    def at(self, nodes: Iterable[TreeNode]) -> list[Pages]:
+    def at(self, nodes: Iterable[RadixNode]) -> list[Pages]:
         """What each of these nodes has."""
         if self.keeper is None:
             return [node.pages for node in nodes]
         return [self.keeper.pages_at(node) for node in nodes]
 
-    def locks_at(self, nodes: Iterable[TreeNode]) -> list[int]:
+    def locks_at(self, nodes: Iterable[RadixNode]) -> list[int]:
         """The locks of each of these nodes that keep these pages."""
         if self.keeper is None:
             return [node.lock_ref for node in nodes]
@@ -84,7 +84,7 @@ class PoolPlaces:
             return Pages(b"".join([one.slots for one in parts if one.component == self.saves]))
         return lease.held if self.keeper is None else self.keeper.own_pages(lease)
 
-    def cached(self) -> Iterator[tuple[TreeNode, Pages]]:
+    def cached(self) -> Iterator[tuple[RadixNode, Pages]]:
         """Each node and what it has."""
         nodes = list(self.nodes())
         return zip(nodes, self.at(nodes), strict=True)
@@ -133,7 +133,7 @@ def has_any(pages: bytes, ids: np.ndarray) -> bool:
     return bool(np.isin(np.frombuffer(pages, "<u4"), ids).any())
 
 
-def needed_nodes(keeper: ComponentPages, lease: LeaseRecord) -> list[TreeNode]:
+def needed_nodes(keeper: ComponentPages, lease: LeaseRecord) -> list[RadixNode]:
     """The nodes whose part of this component the lease needs, the deepest first.
 
     Found by walking up from its anchor, not by what is locked.
@@ -149,7 +149,7 @@ def needed_nodes(keeper: ComponentPages, lease: LeaseRecord) -> list[TreeNode]:
             return []
 
 
-def nodes_behind(keeper: WindowPages, lease: LeaseRecord, held: LeaseWindow) -> list[TreeNode]:
+def nodes_behind(keeper: WindowPages, lease: LeaseRecord, held: LeaseWindow) -> list[RadixNode]:
     """The nodes of ``[fence, start)`` on the lease's path."""
     if held.fence >= held.start:
         return []

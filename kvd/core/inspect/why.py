@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.lease import LeaseRecord
     from kvd.core.cache.radix import RadixTree
-    from kvd.core.cache.radix_node import RadixNode as TreeEdge
+    from kvd.core.cache.radix_node import RadixNode
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inspect.page_states import PoolPlaces
@@ -99,7 +99,7 @@ def holders(table: LeaseTable) -> dict[int, list[LeaseRecord]]:
     return found
 
 
-def in_display_order(tree: RadixTree) -> list[TreeEdge]:
+def in_display_order(tree: RadixTree) -> list[RadixNode]:
     """All nodes, parents first, and among siblings the biggest subtree first."""
     edges = list(tree.nodes())
     below: Counter[int] = Counter()
@@ -118,7 +118,7 @@ def in_display_order(tree: RadixTree) -> list[TreeEdge]:
     return shown
 
 
-def tree_node(node: NodeView, edge: TreeEdge, crossing: list[LeaseRecord]) -> TreeNode:
+def tree_node(node: NodeView, edge: RadixNode, crossing: list[LeaseRecord]) -> TreeNode:
     """One node of the tree with its holders, which are ``crossing``."""
     parent = edge.parent
     tokens = np.frombuffer(edge.edge, dtype="<i4")
@@ -195,7 +195,7 @@ def _held(node: NodeView, where: PoolPlaces, lease: LeaseRecord, page: int) -> E
     )
 
 
-def _cached(node: NodeView, where: PoolPlaces, edge: TreeEdge, page: int) -> Explanation:
+def _cached(node: NodeView, where: PoolPlaces, edge: RadixNode, page: int) -> Explanation:
     """At which node, and who keeps it there."""
     keeper = where.keeper
     if keeper is None:
@@ -241,7 +241,7 @@ def _more(n_leases: int) -> list[str]:
     return [f"and {n_leases} more leases"] if n_leases > 0 else []
 
 
-def _edge(node: NodeView, edge: TreeEdge) -> Explanation:
+def _edge(node: NodeView, edge: RadixNode) -> Explanation:
     crossing = holders(node.leases).get(edge.id, [])
     shown = tree_node(node, edge, crossing[:MAX_LINKS])
     where = (
@@ -285,7 +285,7 @@ def lease_refs(leases: Iterable[LeaseRecord]) -> list[str]:
     return [f"lease:{lease.id}" for lease, _ in zip(leases, range(MAX_LINKS), strict=False)]
 
 
-def node_refs(edges: Iterable[TreeEdge]) -> list[str]:
+def node_refs(edges: Iterable[RadixNode]) -> list[str]:
     """The first few, to be asked about next."""
     return [f"node:{edge.id}" for edge, _ in zip(edges, range(MAX_LINKS), strict=False)]
 
@@ -363,7 +363,7 @@ def _in_slot(keeper: Buffers, lease: LeaseRecord, slot: int) -> str:
     return f"{where}, and free"
 
 
-def _at(keeper: ComponentPages, edge: TreeEdge, page: int) -> str:
+def _at(keeper: ComponentPages, edge: RadixNode, page: int) -> str:
     """Where in the tree it is: a window stands for tokens, a snapshot for all before a token."""
     if isinstance(keeper, StatePages):
         return f"at node {edge.id}: the state behind its last token, {edge.end_tokens}"
@@ -381,7 +381,7 @@ def _needing(node: NodeView, leases: list[LeaseRecord]) -> list[str]:
 # ---- nodes and leases ----------------------------------------------------------------------------
 
 
-def beside(table: LeaseTable, edge: TreeEdge) -> tuple[Beside, ...]:
+def beside(table: LeaseTable, edge: RadixNode) -> tuple[Beside, ...]:
     """What lies beside a node, of each component that can; a window that is gone has no pages."""
     return tuple(
         Beside(keeper.component.name, count(keeper.pages_at(edge)), keeper.locks_at(edge))
@@ -390,7 +390,7 @@ def beside(table: LeaseTable, edge: TreeEdge) -> tuple[Beside, ...]:
     )
 
 
-def said_of_node(node: NodeView, edge: TreeEdge) -> list[str]:
+def said_of_node(node: NodeView, edge: RadixNode) -> list[str]:
     """The same in words, with the leases that need it."""
     said = []
     for keeper in node.leases.components.each:
