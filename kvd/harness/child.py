@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -22,6 +23,8 @@ A = TypeVar("A")
 C = TypeVar("C")
 
 STOP_S: Final = 10.0
+HEAR_S: Final = 600.0
+"""No single command of a measurement takes that long on any machine that it is meant for."""
 
 
 class ChildFailed(Exception):
@@ -64,12 +67,15 @@ class Child:
             self._orders.write(msgspec.json.encode(command) + b"\n")
             self._orders.flush()
 
-    def hear(self, kind: type[A]) -> A:
+    def hear(self, kind: type[A], within_s: float = HEAR_S) -> A:
         """The next answer.
 
         Raises:
-            ChildFailed: the process ended instead.
+            ChildFailed: the process ended instead, or has said nothing for so long.
         """
+        # An answer is one line, and there is one for each command: nothing is in the buffer here.
+        if not select.select([self._answers], [], [], within_s)[0]:
+            raise ChildFailed(f"{self._module} has not answered for {within_s:.0f} s")
         line = self._answers.readline()
         if not line:
             raise ChildFailed(f"{self._module} has ended; its standard error is above")

@@ -10,7 +10,7 @@ from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.harness import BenchmarkFile, benchmark
 from kvd import __version__
 from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most
-from kvd.harness.child import ChildFailed
+from kvd.harness.child import Child, ChildFailed
 
 COLUMNS = (
     ResultColumn("what", "what"),
@@ -70,3 +70,12 @@ def test_a_benchmark_that_cannot_go_on_says_why_and_fails():
     ran = CliRunner().invoke(benchmark("it", run), [])
 
     assert (ran.exit_code, ran.stderr.endswith("Error: the ranks have ended\n")) == (1, True)
+
+
+def test_a_child_that_says_nothing_is_waited_for_no_longer_than_asked():
+    child = Child("tests.bench.silent_child")
+
+    with pytest.raises(ChildFailed, match="has not answered for 0 s"):
+        child.hear(msgspec.Struct, within_s=0.1)
+
+    child.stop()
