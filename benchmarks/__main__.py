@@ -11,11 +11,14 @@ SHORT_HELP = {
     "shards": "Pages between differently sharded pools.",
     "integrity": "What verifying costs.",
     "multiturn": "Conversations with the decode tree on and off.",
+    "decode_radix": "A long shared start over a narrow link.",
     "cp": "Who gathers and who sends, of ranks.",
     "families": "What a request of each pool family takes.",
     "gather": "Gathers beside the bare collective.",
     "recorder": "What the flight recorder takes.",
     "console": "What consoles cost.",
+    "compare": "This checkout beside another one.",
+    "store": "Keep a result for the documentation.",
 }
 BENCHMARKS = {
     name: Verb(f"benchmarks.{'context' if name == 'cp' else name}:command", said, "Benchmarks")

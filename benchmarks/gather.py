@@ -7,7 +7,7 @@ costs is the result, in processor time: on a machine that has fewer cores than r
 times on the clock vary by more than what is measured. How fast gloo is on one host says nothing of
 GPUs.
 
-``python -m benchmarks.gather RANKS TOKENS ROUNDS`` is all of these ranks; the first one answers.
+``python -m benchmarks.gather RANK RANKS STORE TOKENS ROUNDS`` is one such rank.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvd.bench.report import Told
 
-Parameter = str | int | float | bool | tuple[int, ...] | None
+Parameter = str | int | float | bool | tuple[int | str, ...] | None
 
 PACKAGES: Final = ("kvd", "numpy", "torch", "nixl", "pyzmq", "uvloop", "msgspec")
 
@@ -56,11 +56,11 @@ def benchmark(
         told: Told, **given: Parameter | Path
     ) -> tuple[BenchmarkResult, BenchmarkFile]:
         found = run(told, **given)
-        parameters = {k: str(one) if isinstance(one, Path) else one for k, one in given.items()}
+        parameters = {k: one.name if isinstance(one, Path) else one for k, one in given.items()}
         return found, BenchmarkFile(
             name=name,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            machine=f"{_processor()}, {platform.platform()}",
+            machine=machine(),
             cpus=len(os.sched_getaffinity(0)),
             python=platform.python_version(),
             versions={one: metadata.version(one) for one in PACKAGES},
@@ -71,9 +71,9 @@ def benchmark(
     return measurement(name, found_and_file, options)
 
 
-def _processor() -> str:
-    """As the kernel names it."""
-    for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+def machine() -> str:
+    """What this measures on."""
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = next(iter(names), platform.machine())
+    return f"{len(os.sched_getaffinity(0))} cores ({name}), {platform.platform(terse=True)}"

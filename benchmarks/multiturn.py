@@ -47,6 +47,7 @@ from benchmarks.multiturn_engine import (
     LINE_BYTES,
     PREFILL,
     VOCABULARY,
+    EngineShape,
     ServeTurn,
     TurnServed,
 )
@@ -56,7 +57,7 @@ from kvd.harness.daemons import two_daemons
 from kvd.types import ID_BYTES, Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from kvd.bench.report import Measured, Told
     from kvd.harness.daemons import Pair
@@ -75,6 +76,8 @@ SLACK: Final = 2.0
 NOISE: Final = 1.05
 """Two rounds of the same kind differ by so much on a machine that does nothing else."""
 ANSWER_S: Final = 60.0
+FIRST_PAGE: Final = -1
+"""What comes before it."""
 
 
 class TalkShape(msgspec.Struct, frozen=True):
@@ -116,21 +119,29 @@ class SeenPages:
 
     def __init__(self, page_tokens: int) -> None:
         self._page_bytes = page_tokens * ID_BYTES
-        self._prefixes: set[bytes] = set()
+        self._pages: dict[tuple[int, bytes], int] = {}
+        """Each by the page before it and its tokens, no digest that could collide."""
 
     def add(self, tokens: Tokens) -> None:
         """The node has the KV of these now."""
-        self._prefixes.update(self._cut(tokens))
+        before = FIRST_PAGE
+        for page in self._cut(tokens):
+            before = self._pages.setdefault((before, page), len(self._pages))
 
     def unseen_pages(self, tokens: Tokens) -> int:
         """Pages of a prompt, the last partial one included, that it has to be sent."""
-        n_known = sum(prefix in self._prefixes for prefix in self._cut(tokens))
+        n_known, before = 0, FIRST_PAGE
+        for page in self._cut(tokens):
+            following = self._pages.get((before, page))
+            if following is None:
+                break
+            n_known, before = n_known + 1, following
         return -(-len(tokens) // self._page_bytes) - n_known
 
-    def _cut(self, tokens: Tokens) -> list[bytes]:
-        """Every prefix of whole pages: the tokens themselves, no digest that could collide."""
+    def _cut(self, tokens: Tokens) -> Iterator[bytes]:
+        """Its whole pages."""
         size = self._page_bytes
-        return [tokens[:end] for end in range(size, len(tokens) + 1, size)]
+        return (tokens[end - size : end] for end in range(size, len(tokens) + 1, size))
 
 
 def random_tokens(rng: np.random.Generator, n_tokens: int) -> Tokens:
@@ -190,18 +201,19 @@ class TalkingEngine:
 
 
 @contextlib.asynccontextmanager
-async def open_engine(role: str, daemon: str) -> AsyncIterator[TalkingEngine]:
+async def open_engine(shape: EngineShape, daemon: str) -> AsyncIterator[TalkingEngine]:
     """One engine process, for as long as the block lasts."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.multiturn_engine", role, daemon),
+        *(sys.executable, "-m", "benchmarks.multiturn_engine", daemon),
+        msgspec.json.encode(shape).decode(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         limit=LINE_BYTES,
     )
-    engine = TalkingEngine(role, process)
+    engine = TalkingEngine(shape.role, process)
     try:
-        async with in_time(f"no {role} engine"):
+        async with in_time(f"no {shape.role} engine"):
             await engine.ready
         yield engine
     finally:
@@ -344,8 +356,8 @@ async def measure(pair: Pair, shape: TalkShape, told: Told) -> list[PlayedRound]
     """All rounds, on and off in turns, after one of each that warms up and sets the pace."""
     told("engines start")
     async with (
-        open_engine(PREFILL, pair.prefill.client) as prefill,
-        open_engine(DECODE, pair.decode.client) as decode,
+        open_engine(EngineShape(PREFILL), pair.prefill.client) as prefill,
+        open_engine(EngineShape(DECODE), pair.decode.client) as decode,
     ):
         router = Router(prefill, decode)
         warm = []

@@ -18,7 +18,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
 import msgspec
@@ -29,7 +29,7 @@ from kvd.bench.memory import busy_s
 from kvd.bench.raw_nixl import SCRATCH_BYTES, connected_sender
 from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_least, figure
 from kvd.core.effects import LoadAgent, Post, Verify
-from kvd.core.inputs import AgentFailed, AgentLoaded, PostDone, PostFailed, Verified
+from kvd.core.inputs import AgentLoaded, PostDone, Verified
 from kvd.core.layout.geometry import Geometry, geometry
 from kvd.core.layout.seal import Seal
 from kvd.core.layout.shards import Shard, ShardRoute, Straight, lanes, tp_shards
@@ -38,9 +38,9 @@ from kvd.transfer.copies import mapped_area
 from kvd.transfer.mapping import map_region, map_scratch
 from kvd.transfer.metadata import unpack
 from kvd.transfer.nixl import Binding, MemorySpan
-from kvd.transfer.orders import Collapsed, RegionPlan, Report
+from kvd.transfer.orders import Collapsed, RegionPlan
 from kvd.transfer.plans import direct, found
-from kvd.transfer.process import TransferProcess, TransportDown
+from kvd.transfer.process import ReportQueue, TransferProcess, TransportDown
 from kvd.types import Pages
 from kvd.wire.peer import Integrity
 
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from kvd.transfer.descriptors import Writes
     from kvd.transfer.metadata import Metadata
 
-R = TypeVar("R", Collapsed, AgentLoaded, PostDone, Verified)
-
 LAYERS: Final = 32
 HEADS: Final = 8
 DIM: Final = 128
@@ -63,6 +61,8 @@ KV, WHOLE = "kv", "whole"
 RECEIVER: Final = "receiver"
 GENERATION: Final = 1
 IN_FLIGHT: Final = 4
+CALMEST: Final = 4
+"""One repetition in so many is told of beside all: those that waited for cores least."""
 LIMIT_S: Final = 60.0
 GIGA: Final = 1e9
 MODEL: Final = Shard(first_layer=0, end_layer=LAYERS, first_head=0, end_head=HEADS)
@@ -109,15 +109,14 @@ class _End:
             self.regions.append(RegionPlan(name, descriptor, shape))
         name = f"bench-{os.getpid()}-{id(self):x}"
         self.process = TransferProcess(name, self.regions, environment=environment)
+        self.reports = ReportQueue()
         self.metadata = b""
-        self._reports: asyncio.Queue[Report | str] = asyncio.Queue()
 
     async def start(self) -> None:
         """Return when it serves and its memory is in huge pages, or will not be."""
-        ready = await self.process.start(self._take, self._reports.put_nowait)
-        self.metadata = ready.metadata
+        self.metadata = (await self.reports.start(self.process)).metadata
         for _ in self.regions:
-            await self.next(Collapsed)
+            await self.reports.next(Collapsed)
 
     async def stop(self) -> None:
         """End it."""
@@ -131,25 +130,6 @@ class _End:
         for region in self.regions:
             with mmap.mmap(region.fd, 0) as memory:
                 memory[:] = random.bytes(len(memory))
-
-    def _take(self, reports: list[Report]) -> None:
-        for report in reports:
-            self._reports.put_nowait(report)
-
-    async def next(self, kind: type[R]) -> R:
-        """The next report of ``kind``; a failure or the end of the process raises.
-
-        Raises:
-            TransportDown: one of these.
-        """
-        while True:
-            report = await self._reports.get()
-            if isinstance(report, kind):
-                return report
-            if isinstance(report, AgentFailed | PostFailed):
-                raise TransportDown(report.why)
-            if isinstance(report, str):
-                raise TransportDown(report)
 
 
 class _Bare:
@@ -237,7 +217,7 @@ async def _running(pages: int, seed: int, environment: dict[str, str]) -> AsyncI
             stack.push_async_callback(end.stop)
             await end.start()
         sender.process.order(LoadAgent(RECEIVER, GENERATION, receiver.metadata))
-        await sender.next(AgentLoaded)
+        await sender.reports.next(AgentLoaded)
         bare = _Bare(sender, unpack(receiver.metadata))
         stack.callback(bare.close)
         yield _Running(sender, receiver, bare)
@@ -248,7 +228,7 @@ async def _write(up: _Running, posts: list[Post]) -> tuple[float, list[bytes]]:
     began_s = time.perf_counter()
     for post in posts:
         up.sender.process.order(post)
-    done = [await up.sender.next(PostDone) for _ in posts]
+    done = [await up.sender.reports.next(PostDone) for _ in posts]
     took_s = time.perf_counter() - began_s
     return took_s, [one.sums for one in sorted(done, key=lambda one: one.post)]
 
@@ -268,20 +248,25 @@ async def _measure_case(up: _Running, case: ShardCase, orders: _Orders, repeats:
     moved_bytes, whole_bytes = sum(sum(rows.sizes) for rows in pieces), sum(whole.sizes)
     took: dict[str, list[float]] = defaultdict(list)
     for _ in range(repeats):
-        before_s = busy_s(up.sender.process.pid)
-        took["kvd"].append((await _write(up, posts))[0] / moved_bytes)
+        before_s, waited_s = busy_s(up.sender.process.pid), _waited_s(up.sender.process.pid)
+        took_s, _ = await _write(up, posts)
+        took["kvd"].append(took_s / moved_bytes)
         took["cpu"].append((busy_s(up.sender.process.pid) - before_s) / moved_bytes)
+        took["waited"].append((_waited_s(up.sender.process.pid) - waited_s) / took_s)
         took["with_sums"].append((await _write(up, sealed))[0] / moved_bytes)
         took["descriptors"].append(up.bare.write(pieces) / moved_bytes)
-        before_s = time.thread_time()
-        took["raw"].append(up.bare.write([whole]) / whole_bytes)
+        before_s, waited_s = time.thread_time(), _waited_s(os.getpid())
+        took_s = up.bare.write([whole])
+        took["raw"].append(took_s / whole_bytes)
         took["raw_cpu"].append((time.thread_time() - before_s) / whole_bytes)
+        took["waited"][-1] += (_waited_s(os.getpid()) - waited_s) / took_s
     _, sums = await _write(up, sealed)
     for lane, post, those in zip(sent, sealed, sums, strict=True):
         await _verify(up.receiver, case.name, lane, post, those)
     middle = {name: statistics.median(each) for name, each in took.items()}
     n_rows = sum(len(rows.source) for rows in pieces)
-    pairs = zip(took["kvd"], took["raw"], strict=True)
+    ratios = [raw / mine for mine, raw in zip(took["kvd"], took["raw"], strict=True)]
+    calmest = np.argsort(took["waited"])[: -(-repeats // CALMEST)]
     return {
         "shards": case.name,
         "is_packed": case.is_packed,
@@ -291,8 +276,20 @@ async def _measure_case(up: _Running, case: ShardCase, orders: _Orders, repeats:
         "piece_kib": moved_bytes / n_rows / 2**10,
         **{name: 1 / middle[name] / GIGA for name in ("kvd", "with_sums", "descriptors", "raw")},
         **{name: middle[name] * GIGA for name in ("cpu", "raw_cpu")},
-        "to_raw": statistics.median(raw / mine for mine, raw in pairs),
+        "to_raw": statistics.median(ratios),
+        "waited": middle["waited"],
+        "calm_waited": statistics.median(took["waited"][at] for at in calmest),
+        "calm_to_raw": statistics.median(ratios[at] for at in calmest),
     }
+
+
+def _waited_s(pid: int) -> float:
+    """Seconds that threads of a process have waited for a core, all together."""
+    total_ns = 0
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{task}/schedstat", encoding="ascii") as line:
+            total_ns += int(line.read().split()[1])
+    return total_ns / GIGA
 
 
 async def _verify(receiver: _End, name: str, lane: ShardRoute, post: Post, sums: bytes) -> None:
@@ -312,7 +309,7 @@ async def _verify(receiver: _End, name: str, lane: ShardRoute, post: Post, sums:
             window=lane.window,
         )
     )
-    found = await receiver.next(Verified)
+    found = await receiver.reports.next(Verified)
     if found.bad_pages or found.why:
         raise TransportDown(f"{name}: pages {found.bad_pages} arrived changed {found.why}".strip())
 
@@ -373,7 +370,7 @@ def run(told: Told, *, pages: int, repeats: int, seed: int, tls: str) -> Benchma
     return BenchmarkResult(
         tables=(ResultTable(title=title, columns=COLUMNS, rows=rows),),
         goals=tuple(
-            at_least(f"{row['shards']}: packed / raw NIXL", 0.6, figure(row, "to_raw"))
+            at_least(f"{row['shards']}: packed / raw NIXL", 0.7, figure(row, "to_raw"))
             for row in rows
             if row["is_packed"]
         ),
@@ -381,6 +378,8 @@ def run(told: Told, *, pages: int, repeats: int, seed: int, tls: str) -> Benchma
             "kvd: from the first order to the last answer of a transfer process; with sums: of "
             "every page, too",
             "cpu: of all threads of the sending process; on a busy machine it says more than times",
+            "waited: how long threads wanted a core and had none, of the time of kvd and of raw, "
+            "added up; calm: the quarter of the repetitions in which they waited least",
             "descriptors: the same pieces from where they lie; raw: whole pages of 2 MiB. Both "
             "written by a bare process that spins, timed without planning",
         ),
@@ -397,6 +396,9 @@ COLUMNS: Final = (
     ResultColumn("piece_kib", "of KiB", ".3g"),
     ResultColumn("raw", "raw", ".2f"),
     ResultColumn("to_raw", "kvd/raw", ".2f"),
+    ResultColumn("waited", "waited", ".2f"),
+    ResultColumn("calm_waited", "calm", ".2f"),
+    ResultColumn("calm_to_raw", "kvd/raw", ".2f"),
     ResultColumn("cpu", "cpu s/GB", ".2f"),
     ResultColumn("raw_cpu", "raw cpu", ".2f"),
 )

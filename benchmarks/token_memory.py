@@ -42,7 +42,7 @@ class WrittenTokens(NamedTuple):
     """The KV of ``tokens[first:last]`` in the pages of a lease on these tokens."""
 
     lease: Lease
-    tokens: Tokens
+    tokens: Tokens | memoryview
     first: int
     last: int
 

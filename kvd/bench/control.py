@@ -1,114 +1,72 @@
 """``kvd bench control``: round trips of the verbs beside a bare ZMQ echo with the same frames.
 
-Each figure and its reference are measured in turns within one run, because the machine's speed
-drifts. The client is ``kvd.client`` as an engine uses it. The echo has no codec and no API: both of
-its ends are driven from their descriptors, like kvd's own sockets, and its server, a process of its
-own (``python -m kvd.bench.control ENDPOINT``), answers each message with as many bytes as the first
-frame says.
+Everything is measured in small rounds within one run (see ``rounds``): each figure on daemons
+without a flight recorder, its reference, and the same on daemons with one. The client is
+``kvd.client`` as an engine uses it. Beside the time that passed stands what each process computed:
+a busy machine changes that far less.
+
+Messages are counted before the rounds and system calls after them, while nothing is timed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
+import itertools
+import os
 import tempfile
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
+import msgspec
 import numpy as np
 import uvloop
 import zmq
 
 import kvd.client
+from kvd.bench.counts import SystemCalls, messages_of
+from kvd.bench.echo import EchoClient, echo_server
 from kvd.bench.report import (
     BenchmarkResult,
     Goal,
+    Measured,
     ResultColumn,
     ResultTable,
     at_least,
     at_most,
+    figure,
     measurement,
 )
-from kvd.harness.daemons import Pair, two_daemons
-from kvd.sockets import LoopSocket, open_dealer, open_router
+from kvd.bench.rounds import CallKind, ComparedCalls, Turn
+from kvd.harness.daemons import two_daemons
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Mapping
 
-    from kvd.bench.report import Measured, Told
+    from kvd.bench.counts import Span
+    from kvd.bench.echo import EchoServer
+    from kvd.bench.report import Told
+    from kvd.bench.rounds import Call
     from kvd.client.api import Node
+    from kvd.harness.daemons import Pair
 
+PAGE_SIZE: Final = 16
+CYCLE_TOKENS: Final = 13_000
+MATCH_TOKENS: Final = (2_048, 32_768)
+HANDOFF_TOKENS: Final = 4_096
+PROMPTS: Final = 256
+"""Twice what the pool has room for, nearly: each was evicted before its turn comes again."""
 
-# ---- the echo ------------------------------------------------------------------------------------
+CYCLES: Final = {1: 60, 16: 160, 64: 320}
+HANDOFFS: Final = {1: 50, 16: 160, 64: 256}
+"""How many in a turn, by how many are in flight."""
+MATCHES: Final = 100
 
-
-class EchoClient:
-    """Calls of the echo; answers come in the order of the calls."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        loop = asyncio.get_running_loop()
-        self._loop = loop
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        dealer = open_dealer(context)
-        dealer.connect(endpoint)
-        self._socket = LoopSocket(dealer, self._answered, loop=loop)
-
-    async def call(self, answer_bytes: int, frame: bytes) -> None:
-        """Send a header and ``frame``; wait for a header and ``answer_bytes`` bytes."""
-        answered: asyncio.Future[None] = self._loop.create_future()
-        self._waiting.append(answered)
-        self._socket.send([b"%d" % (HEADER_BYTES + answer_bytes), bytes(HEADER_BYTES), frame])
-        await answered
-
-    def close(self) -> None:
-        """Stop."""
-        self._socket.close()
-
-    def _answered(self, _: list[bytes]) -> None:
-        self._waiting.popleft().set_result(None)
-
-
-async def serve(endpoint: str) -> None:
-    """Echo until the process is stopped."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router = open_router(context)
-    router.bind(endpoint)
-    payload = bytes(2**20)
-
-    def answer(frames: list[bytes]) -> None:
-        echo.send([frames[0], payload[: int(frames[1])]])
-
-    echo = LoopSocket(router, answer, loop=asyncio.get_running_loop())
-    await asyncio.Event().wait()
-
-
-@contextlib.contextmanager
-def echo_server(directory: Path) -> Iterator[str]:
-    """An echo process, as an endpoint, for as long as the block lasts."""
-    endpoint = f"ipc://{directory}/echo.sock"
-    process = subprocess.Popen([sys.executable, "-m", "kvd.bench.control", endpoint])
-    try:
-        yield endpoint
-    finally:
-        process.terminate()
-        process.wait()
-
-
-# ---- calls in turns ------------------------------------------------------------------------------
-
-ROUNDS = 5
-PAGE_SIZE = 16
-CYCLE_TOKENS = 13_000
-MATCH_TOKENS = (2_048, 32_768)
-IN_FLIGHT = (1, 16, 64)
-HEADER_BYTES = 16
-SETTINGS = {
+RECORDING_S: Final = 30.0
+OURS, ECHO, RECORDED = "kvd", "echo", "recorded"
+SETTINGS: Final = {
     "pool.layers": "1",
     "pool.heads": "1",
     "pool.head_dim": "1",
@@ -119,81 +77,41 @@ SETTINGS = {
 }
 """A pool of 2 M tokens with one byte of KV per token: the control plane is what is measured."""
 
-Call = Callable[[int], Awaitable[None]]
+WITH_RECORDER: Final = {
+    **SETTINGS,
+    "recorder.enabled": "true",
+    "recorder.max_bytes": str(2**30),
+}
+"""The recorder computes when nobody else does: on a busy machine it falls far behind."""
 
 
-class CallTimes:
-    """Latencies and throughput of one kind of call."""
+class ServingPair(NamedTuple):
+    """Two daemons with a session each; ``processes`` are all that serve it, the client too."""
 
-    def __init__(self) -> None:
-        self.latencies_s: list[float] = []
-        self.rates: list[float] = []
-
-    async def run(self, call: Call, calls: int, in_flight: int) -> None:
-        """``calls`` calls, ``in_flight`` at a time."""
-        numbers = iter(range(calls))
-
-        async def one_after_the_other() -> None:
-            for number in numbers:
-                began_s = time.perf_counter()
-                await call(number)
-                self.latencies_s.append(time.perf_counter() - began_s)
-
-        began_s = time.perf_counter()
-        await asyncio.gather(*(one_after_the_other() for _ in range(in_flight)))
-        self.rates.append(calls / (time.perf_counter() - began_s))
-
-    def quantile_us(self, q: float) -> float:
-        """A quantile over all rounds."""
-        return float(np.percentile(self.latencies_s, q)) * 1e6
-
-    @property
-    def per_s(self) -> float:
-        """The median rate of the rounds."""
-        return float(np.median(self.rates))
+    daemons: Pair
+    prefill: Node
+    decode: Node
+    processes: dict[str, int]
 
 
-class CallTimesPair(NamedTuple):
-    """Of a call and its reference, which took turns."""
-
-    ours: CallTimes
-    reference: CallTimes
-
-    @property
-    def p50_ratio(self) -> float:
-        """Ours over the reference."""
-        return self.ours.quantile_us(50) / self.reference.quantile_us(50)
-
-    def row(self, what: str, in_flight: int) -> Measured:
-        """A line of the table; ``ratio``: of the p50s, unless the caller says otherwise."""
-        return {
-            "what": what,
-            "in_flight": in_flight,
-            "p50_us": round(self.ours.quantile_us(50), 1),
-            "p99_us": round(self.ours.quantile_us(99), 1),
-            "per_s": round(self.ours.per_s),
-            "echo_p50_us": round(self.reference.quantile_us(50), 1),
-            "echo_per_s": round(self.reference.per_s),
-            "ratio": round(self.p50_ratio, 2),
-        }
-
-
-class ControlFigure(NamedTuple):
-    """A line of the table, and its goals."""
-
-    row: Measured
-    goals: tuple[Goal, ...]
-
-
-async def in_turns(ours: Call, reference: Call, *, calls: int, in_flight: int) -> CallTimesPair:
-    """Measure both, one round after the other, after a warm-up of each."""
-    pair = CallTimesPair(CallTimes(), CallTimes())
-    for call in (ours, reference):
-        await CallTimes().run(call, max(in_flight, calls // 10), in_flight)
-    for _ in range(ROUNDS):
-        await pair.ours.run(ours, calls, in_flight)
-        await pair.reference.run(reference, calls, in_flight)
-    return pair
+@contextlib.asynccontextmanager
+async def serving(pair: Pair, *, is_recorded: bool = False) -> AsyncIterator[ServingPair]:
+    """A session with each daemon, for as long as the block lasts."""
+    processes = {"client": os.getpid()}
+    for name, daemon in (("prefill", pair.prefill), ("decode", pair.decode)):
+        processes |= {name: daemon.pid, f"{name}_transfer": daemon.transfer_pid()}
+        if is_recorded:
+            daemon.wait_for(
+                lambda daemon=daemon: daemon.snapshot().recorder.inputs > 0,  # type: ignore[misc]
+                "records nothing",
+                RECORDING_S,
+            )
+            processes[f"{name}_recorder"] = daemon.recorder_pid()
+    async with (
+        kvd.client.connect(pair.prefill.client, name="bench-prefill") as prefill,
+        kvd.client.connect(pair.decode.client, name="bench-decode") as decode,
+    ):
+        yield ServingPair(daemons=pair, prefill=prefill, decode=decode, processes=processes)
 
 
 def prompts(count: int, n_tokens: int, seed: int) -> list[np.ndarray]:
@@ -205,58 +123,39 @@ def prompts(count: int, n_tokens: int, seed: int) -> list[np.ndarray]:
 # ---- what is called ------------------------------------------------------------------------------
 
 
-async def match_figure(node: Node, echo: EchoClient, n_tokens: int) -> ControlFigure:
-    """``match`` of a cached prompt, one at a time."""
-    prompt = prompts(1, n_tokens, seed=n_tokens)[0]
-    lease = await node.lease(prompt)
-    await lease.release(())
-    frame = prompt.tobytes()
+@contextlib.asynccontextmanager
+async def matches(up: ServingPair, prompt: np.ndarray) -> AsyncIterator[Call]:
+    """``match`` of a prompt that is cached, and stays so while cycles evict all others."""
+    lease = await up.prefill.lease(prompt)
 
     async def match(_: int) -> None:
-        await node.match(prompt)
+        await up.prefill.match(prompt)
 
-    async def bare(_: int) -> None:
-        await echo.call(0, frame)
-
-    pair = await in_turns(match, bare, calls=400, in_flight=1)
-    what = f"match, {n_tokens} tokens"
-    goal = at_most(f"{what}: p50 / echo", 1.5, pair.p50_ratio)
-    return ControlFigure(pair.row(what, 1), (goal,))
-
-
-async def cycle_figure(node: Node, echo: EchoClient, in_flight: int) -> ControlFigure:
-    """``lease`` + ``release(tokens)`` of fresh 13k-token prompts, evicting as the pool is full."""
-    fresh = prompts(256, CYCLE_TOKENS, seed=in_flight)
-    frames = [prompt.tobytes() for prompt in fresh]
-    pages_bytes = 4 * (CYCLE_TOKENS // PAGE_SIZE + 1)
-
-    async def cycle(number: int) -> None:
-        lease = await node.lease(fresh[number % len(fresh)])
-        await lease.release(())
-
-    async def bare(number: int) -> None:
-        await echo.call(pages_bytes, frames[number % 256])
-        await echo.call(0, b"")
-
-    pair = await in_turns(cycle, bare, calls=600, in_flight=in_flight)
-    what = f"lease + release, {CYCLE_TOKENS} tokens"
-    ratio = pair.ours.per_s / pair.reference.per_s
-    goals: tuple[Goal, ...] = ()
-    if in_flight == max(IN_FLIGHT):
-        goals = (at_least(f"{what}, {in_flight} in flight: per s / echo", 0.5, ratio),)
-    # A cycle takes two calls, of either: what can be compared is how many are done.
-    return ControlFigure({**pair.row(what, in_flight), "ratio": round(ratio, 2)}, goals)
+    yield match
+    await lease.release(())
 
 
 @contextlib.asynccontextmanager
-async def full_hits(prefill: Node, decode: Node, in_flight: int) -> AsyncIterator[Call]:
+async def cycles(up: ServingPair, fresh: list[np.ndarray]) -> AsyncIterator[Call]:
+    """``lease`` + ``release(())`` of fresh prompts, evicting as the pool is full."""
+    following = itertools.cycle(fresh)
+
+    async def cycle(_: int) -> None:
+        lease = await up.prefill.lease(next(following))
+        await lease.release(())
+
+    yield cycle
+
+
+@contextlib.asynccontextmanager
+async def full_hits(up: ServingPair, prompt: np.ndarray, first_room: int) -> AsyncIterator[Call]:
     """Whole handoffs of a prompt that the decode side has: zero pages, the aux delivered."""
-    prompt = handed_over()
+    prefill, decode = up.prefill, up.decode
     for node in (prefill, decode):
         lease = await node.lease(prompt)
         await lease.release(())
     source = await prefill.lease(prompt)
-    rooms = iter(range(1 + in_flight * 1_000_000, 2**62))
+    rooms = itertools.count(first_room)
 
     async def handoff(_: int) -> None:
         room = next(rooms)
@@ -272,142 +171,391 @@ async def full_hits(prefill: Node, decode: Node, in_flight: int) -> AsyncIterato
     await source.release()
 
 
-def handed_over() -> np.ndarray:
-    """The prompt of every full-hit handoff."""
-    return prompts(1, 4096, seed=4096)[0]
+class ComparedVerbs:
+    """All figures, as they are compared: on each of ``pairs``, and as an echo."""
+
+    def __init__(
+        self,
+        stack: contextlib.AsyncExitStack,
+        pairs: dict[str, ServingPair],
+        echo: EchoClient,
+        server: EchoServer,
+    ) -> None:
+        self._stack = stack
+        self._pairs = pairs
+        self._echo = echo
+        self._server = {"client": os.getpid(), "server": server.pid}
+
+    async def match(self, n_tokens: int) -> ComparedCalls:
+        """One at a time."""
+        (prompt,) = prompts(1, n_tokens, seed=n_tokens)
+        frame = prompt.tobytes()
+
+        async def bare(_: int) -> None:
+            await self._echo.call(0, frame)
+
+        ours = {name: matches(up, prompt) for name, up in self._pairs.items()}
+        return await self._compared(f"match, {n_tokens} tokens", (1, MATCHES), ours, bare)
+
+    async def cycle(self, in_flight: int) -> ComparedCalls:
+        """A cycle takes two calls, of either."""
+        fresh = prompts(PROMPTS, CYCLE_TOKENS, seed=in_flight)
+        frames = itertools.cycle([prompt.tobytes() for prompt in fresh])
+        pages_bytes = 4 * (CYCLE_TOKENS // PAGE_SIZE + 1)
+
+        async def bare(_: int) -> None:
+            await self._echo.call(pages_bytes, next(frames))
+            await self._echo.call(0, b"")
+
+        ours = {name: cycles(up, fresh) for name, up in self._pairs.items()}
+        what, size = f"lease + release, {CYCLE_TOKENS} tokens", (in_flight, CYCLES[in_flight])
+        return await self._compared(what, size, ours, bare)
+
+    async def handoff(self, in_flight: int) -> ComparedCalls:
+        """Beside one echo with the prompt in it."""
+        (prompt,) = prompts(1, HANDOFF_TOKENS, seed=HANDOFF_TOKENS)
+        frame, first_room = prompt.tobytes(), 1 + in_flight * 1_000_000
+
+        async def bare(_: int) -> None:
+            await self._echo.call(0, frame)
+
+        ours = {name: full_hits(up, prompt, first_room) for name, up in self._pairs.items()}
+        what, size = f"full-hit handoff, {HANDOFF_TOKENS} tokens", (in_flight, HANDOFFS[in_flight])
+        return await self._compared(what, size, ours, bare)
+
+    async def _compared(
+        self,
+        what: str,
+        size: tuple[int, int],
+        ours: Mapping[str, contextlib.AbstractAsyncContextManager[Call]],
+        bare: Call,
+    ) -> ComparedCalls:
+        kinds = {
+            name: CallKind(await self._stack.enter_async_context(call), self._pairs[name].processes)
+            for name, call in ours.items()
+        }
+        return ComparedCalls(what, *size, kinds | {ECHO: CallKind(bare, self._server)})
 
 
-async def full_hit_figure(
-    prefill: Node, decode: Node, echo: EchoClient, in_flight: int
-) -> ControlFigure:
-    """Full-hit handoffs, beside one echo with the prompt in it."""
-    frame = handed_over().tobytes()
-
-    async def bare(_: int) -> None:
-        await echo.call(0, frame)
-
-    async with full_hits(prefill, decode, in_flight) as handoff:
-        pair = await in_turns(handoff, bare, calls=200, in_flight=in_flight)
-    what = "full-hit handoff, 4096 tokens"
-    goal = at_most(f"{what}: p50 in us", 1500, pair.ours.quantile_us(50))
-    return ControlFigure(pair.row(what, in_flight), (goal,) if in_flight == 1 else ())
+# ---- what is made of it --------------------------------------------------------------------------
 
 
-@contextlib.asynccontextmanager
-async def sessions(pair: Pair) -> AsyncIterator[tuple[Node, Node]]:
-    """A session with each daemon, for as long as the block lasts."""
-    async with (
-        kvd.client.connect(pair.prefill.client, name="bench-prefill") as prefill,
-        kvd.client.connect(pair.decode.client, name="bench-decode") as decode,
-    ):
-        yield prefill, decode
+def rate(turn: Turn) -> float:
+    """Calls per second."""
+    return turn.per_s
 
 
-async def measure(pair: Pair, endpoint: str, told: Told) -> list[ControlFigure]:
-    """Every figure, in order."""
+def p50(turn: Turn) -> float:
+    """The median call, in microseconds."""
+    return turn.p50_us
+
+
+def head(compared: ComparedCalls) -> Measured:
+    """Which line of a table it is."""
+    return {"what": compared.what, "in_flight": compared.in_flight}
+
+
+def time_row(compared: ComparedCalls) -> Measured:
+    """What passed; ``ratio`` to the echo: of the p50s, of cycles of the rates."""
+    ours, echo = compared.kinds[OURS], compared.kinds[ECHO]
+    is_cycle = compared.what.startswith("lease")
+    ratio = compared.ratio(OURS, ECHO, rate if is_cycle else p50)
+    return {
+        **head(compared),
+        "p50_us": ours.quantile_us(50),
+        "p99_us": ours.quantile_us(99),
+        "per_s": ours.per_s,
+        "echo_p50_us": echo.quantile_us(50),
+        "echo_per_s": echo.per_s,
+        "ratio": ratio.median,
+        "ratio_low": ratio.low,
+        "ratio_high": ratio.high,
+    }
+
+
+def cost_row(compared: ComparedCalls) -> Measured:
+    """What each process computed for a call, and how often a core changed its thread."""
+    ours, echo, recorded = (compared.kinds[one] for one in (OURS, ECHO, RECORDED))
+    return {
+        **head(compared),
+        **{f"{name}_us": ours.cpu_us(name) for name in ours.processes},
+        "switches": ours.switches,
+        **{
+            f"recorded_{name}_us": recorded.cpu_us(name)
+            for name in recorded.processes
+            if name in {"prefill", "decode"} or name.endswith("_recorder")
+        },
+        **{f"echo_{name}_us": echo.cpu_us(name) for name in echo.processes},
+        "echo_switches": echo.switches,
+    }
+
+
+async def counted_messages(compared: list[ComparedCalls], up: ServingPair) -> list[Measured]:
+    """Messages of a call on each socket, as the recorders have them: one more turn of each."""
+    spans: list[Span] = []
+    for one in compared:
+        began_s = time.monotonic()
+        await one.kinds[RECORDED].take_turn(one.calls, one.in_flight)
+        spans.append((began_s, time.monotonic()))
+    both = {
+        name: messages_of(daemon, spans)
+        for name, daemon in (("prefill", up.daemons.prefill), ("decode", up.daemons.decode))
+    }
+    return [
+        {
+            f"{name}_{key}": count / one.calls
+            for name, counts in both.items()
+            for key, count in msgspec.structs.asdict(counts[number]).items()
+        }
+        for number, one in enumerate(compared)
+    ]
+
+
+async def counted_system_calls(compared: ComparedCalls) -> Measured:
+    """System calls of each process for a call, in one more turn; how they were counted."""
+    kind = compared.kinds[OURS]
+    calls = SystemCalls(kind.processes)
+    with calls.count():
+        await kind.take_turn(compared.calls, compared.in_flight)
+    counts = {f"{name}_calls": n / compared.calls for name, n in calls.counts.items()}
+    return {**counts, "counted_by": calls.way}
+
+
+class ControlResult(msgspec.Struct, frozen=True):
+    """All that was measured, a row for each figure; ``keys``: of daemons with keys, if asked."""
+
+    times: list[Measured]
+    costs: list[Measured]
+    counts: list[Measured]
+    keys: list[Measured]
+    goals: tuple[Goal, ...] = ()
+
+
+async def measure(
+    pairs: dict[str, Pair], server: EchoServer, rounds: int, told: Told, *, calls: bool
+) -> ControlResult:
+    """Every figure, in turns with its reference and with all others."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    echo = EchoClient(context, endpoint)
-    figures = []
-    async with sessions(pair) as (prefill, decode):
-        for n_tokens in MATCH_TOKENS:
-            told(f"match, {n_tokens} tokens")
-            figures.append(await match_figure(prefill, echo, n_tokens))
-        for in_flight in IN_FLIGHT:
-            told(f"lease + release, {in_flight} in flight")
-            figures.append(await cycle_figure(prefill, echo, in_flight))
-        for in_flight in IN_FLIGHT:
-            told(f"full-hit handoff, {in_flight} in flight")
-            figures.append(await full_hit_figure(prefill, decode, echo, in_flight))
+    echo = EchoClient(context, server.endpoint)
+    async with contextlib.AsyncExitStack() as stack:
+        up = {
+            name: await stack.enter_async_context(serving(pair, is_recorded=name == RECORDED))
+            for name, pair in pairs.items()
+        }
+        verbs = ComparedVerbs(stack, up, echo, server)
+        compared = [await verbs.match(n_tokens) for n_tokens in MATCH_TOKENS]
+        compared += [await verbs.cycle(in_flight) for in_flight in CYCLES]
+        compared += [await verbs.handoff(in_flight) for in_flight in HANDOFFS]
+        await warm_up(compared, told)
+        told("counting messages")  # while the recordings are short
+        messages = await counted_messages(compared, up[RECORDED])
+        await play(compared, rounds, told)
+        told("counting system calls")
+        called = [await counted_system_calls(one) if calls else {} for one in compared]
     echo.close()
     context.term()
-    return figures
+    return ControlResult(
+        times=[time_row(one) for one in compared],
+        costs=[cost_row(one) for one in compared],
+        counts=[
+            {**head(one), **sent, **counted}
+            for one, sent, counted in zip(compared, messages, called, strict=True)
+        ],
+        keys=[],
+    )
 
 
-async def measure_keys(keyed: Pair, bare: Pair, told: Told) -> list[Measured]:
+async def warm_up(compared: list[ComparedCalls], told: Told) -> None:
+    """A turn of each kind that does not count."""
+    told("warming up")
+    for one in compared:
+        await one.warm_up()
+
+
+async def play(compared: list[ComparedCalls], rounds: int, told: Told) -> None:
+    """All rounds."""
+    for number in range(rounds):
+        told(f"round {number + 1}")
+        for one in compared:
+            await one.play_round(number)
+
+
+async def measure_keys(keyed: Pair, bare: Pair, rounds: int, told: Told) -> list[Measured]:
     """What encryption and proven names cost a handoff, in turns with one that has neither."""
-    costs: list[Measured] = []
-    async with sessions(keyed) as with_keys, sessions(bare) as without:
-        for in_flight in IN_FLIGHT:
-            told(f"full-hit handoff with keys, {in_flight} in flight")
-            rooms_of = in_flight + max(IN_FLIGHT)  # others than those of the figures
-            async with (
-                full_hits(*with_keys, rooms_of) as mine,
-                full_hits(*without, rooms_of) as theirs,
-            ):
-                pair = await in_turns(mine, theirs, calls=200, in_flight=in_flight)
-            costs.append(
-                {
-                    "in_flight": in_flight,
-                    "keys_p50_us": round(pair.ours.quantile_us(50), 1),
-                    "keys_per_s": round(pair.ours.per_s),
-                    "bare_p50_us": round(pair.reference.quantile_us(50), 1),
-                    "bare_per_s": round(pair.reference.per_s),
-                    "ratio": round(pair.p50_ratio, 3),
-                }
-            )
-    return costs
+    (prompt,) = prompts(1, HANDOFF_TOKENS, seed=HANDOFF_TOKENS)
+    async with contextlib.AsyncExitStack() as stack:
+        up = {
+            name: await stack.enter_async_context(serving(pair))
+            for name, pair in (("keys", keyed), ("bare", bare))
+        }
+        compared = []
+        for in_flight, calls in HANDOFFS.items():
+            kinds = {}
+            for name, one in up.items():
+                handoffs = full_hits(one, prompt, in_flight * 1_000_000)
+                call = await stack.enter_async_context(handoffs)
+                kinds[name] = CallKind(call, one.processes)
+            compared.append(ComparedCalls("handoff", in_flight, calls, kinds))
+        await warm_up(compared, told)
+        await play(compared, rounds, told)
+    return [key_row(one) for one in compared]
 
 
-def run(told: Told, *, keys: bool) -> tuple[BenchmarkResult, object]:
+def key_row(compared: ComparedCalls) -> Measured:
+    """Handoffs with keys beside those without, by how many are in flight."""
+    keys, bare = compared.kinds["keys"], compared.kinds["bare"]
+    ratio = compared.ratio("keys", "bare", p50)
+    return {
+        "in_flight": compared.in_flight,
+        "keys_p50_us": keys.quantile_us(50),
+        "keys_per_s": keys.per_s,
+        "bare_p50_us": bare.quantile_us(50),
+        "bare_per_s": bare.per_s,
+        "ratio": ratio.median,
+        "ratio_low": ratio.low,
+        "ratio_high": ratio.high,
+    }
+
+
+def goals_of(found: ControlResult) -> tuple[Goal, ...]:
+    """What was to be reached."""
+    times = {(str(row["what"]).split(",")[0], row["in_flight"]): row for row in found.times[1:]}
+    costs = {(str(row["what"]).split(",")[0], row["in_flight"]): row for row in found.costs[1:]}
+    cycle, handoff = "lease + release", "full-hit handoff"
+    short, long = found.times[:2]
+    of_16 = costs[handoff, 16]
+    return (
+        at_most("match, 2048 tokens: p50 / echo", 1.2, figure(short, "ratio")),
+        at_most("match, 32768 tokens: p50 / echo", 1.5, figure(long, "ratio")),
+        at_least(f"{cycle}, 64 in flight: per s / echo", 0.75, figure(times[cycle, 64], "ratio")),
+        at_most(
+            f"{cycle}, 64 in flight: CPU of the daemon in us",
+            90,
+            figure(costs[cycle, 64], "prefill_us"),
+        ),
+        at_most(f"{handoff}: p50 in us", 800, figure(times[handoff, 1], "p50_us")),
+        at_least(f"{handoff}, 16 in flight: per s", 3000, figure(times[handoff, 16], "per_s")),
+        *(
+            at_most(f"{handoff}, 16 in flight: CPU of {name} in us", 150, figure(of_16, key))
+            for name, key in (("prefill", "prefill_us"), ("decode", "decode_us"))
+        ),
+    )
+
+
+def run(
+    told: Told, *, rounds: int, keys: bool, calls: bool = True
+) -> tuple[BenchmarkResult, object]:
     """Round trips of match, lease cycles and full-hit handoffs, beside a bare ZMQ echo."""
-    costs: list[Measured] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="kvd-bench-") as name,
-        two_daemons(Path(name), SETTINGS) as pair,
-    ):
-        with echo_server(Path(name)) as endpoint:
-            figures = uvloop.run(measure(pair, endpoint, told))
+    with contextlib.ExitStack() as stack:
+        top = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd-bench-")))
+        pairs = {}
+        for name, settings in ((OURS, SETTINGS), (RECORDED, WITH_RECORDER)):
+            (top / name).mkdir()
+            pairs[name] = stack.enter_context(two_daemons(top / name, settings))
+        server = stack.enter_context(echo_server(top))
+        found = uvloop.run(measure(pairs, server, rounds, told, calls=calls))
         if keys:
-            locked = Path(name) / "keys"
-            locked.mkdir()
-            with two_daemons(locked, SETTINGS, with_keys=True) as keyed:
-                costs = uvloop.run(measure_keys(keyed, pair, told))
-    goals = tuple(goal for one in figures for goal in one.goals)
-    shown = BenchmarkResult(
+            (top / "keys").mkdir()
+            keyed = stack.enter_context(two_daemons(top / "keys", SETTINGS, with_keys=True))
+            costs = uvloop.run(measure_keys(keyed, pairs[OURS], rounds, told))
+            found = msgspec.structs.replace(found, keys=costs)
+    found = msgspec.structs.replace(found, goals=goals_of(found))
+    return shown(found, rounds), found
+
+
+def shown(found: ControlResult, rounds: int) -> BenchmarkResult:
+    """The tables of it."""
+    way = found.counts[0].get("counted_by")
+    with_calls = tuple(found.counts) if way else ()
+    return BenchmarkResult(
         tables=(
+            ResultTable("Round trips of the control plane", TIME_COLUMNS, tuple(found.times)),
+            ResultTable("Processor time of a call, in us", COST_COLUMNS, tuple(found.costs)),
+            ResultTable("Messages of a call", MESSAGE_COLUMNS, tuple(found.counts)),
+            ResultTable(f"System calls of a call ({way})", CALL_COLUMNS, with_calls),
             ResultTable(
-                "Round trips of the control plane", COLUMNS, tuple(one.row for one in figures)
-            ),
-            ResultTable(
-                "Full-hit handoffs between daemons with CURVE keys", KEY_COLUMNS, tuple(costs)
+                "Full-hit handoffs between daemons with CURVE keys", KEY_COLUMNS, tuple(found.keys)
             ),
         ),
         notes=(
-            "echo: bare ZMQ from its descriptor, frames of the same sizes; in turns with kvd, "
-            f"{ROUNDS} rounds. A lease cycle is two calls of kvd and two of the echo",
-            "ratio: kvd / echo, of the p50s; of lease cycles of the rates",
+            "echo: bare ZMQ from its descriptor, frames of the same sizes. A lease cycle is two "
+            "calls of kvd and two of the echo",
+            f"{rounds} rounds, in which all take turns; ratio: kvd / echo, of the p50s, of lease "
+            "cycles of the rates; the median round, and half of them lie from low to high",
+            "processor time: of all rounds together; switches: how often a core changed from one "
+            "thread to another, of all processes; "
+            "recorded: the same calls on daemons with a flight recorder",
+            "messages: from the daemons' recordings, stepped again, heartbeats included",
         ),
-        goals=goals,
+        goals=found.goals,
     )
-    rows = [{**one.row, "goals": one.goals} for one in figures]
-    return shown, {"figures": rows, "goals": goals, "keys": costs}
 
 
-COLUMNS = (
-    ResultColumn("what", "what"),
-    ResultColumn("in_flight", "in flight"),
+WHICH: Final = (ResultColumn("what", "what"), ResultColumn("in_flight", "in flight"))
+TIME_COLUMNS: Final = (
+    *WHICH,
     ResultColumn("p50_us", "p50 us", ".0f"),
     ResultColumn("p99_us", "p99", ".0f"),
-    ResultColumn("per_s", "per s"),
+    ResultColumn("per_s", "per s", ".0f"),
     ResultColumn("echo_p50_us", "echo p50", ".0f"),
-    ResultColumn("echo_per_s", "echo per s"),
+    ResultColumn("echo_per_s", "echo per s", ".0f"),
     ResultColumn("ratio", "ratio", ".2f"),
+    ResultColumn("ratio_low", "low", ".2f"),
+    ResultColumn("ratio_high", "high", ".2f"),
 )
-KEY_COLUMNS = (
+COST_COLUMNS: Final = (
+    *WHICH,
+    ResultColumn("client_us", "client", ".0f"),
+    ResultColumn("prefill_us", "prefill", ".0f"),
+    ResultColumn("decode_us", "decode", ".0f"),
+    ResultColumn("prefill_transfer_us", "p. transfer", ".1f"),
+    ResultColumn("decode_transfer_us", "d. transfer", ".1f"),
+    ResultColumn("switches", "switches", ".1f"),
+    ResultColumn("recorded_prefill_us", "recorded: prefill", ".0f"),
+    ResultColumn("recorded_decode_us", "decode", ".0f"),
+    ResultColumn("recorded_prefill_recorder_us", "p. recorder", ".0f"),
+    ResultColumn("recorded_decode_recorder_us", "d. recorder", ".0f"),
+    ResultColumn("echo_client_us", "echo: client", ".0f"),
+    ResultColumn("echo_server_us", "server", ".0f"),
+    ResultColumn("echo_switches", "switches", ".1f"),
+)
+MESSAGE_COLUMNS: Final = (
+    *WHICH,
+    ResultColumn("prefill_from_engines", "engine to prefill", ".2f"),
+    ResultColumn("prefill_to_engines", "and back", ".2f"),
+    ResultColumn("decode_from_engines", "engine to decode", ".2f"),
+    ResultColumn("decode_to_engines", "and back", ".2f"),
+    ResultColumn("prefill_to_peers", "prefill to decode", ".2f"),
+    ResultColumn("decode_to_peers", "decode to prefill", ".2f"),
+)
+CALL_COLUMNS: Final = (
+    *WHICH,
+    ResultColumn("client_calls", "client", ".1f"),
+    ResultColumn("prefill_calls", "prefill", ".1f"),
+    ResultColumn("decode_calls", "decode", ".1f"),
+    ResultColumn("prefill_transfer_calls", "p. transfer", ".1f"),
+    ResultColumn("decode_transfer_calls", "d. transfer", ".1f"),
+)
+KEY_COLUMNS: Final = (
     ResultColumn("in_flight", "in flight"),
     ResultColumn("keys_p50_us", "with keys p50 us", ".0f"),
-    ResultColumn("keys_per_s", "per s"),
+    ResultColumn("keys_per_s", "per s", ".0f"),
     ResultColumn("bare_p50_us", "without p50", ".0f"),
-    ResultColumn("bare_per_s", "per s"),
+    ResultColumn("bare_per_s", "per s", ".0f"),
     ResultColumn("ratio", "ratio", ".3f"),
+    ResultColumn("ratio_low", "low", ".3f"),
+    ResultColumn("ratio_high", "high", ".3f"),
 )
 
 command = measurement(
     "control",
     run,
-    (click.option("--keys", is_flag=True, help="Measure too what CURVE keys cost a handoff."),),
-    steps=lambda keys: len(MATCH_TOKENS) + (3 if keys else 2) * len(IN_FLIGHT),
+    (
+        click.option("--rounds", default=15, show_default=True, help="To take medians of."),
+        click.option(
+            "--calls/--no-calls", default=True, help="Count system calls; takes some seconds."
+        ),
+        click.option("--keys", is_flag=True, help="Measure too what CURVE keys cost a handoff."),
+    ),
+    steps=lambda rounds, keys, calls: (rounds + 1) * (2 if keys else 1) + 2,
 )
-
-if __name__ == "__main__":
-    uvloop.run(serve(sys.argv[1]))

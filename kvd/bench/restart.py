@@ -33,7 +33,7 @@ from kvd.bench.report import (
     figure,
     measurement,
 )
-from kvd.harness.daemons import DaemonProcess
+from kvd.harness.daemons import DaemonProcess, bytecode_kept
 from kvd.journal.checked_words import are_pending
 from kvd.journal.identity import HEAD_BYTES
 from kvd.pools.kept_memory import JOURNAL
@@ -77,10 +77,14 @@ class KeptPool:
         self.daemon.wait_ready()
 
     def end(self, how: str) -> None:
-        """Stop or kill it. A killed one is given the time to have summed what is cached."""
-        if how == "kill":
+        """Stop or kill it, with the time to have summed what is cached.
+
+        A stop takes that time itself, but on a busy machine no longer than it is waited for.
+        """
+        if how != "cold":
             summed = self._is_summed
             self.daemon.wait_for(summed, "has not summed its pages", SUMMED_WITHIN_S)
+        if how == "kill":
             self.daemon.kill()
         else:
             self.daemon.stop()
@@ -218,16 +222,17 @@ def run(
     for how in ("none", "stop", "kill"):
         told(f"hits, {how}")
         hits.append(measure_hits(how, prompts, 2**30 // PAGE_BYTES))
-    for how in ("cold", "stop", "kill"):
-        told(f"starts, {how}")
-        starts.append(measure_starts(how, int(gib * 2**30) // PAGE_BYTES, times))
+    with bytecode_kept():
+        for how in ("cold", "stop", "kill"):
+            told(f"starts, {how}")
+            starts.append(measure_starts(how, int(gib * 2**30) // PAGE_BYTES, times))
     without, stopped, killed = (_rate(one) for one in hits)
     title = f"s from start to ready, {gib:g} GiB, after a"
     goals = (
         at_least("hit rate after a stop over that without", 1.0, stopped / without),
         at_least("hit rate after a kill over that without", 0.999, killed / without),
-        at_most(f"{title} stop", 1.0, figure(starts[1], "ready_s")),
-        at_most(f"{title} kill", 1.0, figure(starts[2], "ready_s")),
+        at_most(f"{title} stop", 0.7, figure(starts[1], "ready_s")),
+        at_most(f"{title} kill", 0.7, figure(starts[2], "ready_s")),
     )
     shown = BenchmarkResult(
         tables=(
@@ -245,7 +250,7 @@ def run(
                 ),
             ),
         ),
-        notes=("a killed daemon was let sum the last pages before; those that are not are lost",),
+        notes=("every daemon was let sum the last pages before; those that are not are lost",),
         goals=goals,
     )
     return shown, {"requests": len(prompts), "hits": hits, "starts": starts, "goals": goals}

@@ -1,0 +1,71 @@
+"""``benchmarks store``: the flow by which a result comes into the documentation."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import sys
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import store
+
+KEPT = {
+    "order": 1,
+    "title": "The prefix tree",
+    "command": "python -m benchmarks radix --trace FILE --json FILE",
+    "date": "2026-01-01",
+    "machine": "two cores",
+    "about": "A tree.",
+    "tables": [{"columns": ["what"], "rows": [["by hand"]]}],
+    "notes": ["of the rows"],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("kvd bench control --json FILE", ["-m", "kvd", "bench", "control"]),
+        ("python -m benchmarks radix --trace FILE", ["-m", "benchmarks", "radix"]),
+    ],
+)
+def test_a_command_of_the_documentation_runs_in_this_interpreter(command, words):
+    assert store.words_of(command) == [sys.executable, *words]
+
+
+def test_a_command_that_writes_no_result_is_refused():
+    with pytest.raises(click.ClickException, match="`make soak` is no command"):
+        store.words_of("make soak")
+
+
+def test_a_result_takes_the_place_of_rows_that_were_kept_by_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "KEPT", tmp_path)
+    kept, result = tmp_path / "radix.json", tmp_path / "result.json"
+    kept.write_bytes(msgspec.json.encode(KEPT))
+    result.write_text('{"tree": {"p50_us": 2.5}}')
+
+    ran = CliRunner().invoke(store.command, ["radix", "--json", str(result)])
+
+    assert ran.exit_code == 0, ran.output
+    found = msgspec.json.decode(kept.read_bytes())
+    assert found["result"] == {"tree": {"p50_us": 2.5}}
+    assert found["date"] == datetime.datetime.now(datetime.UTC).date().isoformat()
+    assert re.fullmatch(r"\d+ cores \(.+\), .+; shared with other work", found["machine"])
+    assert {"tables", "notes"}.isdisjoint(found)
+    assert [found[key] for key in ("order", "title", "command", "about")] == [
+        KEPT[key] for key in ("order", "title", "command", "about")
+    ]
+
+
+def test_a_command_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "KEPT", tmp_path)
+    kept = tmp_path / "radix.json"
+    kept.write_bytes(msgspec.json.encode({**KEPT, "command": "python -c pass"}))
+
+    ran = CliRunner().invoke(store.command, ["radix"])
+
+    assert (ran.exit_code, "nothing was stored" in ran.output) == (1, True)
+    assert msgspec.json.decode(kept.read_bytes())["date"] == "2026-01-01"
