@@ -26,7 +26,7 @@ from kvd.types import page_ids
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.sim.host import SimHost
 
 LANDING_S = 0.002
@@ -210,6 +210,8 @@ class SimTransferProcess:
         self._loaded: dict[Agent, Stream | None] = {}
         """The connection of each agent; None where it was made to a process that is gone."""
         self._connections = 0
+        self._ahead: dict[int, bytes] = {}
+        """By ticket, the sums of what has landed before its Verify."""
         self.inbound = Inbound(self)
 
     def start(self, why: str) -> None:
@@ -264,8 +266,8 @@ class SimTransferProcess:
                 self._post(order)
             case effects.Forget():
                 pass  # no engine here names events, so no post waits for one
-            case effects.Verify():
-                self._agenda.after(0.05 * self._random(), self._verify, order)
+            case effects.Verify() | effects.SumLanded() | effects.ForgetSums():
+                self._order_sums(order)
             case effects.Quiesce():
                 self.inbound.quiesce(order)
             case effects.Exempt():
@@ -376,7 +378,7 @@ class SimTransferProcess:
                 self.report(inputs.PostDone, flight.post, self._bytes(flight), flight.sums)
         else:
             if not flight.is_reported:
-                self.report(inputs.PostMoved, flight.post, self._bytes(flight))
+                self.report(inputs.PostMoved, flight.post, self._bytes(flight), flight.done)
             self._agenda.after(flight.pace_s * self._random(), self._land, flight)
 
     def _check_source(self, flight: Flight) -> None:
@@ -434,6 +436,19 @@ class SimTransferProcess:
         stream.left.append(flight)
         return 1
 
+    # ---- sums ------------------------------------------------------------------------------------
+
+    def _order_sums(self, order: effects.Verify | effects.SumLanded | effects.ForgetSums) -> None:
+        match order:
+            case effects.Verify():
+                self._agenda.after(0.05 * self._random(), self._verify, order)
+            case effects.SumLanded():
+                memory = self.host.memory.regions[order.component]
+                landed = [memory[page] for page in page_ids(order.pages)[: order.landed]]
+                self._ahead[order.ticket] = _sums(order.seal, order.seal.first, landed)
+            case effects.ForgetSums(ticket):
+                self._ahead.pop(ticket, None)
+
     def _verify(self, effect: effects.Verify) -> None:
         if not self.is_alive:
             return
@@ -445,6 +460,9 @@ class SimTransferProcess:
         if is_damaged and effect.ticket in self.host.node.decoder.verifying.parts:
             memory[page_ids(effect.pages)[-1]] = TORN
         sums = _sums(seal, seal.first, [memory[page] for page in page_ids(effect.pages)])
+        # What was summed ahead is not looked at again: it must have been whole then.
+        ahead = self._ahead.pop(effect.ticket, b"") if not is_damaged else b""
+        sums = ahead + sums[len(ahead) :]
         bad = tuple(
             int(page)
             for k, page in enumerate(chosen(seal, seal.first, seal.end))

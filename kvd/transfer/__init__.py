@@ -4,6 +4,7 @@ The map of this room. In the daemon::
 
     orders       what is ordered and what is reported, and its frames; nearly all of it is
                  declared in the core
+    child        a process that is born, and told later what it is
     process      spawn, orders out, reports in, reap
     mapping      proof that the memory map of a dead process is gone
 

@@ -6,8 +6,9 @@ A merge of two shards of one node, page-first, both copied into a row of memory 
     shard 1, page 7   [L0 K: s0 h1, s1 h1][L0 V: s0 h1, s1 h1]
     together          [L0 K: s0 h0 h1, s1 h0 h1][L0 V: s0 h0 h1, s1 h0 h1]
 
-One assignment moves a tensor of all layers of a run of pages; numpy lets go of the interpreter
-meanwhile.
+One assignment moves a tensor of some layers of a run of pages; numpy lets go of the interpreter
+meanwhile. Some layers, because what lies between the heads of one piece are those of another: what
+is brought together for two in turns is read from memory once, and from the cache by the second.
 
 What is summed of a page is read in place, where that is a few stretches in the order of the sum:
 whole pages, and windows of all heads. Slots or heads of a page are many small ones: they are
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from kvd.core.layout.shards import Piece
     from kvd.transfer.copies import Bytes
+    from kvd.transfer.page_split import Rows
     from kvd.transfer.staging import Gather
 
     Ids = NDArray[np.int32]
@@ -86,7 +88,10 @@ Reading = InPlace | Gathered
 
 
 class _Grid(NamedTuple):
-    """A window of one tensor of all pages: an array ``(pages, layers, slots, bytes)``."""
+    """A window of one tensor of all pages: an array ``(pages, layers, slots, bytes)``.
+
+    Or of all tensors where they follow one another like layers of one: ``layers`` are theirs.
+    """
 
     offset: int
     shape: tuple[int, int, int]
@@ -107,26 +112,42 @@ class Assembly:
         """``pieces`` tile the window."""
         made = _packed_note(window, pieces)
         self.page_bytes = made.page_bytes
+        sides = [
+            (_Tensors(area.note, piece.ours), _Tensors(made, _from(window, piece)))
+            for area, piece in pieces
+        ]
+        # As one where both sides allow it: memory is read in one sweep, not tensor by tensor.
+        is_even = all(one.is_even for side in sides for one in side)
         self._moves = [
             _Move(area.array(read.offset, read.shape, read.steps), store)
-            for area, piece in pieces
-            for read, store in zip(
-                _grids(area.note, piece.ours), _grids(made, _from(window, piece)), strict=True
-            )
+            for (area, _), side in zip(pieces, sides, strict=True)
+            for read, store in zip(*(one.grids(is_even=is_even) for one in side), strict=True)
         ]
+        self._layers = max(store.shape[0] for _, store in self._moves)
 
     def gather(self, ids: Ids, into: Bytes) -> None:
         """The window of each page becomes a row of ``into``, in the order of the window's bytes."""
+        for _ in self.steps(ids, into, into.size):
+            pass
+
+    def steps(self, ids: Ids, into: Bytes, step_bytes: int) -> Iterator[None]:
+        """As ``gather``, at each step as many pages or layers as have so many bytes."""
         stores = [
             np.ndarray((ids.size, *grid.shape), np.uint8, into.data, grid.offset, grid.steps)
             for _, grid in self._moves
         ]
+        pages = max(1, step_bytes // self.page_bytes)
+        layers = max(1, step_bytes * self._layers // self.page_bytes)
         # Run by run: an assignment of many pages costs little more than one of a single page.
         cuts = np.flatnonzero(np.diff(ids) != 1) + 1
         for first, end in pairwise([0, *cuts.tolist(), ids.size]):
-            page = int(ids[first])
-            for (read, _), store in zip(self._moves, stores, strict=True):
-                store[first:end] = read[page : page + end - first]
+            for low in range(first, end, pages):
+                high, page = min(low + pages, end), int(ids[low])
+                for layer in range(0, self._layers, layers):
+                    some = slice(layer, layer + layers)
+                    for (read, _), store in zip(self._moves, stores, strict=True):
+                        store[low:high, some] = read[page : page + high - low, some]
+                    yield
 
 
 class FetchedWindows:
@@ -211,22 +232,35 @@ def _from(window: PageWindow, piece: Piece) -> PageWindow:
     )
 
 
-def _grids(note: RegionNote, window: PageWindow) -> list[_Grid]:
-    """Each tensor of a window."""
-    each, slots, places = tensors(note), note.page_tokens, strips(note)
-    heads, layers = window.end_head - window.first_head, window.end_layer - window.first_layer
-    found = []
-    for tensor in range(each):
-        rows = places[tensor::each]
-        first = rows[window.first_layer]
-        layer_step = rows[-1].offset_bytes - rows[-2].offset_bytes if len(rows) > 1 else 0
+class _Tensors:
+    """Where the tensors of a window lie, layer by layer."""
+
+    def __init__(self, note: RegionNote, window: PageWindow) -> None:
+        self._note = note
+        self._window = window
+        self._each = tensors(note)
+        self._rows = strips(note)[window.first_layer * self._each : window.end_layer * self._each]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all are alike, and each is as far from the one before it as all others."""
+        alike = {(row.stride_bytes, row.piece_bytes) for row in self._rows}
+        steps = {after.offset_bytes - row.offset_bytes for row, after in pairwise(self._rows)}
+        return len(alike) == 1 and len(steps) <= 1
+
+    def grids(self, *, is_even: bool) -> list[_Grid]:
+        """A grid of all of them, or one of each tensor."""
+        each = 1 if is_even else self._each
+        return [self._grid(self._rows[tensor::each]) for tensor in range(each)]
+
+    def _grid(self, rows: Rows) -> _Grid:
+        window, slots = self._window, self._note.page_tokens
+        first = rows[0]
+        step = rows[-1].offset_bytes - rows[-2].offset_bytes if len(rows) > 1 else 0
         slot = first.piece_bytes // slots
-        head = slot // note.heads
-        found.append(
-            _Grid(
-                first.offset_bytes + window.first_head * head,
-                (layers, slots, heads * head),
-                (first.stride_bytes, layer_step, slot, 1),
-            )
+        head = slot // self._note.heads
+        return _Grid(
+            first.offset_bytes + window.first_head * head,
+            (len(rows), slots, (window.end_head - window.first_head) * head),
+            (first.stride_bytes, step, slot, 1),
         )
-    return found

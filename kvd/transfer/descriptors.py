@@ -52,17 +52,24 @@ class Writes(msgspec.Struct, frozen=True):
     """The descriptors of one post: rows of (address, bytes, device 0), and how handles divide them.
 
     Handle ``h`` is rows ``[bounds[h], bounds[h + 1])`` of both sides, ``sizes[h]`` bytes.
+    ``is_by_page``: the handles write one page after the other, of each as many bytes.
     """
 
     source: Words
     destination: Words
     bounds: list[int]
     sizes: list[int]
+    is_by_page: bool = False
 
     @property
     def handles(self) -> int:
         """How many handles the post takes."""
         return len(self.bounds) - 1
+
+    def rows(self, handle: int) -> tuple[Words, Words]:
+        """The descriptors of one handle, of both sides."""
+        low, high = self.bounds[handle], self.bounds[handle + 1]
+        return self.source[low:high], self.destination[low:high]
 
 
 def objection(
@@ -134,7 +141,9 @@ def stretch_writes(
     """The descriptors that write these stretches of ``source`` over those of ``destination``."""
     found = _segments(_ids(source), _ids(destination), stretches, split)
     rows = _cut(found.at, found.to, found.size)
-    return _dealt(rows.source, rows.destination, _by_cost(rows.source[:, 1]))
+    is_by_page = stretches.size.size == 1
+    handle = _by_cost(rows.source[:, 1])
+    return _dealt(rows.source, rows.destination, handle, is_by_page=is_by_page)
 
 
 def packed_writes(
@@ -153,8 +162,9 @@ def packed_writes(
     # They come stretch by stretch, and a handle wants all stretches of its own pages.
     if stretches.size.size > 1:
         order = np.argsort(handle, kind="stable")
-        return _dealt(rows.source[order], rows.destination[order], handle[order])
-    return _dealt(rows.source, rows.destination, handle)
+        rows = _Cut(rows.source[order], rows.destination[order], rows.segment[order])
+        handle = handle[order]
+    return _dealt(rows.source, rows.destination, handle, is_by_page=True)
 
 
 def one_after_another(plans: list[Writes]) -> Writes:
@@ -165,10 +175,16 @@ def one_after_another(plans: list[Writes]) -> Writes:
         sizes += plan.sizes
     source = np.concatenate([plan.source for plan in plans])
     destination = np.concatenate([plan.destination for plan in plans])
-    return Writes(source=source, destination=destination, bounds=bounds, sizes=sizes)
+    return Writes(
+        source=source,
+        destination=destination,
+        bounds=bounds,
+        sizes=sizes,
+        is_by_page=len(plans) == 1 and plans[0].is_by_page,
+    )
 
 
-def _dealt(source: Words, destination: Words, handle: NDArray[Any]) -> Writes:
+def _dealt(source: Words, destination: Words, handle: NDArray[Any], *, is_by_page: bool) -> Writes:
     """Descriptors and the handle that each belongs to, ascending."""
     bounds = [0]
     if handle.size:
@@ -176,7 +192,13 @@ def _dealt(source: Words, destination: Words, handle: NDArray[Any]) -> Writes:
         bounds.append(int(handle.size))
     size = source[:, 1]
     sizes = np.add.reduceat(size, bounds[:-1]).tolist() if size.size else []
-    return Writes(source=source, destination=destination, bounds=bounds, sizes=sizes)
+    return Writes(
+        source=source,
+        destination=destination,
+        bounds=bounds,
+        sizes=sizes,
+        is_by_page=is_by_page,
+    )
 
 
 class _Cut(NamedTuple):
@@ -223,28 +245,41 @@ def _segments(from_ids: Words, to_ids: Words, stretches: Stretches, split: int) 
     Stretches of neighbouring pages touch if nothing lies between them, pieces of one page always.
     Segments go on where both sides step by one and what they step over touches on both.
     """
-    one = np.uint64(1)
-    steps = (np.diff(from_ids) == one) & (np.diff(to_ids) == one)
-    is_inside = from_ids[1:] % np.uint64(split) != 0
     # By kind, because where a segment ends is the same for all stretches that touch alike.
     dense_here = stretches.at_step == stretches.size * np.uint64(split)
     dense_there = stretches.to_step == stretches.size
     kinds = dense_here * 2 + dense_there
-    begins = np.ones(min(1, from_ids.size), np.bool_)
+    found = set(kinds.tolist())
+    if len(found) == 1:
+        firsts = _firsts(from_ids, to_ids, split, found.pop())
+        return _segments_of(from_ids, to_ids, stretches, firsts, split)
     parts = []
-    for kind in np.flatnonzero(np.bincount(kinds)).tolist():
-        goes_on = steps & (is_inside | bool(kind & 2)) & bool(kind & 1)
-        firsts = np.flatnonzero(np.concatenate((begins, ~goes_on)))
+    for kind in sorted(found):
         alike = Stretches(*(column[kinds == kind] for column in stretches))
+        firsts = _firsts(from_ids, to_ids, split, kind)
         parts.append(_segments_of(from_ids, to_ids, alike, firsts, split))
     return _Segments(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def _firsts(from_ids: Words, to_ids: Words, split: int, kind: int) -> Ids:
+    """Where segments begin: ``kind`` is 1 where pages touch over there, and 2 more where here."""
+    is_first = np.ones(from_ids.size, np.bool_)
+    if kind & 1:
+        one = np.uint64(1)
+        is_first[1:] = (from_ids[1:] - from_ids[:-1] != one) | (to_ids[1:] - to_ids[:-1] != one)
+    # Pieces of one page touch always.
+    if kind == 1:
+        is_first[1:] |= from_ids[1:] % np.uint64(split) == 0
+    return np.flatnonzero(is_first)
 
 
 def _segments_of(
     from_ids: Words, to_ids: Words, stretches: Stretches, firsts: Ids, split: int
 ) -> _Segments:
     """The segments of stretches that all begin anew at the same places of the list."""
-    lengths = np.diff(np.append(firsts, from_ids.size)).astype(np.uint64)
+    lengths = np.empty(firsts.size, np.uint64)
+    lengths[:-1] = firsts[1:] - firsts[:-1]
+    lengths[-1:] = from_ids.size - firsts[-1:]
     page, part = np.divmod(from_ids[firsts], np.uint64(split))
     at, at_step, to, to_step, size = (column[:, np.newaxis] for column in stretches)
     starts = at + at_step * page + size * part

@@ -24,6 +24,7 @@ import struct
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from kvd.core.effects import TransferOrder
 from kvd.core.inputs import TransferReport
@@ -61,12 +62,33 @@ class BeginTransfer(msgspec.Struct, frozen=True, tag="begin"):
     """The first order: who this process is and what it maps.
 
     ``name`` is unique to one life of one transfer process: the node's incarnation and the transport
-    generation. ``kept`` are descriptors to keep mapped to the end (see ``mapping``).
+    generation. ``kept`` are descriptors to keep mapped to the end (see ``mapping``). Descriptors
+    travel beside the order, as ``descriptors_of`` it: in it they have the numbers of the sender.
+    ``environment`` is set before NIXL is loaded.
     """
 
     name: str
     kept: tuple[int, ...]
     regions: tuple[RegionPlan, ...]
+    environment: dict[str, str] = {}
+
+
+MOST_DESCRIPTORS: Final = 253
+"""With one message: the kernel's limit."""
+
+
+def descriptors_of(begin: BeginTransfer) -> list[int]:
+    """Every descriptor that the order names, in the order in which they travel."""
+    return [*begin.kept, *(one.fd for one in begin.regions if one.device is None)]
+
+
+def with_descriptors(begin: BeginTransfer, received: list[int]) -> BeginTransfer:
+    """The order with the numbers that its descriptors have where they arrived."""
+    kept, mapped = received[: len(begin.kept)], iter(received[len(begin.kept) :])
+    regions = (
+        one if one.device is not None else replace(one, fd=next(mapped)) for one in begin.regions
+    )
+    return replace(begin, kept=tuple(kept), regions=tuple(regions))
 
 
 class Sum(msgspec.Struct, frozen=True, tag="sum"):

@@ -7,7 +7,7 @@ first (see ``staging``); from memory that the processor cannot read they go as t
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,14 +33,16 @@ from kvd.transfer.staging import (
     is_worth_gathering,
     is_worth_packing,
 )
-from kvd.transfer.window_layout import WindowSource, bands, packed, pieced
+from kvd.transfer.window_layout import SHAPES, WindowSource, bands, packed, pieced
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
 
     from kvd.core.effects import Post
-    from kvd.core.layout.shards import Piece
-    from kvd.transfer.copies import Area
+    from kvd.core.layout.shards import PageWindow, Piece
+    from kvd.transfer.copies import Area, Bytes
     from kvd.transfer.descriptors import Words
     from kvd.transfer.metadata import RegionNote
 
@@ -123,32 +125,56 @@ def _packed(order: Post, regions: FoundRegions) -> PostPlan | None:
             (area,) = regions.ours
             if not is_worth_packing(area.note, theirs, split):
                 return None
-            band = Band(partial(area.gather, split), theirs.page_bytes)
-            packing = Packing(order.source, [band])
+            band = Band(partial(_gather, area, split), theirs.page_bytes)
+            packing = Packing((area.note.name,), order.source, [band])
             made = packed_writes(order.destination, theirs, packing.handle_pages)
             return PostPlan(made, packing, Sides(MemoryKind.DRAM, theirs.place.kind))
-        case Pieced(window, pieces):
-            lying = pieced(_sources(regions, pieces), theirs)
-            together = packed(theirs, window)
-            layers = window.end_layer - window.first_layer
-            fitting = SLOT_BYTES * layers // int(together.size.sum())
-            # Not even one layer of a page fits into a slot.
-            if not fitting or not is_worth_gathering(lying, together):
-                return None
-            return _in_bands(order, regions, bands(window, pieces, fitting))
+        case Pieced() as making:
+            found = _assembled(regions, making)
+            return None if found is None else _in_bands(order, regions, found)
 
 
-def _in_bands(order: Post, regions: FoundRegions, parts: list[Pieced]) -> PostPlan:
-    """As many layers at a time as fit into a slot."""
-    areas = {area.note.name: area for area in regions.ours}
-    assemblies = [
-        Assembly(window, [(areas[shard_region(order.component, one.shard)], one) for one in pieces])
-        for window, pieces in ((part.window, part.pieces) for part in parts)
+class _Band(NamedTuple):
+    """Some layers of a window, and how they are brought together."""
+
+    window: PageWindow
+    assembly: Assembly
+
+
+@lru_cache(SHAPES)
+def _assembled(regions: FoundRegions, making: Pieced) -> list[_Band] | None:
+    """As many layers at a time as fit into a slot; None where the pieces go as they lie."""
+    window, pieces = making.window, making.pieces
+    lying = pieced(_sources(regions, pieces), regions.theirs)
+    together = packed(regions.theirs, window)
+    layers = window.end_layer - window.first_layer
+    fitting = SLOT_BYTES * layers // int(together.size.sum())
+    # Not even one layer of a page fits into a slot.
+    if not fitting or not is_worth_gathering(lying, together):
+        return None
+    areas = dict(zip((one.shard for one in pieces), regions.ours, strict=True))
+    return [
+        _Band(part.window, Assembly(part.window, [(areas[one.shard], one) for one in part.pieces]))
+        for part in bands(window, pieces, fitting)
     ]
-    packing = Packing(order.source, [Band(one.gather, one.page_bytes) for one in assemblies])
+
+
+def _gather(
+    area: Area, split: int, ids: NDArray[np.int32], into: Bytes, _step_bytes: int
+) -> Iterator[None]:
+    """Whole pages or pieces of them, in one step."""
+    area.gather(split, ids, into)
+    yield
+
+
+def _in_bands(order: Post, regions: FoundRegions, found: list[_Band]) -> PostPlan:
+    """The first of these layers of all pages, then the next."""
+    wanted = [Band(one.assembly.steps, one.assembly.page_bytes) for one in found]
+    names = tuple(area.note.name for area in regions.ours)
+    packing = Packing(names, order.source, wanted)
     made = [
-        packed_writes(order.destination, regions.theirs, packing.handle_pages, part.window)
-        for part in parts
+        packed_writes(order.destination, regions.theirs, packing.handle_pages, one.window)
+        for one in found
     ]
     sides = Sides(MemoryKind.DRAM, regions.theirs.place.kind)
     return PostPlan(one_after_another(made), packing, sides)
@@ -172,7 +198,7 @@ def _objection(order: Post, areas: tuple[Area, ...], theirs: RegionNote) -> str:
             return window_objection(order.source, order.destination, window, sources, theirs)
 
 
-def _sources(regions: FoundRegions, pieces: tuple[Piece, ...]) -> list[WindowSource]:
-    return [
+def _sources(regions: FoundRegions, pieces: tuple[Piece, ...]) -> tuple[WindowSource, ...]:
+    return tuple(
         WindowSource(area.note, piece) for area, piece in zip(regions.ours, pieces, strict=True)
-    ]
+    )

@@ -1,7 +1,8 @@
 """The posts to one peer: their turns, their handles in flight, their progress.
 
 A queue is one sending agent and the posts that go through it. Posts take turns, one handle each, so
-a small post waits for a few handles of a large one and never for all of it. At most
+a small post waits for a few handles of a large one and never for all of it; small ones that wait
+together share a handle, unless they are packed first (see ``staging``). At most
 ``IN_FLIGHT_HANDLES`` are in flight; a handle done makes room for the next post's turn::
 
     turns      [post 7 | handle 12 of 32] [post 9 | handle 0 of 1] ...
@@ -11,14 +12,17 @@ Invariants:
   - ``moved_bytes`` of a post counts handles seen done, so it never exceeds what has arrived.
   - Over a network, every byte of a handle counts as unacknowledged until the handle is seen done,
     whether it runs, has failed, or was refused: one that failed may have written part of itself.
+  - ``pages`` of a post counts those of its first handles that are all seen done: packed ones are
+    posted as they get packed, not by number.
   - A post leaves by exactly one of ``PostDone`` and ``PostFailed``, and posts nothing afterwards.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -27,9 +31,11 @@ from kvd.transfer.metadata import MemoryKind
 from kvd.transfer.nixl import NixlUnusable
 from kvd.transfer.orders import UNSTAMPED
 from kvd.transfer.plans import found, plan
+from kvd.types import count
+from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from kvd.core.effects import Post
     from kvd.transfer.copies import Area
@@ -37,37 +43,104 @@ if TYPE_CHECKING:
     from kvd.transfer.nixl import SendingAgent
     from kvd.transfer.orders import Report
     from kvd.transfer.plans import PostPlan
-    from kvd.transfer.staging import Staging, StagingSlot
+    from kvd.transfer.staging import PackedPost, Staging, StagingSlot
 
 IN_FLIGHT_HANDLES: Final = 4
+MERGED_BYTES: Final = 2**20
+"""Posts that are small together share a handle: one costs as long as half of this takes to copy,
+and more than this they would have to wait for one another."""
 PROGRESS_EVERY_S: Final = 0.05
+TOLD_EVERY_BYTES: Final = {
+    Integrity.OFF: math.inf,
+    Integrity.SAMPLED: 64 * 2**20,
+    Integrity.FULL: 32 * 2**20,
+}
+"""So often the other side is told what has landed: it sums that while the rest is on its way."""
 
 
 class _Running:
     """One post on its way."""
 
-    def __init__(self, post: int, plan: PostPlan, ours: tuple[Area, ...]) -> None:
-        self.post = post
+    def __init__(
+        self, order: Post, plan: PostPlan, ours: tuple[Area, ...], packed: PackedPost | None
+    ) -> None:
+        self.post = order.post
         self.ours = ours
-        self.plan, self.packing, self.sides = plan
+        self.told_every_bytes = TOLD_EVERY_BYTES[order.seal.integrity]
+        self.is_summed_whole = order.seal.integrity is Integrity.FULL
+        made = plan.writes
+        self.page_bytes = sum(made.sizes) // count(order.source) if made.is_by_page else 0
+        """Of what it writes of each page, where pages go one after the other; 0: they do not."""
+        self.plan, _, self.sides = plan
+        self.packed = packed
         self.is_of_device = MemoryKind.VRAM in self.sides
         self.is_between_devices = set(self.sides) == {MemoryKind.VRAM}
         self.turns = 0
-        self.arrived = 0
+        self.arrived: set[int] = set()
         self.moved_bytes = 0
+        self.whole = 0
+        """Its handles before this one have all arrived, of ``whole_bytes``."""
+        self.whole_bytes = 0
         self.started_s = 0.0
         self.said_s = 0.0
+        self.said_bytes = 0
         self.is_over = False
 
+    def goes_with(self, other: _Running) -> bool:
+        """Whether one handle may write both."""
+        return self.sides == other.sides and self.packed is None and other.packed is None
 
-class _Flight:
-    """One handle in flight."""
+    @property
+    def pages(self) -> int:
+        """So many of its first pages have arrived whole."""
+        return self.whole_bytes // self.page_bytes if self.page_bytes else 0
 
-    def __init__(self, handle: int, running: _Running, size: int, slot: StagingSlot | None) -> None:
-        self.handle = handle
-        self.running = running
-        self.size = size
-        self.slot = slot
+    def note_arrived(self, handle: int) -> None:
+        """One of its handles has arrived."""
+        sizes = self.plan.sizes
+        self.arrived.add(handle)
+        self.moved_bytes += sizes[handle]
+        while self.whole in self.arrived:
+            self.whole_bytes += sizes[self.whole]
+            self.whole += 1
+
+    def must_tell(self, now_s: float) -> bool:
+        """Whether it is time to say how far it has come."""
+        # Before the last handle in any case: what is not summed by then is waited for.
+        if self.is_summed_whole and len(self.arrived) == self.plan.handles - 1:
+            return True
+        news_bytes = self.moved_bytes - self.said_bytes
+        return now_s - self.said_s >= PROGRESS_EVERY_S or news_bytes >= self.told_every_bytes
+
+
+class _Turn(NamedTuple):
+    """What one post has in a handle: all of one of its plan's, by number."""
+
+    running: _Running
+    part: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of it."""
+        return self.running.plan.sizes[self.part]
+
+
+class _Flight(NamedTuple):
+    """One handle in flight, of one post or of several small ones; all of one kind of memory."""
+
+    handle: int
+    turns: list[_Turn]
+    slot: StagingSlot | None
+
+    @property
+    def first(self) -> _Running:
+        """One of its posts."""
+        return self.turns[0].running
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return sum(turn.size for turn in self.turns)
 
 
 class PostQueue:
@@ -81,11 +154,14 @@ class PostQueue:
         regions: dict[str, RegionNote],
         staging: Staging,
         report: Callable[[Report], None],
+        posting: Callable[[int, float], None],
     ) -> None:
+        """``posting`` is told before each handle how much of its post is posted with it."""
         self.sender = sender
         self.path = path
         self._theirs = regions
         self._report = report
+        self._posting = posting
         self._turns: deque[_Running] = deque()
         self._flights: deque[_Flight] = deque()
         self._open: dict[int, _Running] = {}
@@ -108,22 +184,20 @@ class PostQueue:
         # our back, and no descriptor tells when that is over.
         is_here = self.path is WritePath.SAME_HOST
         return not self.sender.polls or (
-            is_here and any(one.running.is_of_device for one in self._flights)
+            is_here and any(one.first.is_of_device for one in self._flights)
         )
 
     @property
     def is_fast(self) -> bool:
         """Whether handles go from device to device of one host: some take less than 100 us."""
         return self.path is WritePath.SAME_HOST and any(
-            one.running.is_between_devices for one in self._flights
+            one.first.is_between_devices for one in self._flights
         )
 
     @property
     def can_post(self) -> bool:
         """Whether ``post_next`` would start a handle."""
-        if not self._turns or len(self._flights) >= IN_FLIGHT_HANDLES:
-            return False
-        return self._turns[0].packing is None or bool(self._staging.free)
+        return len(self._flights) < IN_FLIGHT_HANDLES and any(map(self._can_go, self._turns))
 
     def add(self, order: Post, ours: Mapping[str, Area]) -> None:
         """Take a post of pages of our regions in, or refuse it with ``PostFailed``."""
@@ -136,36 +210,48 @@ class PostQueue:
         elif not order.source:
             self._report(PostDone(UNSTAMPED, order.post, 0))
         else:
-            running = _Running(order.post, plan(order, regions), regions.ours)
+            made = plan(order, regions)
+            packed = None if made.packing is None else self._staging.begin(made.packing)
+            running = _Running(order, made, regions.ours, packed)
             self._open[order.post] = running
             self._turns.append(running)
 
     def post_next(self) -> None:
-        """Start one handle of the post whose turn it is."""
-        running = self._turns.popleft()
-        plan = running.plan
-        low, high = plan.bounds[running.turns], plan.bounds[running.turns + 1]
-        if not running.turns:
-            running.started_s = running.said_s = time.monotonic()
-        size = plan.sizes[running.turns]
-        source, slot = plan.source[low:high], None
-        if running.packing is not None:
-            slot = self._staging.free.pop()
-            running.packing.fill(running.turns, slot.memory)
+        """Start one handle of the post whose turn it is, and of small ones behind it."""
+        # Past those whose next pages are still being packed: there is nothing to do for them.
+        ready = filter(self._can_go, self._turns)
+        first = next(ready)
+        # Before it is packed: that is a part of what it takes.
+        now_s, slot = time.monotonic(), None
+        if first.packed is None:
+            turns = _together(first, ready)
+        else:
+            portion = self._staging.take(first.packed)
+            if portion is None:
+                return
+            turns, slot = [_Turn(first, portion.handle)], portion.slot
+        rows = [running.plan.rows(part) for running, part in turns]
+        source, destination = rows[0]
+        if len(rows) > 1:
+            source, destination = map(np.concatenate, zip(*rows, strict=True))
+        if slot is not None:
             source = source + np.array([slot.address, 0, 0], np.uint64)
-        # Before it is posted: a handle that is refused is not tried again.
-        running.turns += 1
+        for running, _ in turns:
+            self._turns.remove(running)
+            if not running.turns:
+                running.started_s = running.said_s = now_s
+            # Before it is posted: a handle that is refused is not tried again.
+            running.turns += 1
+            self._posting(running.post, running.turns / running.plan.handles)
         try:
-            handle = self.sender.post(source, plan.destination[low:high], running.sides)
+            handle = self.sender.post(source, destination, first.sides)
         except NixlUnusable as exc:
             # Before the post fails: what may have left counts as open until the agent is destroyed.
-            self._lose(size, slot)
-            self._fail(running, str(exc))
+            self._lose(turns, slot, str(exc))
             return
-        self._flights.append(_Flight(handle, running, size, slot))
+        self._flights.append(_Flight(handle, turns, slot))
         # At the end of the line: a small post behind waits for one handle of a large one.
-        if running.turns < plan.handles:
-            self._turns.append(running)
+        self._turns += [one for one, _ in turns if one.turns < one.plan.handles]
 
     def step(self) -> None:
         """Take note of the handles that are done, oldest first."""
@@ -177,13 +263,13 @@ class PostQueue:
                     return
             except NixlUnusable as exc:
                 self._flights.popleft()
-                self._lose(flight.size, flight.slot)
-                self._fail(flight.running, str(exc))
+                self._lose(flight.turns, flight.slot, str(exc))
                 continue
             self._flights.popleft()
             if flight.slot is not None:
-                self._staging.free.append(flight.slot)
-            self._arrived(flight)
+                self._staging.give([flight.slot])
+            for turn in flight.turns:
+                self._arrived(turn)
 
     def destroy(self, why: str) -> int:
         """Fail what is outstanding and destroy the agent; the bytes the peer had not confirmed.
@@ -195,43 +281,65 @@ class PostQueue:
             self._fail(running, why)
         # Before any slot is free again: until it is gone a handle in flight may read it.
         self.sender.destroy()
-        for area in {area for one in self._flights for area in one.running.ours}:
+        turns = [turn for one in self._flights for turn in one.turns]
+        for area in {area for turn in turns for area in turn.running.ours}:
             area.reach.settle()  # what the device copies of its own accord is over after this
         slots = [flight.slot for flight in self._flights if flight.slot is not None]
-        self._staging.free += [*slots, *self._lost_slots]
+        self._staging.give([*slots, *self._lost_slots])
         match self.path:
             case WritePath.SAME_HOST:
-                return sum(one.size for one in self._flights if one.running.is_of_device)
+                return sum(one.size for one in self._flights if one.first.is_of_device)
             case WritePath.NETWORK:
                 return self._lost_bytes + sum(flight.size for flight in self._flights)
 
-    def _lose(self, size: int, slot: StagingSlot | None) -> None:
-        """A handle failed, which may have written part of itself."""
-        self._lost_bytes += size
+    def _can_go(self, running: _Running) -> bool:
+        """Whether a handle of the post could be started."""
+        return running.packed is None or self._staging.can_take(running.packed)
+
+    def _lose(self, turns: list[_Turn], slot: StagingSlot | None, why: str) -> None:
+        """A handle failed, which may have written part of itself: all posts in it fail."""
+        self._lost_bytes += sum(turn.size for turn in turns)
         if slot is not None:
             self._lost_slots.append(slot)
+        for turn in turns:
+            self._fail(turn.running, why)
 
-    def _arrived(self, flight: _Flight) -> None:
-        running = flight.running
+    def _arrived(self, turn: _Turn) -> None:
+        running = turn.running
         if running.is_over:
             return
-        running.arrived += 1
-        running.moved_bytes += flight.size
+        running.note_arrived(turn.part)
         now_s = time.monotonic()
-        if running.arrived == running.plan.handles:
+        if len(running.arrived) == running.plan.handles:
             running.is_over = True
             del self._open[running.post]
             active_s = now_s - running.started_s
             self._report(PostDone(UNSTAMPED, running.post, running.moved_bytes, active_s=active_s))
-        elif now_s - running.said_s >= PROGRESS_EVERY_S:
-            running.said_s = now_s
-            self._report(PostMoved(UNSTAMPED, running.post, running.moved_bytes))
+        elif running.must_tell(now_s):
+            running.said_s, running.said_bytes = now_s, running.moved_bytes
+            moved = running.moved_bytes
+            self._report(PostMoved(UNSTAMPED, running.post, moved, pages=running.pages))
 
     def _fail(self, running: _Running, why: str) -> None:
         if running.is_over:
             return
         running.is_over = True
+        if running.packed is not None:
+            self._staging.drop(running.packed)
         del self._open[running.post]
         self._turns = deque(other for other in self._turns if other is not running)
         done = f"{running.moved_bytes} bytes had arrived"
         self._report(PostFailed(UNSTAMPED, running.post, f"{why}; {done}"))
+
+
+def _together(first: _Running, behind: Iterable[_Running]) -> list[_Turn]:
+    """What the first, which is not packed, posts next, and those behind it if all are small."""
+    turns = [_Turn(first, first.turns)]
+    room = MERGED_BYTES - turns[0].size
+    for running in behind:
+        turn = _Turn(running, running.turns)
+        if turn.size > room or not running.goes_with(first):
+            break
+        turns.append(turn)
+        room -= turn.size
+    return turns

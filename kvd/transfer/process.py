@@ -1,8 +1,8 @@
 """The daemon's handle on its transfer process: spawn, orders out, reports in, reap.
 
 Nothing here imports NIXL. Orders are written straight to a socket pair; what it does not take is
-kept and written when it is writable, so the loop never waits. The end of the process is noticed by
-its pidfd, whatever ended it.
+kept and written when it is writable, so the loop never waits. The first order takes descriptors
+with it. The end of the process is noticed by its pidfd, whatever ended it.
 
     NEW --spawn--> SPAWNED --start--> STARTING --Ready--> UP --stop--> GONE
                                          '- died -> raises    '- died -> GONE, on_exit(why)
@@ -21,19 +21,21 @@ import enum
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
+from kvd.core.inputs import AgentFailed, PostFailed
+from kvd.transfer.child import WorkerChild
 from kvd.transfer.mapping import create_witness, is_map_gone
 from kvd.transfer.orders import (
+    MOST_DESCRIPTORS,
     BadStream,
     BeginTransfer,
     Dying,
     Frames,
     Ready,
     Report,
+    descriptors_of,
     frame_of,
     reports_of,
 )
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
     from kvd.transfer.orders import Order, RegionPlan
 
+R = TypeVar("R")
+
 OnReports = Callable[[list[Report]], None]
 """Takes reports in the order they were made; called on the event loop."""
 
@@ -51,13 +55,42 @@ OnExit = Callable[[str], None]
 
 READ_BYTES: Final = 2**18
 START_LIMIT_S: Final = 30.0
-_WORKER: Final = "kvd.transfer.worker"
 WITNESS_EVERY_S: Final = 0.001
 """Usually the first look suffices; there is no limit, for a limit would prove nothing."""
 
 
 class TransportDown(Exception):
     """A transfer process did not start, or was asked for something after its end."""
+
+
+class ReportQueue:
+    """What a transfer process reports, for who waits for one report after the other."""
+
+    def __init__(self) -> None:
+        self._reports: asyncio.Queue[Report | str] = asyncio.Queue()
+
+    async def start(self, process: TransferProcess) -> Ready:
+        """``TransferProcess.start``, with what it reports from then on in here."""
+        return await process.start(self._take, self._reports.put_nowait)
+
+    def _take(self, reports: list[Report]) -> None:
+        for report in reports:
+            self._reports.put_nowait(report)
+
+    async def next(self, kind: type[R]) -> R:
+        """The next report of ``kind``; others on the way are passed over.
+
+        Raises:
+            TransportDown: a failure came before it, or the end of the process.
+        """
+        while True:
+            report = await self._reports.get()
+            if isinstance(report, kind):
+                return report
+            if isinstance(report, AgentFailed | PostFailed):
+                raise TransportDown(report.why)
+            if isinstance(report, str):
+                raise TransportDown(report)
 
 
 class _State(enum.Enum):
@@ -76,6 +109,7 @@ class TransferProcess:
         regions: what to map and register; their descriptors stay the caller's.
         environment: added to the daemon's own, for NIXL and UCX settings.
         keep_open: descriptors that are held until its memory map is gone: the daemon's lock.
+        child: to be told all this, where one was started before; else it starts one.
     """
 
     def __init__(
@@ -85,8 +119,10 @@ class TransferProcess:
         *,
         environment: Mapping[str, str],
         keep_open: Sequence[int] = (),
+        child: WorkerChild | None = None,
     ) -> None:
         self._name = name
+        self._early = child
         self._keep_open = tuple(keep_open)
         self._regions = tuple(regions)
         self._environment = dict(environment)
@@ -100,7 +136,7 @@ class TransferProcess:
     @property
     def pid(self) -> int:
         """The process id; meaningful from ``start`` to ``stop``."""
-        return self._child.pid
+        return self._child.process.pid
 
     def spawn(self) -> None:
         """Begin its life; needs no loop. Whoever does not ``start`` it then must ``stop`` it.
@@ -131,7 +167,7 @@ class TransferProcess:
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._gone = asyncio.Event()
         self._state = _State.STARTING
-        self._loop.add_reader(self._pidfd, self._died)
+        self._loop.add_reader(self._child.pidfd, self._died)
         self._loop.add_reader(self._socket, self._readable)
         if self._unsent:
             self._write()
@@ -141,7 +177,7 @@ class TransferProcess:
         except TimeoutError:
             await self.stop()
             raise TransportDown(
-                f"transfer process {self._child.pid} was not ready within {START_LIMIT_S:.0f} s"
+                f"transfer process {self.pid} was not ready within {START_LIMIT_S:.0f} s"
             ) from None
         # Whoever gave up waiting, by a cancel too, must not leave a process behind that maps the
         # pool.
@@ -166,52 +202,40 @@ class TransferProcess:
         if self._state is _State.SPAWNED:
             # Reaped the way any other is: its end is what ``start`` waits for, and it raises then.
             with contextlib.suppress(TransportDown):
-                self._child.kill()
+                self._child.process.kill()
                 await self.start(_ignore, _ignore)
             return
         # Before the kill: an end that was ordered is no misfortune, and nobody starts another one.
         self._on_exit = _ignore
-        if self._child.returncode is None:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if self._child.process.returncode is None:
+            signal.pidfd_send_signal(self._child.pidfd, signal.SIGKILL)
         await self._gone.wait()
 
     def _spawn(self) -> None:
-        with contextlib.ExitStack() as undo:
-            ours, theirs = socket.socketpair()
-            undo.callback(ours.close)
-            ours.settimeout(0.0)
-            self._socket = ours
-            # Closed here once the child has it: the end of the stream must come with the child's
-            # own end.
-            with theirs:
-                self._witness = create_witness()
-                undo.callback(os.close, self._witness)
-                self._child = subprocess.Popen(
-                    # Without the current directory on its path: what lies there is not for it to
-                    # import.
-                    [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno()), str(os.getpid())],
-                    pass_fds=(
-                        theirs.fileno(),
-                        self._witness,
-                        *(one.fd for one in self._regions if one.device is None),
-                        *self._keep_open,
-                    ),
-                    stdin=subprocess.DEVNULL,
-                    env={**os.environ, **self._environment},
-                )
-            undo.callback(self._child.wait)
-            # Undone last first: killed, then waited for.
-            undo.callback(self._child.kill)
-            # While it cannot have been reaped: its number is still its own.
-            self._pidfd = os.pidfd_open(self._child.pid)
-            undo.pop_all()
+        self._witness = create_witness()
+        try:
+            self._child = (self._early or WorkerChild()).take()
+        except OSError:
+            os.close(self._witness)
+            raise
+        self._socket = self._child.socket
         self._state = _State.SPAWNED
-        self._unsent += frame_of(
-            BeginTransfer(self._name, (self._witness, *self._keep_open), self._regions)
+        begin = BeginTransfer(
+            name=self._name,
+            kept=(self._witness, *self._keep_open),
+            regions=self._regions,
+            environment=self._environment,
         )
+        frame, descriptors = frame_of(begin), descriptors_of(begin)
         # At once, with no loop needed: it begins to load NIXL while the rest of the daemon is
-        # imported.
-        self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        # imported. To one that has died nothing is sent, and the pidfd tells.
+        with contextlib.suppress(ConnectionError):
+            # Descriptors go with the first bytes, as many with each as the kernel takes: all of
+            # them are there before the order is whole.
+            for start in range(0, len(descriptors), MOST_DESCRIPTORS):
+                some = descriptors[start : start + MOST_DESCRIPTORS]
+                frame = frame[socket.send_fds(self._socket, [frame[:1]], some) :]
+            self._unsent += frame[self._socket.send(frame) :]
 
     def _readable(self) -> None:
         """Take what there is; at the end of the stream the pidfd tells the rest."""
@@ -234,7 +258,7 @@ class TransferProcess:
             self._is_confused = True
             self._last_words = f": it sent {exc}"
             self._frames = Frames()
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(self._child.pidfd, signal.SIGKILL)
 
     def _receive(self) -> bytes | None:
         """Bytes, none for the end of the stream, or None for nothing at the moment."""
@@ -286,16 +310,16 @@ class TransferProcess:
 
     def _died(self) -> None:
         """The process is a zombie: hear it out, reap it, then wait for its memory map."""
-        self._loop.remove_reader(self._pidfd)
+        self._loop.remove_reader(self._child.pidfd)
         while data := self._receive():  # a PostDone among its last words is as true as ever
             self._hear(data)
         # Reaped here and nowhere else; it is a zombie, so this does not block.
-        status = self._child.wait()
+        status = self._child.process.wait()
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
-        os.close(self._pidfd)
-        why = f"transfer process {self._child.pid} {_ending(status)}{self._last_words}"
+        os.close(self._child.pidfd)
+        why = f"transfer process {self.pid} {_ending(status)}{self._last_words}"
         self._bury(why)
 
     def _bury(self, why: str) -> None:

@@ -9,6 +9,7 @@ any point ends the agent; one that is still being built is destroyed when it com
 
 from __future__ import annotations
 
+import select
 import threading
 import time
 from queue import SimpleQueue
@@ -25,7 +26,6 @@ from kvd.transfer.staging import STAGING_BYTES, Staging
 from kvd.transfer.streams import names
 
 if TYPE_CHECKING:
-    import select
     from collections.abc import Callable
 
     from kvd.core.effects import DropAgent, LoadAgent, Post
@@ -133,12 +133,16 @@ class SendingAgents:
         mine: OwnMemory,
         poll: select.epoll,
         report: Callable[[Report], None],
+        posting: Callable[[int, float], None],
     ) -> None:
         self._builder = builder
         self._mine = mine
         self._staging = Staging(mine.staging)
         self._poll = poll
+        # Its edges alone wake the loop: nobody has to read it.
+        poll.register(self._staging.descriptor, select.EPOLLIN | select.EPOLLET)
         self._report = report
+        self._posting = posting
         self._building: set[AgentKey] = set()
         self._unwanted: set[AgentKey] = set()
         self._warming: dict[AgentKey, _Warming] = {}
@@ -304,6 +308,7 @@ class SendingAgents:
                 regions=regions,
                 staging=self._staging,
                 report=self._report,
+                posting=self._posting,
             )
             self._report(AgentLoaded(UNSTAMPED, *key, streams=warming.sender.streams(), path=path))
         elif time.monotonic() - warming.since_s > WARM_LIMIT_S:

@@ -1,12 +1,18 @@
 """Page sums, beside the posting loop: of what is sent while it travels, and of what has arrived.
 
-    Post ---> job --> turns --> summers --> sums --> joined with its PostDone --> PostDone
-    Verify -> job --> turns --> summers --> sums --> compared with the writer's --> Verified
-    Sum ----> job --> turns --> summers --> sums --> Summed
+    Post -----> job --> turns --> summers --> sums --> joined with its PostDone --> PostDone
+    Verify ---> job --> turns --> summers --> sums --> compared with the writer's --> Verified
+    SumLanded: the job of a Verify that is still to come, of as many pages as have landed
+    Sum ------> job --> turns --> summers --> sums --> Summed
 
 Jobs take turns, a slice of a few megabytes each, so a small one does not wait for all of a large
 one before it; slices of one job may be summed by several threads at once. ``PostDone`` of a sealed
 post is held back until its sums are there.
+
+What is sent is summed handle by handle, each from when it is posted: then the copy and the sum find
+the bytes in the cache by turns, and the first handle waits for no sum. Measured, 2 MiB pages: 16
+GB/s from memory, 28 beside the copy.
+While nothing is in flight the loop sums too: waking a summer takes as long as several megabytes.
 
 The hash lets go of the interpreter for pieces above about 100 KB. Below that the loop gets it back
 at the next switch, so the switch interval is shortened with the first summer.
@@ -18,6 +24,7 @@ what the daemon has under way: a job keeps page numbers and sums, no pages.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -28,6 +35,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
+from kvd.core.effects import SumLanded, Verify
 from kvd.core.inputs import PostDone, PostFailed, Verified
 from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.layout.shards import Piece, Pieced, Straight
@@ -37,7 +45,7 @@ from kvd.transfer.descriptors import strays
 from kvd.transfer.orders import UNSTAMPED, Summed
 from kvd.transfer.page_split import uncut
 from kvd.transfer.window_layout import WindowSource, beyond, unmade
-from kvd.types import NO_PAGES
+from kvd.types import ID_BYTES, NO_PAGES
 from kvd.wire.peer import Integrity
 
 if TYPE_CHECKING:
@@ -45,7 +53,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.core.effects import Post, Verify
+    from kvd.core.effects import ForgetSums, Post
     from kvd.core.layout.shards import PageWindow
     from kvd.transfer.assembly import Reading
     from kvd.transfer.copies import Area
@@ -54,8 +62,8 @@ if TYPE_CHECKING:
 
 SUMMER: Final = "summer"
 """The name of its threads."""
-SUMMERS: Final = 2
-"""Two reach what the memory of a host of two cores gives; more only take cores from the copies."""
+SUMMERS: Final = max(1, min(4, len(os.sched_getaffinity(0)) - 1))
+"""One core is the loop's: a summer that shares it makes the copies wait."""
 SLICE_BYTES: Final = 4 * 2**20
 SWITCH_S: Final = 0.0005
 
@@ -75,7 +83,9 @@ class PageSumJob:
         self.ids = ids[self.logical - first_page]
         self.sums = np.zeros(self.ids.size, np.uint64)
         self.begun = 0
-        self.left = self.ids.size
+        self.limit = 0
+        """So many of the chosen pages are wanted by now; above ``begun``: it is in line."""
+        self.left: int = self.ids.size
         self.is_unwanted = False
 
     def sum_slice(self, low: int, high: int) -> None:
@@ -99,9 +109,14 @@ class PostJob(PageSumJob):
 
     posted: PostDone | None = None
 
+    def __init__(self, order: Post, reading: Reading) -> None:
+        super().__init__(order.post, reading, order.seal, order.source, order.first_page)
+        self.first_page = order.first_page
+        self.n_pages = len(order.source) // ID_BYTES
+
 
 class VerifyJob(PageSumJob):
-    """Of a delta; ``wanted`` is what the writer says."""
+    """Of a delta; ``wanted`` is what the writer says, once ``Verify`` has come."""
 
     wanted = b""
 
@@ -133,7 +148,7 @@ def post_job(order: Post, areas: Mapping[str, Area]) -> PostJob | None:
     if reading is None:
         return None
     # Of a sample none may be chosen here: then its ``PostDone`` waits for nothing.
-    job = PostJob(order.post, reading, order.seal, order.source, order.first_page)
+    job = PostJob(order, reading)
     return job if job.left else None
 
 
@@ -178,7 +193,7 @@ def _read_window(window: PageWindow, parts: list[tuple[Area, Piece]]) -> Reading
     return Gathered(assembly.gather, assembly.page_bytes)
 
 
-def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified:
+def verify_job(order: Verify | SumLanded, areas: Mapping[str, Area]) -> VerifyJob | Verified:
     """The job of a ``Verify``, or the answer where there is nothing that could be summed."""
     seal, name = order.seal, shard_region(order.component, order.shard)
     area, window = areas.get(name), order.window
@@ -197,12 +212,17 @@ def verify_job(order: Verify, areas: Mapping[str, Area]) -> VerifyJob | Verified
         else _read_window(window, [(area, Piece(order.shard, window, window))])
     )
     job = VerifyJob(order.ticket, reading, seal, order.pages, seal.first)
+    return with_sums(job, order) if isinstance(order, Verify) else job
+
+
+def with_sums(job: VerifyJob, order: Verify) -> VerifyJob | Verified:
+    """The job with what the writer says, or the answer where that leaves nothing to be summed."""
     job.wanted = order.sums
     # Compared in number first: arrays of unequal length would not say which page is wrong.
-    if len(order.sums) != SUM_BYTES * job.left:
-        why = f"{len(order.sums)} bytes of sums for {job.left} pages"
+    if len(order.sums) != SUM_BYTES * job.ids.size:
+        why = f"{len(order.sums)} bytes of sums for {job.ids.size} pages"
         return Verified(UNSTAMPED, order.ticket, (), why=why)
-    return job if job.left else Verified(UNSTAMPED, order.ticket, ())
+    return job if job.left else job.report()
 
 
 def sum_job(order: Sum, areas: Mapping[str, Area]) -> SumJob | Summed:
@@ -222,6 +242,8 @@ class Summers:
         """``on_done`` takes each job whose sums are there, on a summer's thread."""
         self._on_done = on_done
         self._turns: deque[PageSumJob] = deque()
+        self._awaited: deque[PageSumJob] = deque()
+        """Those without which nothing goes on."""
         self._news = threading.Condition()
 
     def start(self) -> None:
@@ -230,40 +252,68 @@ class Summers:
         for _ in range(SUMMERS):
             threading.Thread(target=self._run, name=SUMMER, daemon=True).start()
 
-    def want(self, job: PageSumJob) -> None:
-        """Queue one job; from any thread."""
+    @property
+    def are_awaited(self) -> bool:
+        """Whether ``step`` would find something."""
+        return bool(self._awaited)
+
+    def want(self, job: PageSumJob, limit: int) -> None:
+        """Have the first ``limit`` of the chosen pages summed, never fewer than before."""
         with self._news:
-            self._turns.append(job)
-            self._news.notify_all()
+            # Exactly then it is in line.
+            is_waiting = job.begun < job.limit
+            job.limit = max(job.limit, limit)
+            if not is_waiting and job.begun < job.limit:
+                self._turns.append(job)
+                self._news.notify()
+
+    def hurry(self, job: PageSumJob) -> None:
+        """Have all of it summed: its end is waited for."""
+        with self._news:
+            if job.begun < job.limit:
+                self._turns.remove(job)
+            job.limit = job.ids.size
+            if job.begun < job.limit:
+                self._awaited.append(job)
+                self._news.notify()
+
+    def step(self, *, are_awaited: bool) -> PageSumJob | None:
+        """Sum one slice of what is awaited, or of any, on whatever thread; the job, if it is done.
+
+        None also where there was nothing to do.
+        """
+        with self._news:
+            lines = (self._awaited,) if are_awaited else (self._awaited, self._turns)
+            line = next(filter(None, lines), None)
+            if line is None:
+                return None
+            job = line.popleft()
+            low = job.begun
+            stride = max(1, SLICE_BYTES // job.reading.page_bytes)
+            job.begun = high = min(low + stride, job.limit)
+            # Back in line before this slice is summed: another thread may take the next one.
+            if high < job.limit:
+                line.append(job)
+            if any(lines):
+                self._news.notify()
+        if not job.is_unwanted:
+            job.sum_slice(low, high)
+        with self._news:
+            # Under the lock: another thread may be at another slice of the same job.
+            job.left -= high - low
+            return None if job.left else job
 
     def _run(self) -> None:
         """Sum for ever. An exception is a bug; the worker's hook ends the process then."""
         # As the loop's own: a sum that was just ordered does not preempt whoever ordered it.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         while True:
-            job, low, high = self._next()
-            if not job.is_unwanted:
-                job.sum_slice(low, high)
             with self._news:
-                # Under the lock: another summer may be at another slice of the same job.
-                job.left -= high - low
-                is_done = not job.left
-            if is_done:
+                while not (self._turns or self._awaited):
+                    self._news.wait()
+            job = self.step(are_awaited=False)
+            if job is not None:
                 self._on_done(job)
-
-    def _next(self) -> tuple[PageSumJob, int, int]:
-        """The next slice of the job whose turn it is."""
-        with self._news:
-            while not self._turns:
-                self._news.wait()
-            job = self._turns.popleft()
-            low = job.begun
-            stride = max(1, SLICE_BYTES // job.reading.page_bytes)
-            job.begun = high = min(low + stride, job.ids.size)
-            # Back in line before this slice is summed: another thread may take the next one.
-            if high < job.ids.size:
-                self._turns.append(job)
-            return job, low, high
 
 
 class Sums:
@@ -279,26 +329,70 @@ class Sums:
         self._summers = summers
         self._report = report
         self._posts: dict[int, PostJob] = {}
+        self._verifies: dict[int, VerifyJob] = {}
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether ``step`` would find something."""
+        return self._summers.are_awaited
+
+    def step(self) -> None:
+        """Sum one slice of what is awaited on the loop's own thread."""
+        job = self._summers.step(are_awaited=True)
+        if job is not None:
+            self.done(job)
 
     def post(self, order: Post) -> None:
-        """Begin to sum what is posted; before its queue has the order."""
+        """Sums of this post will be wanted; before its queue has the order."""
         job = post_job(order, self._areas)
         # One that runs already is refused by its queue.
         if job is not None and order.post not in self._posts:
             self._posts[order.post] = job
-            self._summers.want(job)
+
+    def posting(self, post: int, share: float) -> None:
+        """So much of it is posted, with the handle that is posted now: sum that meanwhile.
+
+        Handles go page by page for the most part; where they do not, the sums keep pace all the
+        same.
+        """
+        job = self._posts.get(post)
+        if job is not None:
+            end_page = job.first_page + math.ceil(share * job.n_pages)
+            self._summers.want(job, int(job.logical.searchsorted(end_page)))
+
+    def landed(self, order: SumLanded) -> None:
+        """Begin to sum what of it has arrived so far."""
+        job = self._verifies.get(order.ticket)
+        if job is None:
+            found = verify_job(order, self._areas)
+            if isinstance(found, Verified):
+                return  # the ``Verify`` will be answered so
+            job = self._verifies[order.ticket] = found
+        end_page = order.seal.first + order.landed
+        self._summers.want(job, int(job.logical.searchsorted(end_page)))
+
+    def forget(self, order: ForgetSums) -> None:
+        """Nobody will ask."""
+        job = self._verifies.pop(order.ticket, None)
+        if job is not None:
+            job.is_unwanted = True
 
     def verify(self, order: Verify) -> None:
-        """Begin to sum what has arrived."""
-        self._begin(verify_job(order, self._areas))
+        """Sum what has arrived, as far as that is not done, and compare."""
+        job = self._verifies.get(order.ticket)
+        found = verify_job(order, self._areas) if job is None else with_sums(job, order)
+        if isinstance(found, VerifyJob):
+            self._verifies[order.ticket] = found
+            self._summers.hurry(found)
+        else:
+            self._verifies.pop(order.ticket, None)
+            self._report(found)
 
     def sum(self, order: Sum) -> None:
         """Begin to sum pages of ours."""
-        self._begin(sum_job(order, self._areas))
-
-    def _begin(self, found: PageSumJob | Verified | Summed) -> None:
-        if isinstance(found, PageSumJob):
-            self._summers.want(found)
+        found = sum_job(order, self._areas)
+        if isinstance(found, SumJob):
+            self._summers.hurry(found)
         else:
             self._report(found)
 
@@ -309,7 +403,9 @@ class Sums:
                 job = self._posts[post]
                 job.posted = report
                 # Otherwise ``done`` concludes it, when the last slice is summed.
-                if not job.left:
+                if job.left:
+                    self._summers.hurry(job)
+                else:
                     self._conclude(job, report)
                 return
             case PostFailed(post=post) if post in self._posts:
@@ -322,7 +418,9 @@ class Sums:
     def done(self, job: PageSumJob) -> None:
         """The sums of a job are there."""
         match job:
-            case VerifyJob():
+            # Of what was summed ahead the question is still to come, and will find the sums.
+            case VerifyJob(wanted=wanted) if wanted and self._verifies.get(job.ticket) is job:
+                del self._verifies[job.ticket]
                 self._report(job.report())
             case SumJob():
                 self._report(Summed(job.ticket, job.packed()))

@@ -17,7 +17,8 @@ order, on either side.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
     from kvd.transfer.page_split import Rows
 
     Words = NDArray[np.uint64]
+
+
+SHAPES: Final = 256
+"""Pairs of regions and windows that are remembered: every post between the same shards is alike,
+and to work out the thousand stretches of one takes longer than to write a page."""
 
 
 class WindowSource(NamedTuple):
@@ -170,12 +176,14 @@ def straight(ours: RegionNote, theirs: RegionNote, split: int = 1) -> Stretches:
     return Stretches(at.start, at.step, to.start, to.step, to.size)
 
 
-def pieced(sources: Sequence[WindowSource], theirs: RegionNote) -> Stretches:
+@lru_cache(SHAPES)
+def pieced(sources: tuple[WindowSource, ...], theirs: RegionNote) -> Stretches:
     """The pieces of one window of the peer's pages; nothing may speak against them."""
     found = [_piece(source, theirs) for source in sources]
     return Stretches(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
 
+@lru_cache(SHAPES)
 def packed(theirs: RegionNote, window: PageWindow | None) -> Stretches:
     """A window of the peer's pages, or all of it, from where it is packed from address 0 on."""
     if window is None:

@@ -3,8 +3,9 @@
 One loop thread owns the sending agents. It sleeps in epoll on the order socket, on a wake-up
 descriptor and on UCX's own TCP descriptors; it posts, checks and reports. Beside it: NIXL's
 progress thread (the receiver), the builder (creating an agent takes 20 to 40 ms and must not hold
-up posts), the copier (pages to the saved area and back), the summers (page sums) and, for a while,
-the collapser. They hand their results to the loop's inbox.
+up posts), the copier (pages to the saved area and back), the summers (page sums), the packer (small
+pieces brought together before they are posted, see ``staging``) and, for a while, the collapser.
+They hand their results to the loop's inbox.
 
     daemon --Order--> loop --LoadAgent--> builder --Sender--> loop --first write--> AgentLoaded
                        |---Post--> handles --> PostMoved, PostFailed, PostDone with its sums
@@ -13,9 +14,9 @@ the collapser. They hand their results to the loop's inbox.
                        |---DropAgent--> the agent is destroyed --> AgentDropped
                        '---Copy--> copier --> Copied, CopyFailed
 
-An exception that ends the builder, the copier or a summer is a bug: the process says so and ends
-too, for without them every later load, copy or sum would wait for ever. Without the collapser,
-copies are slower, and that is all.
+An exception that ends the builder, the copier, the packer or a summer is a bug: the process says so
+and ends too, for without them a later load, copy, post or sum would wait for ever. Without the
+collapser, copies are slower, and that is all.
 
 The process ends with its parent: by the death signal, and by the end of the order socket.
 """
@@ -33,7 +34,18 @@ import threading
 from collections import deque
 from typing import Final, NoReturn
 
-from kvd.core.effects import Copy, DropAgent, Exempt, Forget, LoadAgent, Post, Quiesce, Verify
+from kvd.core.effects import (
+    Copy,
+    DropAgent,
+    Exempt,
+    Forget,
+    ForgetSums,
+    LoadAgent,
+    Post,
+    Quiesce,
+    SumLanded,
+    Verify,
+)
 from kvd.core.inputs import Copied, CopyFailed
 from kvd.transfer.copies import COPIER, Area, Copier, mapped_area
 from kvd.transfer.devices import Devices, DeviceUnusable
@@ -48,6 +60,7 @@ from kvd.transfer.mapping import (
 from kvd.transfer.metadata import VERSION, Metadata, pack
 from kvd.transfer.nixl import Binding, NixlUnusable, ReceivingAgent
 from kvd.transfer.orders import (
+    MOST_DESCRIPTORS,
     Alive,
     BeginTransfer,
     Collapsed,
@@ -61,6 +74,7 @@ from kvd.transfer.orders import (
     Sum,
     frame_of,
     order_of,
+    with_descriptors,
 )
 from kvd.transfer.quiescence import Quiescence
 from kvd.transfer.self_write import advised, prove
@@ -72,7 +86,7 @@ from kvd.transfer.sending_agents import (
     OwnMemory,
     SendingAgents,
 )
-from kvd.transfer.staging import STAGING_BYTES
+from kvd.transfer.staging import PACKER, STAGING_BYTES
 from kvd.transfer.sums import SUMMER, PageSumJob, Summers, Sums
 
 TICK_S: Final = 0.02
@@ -129,6 +143,7 @@ class TransferWorker:
             DeviceUnusable: a region cannot be allocated on its device.
         """
         begin, later = self._first_order()
+        os.environ.update(begin.environment)
         threading.excepthook = self._broke  # before there is a thread that others wait for
         # Before anything of the pool is mapped: by its witness this process counts as gone only
         # when its map is, and the map has the pool in it.
@@ -149,7 +164,11 @@ class TransferWorker:
         summers = Summers(self._inbox.put)
         self._sums = Sums(areas, summers, self._reports.append)
         self._agents = SendingAgents(
-            builder=builder, mine=mine, poll=self._poll, report=self._sums.pass_on
+            builder=builder,
+            mine=mine,
+            poll=self._poll,
+            report=self._sums.pass_on,
+            posting=self._sums.posting,
         )
         report = self._reports.append
         self._quiescence = Quiescence(self._receiver.thread, self._agents.sockets, report)
@@ -185,6 +204,8 @@ class TransferWorker:
             self._agents.post_round()
             self._agents.step()  # last: what one host copies is done when it is posted
             self._quiescence.step()
+            if self._sums_here:
+                self._sums.step()
             if self._reports or self._unsent:
                 self._flush()
 
@@ -201,13 +222,15 @@ class TransferWorker:
     def _broke(self, args: threading.ExceptHookArgs) -> None:
         """Show the traceback of a thread that ended by an exception; end if others wait for it."""
         threading.__excepthook__(args)
-        if args.thread is not None and args.thread.name in {BUILDER, COPIER, SUMMER}:
+        if args.thread is not None and args.thread.name in {BUILDER, COPIER, PACKER, SUMMER}:
             what = f"{args.exc_type.__name__}: {args.exc_value}"
             self._inbox.put(Dying(f"thread {args.thread.name} ended by {what}"))
 
     def _first_order(self) -> tuple[BeginTransfer, list[Order]]:
+        received: list[int] = []
         while True:
-            data = self._orders.recv(READ_BYTES)
+            data, descriptors, _, _ = socket.recv_fds(self._orders, READ_BYTES, MOST_DESCRIPTORS)
+            received += descriptors
             if not data:
                 os._exit(0)
             orders = [order_of(body) for body in self._frames.feed(data)]
@@ -215,7 +238,7 @@ class TransferWorker:
                 continue
             match orders[0]:
                 case BeginTransfer() as begin:
-                    return begin, orders[1:]
+                    return with_descriptors(begin, received), orders[1:]
                 case other:
                     raise RegionUnusable(f"the first order is {type(other).__name__}, not Begin")
 
@@ -223,11 +246,16 @@ class TransferWorker:
         """Whether posts are under way; read by the collapser, where an old answer does no harm."""
         return self._agents.is_pending
 
+    @property
+    def _sums_here(self) -> bool:
+        """Whether this thread sums too: it has no handle to post, or to look after."""
+        return self._sums.are_awaited and not (self._agents.can_post or self._agents.is_pending)
+
     def _patience_s(self) -> float | None:
         """How long the loop may sleep."""
         # It does not sleep while a handle could be posted: each round posts one for each queue
         # only.
-        if self._agents.can_post or self._agents.is_fast:
+        if self._agents.can_post or self._agents.is_fast or self._sums_here:
             return 0.0
         if self._agents.is_blind or self._event_waits.is_pending:
             return BLIND_TICK_S
@@ -252,10 +280,8 @@ class TransferWorker:
                 self._agents.load(order)
             case DropAgent() | Post() | Forget():
                 self._obey_of_posts(order)
-            case Verify():
-                self._sums.verify(order)
-            case Sum():
-                self._sums.sum(order)
+            case Verify() | SumLanded() | ForgetSums() | Sum():
+                self._obey_of_sums(order)
             case Quiesce():
                 self._quiescence.ask(order)
             case Exempt():
@@ -279,6 +305,17 @@ class TransferWorker:
                 self._event_waits.add(order)
             case Forget(post):
                 self._event_waits.forget(post)
+
+    def _obey_of_sums(self, order: Verify | SumLanded | ForgetSums | Sum) -> None:
+        match order:
+            case Verify():
+                self._sums.verify(order)
+            case SumLanded():
+                self._sums.landed(order)
+            case ForgetSums():
+                self._sums.forget(order)
+            case Sum():
+                self._sums.sum(order)
 
     def _post(self, order: Post) -> None:
         """What it reads is written: sum it, and send it."""

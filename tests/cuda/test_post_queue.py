@@ -57,6 +57,7 @@ class Rig:
             regions={"kv": onto},
             staging=self._staging,
             report=self.reports.append,
+            posting=lambda post, share: None,
         )
         pages = ids(range(1, 81))
         self.lane.add(Post(1, "p", 1, "kv", pages, pages), {"kv": area})

@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
-from kvd.core.effects import Copy, DropAgent, Exempt, Forget, LoadAgent, Post, Quiesce, Verify
+from kvd.core.effects import (
+    Copy,
+    DropAgent,
+    Exempt,
+    Forget,
+    ForgetSums,
+    LoadAgent,
+    Post,
+    Quiesce,
+    SumLanded,
+    Verify,
+)
 from kvd.core.inputs import (
     AgentDropped,
     AgentFailed,
@@ -109,7 +120,7 @@ class Loopback:
                 self._drop(order)
             case Post():
                 self._post(order)
-            case Forget() | Exempt() | BeginTransfer():
+            case Forget() | SumLanded() | ForgetSums() | Exempt() | BeginTransfer():
                 pass  # no post waits here, nor is a connection waited for
             case Verify():
                 self._verify(order)

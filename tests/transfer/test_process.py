@@ -110,8 +110,9 @@ async def test_a_blob_with_a_name_that_is_no_text_fails_its_load_and_no_other(re
 
 async def test_a_bug_in_the_builder_ends_the_process_and_says_which(real, monkeypatch):
     receiver = await real.node("receiver")
-    monkeypatch.setattr("kvd.transfer.process._WORKER", "tests.transfer.broken_worker")
-    sender = await real.node("sender", {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])})
+    monkeypatch.setattr("kvd.transfer.child._WORKER", "tests.transfer.broken_worker")
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[2]))
+    sender = await real.node("sender")
 
     sender.transport.order(LoadAgent("receiver", 1, receiver.ready.metadata))
     await sender.until(lambda: sender.exits)
@@ -121,8 +122,9 @@ async def test_a_bug_in_the_builder_ends_the_process_and_says_which(real, monkey
 
 
 async def test_a_bug_in_the_copier_ends_the_process_and_says_which(real, monkeypatch):
-    monkeypatch.setattr("kvd.transfer.process._WORKER", "tests.transfer.broken_worker")
-    node = await real.node("node", {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])})
+    monkeypatch.setattr("kvd.transfer.child._WORKER", "tests.transfer.broken_worker")
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[2]))
+    node = await real.node("node")
 
     node.copy(1, "kv", [1], "kv.saved", [1])
     await node.until(lambda: node.exits)
@@ -152,8 +154,9 @@ async def test_posts_go_on_beside_a_long_copy(real):
     ],
 )
 async def test_a_process_that_babbles_is_ended_and_says_what(real, monkeypatch, babble, why):
-    monkeypatch.setattr("kvd.transfer.process._WORKER", "tests.transfer.babbling_worker")
-    sender = await real.node("sender", {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])})
+    monkeypatch.setattr("kvd.transfer.child._WORKER", "tests.transfer.babbling_worker")
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[2]))
+    sender = await real.node("sender")
 
     sender.transport.order(LoadAgent("receiver", 1, babble))
     await sender.until(lambda: sender.exits)

@@ -1,0 +1,148 @@
+"""Small posts that wait together share a handle: what each is told, and where its bytes go."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+
+from kvd.core.effects import Post
+from kvd.core.inputs import PostDone, PostFailed, PostMoved, WritePath
+from kvd.core.layout.seal import Seal
+from kvd.core.layout.spec import Mla
+from kvd.transfer.post_queue import IN_FLIGHT_HANDLES, MERGED_BYTES, PostQueue
+from kvd.transfer.staging import STAGING_BYTES, Staging
+from kvd.wire.peer import Integrity
+from tests.transfer.layouts import ids
+from tests.transfer.test_staging import Memory, Wire
+
+PAGES = 1800
+PAGE_BYTES = 16 * 1024
+"""A slot of 16 layers."""
+LARGE = 1100
+"""Pages of a post that takes two handles."""
+
+
+class Lane:
+    """A lane between two pools of pages of one token."""
+
+    def __init__(self):
+        latent = Mla(480, 32, "bfloat16")
+        self.ours, self.theirs = Memory(latent, 1, PAGES), Memory(latent, 1, PAGES)
+        self.ours.bytes[:] = np.random.default_rng(5).integers(0, 256, self.ours.bytes.size, "u1")
+        self._staged = mmap.mmap(-1, STAGING_BYTES)
+        self.wire, self.reports, self.paced = Wire(), [], []
+        self.queue = PostQueue(
+            self.wire,
+            path=WritePath.NETWORK,
+            regions={"kv": self.theirs.note},
+            staging=Staging(np.frombuffer(self._staged, np.uint8).ctypes.data),
+            report=self.reports.append,
+            posting=lambda post, share: self.paced.append((post, share)),
+        )
+
+    def add(self, number, first, n_pages, **more):
+        pages = ids(range(first, first + n_pages))
+        self.queue.add(Post(number, "p", 1, "kv", pages, pages, **more), {"kv": self.ours.area})
+
+    def post_all(self):
+        while self.queue.can_post:
+            self.queue.post_next()
+
+    def pages_there(self):
+        """Which pages have arrived over there."""
+        here, there = (one.bytes.reshape(PAGES, PAGE_BYTES) for one in (self.ours, self.theirs))
+        assert not there[(there != here).any(axis=1)].any()
+        return np.flatnonzero((there == here).all(axis=1)).tolist()
+
+
+def test_small_posts_share_a_handle_and_each_is_told_of():
+    lane = Lane()
+    for number in range(3):
+        lane.add(number, 10 * (number + 1), 4)
+
+    lane.post_all()
+    assert len(lane.wire.waiting) == 1
+    assert lane.paced == [(0, 1.0), (1, 1.0), (2, 1.0)]
+    lane.wire.let_through(0)
+    lane.queue.step()
+
+    assert [(one.post, one.moved_bytes) for one in lane.reports] == [
+        (number, 4 * PAGE_BYTES) for number in range(3)
+    ]
+    assert lane.pages_there() == [10, 11, 12, 13, 20, 21, 22, 23, 30, 31, 32, 33]
+
+
+def test_what_is_not_small_together_goes_in_handles_of_its_own():
+    lane = Lane()
+    half = MERGED_BYTES // 2 // PAGE_BYTES
+    lane.add(1, 1, half)
+    lane.add(2, 200, half)
+    lane.add(3, 400, 1)
+    lane.add(4, 500, LARGE)
+
+    lane.post_all()
+
+    sizes = [int(source[:, 1].sum()) // PAGE_BYTES for source, _ in lane.wire.waiting]
+    assert sizes[:2] == [2 * half, 1]
+    assert sum(sizes) == 2 * half + 1 + LARGE
+
+
+def test_the_posts_of_a_handle_that_fails_all_fail_and_their_bytes_count_as_open():
+    lane = Lane()
+    lane.add(1, 10, 4)
+    lane.add(2, 20, 3)
+    lane.post_all()
+    lane.wire.broken.add(0)
+
+    lane.queue.step()
+
+    assert [(type(one), one.post) for one in lane.reports] == [(PostFailed, 1), (PostFailed, 2)]
+    assert lane.queue.destroy("dropped") == 7 * PAGE_BYTES
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_posts_of_any_size_are_each_answered_once_and_whole(seed):
+    rng = np.random.default_rng(seed)
+    lane, wanted, first = Lane(), {}, 1
+    let_through = 0
+    for number in range(40):
+        n_pages = int(rng.choice((1, 2, 40, 64, 300)))
+        if first + n_pages < PAGES:
+            lane.add(number, first, n_pages)
+            wanted[number] = n_pages
+            first += n_pages
+        for _ in range(int(rng.integers(0, 3))):
+            if lane.queue.can_post:
+                lane.queue.post_next()
+        while let_through < len(lane.wire.waiting) and rng.random() < 0.4:
+            lane.wire.let_through(let_through)
+            let_through += 1
+        lane.queue.step()
+        assert let_through >= len(lane.wire.waiting) - IN_FLIGHT_HANDLES
+    while lane.queue.can_post or lane.queue.has_flights:
+        lane.post_all()
+        while let_through < len(lane.wire.waiting):
+            lane.wire.let_through(let_through)
+            let_through += 1
+        lane.queue.step()
+
+    done = {one.post: one.moved_bytes for one in lane.reports if isinstance(one, PostDone)}
+    assert done == {number: n * PAGE_BYTES for number, n in wanted.items()}, f"seed {seed}"
+    assert sum(isinstance(one, PostDone) for one in lane.reports) == len(wanted)
+    assert lane.pages_there() == list(range(1, first))
+
+
+def test_whole_pages_are_told_of_before_the_last_handle_where_all_are_summed():
+    lane = Lane()
+    lane.add(1, 1, LARGE, seal=Seal(Integrity.FULL, b"k" * 16, 0, LARGE))
+
+    lane.post_all()
+    lane.wire.let_through(0)
+    lane.queue.step()
+
+    (moved,) = lane.reports
+    assert isinstance(moved, PostMoved)
+    assert moved.moved_bytes // PAGE_BYTES == moved.pages
+    assert lane.pages_there()[: moved.pages] == list(range(1, moved.pages + 1))
