@@ -2,6 +2,7 @@
 # make test   the test suite (sets up too)                        (ARGS="tests/core -k radix")
 # make test-fast   core, wire, configuration, property: under a minute
 # make soak   faults for half an hour, real daemons         (ARGS="--seed 3 --json DIRECTORY")
+# make bench-compare BASE=REVISION   another checkout and this one, in turns  (ARGS="--rounds 3 --json out.json")
 # make screenshots   the pictures of kvd-tui, of real daemons under load  (ARGS="--seconds 20")
 # make docs   the documentation as a site in build/docs, every warning an error; make docs-serve shows it
 # make man    the manual pages, in build/man
@@ -12,7 +13,7 @@ PORT   ?= 8000
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test test-fast soak screenshots lint types docs docs-serve man check clean
+.PHONY: setup demo test test-fast test-compiled wheel wheel-pure soak bench-compare screenshots lint types docs docs-serve man check clean
 
 setup: $(VENV)/.ready
 
@@ -35,8 +36,28 @@ test-fast: setup
 soak: setup
 	$(BIN)/python -m tests.fault.soak $(ARGS)
 
+# BASE is a revision or a directory; exits with 0 whatever it finds, unless ARGS has --fail-above.
+bench-compare: setup
+	$(BIN)/python -m benchmarks compare $(BASE) $(ARGS)
+
 screenshots: setup
 	$(BIN)/python -m tests.tui.pictures $(ARGS)
+
+# What is installed: dist/kvd-*-linux_*.whl, its core compiled; needs a C compiler and the registry.
+wheel: setup
+	HATCH_BUILD_HOOKS_ENABLE=true PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build -o dist
+
+# The same without compiled code, for any platform: dist/kvd-*-none-any.whl.
+wheel-pure: setup
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build -o dist
+
+# The core as the wheel has it, in a place of its own: no compiled module comes into this checkout.
+test-compiled: wheel
+	rm -rf build/compiled
+	$(PIP) --no-deps --target build/compiled dist/kvd-*-linux_*.whl
+	cp -r tests benchmarks pyproject.toml build/compiled
+	cd build/compiled && PYTHONPATH=. $(CURDIR)/$(BIN)/python -m pytest -q -n 2 --dist loadfile \
+		tests/core tests/property tests/wire tests/model tests/sim $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

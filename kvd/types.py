@@ -10,7 +10,7 @@ NumPy is imported by what uses it: a tool that only speaks to a daemon starts wi
 from __future__ import annotations
 
 import enum
-from typing import NewType
+from typing import Final, NewType
 
 import msgspec
 
@@ -29,10 +29,10 @@ cannot pass for news."""
 NodeName = NewType("NodeName", str)
 """A daemon's configured name, stable over restarts."""
 
-ID_BYTES = 4
+ID_BYTES: Final = 4
 """Bytes of one token id or one page id."""
 
-NULL_PAGE = 0
+NULL_PAGE: Final = 0
 """The page that is never handed out and never freed."""
 
 MAX_ROOM = 2**63 - 1
@@ -41,8 +41,8 @@ MAX_ROOM = 2**63 - 1
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 """The longest frame of any socket, unless the configuration says otherwise."""
 
-NO_TOKENS = Tokens(b"")
-NO_PAGES = Pages(b"")
+NO_TOKENS: Final = Tokens(b"")
+NO_PAGES: Final = Pages(b"")
 
 
 class PageRun(msgspec.Struct, frozen=True, array_like=True):

@@ -33,7 +33,7 @@ class Doubt(enum.IntEnum):
     """What the writer has sent: the network or a dead writer's system may still bring it."""
 
 
-class AnswerEngine(msgspec.Struct, frozen=True, tag="Answer"):
+class AnswerEngine(msgspec.Struct, frozen=True, gc=False, tag="Answer"):
     """Send ``message`` to the engine of ``session``."""
 
     session: int
@@ -113,6 +113,27 @@ class Verify(msgspec.Struct, frozen=True, tag="Verify"):
     sums: bytes
     shard: int = 0
     window: PageWindow | None = None
+
+
+class SumLanded(msgspec.Struct, frozen=True, tag="SumLanded"):
+    """Sum the first ``landed`` of the pages that ``Verify`` of this ticket will name: all whole.
+
+    Not answered. A transfer process that never heard it sums them when it hears ``Verify``.
+    """
+
+    ticket: int
+    component: str
+    seal: Seal
+    pages: Pages
+    landed: int
+    shard: int = 0
+    window: PageWindow | None = None
+
+
+class ForgetSums(msgspec.Struct, frozen=True, tag="ForgetSums"):
+    """There will be no ``Verify`` of this ticket: nobody wants what was summed for it."""
+
+    ticket: int
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag="Quiesce"):
@@ -207,7 +228,18 @@ class NoteEnded(msgspec.Struct, frozen=True, tag="NoteEnded"):
     lease: int
 
 
-TransferOrder = LoadAgent | DropAgent | Post | Forget | Verify | Quiesce | Exempt | Copy
+TransferOrder = (
+    LoadAgent
+    | DropAgent
+    | Post
+    | Forget
+    | Verify
+    | SumLanded
+    | ForgetSums
+    | Quiesce
+    | Exempt
+    | Copy
+)
 """What goes to the transfer process, as it stands."""
 
 Effect = (
@@ -225,7 +257,7 @@ Effect = (
 )
 
 
-class Step(msgspec.Struct, frozen=True):
+class Step(msgspec.Struct, frozen=True, gc=False):
     """The outcome of one input."""
 
     effects: list[Effect]

@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from mypy_extensions import mypyc_attr
 
-from kvd.core.cache.lease import Claim, LeaseRecord, Shortage
+from kvd.core.cache.lease import ENGINE, Claim, Shortage
+from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.inspect.snapshot import snapshot
@@ -42,6 +44,7 @@ COUNTS: Final = (
 """Requests that need no KV: only these are served where there is none."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LeaseAsker(MemoryAsker):
     """An engine that asked for a plain lease: it waits for memory and nothing else."""
 
@@ -55,23 +58,14 @@ class LeaseAsker(MemoryAsker):
 
     def admitted(self, lease: LeaseRecord) -> None:
         """Answer with the lease."""
-        beside = self._leases.components.page_tables(lease)
-        self._out.answer(
-            self._session,
-            client.Leased(
-                call=self._call,
-                lease=lease.id,
-                prefix_tokens=lease.prefix_tokens,
-                pages=lease.page_table,
-                beside=beside,
-            ),
-        )
+        self._out.answer(self._session, _leased(self._call, lease, self._leases))
 
     def refused(self, refusal: Refusal) -> None:
         """Answer with the reason."""
         self._out.answer(self._session, client.Failed(self._call, refusal))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Engines:
     """The verbs of the client API."""
 
@@ -95,7 +89,7 @@ class Engines:
             client.CommitLease: self._commit_lease,
             client.ReleaseLease: self._release_lease,
             client.CommitAndRelease: self._commit_and_release,
-            client.CommitUpTo: self._commit_up_to,
+            client.CommitUpTo: self._commit_lease,
             client.ReleaseUpTo: self._commit_and_release,
             client.SayWritten: self._say_written,
             client.ReceiveRequest: self._receive,
@@ -103,6 +97,8 @@ class Engines:
             client.SendRequest: self._send,
             client.Advance: self._advance,
             client.Finish: self._finish,
+            client.HandOver: self._hand_over,
+            client.FinishAndRelease: self._finish_and_release,
             client.AbortSend: self._abort_send,
             client.MatchPrefix: self._match,
             client.GetSnapshot: self._snapshot,
@@ -116,10 +112,10 @@ class Engines:
         """One request of an engine: one answer, now or when there is room."""
         message = got.message
         verb = self._verbs.get(type(message))
+        session = self._sessions.by_id.get(got.session)
         # Before what is asked: one that was hung up on hears why, whatever it wants.
-        refusal = self._owners.sessions.refusal(got.session)
-        if refusal is not None:
-            pass
+        if session is None or session.hang_up is not None:
+            refusal = self._owners.sessions.refusal(got.session)
         elif verb is None:
             refusal = self._wrong(f"this node's core serves no {type(message).__name__}")
         elif self._mode is CacheMode.RADIX:
@@ -157,32 +153,20 @@ class Engines:
     def _open_lease(
         self, session: int, message: client.OpenLease, tokens: Tokens
     ) -> Refusal | None:
-        refusal = self._drainer.refusal()
-        if refusal is not None:
-            return refusal
-        is_empty = not tokens and not message.reserve_tokens
-        if message.reserve_tokens < 0 or message.step_tokens < 0 or is_empty:
+        if self._drainer.drain is not None:
+            return self._drainer.refusal()
+        reserve_tokens, step_tokens = message.reserve_tokens, message.step_tokens
+        if reserve_tokens < 0 or step_tokens < 0 or not (tokens or reserve_tokens):
             return self._wrong(
-                f"a lease of {count(tokens)} tokens and {message.reserve_tokens} in reserve, "
-                f"{message.step_tokens} at a time"
+                f"a lease of {count(tokens)} tokens and {reserve_tokens} in reserve, "
+                f"{step_tokens} at a time"
             )
-        claim = Claim(
-            session=session,
-            call=message.call,
-            reason="lease",
-            room=0,
-            namespace=message.namespace,
-            tokens=tokens,
-            reserve_tokens=message.reserve_tokens,
-            priority=message.priority,
-            cache=message.cache,
-            step_tokens=message.step_tokens,
-        )
-        asker = LeaseAsker(session, message.call, self._leases, self._out)
+        claim = _plain_claim(session, message, tokens)
         lease = self._admission.at_once(claim)
         if isinstance(lease, LeaseRecord):
-            asker.admitted(lease)
+            self._out.answer(session, _leased(message.call, lease, self._leases))
             return None
+        asker = LeaseAsker(session, message.call, self._leases, self._out)
         wait_s = min(self._node.settings.max_deadline_s, message.deadline_s)
         self._admission.submit(Waiter(claim, self._out.at_s + wait_s, asker), lease)
         return None
@@ -218,24 +202,15 @@ class Engines:
         return refusal
 
     def _commit_lease(
-        self, session: int, message: client.CommitLease, tokens: Tokens
+        self, session: int, message: client.CommitLease | client.CommitUpTo, tokens: Tokens
     ) -> Refusal | None:
         lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
-        first = self._leases.commit(lease, tokens)
-        if isinstance(first, Refusal):
-            return first
-        self._answer_page_table(session, message.call, lease, first)
-        return None
-
-    def _commit_up_to(
-        self, session: int, message: client.CommitUpTo, tokens: Tokens
-    ) -> Refusal | None:
-        lease = self._owners.running_lease_of(session, message.lease)
-        if isinstance(lease, Refusal):
-            return lease
-        first = self._leases.commit(lease, tokens, message.upto_tokens, swaps=message.swaps)
+        if type(message) is client.CommitUpTo:
+            first = self._leases.commit(lease, tokens, message.upto_tokens, swaps=message.swaps)
+        else:
+            first = self._leases.commit(lease, tokens)
         if isinstance(first, Refusal):
             return first
         self._answer_page_table(session, message.call, lease, first)
@@ -275,7 +250,16 @@ class Engines:
                 return lease
             self._release(session, message.call, former)
             return None
-        upto_tokens = message.upto_tokens if type(message) is client.ReleaseUpTo else None
+        upto_tokens = None
+        if type(message) is client.ReleaseUpTo:
+            upto_tokens = message.upto_tokens
+        elif not self._sessions.is_asked_about(lease) and self._leases.commit_and_release(
+            lease, tokens
+        ):
+            if self._decoder.ready:
+                self._decoder.lease_ended(lease.id)
+            self._out.answer(session, client.Done(message.call))
+            return None
         first = self._leases.commit(lease, tokens, upto_tokens)
         if isinstance(first, Refusal):
             return first
@@ -315,11 +299,9 @@ class Engines:
 
     def _cancel_call(self, session: int, message: client.CancelCall, _: Tokens) -> Refusal | None:
         """Take a request out of the queue; one that was admitted meanwhile is not touched."""
-        self._admission.cancel(
-            session,
-            message.of,
-            Refusal(Code.CANCELLED, "the engine no longer waits for it", side=self._name),
-        )
+        refusal = Refusal(Code.CANCELLED, "the engine no longer waits for it", side=self._name)
+        self._admission.cancel(session, message.of, refusal)
+        self._prefiller.cancel_call(session, message.of, refusal)
         self._out.answer(session, client.Done(message.call))
         return None
 
@@ -368,12 +350,36 @@ class Engines:
     # ---- prefill side ------------------------------------------------------------------------
 
     def _send(self, session: int, message: client.SendRequest, tokens: Tokens) -> Refusal | None:
+        engine = self._sending_engine(session, message, tokens)
+        if isinstance(engine, Refusal):
+            return engine
+        return self._prefiller.open_send(message, engine)
+
+    def _hand_over(self, session: int, message: client.HandOver, tokens: Tokens) -> Refusal | None:
+        if message.after and message.ends_lease:
+            return self._wrong("a lease that ends before the event of its last tokens has come")
+        engine = self._sending_engine(session, message, tokens)
+        if isinstance(engine, Refusal):
+            return engine
+        refusal = self._prefiller.hand_over(message, engine)
+        if refusal is None:
+            _say_of_lease(engine.lease, engine.prompt_tokens, message.after)
+            if message.ends_lease:
+                self._end_sent(engine.lease)
+        return refusal
+
+    def _sending_engine(
+        self, session: int, message: client.SendRequest | client.HandOver, tokens: Tokens
+    ) -> SendingEngine | Refusal:
+        """Who sends, of which lease; the caller opens the room."""
         refusal = self._bad_room(message.room) or self._drainer.refusal()
         if refusal is not None:
             return refusal
         lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
+        if type(message) is client.HandOver:
+            tokens = tokens or lease.tokens
         if (
             not tokens
             # Of other tokens the peer would cache KV under a prompt that it does not belong to.
@@ -388,9 +394,7 @@ class Engines:
                 side=self._name,
             )
         digest = prompt_digest(tokens, message.namespace)
-        return self._prefiller.open_send(
-            message, SendingEngine(session=session, lease=lease, tokens=tokens, digest=digest)
-        )
+        return SendingEngine(session=session, lease=lease, tokens=tokens, digest=digest)
 
     def _advance(self, session: int, message: client.Advance, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
@@ -399,7 +403,7 @@ class Engines:
         refusal = self._prefiller.advance_send(part, message.upto_tokens, message.after)
         if refusal is None:
             # Only if the send took it: a refused number must not be a word about the lease.
-            _say_of_lease(part.engine, message.upto_tokens, message.after)
+            _say_of_lease(_lease_of(part), message.upto_tokens, message.after)
             self._out.answer(session, client.Done(message.call))
         return refusal
 
@@ -409,14 +413,48 @@ class Engines:
             # It hears now that it failed, and nobody else will ask for it.
             failed = self._prefiller.forget_failed(session, message.send)
             # The handoff failed, and the prompt was computed all the same: it stays cached here.
-            if failed is not None and (lease := self._leases.leases.get(failed.lease)) is not None:
-                say_advanced(lease, failed.prompt_tokens, is_awaited=bool(message.after))
+            if failed is not None:
+                lease = self._leases.leases.get(failed.lease)
+                _say_of_lease(lease, failed.prompt_tokens, message.after)
             return part
-        engine = part.engine  # a part that settles at once lets go of it
-        refusal = self._prefiller.finish_send(part, message)
+        lease = _lease_of(part)  # a part that settles at once lets go of it
+        refusal = self._prefiller.finish_send(part, message.call, message.aux, message.after)
         if refusal is None:
-            _say_of_lease(engine, part.prompt_tokens, message.after)
+            _say_of_lease(lease, part.prompt_tokens, message.after)
         return refusal
+
+    def _finish_and_release(
+        self, session: int, message: client.FinishAndRelease, _: Tokens
+    ) -> Refusal | None:
+        part = self._part(session, message.send)
+        failed = self._prefiller.failed.get(message.send)
+        if isinstance(part, Refusal):
+            if failed is None or failed.session != session:
+                return part
+            number, prompt_tokens = failed.lease, failed.prompt_tokens
+        else:
+            assert part.engine is not None  # by_send has those with an engine
+            number, prompt_tokens = part.engine.lease.id, part.prompt_tokens
+        # First, because what cannot be released is not finished either.
+        lease = self._owners.running_lease_of(session, number)
+        if isinstance(lease, Refusal):
+            return lease
+        if isinstance(part, Refusal):
+            self._prefiller.forget_failed(session, message.send)
+            self._out.answer(session, _unsent(message.call, part))
+        else:
+            refusal = self._prefiller.finish_send(part, message.call, message.aux)
+            if refusal is not None:
+                return refusal
+        _say_of_lease(lease, prompt_tokens, b"")
+        self._end_sent(lease)
+        return None
+
+    def _end_sent(self, lease: LeaseRecord) -> None:
+        """Its engine has said that the prompt is written, and lets go: what was said is kept."""
+        # No commit, which counts also what a longer send of it still awaits an event for.
+        lease.is_whole = lease.written_tokens == count(lease.tokens)
+        self._sessions.end_lease(lease, "normal")
 
     def _abort_send(self, session: int, message: client.AbortSend, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)
@@ -487,7 +525,47 @@ class Engines:
         )
 
 
-def _say_of_lease(engine: SendingEngine | None, upto_tokens: int, after: bytes) -> None:
+def _plain_claim(session: int, message: client.OpenLease, tokens: Tokens) -> Claim:
+    """What an engine asks for with it."""
+    # By position, in the order of the class: by name it takes twice as long, for every lease.
+    return Claim(
+        session,
+        message.call,
+        "lease",
+        0,
+        message.namespace,
+        tokens,
+        message.reserve_tokens,
+        message.priority,
+        message.cache,
+        ENGINE,
+        0,
+        None,
+        None,
+        message.step_tokens,
+    )
+
+
+def _leased(call: int, lease: LeaseRecord, leases: LeaseTable) -> client.Leased:
+    """The answer that names the lease and its pages."""
+    components = leases.components
+    beside = components.page_tables(lease) if components.each else ()
+    # By position, as above.
+    return client.Leased(call, lease.id, lease.prefix_tokens, lease.page_table, beside)
+
+
+def _lease_of(part: SendPart) -> LeaseRecord | None:
+    return part.engine.lease if part.engine is not None else None
+
+
+def _say_of_lease(lease: LeaseRecord | None, upto_tokens: int, after: bytes) -> None:
     """What a send is told of its prompt holds for its lease."""
-    if engine is not None:
-        say_advanced(engine.lease, upto_tokens, is_awaited=bool(after))
+    if lease is not None:
+        say_advanced(lease, upto_tokens, is_awaited=bool(after))
+
+
+def _unsent(call: int, refusal: Refusal) -> client.Finished:
+    """The answer to the end of a send that had failed before."""
+    return client.Finished(
+        call=call, failure=refusal, decode_prefix_len=0, sent_pages=0, sent_bytes=0
+    )

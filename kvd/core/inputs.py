@@ -226,10 +226,14 @@ class AgentDropped(TimedInput, frozen=True, tag="AgentDropped"):
 
 
 class PostMoved(TimedInput, frozen=True, tag="PostMoved"):
-    """Bytes of a running post that are known to have arrived."""
+    """Bytes of a running post that are known to have arrived.
+
+    ``pages``: so many of its first pages are whole over there, where that is known.
+    """
 
     post: int
     moved_bytes: int
+    pages: int = 0
 
 
 class PostDone(TimedInput, frozen=True, tag="PostDone"):

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core import inputs as i
 from kvd.core.audit.audit import StandingAudit
 from kvd.core.audit.containment import one_list
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from kvd.wire.peer import Message
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class NodeState:
     """The state of one daemon, and its one verb."""
 
@@ -182,15 +185,22 @@ class NodeState:
     def step(self, happened: i.Input) -> Step:
         """Apply one input; carry out the effects in order, then publish the events."""
         self.steps += 1
-        self.out.at_s = self.leases.tree.at = happened.at_s
-        self._handlers[type(happened)](happened)
+        out = self.out
+        out.at_s = self.leases.tree.at = happened.at_s
+        if type(happened) is i.FromClient:
+            self.engines.request(happened)
+        else:
+            self._handlers[type(happened)](happened)
         # After every input, whatever it was: who frees a page need not think of who waits for it,
-        # and only what is left then says whether a drain is over.
-        self.admission.pump()
-        self.drainer.end_if_over()
+        # and only what is left then says whether a drain is over. Asked here what each of the two
+        # asks first, because it is nearly always so.
+        if self.admission.line:
+            self.admission.pump()
+        if self.drainer.drain is not None:
+            self.drainer.end_if_over()
         if self.misgiven:
             self.audit.caught(self.misgiven)
-        return self.out.drain()
+        return out.drain()
 
     def _unreadable(self, got: i.Unreadable) -> None:
         self.refused += 1

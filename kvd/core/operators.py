@@ -38,7 +38,7 @@ from kvd.types import ID_BYTES, short
 from kvd.wire import admin
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inputs import FromOperator

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+from mypy_extensions import mypyc_attr
 
 from kvd.wire import events
 from kvd.wire.snapshot import RecorderState
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 RECORDING = "recording"
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RecorderFacts:
     """The recorder's last word about itself."""
 

@@ -28,6 +28,8 @@ class Settings(msgspec.Struct, frozen=True):
     incarnation: Incarnation
     spec: PoolSpec
     policy: Policy = Policy.LRU
+    build: str = ""
+    """Behind the version in what is told of this node: ``+compiled`` where its core is."""
     allow: tuple[str, ...] = ()
     """Node names that may exchange KV with us; empty: every one that can reach the socket."""
     heartbeat_s: float = 0.5
@@ -59,6 +61,8 @@ class Settings(msgspec.Struct, frozen=True):
     """How long Settled is repeated to a decode side that never says Closed."""
     integrity: Integrity = Integrity.OFF
     """Which of the pages that we receive are verified before anything is kept."""
+    sum_ahead_bytes: int = 4 * 2**20
+    """So much that is to be verified must have landed that it is summed ahead of the end."""
     cache_mode: CacheMode = CacheMode.RADIX
     is_journaled: bool = False
     """Whether the pool outlives the process: what moves in it is noted for the next one."""

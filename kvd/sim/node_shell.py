@@ -16,7 +16,7 @@ from kvd.sim.violation import Violated
 from kvd.types import Incarnation, Pages, page_ids
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.node import NodeState
     from kvd.wire.peer import Offer
 
@@ -112,6 +112,8 @@ class NodeShell:
                 | effects.Post()
                 | effects.Forget()
                 | effects.Verify()
+                | effects.SumLanded()
+                | effects.ForgetSums()
                 | effects.Quiesce()
                 | effects.Exempt()
                 | effects.Copy()

@@ -126,6 +126,7 @@ class World:
             overtakers=self.rng.choice((0, 0, 3)),
             stall_s=1.5,
             min_bytes_per_s=1,
+            sum_ahead_bytes=1,
             load_limit_s=2.0,
             fence_after_s=self.rng.choice((0.0, 0.0, 3.0)),
             drain_s=1.0,

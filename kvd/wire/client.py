@@ -219,7 +219,8 @@ class Unsubscribe(msgspec.Struct, frozen=True, array_like=True, tag="unsubscribe
 class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="cancel-call"):
     """Nobody waits any more for the lease, receive or resumption of call ``of``: leave the queue.
 
-    Answer: ``Done``; the call itself is answered too, with ``cancelled`` if it was still waiting.
+    The send of a ``HandOver`` is given up. Answer: ``Done``; the call itself is answered too, with
+    ``cancelled`` if it was still waiting.
     """
 
     call: Call
@@ -270,6 +271,37 @@ class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     ahead: bytes = b""
 
 
+class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand-over"):
+    """``SendRequest`` and ``Finish`` of what is all computed. Answer, in the end: ``Finished``.
+
+    An empty tokens frame: all tokens that the lease knows. No push comes of it, as its engine hears
+    of no number. ``ends_lease``: the lease is over with it, and what was said to be written stays
+    cached; not with ``after``, which has yet to come.
+    """
+
+    call: Call
+    room: int
+    lease: int
+    namespace: Namespace = ""
+    deadline_s: float = 30.0
+    peer: Name | None = None
+    aux: bytes = b""
+    after: EventHandle = b""
+    ends_lease: bool = False
+
+
+class FinishAndRelease(msgspec.Struct, frozen=True, array_like=True, tag="finish-release"):
+    """``Finish``, then the end of the send's lease as in ``HandOver``.
+
+    Answer, in the end: ``Finished``, also where the send had failed before: the lease is over.
+    ``Failed``: it is not.
+    """
+
+    call: Call
+    send: int
+    aux: bytes = b""
+
+
 Request = (
     OpenLease
     | ExtendLease
@@ -294,6 +326,8 @@ Request = (
     | SayWritten
     | CommitUpTo
     | ReleaseUpTo
+    | HandOver
+    | FinishAndRelease
 )
 
 TAKES_TOKENS = (
@@ -306,6 +340,7 @@ TAKES_TOKENS = (
     RetractLease,
     CommitUpTo,
     ReleaseUpTo,
+    HandOver,
 )
 """Requests that travel with a tokens frame; every other one is a single frame."""
 
@@ -320,7 +355,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     refusal: Refusal
 
 
-class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
+class Leased(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="leased"):
     """A lease; ``pages`` covers all its tokens and the reserve, cached prefix first."""
 
     call: int
@@ -330,7 +365,7 @@ class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
     beside: tuple[bytes, ...] = ()
 
 
-class PageTable(msgspec.Struct, frozen=True, array_like=True, tag="row"):
+class PageTable(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="row"):
     """The lease's pages from page index ``first`` on: replace what the client had there.
 
     The rows ``beside`` are whole.
@@ -342,7 +377,7 @@ class PageTable(msgspec.Struct, frozen=True, array_like=True, tag="row"):
     beside: tuple[bytes, ...] = ()
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+class Done(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="done"):
     """The call did what it says."""
 
     call: int

@@ -6,6 +6,8 @@ is the daemon's monotonic clock; ``seq`` starts at 1 with the incarnation.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 
@@ -120,7 +122,7 @@ class PeerDraining(NumberedEvent, frozen=True, kw_only=True, tag="peer-draining"
     """Receives from it that waited here and were told so."""
 
 
-class LeaseOpened(NumberedEvent, frozen=True, kw_only=True, tag="lease-opened"):
+class LeaseOpened(NumberedEvent, frozen=True, gc=False, tag="lease-opened"):
     """A prefix was locked and pages are held.
 
     ``missed_tokens``: whole pages of the prompt that the tree had not; ``why_missed`` by the first
@@ -128,6 +130,8 @@ class LeaseOpened(NumberedEvent, frozen=True, kw_only=True, tag="lease-opened"):
     ``locked_node`` is the end of what is locked, 0 where nothing is.
     """
 
+    seq: int
+    at_s: float
     lease: int
     session: int
     reason: str
@@ -155,21 +159,25 @@ class LeaseWritten(NumberedEvent, frozen=True, kw_only=True, tag="lease-written"
     written_tokens: int
 
 
-class LeaseCommitted(NumberedEvent, frozen=True, kw_only=True, tag="lease-committed"):
+class LeaseCommitted(NumberedEvent, frozen=True, gc=False, tag="lease-committed"):
     """Whole pages joined the tree; ``duplicate_pages`` were there already and were given back.
 
     The lock has moved down to ``locked_node``.
     """
 
+    seq: int
+    at_s: float
     lease: int
     cached_tokens: int
     duplicate_pages: int
     locked_node: int = 0
 
 
-class LeaseReleased(NumberedEvent, frozen=True, kw_only=True, tag="lease-released"):
+class LeaseReleased(NumberedEvent, frozen=True, gc=False, tag="lease-released"):
     """The lease is gone: unlocked, its held pages free. It locked ``locked_node`` until now."""
 
+    seq: int
+    at_s: float
     lease: int
     reason: str
     cause: str
@@ -226,9 +234,11 @@ class QuarantineEnded(NumberedEvent, frozen=True, kw_only=True, tag="quarantine-
     age_s: float
 
 
-class Evicted(NumberedEvent, frozen=True, kw_only=True, tag="evicted"):
+class Evicted(NumberedEvent, frozen=True, gc=False, tag="evicted"):
     """Cached pages gave way."""
 
+    seq: int
+    at_s: float
     pages: int
     nodes: int
     reason: str
@@ -483,3 +493,13 @@ Event = (
     | ConfigReloaded
     | ConfigRefused
 )
+
+REFERENCES: Final = {
+    "lease": "lease",
+    "room": "room",
+    "session": "client",
+    "peer": "peer",
+    "locked_node": "node",
+    "tree_node": "node",
+}
+"""Fields of events that name a thing, and how a reference (``lease:7``) calls its kind."""

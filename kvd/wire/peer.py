@@ -35,6 +35,9 @@ MAX_TOLD = 512
 
 MAX_TOLD_MARKS = 32
 
+MAX_ROUTES = 1024
+"""Of one handoff, whose landed pages are told; of more nothing is."""
+
 MAX_STREAMS = 16
 """Connections of one sending agent that are told."""
 
@@ -197,10 +200,16 @@ class Accept(PeerMessage, frozen=True, tag="accept"):
 
 
 class Progress(PeerMessage, frozen=True, tag="progress"):
-    """Prefill to decode, lossy: bytes written so far."""
+    """Prefill to decode, lossy: bytes written so far.
+
+    ``landed``: of each route of the Offer, in the order of its sums, how many of the pages from the
+    first one on are whole over there; empty where nothing is summed, or from a peer that does not
+    say.
+    """
 
     handoff: Counter
     moved_bytes: Counter
+    landed: Annotated[tuple[Counter, ...], msgspec.Meta(max_length=MAX_ROUTES)] = ()
 
 
 class Settled(PeerMessage, frozen=True, tag="settled"):

@@ -102,7 +102,7 @@ HOMES = {
     "structlog": ("kvd/observe/",),
     "prometheus_client": ("kvd/observe/",),
     "h11": ("kvd/observe/",),
-    "nacl": ("kvd/zmtp/",),
+    "nacl": ("kvd/zmtp/", "kvd/curve.py"),
 }
 """The only places where a module may be imported, other than for type checkers."""
 

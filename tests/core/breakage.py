@@ -19,7 +19,7 @@ from tests.core.world import World, tokens
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.node import NodeState
 

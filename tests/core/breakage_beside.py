@@ -21,7 +21,8 @@ from tests.core.families import Engine, settings_of
 from tests.core.side import tokens
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import LeaseRecord, SavedPart
+    from kvd.core.cache.lease import SavedPart
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.types import Tokens
 
@@ -154,7 +155,7 @@ def window_too_short(node: NodeState) -> str:
 
 def window_of_a_dropped_node(node: NodeState) -> str:
     tree, pool = node.leases.tree, node.leases.pool
-    kept, tree.components = tree.components, ()
+    kept, tree.components = tree.components, []
     evicted = tree.evict(1)
     (gone,) = evicted.victims
     pool.return_pages(evicted.pages)

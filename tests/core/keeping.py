@@ -13,7 +13,8 @@ import numpy as np
 
 from kvd.core.audit.rules import tree_faults
 from kvd.core.cache.eviction import Policy
-from kvd.core.cache.lease import ARRIVAL, Claim, LeaseRecord
+from kvd.core.cache.lease import ARRIVAL, Claim
+from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import WindowPages

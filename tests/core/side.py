@@ -213,6 +213,8 @@ class Side(NodeShell):
         self.copies: deque[effects.Copy] = deque()
         """To the saved area and back, under way."""
         self.asked: list[effects.Verify] = []
+        self.ahead: dict[int, list[bytes]] = {}
+        """By ticket, the sums of what had landed before its Verify."""
         """What our transfer process has to verify."""
         self.fails_loading = 0
         """So many agents will fail to load."""
@@ -379,6 +381,7 @@ class Side(NodeShell):
         self.late.clear()
         self.inflow = Inflow(self)
         self.asked.clear()
+        self.ahead.clear()
 
     @override
     def restart_transfer(self, why: str) -> None:
@@ -403,8 +406,8 @@ class Side(NodeShell):
                 self.post(order)
             case effects.Forget():
                 self.forget(order)
-            case effects.Verify():
-                self.verify(order)
+            case effects.Verify() | effects.SumLanded() | effects.ForgetSums():
+                self.order_sums(order)
             case effects.Quiesce():
                 self.quiesce(order)
             case effects.Exempt():
@@ -499,7 +502,7 @@ class Side(NodeShell):
         """What a peer's post writes of one of our pages."""
         self.memory_of(post.component)[page] = what
 
-    def seen(self, verify: effects.Verify, page: int) -> str:
+    def seen(self, verify: effects.Verify | effects.SumLanded, page: int) -> str:
         """What is to be verified of one of our pages."""
         return self.memory_of(verify.component).get(page, "?")
 
@@ -534,6 +537,24 @@ class Side(NodeShell):
         nodes = self.node.leases.tree.nodes()
         return {page for node in nodes for page in page_ids(node.pages)}
 
+    def order_sums(self, order: effects.Verify | effects.SumLanded | effects.ForgetSums) -> None:
+        match order:
+            case effects.Verify():
+                self.verify(order)
+            case effects.SumLanded():
+                self.sum_landed(order)
+            case effects.ForgetSums(ticket):
+                self.ahead.pop(ticket, None)
+
+    def sum_landed(self, order: effects.SumLanded) -> None:
+        """Sum what is in the pages now: they are not looked at again."""
+        seal, pages = order.seal, page_ids(order.pages)
+        logical = chosen(seal, seal.first, seal.first + order.landed).tolist()
+        known = self.ahead.setdefault(order.ticket, [])
+        more = logical[len(known) :]
+        assert more, "nothing new has landed"
+        known += [sum_of(seal, one, self.seen(order, pages[one - seal.first])) for one in more]
+
     def verify(self, verify: effects.Verify) -> None:
         self.asked.append(verify)
         if not self.world.hold_verify:
@@ -545,7 +566,9 @@ class Side(NodeShell):
         seal, pages = verify.seal, page_ids(verify.pages)
         logical = chosen(seal, seal.first, seal.end).tolist()
         assert len(verify.sums) == SUM_BYTES * len(logical)
-        sums = [sum_of(seal, one, self.seen(verify, pages[one - seal.first])) for one in logical]
+        sums = self.ahead.pop(verify.ticket, [])
+        rest = logical[len(sums) :]
+        sums += [sum_of(seal, one, self.seen(verify, pages[one - seal.first])) for one in rest]
         wanted = [verify.sums[at : at + SUM_BYTES] for at in range(0, len(verify.sums), SUM_BYTES)]
         bad = tuple(p for p, s, w in zip(logical, sums, wanted, strict=True) if s != w)
         self.inbox.append(inputs.Verified(0.0, verify.ticket, bad))

@@ -272,6 +272,29 @@ def test_a_lease_that_is_lost_in_the_middle_of_something_ends_all_the_same(stand
     assert 1 + pool.free_pages + pool.condemned_pages + node.leases.tree.cached_pages == 30
 
 
+def test_a_lease_that_is_lost_while_it_waits_to_be_restored_gives_all_back_as_it_ends():
+    """No process copies, so none will say that it is over: a pool of kv alone has nothing to copy
+    back any more, and its lock and its saved pages would stay for good."""
+    world = World(p_pages=30, d_pages=30)
+    d = world.d
+    lease = in_the_middle(world, "restoring")
+    d.stop_transfer("killed")
+    assert list(d.node.retractor.uncopied) == [lease]
+    d.node.audit.findings.saw(Fault("I4", "row", "found wrong by hand", lease=lease), 1)
+    d.feed(inputs.AuditTurn(world.now_s, 1))
+
+    d.start_transfer("again")
+    world.run()
+    assert not d.copies, "nothing is copied over pages that are condemned"
+    d.call(client.ReleaseLease, lease=lease)
+
+    assert d.node.leases.leases == {}
+    assert not violations(d.node)
+    saved = d.node.leases.saved.pools["kv"]
+    assert saved.free_pages == saved.total_pages - 1
+    assert not d.node.leases.tree.protected_pages
+
+
 def in_the_middle(world: World, standing: str) -> int:
     """A lease of which this is going on."""
     d, p, prompt = world.d, world.p, tokens((1, 100))

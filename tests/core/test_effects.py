@@ -128,9 +128,9 @@ def test_an_offer_for_an_open_room_is_accepted_and_what_is_written_is_posted(wor
     all_of_it = SentShare(0, 1, 0, 100, is_dummy=False, is_authoritative=True)
 
     assert from_peer(world.p, "in:d", offer(world)) == [
-        effects.SendToPeer("in:d", Accept(P, D, 1, 0)),
         effects.AnswerEngine(1, client.Accepted(1, 0, all_of_it)),
         effects.Post(1, D, 1, "kv", first_two, first_two),
+        effects.SendToPeer("in:d", Accept(P, D, 1, 0)),
     ]
     assert from_peer(world.p, "in:d", offer(world)) == [
         effects.SendToPeer("in:d", Accept(P, D, 1, 0))

@@ -8,6 +8,7 @@ from kvd.core.inspect.snapshot import snapshot
 from kvd.types import count, page_ids
 from kvd.wire import client, events
 from kvd.wire.client import SentShare
+from kvd.wire.peer import Accept, Settled
 from tests.core.engines import FULL, PROMPT, PageTotals, Sender, cached, offered, totals
 from tests.core.world import World, tokens
 
@@ -129,6 +130,40 @@ def test_a_full_hit_sends_no_page_and_still_delivers_the_aux():
     assert world.d.holds(got.pages, FULL)
     assert world.p.node.prefiller.posts.sent_bytes == 0
     assert not [one for one in world.d.events if isinstance(one, events.Evicted)]
+
+
+def test_no_accept_is_said_when_settled_leaves_in_the_same_step():
+    """It says all that Accept does; one that is lost is repeated alone."""
+    world = World(resend_s=0.25)
+    cached(world.d, FULL)
+    sender = Sender(world, FULL)
+    sender.finish(b"token")
+    world.hold_wire = True
+    world.d.call(client.ReceiveRequest, FULL, room=7, source=("p",))
+
+    world.deliver(world.wire.pop())
+
+    assert [letter.message.handoff for letter in world.held(Settled)] == [1]
+    assert world.held(Accept) == []
+    world.wire.clear()
+    world.hold_wire = False
+    world.pass_time(0.3)
+    got = world.d.take()[-1]
+    assert isinstance(got, client.Received)
+    assert got.aux == b"token"
+    assert world.p.answer(sender.finish_call) == client.Finished(3, None, 96, 0, 0)
+
+
+def test_accept_is_said_when_a_page_is_posted_in_the_same_step():
+    world = World()
+    sender = Sender(world)
+    sender.finish()
+    world.hold_wire = True
+
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
+    world.deliver(world.wire.pop())
+
+    assert len(world.held(Accept)) == 1
 
 
 def test_a_chunk_that_ends_where_the_prefix_does_sends_nothing():

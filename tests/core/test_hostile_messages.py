@@ -133,6 +133,8 @@ def some(rng: random.Random, kind: object) -> object:
         return rng.choice((None, Refusal(Code.ABORTED, "because")))
     if kind == tuple[Told, ...]:
         return tuple(Told(some(rng, float), some(rng, str)) for _ in range(rng.randint(0, 3)))  # type: ignore[arg-type]
+    if kind == tuple[int, ...]:
+        return tuple(some(rng, int) for _ in range(rng.randint(0, 3)))
     if kind == tuple[str, ...]:
         return tuple(some(rng, str) for _ in range(rng.randint(0, 3)))
     assert kind == tuple[Grant, ...], kind

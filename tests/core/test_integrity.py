@@ -15,7 +15,7 @@ from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum, seal_of
 from kvd.errors import Code
 from kvd.types import page_ids
 from kvd.wire import admin, client, events
-from kvd.wire.peer import Closed, Integrity, ReceiveOutcome, Settled
+from kvd.wire.peer import Closed, Integrity, Progress, ReceiveOutcome, Settled
 from tests.core.engines import FULL, PROMPT, PageTotals, Sender, cached, offered, totals
 from tests.core.sentences import sentence_of
 from tests.core.world import PAGE, World, content, tokens
@@ -167,6 +167,100 @@ def test_nothing_is_summed_when_the_decode_side_does_not_ask_for_it():
     assert (post.seal.integrity, post.first_page) == (Integrity.OFF, 0)
     assert not [one for one in world.d.effects if isinstance(one, effects.Verify)]
     assert room_states(world) == ["ready"]
+
+
+# ---- ahead of the end ----------------------------------------------------------------------------
+
+
+def landing(**more: object) -> tuple[World, Sender]:
+    """Room 7 with four pages written: two posts of two pages, of which none has landed."""
+    world = World(**{"integrity": Integrity.FULL, "sum_ahead_bytes": 1, **more})
+    cached(world.d, tokens((1, 32)))
+    asked(world)
+    sender = Sender(world)
+    world.hold_posts = True
+    sender.advance(64)
+    sender.advance(96)
+    assert [len(flight.pairs) for flight in world.p.flights.values()] == [2, 2]
+    return world, sender
+
+
+def orders(world: World) -> list[effects.SumLanded | effects.ForgetSums | effects.Verify]:
+    kinds = effects.SumLanded | effects.ForgetSums | effects.Verify
+    return [one for one in world.d.effects if isinstance(one, kinds)]
+
+
+def test_what_has_landed_is_summed_while_the_rest_is_on_its_way():
+    world, sender = landing()
+    first, second = world.p.flights.values()
+
+    world.p.land(second)
+    world.run()
+    assert not orders(world), "what lies behind a page that is not there has not landed"
+    world.p.land(first, 1)
+    world.p.feed(inputs.PostMoved(world.now_s, first.post.post, 128, 1))
+    world.run()
+    world.p.land(first)
+    world.run()
+    sender.finish()
+    world.land_posts()
+
+    early, more, verify = orders(world)
+    assert (early.ticket, early.landed) == (more.ticket, 1) == (verify.ticket, 1)
+    assert more.landed == 4
+    assert (verify.seal, verify.pages) == (early.seal, early.pages)
+    assert room_states(world) == ["ready"]
+
+
+def test_a_page_that_was_damaged_ahead_of_the_end_is_found():
+    world, sender = landing()
+    first, _ = world.p.flights.values()
+    world.p.land(first)
+    world.d.memory[page_ids(first.post.destination)[1]] = "torn"
+    world.run()
+
+    sender.finish()
+    world.land_posts()
+
+    (corrupt,) = [one for one in world.d.events if isinstance(one, events.PagesCorrupt)]
+    assert corrupt.logical_pages == (3,)
+
+
+def test_little_that_has_landed_is_left_for_the_end():
+    world, sender = landing(sum_ahead_bytes=2**30)
+
+    world.land_posts()
+    sender.finish()
+    world.land_posts()
+
+    (verify,) = orders(world)
+    assert isinstance(verify, effects.Verify)
+
+
+def test_nothing_is_summed_ahead_of_an_older_peer_or_of_one_that_tells_of_other_routes():
+    world, _ = landing()
+    (part,) = world.d.node.decoder.parts.values()
+
+    for landed in ((), (4, 4)):
+        said = Progress(part.incarnation, world.d.incarnation, part.handoff, 256, landed)
+        world.d.feed(inputs.FromPeer(world.now_s, "out:p", said))
+
+    assert not orders(world)
+
+
+def test_what_was_summed_for_a_handoff_that_fails_is_forgotten():
+    world, _ = landing()
+    first, _ = world.p.flights.values()
+    world.p.land(first)
+    world.run()
+    (early,) = orders(world)
+
+    world.d.call(client.CancelReceive, receive=1)
+    world.land_posts()
+    world.run()
+
+    assert orders(world) == [early, effects.ForgetSums(early.ticket)]
+    assert not world.d.ahead
 
 
 # ---- the decode side -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from tests.core.sentences import sentence_of
 from tests.core.side import settings
 from tests.core.world import World, tokens
 from tests.property.cells import sharded
+from tests.support.compiled import replaces_methods
 
 LONG = tokens((1, 3200))
 """200 pages: its Offer has at most 4096 + 640 + 800 bytes, the sums of it 1600."""
@@ -103,6 +104,7 @@ def test_a_cached_prefix_makes_room():
     assert isinstance(world.d.take()[-1], client.Received)
 
 
+@replaces_methods
 def test_the_prefill_side_refuses_what_a_decode_side_could_not_read():
     """For one that does not look itself."""
     world = small(D_BYTES - 1, integrity=Integrity.FULL)

@@ -8,7 +8,8 @@ import pytest
 from kvd.core.audit.rules import tree_faults
 from kvd.core.cache.eviction import Policy, eviction_order
 from kvd.core.cache.radix import RadixTree
-from kvd.core.cache.radix_node import Extension, LockUnderflow, RadixNode
+from kvd.core.cache.radix_node import LockUnderflow, RadixNode
+from kvd.core.cache.tree_changes import Extension
 from kvd.types import NO_PAGES, NO_TOKENS, Pages, Tokens, pack_ids, page_ids
 
 PAGE = 16

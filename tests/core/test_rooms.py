@@ -17,6 +17,7 @@ from kvd.wire.peer import Abort, Offer, ReceiveOutcome, Reject, Settled, Withdra
 from tests.core.engines import PROMPT, PageTotals, Sender, totals
 from tests.core.sentences import sentence_of
 from tests.core.world import Side, World, tokens
+from tests.support.compiled import replaces_methods
 
 OTHER = tokens((1, 99), (7, 1))
 
@@ -414,6 +415,7 @@ def test_an_offer_of_an_older_generation_is_refused_before_anything_is_posted():
     assert world.p.node.prefiller.rooms.by_room[7].state is Prefill.AWAIT_OFFER
 
 
+@replaces_methods
 def test_an_offer_of_an_older_generation_leaves_nothing_stuck_even_if_it_were_taken(monkeypatch):
     """Its agent is destroyed already: a post through that would never be over."""
     monkeypatch.setattr("kvd.core.handoff.send.outdated", lambda *_: None)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvd.core import inputs
 from kvd.core.replay import graph
 from kvd.core.replay.freeze import freeze
+from kvd.types import ID_BYTES
 from kvd.wire import client
 from kvd.wire.peer import Integrity
 from tests.core.world import PAGE, World, tokens
@@ -23,14 +24,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvd.sim.node_shell import Stream
+    from kvd.types import Tokens
     from tests.core.side import Letter, Side
 
 ROOM = 7
 PROMPT = tokens((1, 2 * PAGE + 5))
 """Three pages, the last one not whole: enough for two posts, one of them with two pages."""
 
+HIT = PROMPT[: 2 * PAGE * ID_BYTES]
+"""What the decode side may have already: then nothing is posted."""
+
 QUICK = {"drain_s": 1.0, "linger_s": 3.0, "stall_s": 4.0}
 """So that what ends by a clock ends while the calm lasts."""
+
+SENDING = {"send", "advance", "finish", "hand over"}
+"""What a prefill engine does."""
 
 CALM_S = 3.0
 GONE_S = 5.0
@@ -66,6 +74,7 @@ class Case:
 
     def __init__(self, **more: object) -> None:
         self.world = World(p_pages=10, d_pages=10, **{**QUICK, **more})
+        self.prompt = PROMPT
         self.script: tuple[str, ...] = ()
         """What the engines do next, in this order."""
         self.path: tuple[str, ...] = ()
@@ -125,20 +134,23 @@ class Case:
         p, d = self.world.p, self.world.d
         match step:
             case "receive":
-                d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
+                d.call(client.ReceiveRequest, self.prompt, room=ROOM, source=("p",))
             case "send":
-                reply = p.call(client.SendRequest, PROMPT, room=ROOM, lease=self.source)
+                reply = p.call(client.SendRequest, self.prompt, room=ROOM, lease=self.source)
                 self.send = reply.send if isinstance(reply, client.Sending) else 0
             case "advance":
                 p.call(client.Advance, send=self.send, upto_tokens=2 * PAGE)
             case "finish":
                 p.call(client.Finish, send=self.send, aux=b"aux")
+            case "hand over":
+                fields = {"room": ROOM, "lease": self.source, "aux": b"aux", "ends_lease": True}
+                p.call(client.HandOver, self.prompt, **fields)
             case "make room":
                 d.call(client.ReleaseLease, lease=self.filler)
 
     def forget_engine(self, side: Side) -> None:
         """Its engine is gone: it does nothing any more."""
-        mine = {"receive", "make room"} if side is self.world.d else {"send", "advance", "finish"}
+        mine = {"receive", "make room"} if side is self.world.d else SENDING
         self.script = tuple(one for one in self.script if one not in mine)
 
     # ---- the end -----------------------------------------------------------------------------
@@ -180,7 +192,7 @@ class Case:
     def _check_promise(self) -> None:
         d, p = self.world.d, self.world.p
         (received,) = [one for one in d.answers if isinstance(one, client.Received)]
-        assert d.holds(received.pages, PROMPT), "the prompt is not what was sent"
+        assert d.holds(received.pages, self.prompt), "the prompt is not what was sent"
         assert received.aux == b"aux"
         (finished,) = [one for one in p.answers if isinstance(one, client.Finished)]
         assert finished.failure is None, finished.failure
@@ -419,6 +431,11 @@ def start(name: str) -> Case:
     if name == "queued":
         case.filler = d.lease(tokens((9000, 8 * PAGE)), cache=False).lease
     case.script = ("receive", "send", "advance", "finish")
+    if name in {"hit", "computed"}:
+        case.script = ("hand over", "receive")
+    if name == "hit":
+        _cache(d, HIT)
+        case.prompt = HIT
     case.hold()
     if name == "queued":
         case.engine()
@@ -431,11 +448,20 @@ def start(name: str) -> Case:
     return case
 
 
+def _cache(side: Side, prompt: Tokens) -> None:
+    """An engine of this side has computed it before."""
+    leased = side.lease(prompt)
+    side.write(leased.pages, prompt)
+    side.call(client.CommitAndRelease, lease=leased.lease)
+
+
 OPENED = ("engine: receive", "engine: send", "deliver to p", "deliver to d")
 WRITTEN = ("engine: advance", "page of p lands")
 SENT = ("engine: advance", "engine: finish", *("page of p lands",) * 3, *("report of p",) * 2)
 BEFORE = {
     "offered": ("engine: receive",),
+    "hit": ("engine: hand over", "engine: receive"),
+    "computed": (),
     "streaming": (*OPENED, "engine: advance"),
     "flushing": (*OPENED, *WRITTEN, "engine: finish"),
     "draining": (*OPENED, *WRITTEN, "receive cancelled"),

@@ -10,7 +10,7 @@ import pytest
 from tests.explore.case import STARTS
 from tests.explore.search import explore
 
-LATE = STARTS[3:]
+LATE = STARTS[4:]
 
 
 @pytest.mark.slow

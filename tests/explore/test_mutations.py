@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from kvd.core.cache.lease import ARRIVAL
 from kvd.core.handoff import send as prefill
 from kvd.core.handoff.posts import Posts
+from kvd.core.handoff.protocol import Decode
+from kvd.core.handoff.receive import Decoder
 from kvd.core.handoff.send import Prefiller
 from kvd.core.handoff.settled import SettledSends
 from kvd.core.leases.lease_table import LeaseTable
@@ -70,6 +72,31 @@ def serves_an_older_generation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Posts, "push_part", by_any)
 
 
+def hears_delivered_only_when_accepted(patch: pytest.MonkeyPatch) -> None:
+    """Settled that comes without an Accept before it is dropped."""
+    settled = Decoder.settled
+
+    def deaf(self, peer, message):
+        part = self.by_handoff.get(message.handoff)
+        if part is None or part.state is not Decode.OFFERED:
+            settled(self, peer, message)
+
+    patch.setattr(Decoder, "settled", deaf)
+
+
+def lets_go_when_finished(patch: pytest.MonkeyPatch) -> None:
+    """The send holds its source until the engine has finished, and not until its posts are over."""
+    finish = Prefiller._streaming_to_flushing
+
+    def early(self, part):
+        engine, finished = part.engine, finish(self, part)
+        if part.engine is engine:
+            self._leases.release(engine.lease, f"send {part.id}", "early")
+        return finished
+
+    patch.setattr(Prefiller, "_streaming_to_flushing", early)
+
+
 @pytest.mark.parametrize(
     ("plant", "start", "depth", "faults"),
     [
@@ -77,6 +104,8 @@ def serves_an_older_generation(patch: pytest.MonkeyPatch) -> None:
         (never_repeats_settled, "settled", 2, 1),
         (forgets_an_unknown_abort, "offered", 2, 2),
         (serves_an_older_generation, "offered", 2, 2),
+        (hears_delivered_only_when_accepted, "hit", 1, 0),
+        (lets_go_when_finished, "computed", 3, 0),
     ],
 )
 def test_planted_bug_is_found(plant, start, depth, faults, monkeypatch):

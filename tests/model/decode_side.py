@@ -116,6 +116,9 @@ def deliver(side: DecodeSide, message: Message, rules: Rules) -> DecodeStep:
             return DecodeStep(Cause.PROGRESS, words, side)
         after = fire(part, T.ACCEPTED)
         return DecodeStep(Cause.PROGRESS, words, with_part(side, index, after))
+    is_unaccepted = part.state is D.OFFERED and message.word == 1
+    if is_unaccepted and not rules.takes_delivered_unaccepted:
+        return DecodeStep(Cause.PROGRESS, f"{words} and is not heard", side)
     part, answers = settled(part, message, rules)
     if part.state is D.VERIFYING and side.parts[index].state is not D.VERIFYING:
         part = part._replace(asked=True)

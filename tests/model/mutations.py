@@ -18,12 +18,13 @@ class Mutation(NamedTuple):
     found: str
     """What the violation says."""
     faults: tuple[Cause, ...] = ()
+    posts: int = 2
 
     def rules(self) -> Rules:
         return Rules(**{self.sentence: False})
 
     def scope(self) -> Scope:
-        return Scope(faults=frozenset(self.faults), budget=len(self.faults))
+        return Scope(posts=self.posts, faults=frozenset(self.faults), budget=len(self.faults))
 
 
 LATE = "late bytes of handoff 0 may land in pages that are FREE"
@@ -38,6 +39,7 @@ MUTATIONS = (
     Mutation("repeats_abort", STUCK, (C.LOSS,)),
     Mutation("commits_what_is_verified", "committed with a page that is not what was sent"),
     Mutation("asks_the_next_process", STUCK, (C.FENCE,)),
+    Mutation("takes_delivered_unaccepted", STUCK, posts=0),
     Mutation("takes_aux_once", "aux of handoff 0 is delivered 2 times"),
     Mutation("answers_settled_when_closed", STUCK, (C.LOSS,)),
     Mutation("waits_for_ends", LATE),

@@ -303,7 +303,9 @@ class PartsWorld:
         if writer.left[0] != NOBODY:
             arrived = prefill_side.left_behind(writer, 0, NOBODY)
             yield "what was left arrives, and the end behind it", whole, arrived, ()
-        if whole.parts[link].in_doubt and decode_side.is_quiet(decode, writer.left[0], RULES):
+        is_quiet = decode_side.is_quiet(decode, writer.left[0], RULES)
+        # While the daemon is down nobody learns of it: the one after it frees all pages at once.
+        if decode.is_up and whole.parts[link].in_doubt and is_quiet:
             yield "decode is quiet", reception.quiet(whole, link, self.joint), writer, ()
 
     def pinged(self, sides: int) -> int:

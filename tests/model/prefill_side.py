@@ -260,7 +260,9 @@ def meet(
     side = with_call(with_part(side, index, part), call_index, call._replace(part=index))
     accept = say(side, index, Kind.ACCEPT)
     side, sends = stream(side, index, rules)
-    accepted = PrefillStep(Cause.PROGRESS, f"{words}: accepted", side, (accept, *sends))
+    # Where Settled leaves in the same step no Accept does.
+    sends = sends or [accept]
+    accepted = PrefillStep(Cause.PROGRESS, f"{words}: accepted", side, tuple(sends))
     return [accepted, disagree._replace(cause=Cause.WILL)]
 
 

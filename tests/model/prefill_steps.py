@@ -61,19 +61,26 @@ def call_steps(side: PrefillSide, index: int, call: Call, rules: Rules) -> list[
 
 
 def opened(side: PrefillSide, index: int, rules: Rules) -> list[PrefillStep]:
-    """``send``: one at a time for a room."""
+    """``send``, or ``hand_over`` of what is all computed: one at a time for a room."""
     for earlier in side.calls[:index]:
         ended = earlier.phase is Phase.OVER or (
             earlier.part != NOBODY and side.parts[earlier.part].state not in ACTIVE
         )
         if not ended:
             return []
-    words = "the engine opens the room"
-    side = with_call(side, index, Call(Phase.PREFILLING))
-    for i, part in enumerate(side.parts):
-        if part.state is P.AWAIT_ENGINE:
-            return meet(side, i, index, T.ENGINE_OPENED, rules)
-    return [PrefillStep(Cause.PROGRESS, words, side)]
+    found = []
+    for phase in (Phase.PREFILLING, Phase.FINISHING):
+        came = with_call(side, index, Call(phase))
+        words = "the engine opens the room"
+        if phase is Phase.FINISHING:
+            words = "the engine hands its prompt over"
+        waiting = (i for i, part in enumerate(came.parts) if part.state is P.AWAIT_ENGINE)
+        first = next(waiting, None)
+        if first is None:
+            found.append(PrefillStep(Cause.PROGRESS, words, came))
+        else:
+            found += meet(came, first, index, T.ENGINE_OPENED, rules)
+    return found
 
 
 def wrote(side: PrefillSide, index: int, phase: Phase, rules: Rules) -> PrefillStep:

@@ -69,6 +69,7 @@ class Drawn:
         world = kind(
             spec=self._spec(self._d_page, is_receiver=True),
             integrity=rng.choice((Integrity.OFF, Integrity.FULL, Integrity.SAMPLED)),
+            sum_ahead_bytes=1,
             overtakers=rng.choice((0, 0, 2)),
             cache_mode=rng.choice(_MODES),
             is_journaled=self._family == "noted",

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.core.cache.eviction import Policy
-from kvd.core.cache.lease import ENGINE, Claim, LeaseRecord, Quarantine, Shortage, Writer
+from kvd.core.cache.lease import ENGINE, Claim, Quarantine, Shortage, Writer
 from kvd.core.cache.lease_state import LeaseStage, LeaseTransition
 from kvd.errors import Refusal
 from kvd.types import ID_BYTES, Tokens, count, pack_ids, page_ids
 from tests.core.keeping import arrival, check, claim, table_of
 
 if TYPE_CHECKING:
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.leases.saved_area import SavedMove
 
 FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:24").split(":"))

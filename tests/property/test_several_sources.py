@@ -76,7 +76,9 @@ def world_of(cut: Cut) -> CellWorld:
     model = cut.layers, cut.heads
     names = tuple(f"p{number}" for number in range(len(cut.sources)))
     integrity = cut.rng.choice((Integrity.FULL, Integrity.FULL, Integrity.SAMPLED, Integrity.OFF))
-    world = CellWorld(sources=names, spec=sharded(*model, cut.decode), integrity=integrity)
+    world = CellWorld(
+        sources=names, spec=sharded(*model, cut.decode), integrity=integrity, sum_ahead_bytes=1
+    )
     for name, shards in zip(names, cut.sources, strict=True):
         side = world.sides[name]
         side.config = msgspec.structs.replace(side.config, spec=sharded(*model, shards))

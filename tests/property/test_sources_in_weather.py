@@ -35,6 +35,7 @@ class Weather:
             p_pages=PAGES,
             d_pages=PAGES,
             integrity=self.rng.choice((Integrity.OFF, Integrity.FULL, Integrity.SAMPLED)),
+            sum_ahead_bytes=1,
             max_deadline_s=20.0,
         )
         self.names = names

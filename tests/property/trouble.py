@@ -169,7 +169,7 @@ def check_empty(side: Side) -> None:
     assert not node.decoder.verifying.parts
     assert not node.fetcher.turns
     assert not node.fetcher.copies
-    assert not node.retractor._callers
+    assert not node.retractor.callers
     assert not node.retractor.uncopied
     assert not node.retractor.copies.by_ticket
 

@@ -10,6 +10,7 @@ from kvd.cli import sim
 from kvd.core.node import NodeState
 from kvd.sim.runner import SimPlan, again, run_seed
 from tests.sim import mutations
+from tests.support.compiled import replaces_methods
 
 SEEDS = 60
 
@@ -21,6 +22,7 @@ def found(make_node, profile, steps=1500):
     return next((ending for ending in endings if ending.violation), None)
 
 
+@replaces_methods
 @pytest.mark.parametrize(
     ("mutation", "profile", "words"),
     [
@@ -73,6 +75,7 @@ def test_an_effect_that_the_simulator_does_not_know_is_named():
     assert "does not know the effect Strange" in run_seed(0, SimPlan(400, 2), Inventive).violation
 
 
+@replaces_methods
 def test_a_seed_that_failed_fails_again_with_the_command_that_is_shown():
     plan = SimPlan(steps=1500, profile="mixed")
     ending = next(
@@ -95,6 +98,7 @@ def test_a_seed_that_failed_fails_again_with_the_command_that_is_shown():
     assert (repeated.violation, repeated.digest) == (ending.violation, ending.digest)
 
 
+@replaces_methods
 def test_the_command_ends_with_1_and_shows_the_seed_and_the_last_inputs(monkeypatch, tmp_path):
     monkeypatch.setattr(
         sim, "run_seed", lambda seed, plan: run_seed(seed, plan, mutations.drops_an_unlock)

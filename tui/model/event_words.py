@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from kvd.text import clean, compact_bytes, duration
 from kvd.wire.console import Column, TableRow
-from kvd.wire.events import Event, HandoffEnded, Moved, PagesCorrupt
+from kvd.wire.events import REFERENCES, Event, HandoffEnded, Moved, PagesCorrupt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -176,15 +176,6 @@ def _fields(part: str) -> tuple[str, ...]:
 
 _PARTS = {kind: [(part, _fields(part)) for part in parts] for kind, parts in _WORDS.items()}
 
-_NAMES = {
-    "lease": "lease",
-    "room": "room",
-    "session": "client",
-    "peer": "peer",
-    "locked_node": "node",
-    "tree_node": "node",
-}
-"""Fields that name a thing, and how a reference calls its kind; as the daemon has them."""
 _RANKS = ("room", "lease", "node", "client", "peer")
 """By what an event is about first: the narrowest."""
 SIDES = {"decode": "receive", "prefill": "send"}
@@ -240,7 +231,7 @@ def refs_of(event: Event) -> tuple[str, ...]:
     """What it names that the daemon can tell the events of: the narrowest first."""
     found: dict[str, int] = {}
     for name in event.__struct_fields__:
-        kind, value = _NAMES.get(name), getattr(event, name)
+        kind, value = REFERENCES.get(name), getattr(event, name)
         if kind is not None and value:
             found[f"{kind}:{value}"] = _RANKS.index(kind)
     return tuple(sorted(found, key=found.__getitem__))

@@ -27,6 +27,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core.audit.backrefs import Backrefs
 from kvd.core.audit.containment import misgiven_fault
 from kvd.core.audit.findings import Findings
@@ -44,6 +46,7 @@ EVERY_S = 0.25
 """From the beginning of one sweep to that of the next, at least."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class StandingAudit:
     """Sweeps, and what they found.
 
@@ -66,6 +69,11 @@ class StandingAudit:
         self._took_s = 0.0
         self._share = 0.0
         self._spent_before_s = 0.0
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether a sweep has begun that is not over."""
+        return self._sweep is not None
 
     def turn(self, got: AuditTurn) -> None:
         """Look at as much as ``got.work`` allows; tell what does not hold."""
@@ -127,6 +135,11 @@ class StandingAudit:
     def violations(self) -> int:
         """Told since the incarnation began; must stay 0."""
         return self.findings.violations
+
+    @property
+    def due_s(self) -> float:
+        """When it looks on; in the past while it is in the middle of a sweep."""
+        return float("-inf") if self.is_sweeping else self._next_s
 
     def why_condemned(self, component: str, page: int) -> str:
         """Why nobody gets this page, as far as it is still known."""

@@ -9,6 +9,8 @@ from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core.audit.component_rules import needs
 from kvd.core.handoff.protocol import Decode
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from kvd.core.inspect.view import NodeView
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Backrefs:
     """The cross-references of one node at one moment. Each costs one pass, once."""
 

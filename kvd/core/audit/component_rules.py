@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.core.audit.backrefs import Backrefs
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.components.state import LeaseStates

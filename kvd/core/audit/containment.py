@@ -50,7 +50,8 @@ import numpy as np
 
 from kvd.core.audit.backrefs import Backrefs
 from kvd.core.audit.rules import Fault, missing_locks
-from kvd.core.cache.lease import ARRIVAL, ENGINE, LeaseRecord
+from kvd.core.cache.lease import ARRIVAL, ENGINE
+from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.cache.radix import add_locks, drop, hide, recount, subtree
 from kvd.core.inspect.page_states import has_any, pool_named, pools_of, saved_pools_of
 from kvd.errors import Code, Refusal

@@ -21,7 +21,7 @@ from kvd.wire import events, snapshot
 
 if TYPE_CHECKING:
     from kvd.core.audit.rules import Fault, Key
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inspect.view import NodeView
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvd.core.audit.backrefs import Backrefs
     from kvd.core.cache.eviction import EvictionOrder
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, SendPart

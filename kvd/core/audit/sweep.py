@@ -25,6 +25,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from kvd.core.audit import component_rules
 from kvd.core.audit.rules import (
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
     from kvd.core.audit.backrefs import Backrefs
     from kvd.core.audit.rules import Fault
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.inspect.view import NodeView
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from kvd.types import Pages
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SweptPages:
     """One pool during one sweep. ``see`` and ``learn`` all the time, then ``judge``."""
 
@@ -143,6 +145,7 @@ class SweepPhase(enum.Enum):
     OVER = "over"
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Sweep:
     """One sweep. ``learn`` what moved, then ``look`` until it is OVER; take ``faults`` any time."""
 

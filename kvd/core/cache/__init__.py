@@ -12,8 +12,8 @@ Read first, in this order:
   ``lock``, ``relock`` and ``unlock``; a new root begins with 1, a split gives it to both halves, a
   repair adds what lacks;
 - ``eviction``: which unlocked node goes first, one class per policy;
-- ``lease.LeaseRecord``: what one owner has of the pool; ``lease_state``: running, retracted, and
-  between.
+- ``lease_record.LeaseRecord``: what one owner has of the pool; ``lease``: what it was asked for;
+  ``lease_state``: running, retracted, and between.
 
 ``moved_pages`` is how a sweep that looks at a living node learns what moved meanwhile.
 """

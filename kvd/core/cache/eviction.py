@@ -29,6 +29,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol, assert_never
 
+from mypy_extensions import mypyc_attr
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -96,6 +98,7 @@ class EvictionOrder(Protocol):
     def __len__(self) -> int: ...
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LruOrder:
     """Least recently used first: one ordered dict, a used path moves to its end deepest first."""
 
@@ -124,7 +127,7 @@ class LruOrder:
         """Puts all of the path at the recent end, the deepest first."""
         for step in _path(node):
             self._nodes.setdefault(step)
-        # Missing ones came to the end before what is above them, or behind it: the touch mends it.
+        # What was missing may stand behind what is above it now: the touch puts that last again.
         self.touch(node)
 
     def touch(self, node: RadixNode) -> None:
@@ -163,6 +166,7 @@ class LruOrder:
         return iter(self._nodes)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class EvictionRank:
     """What a ranked order remembers of a node beside what the tree does."""
 
@@ -174,6 +178,7 @@ class EvictionRank:
         self.priority = priority
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RankedOrder:
     """Lowest key first: one heap of lower bounds, corrected when they come up.
 

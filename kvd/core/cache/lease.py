@@ -1,16 +1,6 @@
-"""One owner's claim on one sequence: a lock on its cached prefix, and held pages for the rest.
+"""What a lease is asked for, and the records of what it may have beside its pages.
 
-The page table of a lease has the page of every ``page_size`` tokens, in order::
-
-    pages   | cached: the path to ``anchor``        | held: this lease's own                |
-            0                                     owned                     count(page_table)
-    tokens    0 .. anchor.end_tokens                  known tokens .. room_tokens
-
-A retracted lease has neither lock nor pages; ``saved`` are the bytes that it will want back.
-
-Plain records: read them; only the lease table and its saved area write them.
-
-Invariants: anchor.end_tokens == owned * page_size; owned <= count(page_table).
+The record of a lease itself is ``lease_record``.
 """
 
 from __future__ import annotations
@@ -19,12 +9,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.cache.lease_state import LeaseStage
-from kvd.types import NO_PAGES, Pages, Tokens, count, slice_pages
+from kvd.types import Pages, Tokens, count
 
 if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode
-    from kvd.errors import Refusal
 
 ENGINE = "engine"
 """The holder that is the session itself; a send is held by ``send N``."""
@@ -46,7 +34,7 @@ UNPROVEN = "unproven"
 """The holder of pages that only leases of before a restart may still read."""
 
 
-class Claim(msgspec.Struct, frozen=True):
+class Claim(msgspec.Struct, frozen=True, gc=False):
     """What a lease is asked for, and for whom.
 
     ``reason`` is ``lease`` or ``receive from PEER``; ``holder`` is ``ENGINE`` or ``ARRIVAL``.
@@ -148,115 +136,3 @@ class Saved(msgspec.Struct, frozen=True):
     fresh_tokens: int
     n_pages: int
     n_bytes: int
-
-
-class LeaseRecord:
-    """One claim. Read it; only ``LeaseTable`` and its saved area write it."""
-
-    __slots__ = (
-        "anchor",
-        "awaited_tokens",
-        "cache",
-        "deferred",
-        "holders",
-        "id",
-        "is_whole",
-        "lost",
-        "namespace",
-        "owned",
-        "page_table",
-        "prefix_tokens",
-        "priority",
-        "quarantine",
-        "reads",
-        "reason",
-        "retracted_s",
-        "room",
-        "room_tokens",
-        "said",
-        "saved",
-        "sent_from",
-        "session",
-        "since_s",
-        "state",
-        "step_tokens",
-        "tokens",
-        "touched_s",
-        "unswapped_from",
-        "written_tokens",
-    )
-
-    def __init__(self, lease_id: int, claim: Claim, anchor: RadixNode, page_table: Pages) -> None:
-        self.id = lease_id
-        self.session = claim.session
-        self.reason = claim.reason
-        self.room = claim.room
-        self.namespace = claim.namespace
-        self.priority = claim.priority
-        self.cache = claim.cache
-        self.step_tokens = claim.step_tokens
-        self.tokens = claim.tokens
-        self.room_tokens = claim.room_tokens
-        self.anchor: RadixNode | None = anchor
-        self.page_table = page_table
-        self.owned = 0
-        """Pages of the table that are the tree's; the lock on ``anchor`` keeps them."""
-        self.prefix_tokens = anchor.end_tokens
-        self.written_tokens = anchor.end_tokens
-        """So many tokens' KV is in its pages, as far as its engine has said so."""
-        self.said: tuple[int, ...] = ()
-        """By rank, how far it has said to have written (``leases.written``); none: nobody has."""
-        self.awaited_tokens = 0
-        """So many are written once an event has come that a send was told of."""
-        self.since_s = 0.0
-        self.touched_s = 0.0
-        """When it was opened, extended or committed last."""
-        self.holders = {claim.holder}
-        self.reads = 0
-        """Posts and copies that read its pages now."""
-        self.deferred = NO_PAGES
-        """Its pages that a commit replaced by equal cached ones; kept until nobody reads them."""
-        self.unswapped_from: int | None = None
-        """First page of which its engine still uses its own, which is among ``deferred``."""
-        self.is_whole = False
-        """Whether nothing was computed beyond what is committed; said with the last commit."""
-        self.sent_from: int | None = None
-        """First token whose window pages a send of its prompt may still need."""
-        self.quarantine: Quarantine | None = None
-        self.lost: Refusal | None = None
-        """Why it can only be released: it was found broken (``containment``)."""
-        self.state = LeaseStage.RUNNING
-        self.saved: Saved | None = None
-        self.retracted_s = 0.0
-        """When it was last retracted."""
-
-    @property
-    def held(self) -> Pages:
-        """The pages that are this lease's own, duplicates not yet given back included."""
-        own = slice_pages(self.page_table, self.owned)
-        return Pages(own + self.deferred if self.deferred else own)
-
-    @property
-    def saved_tokens(self) -> int:
-        """Tokens whose KV is in the saved area."""
-        return count(self.saved.tokens) if self.saved is not None else 0
-
-    @property
-    def saved_pages(self) -> int:
-        """Pages of the saved area that it has, of all components."""
-        return self.saved.n_pages if self.saved is not None else 0
-
-    @property
-    def saved_bytes(self) -> int:
-        """What they hold."""
-        return self.saved.n_bytes if self.saved is not None else 0
-
-    @property
-    def is_blank(self) -> bool:
-        """Whether its own pages do not hold yet what they stand for: it is still to be restored."""
-        return self.state is LeaseStage.RESUMING or self.state is LeaseStage.RESTORING
-
-    @property
-    def held_pages(self) -> int:
-        """How many they are."""
-        return count(self.page_table) + count(self.deferred) - self.owned

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 if TYPE_CHECKING:
     from kvd.types import Pages
 
@@ -21,6 +23,7 @@ MAX_LOG = 16_384
 """Moves kept between two turns of the audit: half a second of a busy node."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MovedPages:
     """The moves since the last ``drain``, while somebody watches."""
 

@@ -23,8 +23,8 @@ Invariants (the rest of I1 is the lease table's):
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.moved_pages import MovedPages
 from kvd.types import ID_BYTES, NO_PAGES, Pages
@@ -40,6 +40,9 @@ RAMP = bytes(range(FREE, 256))
 
 _RAMP = np.frombuffer(RAMP, dtype=np.uint8)
 
+_BYTE, _ID, _INDEX = np.dtype(np.uint8), np.dtype("<u4"), np.dtype(np.intp)
+"""Made once: numpy takes longer to understand a name than to look at twenty pages."""
+
 _ascending = b""
 """The ids of all pages in order, up to the largest pool of this process: no pool keeps its own.
 
@@ -47,11 +50,29 @@ A process that has built no pool, because it thawed one, has fewer: what a pool 
 must not depend on it.
 """
 
+_places = np.zeros(0, _ID)
+"""By page, its place in the call that is looked at: whoever is named twice has lost the first.
+
+Its pages of memory are not there before they are written, and nothing in it outlives a call.
+"""
+
 
 def _have_ascending(total_pages: int) -> None:
     global _ascending  # noqa: PLW0603 - a constant that grows
     if len(_ascending) < total_pages * ID_BYTES:
         _ascending = np.arange(total_pages, dtype="<i4").tobytes()
+
+
+def _places_of(total_pages: int) -> np.ndarray:
+    global _places  # noqa: PLW0603 - as large as the largest pool that needed it
+    if _places.size < total_pages:
+        _places = np.empty(total_pages, _ID)
+    return _places
+
+
+def _indices(pages: Pages) -> np.ndarray:
+    """The ids, unsigned, as numpy wants them: it would convert them for each use otherwise."""
+    return np.frombuffer(pages, _ID).astype(_INDEX)
 
 
 class OutOfPages(Exception):
@@ -72,17 +93,27 @@ class BadPages(Exception):
     """Pages that are not free were to be set apart."""
 
 
-class Misgiven(msgspec.Struct, frozen=True):
-    """Pages that came back and were not out, or not once: none of that call was taken."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Misgiven:
+    """Pages that came back and were not out, or not once: none of that call was taken.
 
-    pool: str
-    pages: Pages
-    """All of the call."""
-    why: str
-    giver: object
-    """Whoever gave them back said who it is: the lease, mostly; None: nobody in particular."""
+    Attributes:
+        pool: The name of the pool.
+        pages: All of the call.
+        why: What was wrong with them.
+        giver: Whoever gave them back said who it is: the lease, mostly; None: nobody in particular.
+    """
+
+    __slots__ = ("giver", "pages", "pool", "why")
+
+    def __init__(self, *, pool: str, pages: Pages, why: str, giver: object) -> None:
+        self.pool = pool
+        self.pages = pages
+        self.why = why
+        self.giver = giver
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PagePool:
     """A stack of free pages; page 0, the null page, is never handed out and never comes back."""
 
@@ -108,6 +139,10 @@ class PagePool:
         """Pages that can be taken now."""
         return len(self._free) // ID_BYTES
 
+    def short_of(self, n_pages: int) -> int:
+        """How many of so many are lacking; 0 or less: none."""
+        return n_pages - len(self._free) // ID_BYTES
+
     def take_pages(self, n_pages: int) -> Pages:
         """Takes ``n_pages`` from the top of the stack, all or none.
 
@@ -118,9 +153,7 @@ class PagePool:
         start = len(free) - n_pages * ID_BYTES
         if start < 0 or n_pages < 0:
             raise OutOfPages(self.name, n_pages, self.free_pages, self.total_pages)
-        # Through a memoryview, which is gone at the end of the line: one that lives forbids to
-        # shorten the bytearray.
-        taken = Pages(bytes(memoryview(free)[start:]))
+        taken: Pages = bytes(free[start:])  # type: ignore[assignment]  # see RadixNode
         del free[start:]
         if n_pages <= FEW_PAGES:
             state = self._state
@@ -134,10 +167,10 @@ class PagePool:
     def _mark_out(self, pages: Pages, n_pages: int) -> None:
         first = int.from_bytes(pages[:ID_BYTES], "little")
         # A run is known by one comparison of bytes, and marked by one slice, however long it is.
-        if pages == _ascending[first * ID_BYTES : first * ID_BYTES + len(pages)]:
+        if _ascending.startswith(pages, first * ID_BYTES):
             self._state[first : first + n_pages] = b"\1" * n_pages
         else:
-            np.frombuffer(self._state, np.uint8)[np.frombuffer(pages, "<u4")] = OUT
+            np.frombuffer(self._state, _BYTE)[_indices(pages)] = OUT
 
     def return_pages(self, pages: Pages, giver: object = None) -> None:
         """Puts ``pages`` back on top of the stack, in their order.
@@ -151,7 +184,7 @@ class PagePool:
             is_good = first < self.total_pages and state[first] == OUT
             if is_good:
                 state[first] = FREE
-        elif pages == _ascending[first * ID_BYTES : first * ID_BYTES + len(pages)]:
+        elif _ascending.startswith(pages, first * ID_BYTES):
             # The null page is refused by this too: it was never out.
             is_good = state.startswith(b"\1" * n_pages, first)
             if is_good:
@@ -183,23 +216,24 @@ class PagePool:
 
     def _mark_scattered(self, pages: Pages, n_pages: int) -> bool:
         """The same of many."""
-        ids = np.frombuffer(pages, "<u4")
-        state = np.frombuffer(self._state, np.uint8)
+        ids = _indices(pages)
+        state = np.frombuffer(self._state, _BYTE)
         try:
-            were = state.take(ids)  # take and put: half the time of an index
+            were = state.take(ids)
         except IndexError:
             return False
         if were.tobytes() != b"\1" * n_pages:
             return False
         if n_pages <= len(RAMP):
-            state.put(ids, _RAMP[:n_pages])
+            state[ids] = _RAMP[:n_pages]
             is_good = state.take(ids).tobytes() == RAMP[:n_pages]
         else:
             # More pages than there are different bytes to mark them by.
-            in_order = np.sort(ids)
-            is_good = not (in_order[1:] == in_order[:-1]).any()
+            places, ramp = _places_of(self.total_pages), np.arange(n_pages, dtype=_ID)
+            places[ids] = ramp
+            is_good = bool((places.take(ids) == ramp).all())
         # One byte says free, however that was found out: a replay may have found it another way.
-        state.put(ids, FREE if is_good else OUT)
+        state[ids] = FREE if is_good else OUT
         return is_good
 
     def _refuse(self, pages: Pages, giver: object) -> None:

@@ -30,19 +30,12 @@ import hashlib
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 from xxhash import xxh3_64_intdigest
 
 from kvd.core.cache.moved_pages import MovedPages
-from kvd.core.cache.radix_node import (
-    NO_CHILDREN,
-    EvictedNodes,
-    Extension,
-    FlushedNodes,
-    LockUnderflow,
-    RadixNode,
-    path_between,
-    too_few,
-)
+from kvd.core.cache.radix_node import NO_CHILDREN, LockUnderflow, RadixNode, path_between, too_few
+from kvd.core.cache.tree_changes import EvictedNodes, Extension, FlushedNodes
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens
 
 if TYPE_CHECKING:
@@ -111,6 +104,7 @@ class PagesAtNodes(Protocol):
         """``nodes`` left the tree: what was at them is free."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RadixTree:
     """The cached prefixes of all namespaces. Theory of operation and invariants: see the module.
 
@@ -203,6 +197,9 @@ class RadixTree:
 
     def path_pages(self, node: RadixNode) -> Pages:
         """The pages from the root to the end of ``node``, in token order."""
+        above = node.parent
+        if above is None or above.parent is None:  # a shared beginning, and nothing below it
+            return node.pages
         return Pages(b"".join([step.pages for step in reversed(path_between(None, node))]))
 
     def path_tokens(self, node: RadixNode) -> Tokens:
@@ -281,6 +278,9 @@ class RadixTree:
         # The root's own lock is never taken off: it would be evicted with its namespace in use.
         if node.lock_ref < (1 if node.parent is not None else 2):
             raise LockUnderflow(f"{node.describe()} was unlocked more often than it was locked")
+        self._unlock_path(node)
+
+    def _unlock_path(self, node: RadixNode) -> None:
         freed = 0
         step: RadixNode | None = node
         while step is not None:
@@ -293,6 +293,26 @@ class RadixTree:
         if freed:
             self.evictable_bytes += freed
             self.protected_bytes -= freed
+
+    def unlock_from(self, old: RadixNode, new: RadixNode) -> None:
+        """Does ``relock`` from ``old`` to ``new`` and ``unlock`` of that in one.
+
+        Args:
+            old: Where one lock of the caller is.
+            new: Itself, or what ``extend`` has made below it.
+        """
+        if new is old:
+            self.unlock(old)
+            return
+        # Locked and unlocked at once, none of these moves from one sum to the other.
+        step = new
+        while step is not old:
+            step.hits += 1
+            if not step.lock_ref:
+                self._release(step)
+            assert step.parent is not None
+            step = step.parent
+        self._unlock_path(old)
 
     # --- growing -------------------------------------------------------------------------------
 
@@ -340,12 +360,12 @@ class RadixTree:
             first_page = tokens[start : start + self._page_bytes]
         if start < end:
             self._last_id = node_id = self._last_id + 1
-            leaf = RadixNode(node_id, node, first_page, tokens[start:end], pages)
+            edge = tokens if end - start == len(tokens) else tokens[start:end]
+            leaf = RadixNode(node_id, node, first_page, edge, pages)
             leaf.touched_at = self.at
             if node.children is NO_CHILDREN:
-                node.children = {first_page: leaf}
-            else:
-                node.children[first_page] = leaf
+                node.children = {}
+            node.children[first_page] = leaf
             self.evictable_bytes += len(pages)
             self._add(leaf)
         else:
@@ -355,7 +375,7 @@ class RadixTree:
             self._touch(node)
         if priority:
             self.order.prefer(leaf, priority)
-        return Extension(node=leaf, duplicates=duplicates, tree_pages=tree_pages, joined=pages)
+        return Extension(leaf, duplicates, tree_pages, pages)
 
     def _add_root(self, namespace: str) -> RadixNode:
         if len(self.roots) >= self._sweep_above:
@@ -471,6 +491,7 @@ class RadixTree:
         return FlushedNodes(pages, kept // ID_BYTES, gone)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class EvictedFilter:
     """What has left the tree lately, so that a lease can say why its prompt is not there.
 

@@ -1,4 +1,4 @@
-"""One node of the prefix index, and what the tree's verbs return.
+"""One node of the prefix index.
 
 What must not live here: behaviour. ``RadixTree`` and its eviction order write a node, everybody
 else reads it.
@@ -6,7 +6,7 @@ else reads it.
 
 from __future__ import annotations
 
-import msgspec
+from mypy_extensions import mypyc_attr
 
 from kvd.types import ID_BYTES, Pages, Tokens
 
@@ -15,6 +15,7 @@ class LockUnderflow(Exception):
     """A node was unlocked more often than it was locked; nothing was changed."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RadixNode:
     """One edge of the tree and its end. Read it; only ``RadixTree`` and its order write it.
 
@@ -51,7 +52,9 @@ class RadixNode:
         self.id = node_id
         self.parent = parent
         # Kept and not counted from the root each time: a split never changes where an edge ends.
-        self.end_tokens: int = parent.end_tokens + len(edge) // ID_BYTES if parent else 0
+        self.end_tokens: int = (
+            parent.end_tokens + len(edge) // ID_BYTES if parent is not None else 0
+        )
         self.key = key
         # Plain bytes come in because calling a NewType costs as much as comparing 1000 tokens.
         self.edge: Tokens = edge  # type: ignore[assignment]
@@ -104,34 +107,3 @@ def too_few(tokens: Tokens, start_tokens: int, needed_tokens: int) -> ValueError
         f"the pages from token {start_tokens} on need {needed_tokens} tokens, "
         f"{len(tokens) // ID_BYTES} came: name as many pages as there are whole pages of tokens"
     )
-
-
-class Extension(msgspec.Struct, frozen=True, gc=False):
-    """What ``extend`` did with the caller's pages."""
-
-    node: RadixNode
-    """The node that ends where they end; not locked by this."""
-    duplicates: Pages
-    """The caller's pages that were not taken, because the tree held these tokens on others."""
-    tree_pages: Pages
-    """The pages that all those tokens are on now."""
-    joined: Pages
-    """The caller's pages that were taken: those of ``node``, or none."""
-
-
-class EvictedNodes(msgspec.Struct, frozen=True, gc=False):
-    """What ``evict`` took out of the tree."""
-
-    pages: Pages
-    """The caller's now."""
-    victims: list[RadixNode]
-    """The nodes as they were, children before parents; nothing else refers to them."""
-
-
-class FlushedNodes(msgspec.Struct, frozen=True):
-    """What ``flush`` took out of the tree, and how much a lock kept in it."""
-
-    pages: Pages
-    kept_pages: int
-    nodes: list[RadixNode]
-    """Those that left, parents before children."""

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import WindowPages
 from kvd.core.layout.spec import Buffer, PerRequest, Tail, Whole
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Claim, Claimed, Demand, LeaseRecord
+    from kvd.core.cache.lease import Claim, Claimed, Demand
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.components.component_pages import ComponentPages
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from kvd.types import Pages
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class AllComponentPages:
     """In the order of the specification: what is asked of one is asked of all."""
 

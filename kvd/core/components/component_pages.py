@@ -13,7 +13,9 @@ Invariant: null + free + held + cached + quarantined = total.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import PageSpan
 from kvd.core.cache.pages import PagePool
@@ -21,15 +23,17 @@ from kvd.types import NO_PAGES, Pages, count
 from kvd.wire import events
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, KeysView, Mapping
+    from collections.abc import Iterable, KeysView
 
-    from kvd.core.cache.lease import Claim, LeaseRecord
+    from kvd.core.cache.lease import Claim
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component
     from kvd.errors import Refusal
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PagesAtNode:
     """What lies at one node: a window, or the state at its end; and how many leases need it."""
 
@@ -40,10 +44,11 @@ class PagesAtNode:
         self.locks = locks
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ComponentPages:
     """One component beside the first. Its own class says what it does otherwise than this one."""
 
-    held: Mapping[int, object]
+    held: dict[int, Any]
     """By lease, what it has of it."""
 
     def __init__(self, component: Component, total_pages: int, out: Outbox) -> None:
@@ -136,14 +141,7 @@ class ComponentPages:
                 nodes.append(node)
             freed = self._take_from(nodes)
             self.pool.return_pages(freed)
-            self._out.emit(
-                events.Evicted(
-                    pages=count(freed),
-                    nodes=len(nodes),
-                    reason="room",
-                    component=self.component.name,
-                )
-            )
+            tell_evicted(self._out, count(freed), len(nodes), "room", self.component.name)
 
     def _take_from(self, nodes: Iterable[RadixNode]) -> Pages:
         """These nodes, whose pages nobody needs, have none any more."""
@@ -236,3 +234,11 @@ class ComponentPages:
         freed = self._take_from([node for node in nodes if node in self.at])
         if freed:
             self.pool.return_pages(freed)
+
+
+def tell_evicted(out: Outbox, n_pages: int, n_nodes: int, reason: str, component: str = "") -> None:
+    """Cached pages are free; of the first component whole nodes of them, and no name is said."""
+    # In a full pool for every request: with its number and time, and by position, as others of them
+    # are made in ``leases.lease_events``.
+    out.seq = seq = out.seq + 1
+    out.events.append(events.Evicted(seq, out.at_s, n_pages, n_nodes, reason, component))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvd.core.cache.lease import FETCH
@@ -23,12 +24,14 @@ from kvd.types import NO_PAGES, Pages, count, pack_ids, page_ids
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvd.core.cache.lease import Claim, LeaseRecord
+    from kvd.core.cache.lease import Claim
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Buffers(ComponentPages):
     """The pages of one component of device copies. Nothing of it lies at nodes."""
 

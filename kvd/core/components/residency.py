@@ -26,10 +26,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Residency:
     """The slots of one lease."""
 

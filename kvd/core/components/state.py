@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvd.core.cache.lease import PageSpan
@@ -22,7 +23,8 @@ from kvd.core.components.component_pages import ComponentPages
 from kvd.types import NO_PAGES, Pages, count, null_pages
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Claim, LeaseRecord
+    from kvd.core.cache.lease import Claim
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component
@@ -32,6 +34,7 @@ NO_SNAPSHOT = null_pages(1)
 """What a page table has where there is none."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LeaseStates:
     """What one lease has: the snapshot that it reads, and its own page."""
 
@@ -42,6 +45,7 @@ class LeaseStates:
         self.own = own
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class StatePages(ComponentPages):
     """The pages of one component of states; what lies at the end of a node is a snapshot."""
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvd.core.cache.lease import PageSpan
@@ -33,13 +34,15 @@ from kvd.types import NO_PAGES, Pages, count, null_pages, slice_pages
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.core.cache.lease import Claim, LeaseRecord
+    from kvd.core.cache.lease import Claim
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LeaseWindow:
     """The window pages of one lease, counted in pages of its page table.
 
@@ -112,6 +115,7 @@ class LeaseWindow:
         self.floor = floor
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class WindowPages(ComponentPages):
     """The pages of one windowed component."""
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import xxhash
+from mypy_extensions import mypyc_attr
 
 from kvd.core.components.tail import tail_start
 from kvd.core.handoff.message_sizes import is_short, long_offer, long_settled
@@ -33,7 +34,7 @@ from kvd.wire.bounds import MAX_SOURCES
 from kvd.wire.peer import ALL, Offer
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.effects import Outbox
     from kvd.core.handoff.parts import ReceiveAttempt, SendingEngine, SendPart
     from kvd.core.handoff.payload import Payload, PayloadPart
@@ -62,6 +63,7 @@ def prompt_digest(tokens: Tokens, namespace: str) -> bytes:
 # ---- the decode side -------------------------------------------------------------------------
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class OfferWriter:
     """The decode side: which sources can serve a receive, and an Offer for each of them."""
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core.peers.peer import as_told
 from kvd.errors import Code, Refusal
 from kvd.wire.peer import Closed, ReceiveOutcome
@@ -25,6 +27,7 @@ MAX_KEPT = 16_384
 """Of one writer, which may never raise its floor: half a minute of 500 handoffs a second."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Outcomes:
     """Closed messages by writer and handoff id."""
 

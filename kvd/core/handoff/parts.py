@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.core.cache.lease import LeaseRecord
+from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.effects import Doubt
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.errors import Code, Refusal
@@ -172,6 +172,10 @@ class ReceivePart(HandoffPart):
     state: Decode = Decode.QUEUED
     sums: dict[int, bytes] = field(default_factory=dict)
     """What the writer says of the pages of each route, while they are verified."""
+    tickets: dict[int, int] = field(default_factory=dict)
+    """By route, of what our transfer process is asked to sum, or was told has landed."""
+    landed: dict[int, int] = field(default_factory=dict)
+    """By route: so many of its first pages our transfer process knows to be whole."""
     is_verified: bool = False
     """What it sent is good; it waits for the other sources, if there are any."""
     unanswered: Offer | Abort | None = None
@@ -288,6 +292,8 @@ class SendPart(HandoffPart):
     """Settled, but not Closed: ``finish`` is answered without the outcome from here on."""
     session: int = 0
     """Of the engine; 0 while there is none."""
+    is_numbered: bool = True
+    """Whether its engine knows its number, and hears of it before ``finish`` is answered."""
     engine: SendingEngine | None = None
     offer: Offer | None = None
     awaited: Awaited = field(default_factory=Awaited)
@@ -302,6 +308,8 @@ class SendPart(HandoffPart):
     """The event behind which all tokens below the cursor are written; none: they are."""
     posted_tokens: int = 0
     posted_pages: int = 0
+    ordered_units: dict[int, int] = field(default_factory=dict)
+    """By route: its units before this one are posted."""
     outstanding: set[int] = field(default_factory=set)
     flow: Flow = field(default_factory=Flow)
     split: tuple[int, ...] = ()

@@ -45,7 +45,7 @@ from kvd.wire.peer import Grant, Integrity, Role
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.handoff.sources import TokenSpan
     from kvd.core.layout.spec import PoolSpec

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core import effects
 from kvd.core.handoff.payload import UnitRange, pieces_of, routes_of
 from kvd.core.handoff.protocol import Prefill
@@ -30,7 +32,7 @@ from kvd.core.layout.shards import page_share
 from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Pages
-from kvd.wire.peer import Integrity
+from kvd.wire.peer import MAX_ROUTES, Integrity
 
 if TYPE_CHECKING:
     from kvd.core.handoff.parts import SendingEngine, SendPart
@@ -58,6 +60,7 @@ def no_event(after: bytes, side: str) -> Refusal | None:
     )
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Posts:
     """The posts that are under way, by id."""
 
@@ -71,6 +74,10 @@ class Posts:
         """Of each post under way: which route of its part it goes along."""
         self._moved: dict[int, int] = {}
         """Of each post under way, as last reported."""
+        self._first: dict[int, int] = {}
+        """Of each post under way: its first unit."""
+        self._whole: dict[int, int] = {}
+        """Of each post under way: its units before this one are whole over there."""
         self._leases = leases
         self._peers = peers
         self._out = out
@@ -173,6 +180,8 @@ class Posts:
         part.outstanding.add(self._last)
         self.parts[self._last] = part
         self._routes[self._last] = index
+        self._first[self._last] = self._whole[self._last] = units.first
+        part.ordered_units[index] = units.end
         # Until the post is over no commit gives a page away that it reads.
         self._leases.begin_read(engine.lease)
         is_unsealed = offer.integrity is Integrity.OFF
@@ -200,14 +209,32 @@ class Posts:
         if part.after:
             self._out.effects += [effects.Forget(post) for post in sorted(part.outstanding)]
 
-    def note_moved(self, post: int, moved_bytes: int) -> SendPart | None:
-        """A running post has moved so much."""
+    def note_moved(self, post: int, moved_bytes: int, pages: int = 0) -> SendPart | None:
+        """A running post has moved so much; so many of its first pages are whole over there."""
         part = self.parts.get(post)
         if part is not None:
             # A post that failed ends with 0, and what was counted of it is not taken back.
             part.flow.moved_bytes += max(0, moved_bytes - self._moved.get(post, 0))
             self._moved[post] = moved_bytes
+            self._whole[post] = self._first[post] + pages
         return part
+
+    def landed(self, part: SendPart) -> tuple[int, ...]:
+        """Of each route: how many of its units from the first one on are whole over there.
+
+        Nothing where nobody sums them, or Settled follows, which tells of all.
+        """
+        is_over = part.state is Prefill.FLUSHING and not part.outstanding
+        if is_over or len(part.seals) > MAX_ROUTES:
+            return ()
+        upto = [part.ordered_units.get(at, seal.first) for at, seal in enumerate(part.seals)]
+        # The posts of a route are beside one another: what lies behind the first that is not whole
+        # does not count.
+        if part.seals:
+            for post in part.outstanding:
+                route = self._routes[post]
+                upto[route] = min(upto[route], self._whole[post])
+        return tuple([unit - seal.first for unit, seal in zip(upto, part.seals, strict=True)])
 
     def live_bytes(self, part: SendPart) -> int:
         """What has left for the part, of posts that are under way too."""
@@ -220,7 +247,7 @@ class Posts:
         if part is None:
             return None
         # ``note_moved`` has made the entry that is deleted, even where nothing was reported before.
-        del self.parts[post], self._moved[post]
+        del self.parts[post], self._moved[post], self._first[post], self._whole[post]
         index = self._routes.pop(post)
         part.outstanding.discard(post)
         part.moved_bytes += moved_bytes

@@ -120,7 +120,8 @@ DECODE: dict[tuple[Decode, DecodeTrigger], Decode] = {
     # No Offer has left: nobody knows of the pages, and nothing is drained.
     (D.QUEUED, DT.GIVEN_UP): D.CLOSED,
     (D.OFFERED, DT.ACCEPTED): D.RECEIVING,
-    # Accept may be lost, or be overtaken: what RECEIVING hears, OFFERED may hear first.
+    # Accept may be lost or overtaken, and a writer with nothing to post settles without it: what
+    # RECEIVING hears, OFFERED may hear first.
     (D.OFFERED, DT.DELIVERED): D.VERIFYING,
     (D.OFFERED, DT.SETTLED): D.CLOSED,
     # Not CLOSED, though no Accept was heard: the Offer may have arrived and its pages be written.

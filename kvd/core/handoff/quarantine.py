@@ -27,7 +27,7 @@ from kvd.core.peers.pulse import claimed
 from kvd.types import short
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.handoff.parts import ReceivePart
     from kvd.core.inputs import Awaiting, Quiet
     from kvd.core.leases.lease_table import LeaseTable

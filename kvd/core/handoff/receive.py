@@ -23,7 +23,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import ARRIVAL, Claim, LeaseRecord
+from mypy_extensions import mypyc_attr
+
+from kvd.core.cache.lease import ARRIVAL, Claim
 from kvd.core.effects import Doubt
 from kvd.core.handoff.offer import OfferWriter
 from kvd.core.handoff.outcomes import Outcomes
@@ -48,6 +50,7 @@ from kvd.wire import client
 from kvd.wire.peer import Abort, Accept, Offer, Progress, ReceiveOutcome, Settled, Withdrawn
 
 if TYPE_CHECKING:
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.effects import Outbox
     from kvd.core.inputs import Verified
     from kvd.core.leases.fetch import Fetch, Fetcher
@@ -71,6 +74,7 @@ OPEN = {*WANTED, D.DRAINING}
 """States in which the writer's word is still to come."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ReceiveAsker:
     """A receive in the queue: it waits for memory, and for its sources."""
 
@@ -98,6 +102,7 @@ class ReceiveAsker:
         return self._decoder.offers.awaits(self._attempt)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PreloadAsker:
     """A verified receive whose prompt is copied to its buffer before its engine hears of it."""
 
@@ -116,6 +121,7 @@ class PreloadAsker:
         self._decoder.preloaded(self._attempt, refusal)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Decoder:
     """The parts of this node's decode side that are not over."""
 
@@ -236,11 +242,12 @@ class Decoder:
             self._give_up(part.attempt, of_source(part, why))
 
     def progressed(self, peer: Peer, message: Progress) -> None:
-        """Bytes that have landed so far; lossy, for the eyes only."""
+        """Bytes that have landed so far; lossy: what is not heard is summed at the end."""
         part = self._part(peer, message.handoff)
         # Not while it drains or is verified: what is told then is what Settled said.
         if part is not None and part.state in ASKING:
             self._moved(part, message.moved_bytes)
+            self.verifying.note_landed(part, message.landed)
 
     def settled(self, peer: Peer, message: Settled) -> None:
         """The writer's last word."""
@@ -555,6 +562,7 @@ class Decoder:
     def _offered_or_receiving_to_draining(self, part: ReceivePart, refusal: Refusal) -> None:
         """GIVEN_UP: what is said to the writer from now on, until it settles, is Abort."""
         self._move(part, T.GIVEN_UP, refusal.message)
+        self.verifying.forget_part(part)
         part.unanswered = Abort(
             source=self._settings.incarnation,
             target=part.incarnation,
@@ -570,6 +578,7 @@ class Decoder:
     ) -> None:
         """SETTLED without the bytes, or WRITER_GONE; ``_end`` says what that means."""
         self._move(part, trigger, why)
+        self.verifying.forget_part(part)
 
     def _draining_to_closed(
         self, part: ReceivePart, trigger: DecodeTrigger, why: str, *, proof: str, doubt: Doubt

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core.handoff.message_sizes import page_bytes
 from kvd.core.handoff.offer import (
     differs,
@@ -57,6 +59,7 @@ MAX_FAILED_SENDS = 4096
 WRITING = {P.STREAMING, P.FLUSHING}
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Prefiller:
     """The parts of this node's prefill side that are not over."""
 
@@ -85,6 +88,32 @@ class Prefiller:
 
     def open_send(self, message: client.SendRequest, engine: SendingEngine) -> Refusal | None:
         """The engine is here for a room; the caller has checked that the lease is its own."""
+        part = self._enter_room(message, engine)
+        if isinstance(part, Refusal):
+            return part
+        self._out.answer(engine.session, client.Sending(message.call, part.id))
+        # After Sending, which names the send: Accepted and a failure speak of it by its number.
+        if part.state is P.AWAIT_ENGINE:
+            self._await_engine_or_await_offer_to_streaming(part, T.ENGINE_OPENED)
+        return None
+
+    def hand_over(self, message: client.HandOver, engine: SendingEngine) -> Refusal | None:
+        """As ``open_send``, by an engine that has finished already."""
+        part = self._enter_room(message, engine)
+        if isinstance(part, Refusal):
+            return part
+        part.is_numbered = False
+        self._note_finish(part, message.call, message.aux, message.after)
+        if part.state is P.AWAIT_ENGINE:
+            self._await_engine_or_await_offer_to_streaming(part, T.ENGINE_OPENED)
+        else:
+            self._move(part, T.FINISHED, "")
+        return None
+
+    def _enter_room(
+        self, message: client.SendRequest | client.HandOver, engine: SendingEngine
+    ) -> SendPart | Refusal:
+        """The part that the engine meets there, or waits with."""
         part = self.rooms.by_room.get(message.room)
         # A room has one engine; Offers that wait for one (AWAIT_ENGINE) are what it came to meet.
         if part is not None and part.state is not P.AWAIT_ENGINE:
@@ -97,9 +126,12 @@ class Prefiller:
             self._refuse(turned.part, turned.refusal)
         if meeting.refusal is not None:
             return meeting.refusal
-        part = meeting.part
-        if part is None:
-            part = self._new_part(message.room, P.AWAIT_OFFER)
+        part = meeting.part or self._new_part(message.room, P.AWAIT_OFFER)
+        if type(message) is client.HandOver:
+            refusal = self._unfinishable(part, engine, len(message.aux), message.after)
+            if refusal is not None:
+                return refusal
+        if meeting.part is None:
             self.rooms.add_part(part)
             part.history.add_line(self._out.at_s, f"opened by session {engine.session}")
             for turned in meeting.turned:
@@ -115,11 +147,7 @@ class Prefiller:
         self.by_send[part.id] = part
         # Held by the send from here on: the engine may release its lease, or die, while posts read.
         self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
-        self._out.answer(engine.session, client.Sending(message.call, part.id))
-        # After Sending, which names the send: Accepted and a failure speak of it by its number.
-        if part.state is P.AWAIT_ENGINE:
-            self._await_engine_or_await_offer_to_streaming(part, T.ENGINE_OPENED)
-        return None
+        return part
 
     def advance_send(self, part: SendPart, upto_tokens: int, after: bytes = b"") -> Refusal | None:
         """KV below ``upto_tokens`` is written, or will be when the event behind ``after`` comes."""
@@ -143,31 +171,40 @@ class Prefiller:
             self.posts.push_part(part)
         return None
 
-    def finish_send(self, part: SendPart, message: client.Finish) -> Refusal | None:
-        """All KV is written; answered when the decode side has spoken."""
-        peer = self._peers.by_incarnation.get(part.incarnation)
-        # Refused while the engine can still finish with a shorter one: no Settled could carry this.
-        refusal = long_aux(part, len(message.aux), peer, self._settings)
-        refusal = refusal or no_event(message.after, self._settings.name)
-        if refusal is not None:
-            return refusal
+    def finish_send(
+        self, part: SendPart, call: int, aux: bytes, after: bytes = b""
+    ) -> Refusal | None:
+        """All KV is written; ``call`` is answered when the decode side has spoken."""
         if part.aux is not None:
             what = f"send {part.id} is finished already"
             return Refusal(Code.WRONG_STATE, what, side=self._settings.name)
-        if part.engine is not None and part.share.is_authoritative:
-            refusal = not_reached(part.engine, self._payload, self._settings.name)
-            if refusal is not None:
-                return refusal
-        part.finish_call = message.call
-        part.aux = message.aux
-        part.after = message.after or part.after
-        # Finish is the last advance too: an engine need not have said how far it was.
-        part.cursor_tokens = part.prompt_tokens
+        refusal = self._unfinishable(part, part.engine, len(aux), after)
+        if refusal is not None:
+            return refusal
+        self._note_finish(part, call, aux, after)
         if part.state is P.STREAMING:
             self._streaming_to_flushing(part)
         else:  # no Offer yet: it streams and flushes in one step when that comes
             self._move(part, T.FINISHED, "")
         return None
+
+    def _unfinishable(
+        self, part: SendPart, engine: SendingEngine | None, aux_bytes: int, after: bytes
+    ) -> Refusal | None:
+        """Why this cannot be the end of its prompt."""
+        name, peer = self._settings.name, self._peers.by_incarnation.get(part.incarnation)
+        # Refused while the engine can still finish with a shorter one: no Settled could carry this.
+        refusal = long_aux(part, aux_bytes, peer, self._settings) or no_event(after, name)
+        if refusal is None and engine is not None and part.share.is_authoritative:
+            refusal = not_reached(engine, self._payload, name)
+        return refusal
+
+    def _note_finish(self, part: SendPart, call: int, aux: bytes, after: bytes) -> None:
+        part.finish_call = call
+        part.aux = aux
+        part.after = after or part.after
+        # Finish is the last advance too: an engine need not have said how far it was.
+        part.cursor_tokens = part.prompt_tokens
 
     def abandon_send(self, part: SendPart, refusal: Refusal) -> None:
         """The engine ends it: it failed, or is dead."""
@@ -175,6 +212,14 @@ class Prefiller:
         # more.
         self.give_up_send(part, refusal)
         self.failed.pop(part.id, None)
+
+    def cancel_call(self, session: int, call: int, refusal: Refusal) -> None:
+        """Nobody waits for what this call hands over: end it."""
+        for part in self.by_send.values():
+            if not part.is_numbered and (part.session, part.finish_call) == (session, call):
+                # It returns after the first: this changes what the loop walks over.
+                self.abandon_send(part, refusal)
+                return
 
     def forget_failed(self, session: int, send: int) -> FailedSend | None:
         """The engine ends a send that it was told has failed; None where there is none."""
@@ -393,9 +438,7 @@ class Prefiller:
         """ENGINE_OPENED or OFFERED: both halves are here and agree."""
         self._move(part, trigger, f"decode has {part.decode_prefix_len} tokens")
         peer = self._peers.by_incarnation.get(part.incarnation)
-        if peer is not None:
-            self._accept(peer, part)
-        if part.engine is not None:
+        if part.engine is not None and part.is_numbered:
             self._out.answer(part.engine.session, accepted(part))
         # After Accepted, which tells the engine its share: the failure names a send that it knows.
         if peer is not None and peer.agent is Agent.FAILED and not part.is_posted:
@@ -405,6 +448,9 @@ class Prefiller:
             self._streaming_to_flushing(part)
         else:
             self.push_part(part)
+        # Not where Settled has left in this step: it says all that Accept does, and more.
+        if peer is not None and part.state in WRITING:
+            self._accept(peer, part)
 
     def _streaming_to_flushing(self, part: SendPart) -> None:
         """FINISHED: the last page goes, whole or not, and what goes with it."""

@@ -22,6 +22,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core.handoff.message_sizes import page_bytes
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill, tell_ended
 from kvd.core.handoff.sources import span_of
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from kvd.wire.peer import Offer
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class HandoffRecords:
     """The handoffs of one decode incarnation that this side answers for."""
 
@@ -95,6 +98,7 @@ MIN_KEPT_BYTES = 1024 * 1024
 """And so many at least: 256 page ids for each of ``MAX_OPEN`` Offers."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SettledSends:
     """Settled parts and tombstones, by decode incarnation and handoff id."""
 
@@ -316,7 +320,8 @@ class SettledSends:
         part.ended = refusal
         # A part that was only offered has no engine to tell; its peer hears Settled.
         if part.session:
-            self._out.answer(part.session, client.SendFailed(part.id, refusal))
+            if part.is_numbered:
+                self._out.answer(part.session, client.SendFailed(part.id, refusal))
             self._answer_finish(part, refusal)
 
     def _answer_finish(self, part: SendPart, refusal: Refusal | None) -> None:

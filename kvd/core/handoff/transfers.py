@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core.handoff.send import WRITING
 from kvd.errors import Code, Refusal
 from kvd.wire.peer import Progress
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from kvd.core.settings import Settings
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Transfers:
     """Takes the reports of one transfer process after the other."""
 
@@ -48,7 +51,7 @@ class Transfers:
 
     def post_moved(self, got: PostMoved) -> None:
         """A running post has moved so much."""
-        part = self._posts.note_moved(got.post, got.moved_bytes)
+        part = self._posts.note_moved(got.post, got.moved_bytes, got.pages)
         # A part that drains tells nothing: nobody over there looks any more.
         if part is not None and part.state in WRITING:
             # What is done and what this one has moved: posts beside it are told with their own
@@ -164,6 +167,7 @@ class Transfers:
                     target=part.incarnation,
                     handoff=part.handoff,
                     moved_bytes=moved_bytes,
+                    landed=self._posts.landed(part),
                 ),
             )
 

@@ -5,6 +5,9 @@ pages and compares, off the loop. The answer ends the wait, and nothing else doe
 settled, so nobody writes the pages any more, and no timer is needed to be safe. A transfer process
 that ends meanwhile takes the question along; its successor is asked again.
 
+So that little is left to sum then, it sums ahead what is told to have landed while the rest is on
+its way: under the ticket that the question will have, and for nothing if it never comes.
+
 What must not live here: transitions, and what becomes of the pages (``receive``).
 """
 
@@ -14,9 +17,10 @@ import enum
 from typing import TYPE_CHECKING
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from kvd.core import effects
-from kvd.core.layout.seal import SUM_BYTES, n_chosen
+from kvd.core.layout.seal import SUM_BYTES, chosen, n_chosen
 from kvd.errors import Code, Refusal
 from kvd.types import Pages
 from kvd.wire import events
@@ -47,6 +51,7 @@ class SumFinding(enum.Enum):
     GOOD = "good"
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Verifying:
     """Asks about the pages of delivered parts, and puts the answers into words."""
 
@@ -63,6 +68,32 @@ class Verifying:
         self._out = out
         self._last_ticket = 0
 
+    def note_landed(self, part: ReceivePart, landed: tuple[int, ...]) -> None:
+        """So many of the first pages of each route are whole here; others are still to come."""
+        # What a peer says of other routes than those granted is not read. And where the process
+        # that they were granted through is gone, the part is as good as over.
+        if len(landed) != len(part.seals) or not self._peers.generation:
+            return
+        for index, (seal, told) in enumerate(zip(part.seals, landed, strict=True)):
+            known, n_pages = part.landed.get(index, 0), min(told, seal.end - seal.first)
+            more = chosen(seal, seal.first + known, seal.first + n_pages).size
+            route = part.routes[index]
+            page_bytes = self._payload.parts[route.grant].bytes_per_page(route.shard_route)
+            if more * page_bytes >= self._settings.sum_ahead_bytes:
+                part.landed[index] = n_pages
+                grant = _grant(part, index)
+                self._out.effects.append(
+                    effects.SumLanded(
+                        ticket=self._ticket(part, index),
+                        component=grant.component,
+                        seal=seal,
+                        pages=Pages(grant.pages),
+                        landed=n_pages,
+                        shard=route.shard_route.peer_shard,
+                        window=route.shard_route.window,
+                    )
+                )
+
     def begin_part(self, part: ReceivePart, checksums: bytes) -> SumFinding | Refusal:
         """Every byte has landed; ``checksums`` is what the writer says of them."""
         sizes = [SUM_BYTES * n_chosen(seal) for seal in part.seals]
@@ -74,19 +105,19 @@ class Verifying:
         # looked at in part.
         if len(checksums) != wanted_bytes:
             return self._unsummed(part, len(checksums), wanted_bytes)
-        at, first_ticket = 0, self._last_ticket + 1
+        at = 0
         for index, size in enumerate(sizes):
             if size:
                 part.sums[index] = checksums[at : at + size]
                 at += size
-                self._last_ticket += 1
-                self.parts[self._last_ticket] = part
-                self._routes[self._last_ticket] = index
+                ticket = self._ticket(part, index)
+                self.parts[ticket] = part
+                self._routes[ticket] = index
         part.history.add_line(self._out.at_s, f"{self._told(part)} pages to verify")
         # Otherwise ``ask_again`` asks when one serves: the question outlives the process.
         # All sums are noted by now: the answer to the first finds that others are missing.
         if self._peers.generation:
-            self._ask(range(first_ticket, self._last_ticket + 1))
+            self._ask([ticket for _, ticket in sorted(part.tickets.items())])
         return SumFinding.ASKED
 
     def ask_again(self) -> None:
@@ -100,6 +131,7 @@ class Verifying:
         index = self._routes.pop(got.ticket)
         # Popped by answer, so that an empty ``sums`` says that every route is good.
         checked = len(part.sums.pop(index)) // SUM_BYTES
+        del part.tickets[index]
         if got.why:
             self.forget_part(part)
             return Refusal(
@@ -115,9 +147,20 @@ class Verifying:
     def forget_part(self, part: ReceivePart) -> None:
         """It is decided: no further answer about it matters."""
         # An answer may be under way: it finds no ticket then, and is dropped.
-        for ticket in [one for one, of in self.parts.items() if of is part]:
-            del self.parts[ticket], self._routes[ticket]
-        part.sums = {}
+        # What was summed ahead is for nothing, where it was never asked about.
+        for ticket in part.tickets.values():
+            if self.parts.pop(ticket, None) is None:
+                self._out.effects.append(effects.ForgetSums(ticket))
+            else:
+                del self._routes[ticket]
+        part.sums, part.tickets = {}, {}
+
+    def _ticket(self, part: ReceivePart, index: int) -> int:
+        """Of a route, the one that it has or a new one."""
+        if index not in part.tickets:
+            self._last_ticket += 1
+            part.tickets[index] = self._last_ticket
+        return part.tickets[index]
 
     def _ask(self, tickets: Iterable[int]) -> None:
         for ticket in tickets:

@@ -17,7 +17,7 @@ from kvd.types import Pages
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.components.component_pages import ComponentPages

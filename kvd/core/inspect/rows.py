@@ -21,7 +21,7 @@ from kvd.types import count
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix import RadixTree
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.handoff.parts import ReceivePart, SendPart

@@ -67,7 +67,7 @@ from kvd.wire.snapshot import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.inspect.rows import ClientRow, HandoffRow, PeerRow, PoolRow, WaitingRow
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable

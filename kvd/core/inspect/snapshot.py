@@ -31,7 +31,7 @@ def snapshot(node: NodeView) -> Snapshot:
     return Snapshot(
         node=node.settings.name,
         incarnation=node.settings.incarnation,
-        version=__version__,
+        version=__version__ + node.settings.build,
         uptime_s=node.out.at_s - node.started_s,
         state=node_word(node),
         transport=node.transport,

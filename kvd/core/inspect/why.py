@@ -37,7 +37,7 @@ from kvd.wire.admin import Because, Beside, Mark, TreeNode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.components.component_pages import ComponentPages

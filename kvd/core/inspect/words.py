@@ -15,7 +15,7 @@ from kvd.core.handoff.sources import TokenSpan, share_words, span_of
 from kvd.core.layout.seal import SUM_BYTES
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller

@@ -19,13 +19,16 @@ from itertools import chain
 from operator import add, attrgetter
 from typing import TYPE_CHECKING, Protocol
 
-from kvd.core.cache.lease import Claim, Claimed, Demand, LeaseRecord, Shortage
+from mypy_extensions import mypyc_attr
+
+from kvd.core.cache.lease import Claim, Claimed, Demand, Shortage
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.effects import Outbox
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.owners import Owners
@@ -36,6 +39,7 @@ OWN_TRANSFER = ""
 """What waits for this node's own transfer process: no peer has this name."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SideQueue:
     """Who waits for something other than memory, by what; ``waiters`` are all of them by number.
 
@@ -99,6 +103,7 @@ class Asker(Protocol):
         """The same as names for ``Admission.changed``; none when only memory counts."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MemoryAsker:
     """An asker that waits for memory and nothing else."""
 
@@ -113,6 +118,7 @@ class MemoryAsker:
         return ()
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Waiter:
     """One request in the queue.
 
@@ -168,6 +174,7 @@ class Waiter:
 _rank = attrgetter("rank")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Admission:
     """The line of those who wait for memory, and the side queue of the others.
 

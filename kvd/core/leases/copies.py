@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core import effects
 from kvd.core.layout.spec import region_names, saved_region
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.inputs import Copied, CopyFailed
     from kvd.core.layout.spec import Component, PoolSpec
     from kvd.core.leases.saved_area import SavedMove
@@ -44,6 +46,7 @@ class OwnTransfer(Protocol):
         """Which one serves; 0: none does, and no copy can be ordered."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Copies:
     """The copies under way, by ticket. Invariant: a ticket is used once."""
 
@@ -99,6 +102,7 @@ def _pairs(spec: PoolSpec, component: Component) -> list[tuple[str, str]]:
     return list(zip(pools, region_names(spec, saved_region(component)), strict=True))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class CopyRound:
     """All copies of one lease, and what came of those that are over."""
 
@@ -112,6 +116,7 @@ class CopyRound:
         """Why one of them was refused; empty: none was."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LeaseCopies:
     """Those that are under way. ``by_ticket``: to the copies of the same lease."""
 

@@ -26,6 +26,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import FETCH
 from kvd.core.cache.lease_state import LeaseStage
@@ -35,7 +36,7 @@ from kvd.types import ID_BYTES, Pages, Tokens, count, page_ids
 from kvd.wire import client
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.effects import Outbox
     from kvd.core.inputs import Copied, CopyFailed
     from kvd.core.leases.copies import Copies, OwnTransfer
@@ -55,6 +56,7 @@ class PagesAsker(Protocol):
         """They are not."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class FetchAsker:
     """The engine that called ``fetch``."""
 
@@ -83,6 +85,7 @@ class FetchAsker:
         self._out.answer(self._session, client.Failed(self._call, refusal))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Fetch:
     """Wanted pages, on their turn or before it."""
 
@@ -111,6 +114,7 @@ class Fetch:
         return len(self.wanted) - len(self.missed)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Retreat:
     """A retraction that waits for the copies of its lease to be over.
 
@@ -128,6 +132,7 @@ class Retreat:
         self.tokens = tokens
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Filling:
     """One copy into a buffer; ``fetch`` waits for it, None where nobody does."""
 
@@ -138,6 +143,7 @@ class Filling:
         self.fetch = fetch
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Fetcher:
     """The turns of each lease, and the copies that they ordered."""
 

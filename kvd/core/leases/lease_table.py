@@ -21,21 +21,24 @@ from operator import add
 from typing import TYPE_CHECKING
 
 import msgspec
+from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.eviction import eviction_order
-from kvd.core.cache.lease import ENGINE, Claimed, Demand, LeaseRecord, Shortage
+from kvd.core.cache.lease import ENGINE, Claimed, Demand, Shortage
+from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.cache.moved_pages import MovedPages
 from kvd.core.cache.pages import PagePool
 from kvd.core.cache.radix import EvictedFilter, RadixTree
 from kvd.core.components.all_components import AllComponentPages
+from kvd.core.components.component_pages import tell_evicted
 from kvd.core.layout.spec import lockstep_bytes
 from kvd.core.leases import lease_events
 from kvd.core.leases.journal_notes import JournalNotes
 from kvd.core.leases.saved_area import SavedArea
 from kvd.core.leases.written import tokens_to_commit
 from kvd.errors import Code, Refusal
-from kvd.types import NO_PAGES, NO_TOKENS, Pages, Tokens, count, slice_pages
+from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens, count, slice_pages
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from kvd.core.layout.spec import PoolSpec
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Budgets:
     """What there is, and whether something fits."""
 
@@ -97,6 +101,7 @@ class Budgets:
         return None
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LeaseTable:
     """Pages, tree and leases of one pool, moved together or not at all."""
 
@@ -105,12 +110,12 @@ class LeaseTable:
     ) -> None:
         component = spec.components[0]
         self.moved = MovedPages()
-        self.pool = PagePool(component.name, spec.pages[0], self.moved)
+        self.pool: PagePool = PagePool(component.name, spec.pages[0], self.moved)
         self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy), self.moved)
         self.components = AllComponentPages(spec, self.tree, out)
         self.evicted_filter = EvictedFilter(is_single=not self.components.each)
         self.budgets = Budgets(self)
-        self.saved = SavedArea(spec, self, out)
+        self.saved: SavedArea = SavedArea(spec, self, out)
         self.page_size = component.page_size
         self.capacity_pages = spec.pages[0] - 1
         """Pages that exist, the null page not counted."""
@@ -129,6 +134,8 @@ class LeaseTable:
         the restart are not used again."""
         self.released = 0
         self.evicted_pages = 0
+        self._is_short = not self.components.each
+        """Whether a lease may be opened and ended on the short path: the same in fewer calls."""
         self._out = out
         self._journal = JournalNotes(self.pool, out) if is_journaled else None
         self.return_pages = (
@@ -152,6 +159,29 @@ class LeaseTable:
 
     def open_lease(self, claim: Claim) -> LeaseRecord | Shortage:
         """Lock the cached prefix, then hold pages for the rest; all of it or nothing."""
+        if not self._is_short:
+            return self._open_any(claim)
+        # The short path: the same in one function, where nothing lies beside.
+        pool, tree = self.pool, self.tree
+        n_tokens = len(claim.tokens) // ID_BYTES + claim.reserve_tokens
+        n_pages = -(-n_tokens // self.page_size)
+        if n_pages > self.capacity_pages:
+            return Shortage(n_pages, self.headroom_pages, pool.name)
+        anchor = tree.hold(claim.tokens, claim.namespace, claim.match_tokens)
+        needed = n_pages - anchor.end_tokens // self.page_size
+        short = pool.short_of(needed)
+        # Of pages that do not come back the general way knows more.
+        if short > 0 and not pool.doomed_pages and short * ID_BYTES <= tree.evictable_bytes:
+            self.evict(short, "room")
+        elif short > 0 or pool.doomed_pages:
+            obtainable = self.headroom_pages
+            if needed > obtainable:
+                tree.unlock(anchor)
+                return Shortage(needed, obtainable, pool.name)
+            self._make_room(needed)
+        return self._begin(claim, anchor, needed)
+
+    def _open_any(self, claim: Claim) -> LeaseRecord | Shortage:
         claimed = self.claim(claim, self.budgets.nothing)
         if isinstance(claimed, Shortage):
             return claimed
@@ -206,40 +236,44 @@ class LeaseTable:
 
     def _grant(self, claimed: Claimed) -> LeaseRecord:
         """Take the promised pages: the lease begins, or a retracted one has pages again."""
-        claim, anchor = claimed.claim, claimed.anchor
-        # Locked since the claim was made: the eviction between the two could not take it.
-        owned = anchor.end_tokens // self.page_size
-        pages = self.pool.take_pages(claimed.demand[0])
-        if owned:
-            pages = Pages(self.tree.path_pages(anchor) + pages)
-        if claim.resumes:
-            lease = self._again(self.leases[claim.resumes], anchor, pages)
-        else:
-            lease = self._opened(claim, anchor, pages, owned)
-        if self._journal is not None:
-            # In this step, so before the answer that names the pages: an engine that writes one
-            # must find it noted as its own, or the next process would give it away.
-            self._journal.note_held(lease, lease.held)
+        lease = self._begin(claimed.claim, claimed.anchor, claimed.demand[0])
         if self.components.each:
             self.components.grant(lease, claimed)
         return lease
 
-    def _opened(self, claim: Claim, anchor: RadixNode, pages: Pages, owned: int) -> LeaseRecord:
-        """A new lease."""
-        self.opened += 1
-        lease = LeaseRecord(self.opened + self.number_above, claim, anchor, pages)
-        lease.owned = owned
-        lease.since_s = lease.touched_s = self._out.at_s
+    def _begin(self, claim: Claim, anchor: RadixNode, n_pages: int) -> LeaseRecord:
+        """The same of the first component: so many pages, and what is cached up to ``anchor``."""
+        # Locked since the claim was made: the eviction between the two could not take it.
+        own = self.pool.take_pages(n_pages)
+        pages = own
+        if anchor.end_tokens:
+            pages = self.tree.path_pages(anchor) + own  # type: ignore[assignment]  # see RadixNode
+        if claim.resumes:
+            lease = self._again(self.leases[claim.resumes], anchor, pages)
+        else:
+            lease = self._opened(claim, anchor, pages, n_pages)
+        if self._journal is not None:
+            # In this step, so before the answer that names the pages: an engine that writes one
+            # must find it noted as its own, or the next process would give it away.
+            self._journal.note_held(lease, own)
+        return lease
+
+    def _opened(self, claim: Claim, anchor: RadixNode, pages: Pages, n_own: int) -> LeaseRecord:
+        """A new lease, with so many pages of its own."""
+        self.opened = opened = self.opened + 1
+        at_s, prefix_tokens = self._out.at_s, anchor.end_tokens
+        lease = LeaseRecord(opened + self.number_above, claim, anchor, pages)
+        lease.owned = prefix_tokens // self.page_size
+        lease.since_s = lease.touched_s = at_s
         self.leases[lease.id] = lease
         tree, missed, why = self.tree, 0, ""
-        size = tree.match_page_tokens
-        n_prompt = count(claim.tokens)
-        if n_prompt - anchor.end_tokens >= size:
+        size, n_prompt = tree.match_page_tokens, len(claim.tokens) // ID_BYTES
+        if n_prompt - prefix_tokens >= size:
             # A last partial page is never cached, so it is not missed either.
-            missed = n_prompt // size * size - anchor.end_tokens
+            missed = n_prompt // size * size - prefix_tokens
             root = tree.roots[claim.namespace]
             why = self.evicted_filter.why_missed(claim.tokens, root, anchor, size)
-        lease_events.tell_opened(self._out, lease, anchor, missed, why)
+        lease_events.tell_opened(self._out, lease, n_own, n_prompt, missed, why)
         return lease
 
     def extend(self, lease: LeaseRecord, n_tokens: int) -> Shortage | None:
@@ -369,6 +403,61 @@ class LeaseTable:
         else:
             self.return_pages(duplicates, lease)
             self.releases += 1
+
+    def commit_and_release(self, lease: LeaseRecord, new_tokens: Tokens) -> bool:
+        """Does ``commit`` without a number, then ``release`` by its engine, in one.
+
+        False: nothing was done, and the two are to be called. So it is for what few leases have:
+        anything beside the first component, a word of how far it is written, another holder, pages
+        that a commit has replaced, saved ones, and a commit of more than it has pages for.
+        """
+        anchor = lease.anchor
+        if (
+            anchor is None
+            or len(lease.holders) != 1
+            or lease.said
+            or lease.reads
+            or lease.deferred
+            or lease.unswapped_from is not None
+            or lease.saved is not None
+            or not self._is_short
+        ):
+            return False
+        tokens, table = lease.tokens, lease.page_table
+        if new_tokens:
+            tokens += new_tokens  # type: ignore[assignment]  # see RadixNode
+        n_tokens = len(tokens) // ID_BYTES
+        if n_tokens > len(table) // ID_BYTES * self.page_size:
+            return False
+        first, last = lease.owned, n_tokens // self.page_size
+        node, journal, out = anchor, self._journal, self._out
+        if lease.cache and last > first:
+            mine: Pages = table[first * ID_BYTES : last * ID_BYTES]  # type: ignore[assignment]
+            self.moved.log.append(mine)
+            extension = self.tree.extend(
+                anchor, tokens, mine, start_tokens=anchor.end_tokens, priority=lease.priority
+            )
+            node = extension.node
+            self.growth += 1
+            if journal is not None:
+                journal.note_cached(lease, extension)
+            duplicates = extension.duplicates
+            if duplicates:
+                self._give_back(lease, duplicates)
+            lease_events.tell_committed(out, lease, node, len(duplicates) // ID_BYTES)
+            first = last
+        if journal is not None:
+            journal.note_ended(lease)
+        # What joined could be evicted until here, and nobody was given a page meanwhile.
+        self.tree.unlock_from(anchor, node)
+        lease.anchor = None
+        lease.holders.clear()
+        freed: Pages = table[first * ID_BYTES :]  # type: ignore[assignment]
+        if freed:
+            self.return_pages(freed, lease)
+        was_locked = node.id if node.parent is not None else 0
+        self._forget(lease, "normal", len(freed) // ID_BYTES, was_locked)
+        return True
 
     # ---- retraction --------------------------------------------------------------------------
 
@@ -529,12 +618,12 @@ class LeaseTable:
     def evict(self, n_pages: int, reason: str) -> int:
         """Take at least ``n_pages`` cached pages out of the tree, if so many are evictable."""
         evicted = self.tree.evict(n_pages)
-        n_freed = count(evicted.pages)
+        n_freed = len(evicted.pages) // ID_BYTES
         # Noted as nobody's before anybody is given them: the journal hears in this order.
         self.return_pages(evicted.pages)
         self.evicted_pages += n_freed
         self.evicted_filter.left(evicted.victims)
-        self._out.emit(events.Evicted(pages=n_freed, nodes=len(evicted.victims), reason=reason))
+        tell_evicted(self._out, n_freed, len(evicted.victims), reason)
         return n_freed
 
     def flush(self) -> tuple[int, int]:

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import ENGINE, RESTORE, Claim, LeaseRecord, Shortage
+from mypy_extensions import mypyc_attr
+
+from kvd.core.cache.lease import ENGINE, RESTORE, Claim, Shortage
+from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.cache.lease_state import LeaseStage, LeaseTransition
 from kvd.core.leases.admission import MemoryAsker, Waiter
 from kvd.core.leases.copies import LeaseCopies
@@ -47,6 +50,7 @@ HOLDERS_NAMED = 3
 """Of the leases with the most saved pages, in a refusal."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Caller:
     """The call that waits for a retraction or a resumption, and since when."""
 
@@ -59,6 +63,7 @@ class Caller:
         self.waiter: Waiter | None = None
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ResumeAsker(MemoryAsker):
     """A retracted lease in the queue: it waits for memory and nothing else."""
 
@@ -77,6 +82,7 @@ class ResumeAsker(MemoryAsker):
         self._retractor.not_admitted(self._lease, refusal)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Retractor:
     """Leases on their way out of the pool and back."""
 
@@ -95,7 +101,7 @@ class Retractor:
         """By lease id: to be restored as soon as a transfer process serves."""
         self.retracted = self.resumed = 0
         self.restored_bytes = self.spared_bytes = 0
-        self._callers: dict[int, Caller] = {}
+        self.callers: dict[int, Caller] = {}
         self._leases = leases
         self._owners = owners
         self._admission = admission
@@ -135,7 +141,7 @@ class Retractor:
             return self._no_room(lease, found)
         if found is not None:
             return found
-        self._callers[lease.id] = caller
+        self.callers[lease.id] = caller
         self.copies.save(self, lease, table.saved.to_save(lease))
         return None
 
@@ -231,7 +237,7 @@ class Retractor:
         asker = ResumeAsker(self, lease)
         caller.waiter = Waiter(claim, self._out.at_s + wait_s, asker)
         # Before it is asked for: a lease that is admitted at once looks for its caller.
-        self._callers[lease.id] = caller
+        self.callers[lease.id] = caller
         found = self._admission.at_once(claim)
         if isinstance(found, LeaseRecord):
             self.admitted(found)
@@ -242,7 +248,7 @@ class Retractor:
     def admitted(self, lease: LeaseRecord) -> None:
         """It has a lock and pages again: restore what the tree did not give it."""
         area = self._leases.saved
-        caller = self._callers[lease.id]
+        caller = self.callers[lease.id]
         # It has left the queue: if the lease ends while it is restored there is nothing to
         # withdraw.
         caller.waiter = None
@@ -261,7 +267,7 @@ class Retractor:
         spared_bytes = lease.saved_bytes
         kv_tokens = self._kv_tokens(lease)
         area.complete(lease)
-        del self._callers[lease.id]
+        del self.callers[lease.id]
         self._told_resumed(lease, caller, kv_tokens, 0, spared_bytes)
 
     def not_admitted(self, lease: LeaseRecord, refusal: Refusal) -> None:
@@ -313,13 +319,13 @@ class Retractor:
 
     def _saved(self, lease: LeaseRecord) -> None:
         # No caller: its engine has let go meanwhile, and the copy only held the pages to its end.
-        caller, freed_pages = self._callers.pop(lease.id, None), lease.held_pages
+        caller, freed_pages = self.callers.pop(lease.id, None), lease.held_pages
         self._leases.saved.end_save(lease)
         if caller is not None:
             self._told_retracted(lease, caller, freed_pages)
 
     def _restored(self, lease: LeaseRecord, n_bytes: int) -> None:
-        caller, kv_tokens = self._callers.pop(lease.id, None), self._kv_tokens(lease)
+        caller, kv_tokens = self.callers.pop(lease.id, None), self._kv_tokens(lease)
         # Before ``end_restore``, which drops what is saved; so is ``kv_tokens`` above.
         spared_bytes = lease.saved_bytes - n_bytes
         self._leases.saved.end_restore(lease)
@@ -367,6 +373,11 @@ class Retractor:
         # Emptied first: ``_restore`` puts one back where no process serves.
         waiting, self.uncopied = self.uncopied, {}
         for lease in waiting.values():
+            # Its pages are nobody's any more, so nothing is copied over them, and no copy would say
+            # that it is over: it stays until its engine lets go of it (``lease_ends``).
+            if lease.lost is not None:
+                self.uncopied[lease.id] = lease
+                continue
             moved = self._leases.saved.to_restore(lease)
             assert not isinstance(moved, Refusal), "it was looked at when it was admitted"
             self._restore(lease, moved)
@@ -375,7 +386,7 @@ class Retractor:
 
     def lease_ends(self, lease: LeaseRecord) -> None:
         """Its engine releases it or is dead: who waits for it is told, a copy under way goes on."""
-        caller = self._callers.pop(lease.id, None)
+        caller = self.callers.pop(lease.id, None)
         if caller is not None:
             if caller.waiter is not None:
                 self._admission.withdraw(caller.waiter)
@@ -444,7 +455,7 @@ class Retractor:
         )
 
     def _answer_failed(self, lease: LeaseRecord, refusal: Refusal) -> None:
-        caller = self._callers.pop(lease.id, None)
+        caller = self.callers.pop(lease.id, None)
         if caller is not None:
             self._out.answer(caller.session, client.Failed(caller.call, refusal))
 

@@ -27,7 +27,7 @@ from kvd.errors import Code, Refusal
 from kvd.wire import events
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.effects import Outbox
     from kvd.core.inputs import (
         ClientCameBack,
@@ -267,6 +267,15 @@ class Sessions:
                 leases=len(leases),
                 handoffs=handoffs,
             )
+        )
+
+    def is_asked_about(self, lease: LeaseRecord) -> bool:
+        """Whether ``lease_ends`` of a fetch or of a retraction has anything to do for it."""
+        number, retractor = lease.id, self._retractor
+        return (
+            number in self._fetcher.turns
+            or number in retractor.callers
+            or number in retractor.uncopied
         )
 
     def end_lease(self, lease: LeaseRecord, cause: str) -> None:

@@ -9,10 +9,10 @@ least counts::
              0       ^ 48: whole pages below it may join the tree
 
 Where nothing was said a commit is the word of the engine about all tokens that the lease knows.
-From the first word on (``written``, a send's ``advance`` or ``finish``, an ``upto_tokens`` of a
-commit) a commit without a number means what was said and no more, and so does the end of the lease,
-whoever ends it. KV that is written when an event of a device comes is a word for the commit of an
-engine, which has seen the event by then; the end of a lease has not.
+From the first word on (``written``, a send's ``advance`` or ``finish``, a ``hand_over``, an
+``upto_tokens`` of a commit) a commit without a number means what was said and no more, and so does
+the end of the lease, whoever ends it. KV that is written when an event of a device comes is a word
+for the commit of an engine, which has seen the event by then; the end of a lease has not.
 
 Invariant: where something was said, no page of the lease joins the tree beyond the least of it.
 """
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from kvd.errors import Code, Refusal
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.wire.client import SayWritten
 
 MAX_RANKS = 1024

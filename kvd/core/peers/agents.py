@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core import effects
 from kvd.core.peers.peer import RETRY_S, Agent, Life
 from kvd.wire import events
@@ -35,6 +37,7 @@ MAX_REST_S = 30.0
 """Longest rest of an agent during whose loading our transfer process ended, again and again."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Agents:
     """Moves the ``agent`` of every peer. ``is_serving``: our own transfer process can make one."""
 

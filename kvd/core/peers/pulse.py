@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core.peers.peer import SERVING, StreamClaim
 from kvd.wire.peer import MAX_STREAMS, Ping
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from kvd.core.settings import Settings
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Pulse:
     """The pings of this node, numbered through whoever they go to."""
 
@@ -42,6 +45,11 @@ class Pulse:
         self._settings = settings
         self._out = out
         self._beat_s = float("-inf")
+
+    @property
+    def due_s(self) -> float:
+        """When it is time to ping next."""
+        return self._beat_s + self._settings.heartbeat_s
 
     def is_due(self) -> bool:
         """Whether it is time to ping; says so once per heartbeat."""

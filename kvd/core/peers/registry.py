@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core.layout.spec import fingerprint
 from kvd.core.peers.agents import Agents
 from kvd.core.peers.compatibility import read_layout
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from kvd.errors import Refusal
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Peers:
     """All peers, by name and by incarnation."""
 

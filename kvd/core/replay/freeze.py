@@ -14,7 +14,7 @@ import enum
 import hashlib
 from collections.abc import Callable
 from operator import attrgetter
-from types import BuiltinMethodType, FunctionType, MethodType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -96,16 +96,15 @@ class _Freezer:
     def _row_writer(self, kind: type) -> Write:
         if kind in graph.CONTAINERS:
             return self._container_writer(kind)
-        slots = graph.slots_of(kind)
-        if len(slots) < 2:
+        names = tuple(graph.attributes_of(kind))
+        if len(names) < 2:
             return self._attributes
-        shape, get, value = self._shape(kind, tuple(slots)), attrgetter(*slots), self._value
-        plain = graph.PLAIN
+        get, value, plain = attrgetter(*names), self._value, graph.PLAIN
 
         def slotted(one: Any) -> list[Any]:
             try:
                 held = get(one)
-                row = [graph.INSTANCE, shape]
+                row = [graph.INSTANCE, self._shape(kind, names)]
                 row += [each if type(each) in plain else value(each) for each in held]
             except (AttributeError, Unfreezable):
                 return self._attributes(one)
@@ -129,7 +128,9 @@ class _Freezer:
     def _attributes(self, one: Any) -> list[Any]:
         """The slow way, which also knows the name of the attribute that cannot be written."""
         kind = type(one)
-        names = tuple(graph.slots_of(kind) or sorted(vars(one)))
+        names = tuple(graph.attributes_of(kind) or sorted(vars(one)))
+        if graph.may_lack(kind):
+            names = tuple(name for name in names if _is_set(one, name))
         row = [graph.INSTANCE, self._shape(kind, names)]
         for name in names:
             try:
@@ -226,6 +227,9 @@ class _Freezer:
         return self._refer(one)
 
     def _method(self, one: MethodType | BuiltinMethodType) -> list[Any]:
+        # A compiled function of a module is of the same type as a method of a container.
+        if isinstance(one.__self__, ModuleType):
+            return [graph.NAME, self._name(one)]
         return [graph.METHOD, self._value(one.__self__), one.__name__]
 
     def _name(self, thing: Any) -> int:
@@ -237,6 +241,15 @@ class _Freezer:
             )
             raise Unfreezable(msg)
         return self._names.setdefault(name, len(self._names))
+
+
+def _is_set(one: object, name: str) -> bool:
+    """Whether the instance has it: one of a compiled class may not."""
+    try:
+        getattr(one, name)
+    except AttributeError:
+        return False
+    return True
 
 
 def _pairs(

@@ -9,6 +9,9 @@ Objects are rows ``[kind, ...]``, values are msgpack's own or lists ``[tag, ...]
 what the program itself provides: classes, functions of a module, containers that are constants.
 Only names of ``kvd.core``, ``kvd.wire``, ``kvd.types`` and ``kvd.errors`` exist here.
 
+A node has the same bytes whether its classes are compiled or not. A class that a node keeps allows
+interpreted subclasses, in mypyc's words: only then can an instance of a compiled one be made empty.
+
 ``freeze`` writes, ``thaw`` reads.
 """
 
@@ -18,7 +21,7 @@ import functools
 import importlib
 import pkgutil
 from collections import Counter, OrderedDict, deque
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final
 
 import msgspec
@@ -61,6 +64,13 @@ CONTAINER_METHODS: Final = frozenset({"append", "move_to_end", "pop", "popleft",
 """Methods of containers that may be kept in an attribute, for speed."""
 
 
+_COMPILED: Final = "__mypyc_attrs__"
+"""What a class has that mypyc has compiled: the names of its attributes."""
+
+FUNCTIONS: Final = (FunctionType, BuiltinFunctionType)
+"""Functions of a module, interpreted and compiled."""
+
+
 class Frozen(msgspec.Struct, frozen=True, array_like=True):
     """A graph: its first object is the node. ``shapes`` are a class's name and its attributes."""
 
@@ -93,7 +103,7 @@ def kinds() -> dict[str, object]:
     for module in modules().values():
         for name, thing in vars(module).items():
             is_constant = type(thing) in CONTAINERS and name.isupper()
-            is_own = isinstance(thing, type | FunctionType) and thing.__module__ == module.__name__
+            is_own = isinstance(thing, (type, *FUNCTIONS)) and thing.__module__ == module.__name__
             if (is_constant or is_own) and found.setdefault(name, thing) is not thing:
                 ambiguous.add(name)
     return {name: thing for name, thing in found.items() if name not in ambiguous}
@@ -124,10 +134,19 @@ def named(name: str) -> Any:
     return thing
 
 
-def slots_of(kind: type) -> list[str]:
-    """The attributes that the class declares with ``__slots__``, sorted; none: it has a dict."""
+def attributes_of(kind: type) -> list[str]:
+    """The attributes that the class has room for, sorted; none: its instances have a dict.
+
+    An interpreted class declares them with ``__slots__``, and sets them all; a compiled one lists
+    those of any instance (``may_lack``).
+    """
     found: set[str] = set()
     for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        found.update((slots,) if isinstance(slots, str) else slots)
+        own = vars(base).get(_COMPILED, vars(base).get("__slots__", ()))
+        found.update((own,) if isinstance(own, str) else own)
     return sorted(found)
+
+
+def may_lack(kind: type) -> bool:
+    """Whether an instance has not always all that its class has room for: it is compiled."""
+    return _COMPILED in vars(kind)

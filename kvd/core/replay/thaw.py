@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict, deque
-from types import FunctionType
+from types import FunctionType, MethodDescriptorType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -93,12 +93,12 @@ class _Thawer:
             return kind, names
         if issubclass(kind, enum.Enum):
             raise TypeError(f"{kind.__name__} has members, not attributes")
-        slots = graph.slots_of(kind)
-        missing = sorted(set(slots) - set(names))
-        if missing:
+        room = graph.attributes_of(kind)
+        missing = sorted(set(room) - set(names))
+        if missing and not graph.may_lack(kind):
             raise TypeError(f"{kind.__name__} has {', '.join(missing)}, the recorded one had not")
         for name in names:
-            is_free = name in slots if slots else name not in dir(kind)
+            is_free = name in room if room else name not in dir(kind)
             if not is_free or name.startswith("__"):
                 raise TypeError(f"{kind.__name__} has no attribute {name}")
         return kind, names
@@ -106,7 +106,9 @@ class _Thawer:
     def _empty(self, row: list[Any]) -> Any:
         match row:
             case [graph.INSTANCE, int(shape), *_]:
-                return object.__new__(self._shapes[_index(shape)][0])
+                kind: Any = self._shapes[_index(shape)][0]
+                # A compiled class allows nobody but itself to make it empty.
+                return kind.__new__(kind) if graph.may_lack(kind) else object.__new__(kind)
             case [graph.OBJECT_DICT, int(which), *_]:
                 return graph.DICTS[_index(which)]()
             case [graph.OBJECT_LIST, *_]:
@@ -169,7 +171,8 @@ class _Thawer:
             is_there = name in graph.CONTAINER_METHODS
         else:
             is_there = graph.name_of(kind) is not None and any(
-                isinstance(vars(base).get(name), FunctionType) for base in kind.__mro__
+                isinstance(vars(base).get(name), FunctionType | MethodDescriptorType)
+                for base in kind.__mro__
             )
         if not is_there:
             raise AttributeError(f"{kind.__name__} has no method {name}")
