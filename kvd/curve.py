@@ -2,7 +2,8 @@
 
 A key is 32 bytes, written as 40 characters of Z85. A key file holds one key as text and nothing
 else, so that it can be read, compared and copied with ordinary tools; the public key follows from
-the secret one. What must not live here: sockets in use, and who may connect.
+the secret one. Both are as libzmq's, which is not loaded for it: a daemon needs nothing else of it.
+What must not live here: sockets, and who may connect.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-import zmq
-from zmq.utils import z85
+from nacl import bindings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,9 +27,12 @@ KEY_CHARS: Final = 40
 MAX_FILE_BYTES: Final = 256
 """Of a key file: a key, white space, and nothing else."""
 
-HANDSHAKE_MS: Final = 2000
-"""A handshake that takes longer is given up, and the dialing side begins anew. One with a key that
-is not listed ends only then."""
+_DIGITS: Final = (
+    "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+)
+_VALUES: Final = {digit: value for value, digit in enumerate(_DIGITS)}
+_WORD: Final = struct.Struct(">I")
+_WORD_DIGITS: Final = 5
 
 
 class KeyPair:
@@ -72,19 +75,36 @@ def is_key(text: str) -> bool:
 
 
 def raw(key: str) -> bytes:
-    """The 32 bytes of a text that ``is_key``, as libzmq names them."""
-    return z85.decode(key)
+    """The 32 bytes of a text that ``is_key``."""
+    out = bytearray()
+    for at in range(0, len(key), _WORD_DIGITS):
+        word = 0
+        for digit in key[at : at + _WORD_DIGITS]:
+            word = word * len(_DIGITS) + _VALUES[digit]
+        out += _WORD.pack(word)
+    return bytes(out)
+
+
+def _text_of(key: bytes) -> str:
+    """The opposite of ``raw``."""
+    digits = []
+    for (word,) in _WORD.iter_unpack(key):
+        rest = word
+        for power in range(_WORD_DIGITS - 1, -1, -1):
+            digit, rest = divmod(rest, len(_DIGITS) ** power)
+            digits.append(_DIGITS[digit])
+    return "".join(digits)
 
 
 def pair_of(secret: str) -> KeyPair:
     """The pair of a secret key that ``is_key``."""
-    return KeyPair(zmq.curve_public(secret.encode()).decode(), secret)
+    return KeyPair(_text_of(bindings.crypto_scalarmult_base(raw(secret))), secret)
 
 
 def new_pair() -> KeyPair:
     """A pair that nobody else has."""
-    public, secret = zmq.curve_keypair()
-    return KeyPair(public.decode(), secret.decode())
+    public, secret = bindings.crypto_box_keypair()
+    return KeyPair(_text_of(public), _text_of(secret))
 
 
 def read_pair(path: Path | str) -> KeyPair | KeyFlaw:
@@ -161,11 +181,3 @@ def _create(path: Path, key: str, mode: int) -> None:
         file.write(f"{key}\n")
         file.flush()
         os.fsync(descriptor)
-
-
-def be_client(socket: zmq.Socket[bytes], own: KeyPair, server: str) -> None:
-    """Make a socket talk only to the holder of the public key ``server``; before it connects."""
-    socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
-    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)

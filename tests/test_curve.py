@@ -6,6 +6,8 @@ import os
 import stat
 
 import pytest
+import zmq
+from zmq.utils import z85
 
 from kvd import curve
 
@@ -16,6 +18,15 @@ def test_a_new_pair_is_two_keys_and_the_public_one_follows_from_the_secret():
     assert [curve.is_key(pair.public), curve.is_key(pair.secret)] == [True, True]
     assert pair.public != pair.secret
     assert curve.pair_of(pair.secret).public == pair.public
+
+
+def test_keys_are_those_of_libzmq():
+    for _ in range(50):
+        ours, (public, secret) = curve.new_pair(), zmq.curve_keypair()
+
+        assert curve.pair_of(secret.decode()).public.encode() == public
+        assert zmq.curve_public(ours.secret.encode()).decode() == ours.public
+        assert curve.raw(ours.public) == z85.decode(ours.public)
 
 
 def test_a_pair_does_not_show_its_secret():

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from kvd.console.context import Context
-    from kvd.core.cache.lease import LeaseRecord, Writer
+    from kvd.core.cache.lease import Writer
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.handoff.parts import SendPart
     from kvd.core.inspect.rows import WaitingRow
     from kvd.core.inspect.view import NodeView

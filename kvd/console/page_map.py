@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvd.console.context import Context
     from kvd.console.page_owners import PageOwners
     from kvd.console.survey import Survey
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.inspect.view import NodeView
     from kvd.wire.console import MapQuery
 

@@ -34,7 +34,7 @@ from kvd.core.inspect.words import node_word
 from kvd.core.peers.peer import Life
 from kvd.wire.admin import Frame
 from kvd.wire.console import Latency, MapQuery, Query, Table, TableRow, Vitals
-from kvd.wire.events import Event
+from kvd.wire.events import REFERENCES, Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -86,18 +86,8 @@ class Watch:
         self.due_s = max(self.due_s + self.asked.every_s, now_s)
 
 
-_FIELDS = {
-    "lease": "lease",
-    "room": "room",
-    "session": "client",
-    "peer": "peer",
-    "locked_node": "node",
-    "tree_node": "node",
-}
-"""Fields of events that name a thing, and how a reference calls its kind."""
-
 _NAMED: dict[type, tuple[tuple[str, str], ...]] = {
-    kind: tuple((name, _FIELDS[name]) for name in kind.__struct_fields__ if name in _FIELDS)
+    kind: tuple((name, REFERENCES[name]) for name in kind.__struct_fields__ if name in REFERENCES)
     for kind in get_args(Event)
 }
 

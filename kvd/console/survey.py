@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvd.console.context import ConsoleView
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
 
 SLICE_S = 0.001
 """A slice ends with the step that takes it over this; no step takes over a millisecond."""

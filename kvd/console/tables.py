@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from kvd.console.history import DELIVERED
 from kvd.console.view import View
-from kvd.core.cache.lease import LeaseRecord
+from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.inspect.rows import (
     ClientRow,
     HandoffRow,

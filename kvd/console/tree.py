@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from kvd.console.context import Context
     from kvd.console.survey import Survey
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable

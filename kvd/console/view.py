@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
     from kvd.console.context import Context
-    from kvd.core.cache.lease import LeaseRecord
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.inspect.schema import StateField
     from kvd.core.leases.owners import Kept
 

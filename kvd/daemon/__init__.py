@@ -7,6 +7,7 @@ The map of this room, in the order in which a daemon comes up::
     warm_restart          the memory of the pool; what the daemon before left there, taken over as
                           far as it is proven
     app                   the composition root: builds every part, wires it, takes it down
+    beats                 when the loop beats, and how long it may sleep
     reactor               inputs to the node, effects to the world, events to the bus
     transfer_supervisor   the life of the transfer process: orders out, reports in, restart
     attach, sessions      engines: who gets the pool's memory, and when its processes are gone

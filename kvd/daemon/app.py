@@ -23,9 +23,10 @@ from kvd.core.node import NodeState
 from kvd.daemon.admins import AdminPort
 from kvd.daemon.attach import AttachServer, device_memory
 from kvd.daemon.auditor import Auditor
+from kvd.daemon.beats import Beats
 from kvd.daemon.clients import ClientPort
 from kvd.daemon.consoles import BACKLOG_FRAMES, Consoles
-from kvd.daemon.heap import give_back
+from kvd.daemon.heap import give_back, spare_what_stays
 from kvd.daemon.http_pages import exposition_of, http_pages
 from kvd.daemon.launch import launch
 from kvd.daemon.listeners import Listeners
@@ -61,11 +62,9 @@ if TYPE_CHECKING:
     from kvd.daemon.journalist import Journalist
     from kvd.daemon.launch import Launch
     from kvd.daemon.reload import Read
+    from kvd.journal.reader import Reading
     from kvd.observe.log import EventLog
-
-TICK_S = 0.05
-"""Resolution of deadlines and repetitions; costs 0.1 % of a core."""
-
+    from kvd.wire.admin import Look
 
 LATE_S = 1.0
 """So late a stop may be by the core's reckoning."""
@@ -94,7 +93,7 @@ class Daemon:
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._up = contextlib.AsyncExitStack()
-        self._tick: asyncio.TimerHandle | None = None
+        self._beats: Beats | None = None
         self._clock: Callable[[], float] = time.monotonic
 
     async def start(self) -> None:
@@ -129,10 +128,12 @@ class Daemon:
             on_pool_lost=self._pool_lost,
         )
         self._up.push_async_callback(self.transfer.stop)
+        # While the transfer process loads: to read the journal of a large pool takes as long.
+        reading = self.pool.read(VerifyDepth(config.pool.verify))
         await self.transfer.start("start")
         # After the transfer process, which sums what was left, and before any socket: an engine
         # that comes back must find its leases.
-        await self._take_over()
+        await self._take_over(reading)
         self._listeners = Listeners(config, self._up, self.systemd.passed)
         self._batch = WriteBatch(self._loop, give_back)
         # Last, when all answers are on their way: an engine that sees us hang up waits no more.
@@ -149,14 +150,16 @@ class Daemon:
         # Behind everything that came up: the copy of the node that it begins with has all of it.
         self.recording.begin()
         self.watchdog = Watchdog(self.systemd, self.reactor, self.transfer, self._log, self.state)
-        self._beat(self._clock())
+        self._beats = Beats(self._loop, self.reactor, beat=self._beat, dues=self._dues)
+        self._beats.begin()
+        spare_what_stays()
         self.is_up = True
 
     async def stop(self) -> None:
         """Take everything down, last first."""
-        if self._tick is not None:
+        if self._beats is not None:
             # First: nothing new is begun while what is under way is awaited.
-            self._tick.cancel()
+            self._beats.end()
             if self.journalist is not None:
                 # While the transfer process runs, which makes the sums.
                 await leave(self.journalist, self.node.leases.tree, self.systemd.advance)
@@ -179,12 +182,11 @@ class Daemon:
 
     # ---- parts -------------------------------------------------------------------------------
 
-    async def _take_over(self) -> None:
+    async def _take_over(self, reading: Reading | None) -> None:
         """What the daemon before left is this one's now, as far as it was proven."""
         self.past: Past = NO_PAST
         self.journalist: Journalist | None = None
-        verify = VerifyDepth(self.config.pool.verify)
-        taken = await self.pool.take(verify, self.transfer.sums, self._clock, self.systemd.advance)
+        taken = await self.pool.take(reading, self.transfer.sums, self._clock, self.systemd.advance)
         if taken is None:
             return
         if taken.adopted is not None:
@@ -195,9 +197,17 @@ class Daemon:
                     f"the journal of the pool contradicts itself: {wrong}; kvd drop removes both, "
                     "once no engine of before the restart runs any more"
                 )
-            self.reactor.feed(taken.adopted)
         self.past = taken.past
         self.journalist = taken.journalist
+        self.reactor.perform |= {
+            effects.NoteHeld: self.journalist.writer.held,
+            effects.NoteCached: self.journalist.cached,
+            effects.NoteFreed: self.journalist.writer.freed,
+            effects.NoteEnded: self.journalist.writer.ended,
+        }
+        # Behind the notes: what nobody may read any more is noted as freed in this step.
+        if taken.adopted is not None:
+            self.reactor.feed(taken.adopted)
 
     def _open_engines(self) -> None:
         config, spec = self.config, self.node.settings.spec
@@ -222,7 +232,7 @@ class Daemon:
         budget = self.config.console.budget
         self.consoles = Consoles(self.node, self.bus, budget, self.clients.calls, self._clock)
         self.admins = AdminPort(
-            self.reactor, self.bus, self.recording, self.consoles.look, self.reloader.reload
+            self.reactor, self.bus, self.recording, self._look, self.reloader.reload
         )
         bounds = structs.replace(bounds_of(self.config, share=16), backlog_messages=BACKLOG_FRAMES)
         self.admins.start(self._listeners.listen(self.config.sockets.admin), self._batch, bounds)
@@ -240,7 +250,7 @@ class Daemon:
         self._up.push_async_callback(self.links.close)
 
     def _wire(self) -> None:
-        self.reactor.perform = {
+        self.reactor.perform |= {
             effects.AnswerEngine: self.clients.answer,
             effects.AnswerOperator: self.admins.report,
             effects.SendToPeer: self.links.send,
@@ -249,13 +259,6 @@ class Daemon:
             effects.Recall: self.auditor.recall,
             effects.ReadyToStop: lambda _: self.stopped.set(),
         }
-        if self.journalist is not None:
-            self.reactor.perform |= {
-                effects.NoteHeld: self.journalist.writer.held,
-                effects.NoteCached: self.journalist.cached,
-                effects.NoteFreed: self.journalist.writer.freed,
-                effects.NoteEnded: self.journalist.writer.ended,
-            }
 
     async def _serve_http(self) -> None:
         address = host_port(self.config.http.listen)
@@ -288,7 +291,7 @@ class Daemon:
         self.is_stopping = True
         drain_s = self.config.admission.drain_s
         self.systemd.stopping(f"{why}: draining for {drain_s:g} s at most")
-        if self._tick is None:  # not up yet
+        if self._beats is None:  # not up yet
             self.stopped.set()
             return
         # Whatever becomes of the core, the process ends.
@@ -301,11 +304,19 @@ class Daemon:
         self.failure = self.failure or why
         self.stopped.set()
 
-    def _beat(self, due_s: float) -> None:
-        now_s = self._clock()
-        # First, so that whatever becomes of this tick, there is a next one.
-        self._tick = self._loop.call_later(TICK_S, self._beat, now_s + TICK_S)
-        lag_s = max(0.0, now_s - due_s)
+    def _look(self, console: bytes, asked: Look) -> bytes | None:
+        """A console looks: its next frames come with the beats."""
+        if self._beats is not None:
+            self._beats.stir()
+        return self.consoles.look(console, asked)
+
+    def _dues(self) -> list[float]:
+        """When a beat has something to do for the shell; none while consoles wait for frames."""
+        if self.consoles.is_watched:
+            return []
+        return [self.transfer.due_s, self.watchdog.due_s, self.auditor.due_s]
+
+    def _beat(self, now_s: float, lag_s: float) -> None:
         self.metrics.loop_lag(lag_s)
         self.consoles.lagged(lag_s)
         self.reactor.feed(Tick(now_s))

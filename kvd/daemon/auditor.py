@@ -2,8 +2,13 @@
 
 Every tick earns the audit ``budget`` times the time that has passed. A turn gets the work that this
 buys, by what a unit of work has cost lately; what a slice took more is paid back before the next
-turn. Processor time is counted, not the clock: being preempted is not work. What is earned while
-there is nothing to do is kept up to ``MAX_SLICE_S``, the longest that the loop should wait for it.
+turn. Processor time is counted, not the clock: being preempted is not work. What counts is a whole
+turn, from the tick to the last effect of what was found. What is earned while there is nothing to
+do is kept up to ``MAX_SLICE_S``, the longest that the loop should wait for it.
+
+The busier the loop is with other things, the less is earned, down to ``LEAST_EARNED`` of it: who
+asks for something comes first, and what is broken is still found. Between two sweeps there are no
+turns, and a node of which nothing is heard rests for longer between them.
 
 What must not live here: what is looked at, and what is found (``kvd.core.audit.audit``).
 """
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.core import effects
+    from kvd.core.audit.audit import StandingAudit
     from kvd.daemon.reactor import Reactor
     from kvd.observe.bus import Bus
     from kvd.wire.events import Event
@@ -32,6 +38,12 @@ FIRST_UNIT_S = 2e-6
 
 LEAST_WORK = 256
 """Units asked for at least: what a turn costs whatever it does must not be most of it."""
+
+LEAST_EARNED = 0.25
+"""Of the budget, while the loop has no time to spare."""
+
+AT_REST_S = 0.5
+"""From one sweep to the next while no event happens; a step that breaks something has some."""
 
 LEARN = 0.25
 """Weight of the last turn in what a unit is taken to cost."""
@@ -54,23 +66,50 @@ class Auditor:
         self._bus = bus
         self._timer = timer
         self._last_s: float | None = None
+        self._busy_s = 0.0
+        """Processor time of this thread until the last turn was over."""
         self._credit_s = 0.0
         self._unit_s = FIRST_UNIT_S
         self._spent_s = 0.0
         """Of the last turn, not yet reported."""
+        self._swept_seq = -1
+        """The last event when the last sweep began."""
+        self._rests_until_s = float("-inf")
+
+    @property
+    def due_s(self) -> float:
+        """When it looks on, if nothing happens until then; in the past in the middle of a sweep."""
+        if not self.share:
+            return float("inf")
+        audit = self._reactor.node.audit
+        if audit.is_sweeping or self._reactor.node.out.seq != self._swept_seq:
+            return audit.due_s
+        return max(audit.due_s, self._rests_until_s)
 
     def turn(self, now_s: float) -> None:
-        """A tick: look at something, if it is earned."""
-        earned_s = (now_s - self._last_s) * self.share if self._last_s is not None else 0.0
-        self._last_s = now_s
-        # What was not needed is not saved up: the loop would stand still for all of it at once.
-        self._credit_s = min(self._credit_s + earned_s, MAX_SLICE_S)
-        if self._credit_s <= 0.0:
-            return
+        """A tick: look at something, if it is earned and there is something to look at."""
+        begun_s = self._timer()
+        self._earn(now_s, begun_s)
         audit = self._reactor.node.audit
+        if self._credit_s > 0.0 and now_s >= self.due_s:
+            self._look(audit, now_s, begun_s)
+        self._busy_s = self._timer()
+
+    def _earn(self, now_s: float, begun_s: float) -> None:
+        elapsed_s = now_s - self._last_s if self._last_s is not None else 0.0
+        self._last_s = now_s
+        if elapsed_s <= 0.0:
+            return
+        idle = max(LEAST_EARNED, 1.0 - (begun_s - self._busy_s) / elapsed_s)
+        # What was not needed is not saved up: the loop would stand still for all of it at once.
+        self._credit_s = min(self._credit_s + elapsed_s * self.share * idle, MAX_SLICE_S)
+
+    def _look(self, audit: StandingAudit, now_s: float, begun_s: float) -> None:
+        if not audit.is_sweeping:
+            self._swept_seq = self._reactor.node.out.seq
+            self._rests_until_s = now_s + AT_REST_S
         work = max(LEAST_WORK, int(self._credit_s / self._unit_s))
         spent_s, self._spent_s = self._spent_s, 0.0
-        begun_s = self._timer()
         self._reactor.feed(AuditTurn(now_s, work, spent_s))
         self._spent_s = self._timer() - begun_s
         self._credit_s -= self._spent_s

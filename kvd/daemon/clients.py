@@ -181,7 +181,8 @@ class ClientPort(ListenerOwner):
         self._call, self._op = message.call, OPS[kind]
         reactor = self._reactor
         began_s = reactor.clock()
-        reactor.feed(FromClient(at_s=began_s, session=session, message=message, tokens=tokens))
+        happened = FromClient(at_s=began_s, session=session, message=message, tokens=tokens)
+        reactor.feed(happened, frames[0])
         self._call = NO_CALL
         self._metrics.rpc(self._op, reactor.clock() - began_s)
 

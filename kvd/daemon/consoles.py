@@ -80,6 +80,11 @@ class Consoles:
         """With frames, since the last beat began."""
         self._lags: deque[float] = deque(maxlen=LAGS)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether a console waits for frames."""
+        return bool(self._watches)
+
     def look(self, console: bytes, asked: Look) -> bytes | None:
         """The first frame that answers it, encoded; the others come with ``beat``.
 

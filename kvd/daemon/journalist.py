@@ -2,20 +2,23 @@
 
     NoteCached --> queue --> PageSums --> proven
 
-What was cached in one turn of the loop is asked for in the next. Which pages still wait for their
+What is cached within ``BATCH_S`` is asked for together, and what was answered by then is proven
+together: 64 pages by themselves cost 17 us, among a thousand 4. Which pages still wait for their
 sums is read when they are asked for, and compared when the sums are here: what was freed meanwhile
 drops out, and what was cached anew has been queued again.
 
-Invariants: a page that is cached and not proven is queued, or asked for, or was refused a sum
-(``n_unsummed_pages``); nothing is asked for while no transfer process is ready; the queue is at
-most twice as long as the pool.
+Invariants: a page that is cached and not proven is queued, or asked for, or answered, or was
+refused a sum (``n_unsummed_pages``); nothing is asked for while no transfer process is ready; the
+queue is at most twice as long as the pool.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from kvd.types import ID_BYTES, Pages
 
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
     from kvd.journal.checked_words import Words
     from kvd.journal.writer import JournalWriter
     from kvd.transfer.orders import Summed
+
+BATCH_S: Final = 0.005
+"""A killed daemon loses so much more of what it cached last."""
 
 
 class Journalist:
@@ -45,10 +51,12 @@ class Journalist:
         self._queue: deque[Pages] = deque()
         self._queued_pages = 0
         self._most_queued_pages = 2 * writer.journal.sizes.pages
-        self._turn: asyncio.Handle | None = None
+        self._answered: list[tuple[Pages, Words, bytes]] = []
+        """Pages with their words when they were asked for, and their sums: not proven yet."""
+        self._turn: asyncio.TimerHandle | None = None
         self._is_settled = asyncio.Event()
         self._is_settled.set()
-        sums.ask_again_with(self._ask_soon)
+        sums.ask_again_with(self._go_on_soon)
 
     def cached(self, note: NoteCached) -> None:
         """Carry out ``NoteCached``; its pages are proven when their sums are here."""
@@ -60,27 +68,38 @@ class Journalist:
             if self._queued_pages > self._most_queued_pages:
                 self._sift()
             self._is_settled.clear()
-            self._ask_soon()
+            self._go_on_soon()
 
     # ---- sums --------------------------------------------------------------------------------
 
-    def _ask_soon(self) -> None:
-        if self._turn is None and self._sums.is_ready:
-            self._turn = asyncio.get_running_loop().call_soon(self._ask)
+    def _go_on_soon(self) -> None:
+        if self._turn is None and (self._sums.is_ready or self._answered):
+            self._turn = asyncio.get_running_loop().call_later(BATCH_S, self._go_on)
 
-    def _ask(self) -> None:
-        """Ask for as much as may be outstanding."""
+    def _go_on(self) -> None:
+        """Prove what was answered, and ask for as much as may be outstanding."""
         # First, so that what comes while it asks gets a turn of its own.
         self._turn = None
+        self._prove()
         sums = self._sums
         while sums.is_ready and self._queue and sums.n_pages < sums.most_pages:
             # The words as they are now: a page that is freed and cached again meanwhile has another
             # one, and its old sum proves nothing of it.
-            pages, words = self.writer.pending(self._next_pages(sums.order_pages))
-            if pages:
-                sums.ask(pages, self._proof(pages, words))
-        if not self._queue and not sums.n_pages:
+            room = sums.most_pages - sums.n_pages
+            pages, words = self.writer.pending(self._next_pages(room))
+            for start in range(0, words.size, sums.order_pages):
+                stop = start + sums.order_pages
+                some = Pages(pages[start * ID_BYTES : stop * ID_BYTES])
+                sums.ask(some, self._answer(some, words[start:stop]))
+        if not (self._queue or sums.n_pages or self._answered):
             self._is_settled.set()
+
+    def _prove(self) -> None:
+        """All that was answered since the last turn."""
+        answered, self._answered = self._answered, []
+        if answered:
+            pages, words, sums = zip(*answered, strict=True)
+            self.writer.summed(Pages(b"".join(pages)), np.concatenate(words), b"".join(sums))
 
     def _next_pages(self, n_pages: int) -> Pages:
         """The first ``n_pages`` of the queue, or all."""
@@ -102,8 +121,8 @@ class Journalist:
         self._queue = deque([waiting])
         self._queued_pages = len(waiting) // ID_BYTES
 
-    def _proof(self, pages: Pages, words: Words) -> Callable[[Summed | None], None]:
-        def prove(report: Summed | None) -> None:
+    def _answer(self, pages: Pages, words: Words) -> Callable[[Summed | None], None]:
+        def answered(report: Summed | None) -> None:
             # To the end of the queue: the next process sums them.
             if report is None:
                 self._queue.append(pages)
@@ -111,10 +130,10 @@ class Journalist:
             elif report.why:
                 self.n_unsummed_pages += len(pages) // ID_BYTES
             else:
-                self.writer.summed(pages, words, report.sums)
-            self._ask()
+                self._answered.append((pages, words, report.sums))
+            self._go_on_soon()
 
-        return prove
+        return answered
 
     async def settle(self, timeout_s: float) -> bool:
         """Wait until everything that is cached is proven; whether it is, in that time."""

@@ -1,8 +1,8 @@
 """The first steps of a daemon: its lock, its memory, and its transfer process on the way.
 
-They come before everything else because the transfer process needs half a second to load NIXL and
-to register the memory, as long as the rest of the daemon takes to be imported: both go side by
-side. So what is imported here is little.
+They come before everything else because the transfer process has to load NIXL and to register the
+memory, while the rest of the daemon is imported: both go side by side. So what is imported here is
+little.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvd.daemon.systemd import Systemd
     from kvd.daemon.warm_restart import OpenPool
     from kvd.pools.build import PoolRegion
+    from kvd.transfer.child import WorkerChild
 
 FIRST_GENERATION = 1
 
@@ -44,7 +45,14 @@ class Launch:
         first: the transfer process to begin with.
     """
 
-    def __init__(self, config: Config, spec: PoolSpec, lock_fd: int, pool: OpenPool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        spec: PoolSpec,
+        lock_fd: int,
+        pool: OpenPool,
+        child: WorkerChild | None,
+    ) -> None:
         """Use ``launch``."""
         self.spec = spec
         self.pool = pool
@@ -55,7 +63,7 @@ class Launch:
         self._environment = config.transfer.ucx
         in_huge_pages = config.pool.huge_pages == "collapse" and config.pool.backing != "hugetlbfs"
         self._regions = [_planned(one, in_huge_pages=in_huge_pages) for one in pool.memory.placed]
-        self.first = self._process(FIRST_GENERATION)
+        self.first = self._process(FIRST_GENERATION, child)
 
     def process(self, generation: int) -> TransferProcess:
         """The transfer process of this generation, to be started."""
@@ -66,12 +74,13 @@ class Launch:
         self.pool.memory.close()
         os.close(self._lock_fd)
 
-    def _process(self, generation: int) -> TransferProcess:
+    def _process(self, generation: int, child: WorkerChild | None = None) -> TransferProcess:
         return TransferProcess(
             f"{self.incarnation}-{generation}",
             self._regions,
             environment=self._environment,
             keep_open=(self._lock_fd, *self.pool.memory.keeper.keep_open),
+            child=child,
         )
 
 
@@ -105,8 +114,13 @@ def _check_devices(devices: dict[int, int]) -> None:
     raise UnfitConfig(why)
 
 
-def launch(config: Config, systemd: Systemd) -> Launch:
-    """Take the lock, find or make the memory, and spawn the transfer process.
+def launch(config: Config, systemd: Systemd, child: WorkerChild | None = None) -> Launch:
+    """Take the lock, find or make the memory, and tell the transfer process of both.
+
+    Args:
+        config: of this daemon.
+        systemd: is told what takes its time.
+        child: the transfer process, where it was started before; else it is started here.
 
     Raises:
         CANNOT_SERVE: one of these; nothing stays open.
@@ -128,7 +142,7 @@ def launch(config: Config, systemd: Systemd) -> Launch:
     except BaseException:
         os.close(lock_fd)
         raise
-    made = Launch(config, spec, lock_fd, pool)
+    made = Launch(config, spec, lock_fd, pool, child)
     try:
         systemd.begin(f"registering {size}")
         # Last here, and before the rest of the daemon is imported: both take about as long.

@@ -1,6 +1,6 @@
 """One daemon per runtime directory, and the proof that the one before is over.
 
-The lock is held by the daemon *and* by its transfer process, which inherits the descriptor. So who
+The lock is held by the daemon *and* by its transfer process, which is given the descriptor. So who
 gets the lock knows that no older transfer process of this node can write any more, and may announce
 a new incarnation.
 """
@@ -59,6 +59,9 @@ def next_birth(descriptor: int) -> int:
     last = int(kept[1]) if len(kept) > 1 and kept[1].isdecimal() else 0
     # Peers refuse an incarnation that is older than one they know.
     birth = max(time.time_ns(), last + 1)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()} {birth}\n".encode(), 0)
+    line = f"{os.getpid()} {birth}\n".encode()
+    # Written over the last one and cut behind it: emptied first, a process that is killed between
+    # the two would leave no birth behind, and a clock set back could go unseen.
+    os.pwrite(descriptor, line, 0)
+    os.ftruncate(descriptor, len(line))
     return birth

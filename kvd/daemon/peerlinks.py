@@ -149,7 +149,8 @@ class PeerLinks(ListenerOwner):
             message = Refusal(Code.BAD_REQUEST, f"{len(frames)} frames, a message has one")
         now_s = self._reactor.clock()
         if not isinstance(message, Refusal):
-            self._reactor.feed(FromPeer(at_s=now_s, link=link, message=message, proven=proven))
+            happened = FromPeer(at_s=now_s, link=link, message=message, proven=proven)
+            self._reactor.feed(happened, frames[0])
             return
         self._reactor.feed(Unreadable(at_s=now_s, socket="peers", sender=link, refusal=message))
         came_by = self._inward.get(link)

@@ -16,10 +16,19 @@ from typing_extensions import override
 
 from kvd.core import effects
 from kvd.core.audit.invariants import violations
-from kvd.core.inputs import CheckedAll, FromClient, FromOperator, Tick
+from kvd.core.inputs import (
+    AuditTurn,
+    CheckedAll,
+    FromClient,
+    FromOperator,
+    FromPeer,
+    RecorderSaid,
+    Tick,
+)
 from kvd.errors import Code, Refusal
 from kvd.wire.admin import AdminFailed
 from kvd.wire.client import Failed, Push
+from kvd.wire.peer import Ping
 
 if TYPE_CHECKING:
     from kvd.core.inputs import Input
@@ -54,42 +63,54 @@ class Reactor:
         # Filled by the composition root: who performs an effect feeds inputs, so each needs the
         # other, and one of the two must come later.
         self.perform: Perform = {}
-        self._record: Callable[[Input], None] = _unrecorded
+        self._record: Callable[[Input, bytes], None] | None = None
+        self._on_stir: Callable[[], None] | None = None
         self.ticked_s = float("-inf")
         """When the last ``Tick`` was stepped without a bug."""
         self._bus = bus
         self._on_bug = on_bug
-        self._waiting: deque[Input] = deque()
+        self._waiting: deque[tuple[Input, bytes]] = deque()
         self._is_stepping = False
 
-    def record_with(self, record: Callable[[Input], None]) -> None:
-        """Have ``record`` see every input before it is stepped."""
+    def record_with(self, record: Callable[[Input, bytes], None]) -> None:
+        """Have ``record`` see every input before it is stepped, and the frame that it came in."""
         self._record = record
 
     def record_no_more(self) -> None:
         """Nobody sees inputs but the node."""
-        self._record = _unrecorded
+        self._record = None
 
-    def feed(self, happened: Input) -> None:
-        """Apply one input, carry out its effects in order, publish its events in order."""
+    def tell_of_stir(self, on_stir: Callable[[], None]) -> None:
+        """Call this once, at the next input that is not of those that come to a node at rest."""
+        self._on_stir = on_stir
+
+    def feed(self, happened: Input, frame: bytes = b"") -> None:
+        """Apply one input, carry out its effects in order, publish its events in order.
+
+        ``frame`` is what its message came in, if it came in one, for whoever records.
+        """
+        if self._on_stir is not None and not _is_still(happened):
+            stir, self._on_stir = self._on_stir, None
+            stir()
         if self._is_stepping:
             # Behind the effects of the running step: in the middle of them the world would be ahead
             # of the node.
-            self._waiting.append(happened)
+            self._waiting.append((happened, frame))
             return
         # While effects and events are carried out too, not only while the node steps.
         self._is_stepping = True
         try:
-            self._step(happened)
+            self._step(happened, frame)
             while self._waiting:
-                self._step(self._waiting.popleft())
+                self._step(*self._waiting.popleft())
         finally:
             self._is_stepping = False
 
-    def _step(self, happened: Input) -> None:
+    def _step(self, happened: Input, frame: bytes) -> None:
         # A bug of the core must cost the request that met it, not the node with everybody's pages.
         # Before it is stepped, also where that raises: a replay must come to the same bug.
-        self._record(happened)
+        if self._record is not None:
+            self._record(happened, frame)
         try:
             step = self.node.step(happened)
             if type(happened) is Tick:
@@ -167,19 +188,26 @@ class Paranoid(Reactor):
     _known: frozenset[str] = frozenset()
 
     @override
-    def _step(self, happened: Input) -> None:
-        super()._step(happened)
+    def _step(self, happened: Input, frame: bytes) -> None:
+        super()._step(happened, frame)
         found = self.attempt("check", lambda: violations(self.node))
         if isinstance(found, Refusal) or self._known == (now := frozenset(found)):
             return
         self._known = now
         # An input like any other: what containment does about it must be done again by a replay.
-        super()._step(CheckedAll(self.clock()))
+        super()._step(CheckedAll(self.clock()), b"")
         # What was contained is gone by now: compared with what was found, it would be news at each
         # step.
         left = self.attempt("check", lambda: violations(self.node))
         if not isinstance(left, Refusal):
             self._known = frozenset(left)
+
+
+def _is_still(happened: Input) -> bool:
+    """Whether it comes to a node to which nothing happens."""
+    return isinstance(happened, Tick | AuditTurn | RecorderSaid) or (
+        isinstance(happened, FromPeer) and isinstance(happened.message, Ping)
+    )
 
 
 def _is_apology(effect: effects.Effect) -> bool:
@@ -189,7 +217,3 @@ def _is_apology(effect: effects.Effect) -> bool:
             return True
         case _:
             return False
-
-
-def _unrecorded(_: Input) -> None:
-    """What a reactor records that nobody records."""

@@ -1,9 +1,9 @@
 """The daemon's side of the flight recorder: it notes every input, and keeps the recorder process.
 
-Inputs are kept before they are stepped and written to the ring with every tick, so a daemon that is
-killed loses the last of them; following, stepping and saving is the recorder process's. At full
-rate a lease and its release take 231 us instead of 200 with 200 tokens, 273 instead of 224 with
-13,000 (``python -m benchmarks recorder``). Whatever becomes of that process, the daemon goes on:
+Inputs are kept before they are stepped, in the frames that they came in, and written to the ring
+with every tick, after ``STRETCH`` of them and with every long prompt; so a daemon that is killed
+loses the last of them, as long as a tick. Following, stepping and saving is the recorder
+process's. Whatever becomes of that process, the daemon goes on:
 it says that the recording has ended, and begins anew with a fresh copy of the node as soon as that
 is small enough to be made between two ticks.
 
@@ -22,11 +22,17 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from kvd import __version__
-from kvd.core.inputs import Input, RecorderSaid, RecorderSaved, Tick
+from kvd.core.inputs import FromClient, FromPeer, Input, RecorderSaid, RecorderSaved, Tick
 from kvd.core.recorded import RECORDING
 from kvd.core.replay.freeze import TooManyObjects, Unfreezable, freeze
 from kvd.recorder import orders, ring
-from kvd.recorder.input_records import mark_of, record_of, record_of_mark
+from kvd.recorder.input_records import (
+    client_head,
+    mark_of,
+    peer_head,
+    record_of,
+    record_of_mark,
+)
 from kvd.recorder.orders import DEAF_TO
 from kvd.wire.snapshot import RecorderState
 
@@ -44,6 +50,12 @@ MARK_EVERY_S: Final = 1.0
 
 STRETCH: Final = 256
 """Inputs that are written at once, at least with every tick: a killed daemon loses no more."""
+
+PIECES: Final = 4
+"""Of an input at most."""
+
+LONG_BYTES: Final = 8 * 1024
+"""Tokens from this size on are written at once: now they are still in the processor's cache."""
 
 BASE_OBJECTS: Final = 2000
 """The largest node that is copied to begin with: some 20 ms, in which the loop stands still."""
@@ -82,8 +94,8 @@ class FlightRecorder:
         self._began_s = self._mark_s = self._bug_s = float("-inf")
         self._tickets = itertools.count(1)
         self._waiting: dict[int, OnSaved] = {}
-        self._kept: list[Input] = []
-        """Recorded, and not in the ring yet: never older than a tick."""
+        self._kept: list[bytes] = []
+        """Records in pieces that are not in the ring yet: never older than a tick."""
 
     def begin(self) -> None:
         """Record from now on, if it is enabled and the node can be copied."""
@@ -191,32 +203,44 @@ class FlightRecorder:
 
     # ---- taping ------------------------------------------------------------------------------
 
-    def _keep(self, happened: Input) -> None:
-        """Keep one input, before it is stepped, for the next stretch of the ring."""
-        self._kept.append(happened)
-        if type(happened) is Tick or len(self._kept) >= STRETCH:
+    def _keep(self, happened: Input, frame: bytes) -> None:
+        """Keep one input, before it is stepped, as it came: in ``frame``, if it came in one."""
+        kept = self._kept
+        if type(happened) is FromClient and frame:
+            head, padding = client_head(happened, frame)
+            kept += (head, frame)
+            tokens = happened.tokens
+            if len(tokens) >= LONG_BYTES:
+                self._write(tokens, padding)
+                return
+            kept += (tokens, padding)
+        elif type(happened) is FromPeer and frame:
+            head, padding = peer_head(happened, frame)
+            kept += (head, frame, padding)
+        else:
+            self._keep_other(happened)
+        if type(happened) is Tick or len(kept) >= PIECES * STRETCH or len(frame) >= LONG_BYTES:
             self._write()
 
-    def _write(self) -> None:
-        """Write what was kept to the ring: many at a time cost a third of one by one."""
+    def _keep_other(self, happened: Input) -> None:
+        """An input that came in no frame; before a tick now and then a mark of the node."""
+        if type(happened) is Tick and happened.at_s >= self._mark_s:
+            self._mark_s = happened.at_s + MARK_EVERY_S
+            mark = record_of_mark(mark_of(self._reactor.node), happened.at_s)
+            self._kept.append(mark.laid_out())
+        try:
+            self._kept.append(record_of(happened).laid_out())
+        except (TypeError, ValueError, OverflowError) as error:
+            self._end(f"an input cannot be recorded: {error}")
+
+    def _write(self, *rest: bytes) -> None:
+        """Write what was kept to the ring, and the long end of it: many at a time cost less."""
         # Off first: writing may end the recording, and then nothing is kept any more.
         kept, self._kept = self._kept, []
         child = self._child
         if child is None or not kept:
             return
-        write = child.ring.write
-        is_written = True
-        try:
-            for happened in kept:
-                if type(happened) is Tick and happened.at_s >= self._mark_s:
-                    # The last of those kept: the node is as the mark says, for it was not stepped.
-                    self._mark_s = happened.at_s + MARK_EVERY_S
-                    write(record_of_mark(mark_of(self._reactor.node), happened.at_s))
-                is_written = is_written and write(record_of(happened))
-        except (TypeError, ValueError, OverflowError) as error:
-            self._end(f"an input cannot be recorded: {error}")
-            return
-        if not is_written:
+        if not child.ring.write(b"".join(kept), *rest):
             self._end(
                 f"the recorder process fell behind: {child.ring.size >> 20} MiB of inputs wait for "
                 "it; give it processor time, or raise recorder.max_bytes"

@@ -21,7 +21,6 @@ from kvd.daemon.launch import launch
 from kvd.daemon.listeners import AddressInUse
 from kvd.daemon.lock import AlreadyRunning
 from kvd.daemon.socket_activation import UnfitConfig
-from kvd.daemon.systemd import Systemd
 from kvd.observe.log import configure
 from kvd.pools.arena import NotReserved
 from kvd.pools.build import reserved_bytes
@@ -32,7 +31,9 @@ if TYPE_CHECKING:
     from kvd.daemon.app import Daemon
     from kvd.daemon.launch import Launch
     from kvd.daemon.reload import Read
+    from kvd.daemon.systemd import Systemd
     from kvd.observe.log import EventLog
+    from kvd.transfer.child import WorkerChild
 
 CANNOT_SERVE: Final = (
     UnfitConfig,
@@ -127,15 +128,18 @@ def _asked_to_stop(daemon: Daemon, number: signal.Signals) -> None:
     daemon.ask_to_stop(number.name)
 
 
-def main(config: Config, read: Read) -> int:
+def main(config: Config, read: Read, systemd: Systemd, child: WorkerChild | None) -> int:
     """Run the daemon of ``config`` in the foreground; returns the exit status.
 
-    ``read`` gives the configuration as it is by then, or what is wrong with it.
+    Args:
+        config: it begins with.
+        read: gives the configuration as it is by then, or what is wrong with it.
+        systemd: who supervises it.
+        child: its transfer process, which was started before the configuration was read.
     """
     keep_freed_memory()
-    systemd = Systemd.of(os.environ, os.getpid())
     try:
-        launched = launch(config, systemd)
+        launched = launch(config, systemd, child)
     except CANNOT_SERVE as error:
         systemd.stopping(_cannot_serve(error))
         return exit_status(error, config)

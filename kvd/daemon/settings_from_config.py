@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.config.address import IPC
+from kvd.core.cache import radix
 from kvd.core.cache.eviction import Policy
 from kvd.core.settings import CacheMode, Settings
 from kvd.curve import KeyFlaw, PeerKeys, read_pair
@@ -31,6 +32,7 @@ def settings_of(
         incarnation=incarnation,
         spec=spec,
         policy=Policy(config.radix.policy),
+        build="" if str(radix.__file__).endswith(".py") else "+compiled",
         allow=config.peers.allow,
         heartbeat_s=config.peers.heartbeat_s,
         suspect_s=config.peers.suspect_s,

@@ -72,7 +72,8 @@ class TransferSupervisor:
         self._reactor = reactor
         self._patience = max(1, round(silent_s / PROBE_EVERY_S))
         self._asked = self._answered = self._unanswered_beats = 0
-        self._next_probe_s = 0.0
+        self.due_s = 0.0
+        """When the transfer process is to be asked next."""
         self._make = make
         self._generation = 0
         self._transport: TransferProcess | None = None
@@ -156,9 +157,9 @@ class TransferSupervisor:
         Called with every tick; it does something every ``PROBE_EVERY_S``.
         """
         now_s = self._reactor.clock()
-        if self._transport is None or self._restarting is not None or now_s < self._next_probe_s:
+        if self._transport is None or self._restarting is not None or now_s < self.due_s:
             return
-        self._next_probe_s = now_s + PROBE_EVERY_S
+        self.due_s = now_s + PROBE_EVERY_S
         # Counted in beats of ours: a host that slept has lost none.
         if self._answered < self._asked:
             self._unanswered_beats += 1

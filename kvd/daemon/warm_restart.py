@@ -1,7 +1,7 @@
 """What the daemon before left: the memory of the pool, its journal, and engines that still use it.
 
     open_pool        memory found or made; a journal that is no good makes it anew
-    (the transfer process maps and registers it)
+    read               what the journal says, while the transfer process maps and registers
     take               pages are summed as ``pool.verify`` says; what was proven is taken over
     leave              what is cached is proven for the next one
 
@@ -86,9 +86,21 @@ class OpenPool:
         """Whether the memory outlives this daemon."""
         return self.journal is not None
 
+    def read(self, verify: VerifyDepth) -> Reading | None:
+        """What was left, to be proven by ``take``; None where nothing was.
+
+        Needs no transfer process: with the lock held, nobody else writes the journal.
+
+        Args:
+            verify: how much of it is summed.
+        """
+        if self.journal is None or self.memory.origin is MemoryOrigin.MADE:
+            return None
+        return Reading(self.journal, verify)
+
     async def take(
         self,
-        verify: VerifyDepth,
+        reading: Reading | None,
         sums: PageSums,
         clock: Callable[[], float],
         advance: Callable[[str], None],
@@ -96,7 +108,7 @@ class OpenPool:
         """Prove what was left, and go on from there; None where nothing outlives the daemon.
 
         Args:
-            verify: how much of it is summed.
+            reading: what ``read`` gave.
             sums: has the transfer process sum them.
             clock: of the core's inputs.
             advance: told of every step.
@@ -108,12 +120,11 @@ class OpenPool:
             return None
         namespace = os.stat("/proc/self/ns/pid").st_ino  # the one in which we see pids
         # Nothing was left, so there is nothing to sum.
-        if self.memory.origin is MemoryOrigin.MADE:
+        if reading is None:
             writer = JournalWriter(self.journal)
             # Before any pid is noted.
             writer.pids_are_of(namespace)
             return TakenOver(None, NO_PAST, Journalist(writer, sums))
-        reading = Reading(self.journal, verify)
         try:
             await sums.check(reading, advance)
         except Unsummed as why:

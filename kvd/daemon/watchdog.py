@@ -60,7 +60,9 @@ class Watchdog:
         self._log = log
         self._state = state
         self._limit_s = systemd.watchdog_s
-        self._next_look_s = self._next_line_s = self._worst_lag_s = 0.0
+        self._next_line_s = self._worst_lag_s = 0.0
+        self.due_s = 0.0 if self._limit_s else float("inf")
+        """When it is to be fed next."""
         self._looked_s = float("-inf")
         self._unfed_s = 0.0
         self._why = ""
@@ -68,8 +70,8 @@ class Watchdog:
     def beat(self, now_s: float, lag_s: float) -> None:
         """A beat that came ``lag_s`` late."""
         self._worst_lag_s = max(self._worst_lag_s, lag_s)
-        if self._limit_s and now_s >= self._next_look_s:
-            self._next_look_s = now_s + self._limit_s / FEEDS
+        if now_s >= self.due_s:
+            self.due_s = now_s + self._limit_s / FEEDS
             self._look(now_s)
         if self._systemd.is_there and now_s >= self._next_line_s:
             self._next_line_s = now_s + LINE_EVERY_S

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -41,8 +42,26 @@ ASK_S: Final = 10.0
 LOOK_EVERY_S: Final = 0.005
 LOG_LINES: Final = 20
 
+_BYTECODE: Final = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
+
 LLAMA_8B: Final = {"pool.layers": "32", "pool.heads": "8", "pool.head_dim": "128"}
 """32 layers, 8 KV heads of 128, bfloat16: a page of 16 tokens has 2 MiB."""
+
+
+@contextlib.contextmanager
+def bytecode_kept() -> Iterator[None]:
+    """Have what is started find its bytecode after its first start, as what is installed does.
+
+    A checkout may be told to keep none: then every start compiles all of it, for half a second.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvd-bytecode-") as directory:
+        before = {name: os.environ.pop(name, None) for name in _BYTECODE}
+        os.environ["PYTHONPYCACHEPREFIX"] = directory
+        try:
+            yield
+        finally:
+            del os.environ["PYTHONPYCACHEPREFIX"]
+            os.environ.update({name: kept for name, kept in before.items() if kept is not None})
 
 
 class DaemonFailed(Exception):

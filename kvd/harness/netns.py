@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 HOSTS: Final = ("10.231.77.1", "10.231.77.2")
 DEVICE: Final = "kvd0"
 UP_WITHIN_S: Final = 5.0
+
+_FAST, _SLOW = "10", "20"
+_NO_LIMIT: Final = 1e9
+_BURSTS: Final = ("quantum", "65536", "burst", "128kb", "cburst", "128kb")
+"""Packets of 64 KiB pass a veth pair in one piece."""
 
 _CLONE_NEWNET: Final = 0x40000000
 
@@ -105,6 +111,41 @@ def need_namespaces() -> None:
         raise NoNamespaces("network namespaces need root")
     if shutil.which("ip") is None:
         raise NoNamespaces("there is no ip command (install iproute2)")
+
+
+def slow_down(space: Namespace, bytes_per_s: float, fast_port: int) -> None:
+    """Let what leaves ``space`` over the cable wait for its turn, but for TCP of ``fast_port``.
+
+    Raises:
+        NoNamespaces: there is no ``tc`` command, or the kernel cannot do it.
+    """
+    on = ("dev", DEVICE)
+    _tc(space, "qdisc", "add", *on, "root", "handle", "1:", "htb", "default", _SLOW)
+    for name, rate, first in ((_SLOW, bytes_per_s, "1"), (_FAST, _NO_LIMIT, "0")):
+        words = ("classid", f"1:{name}", "htb", "rate", f"{rate:.0f}bps", "prio", first)
+        _tc(space, "class", "add", *on, "parent", "1:", *words, *_BURSTS)
+    for end in ("sport", "dport"):
+        match = ("u32", "match", "ip", end, str(fast_port), "0xffff", "flowid", f"1:{_FAST}")
+        _tc(space, "filter", "add", *on, "parent", "1:", "protocol", "ip", *match)
+
+
+def slow_bytes(space: Namespace) -> int:
+    """What has left ``space`` over the cable that was slowed down, headers included."""
+    said = _tc(space, "-s", "class", "show", "dev", DEVICE)
+    sent = re.search(rf"^class htb 1:{_SLOW} .*\n\s*Sent (\d+) bytes", said, re.MULTILINE)
+    if sent:
+        return int(sent[1])
+    raise NoNamespaces(f"nothing was slowed down in {space.name}")
+
+
+def _tc(space: Namespace, *words: str) -> str:
+    if shutil.which("tc") is None:
+        raise NoNamespaces("there is no tc command (install iproute2)")
+    command = ["tc", "-n", space.name, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoNamespaces(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout
 
 
 def ip(*words: str) -> None:

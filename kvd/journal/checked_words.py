@@ -24,6 +24,7 @@ PENDING: Final = 1 << 62
 
 _PAIR: Final = struct.Struct("<QQ")
 _PROVEN: Final = np.uint64(PROVEN)
+_PENDING: Final = np.uint64(PENDING)
 _HALF: Final = np.uint64(32)
 _PAGE_FACTOR: Final = np.uint64(0xD6E8FEB86659FD93)
 
@@ -34,7 +35,8 @@ _SHIFTS: Final = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 def are_pending(words: Words) -> NDArray[np.bool_]:
     """Which are the words of pages that are cached, their sums not known."""
-    out: NDArray[np.bool_] = (words >= np.uint64(PENDING)) & (words < np.uint64(PROVEN))
+    # Below, it wraps around to what is larger than any; above, nothing is as small.
+    out: NDArray[np.bool_] = (words - _PENDING) < _PENDING
     return out
 
 

@@ -142,7 +142,8 @@ class Journal:
             spaces = rows.view(np.uint32)[:, SPACE]
             digest = digests.take(spaces, mode="clip")
             found = row_checks(some.astype(np.uint64), rows, digest, self._factors)
-            found[digest == 0] = 0
+            if not digest.all():
+                found[digest == 0] = 0
             out[start : start + some.size] = found
         return out
 

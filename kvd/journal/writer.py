@@ -173,6 +173,8 @@ class JournalWriter:
         ids = ids_of(pages)
         words = self._words[ids]
         waits = are_pending(words)
+        if waits.all():  # the rule
+            return pages, words
         return Pages(page_bytes_of(ids[waits])), words[waits]
 
     def all_pending(self) -> Pages:
@@ -188,11 +190,13 @@ class JournalWriter:
         # By the word, which has the serial of the caching: what was freed meanwhile, or freed and
         # cached again, has another one, and this sum is of bytes that are gone.
         same = self._words[ids] == words
-        ids = ids[same]
+        found = np.frombuffer(sums, "<u8")
+        if not same.all():
+            ids, found = ids[same], found[same]
         store, journal = self._store, self.journal
         # The sum before the word that proves the row with it: torn between the two the page is
         # pending still, and only lost.
-        store(journal.rows8, (ids, SUM_8), np.frombuffer(sums, "<u8")[same])
+        store(journal.rows8, (ids, SUM_8), found)
         store(self._words, ids, journal.checks(ids, self._spaces.digests))
         return int(ids.size)
 

@@ -2,10 +2,16 @@
 
 A record is a header of 16 bytes and its data, padded so that the next header is aligned too::
 
-    u32 length of the message, top bit: it is a mark | u32 length of the tokens | f64 at_s
-    message, msgpack | tokens, as they came | padding
+    u32 length of the message, top 2 bits: its kind | u32 length of the tokens | f64 at_s
+    message | tokens, as they came | padding
 
-Tokens stand beside their message and are copied once: they are nearly all of what is recorded.
+    INPUT         an input, msgpack
+    MARK          a mark, msgpack
+    CLIENT_FRAME  u64 session, and the frame of its request as it came
+    PEER_FRAME    u8 length, u8 length, link, proven name, and the frame as it came
+
+What came in a frame is not spelled again: the one who replays reads the frame, as the daemon did.
+Tokens stand beside their message: they are nearly all of what is recorded.
 """
 
 from __future__ import annotations
@@ -16,15 +22,21 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from kvd.core.inputs import FromClient, Input
+from kvd.core.inputs import FromClient, FromPeer, Input
+from kvd.errors import Refusal
 from kvd.types import Tokens
+from kvd.wire.codec import CLIENT_REQUESTS, PEER_MESSAGES
 
 if TYPE_CHECKING:
     from kvd.core.node import NodeState
 
 HEADER: Final = struct.Struct("<IId")
 ALIGNMENT: Final = 16
-MARKED: Final = 1 << 31
+INPUT, MARK, CLIENT_FRAME, PEER_FRAME = range(4)
+KIND_AT: Final = 30
+"""The bits of the kind begin here."""
+LENGTH: Final = (1 << KIND_AT) - 1
+
 _TOP_BYTES: Final = 1024
 """Of each free stack in a mark: the pages that were given and taken last."""
 
@@ -44,12 +56,23 @@ class StateMark(msgspec.Struct, frozen=True, array_like=True):
 
 
 class InputRecord(NamedTuple):
-    """One record as bytes: a message or a mark, and the tokens that came with the message."""
+    """One record as bytes: its message, and the tokens that came with it."""
 
     at_s: float
     message: bytes
     tokens: bytes = b""
-    is_mark: bool = False
+    kind: int = INPUT
+
+    @property
+    def is_mark(self) -> bool:
+        """Whether it is a mark, and no input."""
+        return self.kind == MARK
+
+    def laid_out(self) -> bytes:
+        """As it lies in the ring."""
+        n_message, n_tokens = len(self.message), len(self.tokens)
+        head = HEADER.pack(n_message | self.kind << KIND_AT, n_tokens, self.at_s)
+        return b"".join((head, self.message, self.tokens, padding(n_message + n_tokens)))
 
 
 _INPUT: msgspec.msgpack.Decoder[Input] = msgspec.msgpack.Decoder(Input)
@@ -61,8 +84,37 @@ def padded(n_bytes: int) -> int:
     return HEADER.size + (n_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
+def padding(n_bytes: int) -> bytes:
+    """What stands behind ``n_bytes`` of data."""
+    return _PADDINGS[-n_bytes % ALIGNMENT]
+
+
+_PADDINGS: Final = tuple(bytes(size) for size in range(ALIGNMENT))
+
+_CLIENT: Final = struct.Struct("<IIdQ")
+"""A header, and the session with which the message behind it begins."""
+_SESSION: Final = struct.Struct("<Q")
+_CLIENT_KIND: Final = CLIENT_FRAME << KIND_AT
+_PEER_KIND: Final = PEER_FRAME << KIND_AT
+
+
+def client_head(request: FromClient, frame: bytes) -> tuple[bytes, bytes]:
+    """What stands before the frame of a request, and what behind its tokens."""
+    n_message, n_tokens = _SESSION.size + len(frame), len(request.tokens)
+    head = _CLIENT.pack(n_message | _CLIENT_KIND, n_tokens, request.at_s, request.session)
+    return head, padding(n_message + n_tokens)
+
+
+def peer_head(message: FromPeer, frame: bytes) -> tuple[bytes, bytes]:
+    """What stands before the frame of a peer, and what behind it."""
+    link, proven = message.link.encode(), message.proven.encode()
+    names = bytes((len(link), len(proven))) + link + proven
+    n_message = len(names) + len(frame)
+    return HEADER.pack(n_message | _PEER_KIND, 0, message.at_s) + names, padding(n_message)
+
+
 def record_of(happened: Input) -> InputRecord:
-    """The input as a record."""
+    """The input as a record, where there is no frame that it came in."""
     if type(happened) is FromClient and happened.tokens:
         bare = FromClient(happened.at_s, happened.session, happened.message)
         return InputRecord(happened.at_s, _ENCODE(bare), happened.tokens)
@@ -71,7 +123,7 @@ def record_of(happened: Input) -> InputRecord:
 
 def record_of_mark(mark: StateMark, at_s: float) -> InputRecord:
     """The mark as a record."""
-    return InputRecord(at_s, _ENCODE(mark), is_mark=True)
+    return InputRecord(at_s, _ENCODE(mark), kind=MARK)
 
 
 def input_of(record: InputRecord) -> Input:
@@ -80,6 +132,10 @@ def input_of(record: InputRecord) -> Input:
     Raises:
         Unknown: it is none.
     """
+    if record.kind == CLIENT_FRAME:
+        return _request_in(record)
+    if record.kind == PEER_FRAME:
+        return _peer_message_in(record)
     try:
         happened = _INPUT.decode(record.message)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -94,6 +150,35 @@ def input_of(record: InputRecord) -> Input:
         message=happened.message,
         tokens=Tokens(bytes(record.tokens)),
     )
+
+
+def _request_in(record: InputRecord) -> FromClient:
+    if len(record.message) < _SESSION.size:
+        raise Unknown("a request without a session")
+    (session,) = _SESSION.unpack_from(record.message)
+    message = CLIENT_REQUESTS.decode(bytes(record.message[_SESSION.size :]))
+    if isinstance(message, Refusal):
+        raise Unknown(message.message)
+    return FromClient(
+        at_s=record.at_s, session=session, message=message, tokens=Tokens(bytes(record.tokens))
+    )
+
+
+def _peer_message_in(record: InputRecord) -> FromPeer:
+    names = bytes(record.message[:2])
+    if len(names) < 2 or record.tokens:
+        raise Unknown("a message of a peer that nobody sent")
+    link_end = 2 + names[0]
+    proven_end = link_end + names[1]
+    message = PEER_MESSAGES.decode(bytes(record.message[proven_end:]))
+    if isinstance(message, Refusal):
+        raise Unknown(message.message)
+    try:
+        link = bytes(record.message[2:link_end]).decode()
+        proven = bytes(record.message[link_end:proven_end]).decode()
+    except UnicodeDecodeError as error:
+        raise Unknown(str(error)) from error
+    return FromPeer(at_s=record.at_s, link=link, message=message, proven=proven)
 
 
 def mark_in(record: InputRecord) -> StateMark:

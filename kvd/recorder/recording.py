@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvd.recorder.input_records import HEADER, MARKED, InputRecord, padded
+from kvd.recorder.input_records import HEADER, KIND_AT, LENGTH, InputRecord, padded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 MAGIC: Final = b"KVDREC\r\n"
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Grows when the file or its records are laid out in another way."""
 
 MAX_HEADER_BYTES: Final = 64 * 1024
@@ -148,12 +148,12 @@ def records_in(data: bytes) -> Iterator[InputRecord]:
         if len(data) - at < HEADER.size:
             raise Damaged(f"{len(data) - at} bytes are left over where a record should begin")
         length, n_tokens, at_s = HEADER.unpack_from(data, at)
-        n_message = length & ~MARKED
+        n_message = length & LENGTH
         end = at + padded(n_message + n_tokens)
         if end > len(data):
             raise Damaged(f"a record of {end - at} bytes, {len(data) - at} are left")
         message = at + HEADER.size
         tokens = message + n_message
         rest = data[tokens : tokens + n_tokens]
-        yield InputRecord(at_s, data[message:tokens], rest, bool(length & MARKED))
+        yield InputRecord(at_s, data[message:tokens], rest, length >> KIND_AT)
         at = end

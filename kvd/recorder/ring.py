@@ -20,7 +20,15 @@ import os
 import struct
 from typing import TYPE_CHECKING, Final
 
-from kvd.recorder.input_records import ALIGNMENT, HEADER, MARKED, InputRecord, padded
+from kvd.recorder.input_records import (
+    ALIGNMENT,
+    HEADER,
+    KIND_AT,
+    LENGTH,
+    MARK,
+    InputRecord,
+    padded,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,21 +79,18 @@ class RecordRing:
 
     # ---- writing -----------------------------------------------------------------------------
 
-    def write(self, record: InputRecord) -> bool:
-        """Append a record; False if there is no room for it, and nothing was written."""
-        at_s, message, tokens, is_mark = record
+    def write(self, *pieces: bytes) -> bool:
+        """Append whole records; False if there is no room for them, and nothing was written."""
         start = self._end
-        n_message, n_tokens = len(message), len(tokens)
-        end = start + padded(n_message + n_tokens)
+        end = start + sum(map(len, pieces))
         if end - self._begin > self.size:
             self._begin = self.begin
             if end - self._begin > self.size:
                 return False
-        length = n_message | MARKED if is_mark else n_message
-        HEADER.pack_into(self._memory, FIRST + start % self.size, length, n_tokens, at_s)
-        self._put(start + HEADER.size, message)
-        if tokens:
-            self._put(start + HEADER.size + n_message, tokens)
+        for piece in pieces:
+            self._put(start, piece)
+            start += len(piece)
+        # Behind what it passes: the reader may look at any time.
         self._end = end
         _POSITION.pack_into(self._memory, _END_AT, end)
         return True
@@ -105,17 +110,17 @@ class RecordRing:
         """The record at ``position``, and where the next one begins."""
         at = FIRST + position % self.size
         length, n_tokens, at_s = HEADER.unpack_from(self._memory, at)
-        n_message = length & ~MARKED
+        n_message = length & LENGTH
         data = self.bytes_at(position + HEADER.size, n_message + n_tokens)
-        record = InputRecord(at_s, data[:n_message], data[n_message:], bool(length & MARKED))
+        record = InputRecord(at_s, data[:n_message], data[n_message:], length >> KIND_AT)
         return record, position + padded(len(data))
 
     def skim(self, position: int) -> tuple[bool, float, int]:
         """Of the record at ``position``: is it a mark, its time, where the next one begins."""
         at = FIRST + position % self.size
         length, n_tokens, at_s = HEADER.unpack_from(self._memory, at)
-        next_one = position + padded((length & ~MARKED) + n_tokens)
-        return bool(length & MARKED), at_s, next_one
+        next_one = position + padded((length & LENGTH) + n_tokens)
+        return length >> KIND_AT == MARK, at_s, next_one
 
     def bytes_at(self, position: int, n_bytes: int) -> bytes:
         """A copy of a stretch, put together where the ring closes."""

@@ -205,8 +205,8 @@ class ZmtpConnection:
         """As ``Waiting``. A bug in whoever is told costs its message; what follows is read on."""
         if self.machine.state is ProtocolState.OVER or not (self._is_left or self._read()):
             return
-        machine, batch = self.machine, self._batch
-        self._is_left = batch.is_in_turn = True
+        machine = self.machine
+        self._is_left = True
         is_fresh = False
         end_s = time.monotonic() + TURN_S
         try:
@@ -225,8 +225,6 @@ class ZmtpConnection:
         finally:
             if machine.state is not ProtocolState.TRAFFIC:
                 self._say_own()
-            batch.is_in_turn = False
-            batch.flush()
             if self.weight or machine.held:
                 self._weigh(is_fresh=is_fresh)
             if self._is_left:

@@ -7,8 +7,8 @@ timers, other lines and other sockets come between. Whoever stands in line gets 
 that is smaller the longer the line is, so that one message waits for one message of each of the
 others, not for their floods.
 
-What is sent while a message is dealt with goes out together when that turn is over, in as few
-system calls as there are connections; what is sent besides, with the next turn of the loop.
+What is sent goes out together when all who are readable have had their turn: one system call for
+each connection in each round of the loop, whoever it was that made us speak.
 """
 
 from __future__ import annotations
@@ -90,22 +90,20 @@ class WriteBatch:
         """``relieve`` is called when much that was kept is not needed any more."""
         self.loop = loop
         self.relieve = relieve
-        self.is_in_turn = False
         self._written: list[ZmtpConnection] = []
-        self._wake: asyncio.Handle | None = None
+        self._is_awaited = False
+        """Whether the loop comes back to write before it waits for anything."""
 
     def written(self, writer: ZmtpConnection) -> None:
         """It has something to write; once until it is flushed."""
         self._written.append(writer)
-        if not self.is_in_turn and self._wake is None:
-            self._wake = self.loop.call_soon(self.flush)
+        if not self._is_awaited:
+            self._is_awaited = True
+            self.loop.call_soon(self._flush)
 
-    def flush(self) -> None:
-        """Write what was sent by now."""
-        if self._wake is not None:
-            self._wake.cancel()
-            self._wake = None
-        while self._written:
-            written, self._written = self._written, []
-            for writer in written:
-                writer.flush()
+    def _flush(self) -> None:
+        # Taken off first: whoever ends while it is written to may make others speak.
+        self._is_awaited = False
+        written, self._written = self._written, []
+        for writer in written:
+            writer.flush()

@@ -129,13 +129,22 @@ SNAPSHOT = Snapshot(
 )
 
 
+def status(_request: admin.AdminRequest) -> admin.AdminReply:
+    """The snapshot, whatever is asked."""
+    return admin.Status(0, SNAPSHOT)
+
+
 class Daemon:
     """The admin socket of a daemon: answers each request with ``answer(request)``."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        answer: Callable[[admin.AdminRequest], admin.AdminReply] = status,
+    ) -> None:
         self.endpoint = endpoint
         self.asked: list[admin.AdminRequest] = []
-        self.answer: Callable[[admin.AdminRequest], admin.AdminReply] = status
+        self.answer = answer
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.bind(endpoint)
@@ -172,8 +181,3 @@ class Daemon:
         self._thread.join()
         self._router.close(linger=0)
         self._context.term()
-
-
-def status(_request: admin.AdminRequest) -> admin.AdminReply:
-    """The snapshot, whatever is asked."""
-    return admin.Status(0, SNAPSHOT)

@@ -145,8 +145,7 @@ def test_following_waits_for_a_daemon_that_is_down(daemon, snapshot):
         lines = [follower.stdout.readline()]
         daemon.close()
         complaint = [follower.stderr.readline() for _ in range(2)]
-        revived = Daemon(daemon.endpoint)
-        revived.answer = after
+        revived = Daemon(daemon.endpoint, after)
         lines += [follower.stdout.readline() for _ in range(4)]
         follower.send_signal(signal.SIGINT)
         rest = follower.stderr.read()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import msgspec
 import pytest
 from click.testing import CliRunner
@@ -13,8 +15,9 @@ from kvd.cli.serve import serve_command
 @pytest.mark.parametrize(("flags", "paranoid"), [([], False), (["--paranoid"], True)])
 def test_serve_asks_every_rule_after_every_step_when_paranoid(flags, paranoid, monkeypatch):
     served = []
+    monkeypatch.setattr("kvd.cli.serve.WorkerChild", mock.Mock)
     monkeypatch.setattr(
-        kvd.daemon.serve, "main", lambda config, load: served.append((config, load))
+        kvd.daemon.serve, "main", lambda config, load, *_: served.append((config, load))
     )
 
     CliRunner().invoke(serve_command, [*flags, "--set", "audit.budget=0.02"])

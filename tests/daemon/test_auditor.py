@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import effects, inputs
+from kvd.core.audit.audit import EVERY_S
 from kvd.core.node import NodeState
-from kvd.daemon.auditor import MAX_SLICE_S, Auditor
+from kvd.daemon.auditor import AT_REST_S, MAX_SLICE_S, Auditor
 from kvd.daemon.reactor import Reactor
 from kvd.observe.bus import Bus
 from kvd.wire import client
@@ -43,9 +44,11 @@ class Bench:
     def crashed(self, what: str, error: BaseException) -> None:
         raise AssertionError(what) from error
 
-    def tick(self, times: int) -> None:
+    def tick(self, times: int, busy_s: float = 0.0) -> None:
+        """Ticks, between any two of which the loop computes for ``busy_s``."""
         for _ in range(times):
             self.now_s += TICK_S
+            self.spent_s += busy_s
             self.auditor.turn(self.now_s)
 
 
@@ -78,8 +81,47 @@ def test_what_was_spent_is_told_with_the_next_turn():
 
     bench.tick(200)
 
-    assert bench.node.audit.spent_s == pytest.approx(bench.spent_s, abs=MAX_SLICE_S)
+    assert bench.node.audit.spent_s == pytest.approx(sum(turn.spent_s for turn in bench.turns))
+    assert bench.spent_s - bench.node.audit.spent_s <= 1.5 * MAX_SLICE_S, "the last turn alone"
     assert bench.node.audit.state().share <= 0.011
+
+
+def test_busy_loop_gives_the_audit_a_quarter_of_its_budget_and_the_rest_when_it_is_idle_again():
+    bench = Bench(0.01, pages=200_000)
+    bench.tick(100)
+
+    def share_over(ticks: int, busy_s: float) -> float:
+        begun, begun_s = bench.spent_s, bench.now_s
+        bench.tick(ticks, busy_s)
+        return (bench.spent_s - begun - ticks * busy_s) / (bench.now_s - begun_s)
+
+    assert share_over(1000, busy_s=TICK_S) == pytest.approx(0.0025, rel=0.3)
+    assert share_over(1000, busy_s=TICK_S / 2) == pytest.approx(0.005, rel=0.3)
+    assert share_over(1000, busy_s=0.0) == pytest.approx(0.01, rel=0.3)
+
+
+def test_no_turn_is_taken_between_two_sweeps():
+    bench = Bench(0.01, unit_s=1e-7, pages=64)
+
+    bench.tick(200)
+
+    assert bench.node.audit.sweeps > 15
+    assert len(bench.turns) <= bench.node.audit.sweeps + 2
+
+
+def test_node_of_which_nothing_is_heard_is_swept_every_half_second_and_a_busy_one_at_full_pace():
+    bench = Bench(0.01, unit_s=1e-7, pages=64)
+    bench.tick(200)
+    at_rest = bench.node.audit.sweeps
+
+    bench.reactor.feed(inputs.ClientJoined(bench.now_s, 1, "engine", 7))
+    for number in range(200):
+        opening = client.OpenLease(number)
+        bench.reactor.feed(inputs.FromClient(bench.now_s, 1, opening, tokens((number, 40))))
+        bench.tick(1)
+
+    assert at_rest == pytest.approx(10 / AT_REST_S, abs=2)
+    assert bench.node.audit.sweeps - at_rest == pytest.approx(10 / EVERY_S, abs=4)
 
 
 def test_budget_of_nothing_turns_the_audit_off():

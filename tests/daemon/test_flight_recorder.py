@@ -15,7 +15,7 @@ import pytest
 
 import kvd.client
 from kvd.client.admin import AdminClient
-from kvd.daemon.app import TICK_S
+from kvd.daemon.beats import TICK_S
 from kvd.errors import KvdError
 from kvd.recorder import recording, replay
 from kvd.wire import admin, events

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvd.daemon.former_processes import process_now
-from kvd.daemon.journalist import Journalist
+from kvd.daemon.journalist import BATCH_S, Journalist
 from kvd.daemon.pagesums import ORDER_BYTES, OUTSTANDING_BYTES, PageSums, Unsummed
 from kvd.journal.engines import Process
 from kvd.journal.layout import open_journal
@@ -68,11 +68,11 @@ def only_sums(sums: PageSums):
 
 
 async def turn() -> None:
-    """One turn of the loop."""
-    await asyncio.sleep(0)
+    """One turn of the journalist, and what it causes."""
+    await asyncio.sleep(2 * BATCH_S)
 
 
-async def test_what_is_cached_in_one_turn_is_asked_for_at_once_and_proven():
+async def test_what_is_cached_in_one_turn_is_asked_for_together_and_proven():
     desk = Desk()
     desk.sums.transfer_ready()
     desk.journalist.cached(cached([3, 4], path(2)))
@@ -83,6 +83,7 @@ async def test_what_is_cached_in_one_turn_is_asked_for_at_once_and_proven():
     assert desk.orders == [Sum(1, "kv", packed(3, 4, 9))]
     assert desk.proven() == []
     desk.answer(desk.orders[0])
+    await turn()
 
     assert desk.proven() == [3, 4, 9]
 
@@ -99,6 +100,25 @@ async def test_a_page_that_was_freed_before_it_was_asked_for_is_not_asked_for():
     assert await desk.journalist.settle(1)
 
 
+async def test_what_was_answered_in_one_turn_is_proven_together():
+    desk = Desk(page_bytes=ORDER_BYTES)
+    desk.sums.transfer_ready()
+    desk.journalist.cached(cached([3, 4], path(2)))
+    desk.journalist.cached(cached([9], path(3), before=4))
+    await turn()
+    desk.writer.freed(freed([9]))
+
+    for order in reversed(desk.orders):
+        desk.answer(order)
+    assert desk.proven() == []
+    assert not await desk.journalist.settle(0)
+    desk.sums.transfer_gone()
+    await turn()
+
+    assert desk.proven() == [3, 4]
+    assert await desk.journalist.settle(0.1)
+
+
 async def test_a_page_that_was_freed_while_it_was_summed_is_not_proven():
     desk = Desk()
     desk.sums.transfer_ready()
@@ -106,6 +126,7 @@ async def test_a_page_that_was_freed_while_it_was_summed_is_not_proven():
     await turn()
     desk.writer.freed(freed([4]))
     desk.answer(desk.orders[0])
+    await turn()
 
     assert desk.proven() == [3]
 
@@ -136,6 +157,7 @@ async def test_sums_that_a_dead_transfer_process_owes_are_asked_of_the_next():
     desk.sums.summed(Summed(1, bytes(8)))
     assert desk.proven() == []
     desk.answer(desk.orders[1])
+    await turn()
 
     assert desk.orders[1:] == [Sum(2, "kv", packed(3))]
     assert desk.proven() == [3]
@@ -150,9 +172,11 @@ async def test_no_more_is_outstanding_than_may_be():
     await turn()
     assert [page_ids(order.pages) for order in desk.orders] == [[n] for n in range(1, most + 1)]
     desk.answer(desk.orders[0])
+    await turn()
     assert page_ids(desk.orders[-1].pages) == [most + 1]
-    for order in desk.orders:
-        desk.answer(order)
+    for at in range(1, 20):
+        desk.answer(desk.orders[at])
+        await turn()
 
     assert desk.proven() == list(range(1, 21))
 

@@ -138,7 +138,7 @@ def test_reactor_answers_the_operator_who_met_a_bug() -> None:
 
 def test_paranoid_reactor_tells_and_contains_what_a_step_broke_before_the_next() -> None:
     shell, tape = Shell(Paranoid), []
-    shell.reactor.record_with(tape.append)
+    shell.reactor.record_with(lambda happened, _: tape.append(happened))
     shell.reactor.feed(lease(1))
     shell.reactor.feed(lease(2))
     first, second = shell.reactor.node.leases.leases.values()
@@ -160,7 +160,7 @@ def test_paranoid_reactor_tells_and_contains_what_a_step_broke_before_the_next()
 
 def test_paranoid_reactor_reports_once_what_it_cannot_mend() -> None:
     shell, tape = Shell(Paranoid), []
-    shell.reactor.record_with(tape.append)
+    shell.reactor.record_with(lambda happened, _: tape.append(happened))
     shell.reactor.feed(lease(1))
     shell.reactor.node.leases.leases[1].holders.clear()
 

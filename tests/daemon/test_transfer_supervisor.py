@@ -83,7 +83,7 @@ class Site:
         )
         self.fed: list[inputs.Input] = []
         self.lost: list[str] = []
-        reactor.record_with(self.fed.append)
+        reactor.record_with(lambda happened, _: self.fed.append(happened))
         self.transfer = TransferSupervisor(
             reactor,
             lambda generation: lives[generation - 1],

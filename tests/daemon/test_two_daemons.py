@@ -113,6 +113,28 @@ async def test_full_hit_delivers_the_aux_and_sends_only_what_lacks(
     await found.end()
 
 
+async def test_a_prompt_handed_over_in_one_message_arrives_byte_for_byte(engines: Engines):
+    """Its lease ends with it; the cold prompt streams, and then the same one is a full hit."""
+    tokens = tokens_of(96, seed=31)
+    for sent_pages in (6, 0):
+        lease, room = await engines.p.lease(tokens), engines.room()
+        write(engines.p, lease, tokens)
+        written = digest(engines.p, lease.pages)
+        handing = asyncio.ensure_future(
+            engines.p.hand_over(room, lease=lease, aux=b"token 7", release=True)
+        )
+        receive = await engines.d.receive(room, tokens, "p")
+        await receive.done()
+        outcome = await handing
+
+        assert (outcome.committed, outcome.sent_pages) == (True, sent_pages)
+        assert receive.aux == b"token 7"
+        assert digest(engines.d, receive.lease.pages) == written
+        assert lease.is_released
+        await receive.lease.release(())
+        assert tree_tokens(engines.pair.prefill) == [(0, 96)]
+
+
 async def test_prompt_shorter_than_a_page_is_sent_and_not_cached(engines: Engines):
     """scenario A10."""
     found = await hand_over(engines.p, engines.d, engines.room(), tokens_of(10, seed=4))

@@ -126,6 +126,26 @@ def test_a_page_that_was_written_without_a_lease_is_dropped_with_what_follows_it
     assert hits(daemon, prompts) == [2 * PAGE, 3 * PAGE]
 
 
+def test_pages_that_nobody_can_read_any_more_are_noted_as_free_by_the_next_daemon(daemon, memory):
+    cache(daemon, [prompt(1, 5)])
+    all_summed(daemon, memory, 5)
+    daemon.kill()
+    with (memory / "kvd.journal").open("r+b") as journal:
+        words = np.fromfile(journal, np.uint64, 257, offset=4096)
+        torn = int(np.flatnonzero(words)[0])
+        journal.seek(4096 + 8 * torn)
+        journal.write((int(words[torn]) ^ 1).to_bytes(8, "little"))
+
+    daemon.start()
+    daemon.wait_ready()
+
+    noted = np.fromfile(memory / "kvd.journal", np.uint64, 257, offset=4096)
+    pool = daemon.snapshot().pools[0]
+    assert np.count_nonzero(noted) == pool.cached_pages < 5
+    assert pool.held_pages == 0
+    assert "crashed" not in (daemon.directory / "log").read_text("utf-8")
+
+
 def test_a_pool_of_another_shape_is_made_anew(daemon, memory):
     cache(daemon, [prompt(1, 5)])
     all_summed(daemon, memory, 5)

@@ -4,18 +4,14 @@ import errno
 import io
 import json
 import re
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
-import structlog
 from typing_extensions import override
 
-from kvd.observe.log import LEVELS, Crashed, Fed, Unfed, configure
+from kvd.observe.log import LEVELS, Crashed, Fed, LinesLost, Unfed, configure
 from kvd.wire import events
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LOST = events.PeerLost(seq=7, at_s=1.5, peer="prefill-0", incarnation="3f", silent_s=2.5)
 MOVED = events.Moved(
@@ -29,12 +25,6 @@ MOVED = events.Moved(
     after="offered",
     trigger="admitted",
 )
-
-
-@pytest.fixture(autouse=True)
-def _leave_structlog_as_it_was() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
 
 
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:
@@ -95,6 +85,37 @@ def test_console_log_is_for_people_and_without_colours_off_a_terminal() -> None:
     assert "[warning  ] peer-lost" in line
     assert "peer=prefill-0" in line
     assert "\x1b" not in line
+
+
+class Terminal(io.StringIO):
+    """Takes colours."""
+
+    @override
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_colours_and_a_value_is_quoted_where_its_end_would_not_be_seen() -> None:
+    stream = Terminal()
+    log = configure(form="auto", level="info", node="n", stream=stream)
+
+    log.write(events.Violation(2, 0.0, what="I1: 3 + 4 != 8"))
+
+    line = stream.getvalue()
+    assert "\x1b[31m\x1b[1merror    \x1b[0m" in line
+    assert "\x1b[36mwhat\x1b[0m=\x1b[35m'I1: 3 + 4 != 8'\x1b[0m" in line
+    assert line.endswith("\x1b[36mnode\x1b[0m=\x1b[35mn\x1b[0m\n")
+
+
+def test_columns_end_with_the_traceback_of_a_crash() -> None:
+    stream = io.StringIO()
+    log = configure(form="console", level="info", node="n", stream=stream)
+
+    log.crashed("reactor", RuntimeError("boom"))
+
+    head, trace = stream.getvalue().split("\n", 1)
+    assert head.endswith("""task=reactor error="RuntimeError('boom')" node=n""")
+    assert trace.endswith("RuntimeError: boom\n\n")
 
 
 def test_auto_is_json_where_there_is_no_terminal() -> None:
@@ -183,7 +204,7 @@ class Full(io.StringIO):
 
 
 def test_levels_name_existing_events_and_no_field_hides_the_head_of_a_line() -> None:
-    kinds = (*get_args(events.Event), Crashed, Unfed, Fed)
+    kinds = (*get_args(events.Event), Crashed, Unfed, Fed, LinesLost)
 
     assert set(LEVELS) <= {kind.__struct_config__.tag for kind in kinds}
     head = {"timestamp", "level", "event", "node", "type"}

@@ -10,7 +10,7 @@ import pytest
 from kvd.core import inputs
 from kvd.core.replay.freeze import freeze
 from kvd.recorder import recording, replay
-from kvd.recorder.input_records import HEADER, record_of
+from kvd.recorder.input_records import record_of
 from tests.core.test_freeze import a_node
 
 TICKS = [record_of(inputs.Tick(float(number))) for number in range(5, 15)]
@@ -18,12 +18,7 @@ TICKS = [record_of(inputs.Tick(float(number))) for number in range(5, 15)]
 
 def laid_out(records) -> bytes:
     """Records as they lie in the ring."""
-    out = b""
-    for one in records:
-        data = one.message + one.tokens
-        out += HEADER.pack(len(one.message), len(one.tokens), one.at_s) + data
-        out += bytes(-len(data) % 16)
-    return out
+    return b"".join(one.laid_out() for one in records)
 
 
 @pytest.fixture

@@ -9,18 +9,26 @@ from kvd.core import inputs
 from kvd.core.layout.spec import budgets
 from kvd.recorder import ring
 from kvd.recorder.input_records import (
+    CLIENT_FRAME,
+    INPUT,
+    MARK,
+    PEER_FRAME,
     InputRecord,
     StateMark,
     Unknown,
+    client_head,
     input_of,
     mark_in,
     mark_of,
+    peer_head,
     record_of,
     record_of_mark,
 )
+from kvd.recorder.recording import records_in
 from kvd.recorder.ring import RecordRing
 from kvd.types import Tokens
-from kvd.wire import client
+from kvd.wire import client, peer
+from kvd.wire.codec import CLIENT_REQUESTS, PEER_MESSAGES
 from tests.core.families import SPECS, worked
 
 
@@ -43,9 +51,9 @@ def test_what_is_written_is_read_as_it_was_however_often_the_ring_closes(ends):
     for number in range(2000):
         record = InputRecord(
             float(number), rng.randbytes(rng.randint(0, 300)), rng.randbytes(rng.randint(0, 900)),
-            rng.random() < 0.1,
+            rng.choice((INPUT, MARK, CLIENT_FRAME, PEER_FRAME)),
         )  # fmt: skip
-        assert writer.write(record), f"seed {seed}"
+        assert writer.write(record.laid_out()), f"seed {seed}"
 
         assert reader.skim(at)[:2] == (record.is_mark, float(number))
         read, at = reader.read(at)
@@ -58,32 +66,32 @@ def test_what_is_written_is_read_as_it_was_however_often_the_ring_closes(ends):
 def test_a_full_ring_takes_nothing_until_the_reader_has_forgotten_something(ends):
     writer, reader = ends
     record = InputRecord(1.0, b"m" * 1000)
-    assert [writer.write(record) for _ in range(5)] == [True, True, True, True, False]
+    assert [writer.write(record.laid_out()) for _ in range(5)] == [True, True, True, True, False]
     end = writer.end
 
-    assert not writer.write(record)
+    assert not writer.write(record.laid_out())
     assert reader.end == end
     _, after = reader.read(0)
     reader.forget(after)
 
-    assert writer.write(record)
-    assert not writer.write(record)
+    assert writer.write(record.laid_out())
+    assert not writer.write(record.laid_out())
 
 
 def test_a_record_longer_than_the_ring_is_not_taken(ends):
     writer, reader = ends
 
-    assert not writer.write(InputRecord(1.0, b"m" * 4096))
+    assert not writer.write(InputRecord(1.0, b"m" * 4096).laid_out())
     assert reader.end == 0
 
 
 def test_pieces_are_the_stretch_in_order_across_the_place_where_the_ring_closes(ends):
     writer, reader = ends
     for _ in range(3):
-        writer.write(InputRecord(1.0, b"x" * 1000))
+        writer.write(InputRecord(1.0, b"x" * 1000).laid_out())
         reader.forget(writer.end)
     begin = writer.end
-    writer.write(InputRecord(2.0, bytes(range(250)) * 6))
+    writer.write(InputRecord(2.0, bytes(range(250)) * 6).laid_out())
 
     pieces = list(reader.pieces(begin, writer.end, 100))
 
@@ -99,6 +107,30 @@ def test_tokens_of_a_request_come_back_with_it():
     assert record.tokens == happened.tokens
     assert len(record.message) < 150
     assert input_of(record) == happened
+
+
+@pytest.mark.parametrize("n_tokens", [0, 1, 5, 40, 700])
+def test_what_came_in_a_frame_is_recorded_as_it_came_and_read_as_it_was(ends, n_tokens):
+    writer, reader = ends
+    message, tokens = client.OpenLease(9, "lora"), Tokens(b"\1\0\0\0" * n_tokens)
+    request = inputs.FromClient(1.5, 3, message, tokens)
+    ping = inputs.FromPeer(
+        2.5, "in:7", peer.Abort("a" * 32, "b" * 32, 4, 5, "cancelled"), "decode-0"
+    )
+    frames = (CLIENT_REQUESTS.encode(message), PEER_MESSAGES.encode(ping.message))
+    heads = (client_head(request, frames[0]), peer_head(ping, frames[1]))
+
+    (before, behind), (about, rest) = heads
+    assert writer.write(b"".join((before, frames[0])), tokens, behind)
+    assert writer.write(about, frames[1], rest)
+
+    first, at = reader.read(0)
+    second, end = reader.read(at)
+    assert (input_of(first), input_of(second)) == (request, ping)
+    assert bytes(first.message).endswith(frames[0])
+    assert bytes(second.message).endswith(frames[1])
+    assert end == writer.end
+    assert list(records_in(reader.bytes_at(0, end))) == [first, second]
 
 
 def test_an_input_without_tokens_and_a_mark_come_back_too():
@@ -122,6 +154,9 @@ def test_marks_differ_when_pages_of_any_component_do(family, budget):
     assert mark_of(one) != mark_of(other)
 
 
+ABORT = PEER_MESSAGES.encode(peer.Abort("a" * 32, "b" * 32, 4, 5, "cancelled"))
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -129,8 +164,13 @@ def test_marks_differ_when_pages_of_any_component_do(family, budget):
         InputRecord(1.0, b"\xc1"),
         InputRecord(1.0, b"\x82\xa4type\xa7Nothing\xa4at_s\xcb" + bytes(8)),
         InputRecord(1.0, record_of(inputs.Tick(1.0)).message, b"tokens"),
+        InputRecord(1.0, bytes(7), kind=CLIENT_FRAME),
+        InputRecord(1.0, bytes(8) + b"\x92\xa7nothing\1", kind=CLIENT_FRAME),
+        InputRecord(1.0, b"\5", kind=PEER_FRAME),
+        InputRecord(1.0, b"\1\1\xff\xff" + ABORT, kind=PEER_FRAME),
+        InputRecord(1.0, b"\1\1ab\xc1", kind=PEER_FRAME),
+        InputRecord(1.0, b"\1\1ab" + ABORT, b"tokens", PEER_FRAME),
     ],
-    ids=["empty", "no msgpack", "an input of another version", "tokens with a tick"],
 )
 def test_a_record_that_is_no_input_is_said_to_be_none(record):
     with pytest.raises(Unknown):

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from kvd import curve
+from kvd.cli.doctor.peers import be_client
 from kvd.sockets import open_router
 from kvd.types import Sent
 from kvd.zmtp.curve import CurveClient, KeyRing
@@ -33,7 +34,7 @@ class Keys:
         self.ring = KeyRing(curve.raw(self.listening.secret), name)
 
     def client(self, dealer):
-        curve.be_client(dealer, self.dialing, self.listening.public)
+        be_client(dealer, self.dialing, self.listening.public)
 
     def mechanism(self):
         return CurveClient(
@@ -109,8 +110,8 @@ async def test_a_dealer_without_keys_and_one_with_others_are_turned_away():
     stranger, own = curve.new_pair(), keys.listening.public
     for prepare in (
         lambda _: None,
-        lambda dealer: curve.be_client(dealer, stranger, own),
-        lambda dealer: curve.be_client(dealer, keys.dialing, curve.new_pair().public),
+        lambda dealer: be_client(dealer, stranger, own),
+        lambda dealer: be_client(dealer, keys.dialing, curve.new_pair().public),
     ):
         dealer = inn.dealer(b"x", prepare)
         dealer.send(b"hello")

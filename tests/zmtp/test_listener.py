@@ -211,6 +211,39 @@ async def test_a_flood_of_heartbeats_whose_answers_nobody_reads_keeps_little():
     assert connection.unsent_bytes < 101_000
 
 
+class Counted:
+    """A socket, and how often it was written to."""
+
+    def __init__(self, sock):
+        self.sock = sock
+        self.sends = 0
+
+    def __getattr__(self, name):
+        return getattr(self.sock, name)
+
+    def send(self, data):
+        self.sends += 1
+        return self.sock.send(data)
+
+
+@on_uvloop
+async def test_what_many_cause_to_be_said_to_one_in_a_round_is_written_at_once():
+    inn = Inn()
+    guests = [await inn.guest() for _ in range(6)]
+    one = inn.host.here[0]
+    one._sock = counted = Counted(one._sock)
+    inn.host.answer = lambda connection, message: one.send(message)
+    await guests[0].hears()
+
+    for guest in guests:
+        guest.sock.send(b"\0\1a\0\1b")  # they are all readable when the loop comes round
+
+    await until(lambda: len(inn.host.got) == 12)
+    await until(lambda: one.unsent_bytes == 0)
+    assert await guests[0].hears() == b"\0\1a\0\1b" * 6
+    assert counted.sends == 1
+
+
 @on_uvloop
 async def test_what_is_sent_goes_to_the_connection_it_is_for_or_to_nobody():
     """The same routing id comes again; what was for the first is not for the second."""

@@ -26,7 +26,7 @@ from kvd.cli.link import CALL, Target, ask
 from kvd.config.address import ipc_path, tcp_address
 from kvd.config.pool import pool_spec
 from kvd.core.peers.compatibility import layout_match
-from kvd.curve import HANDSHAKE_MS, KeyFlaw, be_client, read_pair
+from kvd.curve import KeyFlaw, read_pair
 from kvd.errors import Refusal
 from kvd.sockets import is_ipv6, open_dealer
 from kvd.text import clean
@@ -38,11 +38,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.config.schema import Config
+    from kvd.curve import KeyPair
     from kvd.wire.snapshot import PeerState
 
 ANSWER_S = 0.5
 """For a daemon of this host."""
 CONNECT_S = 1.0
+HANDSHAKE_MS = 2000
+"""A handshake that takes longer is given up. One with a key that is not listed ends only then."""
 HELLO_S = HANDSHAKE_MS / 1e3 + 0.5
 """A refused handshake ends after ``HANDSHAKE_MS``."""
 AHEAD_S = 5.0
@@ -91,6 +94,14 @@ def neighbours(subject: Subject) -> list[DoctorFinding]:
                 continue
             found += _heard(subject, one, _answer(dealer, end_s), is_keyed=own is not None)
     return found
+
+
+def be_client(dealer: zmq.Socket[bytes], own: KeyPair, server: str) -> None:
+    """Make it talk only to the holder of the public key ``server``; before it connects."""
+    dealer.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+    dealer.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
+    dealer.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
+    dealer.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
 # ---- as the running daemon knows them ------------------------------------------------------------

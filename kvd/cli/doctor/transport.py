@@ -19,26 +19,23 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from kvd.cli.doctor.finding import DoctorFinding, Subject, good, poor, wrong
 from kvd.core.effects import LoadAgent, Post
-from kvd.core.inputs import AgentFailed, AgentLoaded, PostDone, PostFailed
+from kvd.core.inputs import AgentLoaded, PostDone
 from kvd.core.inputs import WritePath as Route
 from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.text import amount, clean
 from kvd.transfer.orders import RegionPlan
-from kvd.transfer.process import TransferProcess, TransportDown
+from kvd.transfer.process import ReportQueue, TransferProcess, TransportDown
 from kvd.types import Pages, pack_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
-    from kvd.transfer.orders import Report
-
-R = TypeVar("R", AgentLoaded, PostDone)
 
 PLUGINS = """
 import json
@@ -303,7 +300,7 @@ def lanes_of(log: str) -> str:
 async def _send(sender: _End, metadata: bytes, is_equal: Callable[[], bool]) -> Measured:
     """Write every page but the null page a few times."""
     sender.process.order(LoadAgent("to", 1, metadata))
-    route = (await sender.next(AgentLoaded)).path
+    route = (await sender.reports.next(AgentLoaded)).path
     pages = Pages(pack_ids(list(range(1, PAGES))))
     times: list[float] = []
     for number in range(POSTS):
@@ -317,39 +314,18 @@ async def _send(sender: _End, metadata: bytes, is_equal: Callable[[], bool]) -> 
                 destination=pages,
             )
         )
-        times.append((await sender.next(PostDone)).active_s)
+        times.append((await sender.reports.next(PostDone)).active_s)
     return Measured(
         moved_bytes=PAGE_BYTES * (PAGES - 1), best_s=min(times), route=route, bytes_equal=is_equal()
     )
 
 
-class _End:
-    """One transfer process and what it reports."""
+class _End(NamedTuple):
+    """One transfer process that serves, and what it reports."""
 
-    def __init__(self, process: TransferProcess) -> None:
-        self.process = process
-        self.metadata = b""
-        self._reports: asyncio.Queue[Report | str] = asyncio.Queue()
-
-    async def start(self) -> None:
-        """Wait until it serves."""
-
-        def take(reports: list[Report]) -> None:
-            for report in reports:
-                self._reports.put_nowait(report)
-
-        self.metadata = (await self.process.start(take, self._reports.put_nowait)).metadata
-
-    async def next(self, kind: type[R]) -> R:
-        """The next report of ``kind``; a failure or the end of the process raises."""
-        while True:
-            report = await self._reports.get()
-            if isinstance(report, kind):
-                return report
-            if isinstance(report, AgentFailed | PostFailed):
-                raise TransportDown(report.why)
-            if isinstance(report, str):
-                raise TransportDown(report)
+    process: TransferProcess
+    reports: ReportQueue
+    metadata: bytes
 
 
 @contextlib.asynccontextmanager
@@ -360,10 +336,10 @@ async def _end(name: str, fd: int, environment: Mapping[str, str]) -> AsyncItera
         REGION, fd, Geometry(pages=PAGES, page_bytes=PAGE_BYTES, rows=rows, tensors=())
     )
     process = TransferProcess(f"doctor-{os.getpid()}-{name}", [region], environment=environment)
-    end = _End(process)
+    reports = ReportQueue()
     try:
-        await end.start()
-        yield end
+        ready = await reports.start(process)
+        yield _End(process, reports, ready.metadata)
     finally:
         await process.stop()
 
