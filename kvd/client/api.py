@@ -18,7 +18,7 @@ import msgspec
 
 from kvd.client.connection import Connection
 from kvd.client.endpoint import client_endpoint
-from kvd.client.handoff import Receive, Send
+from kvd.client.handoff import Receive, Send, handle_of, outcome
 from kvd.client.lease import Lease
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvd.client.attachment import Attachment
+    from kvd.client.handoff import Outcome, WhenWritten
     from kvd.client.port import Channel
     from kvd.client.state import EventQueue, EventsLost
     from kvd.client.tokens import TokenIds
@@ -253,7 +254,64 @@ class Node:
         call = await self._port.perform(request, tokens=token_frame(tokens), about=lease.record)
         if call.send is None:
             raise confused(request, call.answer.value)
-        return Send(self._port, call.send, within(deadline_s))
+        return Send(self._port, call.send, lease.record, within(deadline_s))
+
+    async def hand_over(  # noqa: PLR0913 - the request, field by field
+        self,
+        room: int,
+        tokens: TokenIds | None = None,
+        *,
+        lease: Lease,
+        aux: bytes = b"",
+        namespace: str = "",
+        deadline_s: float = 30.0,
+        to: str | None = None,
+        after: WhenWritten | bytes | None = None,
+        release: bool = False,
+    ) -> Outcome:
+        """``send`` and ``Send.finish`` in one message, for what is all computed.
+
+        Returns when the decode side has spoken. A caller that goes away ends the handoff.
+
+        Args:
+            room: as in ``send``.
+            tokens: the prompt, at least one; left out: all tokens that the lease knows, which then
+                need not travel.
+            lease: as in ``send``.
+            aux: as in ``Send.finish``.
+            namespace: as in ``send``.
+            deadline_s: as in ``send``.
+            to: as in ``send``.
+            after: as in ``Send.advance``; an event object is kept until this returns.
+            release: as in ``Send.finish``.
+
+        Returns:
+            whether it committed, or why not; a handoff that failed is no exception here.
+
+        Raises:
+            KvdError: as ``send``, and ``too-large`` for an aux; what is refused releases nothing. A
+                call that was cancelled, or got no answer, may have: ``release`` is
+                ``unknown-lease`` then.
+        """
+        frame = token_frame(() if tokens is None else tokens)
+        if tokens is not None and not frame:
+            why = f"a prompt of 0 tokens for room {room}: leave them out to send all of the lease"
+            raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client", numbers={"tokens": 0}))
+        request = wire.HandOver(
+            call=self._port.connection.next_call(),
+            room=_room(room),
+            lease=lease.id,
+            namespace=namespace,
+            deadline_s=deadline_s,
+            peer=to,
+            aux=bytes(aux),
+            after=handle_of(after),
+            ends_lease=release,
+        )
+        call = await self._port.perform(
+            request, tokens=frame, about=lease.record, within_s=within(deadline_s)
+        )
+        return outcome(request, call)
 
     async def match(self, tokens: TokenIds, *, namespace: str = "") -> Matched:
         """How much of ``tokens`` is cached here, and how busy the node is; changes nothing.

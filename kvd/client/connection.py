@@ -9,7 +9,7 @@ may go away at any moment (cancelled, out of time): ``abandon`` then undoes what
 going to do::
 
     the answer is          undone by
-    still to come          CancelCall, for a request that waits in the queue; then as below
+    still to come          CancelCall, for a request that waits there; then as below
     Leased                 ReleaseLease
     Receiving              CancelReceive, and ReleaseLease if Received comes all the same
     Sending                AbortSend
@@ -67,6 +67,12 @@ CHANGES_ROWS = (
     wire.CommitLease | wire.CommitUpTo | wire.RetractLease | wire.ResumeLease | wire.SlideLease
 )
 """Calls by which a lease gives pages away: a commit does, for equal ones that are cached."""
+
+RELEASES = wire.ReleaseLease | wire.CommitAndRelease | wire.ReleaseUpTo
+"""Calls that end a lease and do nothing else: they have no answer but that it is over."""
+
+WAITS = wire.OpenLease | wire.ReceiveRequest | wire.ResumeLease | wire.HandOver
+"""Calls that wait at the daemon, for room or for a peer, and can be cancelled there."""
 
 UNDONE = "the engine no longer waits for it"
 """Why an abandoned send was aborted, for whoever reads its story."""
@@ -175,7 +181,7 @@ class Connection:
         if call.request.call not in self._calls:
             if call.answer.value is not None:
                 self._undo(call, call.answer.value)
-        elif isinstance(call.request, wire.OpenLease | wire.ReceiveRequest | wire.ResumeLease):
+        elif isinstance(call.request, WAITS):
             self.tell(wire.CancelCall(self.next_call(), call.request.call))
 
     def take_outgoing(self) -> list[Outgoing]:
@@ -252,9 +258,10 @@ class Connection:
         self._outgoing.clear()
         calls, self._calls = self._calls, {}
         for call in calls.values():
-            if self._away is not None and call.lease is not None and _is_release(call.request):
-                self._ended(call)
-                call.answer.put(wire.Done(call.request.call))
+            if self._away is not None and call.lease is not None and _ends_lease(call.request):
+                self._lease_ended(call.lease)
+                if isinstance(call.request, RELEASES):
+                    call.answer.put(wire.Done(call.request.call))
             call.answer.put(refusal)
         receives, self._receives = self._receives, {}
         for receive in receives.values():
@@ -352,13 +359,20 @@ class Connection:
     def _ended(self, call: Call) -> None:
         """What the request was about is over: its record is no longer fed."""
         match call.request:
-            case wire.Finish(send=number) | wire.AbortSend(send=number):
+            case (
+                wire.Finish(send=number)
+                | wire.AbortSend(send=number)
+                | wire.FinishAndRelease(send=number)
+            ):
                 self._sends.pop(number, None)
-            case wire.ReleaseLease() | wire.CommitAndRelease() | wire.ReleaseUpTo() if call.lease:
-                call.lease.is_released = True
-                self._leases.pop(call.lease.number, None)
             case _:
                 pass
+        if call.lease is not None and _ends_lease(call.request):
+            self._lease_ended(call.lease)
+
+    def _lease_ended(self, lease: LeaseView) -> None:
+        lease.is_released = True
+        self._leases.pop(lease.number, None)
 
     def _received(self, push: wire.Received | wire.ReceiveFailed) -> None:
         """A receive ended. A lease that nobody asked for any more goes back at once."""
@@ -419,8 +433,10 @@ class Connection:
             self._outgoing.append(Outgoing(request.call, [CLIENT_REQUESTS.encode(request)]))
 
 
-def _is_release(request: wire.Request) -> bool:
-    return isinstance(request, wire.ReleaseLease | wire.CommitAndRelease | wire.ReleaseUpTo)
+def _ends_lease(request: wire.Request) -> bool:
+    if type(request) is wire.HandOver:
+        return request.ends_lease
+    return isinstance(request, RELEASES) or type(request) is wire.FinishAndRelease
 
 
 def _given_back(number: int) -> Refusal:

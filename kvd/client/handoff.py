@@ -14,8 +14,9 @@ from kvd.wire import client as wire
 from kvd.wire.bounds import MAX_REASON
 
 if TYPE_CHECKING:
+    from kvd.client.connection import Call
     from kvd.client.pool import Pools
-    from kvd.client.state import ReceiveState, SendState
+    from kvd.client.state import LeaseView, ReceiveState, SendState
 
 
 class Receive:
@@ -131,6 +132,24 @@ class Outcome(msgspec.Struct, frozen=True):
     sent_bytes: int
 
 
+def outcome(request: wire.Finish | wire.FinishAndRelease | wire.HandOver, call: Call) -> Outcome:
+    """What has become of what was sent.
+
+    Raises:
+        KvdError: ``internal``: the daemon answered something else.
+    """
+    answer = call.answer.value
+    if not isinstance(answer, wire.Finished):
+        raise confused(request, answer)
+    return Outcome(
+        committed=answer.failure is None,
+        reason=answer.failure,
+        decode_prefix_len=answer.decode_prefix_len,
+        sent_pages=answer.sent_pages,
+        sent_bytes=answer.sent_bytes,
+    )
+
+
 class WhenWritten(Protocol):
     """An event of a device: ``torch.cuda.Event(interprocess=True)`` is one."""
 
@@ -158,9 +177,10 @@ class Share(msgspec.Struct, frozen=True):
 class Send:
     """The prefill side: what is written may be sent, as soon as both sides have met."""
 
-    def __init__(self, port: Port, state: SendState, within_s: float) -> None:
+    def __init__(self, port: Port, state: SendState, lease: LeaseView, within_s: float) -> None:
         self._port = port
         self._state = state
+        self._lease = lease
         self._within_s = within_s
         self._events: list[WhenWritten] = []
 
@@ -250,7 +270,11 @@ class Send:
             raise
 
     async def finish(
-        self, aux: bytes = b"", *, after: WhenWritten | bytes | None = None
+        self,
+        aux: bytes = b"",
+        *,
+        after: WhenWritten | bytes | None = None,
+        release: bool = False,
     ) -> Outcome:
         """All KV of the prompt is written. Returns when the decode side has spoken.
 
@@ -262,33 +286,36 @@ class Send:
         Args:
             aux: opaque bytes for the decode engine: first token, logprobs ...
             after: as in ``advance``.
+            release: the lease too, in the same message. What was said to be written stays cached,
+                and the lease is over, whatever becomes of the handoff. Not with ``after``.
 
         Returns:
             whether it committed, or why not; a handoff that failed is no exception here.
+
+        Raises:
+            KvdError: refused; then the lease is not released.
         """
         handle = self._keep(after)
-        request = wire.Finish(
-            call=self._port.connection.next_call(), send=self.id, aux=bytes(aux), after=handle
-        )
+        number = self._port.connection.next_call()
+        request: wire.Finish | wire.FinishAndRelease
+        request = wire.Finish(call=number, send=self.id, aux=bytes(aux), after=handle)
+        if release:
+            _no_event(handle)
+            request = wire.FinishAndRelease(number, self.id, bytes(aux))
+        lease = self._lease if release else None
         try:
-            call = await self._port.perform(request, about=self._state, within_s=self._within_s)
+            call = await self._port.perform(
+                request, about=self._state, lease=lease, within_s=self._within_s
+            )
         except KvdError:
             failure = self._state.failure
-            if failure is None or failure.code is Code.UNREACHABLE:
+            # With ``release`` it is refused only where the lease cannot be released.
+            if release or failure is None or failure.code is Code.UNREACHABLE:
                 raise
             return Outcome(
                 committed=False, reason=failure, decode_prefix_len=0, sent_pages=0, sent_bytes=0
             )
-        answer = call.answer.value
-        if not isinstance(answer, wire.Finished):
-            raise confused(request, answer)
-        return Outcome(
-            committed=answer.failure is None,
-            reason=answer.failure,
-            decode_prefix_len=answer.decode_prefix_len,
-            sent_pages=answer.sent_pages,
-            sent_bytes=answer.sent_bytes,
-        )
+        return outcome(request, call)
 
     async def abort(self, reason: str) -> None:
         """This engine failed or gave up: the decode side is told, nothing more is sent.
@@ -309,14 +336,27 @@ class Send:
 
     def _keep(self, after: WhenWritten | bytes | None) -> bytes:
         """The event's handle; an event that ends before it was waited for is undefined in CUDA."""
-        if after is None or isinstance(after, bytes):
-            return after or b""
-        self._events.append(after)
-        return after.ipc_handle()
+        if after is not None and not isinstance(after, bytes):
+            self._events.append(after)
+        return handle_of(after)
 
     def _raise_if_ended(self) -> None:
         if self._state.failure is not None:
             raise HandoffError(self._state.failure)
+
+
+def _no_event(handle: bytes) -> None:
+    """Refuse to let a lease go whose KV will be written when an event comes."""
+    if handle:
+        why = "release and after exclude one another: release the lease when the event has come"
+        raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client"))
+
+
+def handle_of(after: WhenWritten | bytes | None) -> bytes:
+    """By which another process finds the event; empty where there is none."""
+    if after is None or isinstance(after, bytes):
+        return after or b""
+    return after.ipc_handle()
 
 
 def _not_yet(message: str) -> KvdError:

@@ -68,6 +68,7 @@ class Port:
         *,
         tokens: Tokens | None = None,
         about: Record | None = None,
+        lease: LeaseView | None = None,
         within_s: float = ANSWER_WITHIN_S,
     ) -> Call:
         """Send a request and wait for its answer; when the caller goes away, it is undone.
@@ -78,6 +79,7 @@ class Port:
             request: its ``call`` comes from ``next_call``.
             tokens: the tokens frame of a request that has one.
             about: the record of the handle that it is about.
+            lease: the record that its answer changes, where it is about another one.
             within_s: longest wait for the answer.
 
         Raises:
@@ -85,7 +87,8 @@ class Port:
                 about is of before a restart.
         """
         await self._ready(about, within_s)
-        lease = about if isinstance(about, LeaseView) else None
+        if isinstance(about, LeaseView):
+            lease = about
         call = self.connection.begin(request, tokens, lease)
         try:
             self._channel.flush()

@@ -181,9 +181,15 @@ class SyncSend:
         """As ``Send.advance``."""
         run(self.wrapped.advance(upto_tokens, after=after))
 
-    def finish(self, aux: bytes = b"", *, after: WhenWritten | bytes | None = None) -> Outcome:
+    def finish(
+        self,
+        aux: bytes = b"",
+        *,
+        after: WhenWritten | bytes | None = None,
+        release: bool = False,
+    ) -> Outcome:
         """As ``Send.finish``."""
-        return run(self.wrapped.finish(aux, after=after))
+        return run(self.wrapped.finish(aux, after=after, release=release))
 
     def abort(self, reason: str) -> None:
         """As ``Send.abort``."""
@@ -303,6 +309,33 @@ class SyncNode:
             room, tokens, lease=lease.wrapped, namespace=namespace, deadline_s=deadline_s, to=to
         )
         return SyncSend(run(verb))
+
+    def hand_over(  # noqa: PLR0913 - as Node.hand_over
+        self,
+        room: int,
+        tokens: TokenIds | None = None,
+        *,
+        lease: SyncLease,
+        aux: bytes = b"",
+        namespace: str = "",
+        deadline_s: float = 30.0,
+        to: str | None = None,
+        after: WhenWritten | bytes | None = None,
+        release: bool = False,
+    ) -> Outcome:
+        """As ``Node.hand_over``."""
+        verb = self.wrapped.hand_over(
+            room,
+            tokens,
+            lease=lease.wrapped,
+            aux=aux,
+            namespace=namespace,
+            deadline_s=deadline_s,
+            to=to,
+            after=after,
+            release=release,
+        )
+        return run(verb)
 
     def match(self, tokens: TokenIds, *, namespace: str = "") -> Matched:
         """As ``Node.match``."""

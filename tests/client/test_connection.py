@@ -182,6 +182,42 @@ def test_a_lease_is_over_once_its_release_is_answered(
     assert lease.is_released
 
 
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("kind", ["hand-over", "finish-release"])
+def test_a_lease_is_over_once_what_was_handed_over_with_it_is_answered(
+    kind: str, ends: bool
+) -> None:
+    own = connection()
+    lease = lease_of([1])
+
+    def request() -> wire.HandOver | wire.FinishAndRelease:
+        if kind == "hand-over":
+            return wire.HandOver(own.next_call(), 5, 7, ends_lease=ends)
+        return wire.FinishAndRelease(own.next_call(), 12)
+
+    begin(own, request(), lease if ends else None)
+    begin(own, request(), lease if ends else None)
+
+    feed(own, wire.Failed(1, REFUSED))
+    assert not lease.is_released
+    feed(own, wire.Finished(2, REFUSED, 0, 0, 0))
+    assert lease.is_released is ends
+
+
+def test_an_abandoned_hand_over_is_cancelled_and_its_late_answer_still_ends_the_lease() -> None:
+    own = connection()
+    lease = lease_of([1])
+    call = begin(own, wire.HandOver(own.next_call(), 5, 7, ends_lease=True), lease)
+    own.take_outgoing()
+
+    own.abandon(call)
+
+    assert sent(own) == [wire.CancelCall(2, 1)]
+    feed(own, wire.Finished(1, REFUSED, 0, 0, 0))
+    assert lease.is_released
+    assert sent(own) == []
+
+
 # ---- handles -------------------------------------------------------------------------------------
 
 
@@ -502,6 +538,24 @@ def test_a_lease_released_after_it_was_named_is_released_when_the_daemon_is_back
 
     assert sent(own) == [wire.ReleaseLease(3, 70)]
     assert (lease.is_released, other.is_released, other.is_kept) == (True, False, True)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_lease_handed_over_with_its_end_is_not_named_when_the_daemon_is_lost(ends: bool) -> None:
+    """Its engine asked for it to be over; that the handoff failed is another thing, and is said."""
+    own = connection()
+    (lease,) = opened(own, 70)
+    sending = begin(own, wire.SendRequest(own.next_call(), 5, 70))
+    feed(own, wire.Sending(2, 12))
+    call = begin(own, wire.HandOver(own.next_call(), 6, 70, ends_lease=ends), lease)
+    finishing = begin(own, wire.FinishAndRelease(own.next_call(), 12), lease if ends else None)
+
+    own.lost(GONE)
+
+    assert call.answer.value == finishing.answer.value == GONE
+    assert (own.unreleased(), lease.is_released) == (() if ends else (70,), ends)
+    assert sending.send is not None
+    assert sending.send.lost == GONE
 
 
 def test_a_lease_that_came_for_nobody_is_not_named() -> None:

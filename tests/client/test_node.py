@@ -482,6 +482,72 @@ async def test_a_failed_send_stops_the_engine_at_its_next_word(daemon: Daemon) -
     assert [type(one).__name__ for one in daemon.got] == ["OpenLease", "SendRequest", "Finish"]
 
 
+async def test_a_hand_over_is_one_request_and_the_other_sides_word(daemon: Daemon) -> None:
+    daemon.script = SENDING
+
+    async with kvd.client.connect(daemon.endpoint, name="prefill-0") as node:
+        lease = await node.lease([1, 2])
+        handing = asyncio.create_task(
+            node.hand_over(9117, lease=lease, aux=b"t", deadline_s=7, to="decode-0", release=True)
+        )
+        await until(lambda: len(daemon.got) == 2)
+        assert not lease.is_released
+        daemon.push(wire.Finished(2, None, 8, 1, 4096))
+
+        assert await handing == Outcome(True, None, 8, 1, 4096)
+        assert lease.is_released
+        with pytest.raises(KvdError, match="rooms are 1 to"):
+            await node.hand_over(0, [1], lease=lease)
+        with pytest.raises(KvdError, match="a prompt of 0 tokens for room 3"):
+            await node.hand_over(3, [], lease=lease)
+
+    assert daemon.got[1:] == [
+        wire.HandOver(
+            call=2,
+            room=9117,
+            lease=70,
+            deadline_s=7,
+            peer="decode-0",
+            aux=b"t",
+            ends_lease=True,
+        )
+    ]
+
+
+async def test_a_cancelled_hand_over_is_given_up(daemon: Daemon) -> None:
+    daemon.script = SENDING
+
+    async with kvd.client.connect(daemon.endpoint, name="prefill-0") as node:
+        lease = await node.lease([1])
+        task = asyncio.create_task(node.hand_over(1, [1], lease=lease))
+        await until(lambda: len(daemon.got) == 2)
+
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: len(daemon.got) == 3)
+
+    assert daemon.got[2] == wire.CancelCall(3, 2)
+
+
+async def test_a_finish_that_releases_is_one_request(daemon: Daemon) -> None:
+    daemon.script = SENDING
+
+    async with kvd.client.connect(daemon.endpoint, name="prefill-0") as node:
+        lease = await node.lease([1])
+        send = await node.send(1, [1], lease=lease)
+        with pytest.raises(KvdError, match="exclude one another"):
+            await send.finish(after=bytes(64), release=True)
+        finishing = asyncio.create_task(send.finish(b"t", release=True))
+        await until(lambda: len(daemon.got) == 3)
+        daemon.push(wire.SendFailed(12, ABORTED), wire.Finished(4, ABORTED, 0, 0, 0))
+
+        assert await finishing == Outcome(False, ABORTED, 0, 0, 0)
+        assert lease.is_released
+
+    assert daemon.got[2:] == [wire.FinishAndRelease(4, 12, b"t")]
+
+
 async def test_abort_tells_the_daemon_why(daemon: Daemon) -> None:
     daemon.script = SENDING
 

@@ -38,6 +38,7 @@ ANSWERS: dict[type, Callable[[Any], list[wire.Reply]]] = {
     ],
     wire.SendRequest: lambda r: [wire.Sending(r.call, 12), wire.Accepted(12, 8)],
     wire.Finish: lambda r: [wire.Finished(r.call, ABORTED, 8, 3, 300)],
+    wire.HandOver: lambda r: [wire.Finished(r.call, None, 8, 3, 300)],
     wire.MatchPrefix: lambda r: [wire.MatchReply(r.call, 8, 1, 2)],
     wire.Subscribe: lambda r: [
         wire.Done(r.call),
@@ -82,6 +83,7 @@ def test_every_verb_has_its_blocking_twin(daemon: Daemon) -> None:
         assert (send.id, send.decode_prefix_len) == (12, 8)
         assert send.finish(b"aux") == Outcome(False, ABORTED, 8, 3, 300)
         node.send(6, [1, 2], lease=lease, to="decode-0").abort("because")
+        assert node.hand_over(8, lease=lease) == Outcome(True, None, 8, 3, 300)
         lease.release(())
 
         handoff = node.receive(7, [1, 2], "prefill-1")
@@ -98,10 +100,11 @@ def test_every_verb_has_its_blocking_twin(daemon: Daemon) -> None:
         *("OpenLease", "ExtendLease", "RetractLease", "ResumeLease", "CommitLease"),
         *("SayWritten", "CommitUpTo"),
         *("SendRequest", "Advance", "Finish", "SendRequest"),
-        *("AbortSend", "CommitAndRelease", "ReceiveRequest", "ReleaseLease", "ReceiveRequest"),
-        *(type(one).__name__ for one in daemon.got[16:]),
+        *("AbortSend", "HandOver", "CommitAndRelease"),
+        *("ReceiveRequest", "ReleaseLease", "ReceiveRequest"),
+        *(type(one).__name__ for one in daemon.got[17:]),
     ]
-    assert {type(one).__name__ for one in daemon.got[16:]} <= {
+    assert {type(one).__name__ for one in daemon.got[17:]} <= {
         *("CancelReceive", "ReleaseLease", "MatchPrefix"),
     }
 
