@@ -10,7 +10,7 @@ import urllib.request
 import msgspec
 import zmq
 
-from kvd import curve
+from kvd.cli.doctor.peers import be_client
 from kvd.client.admin import AdminClient
 from kvd.core.layout.spec import PoolSpec, fingerprint
 from kvd.sockets import open_dealer
@@ -41,7 +41,7 @@ class Caller:
         self._context = zmq.Context()
         self._socket = open_dealer(self._context)
         if pair is not None:
-            curve.be_client(self._socket, pair, server)
+            be_client(self._socket, pair, server)
         self._monitor = self._socket.get_monitor_socket(
             _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
