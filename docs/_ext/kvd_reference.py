@@ -36,6 +36,7 @@ from typing_extensions import override
 import kvd
 import tui
 from kvd import errors
+from kvd.bench.report import BenchmarkResult
 from kvd.cli import kvd as kvd_command
 from kvd.config.keys import KEYS
 from kvd.config.load import host_defaults
@@ -591,6 +592,9 @@ def benchmarks_text(_: str) -> Iterator[str]:
 
 def _result_text(result: dict[str, Any], hide: Sequence[str]) -> Iterator[str]:
     """The JSON of a benchmark: objects of one shape as tables, single figures, then the goals."""
+    if "found" in result:
+        yield from _found_text(msgspec.convert(result["found"], BenchmarkResult))
+        result = {"goals": result["found"]["goals"]}
     goals = list(result.get("goals", ()))
     plain: dict[str, object] = {}
     alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
@@ -620,6 +624,18 @@ def _result_text(result: dict[str, Any], hide: Sequence[str]) -> Iterator[str]:
             for goal in goals
         ),
     )
+
+
+def _found_text(found: BenchmarkResult) -> Iterator[str]:
+    """The tables as the command shows them, and what it says of them."""
+    for each in found.tables:
+        yield f"**{each.title}**"
+        yield ""
+        rows = ([column.text_of(row) for column in each.columns] for row in each.rows)
+        yield from table([column.heading for column in each.columns], rows)
+    for note in found.notes:
+        yield f"- {note}"
+    yield ""
 
 
 def _objects_text(name: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
