@@ -90,9 +90,9 @@ def offer(pages: bytes, prompt_tokens: int, **changes: object) -> Offer:
     return msgspec.structs.replace(sound, **changes)
 
 
-def page_ids(n: int, seed: int = 1) -> bytes:
-    """In no order, as those of an old pool."""
-    shuffled = np.random.default_rng(seed).permutation(n).astype("<i4") + 1
+def page_ids(n: int, seed: int = 1, *, apart: int = 1) -> bytes:
+    """In no order, as those of an old pool; of one with ``apart`` times as many."""
+    shuffled = np.random.default_rng(seed).permutation(n).astype("<i4") * apart + 1
     return shuffled.tobytes()
 
 
@@ -108,6 +108,11 @@ def test_an_offer_costs_little_whatever_its_length(n_pages, limit_s):
     assert isinstance(message, Offer)
     node.step(inputs.FromPeer(0.0, "in:d", message))
     assert node.prefiller.rooms.by_room[7].offer == message
+
+
+def test_the_longest_offer_from_a_pool_of_4_million_pages_costs_little():
+    frame = PEER_MESSAGES.encode(offer(page_ids(2**20, apart=4), 2**20))
+    assert cost_s(frame, lambda: meeting(page_size=1)) < LIMIT_S
 
 
 def test_an_offer_of_too_long_a_prompt_is_refused_before_its_pages_are_looked_at():

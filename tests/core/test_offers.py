@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
 import pytest
 
@@ -68,6 +70,21 @@ def tampered(world: World, **changes: object) -> Settled:
         ),
         (
             {"pages": bytes(28)},
+            Code.BAD_PAGES,
+            "destination pages of kv must be distinct and above the null page",
+        ),
+        (
+            {"pages": struct.pack("<7i", 3, 1, 4, 2, 5, 9, 3)},
+            Code.BAD_PAGES,
+            "destination pages of kv must be distinct and above the null page",
+        ),
+        (  # of a pool so large that they are sorted
+            {"pages": struct.pack("<7i", 1, 2**31 - 1, 3, 4, 5, 6, 2**31 - 1)},
+            Code.BAD_PAGES,
+            "destination pages of kv must be distinct and above the null page",
+        ),
+        (
+            {"pages": struct.pack("<7i", 1, 2, 3, 4, 5, 6, -(2**31))},
             Code.BAD_PAGES,
             "destination pages of kv must be distinct and above the null page",
         ),

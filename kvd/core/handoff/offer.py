@@ -34,6 +34,8 @@ from kvd.wire.bounds import MAX_SOURCES
 from kvd.wire.peer import ALL, Offer
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.effects import Outbox
     from kvd.core.handoff.parts import ReceiveAttempt, SendingEngine, SendPart
@@ -46,6 +48,10 @@ if TYPE_CHECKING:
 
 FIRST_EPOCH = 0
 """The generation of a namespace; a weight update will raise it."""
+
+
+MARKS_PER_ID = 8
+"""Up to this many bytes are marked for a page id of an Offer; beyond that its ids are sorted."""
 
 
 def prompt_digest(tokens: Tokens, namespace: str) -> bytes:
@@ -320,15 +326,27 @@ def _bad_pages(payload_part: PayloadPart, grant: Grant, unit: int, side: str) ->
     if not grant.pages:
         return None
     # Two units on one page would overwrite each other without a trace.
-    # A sort of a million takes 3 ms, and np.unique two hundred times that (numpy 2.4).
-    ids = np.sort(np.frombuffer(grant.pages, dtype="<i4"))
-    if int(ids[0]) <= NULL_PAGE or bool((ids[1:] == ids[:-1]).any()):
+    ids = np.frombuffer(grant.pages, dtype="<i4")
+    if int(ids.min()) <= NULL_PAGE or not _are_distinct(ids):
         return Refusal(
             Code.BAD_PAGES,
             f"destination pages of {grant.component} must be distinct and above the null page",
             side=side,
         )
     return None
+
+
+def _are_distinct(ids: npt.NDArray[np.int32]) -> bool:
+    """Of ids above zero. For a million of a pool: 3 ms, up to 10 if the pool has 8 million."""
+    top = int(ids.max())
+    if top < MARKS_PER_ID * len(ids):
+        marks = np.zeros(top + 1, dtype=np.bool_)
+        marks[ids] = True
+        return int(np.count_nonzero(marks)) == len(ids)
+    # Few ids of a huge pool. A sort of a million takes 3 to 35 ms, as the processor's instructions
+    # are; np.unique takes two hundred times the 3 (numpy 2.4).
+    ordered = np.sort(ids)
+    return not bool((ordered[1:] == ordered[:-1]).any())
 
 
 def slid_past(offer: Offer, engine: SendingEngine, payload: Payload, side: str) -> Refusal | None:
