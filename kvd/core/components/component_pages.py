@@ -194,9 +194,12 @@ class ComponentPages:
     def extend(self, lease: LeaseRecord, room_tokens: int) -> None:
         """Take them."""
 
-    def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
-        """The engine computes from there on: give back what is behind, have what is ahead."""
+    def unslidable(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
+        """Why the engine cannot compute from there on; changes nothing."""
         return None
+
+    def slide(self, lease: LeaseRecord, upto_tokens: int) -> None:
+        """It does, which ``unslidable`` allows: give back what is behind, have what is ahead."""
 
     def page_table(self, lease: LeaseRecord) -> Pages:
         """What the engine is told; the null page stands for none."""
