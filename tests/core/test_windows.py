@@ -10,9 +10,9 @@ import pytest
 
 from kvd.core.cache.eviction import Policy
 from kvd.core.cache.lease import Quarantine, Shortage, Writer
-from kvd.core.effects import Outbox
 from kvd.core.layout.spec import Component, PageOrder, PoolSpec, Raw, Tail
 from kvd.core.leases.lease_table import LeaseTable
+from kvd.core.outbox import Outbox
 from kvd.errors import Refusal
 from kvd.types import NO_TOKENS, Tokens, count
 from kvd.wire import events

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.components.component_pages import ComponentPages
-    from kvd.core.effects import Outbox
     from kvd.core.layout.spec import PoolSpec
+    from kvd.core.outbox import Outbox
     from kvd.errors import Refusal
     from kvd.types import Pages
 

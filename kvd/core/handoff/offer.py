@@ -35,9 +35,9 @@ from kvd.wire.peer import ALL, Offer
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
-    from kvd.core.effects import Outbox
     from kvd.core.handoff.parts import ReceiveAttempt, SendingEngine, SendPart
     from kvd.core.handoff.payload import Payload, PayloadPart
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
@@ -306,7 +306,8 @@ def _bad_range(grant: Grant, ranges: set[TokenSpan], side: str) -> Refusal | Non
 
 
 def _bad_pages(payload_part: PayloadPart, grant: Grant, unit: int, side: str) -> Refusal | None:
-    first, end = payload_part.units(grant, unit)
+    units = payload_part.units(grant, unit)
+    first, end = units.first, units.end
     # Before the ids are read: a million of them for a short prompt would cost what they like.
     if len(grant.pages) != (end - first) * ID_BYTES:
         return Refusal(

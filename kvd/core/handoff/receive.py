@@ -51,10 +51,10 @@ from kvd.wire.peer import Abort, Accept, Offer, Progress, ReceiveOutcome, Settle
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
-    from kvd.core.effects import Outbox
     from kvd.core.inputs import Verified
     from kvd.core.leases.fetch import Fetch, Fetcher
     from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
@@ -665,7 +665,7 @@ class Decoder:
     ) -> ReceiveAttempt:
         number, at_s = self._last_part + 1, self._out.at_s
         attempt = ReceiveAttempt(
-            id=number,
+            number,
             room=message.room,
             session=session,
             since_s=at_s,
@@ -678,7 +678,7 @@ class Decoder:
             self._last_part += 1
             # By its node name, which its Hello will bear, whatever address the engine wrote.
             peer = self._peers.find(source) or source
-            part = ReceivePart(id=self._last_part, peer=peer, attempt=attempt)
+            part = ReceivePart(self._last_part, peer, attempt)
             part.history.add_line(at_s, f"asked for by session {session}")
             self.parts[part.id] = part
             parts.append(part)

@@ -42,8 +42,8 @@ from kvd.wire.bounds import MAX_REASON
 from kvd.wire.peer import Abort, Accept, Offer, ReceiveOutcome, Withdrawn
 
 if TYPE_CHECKING:
-    from kvd.core.effects import Outbox
     from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
@@ -564,10 +564,7 @@ class Prefiller:
 
     def _new_part(self, room: int, state: Prefill) -> SendPart:
         self._last_part += 1
-        at_s = self._out.at_s
-        # The deadline of a part that waits for nobody yet is now; whoever makes it wait gives it
-        # one.
-        return SendPart(id=self._last_part, room=room, state=state, since_s=at_s, deadline_s=at_s)
+        return SendPart(self._last_part, room=room, state=state, at_s=self._out.at_s)
 
     def _join(self, part: SendPart, peer: Peer, handoff: int) -> None:
         part.peer = peer.name

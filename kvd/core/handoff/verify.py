@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import ReceivePart
     from kvd.core.handoff.payload import Payload
     from kvd.core.inputs import Verified
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
@@ -55,9 +56,7 @@ class SumFinding(enum.Enum):
 class Verifying:
     """Asks about the pages of delivered parts, and puts the answers into words."""
 
-    def __init__(
-        self, settings: Settings, payload: Payload, peers: Peers, out: effects.Outbox
-    ) -> None:
+    def __init__(self, settings: Settings, payload: Payload, peers: Peers, out: Outbox) -> None:
         self.parts: dict[int, ReceivePart] = {}
         """By ticket: what has been asked and not answered."""
         self._routes: dict[int, int] = {}

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from kvd.core.cache.eviction import Policy
     from kvd.core.cache.lease import Claim, Demand, Quarantine, Writer
     from kvd.core.cache.radix_node import RadixNode
-    from kvd.core.effects import Outbox
     from kvd.core.layout.spec import PoolSpec
+    from kvd.core.outbox import Outbox
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
