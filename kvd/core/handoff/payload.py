@@ -53,6 +53,10 @@ if TYPE_CHECKING:
     from kvd.wire.peer import Offer, SourceShare
 
 
+NO_KEY = bytes(16)
+"""Of the seal of no pages."""
+
+
 def pieces_of(split: tuple[int, ...], place: int = 0) -> int:
     """Into how many of a peer's pages one of ours is cut; an empty split: all are equal."""
     return split[place] if split else 1
@@ -242,8 +246,11 @@ class Payload:
         for route in routes:
             payload_part, grant = self.parts[route.grant], offer.grants[route.grant]
             units = payload_part.units(grant, self.unit_tokens(payload_part, split))
-            region = shard_region(grant.component, route.shard_route.peer_shard)
-            seals.append(seal_of(offer, region, (units.first, units.end)))
+            if units.first < units.end:
+                region = shard_region(grant.component, route.shard_route.peer_shard)
+                seals.append(seal_of(offer, region, (units.first, units.end)))
+            else:  # of a full hit: no page is chosen by its key, which takes a hash
+                seals.append(Seal(offer.integrity, NO_KEY, units.first, units.end))
         return tuple(seals)
 
     def windows(self) -> Iterator[tuple[int, WindowPages]]:

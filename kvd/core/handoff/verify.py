@@ -95,7 +95,8 @@ class Verifying:
 
     def begin_part(self, part: ReceivePart, checksums: bytes) -> SumFinding | Refusal:
         """Every byte has landed; ``checksums`` is what the writer says of them."""
-        sizes = [SUM_BYTES * n_chosen(seal) for seal in part.seals]
+        # Of a full hit nothing is chosen, and to find that out by numpy takes as long as the rest.
+        sizes = [SUM_BYTES * n_chosen(seal) if seal.first < seal.end else 0 for seal in part.seals]
         wanted_bytes = sum(sizes)
         # Integrity is off, or it was a full hit: there is nothing to look at.
         if not wanted_bytes:
