@@ -136,7 +136,9 @@ class ClientPort(ListenerOwner):
         # Taken off first: of what giving up brings about the next turn tells.
         gathered, self._gathered = self._gathered, {}
         for connection, encoded in gathered.items():
-            for frame in joined_replies(encoded):
+            # One by one where something waits still: of who does not read, messages are counted.
+            frames = encoded if connection.unsent_bytes else joined_replies(encoded)
+            for frame in frames:
                 if connection.send([frame]) is Sent.FULL:
                     session = self._session_of.get(connection)
                     if session is not None and self._at.get(session) is connection:
