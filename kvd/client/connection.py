@@ -130,6 +130,7 @@ class Connection:
             wire.SendFailed: self._send_failed,
             wire.LeaseLost: self._lease_lost,
             wire.Events: self._happened,
+            wire.Several: self._several,
         }
 
     @property
@@ -284,6 +285,11 @@ class Connection:
         """One message from the daemon; one that cannot be read is counted and changes nothing."""
         message = CLIENT_REPLIES.decode(frames[0])
         self._takers.get(type(message), self._answered)(message)
+
+    def _several(self, message: wire.Several) -> None:
+        takers, answered = self._takers, self._answered
+        for one in message.replies:
+            takers.get(type(one), answered)(one)
 
     def _answered(self, answer: Answer) -> None:
         self._settle(answer.call, answer)

@@ -18,5 +18,6 @@ above it:
 - ``audit``: what must be true of it, asked all the time;
 - ``replay``: a node as bytes.
 
-``recorded`` is what the node knows of its flight recorder.
+``recorded`` is what the node knows of its flight recorder, ``outbox`` where a step collects what it
+says.
 """

@@ -28,10 +28,10 @@ from kvd.wire.bounds import MAX_SOURCES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.core.effects import Outbox
     from kvd.core.inputs import FromClient
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.node import NodeState
+    from kvd.core.outbox import Outbox
 
 
 COUNTS: Final = (

@@ -16,7 +16,6 @@ from kvd.core import inputs as i
 from kvd.core.audit.audit import StandingAudit
 from kvd.core.audit.containment import one_list
 from kvd.core.audit.invariants import faults
-from kvd.core.effects import Outbox, Step
 from kvd.core.engines import Engines
 from kvd.core.handoff.drain import Drainer
 from kvd.core.handoff.receive import Decoder
@@ -32,6 +31,7 @@ from kvd.core.leases.owners import Owners
 from kvd.core.leases.retraction import Retractor
 from kvd.core.leases.sessions import Sessions, SessionTable
 from kvd.core.operators import Operators
+from kvd.core.outbox import Outbox
 from kvd.core.peers.hello import impostor
 from kvd.core.peers.peer import Life
 from kvd.core.peers.registry import Peers
@@ -57,6 +57,7 @@ from kvd.wire.peer import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.core.effects import Step
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
     from kvd.wire.peer import Message

@@ -14,8 +14,8 @@ from kvd.wire import events
 from kvd.wire.snapshot import RecorderState
 
 if TYPE_CHECKING:
-    from kvd.core.effects import Outbox
     from kvd.core.inputs import RecorderSaid, RecorderSaved
+    from kvd.core.outbox import Outbox
 
 RECORDING = "recording"
 

@@ -287,12 +287,12 @@ class AttachServer:
                 f"a session's name is 1 to {MAX_NAME_BYTES} printable bytes, this one has "
                 f"{len(name.encode())}: name the engine, for example decode-0",
             )
-        former = self._sessions.resume(request.resumes)
+        former = self._sessions.resumable(request.resumes)
         if former is not None:
-            # Before it is taken in: of the new route nobody has been told yet.
             full = self._full(former, connection)
             if full is not None:
                 return full
+            self._sessions.renew_route(former)
             former.main = connection
             was_known = self._take(former, connection)
             # Before it is answered: the answer names what the node has kept for it.

@@ -4,6 +4,8 @@ The routing id is the session's token, issued on the attach socket: who knows it
 One connection has it at a time, and a second one is not let in. A message that cannot be read, or
 is of no session, is answered with ``Failed`` and costs nobody else anything.
 
+What one connection is told in one turn of the loop goes out as one message, in order.
+
 Events share the way of answers, and give way to them: they are sent only where little waits.
 """
 
@@ -18,7 +20,13 @@ from kvd.core.inputs import FromClient, Unreadable
 from kvd.errors import Code, Refusal
 from kvd.types import NO_TOKENS, Sent, Tokens
 from kvd.wire import client
-from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, NO_CALL, check_tokens
+from kvd.wire.codec import (
+    CLIENT_REPLIES,
+    CLIENT_REQUESTS,
+    NO_CALL,
+    check_tokens,
+    joined_replies,
+)
 from kvd.zmtp.events import ConnectionFault
 from kvd.zmtp.listener import ListenerOwner
 
@@ -72,6 +80,8 @@ class ClientPort(ListenerOwner):
         self._subscribers: dict[int, int] = {}
         """Session to number of events lost since the last that was taken."""
         self._fresh: list[Event] = []
+        self._gathered: dict[ZmtpConnection, list[bytes]] = {}
+        """What each is told in this turn of the loop, encoded, in order."""
         self._is_listening = False
         self._call, self._op = NO_CALL, UNKNOWN_OP
         """The request that is being carried out: most are answered at once."""
@@ -108,8 +118,37 @@ class ClientPort(ListenerOwner):
             # kept.
             op = self._op if message.call == self._call else UNKNOWN_OP
             self._metrics.rpc_failed(op, message.refusal.code.value)
-        if connection.send([CLIENT_REPLIES.encode(message)]) is Sent.FULL:
-            self._give_up(effect.session)
+        self._gather(connection, message)
+
+    def _gather(self, connection: ZmtpConnection, message: client.Reply) -> None:
+        """Say it with whatever else this turn of the loop has for that connection."""
+        # Encoded now: what cannot be is a bug that costs this message alone.
+        said = CLIENT_REPLIES.encode(message)
+        if not self._gathered:
+            self.batch.ahead(self._say)
+        gathered = self._gathered.get(connection)
+        if gathered is None:
+            self._gathered[connection] = [said]
+        else:
+            gathered.append(said)
+
+    def _say(self) -> None:
+        # Taken off first: of what giving up brings about the next turn tells.
+        gathered, self._gathered = self._gathered, {}
+        for connection, encoded in gathered.items():
+            # One by one where something waits still: of who does not read, messages are counted.
+            frames = encoded if connection.unsent_bytes else joined_replies(encoded)
+            for frame in frames:
+                if connection.send([frame]) is Sent.FULL:
+                    session = self._session_of.get(connection)
+                    if session is not None and self._at.get(session) is connection:
+                        self._give_up(session)
+                    break
+
+    @override
+    async def close(self) -> None:
+        self._say()
+        await super().close()
 
     @override
     def welcome(self, connection: ZmtpConnection) -> bool:
@@ -220,7 +259,7 @@ class ClientPort(ListenerOwner):
         self, connection: ZmtpConnection, refusal: Refusal, frames: Frames, *, call: int = NO_CALL
     ) -> None:
         self._metrics.rpc_failed(UNKNOWN_OP, refusal.code.value)
-        connection.send([CLIENT_REPLIES.encode(client.Failed(call, refusal))])
+        self._gather(connection, client.Failed(call, refusal))
         sender = f"{connection.routing_id[:4].hex()}, {sum(map(len, frames))} bytes"
         self._reactor.feed(
             Unreadable(at_s=self._reactor.clock(), socket="client", sender=sender, refusal=refusal)
@@ -236,6 +275,8 @@ class ClientPort(ListenerOwner):
         self._fresh.append(event)
 
     def _push(self) -> None:
+        # First what the engines are told themselves, of which most events tell.
+        self._say()
         # Taken off before anything is sent: an event that this brings about is of the next turn.
         events, self._fresh = tuple(self._fresh), []
         for session, lost in list(self._subscribers.items()):

@@ -176,23 +176,24 @@ class EngineSessions:
         self._by_route[session.route] = session
         return session
 
-    def resume(self, token: bytes) -> EngineSession | None:
-        """The session of before the restart that ``token`` is of, now to be attached again.
+    def resumable(self, token: bytes) -> EngineSession | None:
+        """The session of before the restart that ``token`` is of, which may be attached again.
 
         None when there is none, or when the process that it is of is attached already.
         """
         session = self._by_token.get(token)
         if session is None or not session.is_former or session.main is not None:
             return None
-        if session.refusal is not None:
-            return None
+        return session if session.refusal is None else None
+
+    def renew_route(self, session: EngineSession) -> None:
+        """Its engine is back: what it says comes by another route from now on."""
         # It may have come back before, and that route must not lead here beside the new one.
         self._by_route.pop(session.route, None)
         # A new one: what was sent to the daemon before under the old one must not be taken for a
         # request of this session.
         session.route = session.token + secrets.token_bytes(ROUTE_BYTES)
         self._by_route[session.route] = session
-        return session
 
     def of_token(self, token: bytes) -> EngineSession | None:
         """The session whose token that is."""

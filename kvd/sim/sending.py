@@ -1,7 +1,8 @@
 """What a prefill engine does: lease a prompt, write its KV, hand it over meanwhile, let go.
 
-Lease, send; write, advance, write, advance; finish; release. Between two of them it may commit what
-is written. One without a room says how far it is as well, for whoever begins with the same tokens.
+Lease, send; write, advance, write, advance; finish; release. Or lease, write, hand over. The end of
+the lease may ride along with the last of them. Between two of them it may commit what is written.
+One without a room says how far it is as well, for whoever begins with the same tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvd.sim.engine import EngineJob, Request, word
 from kvd.sim.violation import Violated
+from kvd.types import NO_TOKENS
 from kvd.wire import client
 
 if TYPE_CHECKING:
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
 
 SLIDES = 0.2
 """Share of steps after which an engine gives back what is behind its window, needed or not."""
+
+HAND_OVERS = 0.25
+"""Share of prompts that are handed over when all is computed."""
+
+ENDS = 0.3
+"""Share of those, and of sends, with whose end the lease is over too."""
 
 SHORT_S, LONG_S = 0.02, 0.5
 """Longest pause between two calls, of an engine with a short queue and of one with a long one."""
@@ -38,6 +46,9 @@ class SimSendingEngine(EngineJob):
         """The daemon has said that the send is over."""
         self._pace_s = LONG_S if self.random() < 0.2 else SHORT_S
         self._committed = False
+        self._is_handed_over = False
+        self._ends_lease = False
+        """The lease is over when the send is answered, but for a refusal."""
         self._call = session.call(
             self.leased,
             client.OpenLease,
@@ -69,7 +80,9 @@ class SimSendingEngine(EngineJob):
         if not self.session.is_alive:
             return
         request = self.request
-        if request.room:
+        if request.room and self.random() < HAND_OVERS:
+            self._compute(self.prompt.n_tokens, self._hand_over)
+        elif request.room:
             self.session.call(
                 self.opened,
                 client.SendRequest,
@@ -163,14 +176,42 @@ class SimSendingEngine(EngineJob):
 
     # ---- the end -----------------------------------------------------------------------------
 
+    def _hand_over(self) -> None:
+        request = self.request
+        self.aux = self.host.world.sent_by(self)
+        self._is_handed_over = True
+        self._ends_lease = self.random() < ENDS
+        self._call = self.session.call(
+            self.finished,
+            client.HandOver,
+            request.room,
+            self.lease,
+            self.prompt.namespace,
+            request.deadline_s,
+            request.to,
+            self.aux,
+            b"",
+            self._ends_lease,
+            # None stands for all that the lease knows, which is the same.
+            tokens=self.prompt.tokens if self.random() < 0.5 else NO_TOKENS,
+        )
+        self._may_let_go_early()
+
     def _finish(self) -> None:
         self.aux = self.host.world.sent_by(self)
-        self.session.call(self.finished, client.Finish, self.send, self.aux)
-        if self.random() < 0.2:
+        self._ends_lease = self.random() < ENDS
+        if self._ends_lease:
+            self.session.call(self.finished, client.FinishAndRelease, self.send, self.aux)
+        else:
+            self.session.call(self.finished, client.Finish, self.send, self.aux)
+        self._may_let_go_early()
+
+    def _may_let_go_early(self) -> None:
+        """The engine needs the lease no longer; the send keeps it."""
+        if not self._ends_lease and self.random() < 0.2:
             self.agenda.after(2 * self._pace_s * self.random(), self._let_go_early)
 
     def _let_go_early(self) -> None:
-        """The engine needs the lease no longer; the send keeps it."""
         if self.session.is_alive and self.lease:
             self.let_go(commits=True)
 
@@ -180,6 +221,8 @@ class SimSendingEngine(EngineJob):
             self._leave(word(reply.refusal))
             return
         assert type(reply) is client.Finished
+        if self._ends_lease:
+            self.lease = 0
         world = self.host.world
         room = self.request.room
         is_known = self.aux in world.delivered or room in world.left
@@ -197,7 +240,7 @@ class SimSendingEngine(EngineJob):
         """The engine no longer wants it."""
         if not self.session.is_alive or self not in self.session.jobs:
             return
-        if not self.lease and not self.send:
+        if self._is_handed_over or (not self.lease and not self.send):
             self.cancel_call(self._call)
         elif self.send and not self.aux:
             self.is_failed = True
@@ -207,6 +250,9 @@ class SimSendingEngine(EngineJob):
         self._leave("aborted")
 
     def _leave(self, outcome: str) -> None:
-        if self.lease:
+        if self.lease and self.written and self.random() < 0.2:
+            lease, self.lease = self.lease, 0
+            self.session.call(self.done, client.ReleaseUpTo, lease, self.written)
+        elif self.lease:
             self.let_go(commits=self.written == self.prompt.n_tokens and self.random() < 0.8)
         self.end(outcome)

@@ -14,7 +14,7 @@ from kvd.errors import Refusal
 from kvd.wire.bounds import Figure
 from kvd.wire.memory import DeviceMemory, PoolMemory
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of both client sockets; an ``Attach`` with another one is refused with both numbers."""
 
 

@@ -5,7 +5,8 @@ socket (``attach``). Frames are ``[header]`` or ``[header, tokens]``: the header
 tokens are raw little-endian int32, and so are page ids and page numbers inside a message.
 
 Every request gets exactly one answer with its ``call`` (``Failed`` or the one named in its
-docstring); pushes carry no call. Evolution: new fields at the end with defaults, tags never reused.
+docstring); pushes carry no call. What the daemon has to say in one turn of its loop comes as one
+message, ``Several``. Evolution: new fields at the end with defaults, tags never reused.
 
 Rows. A lease has a row of page ids for the first component (``pages``), and whole rows for every
 other with a page pool of its own (``beside``), in the order of the specification. A companion's
@@ -517,3 +518,13 @@ Reply = (
     Failed | Leased | PageTable | Done | Receiving | Sending | Finished | MatchReply | Snapshotted
     | Retracted | Resumed | FetchReply | Push
 )  # fmt: skip
+
+
+class Several(msgspec.Struct, frozen=True, array_like=True, tag="several"):
+    """Answers and pushes of one turn of the daemon, in the order in which they came about.
+
+    What comes alone comes without it. A turn that has more than 64 KiB to say says it in several
+    of these, and whatever is longer by itself comes alone.
+    """
+
+    replies: tuple[Reply, ...]

@@ -13,7 +13,7 @@ from kvd.wire.attach import AttachReply, AttachRequest
 from kvd.wire.bounds import MAX_PEER_BYTES, Call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 M = TypeVar("M")
 
@@ -60,6 +60,12 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True):
     tag: str
     call: Call
 
+
+SEVERAL_BYTES = 64 * 1024
+"""Of replies that are sent as one message: copied once more for it, and read at once."""
+
+_ENCODE = msgspec.msgpack.Encoder().encode
+_SEVERAL_TAG = client.Several.__struct_config__.tag
 
 _ENVELOPES = msgspec.msgpack.Decoder(_Envelope)
 
@@ -152,7 +158,9 @@ def _no_message(frame: bytes, why: str) -> Refusal:
 
 
 CLIENT_REQUESTS: Codec[client.Request] = Codec(client.Request)
-CLIENT_REPLIES: Codec[client.Reply] = Codec(client.Reply, max_bytes=MAX_REPLY_BYTES)
+CLIENT_REPLIES: Codec[client.Reply | client.Several] = Codec(
+    client.Reply | client.Several, max_bytes=MAX_REPLY_BYTES
+)
 ATTACH_REQUESTS: Codec[AttachRequest] = Codec(AttachRequest)
 ATTACH_REPLIES: Codec[AttachReply] = Codec(AttachReply)
 PEER_MESSAGES: Codec[peer.Message] = Codec(
@@ -160,6 +168,31 @@ PEER_MESSAGES: Codec[peer.Message] = Codec(
 )
 ADMIN_REQUESTS: Codec[admin.AdminRequest] = Codec(admin.AdminRequest)
 ADMIN_REPLIES: Codec[admin.AdminReply] = Codec(admin.AdminReply, max_bytes=MAX_REPLY_BYTES)
+
+
+def joined_replies(encoded: Sequence[bytes]) -> list[bytes]:
+    """Replies, each encoded, as few messages in the same order: what a connection is sent."""
+    if len(encoded) == 1:
+        return [encoded[0]]
+    found: list[bytes] = []
+    together: list[bytes] = []
+    n_bytes = 0
+    for one in encoded:
+        if together and n_bytes + len(one) > SEVERAL_BYTES:
+            found.append(_several(together))
+            together, n_bytes = [], 0
+        together.append(one)
+        n_bytes += len(one)
+    found.append(_several(together))
+    return found
+
+
+def _several(encoded: list[bytes]) -> bytes:
+    if len(encoded) == 1:
+        return encoded[0]
+    # Made of what is encoded already: each was when it was said, so that one that cannot be costs
+    # nobody else anything.
+    return _ENCODE((_SEVERAL_TAG, [msgspec.Raw(one) for one in encoded]))
 
 
 def check_tokens(frame: bytes, *, max_tokens: int) -> Tokens | Refusal:

@@ -255,9 +255,11 @@ class Waiting(NumberedEvent, frozen=True, kw_only=True, tag="waiting"):
     headroom_pages: int
 
 
-class Moved(NumberedEvent, frozen=True, kw_only=True, tag="moved"):
+class Moved(NumberedEvent, frozen=True, gc=False, tag="moved"):
     """A part changed its state. ``side`` is decode or prefill."""
 
+    seq: int
+    at_s: float
     side: str
     part: int
     room: int
@@ -268,12 +270,14 @@ class Moved(NumberedEvent, frozen=True, kw_only=True, tag="moved"):
     why: str = ""
 
 
-class HandoffEnded(NumberedEvent, frozen=True, kw_only=True, tag="handoff-ended"):
+class HandoffEnded(NumberedEvent, frozen=True, gc=False, tag="handoff-ended"):
     """A part is over on this side; ``moved_bytes`` were sent, ``saved_bytes`` were not needed.
 
     ``lease`` is the one that a receive had pages under; 0 if it never had any, and for a send.
     """
 
+    seq: int
+    at_s: float
     side: str
     part: int
     room: int

@@ -91,19 +91,36 @@ class WriteBatch:
         self.loop = loop
         self.relieve = relieve
         self._written: list[ZmtpConnection] = []
+        self._ahead: list[Callable[[], None]] = []
         self._is_awaited = False
         """Whether the loop comes back to write before it waits for anything."""
 
     def written(self, writer: ZmtpConnection) -> None:
         """It has something to write; once until it is flushed."""
         self._written.append(writer)
+        self._await()
+
+    def ahead(self, speak: Callable[[], None]) -> None:
+        """Call ``speak`` once before this turn's writing: it sends what was gathered for that."""
+        self._ahead.append(speak)
+        self._await()
+
+    def _await(self) -> None:
         if not self._is_awaited:
             self._is_awaited = True
             self.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
+        # Awaited still: what is sent by them is written below, and not in a turn of its own.
+        ahead, self._ahead = self._ahead, []
+        try:
+            for speak in ahead:
+                speak()
+        finally:
+            self._is_awaited = False
+            if self._ahead:  # what one of them has brought about
+                self._await()
         # Taken off first: whoever ends while it is written to may make others speak.
-        self._is_awaited = False
         written, self._written = self._written, []
         for writer in written:
             writer.flush()

@@ -27,7 +27,7 @@ def begin(own: Connection, request: wire.Request, lease: LeaseView | None = None
     return call
 
 
-def feed(own: Connection, *messages: wire.Reply) -> None:
+def feed(own: Connection, *messages: wire.Reply | wire.Several) -> None:
     for message in messages:
         own.feed([CLIENT_REPLIES.encode(message)])
 
@@ -55,6 +55,32 @@ def test_answers_find_their_calls_in_any_order() -> None:
         wire.MatchReply(2, 20, 0, 0),
         wire.MatchReply(3, 30, 0, 0),
     ]
+
+
+def test_several_answers_and_pushes_in_one_message_do_what_they_do_alone() -> None:
+    """In their order: the push names what the answer before it has told of."""
+    refused = wire.ReceiveFailed(11, REFUSED)
+    told = (
+        wire.Receiving(1, 11, 64),
+        wire.Receiving(2, 12, 0),
+        wire.Received(12, 7, pack_ids([3]), b"aux"),
+        refused,
+        wire.MatchReply(3, 30, 0, 0),
+    )
+    seen = []
+    for messages in (told, (wire.Several(told),)):
+        own = connection()
+        calls = [
+            begin(own, wire.ReceiveRequest(own.next_call(), 7, ("p",))),
+            begin(own, wire.ReceiveRequest(own.next_call(), 8, ("p",))),
+            begin(own, wire.MatchPrefix(own.next_call())),
+        ]
+        feed(own, *messages)
+        receives = [call.receive.outcome.value for call in calls[:2]]
+        seen.append(([call.answer.value for call in calls], receives, own.is_waiting))
+
+    assert seen[0] == seen[1]
+    assert seen[1][1] == [REFUSED, told[2]]
 
 
 def test_a_request_goes_out_as_header_and_tokens() -> None:

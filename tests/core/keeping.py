@@ -18,9 +18,9 @@ from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import WindowPages
-from kvd.core.effects import Outbox
 from kvd.core.layout.spec import Buffer, Component, PageOrder, PerRequest, PoolSpec, Raw, Tail
 from kvd.core.leases.lease_table import LeaseTable
+from kvd.core.outbox import Outbox
 from kvd.types import NO_TOKENS, Pages, Tokens, count, page_ids
 
 if TYPE_CHECKING:

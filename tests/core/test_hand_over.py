@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.core import inputs
 from kvd.core.handoff.protocol import Prefill
 from kvd.errors import Code
 from kvd.types import ID_BYTES, NO_TOKENS
@@ -215,6 +216,29 @@ def test_a_hand_over_that_nobody_waits_for_any_more_is_given_up(when):
     assert finished.failure.code is Code.CANCELLED
     assert world.p.node.prefiller.by_send == {}
     assert world.p.node.prefiller.rooms.by_room == {}
+
+
+class Unwalked(dict):
+    """Looked into by key alone."""
+
+    def __iter__(self):
+        raise AssertionError("walked")
+
+    values = items = keys = __iter__
+
+
+def test_a_cancelled_call_is_looked_for_by_its_number():
+    """A node of a thousand sends cancels one call, or one of none, for the price of a look-up."""
+    world = World()
+    hand_over(world.p, computed(world.p))
+    call, node = world.p.calls, world.p.node
+    node.prefiller.by_send = Unwalked(node.prefiller.by_send)
+
+    for of in (call + 7, call):
+        # Not by ``call``, after which the side looks at everything.
+        node.step(inputs.FromClient(world.now_s, 1, client.CancelCall(call + 1, of)))
+
+    assert len(node.prefiller.by_send) == len(node.prefiller.handed_over) == 0
 
 
 def test_cancelling_a_finish_does_not_end_its_send():

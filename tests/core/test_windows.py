@@ -6,11 +6,13 @@ scenario C24, scenario C26.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
+from kvd.core.cache.eviction import Policy
 from kvd.core.cache.lease import Quarantine, Shortage, Writer
+from kvd.core.layout.spec import Component, PageOrder, PoolSpec, Raw, Tail
+from kvd.core.leases.lease_table import LeaseTable
+from kvd.core.outbox import Outbox
 from kvd.errors import Refusal
 from kvd.types import NO_TOKENS, Tokens, count
 from kvd.wire import events
@@ -27,9 +29,6 @@ from tests.core.keeping import (
     windows,
 )
 from tests.core.world import tokens
-
-if TYPE_CHECKING:
-    from kvd.core.leases.lease_table import LeaseTable
 
 PAGE = 4
 WINDOW = 8
@@ -340,6 +339,28 @@ def test_sliding_past_the_prefix_lets_go_of_its_window_and_not_of_its_pages(tabl
     check(table)
     assert live(table) == []
     assert table.tree.probe(tokens((1, 24)), "") == 24
+
+
+def test_a_slide_that_one_of_two_windows_refuses_moves_neither():
+    """What a send needs of the wide one, the narrow one keeps too, and has fewer pages."""
+    wide = Component("wide", 1, Raw(16), PAGE, Tail(32))
+    narrow = Component("swa", 1, Raw(16), PAGE, Tail(WINDOW))
+    components = (Component("kv", 1, Raw(16), PAGE), wide, narrow)
+    spec = PoolSpec("main", "many", PageOrder.PAGE_FIRST, components, (41, 41, 41))
+    table = LeaseTable(spec, Policy.LRU, Outbox())
+    lease = opened(table, claim(tokens((0, 64)), step=8))
+    table.hold_for_send(lease, "send 1", 64)
+    for upto in range(8, 41, 8):
+        assert table.slide(lease, upto) is None
+    before = row(table, lease, "wide"), row(table, lease)
+
+    refusal = table.slide(lease, 48)
+
+    assert isinstance(refusal, Refusal)
+    assert "it has 5 pages of swa" in refusal.message
+    assert (row(table, lease, "wide"), row(table, lease)) == before
+    assert [one.slides for one in table.components.each] == [5, 5]
+    check(table)
 
 
 def test_a_slide_that_ends_inside_the_prefixs_window_keeps_all_of_it_locked(table):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import urllib.request
+from collections import deque
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from kvd.wire import client, peer
 from kvd.wire.attach import Attach
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, PEER_MESSAGES
 from tests.daemon.kv import tokens_of
+from tests.support.replies import each
 
 SEED = 20_240
 ANSWER_MS = 5_000
@@ -35,15 +37,20 @@ class Wire:
         self._socket = open_dealer(self._context, routing_id=routing_id, max_frame_bytes=64 * 2**20)
         self._socket.connect(endpoint)
         self._codec = codec
+        self._heard = deque()
+        self.n_messages = 0
 
     def say(self, *frames):
         self._socket.send_multipart(frames)
 
     def hear(self):
         """The next answer; None when there is none."""
-        if not self._socket.poll(ANSWER_MS):
-            return None
-        return self._codec.decode(self._socket.recv_multipart()[0])
+        if not self._heard:
+            if not self._socket.poll(ANSWER_MS):
+                return None
+            self.n_messages += 1
+            self._heard.extend(each(self._codec.decode(self._socket.recv_multipart()[0])))
+        return self._heard.popleft()
 
     def asked(self, *frames):
         self.say(*frames)

@@ -39,7 +39,9 @@ ELSEWHERE = Process(1, started_ticks(1) or 0)
 class Server(AttachListener):
     """An attach server with a past, and everything it said, in order."""
 
-    def __init__(self, path: str, fd: int, past: Past, kept: tuple[int, ...], most: int) -> None:
+    def __init__(
+        self, path: str, fd: int, past: Past, kept: tuple[int, ...], limits: AttachLimits
+    ) -> None:
         self.path = path
         self.said: list[tuple[object, ...]] = []
         self._news = asyncio.Event()
@@ -51,7 +53,7 @@ class Server(AttachListener):
             (pool_memory(POOL),),
             [fd],
             incarnation="2" * 32,
-            limits=AttachLimits(max_sessions=most),
+            limits=limits,
             past=past,
             notes=self,
         )
@@ -124,10 +126,13 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Server]]:
     servers: list[Server] = []
     placed = build_pool(POOL)
 
-    def begin(*processes: Process, kept: tuple[int, ...] = (), most: int = 8) -> Server:
+    def begin(
+        *processes: Process, kept: tuple[int, ...] = (), most: int = 8, per_session: int = 16
+    ) -> Server:
         engines = (EngineRecord(3, TOKEN, "decode-0", processes),) if processes else ()
         path, past = str(tmp_path / "attach.sock"), Past(engines, first_session=9)
-        servers.append(Server(path, placed[0].arena.fd, past, kept, most))
+        limits = AttachLimits(max_sessions=most, processes_per_session=per_session)
+        servers.append(Server(path, placed[0].arena.fd, past, kept, limits))
         return servers[-1]
 
     yield begin
@@ -205,6 +210,18 @@ async def test_places_of_those_who_are_awaited_are_kept(start):
 
     assert back.attached.session == 3
     back.close()
+
+
+async def test_who_is_refused_for_want_of_a_place_leaves_the_session_as_it_was(start):
+    """The route that it would have had leads nowhere."""
+    server = start(ELSEWHERE, per_session=1)
+
+    with pytest.raises(KvdError, match=r"^no-room: 1 processes map the pool for session 3"):
+        await server.process(Attach("decode-0", resumes=TOKEN))
+
+    session = server.attach._sessions.of_token(TOKEN)
+    assert session.route == TOKEN
+    assert server.attach.session_of(session.route) is None
 
 
 async def test_ten_thousand_leases_are_named_in_one_message(start):

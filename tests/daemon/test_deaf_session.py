@@ -13,6 +13,7 @@ from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS
 from tests.daemon.conftest import until
 from tests.daemon.intruder import RawSession
 from tests.daemon.kv import tokens_of
+from tests.support.replies import each
 
 REQUESTS = 2 * BACKLOG_MESSAGES
 """More answers than its own queue, the kernel and the daemon's queue take together."""
@@ -93,11 +94,11 @@ def test_session_that_follows_events_and_reads_none_keeps_its_lease_and_its_answ
     lost, answered = 0, set()
     while len(answered) < 200:
         assert socket.poll(5_000), "every answer comes"
-        message = CLIENT_REPLIES.decode(socket.recv())
-        if isinstance(message, client.Events):
-            lost += message.lost
-        elif isinstance(message, client.Snapshotted):
-            answered.add(message.call)
+        for message in each(CLIENT_REPLIES.decode(socket.recv())):
+            if isinstance(message, client.Events):
+                lost += message.lost
+            elif isinstance(message, client.Snapshotted):
+                answered.add(message.call)
     assert [one.owner for one in daemon.snapshot().leases] == ["follower"]
     other = RawSession(daemon)
     other.request(client.OpenLease(1), tokens)

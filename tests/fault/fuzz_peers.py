@@ -17,6 +17,7 @@ from kvd.wire.attach import Attach
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, PEER_MESSAGES
 from tests.fault.fuzz_values import Maker, kinds_of
 from tests.fault.fuzz_wire import ANSWER_S, ROOMS, Tally, Wire
+from tests.support.replies import each
 
 if TYPE_CHECKING:
     from tests.fault.fuzz_target import Target
@@ -45,11 +46,12 @@ class Accomplice:
         """Receive from one of them, or send to one that asks for the room."""
         rng = self._make.rng
         while frames := self._wire.hear():
-            match CLIENT_REPLIES.decode(frames[0]):
-                case client.Leased(lease=lease) | client.Received(lease=lease):
-                    self._leases.append(lease)
-                case client.Sending(send=send):
-                    self._wire.say(CLIENT_REQUESTS.encode(client.Advance(1, send, 40)))
+            for message in each(CLIENT_REPLIES.decode(frames[0])):
+                match message:
+                    case client.Leased(lease=lease) | client.Received(lease=lease):
+                        self._leases.append(lease)
+                    case client.Sending(send=send):
+                        self._wire.say(CLIENT_REQUESTS.encode(client.Advance(1, send, 40)))
         if len(self._leases) > 20:
             self._wire.say(CLIENT_REQUESTS.encode(client.ReleaseLease(1, self._leases.pop(0))))
         room, prompt = rng.choice(ROOMS), PROMPT

@@ -29,6 +29,7 @@ from kvd.wire.codec import (
 from kvd.zmtp.bounds import MAX_FRAMES
 from tests.fault.fuzz_target import POOL_PAGES, Target
 from tests.fault.fuzz_values import Maker, kinds_of
+from tests.support.replies import each
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,6 +178,10 @@ class Asking:
         if len(frames) != 1 or isinstance(message, Refusal):
             self.tally.trouble(f"unreadable answer {frames[0][:60]!r}: {message}")
             return
+        for one in each(message):
+            self._heard_one(wire, one)
+
+    def _heard_one(self, wire: Wire, message) -> None:
         self.heard(wire, message)
         if isinstance(message, client.Push) or self.is_further(wire, message):
             return

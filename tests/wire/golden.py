@@ -21,7 +21,7 @@ FILE = Path(__file__).parent / "golden.json"
 
 UNIONS = {
     "client requests": client.Request,
-    "client replies": client.Reply,
+    "client replies": client.Reply | client.Several,
     "attach requests": AttachRequest,
     "attach replies": AttachReply,
     "peer messages": peer.Message,

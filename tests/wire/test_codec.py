@@ -22,8 +22,11 @@ from kvd.wire.codec import (
     MAX_HEADER_BYTES,
     NO_CALL,
     PEER_MESSAGES,
+    SEVERAL_BYTES,
     check_tokens,
+    joined_replies,
 )
+from tests.support.replies import each
 
 CODECS = {
     "client requests": CLIENT_REQUESTS,
@@ -342,3 +345,37 @@ def test_codec_quotes_little_of_a_frame_that_it_refuses(codec) -> None:
     assert all(len(refusal.message) < 500 for refusal in refusals)
     rejects = [PEER_MESSAGES.encode(peer.Reject("", "", refusal)) for refusal in refusals]
     assert all(isinstance(PEER_MESSAGES.decode(frame), peer.Reject) for frame in rejects)
+
+
+REPLIES = st.one_of(
+    st.builds(client.Done, st.integers(0, 2**40)),
+    st.builds(client.Leased, st.just(1), st.just(2), st.just(3), st.integers(0, 90_000).map(bytes)),
+    st.builds(client.Failed, st.integers(-1, 9), st.just(REFUSAL)),
+    st.builds(client.Received, st.integers(1, 9), st.just(2), st.just(b""), st.binary(max_size=9)),
+    st.just(client.Events(2, ())),
+)
+
+
+@given(replies=st.lists(REPLIES, min_size=1, max_size=40))
+def test_replies_of_one_turn_are_few_messages_and_keep_their_order(replies) -> None:
+    frames = joined_replies([CLIENT_REPLIES.encode(one) for one in replies])
+
+    heard = [each(CLIENT_REPLIES.decode(frame)) for frame in frames]
+    assert [one for several in heard for one in several] == replies
+    for several, frame in zip(heard, frames, strict=True):
+        # One alone goes as it is; no others share a message that is longer than was said.
+        assert len(several) > 1 or frame == CLIENT_REPLIES.encode(several[0])
+        assert len(several) == 1 or len(frame) < SEVERAL_BYTES + 64
+    # As few as that allows: what is in two neighbours would not fit into one.
+    sizes = [sum(len(CLIENT_REPLIES.encode(one)) for one in several) for several in heard]
+    firsts = [len(CLIENT_REPLIES.encode(several[0])) for several in heard]
+    assert all(a + b > SEVERAL_BYTES for a, b in zip(sizes, firsts[1:], strict=False))
+
+
+def test_several_in_several_are_no_message() -> None:
+    inner = ["several", [["done", 1]]]
+
+    assert isinstance(CLIENT_REPLIES.decode(msgspec.msgpack.encode(inner)), client.Several)
+    nested = CLIENT_REPLIES.decode(msgspec.msgpack.encode(["several", [inner]]))
+
+    assert isinstance(nested, Refusal)

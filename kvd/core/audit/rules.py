@@ -715,6 +715,10 @@ def register_faults(node: NodeView) -> Iterator[Fault]:
         if prefiller.rooms.by_room.get(part.room) is not part or part.engine is None:
             what = f"send {send} (room {part.room}) is open to its engine, and is over"
             yield Fault("I9", "by-send", what, side="prefill", part=send)
+    for part in prefiller.handed_over.values():
+        if prefiller.by_send.get(part.id) is not part:
+            what = f"send {part.id} (room {part.room}) is found by its call, and is over"
+            yield Fault("I9", "by-send", what, side="prefill", part=part.id)
     for send, failed in prefiller.failed.items():
         if failed.session not in node.sessions.by_id:
             what = f"send {send} has failed for session {failed.session}, which is gone"

@@ -281,7 +281,6 @@ class PagePool:
         free = np.frombuffer(bytes(self._free), "<u4")
         left = free[~np.isin(free, ids)]
         state[ids] = CONDEMNED
-        del state
         if left.size != free.size:
             self._free = bytearray(left.tobytes())
         self.condemned_pages += ids.size

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.components.component_pages import ComponentPages
-    from kvd.core.effects import Outbox
     from kvd.core.layout.spec import PoolSpec
+    from kvd.core.outbox import Outbox
     from kvd.errors import Refusal
     from kvd.types import Pages
 
@@ -121,10 +121,13 @@ class AllComponentPages:
 
     def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on; or why nothing was changed."""
+        # All are asked before the first slides: what that gave back could not be had again.
         for one in self.each:
-            refusal = one.slide(lease, upto_tokens)
+            refusal = one.unslidable(lease, upto_tokens)
             if refusal is not None:
                 return refusal
+        for one in self.each:
+            one.slide(lease, upto_tokens)
         return None
 
     def page_tables(self, lease: LeaseRecord) -> tuple[Pages, ...]:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease import Claim
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
-    from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component
+    from kvd.core.outbox import Outbox
     from kvd.errors import Refusal
 
 
@@ -194,9 +194,12 @@ class ComponentPages:
     def extend(self, lease: LeaseRecord, room_tokens: int) -> None:
         """Take them."""
 
-    def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
-        """The engine computes from there on: give back what is behind, have what is ahead."""
+    def unslidable(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
+        """Why the engine cannot compute from there on; changes nothing."""
         return None
+
+    def slide(self, lease: LeaseRecord, upto_tokens: int) -> None:
+        """It does, which ``unslidable`` allows: give back what is behind, have what is ahead."""
 
     def page_table(self, lease: LeaseRecord) -> Pages:
         """What the engine is told; the null page stands for none."""

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease import Claim
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
-    from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component
+    from kvd.core.outbox import Outbox
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease import Claim
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
-    from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component
+    from kvd.core.outbox import Outbox
     from kvd.errors import Refusal
 
 NO_SNAPSHOT = null_pages(1)

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix import RadixTree
     from kvd.core.cache.radix_node import RadixNode
-    from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component
+    from kvd.core.outbox import Outbox
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -235,27 +235,36 @@ class WindowPages(ComponentPages):
     # ---- a lease that lives ------------------------------------------------------------------
 
     @override
-    def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
-        """``upto_tokens`` is computed next: give back what is behind, map what is ahead."""
+    def unslidable(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
+        """Fewer pages fall behind, or are spare, than are needed ahead."""
         held = self.held[lease.id]
-        behind = slid_start(upto_tokens, self._window, self._page, cached=lease.cache)
-        if (
-            lease.sent_from is not None
-        ):  # a send of its prompt still reads the windows from there on
-            behind = min(behind, lease.sent_from)
-        floor = min(max(held.floor, behind // self._page), held.top)
+        floor = self._slid_floor(held, lease, upto_tokens)
         top = max(held.top, self._top(held, max(held.upto, upto_tokens)))
         given = max(0, floor - max(held.floor, held.start))
-        if top - held.top > given + count(held.spare):
-            return Refusal(
-                Code.WRONG_STATE,
-                f"slide of lease {lease.id} to {upto_tokens}: its window pages are still needed "
-                f"from token {floor * self._page} on, for a send or for a step longer than its "
-                f"step_tokens={held.step}; it has {held.n_own_pages} pages of "
-                f"{self.component.name}",
-                numbers={"upto_tokens": upto_tokens, "pages": held.n_own_pages},
-            )
-        # Refused or done as a whole: up to here nothing was changed.
+        if top - held.top <= given + count(held.spare):
+            return None
+        return Refusal(
+            Code.WRONG_STATE,
+            f"slide of lease {lease.id} to {upto_tokens}: its window pages are still needed "
+            f"from token {floor * self._page} on, for a send or for a step longer than its "
+            f"step_tokens={held.step}; it has {held.n_own_pages} pages of {self.component.name}",
+            numbers={"upto_tokens": upto_tokens, "pages": held.n_own_pages},
+        )
+
+    def _slid_floor(self, held: LeaseWindow, lease: LeaseRecord, upto_tokens: int) -> int:
+        """First page that stays mapped when ``upto_tokens`` is computed next."""
+        behind = slid_start(upto_tokens, self._window, self._page, cached=lease.cache)
+        if lease.sent_from is not None:
+            # A send of its prompt still reads the windows from there on.
+            behind = min(behind, lease.sent_from)
+        return min(max(held.floor, behind // self._page), held.top)
+
+    @override
+    def slide(self, lease: LeaseRecord, upto_tokens: int) -> None:
+        """``upto_tokens`` is computed next: give back what is behind, map what is ahead."""
+        held = self.held[lease.id]
+        floor = self._slid_floor(held, lease, upto_tokens)
+        top = max(held.top, self._top(held, max(held.upto, upto_tokens)))
         self.slides += 1
         held.unmap_below(floor)
         if floor >= held.start:
@@ -264,7 +273,6 @@ class WindowPages(ComponentPages):
         held.upto = max(held.upto, upto_tokens)
         held.map_up_to(top)
         self._trim(held)
-        return None
 
     def _trim(self, held: LeaseWindow) -> None:
         """Give back what the rest of the sequence can never need at once."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvd.core.leases.admission import Admission, Waiter
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.sessions import Sessions
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
@@ -82,7 +83,7 @@ class Drainer:
         peers: Peers,
         decoder: Decoder,
         prefiller: Prefiller,
-        out: effects.Outbox,
+        out: Outbox,
     ) -> None:
         self.drain: Draining | None = None
         self.is_drained = False

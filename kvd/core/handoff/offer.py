@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvd.core.cache.lease_record import LeaseRecord
-    from kvd.core.effects import Outbox
     from kvd.core.handoff.parts import ReceiveAttempt, SendingEngine, SendPart
     from kvd.core.handoff.payload import Payload, PayloadPart
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
@@ -92,16 +92,17 @@ class OfferWriter:
         peers = self._peers
         names = [peers.find(source) or source for source in sources]
         # By their node names: two addresses of one node would write the same pages twice.
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            return self._wrong(
-                f"receive from {', '.join(sources)}: {twice} is named {names.count(twice)} times, "
-                "and each source sends its part once"
-            )
+        for name in names if len(names) > 1 else ():
+            if names.count(name) > 1:
+                return self._wrong(
+                    f"receive from {', '.join(sources)}: {name} is named {names.count(name)} "
+                    "times, and each source sends its part once"
+                )
         # Who has not said Hello may fit or not: the receive waits for that, and ``blocked`` asks
         # again.
-        if not all(name in peers.by_name for name in names):
-            return None
+        for name in names:
+            if name not in peers.by_name:
+                return None
         found = self.shares_of(names)
         return found if isinstance(found, Refusal) else None
 
@@ -251,8 +252,14 @@ def bad_offer(
     span = span_of(offer.share, prefix, prompt, page_size)
     for payload_part, grant in zip(carried, offer.grants, strict=True):
         unit = payload.unit_tokens(payload_part, split)
-        ranges = _ranges(offer, payload_part, span)
-        refusal = _bad_range(grant, ranges, side) or _bad_pages(payload_part, grant, unit, side)
+        # What is posted as it is computed has one range, which is that of nearly every grant.
+        is_right = (
+            payload_part.streams
+            and grant.start_tokens == span.start
+            and grant.end_tokens == span.end
+        )
+        refusal = None if is_right else _bad_range(offer, payload_part, grant, span, side)
+        refusal = refusal or _bad_pages(payload_part, grant, unit, side)
         if refusal is not None:
             return refusal
     return None
@@ -299,7 +306,10 @@ def _ranges(offer: Offer, payload_part: PayloadPart, span: TokenSpan) -> set[Tok
             return {span}
 
 
-def _bad_range(grant: Grant, ranges: set[TokenSpan], side: str) -> Refusal | None:
+def _bad_range(
+    offer: Offer, payload_part: PayloadPart, grant: Grant, span: TokenSpan, side: str
+) -> Refusal | None:
+    ranges = _ranges(offer, payload_part, span)
     if (grant.start_tokens, grant.end_tokens) in ranges:
         return None
     should = " or ".join(f"[{start}, {end})" for start, end in sorted(ranges))
@@ -312,7 +322,8 @@ def _bad_range(grant: Grant, ranges: set[TokenSpan], side: str) -> Refusal | Non
 
 
 def _bad_pages(payload_part: PayloadPart, grant: Grant, unit: int, side: str) -> Refusal | None:
-    first, end = payload_part.units(grant, unit)
+    units = payload_part.units(grant, unit)
+    first, end = units.first, units.end
     # Before the ids are read: a million of them for a short prompt would cost what they like.
     if len(grant.pages) != (end - first) * ID_BYTES:
         return Refusal(
@@ -500,4 +511,7 @@ def unacceptable(offer: Offer, peer: Peer, payload: Payload, mine: Settings) -> 
     # ours.
     page_size = mine.spec.components[0].page_size // pieces_of(peer.split)
     refusal = bad_offer(offer, payload, peer.split, page_size, mine.name)
-    return refusal or long_settled(offer, len(peer.outgoing), peer, mine.name)
+    n_shards = len(peer.outgoing)
+    if refusal is None and not is_short(offer, n_shards, peer.max_aux_bytes, peer.max_frame_bytes):
+        refusal = long_settled(offer, n_shards, peer, mine.name)
+    return refusal

@@ -17,8 +17,8 @@ from kvd.errors import Code, Refusal
 from kvd.wire.peer import Closed, ReceiveOutcome
 
 if TYPE_CHECKING:
-    from kvd.core.effects import Outbox
     from kvd.core.handoff.parts import ReceivePart
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
 

@@ -7,12 +7,10 @@ Plain records. Who writes them: of the decode side ``receive`` and ``verify``, o
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
+from mypy_extensions import mypyc_attr
 
-from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.effects import Doubt
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.errors import Code, Refusal
@@ -23,6 +21,7 @@ from kvd.wire.peer import ALL, ReceiveOutcome
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.handoff.payload import PayloadRoute
     from kvd.core.layout.seal import Seal
     from kvd.core.leases.admission import Waiter
@@ -34,6 +33,7 @@ HISTORY_LINES = 16
 """Transitions kept per part: twice the longest path through either table."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PartHistory:
     """Its last transitions, each with its time: a bug report and ``kvd why`` carry them."""
 
@@ -60,7 +60,7 @@ class PartHistory:
         return self._lines[-1][0] if self._lines else 0.0
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Flow:
     """Bytes moved in the window that runs; it runs only while a post is under way.
 
@@ -68,8 +68,11 @@ class Flow:
     long enough for one of them at the slowest rate that is still progress.
     """
 
-    since_s: float = 0.0
-    moved_bytes: int = 0
+    __slots__ = ("moved_bytes", "since_s")
+
+    def __init__(self) -> None:
+        self.since_s = 0.0
+        self.moved_bytes = 0
 
     def restart(self, at_s: float) -> None:
         """A new window."""
@@ -98,27 +101,43 @@ def stalled(part: SendPart, at_s: float, mine: Settings) -> Refusal | None:
     )
 
 
-@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class HandoffPart:
     """What either side remembers of an attempt: with whom, which pages, and what is said when."""
 
-    id: int
-    peer: str = ""
-    incarnation: str = ""
-    """Of the peer: whoever else speaks of ``handoff`` speaks of another one."""
-    handoff: int = 0
-    """Assigned by the decode side when it offers; 0 before."""
-    share: SourceShare = ALL
-    resend_s: float = 0.0
-    resend_gap_s: float = 0.0
-    moved_bytes: int = 0
-    total_bytes: int = 0
-    """Of the pages that were granted."""
-    routes: tuple[PayloadRoute, ...] = ()
-    """What was granted, for each shard of the decode side."""
-    seals: tuple[Seal, ...] = ()
-    """One per route; none where nothing is summed."""
-    history: PartHistory = field(default_factory=PartHistory)
+    __slots__ = (
+        "handoff",
+        "history",
+        "id",
+        "incarnation",
+        "moved_bytes",
+        "peer",
+        "resend_gap_s",
+        "resend_s",
+        "routes",
+        "seals",
+        "share",
+        "total_bytes",
+    )
+
+    def __init__(self, part_id: int, peer: str) -> None:
+        self.id = part_id
+        self.peer = peer
+        self.incarnation = ""
+        """Of the peer: whoever else speaks of ``handoff`` speaks of another one."""
+        self.handoff = 0
+        """Assigned by the decode side when it offers; 0 before."""
+        self.share: SourceShare = ALL
+        self.resend_s = 0.0
+        self.resend_gap_s = 0.0
+        self.moved_bytes = 0
+        self.total_bytes = 0
+        """Of the pages that were granted."""
+        self.routes: tuple[PayloadRoute, ...] = ()
+        """What was granted, for each shard of the decode side."""
+        self.seals: tuple[Seal, ...] = ()
+        """One per route; none where nothing is summed."""
+        self.history = PartHistory()
 
     def plan_resend(self, at_s: float, mine: Settings) -> None:
         """Its last message is said now, and again later."""
@@ -127,7 +146,7 @@ class HandoffPart:
         self.resend_gap_s = min(2 * self.resend_gap_s, mine.max_resend_s)
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ReceiveAttempt:
     """What an engine asked for with one ``receive``: one lease, filled by one part per source.
 
@@ -135,24 +154,52 @@ class ReceiveAttempt:
     or the engine hears why not, once, and what is left of it is drained.
     """
 
-    id: int
-    room: int
-    session: int
-    since_s: float
-    deadline_s: float
-    prompt_tokens: int
-    is_preloaded: bool
-    """Whether its pages are to be in the device buffer too when the engine hears of it."""
-    prefix_tokens: int = 0
-    parts: tuple[ReceivePart, ...] = ()
-    """In the order in which the engine named the sources; none when it is over."""
-    aux: bytes = b""
-    lease: LeaseRecord | None = None
-    waiter: Waiter | None = None
-    ended: Refusal | None = None
-    """Why the engine no longer wants it, or why it failed."""
-    doubt: Doubt = Doubt.NONE
-    """What the writers that are over have left that may still land."""
+    __slots__ = (
+        "aux",
+        "deadline_s",
+        "doubt",
+        "ended",
+        "id",
+        "is_preloaded",
+        "lease",
+        "parts",
+        "prefix_tokens",
+        "prompt_tokens",
+        "room",
+        "session",
+        "since_s",
+        "waiter",
+    )
+
+    def __init__(
+        self,
+        attempt_id: int,
+        *,
+        room: int,
+        session: int,
+        since_s: float,
+        deadline_s: float,
+        prompt_tokens: int,
+        is_preloaded: bool,
+    ) -> None:
+        self.id = attempt_id
+        self.room = room
+        self.session = session
+        self.since_s = since_s
+        self.deadline_s = deadline_s
+        self.prompt_tokens = prompt_tokens
+        self.is_preloaded = is_preloaded
+        """Whether its pages are to be in the device buffer too when the engine hears of it."""
+        self.prefix_tokens = 0
+        self.parts: tuple[ReceivePart, ...] = ()
+        """In the order in which the engine named the sources; none when it is over."""
+        self.aux = b""
+        self.lease: LeaseRecord | None = None
+        self.waiter: Waiter | None = None
+        self.ended: Refusal | None = None
+        """Why the engine no longer wants it, or why it failed."""
+        self.doubt: Doubt = Doubt.NONE
+        """What the writers that are over have left that may still land."""
 
     @property
     def sources(self) -> str:
@@ -164,22 +211,26 @@ class ReceiveAttempt:
         return [part for part in self.parts if part.state in states]
 
 
-@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ReceivePart(HandoffPart):
     """One attempt to receive one prompt, or what one of several sources sends of it."""
 
-    attempt: ReceiveAttempt
-    state: Decode = Decode.QUEUED
-    sums: dict[int, bytes] = field(default_factory=dict)
-    """What the writer says of the pages of each route, while they are verified."""
-    tickets: dict[int, int] = field(default_factory=dict)
-    """By route, of what our transfer process is asked to sum, or was told has landed."""
-    landed: dict[int, int] = field(default_factory=dict)
-    """By route: so many of its first pages our transfer process knows to be whole."""
-    is_verified: bool = False
-    """What it sent is good; it waits for the other sources, if there are any."""
-    unanswered: Offer | Abort | None = None
-    """What is repeated until the prefill side answers."""
+    __slots__ = ("attempt", "is_verified", "landed", "state", "sums", "tickets", "unanswered")
+
+    def __init__(self, part_id: int, peer: str, attempt: ReceiveAttempt) -> None:
+        super().__init__(part_id, peer)
+        self.attempt = attempt
+        self.state: Decode = Decode.QUEUED
+        self.sums: dict[int, bytes] = {}
+        """What the writer says of the pages of each route, while they are verified."""
+        self.tickets: dict[int, int] = {}
+        """By route, of what our transfer process is asked to sum, or was told has landed."""
+        self.landed: dict[int, int] = {}
+        """By route: so many of its first pages our transfer process knows to be whole."""
+        self.is_verified = False
+        """What it sent is good; it waits for the other sources, if there are any."""
+        self.unanswered: Offer | Abort | None = None
+        """What is repeated until the prefill side answers."""
 
     @property
     def room(self) -> int:
@@ -238,93 +289,138 @@ def is_wanted(room: int, peer: str, parts: Iterable[ReceivePart]) -> bool:
     return any(one.peer == peer for one in same)
 
 
-class SendingEngine(msgspec.Struct, frozen=True):
-    """The engine's half of a send: who, which pages, and the prompt it has."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class SendingEngine:
+    """The engine's half of a send: who, which pages, and the prompt it has. It never changes."""
 
-    session: int
-    lease: LeaseRecord
-    tokens: Tokens
-    digest: bytes
+    __slots__ = ("digest", "lease", "prompt_tokens", "session", "tokens")
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return count(self.tokens)
+    def __init__(self, session: int, lease: LeaseRecord, tokens: Tokens, digest: bytes) -> None:
+        self.session = session
+        self.lease = lease
+        self.tokens = tokens
+        self.digest = digest
+        self.prompt_tokens = count(tokens)
 
 
-class FailedSend(msgspec.Struct, frozen=True):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class FailedSend:
     """What is left of a send whose engine knows that it failed, until that engine ends it."""
 
-    session: int
-    refusal: Refusal
-    lease: int
-    """0: it had none."""
-    prompt_tokens: int
+    __slots__ = ("lease", "prompt_tokens", "refusal", "session")
+
+    def __init__(self, session: int, refusal: Refusal, lease: int, prompt_tokens: int) -> None:
+        self.session = session
+        self.refusal = refusal
+        self.lease = lease
+        """0: it had none."""
+        self.prompt_tokens = prompt_tokens
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Awaited:
     """Whose Offer an engine waits for, and what has become of others'."""
 
-    destination: str = ""
-    """The node that the engine names; empty: any whose prompt is the same."""
-    turned_away: str = ""
-    """The last Offer that was refused, and why."""
-    withdrawn: dict[str, str] = field(default_factory=dict)
-    """By peer, why it does not offer pages after all."""
+    __slots__ = ("destination", "turned_away", "withdrawn")
+
+    def __init__(self) -> None:
+        self.destination = ""
+        """The node that the engine names; empty: any whose prompt is the same."""
+        self.turned_away = ""
+        """The last Offer that was refused, and why."""
+        self.withdrawn: dict[str, str] = {}
+        """By peer, why it does not offer pages after all."""
 
     def is_by(self, peer: str) -> bool:
         """Whether an Offer of this node may have the room."""
         return self.destination in {"", peer}
 
 
-@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SendPart(HandoffPart):
     """One attempt to send one prompt; ``engine`` and ``offer`` are its halves."""
 
-    room: int
-    state: Prefill
-    since_s: float
-    deadline_s: float
-    drain_s: float = 0.0
-    linger_s: float = 0.0
-    answer_s: float = 0.0
-    """Settled, but not Closed: ``finish`` is answered without the outcome from here on."""
-    session: int = 0
-    """Of the engine; 0 while there is none."""
-    is_numbered: bool = True
-    """Whether its engine knows its number, and hears of it before ``finish`` is answered."""
-    engine: SendingEngine | None = None
-    offer: Offer | None = None
-    awaited: Awaited = field(default_factory=Awaited)
-    generation: int = 0
-    prompt_tokens: int = 0
-    decode_prefix_len: int = 0
-    start_tokens: int = 0
-    end_tokens: int = 0
-    """What of the prompt it sends: all behind ``decode_prefix_len``, or its share of that."""
-    cursor_tokens: int = 0
-    after: bytes = b""
-    """The event behind which all tokens below the cursor are written; none: they are."""
-    posted_tokens: int = 0
-    posted_pages: int = 0
-    ordered_units: dict[int, int] = field(default_factory=dict)
-    """By route: its units before this one are posted."""
-    outstanding: set[int] = field(default_factory=set)
-    flow: Flow = field(default_factory=Flow)
-    split: tuple[int, ...] = ()
-    """How many of the decode side's pages each of ours is, for each component compared."""
-    posted_last: bool = True
-    """Whether what goes with the last chunk is posted; true where there is nothing."""
-    sums: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """By route and post, of the pages of each post that is done; ids of posts grow."""
-    aux: bytes | None = None
-    """Given with ``finish``; None: the engine has not finished."""
-    finish_call: int | None = None
-    outcome: ReceiveOutcome = ReceiveOutcome.FAILED
-    in_doubt: bool = False
-    """A post ended with bytes sent and not confirmed."""
-    ended: Refusal | None = None
+    __slots__ = (
+        "after",
+        "answer_s",
+        "aux",
+        "awaited",
+        "cursor_tokens",
+        "deadline_s",
+        "decode_prefix_len",
+        "drain_s",
+        "end_tokens",
+        "ended",
+        "engine",
+        "finish_call",
+        "flow",
+        "generation",
+        "in_doubt",
+        "is_numbered",
+        "linger_s",
+        "offer",
+        "ordered_units",
+        "outcome",
+        "outstanding",
+        "posted_last",
+        "posted_pages",
+        "posted_tokens",
+        "prompt_tokens",
+        "room",
+        "session",
+        "since_s",
+        "split",
+        "start_tokens",
+        "state",
+        "sums",
+    )
+
+    def __init__(self, part_id: int, *, room: int, state: Prefill, at_s: float) -> None:
+        super().__init__(part_id, "")
+        self.room = room
+        self.state = state
+        self.since_s = at_s
+        # Of a part that waits for nobody yet it is now; whoever makes it wait gives it another.
+        self.deadline_s = at_s
+        self.drain_s = 0.0
+        self.linger_s = 0.0
+        self.answer_s = 0.0
+        """Settled, but not Closed: ``finish`` is answered without the outcome from here on."""
+        self.session = 0
+        """Of the engine; 0 while there is none."""
+        self.is_numbered = True
+        """Whether its engine knows its number, and hears of it before ``finish`` is answered."""
+        self.engine: SendingEngine | None = None
+        self.offer: Offer | None = None
+        self.awaited = Awaited()
+        self.generation = 0
+        self.prompt_tokens = 0
+        self.decode_prefix_len = 0
+        self.start_tokens = 0
+        self.end_tokens = 0
+        """What of the prompt it sends: all behind ``decode_prefix_len``, or its share of that."""
+        self.cursor_tokens = 0
+        self.after = b""
+        """The event behind which all tokens below the cursor are written; none: they are."""
+        self.posted_tokens = 0
+        self.posted_pages = 0
+        self.ordered_units: dict[int, int] = {}
+        """By route: its units before this one are posted."""
+        self.outstanding: set[int] = set()
+        self.flow = Flow()
+        self.split: tuple[int, ...] = ()
+        """How many of the decode side's pages each of ours is, for each component compared."""
+        self.posted_last = True
+        """Whether what goes with the last chunk is posted; true where there is nothing."""
+        self.sums: dict[tuple[int, int], bytes] = {}
+        """By route and post, of the pages of each post that is done; ids of posts grow."""
+        self.aux: bytes | None = None
+        """Given with ``finish``; None: the engine has not finished."""
+        self.finish_call: int | None = None
+        self.outcome: ReceiveOutcome = ReceiveOutcome.FAILED
+        self.in_doubt = False
+        """A post ended with bytes sent and not confirmed."""
+        self.ended: Refusal | None = None
 
     @property
     def is_posted(self) -> bool:

@@ -20,9 +20,9 @@ What must not live here: whether an Offer is accepted (``offer``), when somethin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import msgspec
+from mypy_extensions import mypyc_attr
 
 from kvd.core.components.windows import WindowPages
 from kvd.core.layout.seal import Seal, seal_of
@@ -53,23 +53,35 @@ if TYPE_CHECKING:
     from kvd.wire.peer import Offer, SourceShare
 
 
+NO_KEY = bytes(16)
+"""Of the seal of no pages."""
+
+
 def pieces_of(split: tuple[int, ...], place: int = 0) -> int:
     """Into how many of a peer's pages one of ours is cut; an empty split: all are equal."""
     return split[place] if split else 1
 
 
-class UnitRange(NamedTuple):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class UnitRange:
     """Units ``[first, end)`` of one component, counted from the start of the prompt."""
 
-    first: int
-    end: int
+    __slots__ = ("end", "first")
+
+    def __init__(self, first: int, end: int) -> None:
+        self.first = first
+        self.end = end
 
 
-class PayloadRoute(msgspec.Struct, frozen=True):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PayloadRoute:
     """One grant of an Offer, from shard to shard; ``grant`` is its place among the grants."""
 
-    grant: int
-    shard_route: ShardRoute
+    __slots__ = ("grant", "shard_route")
+
+    def __init__(self, grant: int, shard_route: ShardRoute) -> None:
+        self.grant = grant
+        self.shard_route = shard_route
 
 
 def routes_of(offer: Offer, shard_routes: tuple[ShardRoute, ...]) -> tuple[PayloadRoute, ...]:
@@ -83,6 +95,7 @@ def routes_of(offer: Offer, shard_routes: tuple[ShardRoute, ...]) -> tuple[Paylo
     )
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PayloadPart:
     """One component that travels. ``place`` is its place among those that peers compare."""
 
@@ -122,6 +135,7 @@ class PayloadPart:
         return UnitRange(grant.start_tokens // unit_tokens, -(-grant.end_tokens // unit_tokens))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Payload:
     """The components of one pool that travel, in the order of the grants."""
 
@@ -232,8 +246,11 @@ class Payload:
         for route in routes:
             payload_part, grant = self.parts[route.grant], offer.grants[route.grant]
             units = payload_part.units(grant, self.unit_tokens(payload_part, split))
-            region = shard_region(grant.component, route.shard_route.peer_shard)
-            seals.append(seal_of(offer, region, units))
+            if units.first < units.end:
+                region = shard_region(grant.component, route.shard_route.peer_shard)
+                seals.append(seal_of(offer, region, (units.first, units.end)))
+            else:  # of a full hit: no page is chosen by its key, which takes a hash
+                seals.append(Seal(offer.integrity, NO_KEY, units.first, units.end))
         return tuple(seals)
 
     def windows(self) -> Iterator[tuple[int, WindowPages]]:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.payload import Payload
     from kvd.core.layout.shards import ShardCopy
     from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.wire.peer import Offer
@@ -64,9 +65,7 @@ def no_event(after: bytes, side: str) -> Refusal | None:
 class Posts:
     """The posts that are under way, by id."""
 
-    def __init__(
-        self, payload: Payload, leases: LeaseTable, peers: Peers, out: effects.Outbox
-    ) -> None:
+    def __init__(self, payload: Payload, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
         self._payload = payload
         self.parts: dict[int, SendPart] = {}
         self.sent_bytes = 0

@@ -31,17 +31,22 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.wire.events import HandoffEnded, Moved
 
 if TYPE_CHECKING:
-    from kvd.core.effects import Outbox
-    from kvd.core.handoff.parts import ReceivePart, SendPart
+    from kvd.core.handoff.parts import PartHistory, ReceivePart, SendPart
+    from kvd.core.outbox import Outbox
     from kvd.errors import Refusal
     from kvd.wire.peer import ReceiveOutcome
 
 
 class Decode(enum.Enum):
     """States of one part on the side that receives the KV."""
+
+    # By identity, which no hash of a name is faster than: a part is asked for its state all along.
+    __hash__ = object.__hash__
 
     QUEUED = "queued"
     OFFERED = "offered"
@@ -54,6 +59,8 @@ class Decode(enum.Enum):
 
 class DecodeTrigger(enum.Enum):
     """What can happen to a part on the decode side."""
+
+    __hash__ = object.__hash__
 
     ADMITTED = "admitted"
     """Peer ready, prefix locked, delta pages held."""
@@ -79,6 +86,8 @@ class DecodeTrigger(enum.Enum):
 class Prefill(enum.Enum):
     """States of one part on the side that sends the KV."""
 
+    __hash__ = object.__hash__
+
     AWAIT_ENGINE = "await-engine"
     AWAIT_OFFER = "await-offer"
     STREAMING = "streaming"
@@ -91,6 +100,8 @@ class Prefill(enum.Enum):
 
 class PrefillTrigger(enum.Enum):
     """What can happen to a part on the prefill side."""
+
+    __hash__ = object.__hash__
 
     ENGINE_OPENED = "engine-opened"
     OFFERED = "offered"
@@ -232,16 +243,70 @@ def _no_row(
     return IllegalTransition(f"{side} side: no row for {trigger.value} in {state.value}")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
+class RowWords:
+    """A row of a table in the words of events and histories: made once, told for every part."""
+
+    __slots__ = ("after", "before", "line", "side", "trigger")
+
+    def __init__(self, side: str, before: str, trigger: str, after: str) -> None:
+        self.side = side
+        self.before = before
+        self.trigger = trigger
+        self.after = after
+        self.line = f"{before} -> {after} ({trigger}"
+
+    def tell(
+        self, part_id: int, room: int, peer: str, why: str, history: PartHistory, out: Outbox
+    ) -> None:
+        """A part has gone from one state to another."""
+        history.add_line(out.at_s, f"{self.line}: {why})" if why else f"{self.line})")
+        out.seq = seq = out.seq + 1
+        # By position, as the events of leases.
+        out.events.append(
+            Moved(
+                seq,
+                out.at_s,
+                self.side,
+                part_id,
+                room,
+                peer,
+                self.before,
+                self.after,
+                self.trigger,
+                why,
+            )
+        )
+
+
+_DECODE_WORDS: dict[tuple[Decode, DecodeTrigger], RowWords] = {
+    row: RowWords("decode", row[0].value, row[1].value, after.value)
+    for row, after in DECODE.items()
+}
+
+_PREFILL_WORDS: dict[tuple[Prefill, PrefillTrigger], RowWords] = {
+    row: RowWords("prefill", row[0].value, row[1].value, after.value)
+    for row, after in PREFILL.items()
+}
+
+
 def move_decode(part: ReceivePart, trigger: DecodeTrigger, why: str, out: Outbox) -> None:
     """Apply ``trigger`` to a part of the decode side."""
-    before, part.state = part.state, decode_next(part.state, trigger)
-    _tell_moved(part, before, trigger, why, out)
+    before = part.state
+    part.state = after = decode_next(before, trigger)
+    # A repeated message fires its row again; only what has changed is worth a line and an event.
+    if after is not before:
+        words = _DECODE_WORDS[before, trigger]
+        words.tell(part.id, part.attempt.room, part.peer, why, part.history, out)
 
 
 def move_prefill(part: SendPart, trigger: PrefillTrigger, why: str, out: Outbox) -> None:
     """Apply ``trigger`` to a part of the prefill side."""
-    before, part.state = part.state, prefill_next(part.state, trigger)
-    _tell_moved(part, before, trigger, why, out)
+    before = part.state
+    part.state = after = prefill_next(before, trigger)
+    if after is not before:
+        words = _PREFILL_WORDS[before, trigger]
+        words.tell(part.id, part.room, part.peer, why, part.history, out)
 
 
 def tell_ended(
@@ -255,47 +320,24 @@ def tell_ended(
     out: Outbox,
 ) -> None:
     """A part of either side is over; ``lease`` had its pages, 0 on the prefill side."""
-    out.emit(
+    out.seq = seq = out.seq + 1
+    # By position, as the events of leases.
+    out.events.append(
         HandoffEnded(
-            side="decode" if isinstance(part.state, Decode) else "prefill",
-            part=part.id,
-            room=part.room,
-            peer=part.peer,
-            outcome=outcome.value,
-            code=reason.code.value if reason else "",
-            reason=reason.message if reason else "",
-            prompt_tokens=part.prompt_tokens,
-            decode_prefix_len=prefix_tokens,
-            moved_bytes=part.moved_bytes,
-            saved_bytes=saved_bytes,
-            took_s=out.at_s - part.since_s,
-            lease=lease,
-        )
-    )
-
-
-def _tell_moved(
-    part: ReceivePart | SendPart,
-    before: Decode | Prefill,
-    trigger: DecodeTrigger | PrefillTrigger,
-    why: str,
-    out: Outbox,
-) -> None:
-    after = part.state
-    # A repeated message fires its row again; only what has changed is worth a line and an event.
-    if after is before:
-        return
-    reason = f"{trigger.value}: {why}" if why else trigger.value
-    part.history.add_line(out.at_s, f"{before.value} -> {after.value} ({reason})")
-    out.emit(
-        Moved(
-            side="decode" if isinstance(after, Decode) else "prefill",
-            part=part.id,
-            room=part.room,
-            peer=part.peer,
-            before=before.value,
-            after=after.value,
-            trigger=trigger.value,
-            why=why,
+            seq,
+            out.at_s,
+            "decode" if isinstance(part.state, Decode) else "prefill",
+            part.id,
+            part.room,
+            part.peer,
+            outcome.value,
+            reason.code.value if reason else "",
+            reason.message if reason else "",
+            part.prompt_tokens,
+            prefix_tokens,
+            part.moved_bytes,
+            saved_bytes,
+            out.at_s - part.since_s,
+            lease,
         )
     )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import ReceivePart
     from kvd.core.inputs import Awaiting, Quiet
     from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
@@ -55,9 +56,7 @@ class AwaitedStreams(msgspec.Struct, frozen=True):
 class Quarantines:
     """Quarantined leases whose writers are over, until this host is quiet; and the way there."""
 
-    def __init__(
-        self, settings: Settings, leases: LeaseTable, peers: Peers, out: effects.Outbox
-    ) -> None:
+    def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
         self.leases: dict[int, LeaseRecord] = {}
         """By lease id."""
         self.awaited: dict[int, AwaitedStreams] = {}

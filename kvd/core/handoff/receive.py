@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import ARRIVAL, Claim
+from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.effects import Doubt
+from kvd.core.handoff.message_sizes import page_bytes
 from kvd.core.handoff.offer import OfferWriter
 from kvd.core.handoff.outcomes import Outcomes
 from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, is_wanted
@@ -45,16 +47,15 @@ from kvd.core.handoff.verify import SumFinding, Verifying
 from kvd.core.leases.admission import Admission, Waiter
 from kvd.core.leases.receive_tier import DEVICE
 from kvd.errors import Code, Refusal
-from kvd.types import NO_TOKENS, Pages, Tokens, count
+from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
 from kvd.wire import client
 from kvd.wire.peer import Abort, Accept, Offer, Progress, ReceiveOutcome, Settled, Withdrawn
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease_record import LeaseRecord
-    from kvd.core.effects import Outbox
     from kvd.core.inputs import Verified
     from kvd.core.leases.fetch import Fetch, Fetcher
     from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
@@ -186,11 +187,16 @@ class Decoder:
             fresh_tokens=fresh,
             step_tokens=message.step_tokens,
         )
+        # The common case, without the queue: its sources are ready, and there is room.
+        lease = None if self.offers.awaits(attempt) else self._admission.at_once(claim)
+        if isinstance(lease, LeaseRecord):
+            self.queued_to_offered(attempt, lease, message.call)
+            return
         asker = ReceiveAsker(self, attempt, message.call)
         # The waiter is what says that it is queued: set before ``submit``, which may refuse or
         # admit it in this call.
         attempt.waiter = Waiter(claim, attempt.deadline_s, asker)
-        self._admission.submit(attempt.waiter)
+        self._admission.submit(attempt.waiter, lease)
 
     def cancel_session(self, session: int, refusal: Refusal) -> int:
         """End all receives of a session that is over; how many they were."""
@@ -665,7 +671,7 @@ class Decoder:
     ) -> ReceiveAttempt:
         number, at_s = self._last_part + 1, self._out.at_s
         attempt = ReceiveAttempt(
-            id=number,
+            number,
             room=message.room,
             session=session,
             since_s=at_s,
@@ -678,7 +684,7 @@ class Decoder:
             self._last_part += 1
             # By its node name, which its Hello will bear, whatever address the engine wrote.
             peer = self._peers.find(source) or source
-            part = ReceivePart(id=self._last_part, peer=peer, attempt=attempt)
+            part = ReceivePart(self._last_part, peer, attempt)
             part.history.add_line(at_s, f"asked for by session {session}")
             self.parts[part.id] = part
             parts.append(part)
@@ -705,5 +711,5 @@ def _wanted(part: ReceivePart) -> str:
     """What it asks for."""
     offer = part.unanswered
     assert isinstance(offer, Offer)
-    n_pages = sum(count(grant.pages) for grant in offer.grants)
-    return f"has {part.prefix_tokens} tokens, {n_pages} pages wanted"
+    n_pages = page_bytes(offer) // ID_BYTES
+    return f"has {part.attempt.prefix_tokens} tokens, {n_pages} pages wanted"

@@ -22,9 +22,9 @@ What must not live here: transitions (``send``).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import msgspec
+from mypy_extensions import mypyc_attr
 
 from kvd.core.handoff.offer import disagreement
 from kvd.core.handoff.protocol import Prefill
@@ -48,15 +48,20 @@ A deadline has passed when both have had time to ask: then there is no such doub
 """
 
 
-class ExpiredRoom(msgspec.Struct, frozen=True):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class ExpiredRoom:
     """How one of them ended, and whom that concerns."""
 
-    until_s: float
-    asked_until_s: float
-    """Receives asked for until then belong to it."""
-    refusal: Refusal
+    __slots__ = ("asked_until_s", "refusal", "until_s")
+
+    def __init__(self, until_s: float, asked_until_s: float, refusal: Refusal) -> None:
+        self.until_s = until_s
+        self.asked_until_s = asked_until_s
+        """Receives asked for until then belong to it."""
+        self.refusal = refusal
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ExpiredRooms:
     """Why each such room ended, for as long as a decode side may wait for it."""
 
@@ -106,27 +111,41 @@ MAX_WAITING = 64
 """Offers that wait for the engine of one room, each of another peer."""
 
 
-class TurnedAway(NamedTuple):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class TurnedAway:
     """An Offer that is not served, and why."""
 
-    part: SendPart
-    refusal: Refusal
+    __slots__ = ("part", "refusal")
+
+    def __init__(self, part: SendPart, refusal: Refusal) -> None:
+        self.part = part
+        self.refusal = refusal
 
 
-class RoomMatch(NamedTuple):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class RoomMatch:
     """What an engine finds that opens a room: the Offer that is served, and those that are not.
 
     ``refusal``: why the engine itself is refused.
     """
 
-    part: SendPart | None
-    turned: tuple[TurnedAway, ...]
-    refusal: Refusal | None = None
+    __slots__ = ("part", "refusal", "turned")
+
+    def __init__(
+        self,
+        part: SendPart | None,
+        turned: tuple[TurnedAway, ...],
+        refusal: Refusal | None = None,
+    ) -> None:
+        self.part = part
+        self.turned = turned
+        self.refusal = refusal
 
 
 NO_OFFERS = RoomMatch(None, ())
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Rooms:
     """The parts of the prefill side that are in a LIVE state."""
 

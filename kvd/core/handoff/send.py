@@ -42,8 +42,8 @@ from kvd.wire.bounds import MAX_REASON
 from kvd.wire.peer import Abort, Accept, Offer, ReceiveOutcome, Withdrawn
 
 if TYPE_CHECKING:
-    from kvd.core.effects import Outbox
     from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
@@ -69,6 +69,8 @@ class Prefiller:
         """Every part in a LIVE state."""
         self.by_send: dict[int, SendPart] = {}
         """Every part an engine has opened and neither finished nor heard to have failed."""
+        self.handed_over: dict[tuple[int, int], SendPart] = {}
+        """Of these, those whose engine knows no number of them, by session and call."""
         self.failed: dict[int, FailedSend] = {}
         """By send id: the engine was told, and has not said finish or abort yet."""
         self.expired_rooms = ExpiredRooms(settings)
@@ -103,6 +105,7 @@ class Prefiller:
         if isinstance(part, Refusal):
             return part
         part.is_numbered = False
+        self.handed_over[part.session, message.call] = part
         self._note_finish(part, message.call, message.aux, message.after)
         if part.state is P.AWAIT_ENGINE:
             self._await_engine_or_await_offer_to_streaming(part, T.ENGINE_OPENED)
@@ -215,11 +218,9 @@ class Prefiller:
 
     def cancel_call(self, session: int, call: int, refusal: Refusal) -> None:
         """Nobody waits for what this call hands over: end it."""
-        for part in self.by_send.values():
-            if not part.is_numbered and (part.session, part.finish_call) == (session, call):
-                # It returns after the first: this changes what the loop walks over.
-                self.abandon_send(part, refusal)
-                return
+        part = self.handed_over.get((session, call))
+        if part is not None:
+            self.abandon_send(part, refusal)
 
     def forget_failed(self, session: int, send: int) -> FailedSend | None:
         """The engine ends a send that it was told has failed; None where there is none."""
@@ -467,7 +468,7 @@ class Prefiller:
         part.outcome = ReceiveOutcome.DELIVERED
         self._move(part, T.FLUSHED, f"{part.posted_pages} pages, {part.moved_bytes} bytes")
         # Before Settled: from here on the engine can neither advance nor end it.
-        del self.by_send[part.id]
+        self._let_engine_go(part)
         self._settle(part, None)
 
     def _end(self, part: SendPart, trigger: PrefillTrigger, why: str, refusal: Refusal) -> None:
@@ -537,8 +538,9 @@ class Prefiller:
 
     def _tell_engine(self, part: SendPart, refusal: Refusal) -> None:
         """The engine hears of the failure at once, and may name the send once more to end it."""
+        had_engine = self._let_engine_go(part)
         self.settled_sends.tell_engine(part, refusal)
-        if self.by_send.pop(part.id, None) is not None and part.aux is None:
+        if had_engine and part.aux is None:
             # Without this an honest ``AbortSend`` that crosses our SendFailed would be refused as
             # unknown.
             # An engine that has finished names it in no further call.
@@ -551,12 +553,18 @@ class Prefiller:
             if len(self.failed) > MAX_FAILED_SENDS:
                 del self.failed[next(iter(self.failed))]
 
+    def _let_engine_go(self, part: SendPart) -> bool:
+        """Its engine can do nothing for it any more; whether it had one until now."""
+        if not part.is_numbered and part.finish_call is not None:
+            call = part.session, part.finish_call
+            # An engine may number two calls alike: then it is the later one that can be found.
+            if self.handed_over.get(call) is part:
+                del self.handed_over[call]
+        return self.by_send.pop(part.id, None) is not None
+
     def _new_part(self, room: int, state: Prefill) -> SendPart:
         self._last_part += 1
-        at_s = self._out.at_s
-        # The deadline of a part that waits for nobody yet is now; whoever makes it wait gives it
-        # one.
-        return SendPart(id=self._last_part, room=room, state=state, since_s=at_s, deadline_s=at_s)
+        return SendPart(self._last_part, room=room, state=state, at_s=self._out.at_s)
 
     def _join(self, part: SendPart, peer: Peer, handoff: int) -> None:
         part.peer = peer.name

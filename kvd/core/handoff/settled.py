@@ -34,9 +34,9 @@ from kvd.wire import client
 from kvd.wire.peer import Closed, ReceiveOutcome, Settled
 
 if TYPE_CHECKING:
-    from kvd.core.effects import Outbox
     from kvd.core.handoff.parts import SendPart
     from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings

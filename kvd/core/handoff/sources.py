@@ -53,9 +53,13 @@ Area = tuple[int, ...]
 
 def is_whole(shard_routes: tuple[ShardRoute, ...], n_shards: int) -> bool:
     """Whether these routes fill every page of each of so many shards."""
-    return len(shard_routes) == n_shards and all(
-        shard_route.window is None for shard_route in shard_routes
-    )
+    if len(shard_routes) != n_shards:
+        return False
+    # No generator: it is asked several times a handoff.
+    for shard_route in shard_routes:  # noqa: SIM110
+        if shard_route.window is not None:
+            return False
+    return True
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,6 @@ from kvd.errors import Code, Refusal
 from kvd.wire.peer import Progress
 
 if TYPE_CHECKING:
-    from kvd.core.effects import Outbox
     from kvd.core.handoff.parts import SendPart
     from kvd.core.handoff.send import Prefiller
     from kvd.core.inputs import (
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
         PostMoved,
         Unposted,
     )
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings

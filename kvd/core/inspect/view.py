@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from kvd.core.effects import Outbox
     from kvd.core.handoff.drain import Drainer
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from kvd.core.leases.owners import Owners
     from kvd.core.leases.retraction import Retractor
     from kvd.core.leases.sessions import Sessions
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
     from kvd.wire.snapshot import AuditState, RecorderState

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.core.cache.lease_record import LeaseRecord
-    from kvd.core.effects import Outbox
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.owners import Owners
+    from kvd.core.outbox import Outbox
     from kvd.core.settings import Settings
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvd.core.inputs import Copied, CopyFailed
     from kvd.core.layout.spec import Component, PoolSpec
     from kvd.core.leases.saved_area import SavedMove
+    from kvd.core.outbox import Outbox
     from kvd.types import Pages
 
 
@@ -50,7 +51,7 @@ class OwnTransfer(Protocol):
 class Copies:
     """The copies under way, by ticket. Invariant: a ticket is used once."""
 
-    def __init__(self, out: effects.Outbox) -> None:
+    def __init__(self, out: Outbox) -> None:
         self.under_way: dict[int, CopyAsker] = {}
         self._last_ticket = 0
         self._out = out

@@ -37,12 +37,12 @@ from kvd.wire import client
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
-    from kvd.core.effects import Outbox
     from kvd.core.inputs import Copied, CopyFailed
     from kvd.core.leases.copies import Copies, OwnTransfer
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.owners import Owners
     from kvd.core.leases.retraction import Retractor
+    from kvd.core.outbox import Outbox
     from kvd.core.settings import Settings
 
 

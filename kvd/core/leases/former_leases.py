@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.core.cache.radix_node import RadixNode
-    from kvd.core.effects import Outbox
     from kvd.core.inputs import Branch, FormerLease, FormerSession, PoolAdopted
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.sessions import SessionTable
+    from kvd.core.outbox import Outbox
     from kvd.core.settings import Settings
 
 REASON = "before the restart"

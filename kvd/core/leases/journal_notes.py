@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.pages import PagePool
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.cache.tree_changes import Extension
-    from kvd.core.effects import Outbox
+    from kvd.core.outbox import Outbox
     from kvd.types import Pages
 
 

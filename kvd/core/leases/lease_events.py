@@ -10,7 +10,7 @@ from kvd.wire import events
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
-    from kvd.core.effects import Outbox
+    from kvd.core.outbox import Outbox
 
 
 # Every request makes opened, committed and released. They are made with their number and time, by

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from kvd.core.cache.eviction import Policy
     from kvd.core.cache.lease import Claim, Demand, Quarantine, Writer
     from kvd.core.cache.radix_node import RadixNode
-    from kvd.core.effects import Outbox
     from kvd.core.layout.spec import PoolSpec
+    from kvd.core.outbox import Outbox
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -635,16 +635,15 @@ class LeaseTable:
         self._out.emit(events.Flushed(freed_pages=n_freed, kept_pages=flushed.kept_pages))
         return n_freed, flushed.kept_pages
 
-    def _make_room(self, n_pages: int) -> bool:
+    def _make_room(self, n_pages: int) -> None:
         """Have ``n_pages`` free pages, evicting if that is enough; otherwise change nothing.
 
         What is claimed is locked before this is called, so nothing of it is evicted here.
         """
         while (short := n_pages - self.pool.free_pages) > 0:  # twice only where some are condemned
             if short > self.tree.evictable_pages:
-                return False
+                return
             self.evict(short, "room")
-        return True
 
     def _unlock(self, lease: LeaseRecord) -> int:
         """Take its lock off the tree; the node at whose end it was, 0 where nothing was locked."""

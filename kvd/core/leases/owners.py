@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvd.core.cache.lease_record import LeaseRecord
-    from kvd.core.effects import Outbox
     from kvd.core.leases.former_leases import FormerLeases
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.sessions import Session, SessionTable
+    from kvd.core.outbox import Outbox
 
 HOLDERS_NAMED = 3
 """Of the leases that hold the most pages: enough to act on, few enough for a sentence."""

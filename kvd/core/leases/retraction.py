@@ -29,13 +29,13 @@ from kvd.types import Tokens, count
 from kvd.wire import client, events
 
 if TYPE_CHECKING:
-    from kvd.core.effects import Outbox
     from kvd.core.inputs import Copied, CopyFailed
     from kvd.core.leases.admission import Admission
     from kvd.core.leases.copies import Copies, OwnTransfer
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.owners import Owners
     from kvd.core.leases.saved_area import SavedMove
+    from kvd.core.outbox import Outbox
     from kvd.core.settings import Settings
 
 HOST = "host"

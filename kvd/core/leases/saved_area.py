@@ -40,9 +40,9 @@ from kvd.types import NO_PAGES, Pages, count, slice_pages
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
-    from kvd.core.effects import Outbox
     from kvd.core.layout.spec import Component, PoolSpec
     from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.outbox import Outbox
     from kvd.types import Tokens
 
 

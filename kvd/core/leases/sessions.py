@@ -28,7 +28,6 @@ from kvd.wire import events
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
-    from kvd.core.effects import Outbox
     from kvd.core.inputs import (
         ClientCameBack,
         ClientHungUp,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.owners import Owners
     from kvd.core.leases.retraction import Retractor
+    from kvd.core.outbox import Outbox
 
 
 KEEPS_PAGES = {LeaseStage.RUNNING, LeaseStage.FORMER}

@@ -30,6 +30,7 @@ from kvd.wire import events
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
 
 
@@ -41,7 +42,7 @@ MAX_REST_S = 30.0
 class Agents:
     """Moves the ``agent`` of every peer. ``is_serving``: our own transfer process can make one."""
 
-    def __init__(self, load_limit_s: float, out: effects.Outbox) -> None:
+    def __init__(self, load_limit_s: float, out: Outbox) -> None:
         self.is_serving = False
         self._load_limit_s = load_limit_s
         self._out = out

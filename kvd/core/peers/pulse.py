@@ -28,7 +28,7 @@ from kvd.wire.peer import MAX_STREAMS, Ping
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvd.core.effects import Outbox
+    from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
 

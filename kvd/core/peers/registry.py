@@ -29,8 +29,8 @@ from kvd.wire import events
 from kvd.wire.peer import Hello, Message, Reject
 
 if TYPE_CHECKING:
-    from kvd.core.effects import Outbox
     from kvd.core.inputs import HandshakeFailed, LinkDialed
+    from kvd.core.outbox import Outbox
     from kvd.core.settings import Settings
     from kvd.errors import Refusal
 
