@@ -130,6 +130,7 @@ class Node:
         *,
         keys: Sequence[bytes] | None = None,
         extra_keys: ExtraKeys | None = None,
+        hold: str = "all",
         namespace: str = "",
         reserve_tokens: int = 0,
         priority: int = 0,
@@ -147,10 +148,12 @@ class Node:
             extra_keys: what pages are found by beside their tokens, such as the hash of an image:
                 bytes for every page, or a mapping from the number of a page to bytes. Tokens that
                 are committed later have what holds for their page.
+            hold: ``prefix`` locks what is cached and takes no pages: the lease has those tokens
+                only and grows by ``extend``. It never waits, so a full pool serves hits too.
             namespace: what isolates equal token ids: model, LoRA, cache salt.
             reserve_tokens: pages for so many more are held at once.
             priority: higher is admitted earlier.
-            deadline_s: longest wait for room.
+            deadline_s: longest wait for room; 0 is answered at once.
             cache: whether a commit puts its pages into the prefix cache.
             step_tokens: where the pool has window pages: how far ahead of the last ``slide`` they
                 are mapped. A lease then takes a fixed number of them, whatever its length, and
@@ -161,7 +164,7 @@ class Node:
                 ``bad-keys``, ``bad-tokens``.
         """
         prompt = self._prompt(tokens, keys, extra_keys)
-        request = wire.OpenLease(
+        opening = wire.OpenLease(
             call=self._port.connection.next_call(),
             namespace=namespace,
             reserve_tokens=operator.index(reserve_tokens),
@@ -170,9 +173,12 @@ class Node:
             cache=cache,
             step_tokens=operator.index(step_tokens),
         )
+        request = opening if hold == "all" else _prefix_of(opening, hold)
         call = await self._port.perform(request, tokens=prompt.frame, within_s=within(deadline_s))
         if call.lease is None:
             raise confused(request, call.answer.value)
+        if request is not opening:
+            prompt.cut(call.lease.prefix_tokens)
         return Lease(self._port, self._pools, call.lease, prompt)
 
     async def receive(  # noqa: PLR0913 - the request, field by field
@@ -450,6 +456,16 @@ def connect(
         KvdError: on entering: ``unreachable`` with what to do, or the daemon's refusal.
     """
     return Connecting(endpoint, name, return_within_s)
+
+
+def _prefix_of(opening: wire.OpenLease, hold: str) -> wire.HoldPrefix:
+    if hold != "prefix" or opening.reserve_tokens or opening.step_tokens:
+        why = (
+            f"hold={hold!r} with {opening.reserve_tokens} tokens in reserve, {opening.step_tokens} "
+            'at a time: "all" takes pages for the whole prompt and the reserve, "prefix" takes none'
+        )
+        raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client"))
+    return wire.HoldPrefix(opening.call, opening.namespace, opening.priority, opening.cache)
 
 
 def _check_is_some(frame: Tokens, room: int) -> None:

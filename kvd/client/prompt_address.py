@@ -7,6 +7,7 @@ words are made (``wire.page_address``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvd.client.tokens import token_frame
@@ -40,10 +41,12 @@ class PromptAddress:
         self._has_keys = keys is not None
         self._extra = extra_keys
         self.n_tokens = 0
+        self._is_begun = False
         if keys is None and tokens is None:
             raise _bad("neither tokens nor keys: one of them says which prompt it is")
         self.frame = self.following(tokens, keys)
         self.took(self.frame)
+        self._is_begun = True
 
     def following(
         self, tokens: TokenIds | None = None, keys: Sequence[bytes] | None = None
@@ -61,7 +64,7 @@ class PromptAddress:
                 return frame
             if self._has_keys:
                 raise _bad("tokens after page keys: go on with keys")
-            extra = self._extra_ahead()
+            extra = self._extra_of(count(frame))
             if not extra:
                 return frame
             return _sound(page_address.with_extra(frame, extra, self._page_tokens, self.n_tokens))
@@ -75,12 +78,22 @@ class PromptAddress:
         """The daemon knows these too."""
         self.n_tokens += count(frame)
 
-    def _extra_ahead(self) -> ExtraKeys | None:
-        """What holds for the tokens after those known: the page they begin in, or all pages."""
-        if self.n_tokens == 0 or self._extra is None or isinstance(self._extra, bytes):
+    def cut(self, n_tokens: int) -> None:
+        """The daemon knows no more than these, which are whole pages."""
+        self.n_tokens = n_tokens
+
+    def _extra_of(self, n_more: int) -> ExtraKeys | None:
+        """What of it is about the tokens that follow."""
+        if not isinstance(self._extra, Mapping) or not self._is_begun:
+            # Of the first ones all of it: a key for a page that is not there is a mistake.
             return self._extra
-        page = self.n_tokens // self._page_tokens
-        return {page: self._extra[page]} if page in self._extra else None
+        first = self.n_tokens // self._page_tokens
+        end = self.n_tokens + n_more
+        return {
+            page: key
+            for page, key in self._extra.items()
+            if first <= page and page * self._page_tokens < end
+        }
 
 
 def _sound(frame: Tokens | Refusal) -> Tokens:

@@ -120,3 +120,24 @@ async def test_the_tree_names_keys(engines):
     tree = engines.pair.prefill.ask(admin.ShowTree(1, limit=1000), admin.Tree)
     shown = [in_words(np.array(node.first_tokens, "<i4").tobytes()) for node in tree.nodes]
     assert f"key {keys[0][:8].hex()}" in shown
+
+
+async def test_a_prefix_is_held_by_key_and_goes_on_under_its_extra_keys(engines):
+    tokens = tokens_of(3 * PAGE, seed=9)
+    image = {1: b"owl", 2: b"owl"}
+    first = await engines.p.lease(tokens, extra_keys=image)
+    await first.commit(upto_tokens=2 * PAGE)
+    await first.release()
+
+    hit = await engines.p.lease(tokens, extra_keys=image, hold="prefix")
+    assert (hit.prefix_len, len(hit.pages)) == (2 * PAGE, 2)
+    await hit.extend(PAGE)
+    await hit.release(tokens[2 * PAGE :])
+
+    assert (await engines.p.match(tokens, extra_keys=image)).tokens == 3 * PAGE
+    nothing = await engines.p.lease(keys=keys_of(3, seed=9), hold="prefix")
+    assert (nothing.prefix_len, len(nothing.pages)) == (0, 0)
+    await nothing.release()
+    with pytest.raises(KvdError) as caught:
+        await engines.p.lease(tokens, hold="prefix", reserve_tokens=1)
+    assert caught.value.code == "bad-request"
