@@ -25,6 +25,7 @@ class Code(enum.Enum):
 
     BAD_REQUEST = "bad-request"
     BAD_TOKENS = "bad-tokens"
+    BAD_KEYS = "bad-keys"
     BAD_ROOM = "bad-room"
     NO_ROOM = "no-room"
     TOO_LARGE = "too-large"

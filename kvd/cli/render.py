@@ -8,6 +8,7 @@ by colour alone.
 from __future__ import annotations
 
 import sys
+from array import array
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from rich.text import Text
 from kvd.core.layout.shards import span
 from kvd.text import amount, bar, clean, counted, duration, progress, room
 from kvd.types import short
+from kvd.wire.page_address import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -502,7 +504,7 @@ def tree(answer: Tree) -> RenderableType:
             str(node.hits),
             str(node.lock_ref),
             *(_lies(there.get(name)) for name in beside),
-            " ".join(str(token) for token in node.first_tokens),
+            in_words(array("i", node.first_tokens).tobytes()),
             prose=f"locked by {', '.join(node.holders)}" if node.holders else "",
         )
     if not answer.nodes:

@@ -23,10 +23,10 @@ from kvd.client.lease import Lease
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
 from kvd.client.port import Port, confused, within
+from kvd.client.prompt_address import PromptAddress
 from kvd.client.returning import RETURN_WITHIN_S
-from kvd.client.tokens import token_frame
 from kvd.errors import Code, KvdError, Refusal
-from kvd.types import MAX_ROOM, count
+from kvd.types import MAX_ROOM, NO_TOKENS
 from kvd.wire import client as wire
 from kvd.wire.attach import Attach
 
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from kvd.client.port import Channel
     from kvd.client.state import EventQueue, EventsLost
     from kvd.client.tokens import TokenIds
+    from kvd.types import Tokens
     from kvd.wire.events import Event
+    from kvd.wire.page_address import ExtraKeys
     from kvd.wire.snapshot import Snapshot
 
 NEVER_S = 3600.0
@@ -114,10 +116,21 @@ class Node:
         """
         return self._pools.pool(name)
 
-    async def lease(
+    def _prompt(
         self,
-        tokens: TokenIds,
+        tokens: TokenIds | None,
+        keys: Sequence[bytes] | None,
+        extra_keys: ExtraKeys | None,
+    ) -> PromptAddress:
+        return PromptAddress(self._pools.match_page_tokens, tokens, keys, extra_keys)
+
+    async def lease(  # noqa: PLR0913 - the request, field by field
+        self,
+        tokens: TokenIds | None = None,
         *,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
+        hold: str = "all",
         namespace: str = "",
         reserve_tokens: int = 0,
         priority: int = 0,
@@ -129,19 +142,29 @@ class Node:
 
         Args:
             tokens: the prompt.
+            keys: instead of tokens: a key of 16 to 64 bytes for each page, all of one size. The
+                prompt is as many whole pages long. Who makes them sees to it that a key stands for
+                all tokens up to the end of its page, or that the keys before it do.
+            extra_keys: what pages are found by beside their tokens, such as the hash of an image:
+                bytes for every page, or a mapping from the number of a page to bytes. Tokens that
+                are committed later have what holds for their page.
+            hold: ``prefix`` locks what is cached and takes no pages: the lease has those tokens
+                only and grows by ``extend``. It never waits, so a full pool serves hits too.
             namespace: what isolates equal token ids: model, LoRA, cache salt.
             reserve_tokens: pages for so many more are held at once.
             priority: higher is admitted earlier.
-            deadline_s: longest wait for room.
+            deadline_s: longest wait for room; 0 is answered at once.
             cache: whether a commit puts its pages into the prefix cache.
             step_tokens: where the pool has window pages: how far ahead of the last ``slide`` they
                 are mapped. A lease then takes a fixed number of them, whatever its length, and
                 they rotate as it slides; 0: one for every page of the prompt and the reserve.
 
         Raises:
-            KvdError: ``no-room``, ``too-large``, ``deadline`` with the numbers and the holders.
+            KvdError: ``no-room``, ``too-large``, ``deadline`` with the numbers and the holders;
+                ``bad-keys``, ``bad-tokens``.
         """
-        request = wire.OpenLease(
+        prompt = self._prompt(tokens, keys, extra_keys)
+        opening = wire.OpenLease(
             call=self._port.connection.next_call(),
             namespace=namespace,
             reserve_tokens=operator.index(reserve_tokens),
@@ -150,19 +173,22 @@ class Node:
             cache=cache,
             step_tokens=operator.index(step_tokens),
         )
-        call = await self._port.perform(
-            request, tokens=token_frame(tokens), within_s=within(deadline_s)
-        )
+        request = opening if hold == "all" else _prefix_of(opening, hold)
+        call = await self._port.perform(request, tokens=prompt.frame, within_s=within(deadline_s))
         if call.lease is None:
             raise confused(request, call.answer.value)
-        return Lease(self._port, self._pools, call.lease)
+        if request is not opening:
+            prompt.cut(call.lease.prefix_tokens)
+        return Lease(self._port, self._pools, call.lease, prompt)
 
     async def receive(  # noqa: PLR0913 - the request, field by field
         self,
         room: int,
-        tokens: TokenIds,
+        tokens: TokenIds | None,
         source: str | Sequence[str],
         *,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
         namespace: str = "",
         reserve_tokens: int = 0,
         priority: int = 0,
@@ -175,7 +201,9 @@ class Node:
 
         Args:
             room: the rendezvous number that the router chose.
-            tokens: the prompt; only what is not cached here is sent.
+            tokens: the prompt; only what is not cached here is sent. Or ``None``, and ``keys``.
+            keys: as in ``lease``; both sides give the same.
+            extra_keys: as in ``lease``; both sides give the same.
             source: a configured peer's name or address. Several where the prompt's KV is on several
                 daemons, each once: ranks that all have it (context parallel) divide the pages,
                 stages and tensor-parallel ranks send the layers and heads that they have. All of it
@@ -193,6 +221,7 @@ class Node:
         Raises:
             KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...
         """
+        prompt = self._prompt(tokens, keys, extra_keys)
         request = wire.ReceiveRequest(
             call=self._port.connection.next_call(),
             room=_room(room),
@@ -205,24 +234,20 @@ class Node:
             tier=tier,
             step_tokens=operator.index(step_tokens),
         )
-        frame = token_frame(tokens)
-        call = await self._port.perform(request, tokens=frame, within_s=within(deadline_s))
+        within_s = within(deadline_s)
+        call = await self._port.perform(request, tokens=prompt.frame, within_s=within_s)
         if call.receive is None:
             raise confused(request, call.answer.value)
-        return Receive(
-            self._port,
-            self._pools,
-            call.receive,
-            prompt_tokens=count(frame),
-            within_s=within(deadline_s),
-        )
+        return Receive(self._port, self._pools, call.receive, prompt=prompt, within_s=within_s)
 
     async def send(
         self,
         room: int,
-        tokens: TokenIds,
+        tokens: TokenIds | None = None,
         *,
         lease: Lease,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
         namespace: str = "",
         deadline_s: float = 30.0,
         to: str | None = None,
@@ -233,6 +258,8 @@ class Node:
             room: the rendezvous number that the router chose.
             tokens: the prompt whose KV is or will be written into the pages of ``lease``.
             lease: its pages are read until the handoff has ended, even when it is released.
+            keys: as in ``lease``.
+            extra_keys: as in ``lease``.
             namespace: as in ``lease``.
             deadline_s: of the whole handoff.
             to: the node (or its configured address) whose engine receives it. No other one can take
@@ -251,7 +278,8 @@ class Node:
             deadline_s=deadline_s,
             peer=to,
         )
-        call = await self._port.perform(request, tokens=token_frame(tokens), about=lease.record)
+        frame = self._prompt(tokens, keys, extra_keys).frame
+        call = await self._port.perform(request, tokens=frame, about=lease.record)
         if call.send is None:
             raise confused(request, call.answer.value)
         return Send(self._port, call.send, lease.record, within(deadline_s))
@@ -262,6 +290,8 @@ class Node:
         tokens: TokenIds | None = None,
         *,
         lease: Lease,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
         aux: bytes = b"",
         namespace: str = "",
         deadline_s: float = 30.0,
@@ -275,9 +305,10 @@ class Node:
 
         Args:
             room: as in ``send``.
-            tokens: the prompt, at least one; left out: all tokens that the lease knows, which then
-                need not travel.
+            tokens: the prompt; left out, like ``keys``: all that the lease knows.
             lease: as in ``send``.
+            keys: as in ``send``.
+            extra_keys: as in ``send``.
             aux: as in ``Send.finish``.
             namespace: as in ``send``.
             deadline_s: as in ``send``.
@@ -293,10 +324,10 @@ class Node:
                 call that was cancelled, or got no answer, may have: ``release`` is
                 ``unknown-lease`` then.
         """
-        frame = token_frame(() if tokens is None else tokens)
-        if tokens is not None and not frame:
-            why = f"a prompt of 0 tokens for room {room}: leave them out to send all of the lease"
-            raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client", numbers={"tokens": 0}))
+        frame = NO_TOKENS
+        if tokens is not None or keys is not None:
+            frame = self._prompt(tokens, keys, extra_keys).frame
+            _check_is_some(frame, room)
         request = wire.HandOver(
             call=self._port.connection.next_call(),
             room=_room(room),
@@ -308,20 +339,31 @@ class Node:
             after=handle_of(after),
             ends_lease=release,
         )
+        within_s = within(deadline_s)
         call = await self._port.perform(
-            request, tokens=frame, about=lease.record, within_s=within(deadline_s)
+            request, tokens=frame, about=lease.record, within_s=within_s
         )
         return outcome(request, call)
 
-    async def match(self, tokens: TokenIds, *, namespace: str = "") -> Matched:
-        """How much of ``tokens`` is cached here, and how busy the node is; changes nothing.
+    async def match(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
+        namespace: str = "",
+    ) -> Matched:
+        """How much of the prompt is cached here, and how busy the node is; changes nothing.
+
+        ``tokens``, ``keys``, ``extra_keys`` and ``namespace`` are as in ``lease``.
 
         Cached is the KV of the first component. A lease goes on from there only where what lies
         beside it is cached too, a window or a state; else from the last place where it is, or from
         the start. A receive has that sent anyway, with the end of the prompt for a window.
         """
         request = wire.MatchPrefix(self._port.connection.next_call(), namespace)
-        found = await self._port.ask(request, wire.MatchReply, tokens=token_frame(tokens))
+        frame = self._prompt(tokens, keys, extra_keys).frame
+        found = await self._port.ask(request, wire.MatchReply, tokens=frame)
         return Matched(found.tokens, found.load, found.free)
 
     async def snapshot(self) -> Snapshot:
@@ -414,6 +456,23 @@ def connect(
         KvdError: on entering: ``unreachable`` with what to do, or the daemon's refusal.
     """
     return Connecting(endpoint, name, return_within_s)
+
+
+def _prefix_of(opening: wire.OpenLease, hold: str) -> wire.HoldPrefix:
+    if hold != "prefix" or opening.reserve_tokens or opening.step_tokens:
+        why = (
+            f"hold={hold!r} with {opening.reserve_tokens} tokens in reserve, {opening.step_tokens} "
+            'at a time: "all" takes pages for the whole prompt and the reserve, "prefix" takes none'
+        )
+        raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client"))
+    return wire.HoldPrefix(opening.call, opening.namespace, opening.priority, opening.cache)
+
+
+def _check_is_some(frame: Tokens, room: int) -> None:
+    """In a message no tokens are all tokens of the lease."""
+    if not frame:
+        why = f"a prompt of 0 tokens for room {room}: leave them out to send all of the lease"
+        raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client", numbers={"tokens": 0}))
 
 
 def _room(room: int) -> int:

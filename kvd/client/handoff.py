@@ -16,6 +16,7 @@ from kvd.wire.bounds import MAX_REASON
 if TYPE_CHECKING:
     from kvd.client.connection import Call
     from kvd.client.pool import Pools
+    from kvd.client.prompt_address import PromptAddress
     from kvd.client.state import LeaseView, ReceiveState, SendState
 
 
@@ -28,13 +29,13 @@ class Receive:
         pools: Pools,
         state: ReceiveState,
         *,
-        prompt_tokens: int,
+        prompt: PromptAddress,
         within_s: float,
     ) -> None:
         self._port = port
         self._pools = pools
         self._state = state
-        self._prompt_tokens = prompt_tokens
+        self._prompt = prompt
         self._within_s = within_s
         self._delivered: wire.Received | None = None
         self._lease: Lease | None = None
@@ -118,8 +119,8 @@ class Receive:
         state = self._state.lease
         if self._lease is None and state is not None:
             self._delivered = delivered
-            state.kv_tokens = self._prompt_tokens
-            self._lease = Lease(self._port, self._pools, state)
+            state.kv_tokens = self._prompt.n_tokens
+            self._lease = Lease(self._port, self._pools, state, self._prompt)
 
 
 class Outcome(msgspec.Struct, frozen=True):

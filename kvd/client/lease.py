@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 
 from kvd.client.port import within
 from kvd.client.rows import Along, ComponentRow, along, page_frame, swapped
-from kvd.client.tokens import token_frame
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvd.client.pool import Pools
     from kvd.client.port import Port
+    from kvd.client.prompt_address import PromptAddress
     from kvd.client.rows import PageNumbers
     from kvd.client.state import LeaseView
     from kvd.client.tokens import TokenIds
@@ -66,10 +68,11 @@ class Lease:
     raises ``before-restart``.
     """
 
-    def __init__(self, port: Port, pools: Pools, state: LeaseView) -> None:
+    def __init__(self, port: Port, pools: Pools, state: LeaseView, prompt: PromptAddress) -> None:
         self._port = port
         self._pools = pools
         self._state = state
+        self._prompt = prompt
 
     @property
     def id(self) -> int:
@@ -254,6 +257,7 @@ class Lease:
         new_tokens: TokenIds = (),
         upto_tokens: int | None = None,
         *,
+        keys: Sequence[bytes] | None = None,
         swap: bool = True,
     ) -> NDArray[np.int32]:
         """Cache whole pages of what is written: others on this node find them from now on.
@@ -264,6 +268,7 @@ class Lease:
 
         Args:
             new_tokens: follow the tokens that the lease knows; it knows them from now on.
+            keys: of the pages that follow, for a lease that was opened with keys.
             upto_tokens: the KV of the tokens below this one is written, known and new ones counted.
                 Left out: as far as was said before (``written``, or an ``upto_tokens``); where
                 nothing was said, the KV of all known and new tokens is written.
@@ -285,9 +290,9 @@ class Lease:
         if upto_tokens is not None or not swap:
             upto = None if upto_tokens is None else operator.index(upto_tokens)
             request = wire.CommitUpTo(call=call, lease=self.id, upto_tokens=upto, swaps=swap)
-        await self._port.ask(
-            request, wire.PageTable, tokens=token_frame(new_tokens), about=self._state
-        )
+        frame = self._prompt.following(new_tokens, keys)
+        await self._port.ask(request, wire.PageTable, tokens=frame, about=self._state)
+        self._prompt.took(frame)
         return swapped(before, self._state.pages)
 
     async def retract(self, new_tokens: TokenIds = (), *, keep: str = "host") -> Retraction:
@@ -307,13 +312,15 @@ class Lease:
                 ``aborted`` when the transfer process ended meanwhile. The lease runs on as before.
         """
         request = wire.RetractLease(self._port.connection.next_call(), self.id, keep)
+        frame = self._prompt.following(new_tokens)
         done = await self._port.ask(
             request,
             wire.Retracted,
-            tokens=token_frame(new_tokens),
+            tokens=frame,
             about=self._state,
             within_s=COPY_WITHIN_S,
         )
+        self._prompt.took(frame)
         return Retraction(done.saved_pages, done.saved_bytes)
 
     async def resume(self, *, deadline_s: float = 30.0) -> Resumption:
@@ -339,7 +346,11 @@ class Lease:
         return Resumption(done.prefix_tokens, done.restored_tokens, done.kv_tokens)
 
     async def release(
-        self, new_tokens: TokenIds | None = None, upto_tokens: int | None = None
+        self,
+        new_tokens: TokenIds | None = None,
+        upto_tokens: int | None = None,
+        *,
+        keys: Sequence[bytes] | None = None,
     ) -> None:
         """Unlock and free; the lease is over.
 
@@ -348,6 +359,7 @@ class Lease:
                 Left out: nothing is committed but whole pages of what was said to be ``written``.
                 A lease of before the daemon's restart commits nothing.
             upto_tokens: commit first, and no further than this; as in ``commit``.
+            keys: commit first: the known pages and those of these keys.
 
         Raises:
             KvdError: as ``commit``; then it is not released.
@@ -357,14 +369,14 @@ class Lease:
             await self._release_lost()
             return
         call = self._port.connection.next_call()
-        if new_tokens is None and upto_tokens is None:
+        if new_tokens is None and upto_tokens is None and keys is None:
             await self._port.ask(wire.ReleaseLease(call, self.id), wire.Done, about=self._state)
             return
         request: wire.CommitAndRelease | wire.ReleaseUpTo = wire.CommitAndRelease(call, self.id)
         if upto_tokens is not None:
             request = wire.ReleaseUpTo(call, self.id, operator.index(upto_tokens))
-        tokens = token_frame(() if new_tokens is None else new_tokens)
-        await self._port.ask(request, wire.Done, tokens=tokens, about=self._state)
+        frame = self._prompt.following(new_tokens, keys)
+        await self._port.ask(request, wire.Done, tokens=frame, about=self._state)
 
     async def _release_lost(self) -> None:
         """The pages of before the restart are used no more; a daemon that is away hears it later.

@@ -187,6 +187,11 @@ class Pools:
             raise _none(f"there is no pool {name!r}; there is {', '.join(self._pools) or 'none'}")
         return self._pools[name]
 
+    @property
+    def match_page_tokens(self) -> int:
+        """Tokens of a page of the tree, of the pool that leases are of."""
+        return next(iter(self._pools.values())).memory.match_page_tokens
+
     def row_of(self, component: str) -> Along | ComponentRow:
         """How the pages that leases have of this component are known.
 

@@ -20,7 +20,8 @@ from kvd.console.view import View, lease_holder, state_of
 from kvd.core.cache.eviction import peek
 from kvd.core.inspect.schema import StateField
 from kvd.core.inspect.why import beside
-from kvd.types import count
+from kvd.types import ID_BYTES, count
+from kvd.wire.page_address import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
@@ -161,11 +162,10 @@ def _table(
 
 
 def tokens_in_short(node: RadixNode) -> str:
-    """The first tokens of its edge."""
+    """The first tokens of its edge, or the key of its first page."""
     edge = node.edge
-    first = np.frombuffer(edge[: NAMED_TOKENS * 4], dtype="<i4").tolist()
     more = " …" if count(edge) > NAMED_TOKENS else ""
-    return " ".join(map(str, first)) + more
+    return in_words(edge[: NAMED_TOKENS * ID_BYTES]) + more
 
 
 def name_of(node: RadixNode) -> str:

@@ -84,6 +84,7 @@ class Engines:
         # One verb per request type: Any, because each takes its own type of message.
         self._verbs: dict[type, Callable[[int, Any, Tokens], Refusal | None]] = {
             client.OpenLease: self._open_lease,
+            client.HoldPrefix: self._hold_prefix,
             client.ExtendLease: self._extend_lease,
             client.SlideLease: self._slide_lease,
             client.CommitLease: self._commit_lease,
@@ -134,7 +135,7 @@ class Engines:
         insert, match, send, receive, check or copy KV is refused rather than done with nothing.
         """
         if self._mode is CacheMode.OFF:
-            if isinstance(request, client.OpenLease | client.ReceiveRequest):
+            if isinstance(request, client.OpenLease | client.ReceiveRequest | client.HoldPrefix):
                 return msgspec.structs.replace(request, cache=False)
             return request
         if isinstance(request, COUNTS):
@@ -171,6 +172,24 @@ class Engines:
         self._admission.submit(Waiter(claim, self._out.at_s + wait_s, asker), lease)
         return None
 
+    def _hold_prefix(
+        self, session: int, message: client.HoldPrefix, tokens: Tokens
+    ) -> Refusal | None:
+        if self._drainer.drain is not None:
+            return self._drainer.refusal()
+        opening = client.OpenLease(
+            call=message.call,
+            namespace=message.namespace,
+            priority=message.priority,
+            cache=message.cache,
+        )
+        # Not through the queue: who waits there waits for pages, and this takes none of them.
+        lease = self._leases.open_prefix(_plain_claim(session, opening, tokens))
+        if not isinstance(lease, LeaseRecord):
+            return self._no_room("a cached prefix", lease)
+        self._out.answer(session, _leased(message.call, lease, self._leases))
+        return None
+
     def _extend_lease(self, session: int, message: client.ExtendLease, _: Tokens) -> Refusal | None:
         lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
@@ -182,7 +201,7 @@ class Engines:
         leases = self._leases
         shortage = leases.extend(lease, message.n_tokens)
         if shortage is not None:
-            return self._no_room(lease, shortage)
+            return self._no_room(f"lease {lease.id}", shortage)
         self._answer_page_table(session, message.call, lease, first)
         return None
 
@@ -283,11 +302,11 @@ class Engines:
             ),
         )
 
-    def _no_room(self, lease: LeaseRecord, shortage: Shortage) -> Refusal:
+    def _no_room(self, what: str, shortage: Shortage) -> Refusal:
         who = "; ".join(self._owners.of_most_pages(shortage.budget))
         return Refusal(
             Code.NO_ROOM,
-            f"lease {lease.id} needs {shortage.needed_pages} more pages of {shortage.budget}, "
+            f"{what} needs {shortage.needed_pages} more pages of {shortage.budget}, "
             f"{shortage.headroom_pages} are obtainable "
             f"({self._leases.budgets.told(shortage.budget)}); most are held by {who}",
             side=self._name,

@@ -85,7 +85,11 @@ def replay(
     Raises:
         Damaged: a record cannot be read by this version of kvd.
     """
-    player = Player(node)
+    try:
+        player = Player(node)
+    except AttributeError as error:
+        # Where a class keeps its attributes is not said, so the thaw cannot miss one of the node.
+        raise Damaged(f"the frozen node lacks what every node has: {error}") from error
     broken: list[BrokenInvariant] = []
     inputs, stopped, strayed = 0, "", ""
     try:

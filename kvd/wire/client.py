@@ -57,6 +57,19 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
     step_tokens: Figure = 0
 
 
+class HoldPrefix(msgspec.Struct, frozen=True, array_like=True, tag="hold"):
+    """Lock what is cached of the tokens frame and hold no pages for the rest. Answer: ``Leased``.
+
+    Never waits, and goes past whoever waits for room: it takes none. The lease has the cached
+    tokens, and grows by ``ExtendLease``.
+    """
+
+    call: Call
+    namespace: Namespace = ""
+    priority: Priority = 0
+    cache: bool = True
+
+
 class ExtendLease(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
     """Hold pages for ``n_tokens`` more, now or not at all. Answer: ``PageTable``."""
 
@@ -329,6 +342,7 @@ Request = (
     | ReleaseUpTo
     | HandOver
     | FinishAndRelease
+    | HoldPrefix
 )
 
 TAKES_TOKENS = (
@@ -342,6 +356,7 @@ TAKES_TOKENS = (
     CommitUpTo,
     ReleaseUpTo,
     HandOver,
+    HoldPrefix,
 )
 """Requests that travel with a tokens frame; every other one is a single frame."""
 

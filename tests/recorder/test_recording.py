@@ -100,6 +100,14 @@ def test_an_input_that_this_version_does_not_know_ends_the_replay_with_its_numbe
         replay.replay(saved, replay.begin(saved), lambda event: None)
 
 
+def test_a_node_that_lacks_what_every_node_has_is_refused(file):
+    resealed(file, lambda data: data.replace(b"\xa5steps", b"\xa5stepz"))
+    saved = recording.read(file)
+
+    with pytest.raises(recording.Damaged, match="steps"):
+        replay.replay(saved, replay.begin(saved), lambda event: None)
+
+
 def test_a_resealed_file_replays_or_is_refused_and_nothing_else(file):
     seed = 11
     rng = random.Random(seed)

@@ -42,6 +42,7 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     the longest prefix that it may take from the tree. ``fresh_tokens``: pages of the components
     beside the first are written from this token on by somebody else, a remote or a restore; None:
     the engine computes them, and goes on from what the tree has. ``step_tokens``: so many at once.
+    ``goes_on``: tokens follow that it does not name, so all that it names may be cached.
     """
 
     session: int
@@ -59,6 +60,7 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     match_tokens: int | None = None
     fresh_tokens: int | None = None
     step_tokens: int = 0
+    goes_on: bool = False
 
     @property
     def room_tokens(self) -> int:

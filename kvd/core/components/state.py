@@ -65,7 +65,7 @@ class StatePages(ComponentPages):
     def limit_tokens(self, claim: Claim) -> int | None:
         """Who computes needs one token to compute, and who resumes has one more than it names."""
         # What is restored or received brings its state along, whatever the tree has.
-        if claim.resumes or claim.fresh_tokens is not None:
+        if claim.resumes or claim.goes_on or claim.fresh_tokens is not None:
             return None
         return max(0, count(claim.tokens) - 1)
 

@@ -142,7 +142,7 @@ class WindowPages(ComponentPages):
     @override
     def limit_tokens(self, claim: Claim) -> int | None:
         """A receive's window is always sent; who computes needs one more token to compute."""
-        if claim.resumes:
+        if claim.resumes or claim.goes_on:
             return None
         if claim.fresh_tokens is not None:
             return claim.fresh_tokens

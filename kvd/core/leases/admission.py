@@ -243,6 +243,11 @@ class Admission:
         elif not waiter.awaits and not self._is_behind(waiter):
             self.wake()
         if waiter.awaits or waiter in self.line:
+            if waiter.deadline_s <= self._out.at_s:
+                # Who does not wait hears it in this very step, not at the next tick.
+                self._strike([waiter])
+                waiter.asker.refused(self._too_late(waiter))
+                return
             self._out.emit(
                 events.Waiting(
                     session=waiter.claim.session,
@@ -475,7 +480,9 @@ class Admission:
         table = self._leases
         waited_s = self._out.at_s - waiter.since_s
         other = waiter.asker.blocked()
-        why = other or self.shortage(waiter)
+        # Without a budget it was never matched: those before it kept the line.
+        before = f"{len(self)} requests wait in front of it"
+        why = other or (self.shortage(waiter) if waiter.budget else before)
         holders = self._owners.of_most_pages(waiter.budget) if other is None else ()
         who = f"; most are held by {'; '.join(holders)}" if holders else ""
         return Refusal(

@@ -181,6 +181,28 @@ class LeaseTable:
             self._make_room(needed)
         return self._begin(claim, anchor, needed)
 
+    def open_prefix(self, claim: Claim) -> LeaseRecord | Shortage:
+        """Lock what is cached of the claim's tokens: they are all the tokens of the lease.
+
+        It takes pages where a component has some of its own for every lease, as a state has. What
+        is not cached is not counted as missed.
+        """
+        if not self.components.each:
+            return self.open_lease(_cut(claim, self.tree.probe(claim.tokens, claim.namespace)))
+        n_tokens = self._usable_tokens(claim)
+        # Again where a component can use less of what is cut; each round is a page shorter.
+        while count(claim.tokens) != n_tokens:
+            claim = _cut(claim, n_tokens)
+            n_tokens = self._usable_tokens(claim)
+        return self.open_lease(claim)
+
+    def _usable_tokens(self, claim: Claim) -> int:
+        """How far every component can go on, which only locking it tells."""
+        anchor = self.components.lock_prefix(claim)
+        self.components.unlock(anchor, claim)
+        self.tree.unlock(anchor)
+        return anchor.end_tokens
+
     def _open_any(self, claim: Claim) -> LeaseRecord | Shortage:
         claimed = self.claim(claim, self.budgets.nothing)
         if isinstance(claimed, Shortage):
@@ -659,3 +681,9 @@ class LeaseTable:
         self.releases += 1
         self.released += 1
         lease_events.tell_released(self._out, lease, cause, freed_pages, was_locked)
+
+
+def _cut(claim: Claim, n_tokens: int) -> Claim:
+    """The claim of its first tokens, which others will follow."""
+    tokens = Tokens(claim.tokens[: n_tokens * ID_BYTES])
+    return msgspec.structs.replace(claim, tokens=tokens, goes_on=True)
