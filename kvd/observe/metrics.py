@@ -17,6 +17,8 @@ import re
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.wire import events
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ STAGES = {
 """What an operator calls the time that a part of a handoff spends in a state."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Counter:
     """Totals by label values. Only grows; the series ``always`` are there from the beginning."""
 
@@ -76,6 +79,7 @@ class Counter:
         values[labels] += amount
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Histogram:
     """Observations by fixed bounds: ``counts[i]`` is of values in ``(bound i-1, bound i]``."""
 
@@ -84,7 +88,7 @@ class Histogram:
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        self.total: float = 0
+        self.total: float = 0.0
 
     def observe(self, value: float) -> None:
         """Count one value."""
@@ -92,6 +96,7 @@ class Histogram:
         self.total += value
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Histograms:
     """Histograms with the same bounds, by label values; one without labels is there at once."""
 
@@ -121,6 +126,7 @@ def _bounded(labels: Labels, known: Mapping[Labels, object]) -> Labels:
     return clean
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class _Stay:
     """When a part moved first and last."""
 
@@ -131,6 +137,7 @@ class _Stay:
         self.last_s = at_s
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class _HandoffFamilies:
     """What is counted of handoffs. Attributes are on the page in the order of their making."""
 
@@ -162,6 +169,7 @@ class _HandoffFamilies:
         )
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Metrics(_HandoffFamilies):
     """Everything that is counted on this node. ``pool`` labels what its events say of pages."""
 
