@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, get_args
 
+from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvd.core import effects
@@ -48,7 +49,10 @@ OPS: dict[type, str] = {kind: str(kind.__struct_config__.tag) for kind in get_ar
 UNKNOWN_OP = "client"
 """What metrics call a request that could not be read, or that was refused after a wait."""
 
-WITH_TOKENS = 2
+SUBSCRIPTIONS: Final = (client.Subscribe, client.Unsubscribe)
+"""What is served here, and is no input."""
+
+WITH_TOKENS: Final = 2
 
 FRAMES: dict[type, int] = {
     kind: WITH_TOKENS if kind in client.TAKES_TOKENS else WITH_TOKENS - 1 for kind in OPS
@@ -56,6 +60,7 @@ FRAMES: dict[type, int] = {
 """Frames of each request."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ClientPort(ListenerOwner):
     """Requests of all sessions on one listener."""
 
@@ -214,7 +219,7 @@ class ClientPort(ListenerOwner):
         if isinstance(tokens, Refusal):
             self._refuse(connection, tokens, frames, call=message.call)
             return
-        if isinstance(message, client.Subscribe | client.Unsubscribe):
+        if isinstance(message, SUBSCRIPTIONS):
             self._subscribe(session, message)
             return
         self._call, self._op = message.call, OPS[kind]

@@ -13,6 +13,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvd.config.address import tcp_address
@@ -45,6 +46,7 @@ NO_NAME: Final = ""
 """Whose key a message came with, where links need no keys."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PeerLinks(ListenerOwner):
     """All links of this daemon, by name. Without ``keys`` anyone may say anything."""
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvd.core import effects
@@ -40,10 +41,13 @@ T = TypeVar("T")
 Perform = dict[type, Callable[[Any], None]]
 """Who carries out which effect: Any, because each takes its own type."""
 
+NO_FAULTS: Final[frozenset[str]] = frozenset()
+
 MAX_ERROR = 500
 """Characters of an exception that whoever waits is told."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Reactor:
     """Feeds the node. ``on_bug`` hears of an exception out of a step, or out of an effect.
 
@@ -178,6 +182,7 @@ class Reactor:
                 return None
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Paranoid(Reactor):
     """Asks every rule after every step, of which the standing audit asks a few in a thousand.
 
@@ -185,7 +190,7 @@ class Paranoid(Reactor):
     rule that stays broken costs the look at it and no more.
     """
 
-    _known: frozenset[str] = frozenset()
+    _known: frozenset[str] = NO_FAULTS
 
     @override
     def _step(self, happened: Input, frame: bytes) -> None:

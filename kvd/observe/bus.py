@@ -11,6 +11,8 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -20,6 +22,7 @@ RING_EVENTS = 4096
 """About a minute of a busy node; an event is some 200 bytes."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Bus:
     """Fans events out. Invariant: the ring holds the last events, with contiguous numbers (I8)."""
 

@@ -25,6 +25,13 @@ from kvd.wire.snapshot import Snapshot
 # ---- requests on the client socket ---------------------------------------------------------------
 
 
+class RequestHead(msgspec.Struct, frozen=True, array_like=True):
+    """What every request begins with; a reader of this alone skips what follows."""
+
+    tag: str
+    call: Call
+
+
 class SentShare(msgspec.Struct, frozen=True, array_like=True):
     """What a send has to send: KV of tokens ``[start_tokens, end_tokens)``, all of it or a share.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
+from mypy_extensions import mypyc_attr
 
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Tokens
 from kvd.wire import admin, client, peer
 from kvd.wire.attach import AttachReply, AttachRequest
-from kvd.wire.bounds import MAX_PEER_BYTES, Call
+from kvd.wire.bounds import MAX_PEER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,22 +55,16 @@ _LENGTHS = {
 """Bytes of the length of a text or of bytes, and bytes between it and those."""
 
 
-class _Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """The head of a request; what follows is skipped."""
-
-    tag: str
-    call: Call
-
-
 SEVERAL_BYTES = 64 * 1024
 """Of replies that are sent as one message: copied once more for it, and read at once."""
 
 _ENCODE = msgspec.msgpack.Encoder().encode
 _SEVERAL_TAG = client.Several.__struct_config__.tag
 
-_ENVELOPES = msgspec.msgpack.Decoder(_Envelope)
+_HEADS = msgspec.msgpack.Decoder(client.RequestHead)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Codec(Generic[M]):
     """One message union. ``flaw`` finds what the types of its fields cannot say.
 
@@ -118,7 +113,7 @@ class Codec(Generic[M]):
         if len(frame) > self._max_bytes:
             return NO_CALL
         try:
-            return _ENVELOPES.decode(frame).call
+            return _HEADS.decode(frame).call
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return NO_CALL
 

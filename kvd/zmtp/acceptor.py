@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING, Any, Final
 
+from mypy_extensions import mypyc_attr
+
 if TYPE_CHECKING:
     import asyncio
     import socket
@@ -20,6 +22,7 @@ def _no_relief() -> None:
     """Nothing can be done about it but to wait."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Acceptor:
     """Accepts until ``close``. Takes the socket over, bound and listening."""
 

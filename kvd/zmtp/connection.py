@@ -12,10 +12,12 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from mypy_extensions import mypyc_attr
+
 from kvd.types import Sent
 from kvd.zmtp.bounds import HANDSHAKE_BYTES, LONG_READ_BYTES, READ_BYTES, TURN_MESSAGES, TURN_S
 from kvd.zmtp.events import ENDED, HUNG_UP, ConnectionClosed, ConnectionFault, HandshakeDone
-from kvd.zmtp.protocol import ProtocolState
+from kvd.zmtp.protocol import TRAFFIC, ProtocolState
 
 if TYPE_CHECKING:
     import asyncio
@@ -27,12 +29,17 @@ if TYPE_CHECKING:
     from kvd.zmtp.protocol import Protocol as Machine
     from kvd.zmtp.turns import FairTurns, WriteBatch
 
+_TAKEN: Final = Sent.TAKEN
+_FULL: Final = Sent.FULL
+_GONE: Final = Sent.GONE
+
 _PIECES: Final = 512
 """Given to the kernel at once; it takes 1024."""
 _JOIN_BYTES: Final = 64 * 1024
 """Pieces up to so many bytes in all are copied into one, which is cheaper than naming each."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Owner:
     """Whose connection it is: a listener or a dialer. By default it lets in, and bears anything."""
 
@@ -61,6 +68,7 @@ class Owner:
         """It is over; told once."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ZmtpConnection:
     """One connection. What is sent on it goes to whoever proved ``name``, or to nobody."""
 
@@ -109,17 +117,19 @@ class ZmtpConnection:
 
     def send(self, frames: Sequence[bytes]) -> Sent:
         """Send one message of one frame or more; never blocks."""
-        if self.machine.state is not ProtocolState.TRAFFIC or self._lingering is not None:
-            return Sent.GONE
-        if self._is_full():
+        machine = self.machine
+        if machine.state is not TRAFFIC or self._lingering is not None:
+            return _GONE
+        # An empty line is never full, and mostly it is empty or has the answers of this turn.
+        if self._unsent and self._is_full():
             if not self._is_blocked:
                 self.flush()
             if self.is_over:
-                return Sent.GONE
+                return _GONE
             if self._is_full():
-                return Sent.FULL
-        self._put(self.machine.pack(frames))
-        return Sent.TAKEN
+                return _FULL
+        self._put(machine.pack(frames))
+        return _TAKEN
 
     @property
     def unsent_bytes(self) -> int:
@@ -183,6 +193,9 @@ class ZmtpConnection:
     def _took(self, size: int) -> None:
         unsent = self._unsent
         self._unsent_bytes -= size
+        if not self._unsent_bytes:
+            unsent.clear()
+            return
         while size:
             first = unsent[0]
             if len(first) > size:
@@ -223,7 +236,7 @@ class ZmtpConnection:
                 if time.monotonic() >= end_s:
                     break
         finally:
-            if machine.state is not ProtocolState.TRAFFIC:
+            if machine.state is not TRAFFIC:
                 self._say_own()
             if self.weight or machine.held:
                 self._weigh(is_fresh=is_fresh)
@@ -246,7 +259,7 @@ class ZmtpConnection:
         most = READ_BYTES
         if machine.lacks:
             most = min(machine.lacks, LONG_READ_BYTES)
-        elif machine.state is not ProtocolState.TRAFFIC:
+        elif machine.state is not TRAFFIC:
             most = HANDSHAKE_BYTES
         try:
             came = self._sock.recv(most)
@@ -306,7 +319,7 @@ class ZmtpConnection:
         """Hang up. What was sent has ``linger_s`` to go out and to be heard; repeatable."""
         if self.is_over or self._lingering is not None:
             return
-        if not linger_s or self.machine.state is not ProtocolState.TRAFFIC:
+        if not linger_s or self.machine.state is not TRAFFIC:
             self.end(ENDED)
             return
         self.machine.drop()

@@ -23,7 +23,8 @@ MAX_SHORT: Final = 255
 GREETING_BYTES: Final = 64
 VERSION_AT: Final = 10
 """In the greeting, behind the signature."""
-_MECHANISM: Final = slice(12, 32)
+_MECHANISM_AT: Final = 12
+_MECHANISM_END: Final = 32
 MAJOR: Final = 3
 _MINOR: Final = 1
 
@@ -45,7 +46,7 @@ def is_signature(start: bytes) -> bool:
 
 def mechanism_of(said: bytes) -> bytes:
     """Of a whole greeting."""
-    return said[_MECHANISM].rstrip(b"\0")
+    return said[_MECHANISM_AT:_MECHANISM_END].rstrip(b"\0")
 
 
 def header(size: int, flags: int) -> bytes:

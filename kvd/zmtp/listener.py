@@ -13,6 +13,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Final
 
+from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvd.zmtp.acceptor import Acceptor
@@ -21,7 +22,7 @@ from kvd.zmtp.connection import Owner, ZmtpConnection
 from kvd.zmtp.curve import CurveServer
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault
 from kvd.zmtp.mechanism import Null
-from kvd.zmtp.protocol import Protocol, ProtocolState
+from kvd.zmtp.protocol import TRAFFIC, Protocol
 from kvd.zmtp.turns import FairTurns
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ LAST_WORDS_S: Final = 0.5
 """What was answered may take so long to go out at the end."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ListenerOwner:
     """Who answers for a listener. By default everyone is let in, and nothing is said."""
 
@@ -80,6 +82,7 @@ class ListenerOwner:
         """A handshake failed."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Listener(Owner):
     """Serves until ``close``. Takes the socket over, bound and listening."""
 
@@ -185,7 +188,7 @@ class Listener(Owner):
         self._weight += connection.weight - before
         self._heaviest = max(self._heaviest, self._weight)
         machine = connection.machine
-        if machine.state is ProtocolState.TRAFFIC:
+        if machine.state is TRAFFIC:
             if is_fresh or not machine.held:
                 self._unfinished.pop(connection, None)
             if machine.held and connection not in self._unfinished:

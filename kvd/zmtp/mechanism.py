@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Final, Protocol
 
+from mypy_extensions import mypyc_attr
+
 from kvd.zmtp import frames
 from kvd.zmtp.bounds import PART_BYTES
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault, HandshakeDone
@@ -77,6 +79,7 @@ def malformed(what: str) -> ConnectionClosed:
     return ConnectionClosed(ConnectionFault.MALFORMED, f"it sent {what}")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Null:
     """A ROUTER waits to hear who comes before it says READY; a DEALER says it at once."""
 
@@ -108,8 +111,9 @@ class Null:
 
     def wrap(self, out: list[bytes], payload: bytes, flags: int) -> None:
         """As ``Mechanism``; a large frame is not copied."""
-        head = frames.header(len(payload), flags)
-        if len(payload) < PART_BYTES:
+        size = len(payload)
+        head = frames.header(size, flags)
+        if size < PART_BYTES:
             out.append(head + payload)
         else:
             out += (head, payload)

@@ -18,6 +18,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Final
 
+from mypy_extensions import mypyc_attr
+
 from kvd.zmtp import frames
 from kvd.zmtp.bounds import COMMAND_BYTES, HANDSHAKE_BYTES, MAX_FRAMES, PIECE_BYTES
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault, Frames, HandshakeDone
@@ -50,6 +52,11 @@ class ProtocolState(enum.Enum):
     OVER = "over"
 
 
+TRAFFIC: Final = ProtocolState.TRAFFIC
+"""By a name of its own: it is asked several times of each message, and an enum is slow to ask."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Protocol:
     """One side. ``receive`` bytes, then ask for ``next_event`` until there is none."""
 
@@ -111,10 +118,12 @@ class Protocol:
         A message without a frame is a command that is dealt with: see what is ``to_send``.
         """
         event: Event | None
-        if self.state is ProtocolState.TRAFFIC:
+        if self.state is TRAFFIC:
             event = None if self.lacks else self._next_message()
         else:
             event = self._next_step()
+        if type(event) is list:
+            return event
         if event is None:
             self._keep_rest()
         elif type(event) is ConnectionClosed:
@@ -123,15 +132,16 @@ class Protocol:
 
     def accept(self) -> None:
         """Let in whoever is ready."""
-        self.state = ProtocolState.TRAFFIC
+        self.state = TRAFFIC
         self._out.append(self._mechanism.accept())
 
     def pack(self, message: Sequence[bytes]) -> list[bytes]:
         """The bytes of a message, in one piece or few. In TRAFFIC only."""
         out: list[bytes] = []
-        wrap, last = self._mechanism.wrap, len(message) - 1
-        for place, frame in enumerate(message):
-            wrap(out, frame, MORE if place < last else 0)
+        mechanism, more = self._mechanism, len(message)
+        for frame in message:
+            more -= 1
+            mechanism.wrap(out, frame, MORE if more else 0)
         return out
 
     def to_send(self) -> list[bytes]:
@@ -247,12 +257,12 @@ class Protocol:
             whole, self._body, self._body_bytes = b"".join(self._body), [], 0
             return whole
         buffer, at = self._buffer, self._at
-        came = len(buffer) - at
-        flags = buffer[at] if came else 0
+        came = len(buffer)
+        flags = buffer[at] if at < came else 0
         body = at + (LONG_HEADER if flags & LONG else SHORT_HEADER)
-        if at + came < body:
+        if came < body:
             return None
-        size = int.from_bytes(buffer[at + 1 : body], "big")
+        size = int.from_bytes(buffer[at + 1 : body], "big") if flags & LONG else buffer[at + 1]
         if (
             flags > (LONG | MORE)
             or self._bytes + size > self._max_wire
@@ -263,13 +273,13 @@ class Protocol:
                 return flaw
         end = body + size
         self._flags = flags
-        if len(buffer) < end:
+        if came < end:
             if size >= PIECE_BYTES:
                 self._buffer, self._at = b"", 0
                 self.lacks = size
                 self._continue(bytes(memoryview(buffer)[body:]))
             return None
-        if end == len(buffer):
+        if end == came:
             self._buffer, self._at = b"", 0
         else:
             self._at = end

@@ -17,6 +17,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from mypy_extensions import mypyc_attr
+
 from kvd.zmtp.bounds import TURN_MESSAGES
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ _UNCOUNTED: Final = 8
 """Served before a round is timed: noticing that it is over costs a callback."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class FairTurns:
     """One line, and ``turn_s`` for it in each round of the loop."""
 
@@ -59,7 +62,10 @@ class FairTurns:
     def wait(self, one: ZmtpConnection) -> None:
         """Put it in line; it reads nothing until it is its turn."""
         self._line.append(one)
-        if self._pump is None:
+        self._serve_later()
+
+    def _serve_later(self) -> None:
+        if self._line and self._pump is None:
             self._pump = self._loop.call_soon(self._serve)
 
     def _serve(self) -> None:
@@ -73,14 +79,14 @@ class FairTurns:
                 if time.monotonic() >= end_s:
                     break
         finally:
-            if line and self._pump is None:
-                self._pump = self._loop.call_soon(self._serve)
+            self._serve_later()
 
 
 def keep_memory() -> None:
     """Leave it to the allocator what is given back."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class WriteBatch:
     """One for each loop."""
 

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.observe.exposition import CONTENT_TYPE, Build, Exposition
-from kvd.observe.metrics import FAST_S, MAX_PARTS, MAX_SERIES, Counter, Histogram, Metrics
+from kvd.observe.metrics import (
+    FAST_S,
+    MAX_PARTS,
+    MAX_SERIES,
+    Counter,
+    Histogram,
+    Histograms,
+    Metrics,
+)
 from kvd.wire import events
 from kvd.wire.snapshot import (
     AuditState,
@@ -351,6 +359,14 @@ def test_page_is_stable_and_also_tells_of_the_process() -> None:
     assert text.count("# TYPE kvd_handoffs_total counter") == 1
     assert exposition.render().decode().count("# TYPE") == text.count("# TYPE")
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
+
+
+def test_whatever_is_counted_is_on_the_page() -> None:
+    metrics = Metrics("main")
+    counted = [getattr(metrics, name) for name in dir(metrics)]
+    counted = [one.name for one in counted if isinstance(one, Counter | Histograms)]
+    assert sorted(counted) == sorted(one.name for one in metrics.families())
+    assert len(counted) > 10
 
 
 def test_labels_stay_few_whatever_comes_in() -> None:
