@@ -67,8 +67,9 @@ class Taped:
 
     def feed(self, happened: inputs.Input) -> None:
         if self.node.steps % 20 == 0:
-            assert self.writer.write(record_of_mark(mark_of(self.node), happened.at_s).laid_out())
-        assert self.writer.write(record_of(happened).laid_out())
+            assert self.writer.write(record_of_mark(mark_of(self.node), happened.at_s).headed())
+        record = record_of(happened)
+        assert self.writer.write(record.headed(), record.tokens)
         self.events += self.node.step(happened).events
 
     def follow(self, now_s: float = 0.0) -> None:
