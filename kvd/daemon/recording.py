@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Final
 
 from kvd import __version__
@@ -111,6 +110,7 @@ class FlightRecorder:
                 kvd=__version__,
                 keep_s=60 * self._section.minutes,
                 directory=str(self._directory),
+                at_s=node.out.at_s,
             )
         )
         # After the copy is made and in the same turn: no input lies between it and the first that
@@ -264,7 +264,7 @@ class RecorderChild:
             # What is blocked here is blocked there from its first moment: it ignores them later.
             signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kvd.recorder", *map(str, descriptors)],
+                orders.command(descriptors),
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

@@ -1,9 +1,6 @@
 """What is recorded: every input of the node, and now and then a mark of the state it led to.
 
-A record is a header of 16 bytes and its data, padded so that the next header is aligned too::
-
-    u32 length of the message, top 2 bits: its kind | u32 length of the tokens | f64 at_s
-    message | tokens, as they came | padding
+By its kind, a record's message is::
 
     INPUT         an input, msgpack
     MARK          a mark, msgpack
@@ -18,24 +15,26 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kvd.core.inputs import FromClient, FromPeer, Input
 from kvd.errors import Refusal
+from kvd.recorder.record_layout import (
+    ALIGNMENT,
+    CLIENT_FRAME,
+    HEADER,
+    KIND_AT,
+    MARK,
+    PEER_FRAME,
+    InputRecord,
+)
 from kvd.types import Tokens
 from kvd.wire.codec import CLIENT_REQUESTS, PEER_MESSAGES
 
 if TYPE_CHECKING:
     from kvd.core.node import NodeState
-
-HEADER: Final = struct.Struct("<IId")
-ALIGNMENT: Final = 16
-INPUT, MARK, CLIENT_FRAME, PEER_FRAME = range(4)
-KIND_AT: Final = 30
-"""The bits of the kind begin here."""
-LENGTH: Final = (1 << KIND_AT) - 1
 
 _TOP_BYTES: Final = 1024
 """Of each free stack in a mark: the pages that were given and taken last."""
@@ -55,32 +54,8 @@ class StateMark(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes
 
 
-class InputRecord(NamedTuple):
-    """One record as bytes: its message, and the tokens that came with it."""
-
-    at_s: float
-    message: bytes
-    tokens: bytes = b""
-    kind: int = INPUT
-
-    @property
-    def is_mark(self) -> bool:
-        """Whether it is a mark, and no input."""
-        return self.kind == MARK
-
-    def headed(self) -> bytes:
-        """Its header and its message, as they lie in the ring before its tokens."""
-        n_message = len(self.message) | self.kind << KIND_AT
-        return HEADER.pack(n_message, len(self.tokens), self.at_s) + self.message
-
-
 _INPUT: msgspec.msgpack.Decoder[Input] = msgspec.msgpack.Decoder(Input)
 _MARK = msgspec.msgpack.Decoder(StateMark)
-
-
-def padded(n_bytes: int) -> int:
-    """The length of a record with ``n_bytes`` of data, header and padding included."""
-    return HEADER.size + (n_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 _CLIENT: Final = struct.Struct("<IIdQ")

@@ -19,7 +19,7 @@ import mmap
 import os
 from typing import TYPE_CHECKING, Final
 
-from kvd.recorder.input_records import (
+from kvd.recorder.record_layout import (
     ALIGNMENT,
     HEADER,
     KIND_AT,
@@ -51,9 +51,10 @@ def create(size: int) -> int:
 
 
 class RecordRing:
-    """One side's view of a ring."""
+    """One side's view of a ring; its ``descriptor`` stays whoever's made it."""
 
     def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, 0)
         self.size = len(self._memory) - FIRST
         if self.size < ALIGNMENT or self.size % ALIGNMENT:

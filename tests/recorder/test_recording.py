@@ -10,7 +10,8 @@ import pytest
 from kvd.core import inputs
 from kvd.core.replay.freeze import freeze
 from kvd.recorder import recording, replay
-from kvd.recorder.input_records import ALIGNMENT, record_of
+from kvd.recorder.input_records import record_of
+from kvd.recorder.record_layout import ALIGNMENT
 from tests.core.test_freeze import a_node
 
 TICKS = [record_of(inputs.Tick(float(number))) for number in range(5, 15)]

@@ -9,11 +9,6 @@ from kvd.core import inputs
 from kvd.core.layout.spec import budgets
 from kvd.recorder import ring
 from kvd.recorder.input_records import (
-    CLIENT_FRAME,
-    INPUT,
-    MARK,
-    PEER_FRAME,
-    InputRecord,
     StateMark,
     Unknown,
     headed_message,
@@ -24,6 +19,7 @@ from kvd.recorder.input_records import (
     record_of,
     record_of_mark,
 )
+from kvd.recorder.record_layout import CLIENT_FRAME, INPUT, MARK, PEER_FRAME, InputRecord
 from kvd.recorder.recording import records_in
 from kvd.recorder.ring import RecordRing
 from kvd.types import Tokens
