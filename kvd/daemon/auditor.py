@@ -45,6 +45,10 @@ LEAST_EARNED = 0.25
 AT_REST_S = 0.5
 """From one sweep to the next while no event happens; a step that breaks something has some."""
 
+LONGEST_REST_S = 4.0
+"""The pause doubles up to this while sweeps find nothing: only what no step does, as a flipped bit,
+can have broken something by then, and is found later by so much."""
+
 LEARN = 0.25
 """Weight of the last turn in what a unit is taken to cost."""
 
@@ -74,6 +78,7 @@ class Auditor:
         """Of the last turn, not yet reported."""
         self._swept_seq = -1
         """The last event when the last sweep began."""
+        self._rest_s = AT_REST_S
         self._rests_until_s = float("-inf")
 
     @property
@@ -106,8 +111,12 @@ class Auditor:
 
     def _look(self, audit: StandingAudit, now_s: float, begun_s: float) -> None:
         if not audit.is_sweeping:
-            self._swept_seq = self._reactor.node.out.seq
-            self._rests_until_s = now_s + AT_REST_S
+            seq = self._reactor.node.out.seq
+            is_still = seq == self._swept_seq and not audit.findings.broken
+            self._rest_s = min(2 * self._rest_s, LONGEST_REST_S) if is_still else AT_REST_S
+            self._swept_seq = seq
+            # On the beat that asks the transfer process: two beats cost twice as much as one.
+            self._rests_until_s = now_s // AT_REST_S * AT_REST_S + self._rest_s
         work = max(LEAST_WORK, int(self._credit_s / self._unit_s))
         spent_s, self._spent_s = self._spent_s, 0.0
         self._reactor.feed(AuditTurn(now_s, work, spent_s))

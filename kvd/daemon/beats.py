@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TICK_S: Final = 0.05
 """Resolution of deadlines and repetitions."""
 
-REST_S: Final = 0.25
+REST_S: Final = 0.5
 """From beat to beat at most."""
 
 

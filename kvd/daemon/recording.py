@@ -1,9 +1,9 @@
 """The daemon's side of the flight recorder: it notes every input, and keeps the recorder process.
 
-Inputs are kept before they are stepped, in the frames that they came in, and written to the ring
-with every tick, after ``STRETCH`` of them and with every long prompt; so a daemon that is killed
-loses the last of them, as long as a tick. Following, stepping and saving is the recorder
-process's. Whatever becomes of that process, the daemon goes on:
+Inputs are written to the ring before they are stepped, in the frames that they came in, so a
+daemon that is killed loses none of them. Each at once, not many together: what was just received is
+in the processor's cache, and its memory is free for the next as soon as it was stepped. Following,
+stepping and saving is the recorder process's. Whatever becomes of that process, the daemon goes on:
 it says that the recording has ended, and begins anew with a fresh copy of the node as soon as that
 is small enough to be made between two ticks.
 
@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Final
 
 from kvd import __version__
@@ -27,9 +26,9 @@ from kvd.core.recorded import RECORDING
 from kvd.core.replay.freeze import TooManyObjects, Unfreezable, freeze
 from kvd.recorder import orders, ring
 from kvd.recorder.input_records import (
-    client_head,
+    headed_message,
+    headed_request,
     mark_of,
-    peer_head,
     record_of,
     record_of_mark,
 )
@@ -42,20 +41,12 @@ if TYPE_CHECKING:
 
     from kvd.config.schema import RecorderSection
     from kvd.daemon.reactor import Reactor
+    from kvd.recorder.ring import RecordRing
 
     OnSaved = Callable[[orders.SavedFile | orders.NotSaved], None]
 
 MARK_EVERY_S: Final = 1.0
 """A mark costs 20 us; a replay that strays is found within as much."""
-
-STRETCH: Final = 256
-"""Inputs that are written at once, at least with every tick: a killed daemon loses no more."""
-
-PIECES: Final = 4
-"""Of an input at most."""
-
-LONG_BYTES: Final = 8 * 1024
-"""Tokens from this size on are written at once: now they are still in the processor's cache."""
 
 BASE_OBJECTS: Final = 2000
 """The largest node that is copied to begin with: some 20 ms, in which the loop stands still."""
@@ -94,8 +85,6 @@ class FlightRecorder:
         self._began_s = self._mark_s = self._bug_s = float("-inf")
         self._tickets = itertools.count(1)
         self._waiting: dict[int, OnSaved] = {}
-        self._kept: list[bytes] = []
-        """Records in pieces that are not in the ring yet: never older than a tick."""
 
     def begin(self) -> None:
         """Record from now on, if it is enabled and the node can be copied."""
@@ -121,6 +110,7 @@ class FlightRecorder:
                 kvd=__version__,
                 keep_s=60 * self._section.minutes,
                 directory=str(self._directory),
+                at_s=node.out.at_s,
             )
         )
         # After the copy is made and in the same turn: no input lies between it and the first that
@@ -132,9 +122,7 @@ class FlightRecorder:
         """End the recorder process; it saves what it has unless the end is a clean one."""
         if self._again is not None:
             self._again.cancel()
-        # First: what is written last is all that there is.
         self._reactor.record_no_more()
-        self._write()
         child, self._child = self._child, None
         if child is None:
             return
@@ -155,13 +143,7 @@ class FlightRecorder:
         if self._child is None:
             on_saved(orders.NotSaved(ticket, f"nothing is recorded: {self._why}"))
             return
-        # Before it is written: where the recorder has fallen behind, everybody who waits is told
-        # there.
         self._waiting[ticket] = on_saved
-        # What was kept until now belongs to it.
-        self._write()
-        if self._child is None:
-            return  # it fell behind, and whoever waits was told
         self._child.tell(
             orders.Save(
                 ticket=ticket, kind=kind, why=why, upto=self._child.ring.end, state_hash=state_hash
@@ -204,54 +186,41 @@ class FlightRecorder:
     # ---- taping ------------------------------------------------------------------------------
 
     def _keep(self, happened: Input, frame: bytes) -> None:
-        """Keep one input, before it is stepped, as it came: in ``frame``, if it came in one."""
-        kept = self._kept
-        if type(happened) is FromClient and frame:
-            head, padding = client_head(happened, frame)
-            kept += (head, frame)
-            tokens = happened.tokens
-            if len(tokens) >= LONG_BYTES:
-                self._write(tokens, padding)
-                return
-            kept += (tokens, padding)
-        elif type(happened) is FromPeer and frame:
-            head, padding = peer_head(happened, frame)
-            kept += (head, frame, padding)
-        else:
-            self._keep_other(happened)
-        if type(happened) is Tick or len(kept) >= PIECES * STRETCH or len(frame) >= LONG_BYTES:
-            self._write()
-
-    def _keep_other(self, happened: Input) -> None:
-        """An input that came in no frame; before a tick now and then a mark of the node."""
-        if type(happened) is Tick and happened.at_s >= self._mark_s:
-            self._mark_s = happened.at_s + MARK_EVERY_S
-            mark = record_of_mark(mark_of(self._reactor.node), happened.at_s)
-            self._kept.append(mark.laid_out())
-        try:
-            self._kept.append(record_of(happened).laid_out())
-        except (TypeError, ValueError, OverflowError) as error:
-            self._end(f"an input cannot be recorded: {error}")
-
-    def _write(self, *rest: bytes) -> None:
-        """Write what was kept to the ring, and the long end of it: many at a time cost less."""
-        # Off first: writing may end the recording, and then nothing is kept any more.
-        kept, self._kept = self._kept, []
+        """Write one input, before it is stepped, as it came: in ``frame``, if it came in one."""
         child = self._child
-        if child is None or not kept:
+        if child is None:
             return
-        if not child.ring.write(b"".join(kept), *rest):
+        if type(happened) is FromClient and frame:
+            is_kept = child.ring.write(headed_request(happened, frame), happened.tokens)
+        elif type(happened) is FromPeer and frame:
+            is_kept = child.ring.write(headed_message(happened, frame))
+        else:
+            is_kept = self._keep_other(child.ring, happened)
+        if not is_kept:
             self._end(
                 f"the recorder process fell behind: {child.ring.size >> 20} MiB of inputs wait for "
                 "it; give it processor time, or raise recorder.max_bytes"
             )
+
+    def _keep_other(self, ring: RecordRing, happened: Input) -> bool:
+        """An input that came in no frame; before a tick now and then a mark of the node."""
+        try:
+            record = record_of(happened)
+        except (TypeError, ValueError, OverflowError) as error:
+            self._end(f"an input cannot be recorded: {error}")
+            return True
+        if type(happened) is Tick and happened.at_s >= self._mark_s:
+            self._mark_s = happened.at_s + MARK_EVERY_S
+            mark = record_of_mark(mark_of(self._reactor.node), happened.at_s)
+            if not ring.write(mark.headed()):
+                return False
+        return ring.write(record.headed(), record.tokens)
 
     def _end(self, why: str) -> None:
         """The recording is over; try again after a pause."""
         # Before it is told: what is fed from here on belongs to no recording.
         self._reactor.record_no_more()
         self._why = why
-        self._kept = []
         child, self._child = self._child, None
         if child is not None:
             child.kill()
@@ -295,7 +264,7 @@ class RecorderChild:
             # What is blocked here is blocked there from its first moment: it ignores them later.
             signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kvd.recorder", *map(str, descriptors)],
+                orders.command(descriptors),
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

@@ -159,7 +159,8 @@ class TransferSupervisor:
         now_s = self._reactor.clock()
         if self._transport is None or self._restarting is not None or now_s < self.due_s:
             return
-        self.due_s = now_s + PROBE_EVERY_S
+        # By the clock, not from now on: whatever else is due as often falls on the same beat.
+        self.due_s = (now_s // PROBE_EVERY_S + 1) * PROBE_EVERY_S
         # Counted in beats of ours: a host that slept has lost none.
         if self._answered < self._asked:
             self._unanswered_beats += 1

@@ -83,7 +83,9 @@ def row_checks(pages: Words, rows: Words, names: Words, factors: Words) -> Words
     """
     # Folded first: by an odd factor alone, a change in the upper half of a word never reaches the
     # lower half of the total.
-    total: Words = (rows ^ (rows >> _HALF)) @ factors
+    folded = rows >> _HALF
+    folded ^= rows
+    total: Words = folded @ factors
     total += names
     total += pages * _PAGE_FACTOR
     out: Words = mixed_all(total)

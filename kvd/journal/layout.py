@@ -100,7 +100,8 @@ class Journal:
 
     Attributes:
         words: one for each page; ``words_view`` is the same, quicker for one page.
-        rows8, rows4: what is noted of each page, in words of 8 and of 4 bytes; ``rows`` row by row.
+        rows8, rows4: what is noted of each page, in words of 8 and of 4 bytes; ``rows`` row by row,
+            ``stamps`` and ``sums`` their columns.
         leases, engines, spaces: slots.
         head: of the counters.
     """
@@ -116,6 +117,7 @@ class Journal:
         flat: Words = np.frombuffer(whole, np.uint64, n_words, sizes.rows_at)
         self.rows8: Words = flat.reshape(sizes.pages, sizes.row_words)
         self.rows4: NDArray[np.uint32] = self.rows8.view(np.uint32)
+        self.stamps, self.sums = self.rows8[:, STAMP_8], self.rows8[:, SUM_8]
         self.rows: NDArray[np.void] = flat.view(f"V{sizes.row_words * WORD_BYTES}")
         self.words_view = self._view(sizes.words_at, sizes.pages)
         self.row_view = self._view(sizes.rows_at, n_words)
@@ -141,7 +143,7 @@ class Journal:
             rows: Words = self.rows8.take(some, 0)
             spaces = rows.view(np.uint32)[:, SPACE]
             digest = digests.take(spaces, mode="clip")
-            found = row_checks(some.astype(np.uint64), rows, digest, self._factors)
+            found = row_checks(some.view(np.uint64), rows, digest, self._factors)
             if not digest.all():
                 found[digest == 0] = 0
             out[start : start + some.size] = found

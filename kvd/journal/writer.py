@@ -31,8 +31,6 @@ from kvd.journal.layout import (
     ROW_HEAD,
     SERIAL_8,
     SPACE,
-    STAMP_8,
-    SUM_8,
     ids_of,
     page_bytes_of,
 )
@@ -52,7 +50,8 @@ FEW: Final = 4
 SERIAL_BITS: Final = 40
 """Of the count within a generation; the generation is above it."""
 
-_BLOCK_ROWS: Final = 256
+_BLOCK_ROWS: Final = 1024
+"""Serials are laid out for so many rows at a time."""
 _ROW: Final = struct.Struct("<IIIIQQQQ")
 
 
@@ -65,21 +64,34 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class _Block:
-    """Rows that are being made, and their columns; what no column covers stays 0."""
+    """Rows that are being made, and their columns; what no column covers stays 0.
 
-    def __init__(self, n_rows: int, page_size: int, row_words: int) -> None:
+    Row k has serial ``first + k`` from the beginning, and the one before it for its predecessor: a
+    caching counts on, so only its first row is another's successor.
+    """
+
+    def __init__(self, first: int, n_rows: int, page_size: int, row_words: int) -> None:
         self.n_rows = n_rows
         rows8: Words = np.zeros((n_rows, row_words), np.uint64)
         rows4 = rows8.view(np.uint32)
         row_bytes = row_words * WORD_BYTES
         self.rows: NDArray[np.void] = rows8.view(f"V{row_bytes}")[:, 0]
         self.before, self.index, self.space = rows4[:, BEFORE], rows4[:, INDEX], rows4[:, SPACE]
-        self.serial, self.before_serial = rows8[:, SERIAL_8], rows8[:, BEFORE_SERIAL_8]
-        self.counting: Words = np.arange(n_rows, dtype=np.uint64)
-        self.counting4 = self.counting.astype(np.uint32)
+        self.before_serial = rows8[:, BEFORE_SERIAL_8]
+        self.counting = np.arange(n_rows, dtype=np.uint32)
         self.tokens: NDArray[np.void] = np.ndarray(
             (n_rows,), f"V{page_size * ID_BYTES}", rows8, ROW_HEAD * 4, (row_bytes,)
         )
+        self._serial = rows8[:, SERIAL_8]
+        self.begin(first)
+
+    def begin(self, first: int) -> None:
+        """Row 0 has this serial from now on."""
+        self.first = first
+        serials: Words = np.arange(first, first + self.n_rows, dtype=np.uint64)
+        self._serial[:] = serials
+        self.before_serial[:] = serials - np.uint64(1)
+        self.words = serials | np.uint64(PENDING)
 
 
 class JournalWriter:
@@ -112,7 +124,7 @@ class JournalWriter:
         self._serial = self.generation << SERIAL_BITS
         self.n_unkept_pages = 0
         """Cached pages of namespaces for which no slot was left."""
-        self._block = _Block(_BLOCK_ROWS, journal.sizes.page_size, self._row_words)
+        self._block = self._new_block(_BLOCK_ROWS)
         self._padding = bytes(
             self._row_words * WORD_BYTES - ROW_HEAD * 4 - journal.sizes.page_size * ID_BYTES
         )
@@ -196,7 +208,7 @@ class JournalWriter:
         store, journal = self._store, self.journal
         # The sum before the word that proves the row with it: torn between the two the page is
         # pending still, and only lost.
-        store(journal.rows8, (ids, SUM_8), found)
+        store(journal.sums, ids, found)
         store(self._words, ids, journal.checks(ids, self._spaces.digests))
         return int(ids.size)
 
@@ -206,7 +218,7 @@ class JournalWriter:
         first, self._serial = self._serial + 1, self._serial + ids.size
         stamps = np.arange(first, first + ids.size, dtype=np.uint64)
         # No check covers it, so pages stay proven whatever order they are used in.
-        self._store(self.journal.rows8, (ids, STAMP_8), stamps)
+        self._store(self.journal.stamps, ids, stamps)
 
     # ---- engines -----------------------------------------------------------------------------
 
@@ -241,24 +253,41 @@ class JournalWriter:
     def _cache_many(self, space: int, note: NoteCached) -> None:
         ids = ids_of(note.pages)
         n = ids.size
-        block = self._block
-        if n > block.n_rows:
-            block = self._block = _Block(n, self.journal.sizes.page_size, self._row_words)
-        serial, self._serial = self._serial + 1, self._serial + n
-        counting, before, before_serial = block.counting[:n], block.before, block.before_serial
-        before[1:n] = ids[:-1]
-        before[0] = note.before
-        np.add(block.counting4[:n], note.first, out=block.index[:n])
-        block.space[:n] = space
-        np.add(counting, serial, out=block.serial[:n])
-        np.add(counting, serial - 1, out=before_serial[:n])
+        block = self._block_for(n)
+        # What was cached in other ways has taken serials, and their rows here stay unused.
+        start = self._serial + 1 - block.first
+        stop = start + n
+        self._serial += n
+        block.before[start + 1 : stop] = ids[:-1]
+        block.before[start] = note.before
+        behind = note.first + n
+        if behind <= block.n_rows:
+            block.index[start:stop] = block.counting[note.first : behind]
+        else:
+            np.add(block.counting[:n], note.first, out=block.index[start:stop])
+        block.space[start:stop] = space
         # With the serial of the page before, not its number alone: that page may be cached anew
         # with other tokens, and what hangs behind it must not be taken to follow those.
-        before_serial[0] = self._serial_of(note.before)
-        block.tokens[:n] = np.frombuffer(note.tokens, block.tokens.dtype)
+        block.before_serial[start] = self._serial_of(note.before)
+        block.tokens[start:stop] = np.frombuffer(note.tokens, block.tokens.dtype)
         # As in ``_cache_few``: rows first, all of them.
-        self._store(self._rows, ids, block.rows[:n])
-        self._store(self._words, ids, counting + (PENDING | serial))
+        self._store(self._rows, ids, block.rows[start:stop])
+        self._store(self._words, ids, block.words[start:stop])
+
+    def _block_for(self, n_rows: int) -> _Block:
+        """A block with rows for the next ``n_rows`` serials."""
+        block = self._block
+        first = self._serial + 1
+        if first + n_rows > block.first + block.n_rows:
+            if n_rows > block.n_rows:
+                block = self._block = self._new_block(n_rows)
+            else:
+                block.begin(first)
+        return block
+
+    def _new_block(self, n_rows: int) -> _Block:
+        page_size = self.journal.sizes.page_size
+        return _Block(self._serial + 1, n_rows, page_size, self._row_words)
 
     def _serial_of(self, page: int) -> int:
         if not page:

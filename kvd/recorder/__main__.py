@@ -1,4 +1,4 @@
-"""``python -m kvd.recorder CONNECTION RING BASE``: descriptors that the daemon passed on."""
+"""``python -m kvd.recorder CONNECTION RING BASE [BEGIN]``: descriptors that were passed on."""
 
 from __future__ import annotations
 
@@ -10,4 +10,5 @@ if __name__ == "__main__":
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     from kvd.recorder.process import main
 
-    main(*map(int, sys.argv[1:4]))
+    connection, ring, base = map(int, sys.argv[1:4])
+    main(connection, ring, base, *sys.argv[4:])

@@ -7,6 +7,7 @@ The inputs themselves never travel here: they lie in the ring. A socket that end
 from __future__ import annotations
 
 import signal
+import sys
 from typing import Final
 
 import msgspec
@@ -20,13 +21,17 @@ DEAF_TO: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 class BeginRecording(msgspec.Struct, frozen=True, tag="begin"):
-    """The first order: who is recorded, how far back, and where recordings are saved."""
+    """The first order: who is recorded, how far back, and where recordings are saved.
+
+    ``at_s``: the time of the node that comes with it, before its first recorded input.
+    """
 
     node: str
     incarnation: str
     kvd: str
     keep_s: float
     directory: str
+    at_s: float
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
@@ -87,3 +92,12 @@ Report = Covered | SavedFile | NotSaved | ShadowStrayed
 encode = msgspec.msgpack.Encoder().encode
 ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def command(descriptors: tuple[int, int, int], begin: BeginRecording | None = None) -> list[str]:
+    """How a recorder process is executed: with its socket, its ring, and the node as bytes.
+
+    ``begin`` is left out where the daemon says it, as its first order.
+    """
+    said = [] if begin is None else [encode(begin).hex()]
+    return [sys.executable, "-P", "-m", "kvd.recorder", *map(str, descriptors), *said]

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.recorder.input_records import InputRecord, input_of, mark_in, mark_of
+from kvd.recorder.input_records import input_of, mark_in, mark_of
 
 if TYPE_CHECKING:
     from kvd.core.effects import Step
     from kvd.core.node import NodeState
+    from kvd.recorder.record_layout import InputRecord
 
 
 MAX_BUGS = 1000

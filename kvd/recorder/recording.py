@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvd.recorder.input_records import HEADER, KIND_AT, LENGTH, InputRecord, padded
+from kvd.recorder.record_layout import HEADER, KIND_AT, LENGTH, InputRecord, padded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 from typing import TYPE_CHECKING, Final
 
-from kvd.recorder.input_records import (
+from kvd.recorder.record_layout import (
     ALIGNMENT,
     HEADER,
     KIND_AT,
@@ -36,10 +35,9 @@ if TYPE_CHECKING:
 FIRST: Final = mmap.PAGESIZE
 """Where the records begin, after the page of the positions."""
 
-_POSITION: Final = struct.Struct("<Q")
 _END_AT: Final = 0
-_BEGIN_AT: Final = 64
-"""On another cache line: each is written by one side only."""
+_BEGIN_AT: Final = 8
+"""In words of 8 bytes; on another cache line, for each is written by one side only."""
 
 
 def create(size: int) -> int:
@@ -53,56 +51,79 @@ def create(size: int) -> int:
 
 
 class RecordRing:
-    """One side's view of a ring."""
+    """One side's view of a ring; its ``descriptor`` stays whoever's made it."""
 
     def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, 0)
         self.size = len(self._memory) - FIRST
         if self.size < ALIGNMENT or self.size % ALIGNMENT:
             raise ValueError(f"a ring of {self.size} bytes: it must be a multiple of {ALIGNMENT}")
+        self._positions = memoryview(self._memory)[:FIRST].cast("Q")
         self._end = self.end
-        self._begin = self.begin
+        self._at = self._stop = FIRST
+        """Where the next record goes, and how far it may reach in one piece."""
+        self._find_room()
 
     @property
     def end(self) -> int:
         """Where the newest record ends."""
-        return int(_POSITION.unpack_from(self._memory, _END_AT)[0])
+        return self._positions[_END_AT]
 
     @property
     def begin(self) -> int:
         """Where the oldest record begins."""
-        return int(_POSITION.unpack_from(self._memory, _BEGIN_AT)[0])
+        return self._positions[_BEGIN_AT]
 
     def close(self) -> None:
         """Unmap it."""
+        self._positions.release()
         self._memory.close()
 
     # ---- writing -----------------------------------------------------------------------------
 
-    def write(self, *pieces: bytes) -> bool:
-        """Append whole records; False if there is no room for them, and nothing was written."""
-        start = self._end
-        end = start + sum(map(len, pieces))
-        if end - self._begin > self.size:
-            self._begin = self.begin
-            if end - self._begin > self.size:
-                return False
-        for piece in pieces:
-            self._put(start, piece)
-            start += len(piece)
+    def write(self, message: bytes, tokens: bytes = b"") -> bool:
+        """Append one record: its header with its message behind, and its tokens.
+
+        False if there is no room for it; then nothing was written.
+        """
+        n_bytes = len(message) + len(tokens)
+        # What lies in the padding may be left of another record: nobody reads it.
+        room = n_bytes + (-n_bytes % ALIGNMENT)
+        if self._at + room > self._stop and not self._find_room(room):
+            return self._write_around(message + tokens)
+        memory, at = self._memory, self._at
+        middle = at + len(message)
+        memory[at:middle] = message
+        if tokens:
+            memory[middle : at + n_bytes] = tokens
+        self._at = at + room
         # Behind what it passes: the reader may look at any time.
-        self._end = end
-        _POSITION.pack_into(self._memory, _END_AT, end)
+        self._end = self._positions[_END_AT] = self._end + room
         return True
 
-    def _put(self, position: int, data: bytes) -> None:
-        at = position % self.size
-        n_first = self.size - at
-        if len(data) <= n_first:
-            self._memory[FIRST + at : FIRST + at + len(data)] = data
-        else:
-            self._memory[FIRST + at :] = data[:n_first]
-            self._memory[FIRST : FIRST + len(data) - n_first] = data[n_first:]
+    def _find_room(self, n_bytes: int = 0) -> bool:
+        """Look how far the reader has come; whether so much can be written in one piece."""
+        at = self._at = FIRST + self._end % self.size
+        room = self.begin + self.size - self._end
+        self._stop = min(at + room, FIRST + self.size)
+        return at + n_bytes <= self._stop
+
+    def _write_around(self, record: bytes) -> bool:
+        """Append a record that closes the ring; False if there is no room for it."""
+        n_bytes = len(record) + (-len(record) % ALIGNMENT)
+        end = self._end + n_bytes
+        # It crosses the end of the memory, or what lies before the reader.
+        if end - self.begin > self.size:
+            return False
+        at = self._at
+        n_first = FIRST + self.size - at
+        self._memory[at : FIRST + self.size] = record[:n_first]
+        rest = record[n_first:]
+        self._memory[FIRST : FIRST + len(rest)] = rest
+        self._end = self._positions[_END_AT] = end
+        self._find_room()
+        return True
 
     # ---- reading -----------------------------------------------------------------------------
 
@@ -137,4 +158,4 @@ class RecordRing:
 
     def forget(self, upto: int) -> None:
         """Give the room before ``upto`` back to the writer."""
-        _POSITION.pack_into(self._memory, _BEGIN_AT, upto)
+        self._positions[_BEGIN_AT] = upto

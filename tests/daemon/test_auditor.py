@@ -7,9 +7,10 @@ import pytest
 from kvd.core import effects, inputs
 from kvd.core.audit.audit import EVERY_S
 from kvd.core.node import NodeState
-from kvd.daemon.auditor import AT_REST_S, MAX_SLICE_S, Auditor
+from kvd.daemon.auditor import AT_REST_S, LONGEST_REST_S, MAX_SLICE_S, Auditor
 from kvd.daemon.reactor import Reactor
 from kvd.observe.bus import Bus
+from kvd.types import ID_BYTES
 from kvd.wire import client
 from tests.core.breakage import engine_lease
 from tests.core.side import settings, tokens
@@ -64,7 +65,8 @@ def test_turns_never_cost_more_than_the_budget_whatever_a_unit_costs(unit_s):
 
 
 def test_slices_stay_short_when_a_unit_comes_to_cost_more():
-    bench = Bench(0.01, 1e-6)
+    # So many that it never rests for long.
+    bench = Bench(0.01, 1e-6, pages=200_000)
     bench.tick(400)
     learned = len(bench.turns) + 20
     bench.unit_s *= 4
@@ -87,7 +89,7 @@ def test_what_was_spent_is_told_with_the_next_turn():
 
 
 def test_busy_loop_gives_the_audit_a_quarter_of_its_budget_and_the_rest_when_it_is_idle_again():
-    bench = Bench(0.01, pages=200_000)
+    bench = Bench(0.01, pages=2_000_000)  # it never rests for long
     bench.tick(100)
 
     def share_over(ticks: int, busy_s: float) -> float:
@@ -103,25 +105,57 @@ def test_busy_loop_gives_the_audit_a_quarter_of_its_budget_and_the_rest_when_it_
 def test_no_turn_is_taken_between_two_sweeps():
     bench = Bench(0.01, unit_s=1e-7, pages=64)
 
-    bench.tick(200)
+    bench.tick(2000)
 
     assert bench.node.audit.sweeps > 15
     assert len(bench.turns) <= bench.node.audit.sweeps + 2
 
 
-def test_node_of_which_nothing_is_heard_is_swept_every_half_second_and_a_busy_one_at_full_pace():
+def test_node_of_which_nothing_is_heard_is_swept_ever_less_often_and_a_busy_one_at_full_pace():
     bench = Bench(0.01, unit_s=1e-7, pages=64)
     bench.tick(200)
-    at_rest = bench.node.audit.sweeps
+    first = bench.node.audit.sweeps
+    bench.tick(800)
+    at_rest = bench.node.audit.sweeps - first
 
-    bench.reactor.feed(inputs.ClientJoined(bench.now_s, 1, "engine", 7))
     for number in range(200):
-        opening = client.OpenLease(number)
-        bench.reactor.feed(inputs.FromClient(bench.now_s, 1, opening, tokens((number, 40))))
+        bench.reactor.feed(inputs.ClientJoined(bench.now_s, number + 1, "engine", 7))
         bench.tick(1)
 
-    assert at_rest == pytest.approx(10 / AT_REST_S, abs=2)
-    assert bench.node.audit.sweeps - at_rest == pytest.approx(10 / EVERY_S, abs=4)
+    # It rests for 0.5, 1, 2 and then 4 s.
+    assert first == pytest.approx(4 + 2.5 / LONGEST_REST_S, abs=1)
+    assert at_rest == pytest.approx(40 / LONGEST_REST_S, abs=1)
+    # With the tick that comes when it is due, or the next: both are sums of fractions.
+    busy = bench.node.audit.sweeps - first - at_rest
+    assert 10 / (EVERY_S + TICK_S) - 1 <= busy <= 10 / EVERY_S + 1
+
+
+@pytest.mark.parametrize("wait_s", [1.0, 30.0, 61.3])
+def test_memory_that_breaks_while_nothing_happens_is_found_after_the_longest_rest(wait_s):
+    bench = Bench(0.01, unit_s=1e-7, pages=64)
+    bench.tick(round(wait_s / TICK_S))
+
+    # As a flipped bit would: no step has done it, so no event says that something happened.
+    del bench.node.leases.pool._free[:ID_BYTES]
+    began_s = bench.now_s
+    while not bench.node.audit.violations and bench.now_s < began_s + 60:
+        bench.tick(1)
+
+    assert bench.node.audit.violations
+    assert bench.now_s - began_s <= LONGEST_REST_S + 4 * TICK_S
+
+
+def test_sweeps_come_often_again_while_something_is_broken():
+    bench = Bench(0.01, unit_s=1e-7, pages=64)
+    bench.tick(600)
+    del bench.node.leases.pool._free[:ID_BYTES]
+    bench.tick(100)
+    before = bench.node.audit.sweeps
+
+    bench.tick(200)
+
+    assert bench.node.audit.findings.broken
+    assert bench.node.audit.sweeps - before == pytest.approx(10 / AT_REST_S, abs=2)
 
 
 def test_budget_of_nothing_turns_the_audit_off():

@@ -81,7 +81,7 @@ class Resting:
         raise AssertionError(what) from error
 
     def dues(self):
-        return [] if self.is_watched else [float("inf")]
+        return [] if self.is_watched else [self.node.audit.due_s]
 
     def beat(self, now_s, lag_s):
         assert 0.0 <= lag_s < 2e-3

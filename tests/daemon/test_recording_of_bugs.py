@@ -1,4 +1,4 @@
-"""A bug in a step is recorded by itself, once a minute, with the input that met it."""
+"""What is saved by itself: a bug in a step, once a minute, and whatever a daemon did to its end."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ async def recorded(tmp_path):
     reactor = Reactor(node, bus, clock=time.monotonic, on_bug=on_bug)
     made = FlightRecorder(reactor, RecorderSection(enabled=True), tmp_path / "recordings")
     made.begin()
-    yield reactor, saved
+    yield made, reactor, saved
     await made.stop(is_clean=True)
 
 
 async def test_a_step_that_raises_is_saved_with_its_input_and_not_twice(recorded, tmp_path):
-    reactor, is_saved = recorded
+    _, reactor, is_saved = recorded
 
     def planted(got: inputs.Quiet) -> None:
         raise RuntimeError(f"lease {got.lease}")
@@ -56,3 +56,21 @@ async def test_a_step_that_raises_is_saved_with_its_input_and_not_twice(recorded
     assert saved.header.why == "a bug in step Quiet: RuntimeError('lease 7')"
     assert [type(one).__name__ for one in taped] == ["RecorderSaid", "Tick", "Quiet"]
     assert taped[-1].lease == 7
+
+
+async def test_the_inputs_of_a_daemon_that_was_killed_are_all_there(recorded, tmp_path):
+    made, reactor, _ = recorded
+    child = made._child
+    for lease in range(300):
+        reactor.feed(inputs.Quiet(time.monotonic(), lease))
+
+    # As the kernel does for a process that was killed; nothing has ticked since.
+    child.hang_up()
+    async with asyncio.timeout(30.0):
+        await child.gone.wait()
+
+    (file,) = (tmp_path / "recordings").iterdir()
+    saved = recording.read(file)
+    taped = [input_of(one) for one in recording.records_in(saved.records)]
+    assert "-crash-" in file.name
+    assert [one.lease for one in taped if type(one) is inputs.Quiet] == list(range(300))

@@ -11,6 +11,7 @@ from kvd.core import inputs
 from kvd.core.replay.freeze import freeze
 from kvd.recorder import recording, replay
 from kvd.recorder.input_records import record_of
+from kvd.recorder.record_layout import ALIGNMENT
 from tests.core.test_freeze import a_node
 
 TICKS = [record_of(inputs.Tick(float(number))) for number in range(5, 15)]
@@ -18,7 +19,8 @@ TICKS = [record_of(inputs.Tick(float(number))) for number in range(5, 15)]
 
 def laid_out(records) -> bytes:
     """Records as they lie in the ring."""
-    return b"".join(one.laid_out() for one in records)
+    bare = [one.headed() + one.tokens for one in records]
+    return b"".join(one + bytes(-len(one) % ALIGNMENT) for one in bare)
 
 
 @pytest.fixture

@@ -9,21 +9,17 @@ from kvd.core import inputs
 from kvd.core.layout.spec import budgets
 from kvd.recorder import ring
 from kvd.recorder.input_records import (
-    CLIENT_FRAME,
-    INPUT,
-    MARK,
-    PEER_FRAME,
-    InputRecord,
     StateMark,
     Unknown,
-    client_head,
+    headed_message,
+    headed_request,
     input_of,
     mark_in,
     mark_of,
-    peer_head,
     record_of,
     record_of_mark,
 )
+from kvd.recorder.record_layout import CLIENT_FRAME, INPUT, MARK, PEER_FRAME, InputRecord
 from kvd.recorder.recording import records_in
 from kvd.recorder.ring import RecordRing
 from kvd.types import Tokens
@@ -53,7 +49,7 @@ def test_what_is_written_is_read_as_it_was_however_often_the_ring_closes(ends):
             float(number), rng.randbytes(rng.randint(0, 300)), rng.randbytes(rng.randint(0, 900)),
             rng.choice((INPUT, MARK, CLIENT_FRAME, PEER_FRAME)),
         )  # fmt: skip
-        assert writer.write(record.laid_out()), f"seed {seed}"
+        assert writer.write(record.headed(), record.tokens), f"seed {seed}"
 
         assert reader.skim(at)[:2] == (record.is_mark, float(number))
         read, at = reader.read(at)
@@ -66,32 +62,38 @@ def test_what_is_written_is_read_as_it_was_however_often_the_ring_closes(ends):
 def test_a_full_ring_takes_nothing_until_the_reader_has_forgotten_something(ends):
     writer, reader = ends
     record = InputRecord(1.0, b"m" * 1000)
-    assert [writer.write(record.laid_out()) for _ in range(5)] == [True, True, True, True, False]
+    assert [writer.write(record.headed(), record.tokens) for _ in range(5)] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
     end = writer.end
 
-    assert not writer.write(record.laid_out())
+    assert not writer.write(record.headed(), record.tokens)
     assert reader.end == end
     _, after = reader.read(0)
     reader.forget(after)
 
-    assert writer.write(record.laid_out())
-    assert not writer.write(record.laid_out())
+    assert writer.write(record.headed(), record.tokens)
+    assert not writer.write(record.headed(), record.tokens)
 
 
 def test_a_record_longer_than_the_ring_is_not_taken(ends):
     writer, reader = ends
 
-    assert not writer.write(InputRecord(1.0, b"m" * 4096).laid_out())
+    assert not writer.write(InputRecord(1.0, b"m" * 4096).headed())
     assert reader.end == 0
 
 
 def test_pieces_are_the_stretch_in_order_across_the_place_where_the_ring_closes(ends):
     writer, reader = ends
     for _ in range(3):
-        writer.write(InputRecord(1.0, b"x" * 1000).laid_out())
+        writer.write(InputRecord(1.0, b"x" * 1000).headed())
         reader.forget(writer.end)
     begin = writer.end
-    writer.write(InputRecord(2.0, bytes(range(250)) * 6).laid_out())
+    writer.write(InputRecord(2.0, bytes(range(250)) * 6).headed())
 
     pieces = list(reader.pieces(begin, writer.end, 100))
 
@@ -118,11 +120,9 @@ def test_what_came_in_a_frame_is_recorded_as_it_came_and_read_as_it_was(ends, n_
         2.5, "in:7", peer.Abort("a" * 32, "b" * 32, 4, 5, "cancelled"), "decode-0"
     )
     frames = (CLIENT_REQUESTS.encode(message), PEER_MESSAGES.encode(ping.message))
-    heads = (client_head(request, frames[0]), peer_head(ping, frames[1]))
 
-    (before, behind), (about, rest) = heads
-    assert writer.write(b"".join((before, frames[0])), tokens, behind)
-    assert writer.write(about, frames[1], rest)
+    assert writer.write(headed_request(request, frames[0]), tokens)
+    assert writer.write(headed_message(ping, frames[1]))
 
     first, at = reader.read(0)
     second, end = reader.read(at)

@@ -16,8 +16,10 @@ from kvd.core.replay.freeze import freeze, state_hash
 from kvd.core.replay.thaw import thaw
 from kvd.recorder import recording, replay, ring
 from kvd.recorder.input_records import mark_of, record_of, record_of_mark
+from kvd.recorder.kept_records import KeptRecords
 from kvd.recorder.orders import BeginRecording
 from kvd.recorder.player import Strayed
+from kvd.recorder.process import FULL_SHARE
 from kvd.recorder.shadow_node import ShadowNode
 from kvd.wire.events import DrainEnded
 from tests.core.families import SPECS, worked
@@ -26,7 +28,7 @@ from tests.property.recorded import recorded
 if TYPE_CHECKING:
     from kvd.core.settings import Settings
 
-BEGIN = BeginRecording("x", "0" * 32, "0.1.0", 3.0, "/nowhere")
+BEGIN = BeginRecording("x", "0" * 32, "0.1.0", 3.0, "/nowhere", 1.0)
 SIZE = 16 * 4096
 
 
@@ -57,7 +59,9 @@ class Taped:
             ring.RecordRing(self._descriptor),
             ring.RecordRing(self._descriptor),
         )
-        self.shadow = ShadowNode(thaw(freeze(self.node)), self.reader, begin)
+        self.begin = begin
+        self.records = KeptRecords(self.reader, self.life.born_s)
+        self.shadow = ShadowNode(thaw(freeze(self.node)), self.records, begin)
         self.events = []
 
     def close(self) -> None:
@@ -67,13 +71,15 @@ class Taped:
 
     def feed(self, happened: inputs.Input) -> None:
         if self.node.steps % 20 == 0:
-            assert self.writer.write(record_of_mark(mark_of(self.node), happened.at_s).laid_out())
-        assert self.writer.write(record_of(happened).laid_out())
+            assert self.writer.write(record_of_mark(mark_of(self.node), happened.at_s).headed())
+        record = record_of(happened)
+        assert self.writer.write(record.headed(), record.tokens)
         self.events += self.node.step(happened).events
 
     def follow(self, now_s: float = 0.0) -> None:
-        self.shadow.look()
-        while self.shadow.is_due(now_s or self.node.out.at_s):
+        self.records.look()
+        now_s = now_s or self.node.out.at_s
+        while self.records.is_due(now_s, keep_s=self.begin.keep_s, full_share=FULL_SHARE):
             self.shadow.step()
 
 
@@ -125,7 +131,7 @@ def test_the_ring_reaches_back_as_far_as_was_asked_and_no_farther(tape):
     for happened in tape.life.log:
         tape.feed(happened)
         tape.follow()
-        covered = tape.shadow.covered()
+        covered = tape.records.covered()
         assert covered.n_bytes <= SIZE * 3 // 4
         assert covered.inputs <= tape.node.steps
 
@@ -140,7 +146,7 @@ def test_many_inputs_at_once_push_older_ones_out_by_their_bytes():
         tape.feed(inputs.Tick(1.0 + number / 1000))
         tape.follow()
 
-    assert SIZE // 2 < tape.shadow.covered().n_bytes <= SIZE * 3 // 4
+    assert SIZE // 2 < tape.records.covered().n_bytes <= SIZE * 3 // 4
     tape.close()
 
 
@@ -164,7 +170,7 @@ def test_a_step_that_raised_raises_again_and_the_replay_goes_on(tape, tmp_path, 
 
     monkeypatch.setattr(Quarantines, "quiet", quiet)
     node = NodeState(tape.life.settings, tape.life.born_s)
-    tape.node, tape.shadow = node, ShadowNode(thaw(freeze(node)), tape.reader, BEGIN)
+    tape.node, tape.shadow = node, ShadowNode(thaw(freeze(node)), tape.records, BEGIN)
     for number in range(40):
         happened = inputs.Quiet(1.0, 1) if number == 25 else inputs.Tick(1.0 + number / 100)
         try:

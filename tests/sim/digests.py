@@ -132,15 +132,29 @@ def _work(job: tuple[str, int, int]) -> object:
     return steps_digest(SimPlan(profile=profile), range(first, first + n_seeds))
 
 
+def _whole_blocks(text: str) -> int:
+    """A number of seeds for which there are hashes: fewer than a block have none of their own."""
+    seeds = int(text)
+    if seeds < 0 or seeds % BLOCK:
+        near = BLOCK * max(1, round(seeds / BLOCK))
+        raise argparse.ArgumentTypeError(f"one hash is of {BLOCK} seeds: give {near}, not {seeds}")
+    return seeds
+
+
 def main() -> int:
     """Compare, or write down."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=0, help="of each profile; 0: all written down")
+    parser.add_argument(
+        "--seeds", type=_whole_blocks, default=0, help="of each profile; 0: all written down"
+    )
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--processes", type=int, default=2)
     got = parser.parse_args()
     kept = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
-    n_blocks = got.seeds // BLOCK or (len(kept["calm"]["steps"]) if kept else 1)
+    n_kept = len(kept["calm"]["steps"]) if kept else 1
+    n_blocks = got.seeds // BLOCK or n_kept
+    if n_blocks > n_kept and not got.write:
+        parser.error(f"of {n_blocks * BLOCK} seeds only {n_kept * BLOCK} are written down")
     jobs = [(name, block * BLOCK, BLOCK) for name in PROFILE_NAMES for block in range(n_blocks)]
     jobs += [(name, -1, 0) for name in PROFILES]
     found = {

@@ -92,3 +92,20 @@ def test_what_happens_and_what_is_told_is_as_it_was_written_down(profile):
 
     assert digests.told_digests(profile) == kept["told"]
     assert digests.few_steps_digest(profile) == kept["few_steps"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        ("24", "give 25, not 24"),
+        ("1", "give 25, not 1"),
+        ("40", "give 50, not 40"),
+        ("1000000", "are written down"),
+    ],
+)
+def test_seeds_without_hashes_are_refused(asked, answer, capsys, monkeypatch):
+    # Otherwise fewer than a block would stand for all of them, and take an hour.
+    monkeypatch.setattr("sys.argv", ["digests", "--seeds", asked])
+    with pytest.raises(SystemExit):
+        digests.main()
+    assert answer in capsys.readouterr().err
