@@ -6,7 +6,7 @@ together share a handle, unless they are packed first (see ``staging``). At most
 ``IN_FLIGHT_HANDLES`` are in flight; a handle done makes room for the next post's turn::
 
     turns      [post 7 | handle 12 of 32] [post 9 | handle 0 of 1] ...
-    in flight  7.8  7.9  7.10  7.11        oldest first; completions come in this order
+    in flight  7.8  7.9  7.10  7.11        oldest first; that one is done first, mostly
 
 Invariants:
   - ``moved_bytes`` of a post counts handles seen done, so it never exceeds what has arrived.
@@ -201,10 +201,12 @@ class PostQueue:
 
     def add(self, order: Post, ours: Mapping[str, Area]) -> None:
         """Take a post of pages of our regions in, or refuse it with ``PostFailed``."""
-        regions = found(order, ours, self._theirs)
+        # Said twice: the one that runs is the answer. A failure would be told of that one as well,
+        # which has the same number, and it would end by its own report once more.
         if order.post in self._open:
-            self._report(PostFailed(UNSTAMPED, order.post, f"post {order.post} is already running"))
-        elif isinstance(regions, str):
+            return
+        regions = found(order, ours, self._theirs)
+        if isinstance(regions, str):
             self._report(PostFailed(UNSTAMPED, order.post, regions))
         # An empty delta has nothing to wait for, and a post must be answered once.
         elif not order.source:
@@ -254,18 +256,18 @@ class PostQueue:
         self._turns += [one for one, _ in turns if one.turns < one.plan.handles]
 
     def step(self) -> None:
-        """Take note of the handles that are done, oldest first."""
-        while self._flights:
-            # The oldest only: they are done in this order, so behind one under way none is.
-            flight = self._flights[0]
+        """Take note of the handles that are done."""
+        # All of them: several rails, or what a device copies, need not end in the order in which
+        # they began, and one that hangs must not hide that others are done or have failed.
+        for flight in list(self._flights):
             try:
                 if not self.sender.step(flight.handle):
-                    return
+                    continue
             except NixlUnusable as exc:
-                self._flights.popleft()
+                self._flights.remove(flight)
                 self._lose(flight.turns, flight.slot, str(exc))
                 continue
-            self._flights.popleft()
+            self._flights.remove(flight)
             if flight.slot is not None:
                 self._staging.give([flight.slot])
             for turn in flight.turns:

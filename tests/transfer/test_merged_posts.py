@@ -102,6 +102,39 @@ def test_the_posts_of_a_handle_that_fails_all_fail_and_their_bytes_count_as_open
     assert lane.queue.destroy("dropped") == 7 * PAGE_BYTES
 
 
+def test_a_handle_that_is_done_before_an_older_one_is_told_of():
+    lane = Lane()
+    lane.add(1, 1, 60)
+    lane.add(2, 100, 60)
+    lane.add(3, 200, 60)
+    lane.post_all()
+    assert len(lane.wire.waiting) == 3
+
+    lane.wire.let_through(1)
+    lane.wire.broken.add(2)
+    lane.queue.step()
+
+    assert [(type(one), one.post) for one in lane.reports] == [(PostDone, 2), (PostFailed, 3)]
+    assert lane.queue.has_flights
+    lane.wire.let_through(0)
+    lane.queue.step()
+    assert not lane.queue.has_flights
+    assert lane.reports[-1].post == 1
+
+
+def test_a_post_that_is_ordered_twice_goes_once_and_is_answered_once():
+    lane = Lane()
+    lane.add(1, 1, 4)
+    lane.add(1, 100, 4)
+
+    lane.post_all()
+    lane.wire.let_through(0)
+    lane.queue.step()
+
+    assert [(type(one), one.post) for one in lane.reports] == [(PostDone, 1)]
+    assert lane.pages_there() == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_posts_of_any_size_are_each_answered_once_and_whole(seed):
     rng = np.random.default_rng(seed)
