@@ -75,8 +75,9 @@ class _Running:
         self.told_every_bytes = TOLD_EVERY_BYTES[order.seal.integrity]
         self.is_summed_whole = order.seal.integrity is Integrity.FULL
         made = plan.writes
-        self.page_bytes = sum(made.sizes) // count(order.source) if made.is_by_page else 0
-        """Of what it writes of each page, where pages go one after the other; 0: they do not."""
+        self.group_pages = made.whole_pages
+        """So many become whole at a time; 0: all at the end."""
+        self.group_bytes = sum(made.sizes) // count(order.source) * made.whole_pages
         self.plan, _, self.sides = plan
         self.packed = packed
         self.is_of_device = MemoryKind.VRAM in self.sides
@@ -99,7 +100,9 @@ class _Running:
     @property
     def pages(self) -> int:
         """So many of its first pages have arrived whole."""
-        return self.whole_bytes // self.page_bytes if self.page_bytes else 0
+        if not self.group_pages:
+            return 0
+        return self.whole_bytes // self.group_bytes * self.group_pages
 
     def note_arrived(self, handle: int) -> None:
         """One of its handles has arrived."""
