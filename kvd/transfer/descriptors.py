@@ -324,11 +324,13 @@ def _by_cost(size: Words, group_of: Ids | None = None) -> Words:
     """
     cost = size + np.uint64(DESCRIPTOR_COST_BYTES)
     before = np.cumsum(cost) - cost
+    handle: Words
     if group_of is None or not size.size:
-        handle: Words = before // np.uint64(HANDLE_COST_BYTES)
+        handle = before // np.uint64(HANDLE_COST_BYTES)
         return handle
     firsts = np.flatnonzero(np.diff(group_of, prepend=-1))
     counts = np.diff(firsts, append=size.size)
     inside = (before - before[firsts].repeat(counts)) // np.uint64(HANDLE_COST_BYTES)
     # Ascending and different wherever either is.
-    return group_of.astype(np.uint64) * (inside.max() + np.uint64(1)) + inside
+    handle = group_of.astype(np.uint64) * (inside.max() + np.uint64(1)) + inside
+    return handle
