@@ -61,8 +61,6 @@ SETTINGS: Final = {
     "pool.head_dim": "16",
     "pool.dtype": "uint8",
     "pool.page_size": str(PAGE_TOKENS),
-    # So many share the link that each moves little: slow is not stalled here.
-    "transfer.min_bytes_per_s": "0",
 }
 CHUNK_TOKENS: Final = 2048
 SPARE_PAGES: Final = 4096

@@ -156,10 +156,10 @@ class TransferSection(msgspec.Struct, frozen=True):
     """Environment of the transfer process: UCX_NET_DEVICES, UCX_TLS and the like, over kvd's own
     defaults."""
     stall_s: Annotated[float, Meta(ge=0.5, le=600)] = 10.0
-    """Window in which a handoff with writes under way must move min_bytes_per_s; otherwise it fails
-    as stalled. Progress is known per 16 MiB."""
+    """Window in which the handoffs with writes under way to one peer must move min_bytes_per_s
+    together; otherwise they fail as stalled. Progress is known per 16 MiB."""
     min_bytes_per_s: Annotated[int, Meta(ge=0, le=2**40)] = 2**20
-    """The slowest rate that is progress, per handoff."""
+    """The slowest rate that is progress, per peer."""
     silent_s: Annotated[float, Meta(ge=1, le=600)] = 5.0
     """A transfer process whose loop does not answer for so long is killed and replaced; its
     handoffs are settled."""

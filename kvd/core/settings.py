@@ -50,7 +50,7 @@ class Settings(msgspec.Struct, frozen=True):
     max_resend_s: float = 1.0
     stall_s: float = 10.0
     min_bytes_per_s: int = 1_048_576
-    """A part with posts under way that moves less than this over ``stall_s`` has stalled."""
+    """A peer to which posts under way move less than this over ``stall_s`` stalls their parts."""
     load_limit_s: float = 15.0
     """A sending agent that is not made in this time has failed."""
     fence_after_s: float = 0.0

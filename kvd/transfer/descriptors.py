@@ -52,14 +52,15 @@ class Writes(msgspec.Struct, frozen=True):
     """The descriptors of one post: rows of (address, bytes, device 0), and how handles divide them.
 
     Handle ``h`` is rows ``[bounds[h], bounds[h + 1])`` of both sides, ``sizes[h]`` bytes.
-    ``is_by_page``: the handles write one page after the other, of each as many bytes.
+    ``whole_pages``: so many pages are written together, one such group after the other, and of each
+    page as many bytes; 0: pages are whole when all are.
     """
 
     source: Words
     destination: Words
     bounds: list[int]
     sizes: list[int]
-    is_by_page: bool = False
+    whole_pages: int = 0
 
     @property
     def handles(self) -> int:
@@ -139,11 +140,27 @@ def stretch_writes(
     source: Pages, destination: Pages, stretches: Stretches, split: int = 1
 ) -> Writes:
     """The descriptors that write these stretches of ``source`` over those of ``destination``."""
-    found = _segments(_ids(source), _ids(destination), stretches, split)
+    # Stretch by stretch, pages would be whole at the end only. Group by group they are before, and
+    # no descriptor is the smaller for it: a group has as many pages as one goes over.
+    group = _group_pages(stretches.size)
+    found = _segments(_ids(source), _ids(destination), stretches, split, group)
     rows = _cut(found.at, found.to, found.size)
-    is_by_page = stretches.size.size == 1
-    handle = _by_cost(rows.source[:, 1])
-    return _dealt(rows.source, rows.destination, handle, is_by_page=is_by_page)
+    if stretches.size.size == 1:
+        handle = _by_cost(rows.source[:, 1])
+        return _dealt(rows.source, rows.destination, handle, whole_pages=1)
+    group_of = (found.first // group)[rows.segment]
+    order = np.argsort(group_of, kind="stable")
+    rows = _Cut(rows.source[order], rows.destination[order], rows.segment[order])
+    handle = _by_cost(rows.source[:, 1], group_of[order])
+    return _dealt(rows.source, rows.destination, handle, whole_pages=group)
+
+
+def _group_pages(size: Words) -> int:
+    """Pages that are written together: their stretches fill descriptors, and all of it a handle."""
+    if size.size == 1:
+        return 1
+    pages = max(1, CUT_BYTES // int(size.max()))
+    return pages * max(1, HANDLE_COST_BYTES // (pages * int(size.sum())))
 
 
 def packed_writes(
@@ -164,7 +181,7 @@ def packed_writes(
         order = np.argsort(handle, kind="stable")
         rows = _Cut(rows.source[order], rows.destination[order], rows.segment[order])
         handle = handle[order]
-    return _dealt(rows.source, rows.destination, handle, is_by_page=True)
+    return _dealt(rows.source, rows.destination, handle, whole_pages=1)
 
 
 def one_after_another(plans: list[Writes]) -> Writes:
@@ -180,11 +197,11 @@ def one_after_another(plans: list[Writes]) -> Writes:
         destination=destination,
         bounds=bounds,
         sizes=sizes,
-        is_by_page=len(plans) == 1 and plans[0].is_by_page,
+        whole_pages=plans[0].whole_pages if len(plans) == 1 else 0,
     )
 
 
-def _dealt(source: Words, destination: Words, handle: NDArray[Any], *, is_by_page: bool) -> Writes:
+def _dealt(source: Words, destination: Words, handle: NDArray[Any], *, whole_pages: int) -> Writes:
     """Descriptors and the handle that each belongs to, ascending."""
     bounds = [0]
     if handle.size:
@@ -197,7 +214,7 @@ def _dealt(source: Words, destination: Words, handle: NDArray[Any], *, is_by_pag
         destination=destination,
         bounds=bounds,
         sizes=sizes,
-        is_by_page=is_by_page,
+        whole_pages=whole_pages,
     )
 
 
@@ -239,8 +256,10 @@ class _Segments(NamedTuple):
     first: Ids
 
 
-def _segments(from_ids: Words, to_ids: Words, stretches: Stretches, split: int) -> _Segments:
-    """The segments of all stretches.
+def _segments(
+    from_ids: Words, to_ids: Words, stretches: Stretches, split: int, group: int = 1
+) -> _Segments:
+    """The segments of all stretches, of several within one ``group`` of pages each.
 
     Stretches of neighbouring pages touch if nothing lies between them, pieces of one page always.
     Segments go on where both sides step by one and what they step over touches on both.
@@ -251,17 +270,17 @@ def _segments(from_ids: Words, to_ids: Words, stretches: Stretches, split: int) 
     kinds = dense_here * 2 + dense_there
     found = set(kinds.tolist())
     if len(found) == 1:
-        firsts = _firsts(from_ids, to_ids, split, found.pop())
+        firsts = _firsts(from_ids, to_ids, split, found.pop(), group)
         return _segments_of(from_ids, to_ids, stretches, firsts, split)
     parts = []
     for kind in sorted(found):
         alike = Stretches(*(column[kinds == kind] for column in stretches))
-        firsts = _firsts(from_ids, to_ids, split, kind)
+        firsts = _firsts(from_ids, to_ids, split, kind, group)
         parts.append(_segments_of(from_ids, to_ids, alike, firsts, split))
     return _Segments(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
-def _firsts(from_ids: Words, to_ids: Words, split: int, kind: int) -> Ids:
+def _firsts(from_ids: Words, to_ids: Words, split: int, kind: int, group: int) -> Ids:
     """Where segments begin: ``kind`` is 1 where pages touch over there, and 2 more where here."""
     is_first = np.ones(from_ids.size, np.bool_)
     if kind & 1:
@@ -270,6 +289,8 @@ def _firsts(from_ids: Words, to_ids: Words, split: int, kind: int) -> Ids:
     # Pieces of one page touch always.
     if kind == 1:
         is_first[1:] |= from_ids[1:] % np.uint64(split) == 0
+    if group > 1:
+        is_first[::group] = True
     return np.flatnonzero(is_first)
 
 
@@ -296,8 +317,20 @@ def _ids(pages: Pages) -> Words:
     return np.frombuffer(pages, dtype="<i4").astype(np.uint64)
 
 
-def _by_cost(size: Words) -> Words:
-    """The handle of each descriptor: about 16 MiB in each, fewer bytes where pieces are small."""
+def _by_cost(size: Words, group_of: Ids | None = None) -> Words:
+    """The handle of each descriptor: about 16 MiB in each, fewer bytes where pieces are small.
+
+    With groups, which come one after the other, each begins with a handle of its own.
+    """
     cost = size + np.uint64(DESCRIPTOR_COST_BYTES)
-    handle: Words = (np.cumsum(cost) - cost) // np.uint64(HANDLE_COST_BYTES)
+    before = np.cumsum(cost) - cost
+    handle: Words
+    if group_of is None or not size.size:
+        handle = before // np.uint64(HANDLE_COST_BYTES)
+        return handle
+    firsts = np.flatnonzero(np.diff(group_of, prepend=-1))
+    counts = np.diff(firsts, append=size.size)
+    inside = (before - before[firsts].repeat(counts)) // np.uint64(HANDLE_COST_BYTES)
+    # Ascending and different wherever either is.
+    handle = group_of.astype(np.uint64) * (inside.max() + np.uint64(1)) + inside
     return handle

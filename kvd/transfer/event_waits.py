@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvd.core.inputs import Unposted
+from kvd.core.inputs import PostMoved, Unposted
 from kvd.device.cuda import CudaError
 from kvd.transfer.devices import DeviceUnusable
 from kvd.transfer.orders import UNSTAMPED
@@ -47,9 +47,9 @@ class EventWaits:
         devices: Devices,
         *,
         post: Callable[[Post], None],
-        report: Callable[[Unposted], None],
+        report: Callable[[PostMoved | Unposted], None],
     ) -> None:
-        """``post`` takes each whose event has come, ``report`` tells of the others."""
+        """``post`` takes each whose event has come; ``report`` tells that, and of the others."""
         self._devices = devices
         self._post = post
         self._report = report
@@ -103,6 +103,8 @@ class EventWaits:
         # Before they are posted: its engine may destroy it as soon as it hears of one of them.
         self._close(handle)
         for order in one.posts:
+            # Said before it moves: from here on it waits its turn, which is no fault of the engine.
+            self._report(PostMoved(UNSTAMPED, order.post, 0))
             self._post(order)
 
     def _remove(self, is_over: Callable[[Post], bool], why: str) -> None:

@@ -113,9 +113,18 @@ def noted(
     )
 
 
-def map_scratch(size: int) -> int:
-    """The address of fresh private memory, kept for the life of the process; none is taken yet."""
-    return _map(0, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+def map_scratch(size: int, *, in_huge_pages: bool = False) -> int:
+    """The address of fresh private memory, kept for the life of the process; none is taken yet.
+
+    ``in_huge_pages``: 2 MiB of it are taken with the first byte of them, where the kernel has them.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if not in_huge_pages:
+        return _map(0, size, flags, -1)
+    # What is too much at either end is address space, and no memory.
+    address = -(-_map(0, size + HUGE_BYTES, flags, -1) // HUGE_BYTES) * HUGE_BYTES
+    _libc.madvise(address, size, _MADV_HUGEPAGE)
+    return address
 
 
 def _map(address: int, size: int, flags: int, descriptor: int) -> int:

@@ -6,7 +6,7 @@ together share a handle, unless they are packed first (see ``staging``). At most
 ``IN_FLIGHT_HANDLES`` are in flight; a handle done makes room for the next post's turn::
 
     turns      [post 7 | handle 12 of 32] [post 9 | handle 0 of 1] ...
-    in flight  7.8  7.9  7.10  7.11        oldest first; completions come in this order
+    in flight  7.8  7.9  7.10  7.11        oldest first; that one is done first, mostly
 
 Invariants:
   - ``moved_bytes`` of a post counts handles seen done, so it never exceeds what has arrived.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -49,13 +49,19 @@ IN_FLIGHT_HANDLES: Final = 4
 MERGED_BYTES: Final = 2**20
 """Posts that are small together share a handle: one costs as long as half of this takes to copy,
 and more than this they would have to wait for one another."""
+ALONE_HANDLES: Final = 4
+"""Of a post's plan that go as one where nothing else waits, and the post itself copies: 256 MiB on
+one host at 0.87 of the speed of bare NIXL in 16 handles, 0.90 in 8, 0.92 in 4, 0.96 in one. What
+comes meanwhile waits for them, 64 MiB and about 7 ms at 10 GB/s."""
 PROGRESS_EVERY_S: Final = 0.05
 TOLD_EVERY_BYTES: Final = {
     Integrity.OFF: math.inf,
-    Integrity.SAMPLED: 64 * 2**20,
+    Integrity.SAMPLED: 256 * 2**20,
     Integrity.FULL: 32 * 2**20,
 }
-"""So often the other side is told what has landed: it sums that while the rest is on its way."""
+"""So often the other side is told what has landed: it sums that while the rest is on its way.
+Telling costs the copy about a millisecond where cores are scarce; of what is sampled that pays for
+much of it only."""
 
 
 class _Running:
@@ -69,8 +75,9 @@ class _Running:
         self.told_every_bytes = TOLD_EVERY_BYTES[order.seal.integrity]
         self.is_summed_whole = order.seal.integrity is Integrity.FULL
         made = plan.writes
-        self.page_bytes = sum(made.sizes) // count(order.source) if made.is_by_page else 0
-        """Of what it writes of each page, where pages go one after the other; 0: they do not."""
+        self.group_pages = made.whole_pages
+        """So many become whole at a time; 0: all at the end."""
+        self.group_bytes = sum(made.sizes) // count(order.source) * made.whole_pages
         self.plan, _, self.sides = plan
         self.packed = packed
         self.is_of_device = MemoryKind.VRAM in self.sides
@@ -93,7 +100,9 @@ class _Running:
     @property
     def pages(self) -> int:
         """So many of its first pages have arrived whole."""
-        return self.whole_bytes // self.page_bytes if self.page_bytes else 0
+        if not self.group_pages:
+            return 0
+        return self.whole_bytes // self.group_bytes * self.group_pages
 
     def note_arrived(self, handle: int) -> None:
         """One of its handles has arrived."""
@@ -201,10 +210,12 @@ class PostQueue:
 
     def add(self, order: Post, ours: Mapping[str, Area]) -> None:
         """Take a post of pages of our regions in, or refuse it with ``PostFailed``."""
-        regions = found(order, ours, self._theirs)
+        # Said twice: the one that runs is the answer. A failure would be told of that one as well,
+        # which has the same number, and it would end by its own report once more.
         if order.post in self._open:
-            self._report(PostFailed(UNSTAMPED, order.post, f"post {order.post} is already running"))
-        elif isinstance(regions, str):
+            return
+        regions = found(order, ours, self._theirs)
+        if isinstance(regions, str):
             self._report(PostFailed(UNSTAMPED, order.post, regions))
         # An empty delta has nothing to wait for, and a post must be answered once.
         elif not order.source:
@@ -216,8 +227,11 @@ class PostQueue:
             self._open[order.post] = running
             self._turns.append(running)
 
-    def post_next(self) -> None:
-        """Start one handle of the post whose turn it is, and of small ones behind it."""
+    def post_next(self, *, is_alone: bool = False) -> None:
+        """Start one handle of the post whose turn it is, and of small ones behind it.
+
+        ``is_alone``: no other queue has anything to post.
+        """
         # Past those whose next pages are still being packed: there is nothing to do for them.
         ready = filter(self._can_go, self._turns)
         first = next(ready)
@@ -225,6 +239,8 @@ class PostQueue:
         now_s, slot = time.monotonic(), None
         if first.packed is None:
             turns = _together(first, ready)
+            if is_alone and len(self._turns) == 1 and self._may_take_more(first):
+                turns += _further(first)
         else:
             portion = self._staging.take(first.packed)
             if portion is None:
@@ -236,12 +252,12 @@ class PostQueue:
             source, destination = map(np.concatenate, zip(*rows, strict=True))
         if slot is not None:
             source = source + np.array([slot.address, 0, 0], np.uint64)
-        for running, _ in turns:
+        for running, parts in Counter(running for running, _ in turns).items():
             self._turns.remove(running)
             if not running.turns:
                 running.started_s = running.said_s = now_s
             # Before it is posted: a handle that is refused is not tried again.
-            running.turns += 1
+            running.turns += parts
             self._posting(running.post, running.turns / running.plan.handles)
         try:
             handle = self.sender.post(source, destination, first.sides)
@@ -251,25 +267,28 @@ class PostQueue:
             return
         self._flights.append(_Flight(handle, turns, slot))
         # At the end of the line: a small post behind waits for one handle of a large one.
-        self._turns += [one for one, _ in turns if one.turns < one.plan.handles]
+        posted = dict.fromkeys(running for running, _ in turns)
+        self._turns += [one for one in posted if one.turns < one.plan.handles]
 
     def step(self) -> None:
-        """Take note of the handles that are done, oldest first."""
-        while self._flights:
-            # The oldest only: they are done in this order, so behind one under way none is.
-            flight = self._flights[0]
+        """Take note of the handles that are done."""
+        # All of them: several rails, or what a device copies, need not end in the order in which
+        # they began, and one that hangs must not hide that others are done or have failed.
+        for flight in list(self._flights):
             try:
                 if not self.sender.step(flight.handle):
-                    return
+                    continue
             except NixlUnusable as exc:
-                self._flights.popleft()
+                self._flights.remove(flight)
                 self._lose(flight.turns, flight.slot, str(exc))
                 continue
-            self._flights.popleft()
+            self._flights.remove(flight)
             if flight.slot is not None:
                 self._staging.give([flight.slot])
             for turn in flight.turns:
-                self._arrived(turn)
+                turn.running.note_arrived(turn.part)
+            for running in dict.fromkeys(turn.running for turn in flight.turns):
+                self._tell(running)
 
     def destroy(self, why: str) -> int:
         """Fail what is outstanding and destroy the agent; the bytes the peer had not confirmed.
@@ -296,6 +315,12 @@ class PostQueue:
         """Whether a handle of the post could be started."""
         return running.packed is None or self._staging.can_take(running.packed)
 
+    def _may_take_more(self, running: _Running) -> bool:
+        """Whether a handle may be larger than others: it is copied when it is posted."""
+        # What is summed whole, here and there, is summed handle by handle beside the next copy.
+        is_here = self.path is WritePath.SAME_HOST and not running.is_of_device
+        return is_here and not running.is_summed_whole
+
     def _lose(self, turns: list[_Turn], slot: StagingSlot | None, why: str) -> None:
         """A handle failed, which may have written part of itself: all posts in it fail."""
         self._lost_bytes += sum(turn.size for turn in turns)
@@ -304,11 +329,10 @@ class PostQueue:
         for turn in turns:
             self._fail(turn.running, why)
 
-    def _arrived(self, turn: _Turn) -> None:
-        running = turn.running
+    def _tell(self, running: _Running) -> None:
+        """How far it has come, where that is worth a report."""
         if running.is_over:
             return
-        running.note_arrived(turn.part)
         now_s = time.monotonic()
         if len(running.arrived) == running.plan.handles:
             running.is_over = True
@@ -343,3 +367,9 @@ def _together(first: _Running, behind: Iterable[_Running]) -> list[_Turn]:
         turns.append(turn)
         room -= turn.size
     return turns
+
+
+def _further(first: _Running) -> list[_Turn]:
+    """What it posts with its next handle, being alone."""
+    end = min(first.turns + ALONE_HANDLES, first.plan.handles)
+    return [_Turn(first, part) for part in range(first.turns + 1, end)]

@@ -264,9 +264,9 @@ class SendingAgents:
 
     def post_round(self) -> None:
         """Start at most one handle per queue."""
-        for queue in self._queues.values():
-            if queue.can_post:
-                queue.post_next()
+        able = [queue for queue in self._queues.values() if queue.can_post]
+        for queue in able:
+            queue.post_next(is_alone=len(able) == 1)
 
     def woken(self, descriptor: int) -> None:
         """A descriptor of UCX is readable; an idle agent has to be told.

@@ -152,7 +152,8 @@ class TransferWorker:
         devices = Devices()
         areas = {plan.name: _area(plan, devices) for plan in begin.regions}
         registered = {plan.name: areas[plan.name] for plan in begin.regions if plan.is_registered}
-        scratch, staging = map_scratch(SCRATCH_BYTES), map_scratch(STAGING_BYTES)
+        scratch = map_scratch(SCRATCH_BYTES)
+        staging = map_scratch(STAGING_BYTES, in_huge_pages=True)
         mine = OwnMemory(begin.name, registered, scratch, staging)
         binding = Binding(devices.cuda_major)
         with advised(binding, mine):

@@ -10,7 +10,7 @@ from tests.core.engines import PROMPT, PageTotals, Sender, totals
 from tests.core.sentences import sentence_of
 from tests.core.world import World
 
-PAGE_BYTES = 512
+EVENT = bytes([1]) * 64
 
 
 def posting(**more: object) -> tuple[World, Sender]:
@@ -57,6 +57,93 @@ def test_a_post_that_moves_fast_enough_is_left_alone():
     world.land_posts()
 
     assert world.p.answer(sender.finish_call).failure is None
+
+
+def two_rooms() -> tuple[World, Sender, Sender]:
+    """Two handoffs to one peer, each with a post under way that does not move by itself."""
+    world, first = posting(min_bytes_per_s=100)
+    other = bytes(reversed(PROMPT))
+    second = Sender(world, other, room=8)
+    world.d.call(client.ReceiveRequest, other, room=8, source=("p",))
+    second.finish()
+    return world, first, second
+
+
+def test_a_handoff_that_waits_its_turn_behind_another_is_not_stalled():
+    world, first, second = two_rooms()
+
+    # A slow link, all of it for the first: four windows pass before a byte of the second leaves.
+    for moved in range(1, 5):
+        world.p.feed(inputs.PostMoved(world.now_s, 1, 210 * moved))
+        world.pass_time(2.1)
+
+    rooms = world.p.node.prefiller.rooms.by_room
+    assert [rooms[room].state for room in (7, 8)] == [Prefill.FLUSHING] * 2
+    world.land_posts()
+    assert world.p.answer(first.finish_call).failure is None
+    assert world.p.answer(second.finish_call).failure is None
+
+
+def test_where_the_link_stands_still_all_behind_it_are_stalled():
+    world, first, second = two_rooms()
+    world.p.feed(inputs.PostMoved(world.now_s, 1, 199))
+
+    world.pass_time(2.1)
+
+    for sender in (first, second):
+        failure = world.p.answer(sender.finish_call).failure
+        assert failure.code is Code.STALLED
+        assert failure.numbers["moved_bytes"] == 199
+
+
+def test_what_moves_to_one_peer_excuses_nothing_that_goes_to_another():
+    world = World(stall_s=2.0, min_bytes_per_s=100, names=("d", "e"))
+    world.hold_posts = True
+    first = Sender(world)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
+    first.finish()
+    second = Sender(world, room=8)
+    world.sides["e"].call(client.ReceiveRequest, PROMPT, room=8, source=("p",))
+    second.finish()
+
+    world.p.feed(inputs.PostMoved(world.now_s, 1, 500))
+    world.pass_time(2.1)
+
+    rooms = world.p.node.prefiller.rooms.by_room
+    assert rooms[7].state is Prefill.FLUSHING
+    assert world.p.answer(second.finish_call).failure.code is Code.STALLED
+
+
+def test_an_event_that_does_not_come_is_a_stall_though_the_link_moves():
+    world, first = posting(min_bytes_per_s=100)
+    other = bytes(reversed(PROMPT))
+    second = Sender(world, other, room=8)
+    world.d.call(client.ReceiveRequest, other, room=8, source=("p",))
+    second.finish(after=EVENT)
+
+    world.p.feed(inputs.PostMoved(world.now_s, 1, 500))
+    world.pass_time(2.1)
+
+    failure = world.p.answer(second.finish_call).failure
+    assert failure.code is Code.STALLED
+    assert failure.numbers["moved_bytes"] == 0
+    assert world.p.answer(first.finish_call) is None
+
+
+def test_with_its_event_a_post_takes_its_turn_as_any_other():
+    world, _first = posting(min_bytes_per_s=100)
+    other = bytes(reversed(PROMPT))
+    second = Sender(world, other, room=8)
+    world.d.call(client.ReceiveRequest, other, room=8, source=("p",))
+    second.finish(after=EVENT)
+
+    # Nothing of it has moved: its event has come, and it waits.
+    world.p.feed(inputs.PostMoved(world.now_s, 2, 0))
+    for moved in range(1, 4):
+        world.p.feed(inputs.PostMoved(world.now_s, 1, 210 * moved))
+        world.pass_time(2.1)
+
+    assert world.p.node.prefiller.rooms.by_room[8].state is Prefill.FLUSHING
 
 
 def test_an_engine_that_computes_is_no_stall():

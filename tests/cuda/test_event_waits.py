@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from kvd.core.effects import DropAgent, Forget
-from kvd.core.inputs import AgentDropped, PostDone, Unposted
+from kvd.core.inputs import AgentDropped, PostDone, PostMoved, Unposted
 from kvd.core.layout.seal import Seal
 from kvd.transfer.orders import Alive, Probe
 from kvd.wire.peer import Integrity
@@ -61,6 +61,7 @@ async def test_pages_are_read_when_the_event_has_come_and_not_before(pair, cuda,
         sender.post(2, receiver, [9], [9])
         assert isinstance(await sender.outcome(2), PostDone)
         await looked(sender)
+        assert not sender.heard(PostMoved, post=1)
         size = theirs.shape.page_bytes
         assert (theirs.bytes[: 4 * size] == before[: 4 * size]).all(), "the second post alone"
         ours.bytes[: 4 * size] = 77
@@ -69,6 +70,7 @@ async def test_pages_are_read_when_the_event_has_come_and_not_before(pair, cuda,
 
     assert isinstance(outcome, PostDone)
     assert (theirs.bytes[size : 4 * size] == 77).all()
+    assert [one.moved_bytes for one in sender.heard(PostMoved, post=1)] == [0], "it has come"
 
 
 async def test_sums_are_of_the_bytes_that_the_event_has_brought(pair, cuda, double):

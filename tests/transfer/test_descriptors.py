@@ -15,13 +15,13 @@ from kvd.types import Pages, pack_ids
 PAGES = 40
 
 
-def note(address: int, *, pieces: list[int], gap: int) -> RegionNote:
+def note(address: int, *, pieces: list[int], gap: int, pages: int = PAGES) -> RegionNote:
     """A region whose rows leave ``gap`` bytes after each piece."""
     rows, at = [], 0
     for piece in pieces:
         rows.append(PieceRow(at, piece + gap, piece))
-        at += PAGES * (piece + gap)
-    return RegionNote("kv", address, at, PAGES, sum(pieces), tuple(rows))
+        at += pages * (piece + gap)
+    return RegionNote("kv", address, at, pages, sum(pieces), tuple(rows))
 
 
 @given(
@@ -57,6 +57,56 @@ def test_every_byte_of_every_page_is_written_once(pages, in_order, pieces, gaps)
         for a, b in zip(ours.rows, theirs.rows, strict=True)
         for p, q in zip(source, destination, strict=True)
     )
+
+
+@given(
+    n_pages=st.integers(1, PAGES - 1),
+    seed=st.one_of(st.none(), st.integers(0, 9)),
+    pieces=st.lists(
+        st.sampled_from([4096, CUT_BYTES // 16, CUT_BYTES + 64]), min_size=1, max_size=4
+    ),
+)
+def test_of_the_first_groups_of_handles_every_page_is_whole(n_pages, seed, pieces):
+    pages = np.arange(1, n_pages + 1)
+    if seed is not None:
+        pages = np.random.default_rng(seed).permutation(pages)
+    region = note(0, pieces=pieces, gap=0)
+    ids, page_bytes = Pages(pack_ids(pages.tolist())), sum(pieces)
+
+    plan = writes(ids, ids, region, region)
+
+    assert plan.whole_pages > 0
+    group_bytes = plan.whole_pages * page_bytes
+    landed = np.zeros(region.region_bytes // 64, bool)
+    for handle in range(plan.handles):
+        for at, size, _ in plan.destination[plan.bounds[handle] : plan.bounds[handle + 1]].tolist():
+            landed[at // 64 : (at + size) // 64] = True
+        whole = sum(plan.sizes[: handle + 1]) // group_bytes * plan.whole_pages
+        for row in region.rows:
+            begin, step = row.offset_bytes // 64, row.stride_bytes // 64
+            rows = landed[begin : begin + PAGES * step].reshape(PAGES, step)
+            assert rows[pages[:whole]].all()
+
+
+def test_pages_that_are_whole_group_by_group_cost_no_descriptor_more():
+    """64 tensors of 32 KiB a page: sixteen pages of each are one descriptor."""
+    region = note(0, pieces=[CUT_BYTES // 16] * 64, gap=0, pages=129)
+    ids = Pages(pack_ids(list(range(1, 129))))
+
+    plan = writes(ids, ids, region, region)
+
+    assert set(plan.source[:, 1].tolist()) == {CUT_BYTES}
+    assert plan.whole_pages == 16
+    assert plan.handles == 16
+
+
+def test_groups_of_few_tensors_fill_a_handle():
+    region = note(0, pieces=[CUT_BYTES // 16] * 2, gap=0, pages=1025)
+    ids = Pages(pack_ids(list(range(1, 1025))))
+
+    plan = writes(ids, ids, region, region)
+
+    assert [size // 2**20 for size in plan.sizes] == [16] * 4
 
 
 def joined(moves):

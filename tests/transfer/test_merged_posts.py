@@ -11,23 +11,26 @@ from kvd.core.effects import Post
 from kvd.core.inputs import PostDone, PostFailed, PostMoved, WritePath
 from kvd.core.layout.seal import Seal
 from kvd.core.layout.spec import Mla
-from kvd.transfer.post_queue import IN_FLIGHT_HANDLES, MERGED_BYTES, PostQueue
+from kvd.transfer.post_queue import ALONE_HANDLES, IN_FLIGHT_HANDLES, MERGED_BYTES, PostQueue
 from kvd.transfer.staging import STAGING_BYTES, Staging
 from kvd.wire.peer import Integrity
 from tests.transfer.layouts import ids
 from tests.transfer.test_staging import Memory, Wire
 
-PAGES = 1800
+PAGES = 2800
 PAGE_BYTES = 16 * 1024
 """A slot of 16 layers."""
 LARGE = 1100
 """Pages of a post that takes two handles."""
 
+MUCH = 2700
+"""Pages of one that takes more handles than go as one, if they lie backwards."""
+
 
 class Lane:
     """A lane between two pools of pages of one token."""
 
-    def __init__(self):
+    def __init__(self, path=WritePath.NETWORK):
         latent = Mla(480, 32, "bfloat16")
         self.ours, self.theirs = Memory(latent, 1, PAGES), Memory(latent, 1, PAGES)
         self.ours.bytes[:] = np.random.default_rng(5).integers(0, 256, self.ours.bytes.size, "u1")
@@ -35,15 +38,15 @@ class Lane:
         self.wire, self.reports, self.paced = Wire(), [], []
         self.queue = PostQueue(
             self.wire,
-            path=WritePath.NETWORK,
+            path=path,
             regions={"kv": self.theirs.note},
             staging=Staging(np.frombuffer(self._staged, np.uint8).ctypes.data),
             report=self.reports.append,
             posting=lambda post, share: self.paced.append((post, share)),
         )
 
-    def add(self, number, first, n_pages, **more):
-        pages = ids(range(first, first + n_pages))
+    def add(self, number, first, n_pages, step=1, **more):
+        pages = ids(range(first, first + n_pages)[::step])
         self.queue.add(Post(number, "p", 1, "kv", pages, pages, **more), {"kv": self.ours.area})
 
     def post_all(self):
@@ -100,6 +103,93 @@ def test_the_posts_of_a_handle_that_fails_all_fail_and_their_bytes_count_as_open
 
     assert [(type(one), one.post) for one in lane.reports] == [(PostFailed, 1), (PostFailed, 2)]
     assert lane.queue.destroy("dropped") == 7 * PAGE_BYTES
+
+
+def handle_pages(lane):
+    return [int(source[:, 1].sum()) // PAGE_BYTES for source, _ in lane.wire.waiting]
+
+
+def test_a_post_alone_on_one_host_takes_some_handles_at_a_time():
+    lane = Lane(WritePath.SAME_HOST)
+    lane.add(1, 1, MUCH, step=-1)
+    plain = Lane()
+    plain.add(1, 1, MUCH, step=-1)
+    plain.post_all()
+    one, *_ = handle_pages(plain)
+    assert one * (ALONE_HANDLES + 1) < MUCH
+
+    lane.queue.post_next(is_alone=True)
+    lane.add(2, 2790, 1, seal=Seal(Integrity.FULL, b"k" * 16, 0, 1))
+    lane.queue.post_next(is_alone=True)
+
+    assert handle_pages(lane) == [ALONE_HANDLES * one, one]
+    lane.post_all()
+    for handle in range(len(lane.wire.waiting)):
+        lane.wire.let_through(handle)
+    lane.queue.step()
+    done = [one.post for one in lane.reports if isinstance(one, PostDone)]
+    assert sorted(done) == [1, 2]
+    assert lane.pages_there() == [*range(1, MUCH + 1), 2790]
+
+
+@pytest.mark.parametrize(
+    ("path", "integrity"),
+    [(WritePath.NETWORK, Integrity.SAMPLED), (WritePath.SAME_HOST, Integrity.FULL)],
+)
+def test_over_a_network_or_summed_whole_it_takes_one(path, integrity):
+    lane = Lane(path)
+    lane.add(1, 1, LARGE, seal=Seal(integrity, b"k" * 16, 0, LARGE))
+
+    lane.queue.post_next(is_alone=True)
+    lane.queue.post_next(is_alone=True)
+
+    assert len(lane.wire.waiting) == 2
+    assert sum(handle_pages(lane)) == LARGE
+
+
+def test_handles_that_go_as_one_and_fail_together_fails_once():
+    lane = Lane(WritePath.SAME_HOST)
+    lane.add(1, 1, LARGE)
+    lane.queue.post_next(is_alone=True)
+    lane.wire.broken.add(0)
+
+    lane.queue.step()
+
+    assert [(type(one), one.post) for one in lane.reports] == [(PostFailed, 1)]
+    assert not lane.queue.can_post
+
+
+def test_a_handle_that_is_done_before_an_older_one_is_told_of():
+    lane = Lane()
+    lane.add(1, 1, 60)
+    lane.add(2, 100, 60)
+    lane.add(3, 200, 60)
+    lane.post_all()
+    assert len(lane.wire.waiting) == 3
+
+    lane.wire.let_through(1)
+    lane.wire.broken.add(2)
+    lane.queue.step()
+
+    assert [(type(one), one.post) for one in lane.reports] == [(PostDone, 2), (PostFailed, 3)]
+    assert lane.queue.has_flights
+    lane.wire.let_through(0)
+    lane.queue.step()
+    assert not lane.queue.has_flights
+    assert lane.reports[-1].post == 1
+
+
+def test_a_post_that_is_ordered_twice_goes_once_and_is_answered_once():
+    lane = Lane()
+    lane.add(1, 1, 4)
+    lane.add(1, 100, 4)
+
+    lane.post_all()
+    lane.wire.let_through(0)
+    lane.queue.step()
+
+    assert [(type(one), one.post) for one in lane.reports] == [(PostDone, 1)]
+    assert lane.pages_there() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("seed", range(8))

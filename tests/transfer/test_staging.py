@@ -17,6 +17,7 @@ from kvd.core.inputs import PostDone, PostFailed, WritePath
 from kvd.core.layout.spec import Mha, Mla, PageOrder, companion_pages
 from kvd.transfer.copies import mapped_area
 from kvd.transfer.descriptors import CUT_BYTES, packed_writes
+from kvd.transfer.mapping import HUGE_BYTES, map_scratch
 from kvd.transfer.nixl import NixlUnusable
 from kvd.transfer.plans import FoundRegions, plan
 from kvd.transfer.post_queue import IN_FLIGHT_HANDLES, PostQueue
@@ -428,17 +429,33 @@ def test_a_packer_that_finds_no_core_rests_and_the_loop_packs():
         wait_for_the_packer(staging)
     handles = [first.handle, take(staging, post).handle]
     staging.give([first.slot])
+    wakes: list[int] = []
+    staging._news.notify = lambda n=1: wakes.append(n)
 
     for _ in range(RESTS - 1):
         assert not post.ready
         portion = staging.take(post)
         assert source.is_packed(portion, pages)
         handles.append(portion.handle)
+        if len(handles) < RESTS + 1:
+            assert not wakes, "it is not woken for nothing"
         staging.give([portion.slot])
+    del staging._news.notify
+    staging.give([])
     while not post.ready:
         wait_for_the_packer(staging)
 
     assert sorted(handles) == list(range(RESTS + 1))
+
+
+def test_slots_are_whole_huge_pages():
+    address = map_scratch(STAGING_BYTES, in_huge_pages=True)
+
+    assert address % HUGE_BYTES == 0
+    assert SLOT_BYTES % HUGE_BYTES == 0
+    memory = (ctypes.c_ubyte * STAGING_BYTES).from_address(address)
+    memory[0] = memory[STAGING_BYTES - 1] = 1
+    assert (memory[0], memory[1], memory[STAGING_BYTES - 1]) == (1, 0, 1)
 
 
 def test_what_the_kernel_counts_is_read():

@@ -13,7 +13,6 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core.effects import Doubt
 from kvd.core.handoff.protocol import Decode, Prefill
-from kvd.errors import Code, Refusal
 from kvd.types import Tokens, count
 from kvd.wire.admin import Mark
 from kvd.wire.peer import ALL, ReceiveOutcome
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from kvd.core.layout.seal import Seal
     from kvd.core.leases.admission import Waiter
     from kvd.core.settings import Settings
+    from kvd.errors import Refusal
     from kvd.wire.peer import Abort, Offer, SourceShare
 
 
@@ -62,43 +62,31 @@ class PartHistory:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Flow:
-    """Bytes moved in the window that runs; it runs only while a post is under way.
+    """Bytes moved in the window that runs; it runs only while a post of the part is under way.
 
     What is reported is whole handles of the transfer process (16 MiB at most), so a window must be
     long enough for one of them at the slowest rate that is still progress.
     """
 
-    __slots__ = ("moved_bytes", "since_s")
+    __slots__ = ("moved_bytes", "peer_bytes", "since_s")
 
     def __init__(self) -> None:
         self.since_s = 0.0
         self.moved_bytes = 0
+        """Of the part."""
+        self.peer_bytes = 0
+        """What had been moved to its peer when the window began."""
 
-    def restart(self, at_s: float) -> None:
-        """A new window."""
-        self.since_s = at_s
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PeerFlow:
+    """The posts to one peer, and what has moved there since the first of them."""
+
+    __slots__ = ("moved_bytes", "posts")
+
+    def __init__(self) -> None:
+        self.posts = 0
         self.moved_bytes = 0
-
-
-def stalled(part: SendPart, at_s: float, mine: Settings) -> Refusal | None:
-    """Why the part is given up; None while it moves. Begins the next window when one is over."""
-    flow = part.flow
-    window_s = at_s - flow.since_s
-    if not part.outstanding or window_s < mine.stall_s:
-        return None
-    moved, floor = flow.moved_bytes, int(mine.min_bytes_per_s * window_s)
-    if moved >= floor:
-        flow.restart(at_s)
-        return None
-    event = " and at the event that the engine named" if part.after else ""
-    return Refusal(
-        Code.STALLED,
-        f"room {part.room} to {part.peer}: {moved} bytes moved in {window_s:.1f} s with "
-        f"{len(part.outstanding)} posts under way, the least is {mine.min_bytes_per_s} bytes a "
-        f"second: look at the network between the two{event}, or lower transfer.min_bytes_per_s",
-        side=mine.name,
-        numbers={"moved_bytes": moved, "floor_bytes": floor, "window_s": round(window_s, 3)},
-    )
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -13,6 +13,10 @@ the pages among them, and an empty share has no post.
 
 One of several sources posts its share of that, ``[start_tokens, end_tokens)``, and nothing else.
 
+Posts to one peer take turns in its link. So what is slow is the link, and every part with posts in
+it is judged by all that has moved to the peer. Only a part of which every post still waits for its
+event is judged by itself: it takes no turns.
+
 Invariant: decode_prefix_len <= start_tokens <= posted <= end_tokens <= prompt_tokens, and posted
 never shrinks (I5).
 """
@@ -24,6 +28,7 @@ from typing import TYPE_CHECKING
 from mypy_extensions import mypyc_attr
 
 from kvd.core import effects
+from kvd.core.handoff.parts import PeerFlow
 from kvd.core.handoff.payload import UnitRange, pieces_of, routes_of
 from kvd.core.handoff.protocol import Prefill
 from kvd.core.handoff.sources import span_of
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
     from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
+    from kvd.core.settings import Settings
     from kvd.wire.peer import Offer
 
 
@@ -73,6 +79,10 @@ class Posts:
         """Of each post under way: which route of its part it goes along."""
         self._moved: dict[int, int] = {}
         """Of each post under way, as last reported."""
+        self._peer_flows: dict[str, PeerFlow] = {}
+        """Of each incarnation that a post is under way to."""
+        self._event_waits: set[int] = set()
+        """The posts whose event has not come, as far as is known."""
         self._first: dict[int, int] = {}
         """Of each post under way: its first unit."""
         self._whole: dict[int, int] = {}
@@ -173,7 +183,10 @@ class Posts:
         # The stall clock runs only while something is under way: an engine may compute for minutes
         # between two chunks.
         if not part.outstanding:
-            part.flow.restart(self._out.at_s)
+            self._begin_window(part)
+        self._peer_flows.setdefault(part.incarnation, PeerFlow()).posts += 1
+        if part.after:
+            self._event_waits.add(self._last)
         # Registered in the step that orders it: its report finds its part, and Settled waits for
         # it.
         part.outstanding.add(self._last)
@@ -202,6 +215,39 @@ class Posts:
             )
         )
 
+    def stalled(self, part: SendPart, mine: Settings) -> Refusal | None:
+        """Why a part with posts under way is given up; None while it moves, or waits its turn.
+
+        Begins the next window when one is over.
+        """
+        flow = part.flow
+        window_s = self._out.at_s - flow.since_s
+        if window_s < mine.stall_s:
+            return None
+        waits = part.outstanding <= self._event_waits
+        peer_flow = self._peer_flows[part.incarnation]
+        moved = flow.moved_bytes if waits else peer_flow.moved_bytes - flow.peer_bytes
+        floor = int(mine.min_bytes_per_s * window_s)
+        if moved >= floor:
+            self._begin_window(part)
+            return None
+        posts = len(part.outstanding) if waits else peer_flow.posts
+        event = " and at the event that the engine named" if part.after else ""
+        return Refusal(
+            Code.STALLED,
+            f"room {part.room} to {part.peer}: {moved} bytes moved in {window_s:.1f} s with "
+            f"{posts} posts under way, the least is {mine.min_bytes_per_s} bytes a second: look at "
+            f"the network between the two{event}, or lower transfer.min_bytes_per_s",
+            side=mine.name,
+            numbers={"moved_bytes": moved, "floor_bytes": floor, "window_s": round(window_s, 3)},
+        )
+
+    def _begin_window(self, part: SendPart) -> None:
+        peer_flow = self._peer_flows.get(part.incarnation)
+        flow = part.flow
+        flow.since_s, flow.moved_bytes = self._out.at_s, 0
+        flow.peer_bytes = 0 if peer_flow is None else peer_flow.moved_bytes
+
     def forget_waiting(self, part: SendPart) -> None:
         """Those of the part whose event has not come are not to begin any more."""
         # Without an event they have begun already, and nothing calls back what has begun.
@@ -213,7 +259,10 @@ class Posts:
         part = self.parts.get(post)
         if part is not None:
             # A post that failed ends with 0, and what was counted of it is not taken back.
-            part.flow.moved_bytes += max(0, moved_bytes - self._moved.get(post, 0))
+            news_bytes = max(0, moved_bytes - self._moved.get(post, 0))
+            part.flow.moved_bytes += news_bytes
+            self._peer_flows[part.incarnation].moved_bytes += news_bytes
+            self._event_waits.discard(post)
             self._moved[post] = moved_bytes
             self._whole[post] = self._first[post] + pages
         return part
@@ -249,6 +298,11 @@ class Posts:
         del self.parts[post], self._moved[post], self._first[post], self._whole[post]
         index = self._routes.pop(post)
         part.outstanding.discard(post)
+        flow = self._peer_flows[part.incarnation]
+        flow.posts -= 1
+        # With the last: a part whose window counts from it has a post under way.
+        if not flow.posts:
+            del self._peer_flows[part.incarnation]
         part.moved_bytes += moved_bytes
         # A post that failed or was cut has none; its part is given up and asks for no sums.
         if sums:

@@ -26,7 +26,7 @@ from kvd.core.handoff.offer import (
     outdated,
     unacceptable,
 )
-from kvd.core.handoff.parts import FailedSend, SendingEngine, SendPart, stalled
+from kvd.core.handoff.parts import FailedSend, SendingEngine, SendPart
 from kvd.core.handoff.payload import Payload
 from kvd.core.handoff.posts import Posts, no_event
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
@@ -427,7 +427,7 @@ class Prefiller:
                 part.outcome = ReceiveOutcome.TIMED_OUT
                 self.give_up_send(part, too_late(part, now_s, self._settings))
             elif part.outstanding:
-                refusal = stalled(part, now_s, self._settings)
+                refusal = self.posts.stalled(part, self._settings)
                 if refusal is not None:
                     self.give_up_send(part, refusal)
 

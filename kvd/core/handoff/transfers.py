@@ -52,8 +52,10 @@ class Transfers:
     def post_moved(self, got: PostMoved) -> None:
         """A running post has moved so much."""
         part = self._posts.note_moved(got.post, got.moved_bytes, got.pages)
+        if part is None or (part.after and not got.moved_bytes):
+            return  # its event has come, that is all
         # A part that drains tells nothing: nobody over there looks any more.
-        if part is not None and part.state in WRITING:
+        if part.state in WRITING:
             # What is done and what this one has moved: posts beside it are told with their own
             # reports.
             self._tell_progress(part, part.moved_bytes + got.moved_bytes)
