@@ -9,7 +9,7 @@ import msgspec
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Tokens
 from kvd.wire import admin, client, peer
-from kvd.wire.attach import AttachReply, AttachRequest
+from kvd.wire.attach import AttachReply, AttachRequest, Speaker
 from kvd.wire.bounds import MAX_PEER_BYTES, Call
 
 if TYPE_CHECKING:
@@ -155,6 +155,8 @@ CLIENT_REQUESTS: Codec[client.Request] = Codec(client.Request)
 CLIENT_REPLIES: Codec[client.Reply] = Codec(client.Reply, max_bytes=MAX_REPLY_BYTES)
 ATTACH_REQUESTS: Codec[AttachRequest] = Codec(AttachRequest)
 ATTACH_REPLIES: Codec[AttachReply] = Codec(AttachReply)
+SPEAKERS: Codec[Speaker] = Codec(Speaker)
+"""Reads either of the two before, whatever its protocol; only who sent it."""
 PEER_MESSAGES: Codec[peer.Message] = Codec(
     peer.Message, max_bytes=MAX_PEER_BYTES, max_values=MAX_VALUES, flaw=peer.flaw
 )
