@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -173,3 +175,51 @@ def test_a_description_that_does_not_fit_is_refused(
 def test_a_descriptor_that_cannot_be_mapped_is_an_error_in_words() -> None:
     with pytest.raises(KvdError, match="mapping 4096 bytes of the pool failed: Bad file desc"):
         Mapping(-1, 4096)
+
+
+@pytest.mark.parametrize("order", PageOrder)
+@pytest.mark.parametrize("dtype", [*DTYPE_BYTES])
+def test_arrays_are_the_bytes_of_the_tensors(order: PageOrder, dtype: str) -> None:
+    """For a process without torch: the same memory, seen by numpy."""
+    one = Component("kv", 2, Mha(2, 8, 4, dtype), 4)
+    shape = geometry(one, pages=PAGES, order=order)
+    with contextlib.closing(reserve("kv", shape.total_bytes)) as own:
+        mapping = Mapping(own.fd, shape.total_bytes)
+        mapping.bytes[:] = np.arange(shape.total_bytes, dtype=np.uint64) * 31 % 251
+        for place in shape.tensors:
+            array = mapping.array(place, PAGES)
+            tensor = mapping.tensor(place, PAGES)
+            assert array.shape == tuple(tensor.shape)
+            assert array.itemsize == tensor.element_size()
+            assert array.tobytes() == tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            array[3] = 0
+            assert not tensor[3].view(torch.uint8).any()
+        with pytest.raises(KvdError, match="wrong-state"):
+            mapping.close()
+        del array, tensor
+        mapping.close()
+
+
+def test_an_array_ends_where_the_memory_does() -> None:
+    shape = geometry(KV, pages=PAGES, order=PageOrder.PAGE_FIRST)
+    with contextlib.closing(reserve("kv", shape.total_bytes)) as own:
+        mapping = Mapping(own.fd, shape.total_bytes)
+        with pytest.raises(KvdError, match="ends at byte"):
+            mapping.array(shape.tensors[-1], PAGES + 1)
+        odd = msgspec.structs.replace(shape.tensors[0], dtype="float4")
+        with pytest.raises(KvdError, match="float4 is none this client knows"):
+            mapping.array(odd, PAGES)
+        mapping.close()
+
+
+def test_without_torch_a_tensor_is_refused_with_what_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = geometry(KV, pages=PAGES, order=PageOrder.PAGE_FIRST)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with contextlib.closing(reserve("kv", shape.total_bytes)) as own:
+        mapping = Mapping(own.fd, shape.total_bytes)
+        with pytest.raises(KvdError, match=r"not-supported: torch is .*pool\.arrays\(") as told:
+            mapping.tensor(shape.tensors[0], PAGES)
+        mapping.close()
+    assert sys.prefix in str(told.value)
