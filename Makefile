@@ -1,6 +1,8 @@
 # make demo   set up .venv and run the main job end to end       (ARGS="--turns 3 --json out.json")
 # make test   the test suite (sets up too)                        (ARGS="tests/core -k radix")
 # make test-fast   core, wire, configuration, property: under a minute
+# make test-install   the wheel in bare environments; needs the registry, takes minutes
+# make test-install-vllm   the wheel beside vLLM, in build/vllm (4 GB)
 # make soak   faults for half an hour, real daemons         (ARGS="--seed 3 --json DIRECTORY")
 # make bench-compare BASE=REVISION   another checkout and this one, in turns  (ARGS="--rounds 3 --json out.json")
 # make screenshots   the pictures of kvd-tui, of real daemons under load  (ARGS="--seconds 20")
@@ -13,13 +15,13 @@ PORT   ?= 8000
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test test-fast test-compiled wheel wheel-pure soak bench-compare screenshots lint types docs docs-serve man check clean
+.PHONY: setup demo test test-fast test-compiled test-install test-install-vllm wheel wheel-pure soak bench-compare screenshots lint types docs docs-serve man check clean
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[demo,test,dev,docs]'
+	$(PIP) -e '.[demo,console,test,dev,docs]'
 	touch $@
 
 demo: setup
@@ -58,6 +60,13 @@ test-compiled: wheel
 	cp -r tests benchmarks pyproject.toml build/compiled
 	cd build/compiled && PYTHONPATH=. $(CURDIR)/$(BIN)/python -m pytest -q -n 2 --dist loadfile \
 		tests/core tests/property tests/wire tests/model tests/sim $(ARGS)
+
+# Named, for neither is collected with the suite. Each Python 3.11 to 3.13 on the path has a turn.
+test-install: setup
+	$(BIN)/python -m pytest -q --timeout 600 tests/packaging/installs.py $(ARGS)
+
+test-install-vllm: setup
+	$(BIN)/python -m pytest -q --timeout 600 tests/packaging/beside_vllm.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
