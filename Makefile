@@ -1,25 +1,27 @@
 # make demo   set up .venv and run the main job end to end       (ARGS="--turns 3 --json out.json")
 # make test   the test suite (sets up too)                        (ARGS="tests/core -k radix")
 # make test-fast   core, wire, configuration, property: under a minute
+# make test-install   the wheel in bare environments; needs the registry, takes minutes
+# make test-install-vllm   the wheel beside vLLM, in build/vllm (4 GB)
 # make soak   faults for half an hour, real daemons         (ARGS="--seed 3 --json DIRECTORY")
 # make bench-compare BASE=REVISION   another checkout and this one, in turns  (ARGS="--rounds 3 --json out.json")
 # make screenshots   the pictures of kvd-tui, of real daemons under load  (ARGS="--seconds 20")
 # make docs   the documentation as a site in build/docs, every warning an error; make docs-serve shows it
 # make man    the manual pages, in build/man
-# make check  ruff, mypy --strict, make docs, make man, make test, make check-compiled
+# make check  ruff, mypy --strict, make docs, make man, make check-compiled, make test
 PYTHON ?= python3
 VENV   ?= .venv
 PORT   ?= 8000
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test test-fast test-compiled check-compiled wheel wheel-pure soak bench-compare screenshots lint types docs docs-serve man check clean
+.PHONY: setup demo test test-fast test-compiled check-compiled test-install test-install-vllm wheel wheel-pure soak bench-compare screenshots lint types docs docs-serve man check clean
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[demo,test,dev,docs]'
+	$(PIP) -e '.[demo,console,test,dev,docs]'
 	touch $@
 
 demo: setup
@@ -69,6 +71,13 @@ check-compiled: setup
 	then $(MAKE) test-compiled; \
 	else echo "make check: LEFT OUT make test-compiled: no C compiler, or no headers of Python, here"; fi
 
+# Named, for neither is collected with the suite. Each Python 3.11 to 3.13 on the path has a turn.
+test-install: setup
+	$(BIN)/python -m pytest -q --timeout 600 tests/packaging/installs.py $(ARGS)
+
+test-install-vllm: setup
+	$(BIN)/python -m pytest -q --timeout 600 tests/packaging/beside_vllm.py $(ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -87,7 +96,7 @@ docs-serve: docs
 man: setup
 	$(BIN)/sphinx-build -q -E -a -W --keep-going -b man -d build/man/.doctrees docs build/man
 
-check: lint types docs man test check-compiled
+check: lint types docs man check-compiled test
 
 clean:
 	rm -rf $(VENV) build

@@ -14,7 +14,6 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from nacl import bindings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,11 +97,15 @@ def _text_of(key: bytes) -> str:
 
 def pair_of(secret: str) -> KeyPair:
     """The pair of a secret key that ``is_key``."""
+    from nacl import bindings  # noqa: PLC0415 - a configuration without keys is read without it
+
     return KeyPair(_text_of(bindings.crypto_scalarmult_base(raw(secret))), secret)
 
 
 def new_pair() -> KeyPair:
     """A pair that nobody else has."""
+    from nacl import bindings  # noqa: PLC0415 - as above
+
     public, secret = bindings.crypto_box_keypair()
     return KeyPair(_text_of(public), _text_of(secret))
 

@@ -57,6 +57,7 @@ class Code(enum.Enum):
     UNREACHABLE = "unreachable"
     POOL_CHANGED = "pool-changed"
     CONDEMNED = "condemned"
+    VERSIONS_DIFFER = "versions-differ"
     INTERNAL = "internal"
 
 

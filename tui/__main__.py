@@ -1,7 +1,17 @@
-"""``python -m tui``."""
+"""``python -m tui`` is the ``kvd-tui`` command."""
 
 from __future__ import annotations
 
-from tui.cli import main
+from kvd.parts import needed
 
-main()
+
+def main() -> None:
+    """The console, in an install with or without what it needs."""
+    with needed("kvd-tui"):
+        from tui.cli import main as console  # noqa: PLC0415 - click may not be installed
+
+        console()
+
+
+if __name__ == "__main__":
+    main()

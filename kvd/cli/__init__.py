@@ -65,7 +65,8 @@ def bench_group() -> None:
     cls=LazyGroup,
     verbs=VERBS,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit status: 0 done, 1 failed, 2 usage, 3 daemon not reachable, 78 configuration.",
+    epilog="Exit status: 0 done, 1 failed, 2 usage, 3 daemon not reachable, 78 configuration "
+    "or a package that is not installed.",
 )
 @click.version_option(__version__, message="kvd %(version)s")
 def kvd() -> None:

@@ -12,6 +12,7 @@ import click
 from typing_extensions import override
 
 from kvd.cli.exits import VerbFailed
+from kvd.parts import is_of_an_extra
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,10 +47,10 @@ class LazyGroup(click.Group):
         try:
             command = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as exc:
+            if isinstance(exc, ImportError) and is_of_an_extra(exc):
+                raise  # ``kvd.parts.needed`` says which one
             raise VerbFailed(
-                f"{ctx.command_path} {cmd_name} cannot be loaded ({exc}): "
-                "the installation lacks a part; install kvd again, with the extra "
-                "[demo] if this verb needs it"
+                f"{ctx.command_path} {cmd_name} cannot be loaded ({exc}): install kvd again"
             ) from exc
         assert isinstance(command, click.Command)
         return command

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvd.cli.exits import NotInstalled
 from kvd.cli.options import valid_config, with_config, with_sets
 from kvd.daemon.systemd import Systemd
+from kvd.parts import missing
 from kvd.transfer.child import WorkerChild
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ def serve_command(
 
     With no configuration at all it serves a small CPU pool on loopback.
     """
+    if lacking := missing("daemon"):
+        raise NotInstalled("kvd serve", "daemon", lacking)
     if paranoid:
         sets = (*sets, "audit.paranoid=true")
     # Before numpy is loaded, here or by what is started from here: it starts a thread for each

@@ -229,7 +229,7 @@ def _flaws(root: Path | None, choices: Choices) -> list[str]:
     user = systemd_reach.user_called(choices.user)
     unreachable = [
         f"{flaw}. Install kvd where a service can reach it: /usr/bin/python3 -m venv {VENV} && "
-        f"{VENV}/bin/pip install -c constraints.txt kvd && {VENV}/bin/kvd systemd install"
+        f"{VENV}/bin/pip install -c constraints.txt 'kvd[daemon]' && {VENV}/bin/kvd systemd install"
         for flaw in systemd_reach.flaws(choices.python, user)[:1]
     ]
     return [*found, *_cannot_be_here(), *unreachable]

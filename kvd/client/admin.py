@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from kvd import __version__
 from kvd.errors import Code, KvdError, Refusal
 from kvd.sockets import nobody_listens, open_dealer
 from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS, MAX_REPLY_BYTES
@@ -56,7 +57,11 @@ class AdminClient:
                 raise self._silent(timeout_s)
             reply = ADMIN_REPLIES.decode(self._dealer.recv_multipart(zmq.NOBLOCK)[0])
             if isinstance(reply, Refusal):
-                raise KvdError(reply)
+                words = (
+                    f"kvd {__version__} cannot read the answer of {self._endpoint}: "
+                    f"{reply.message}; use the version of its daemon"
+                )
+                raise KvdError(msgspec.structs.replace(reply, message=words, side="client"))
             if reply.call in {self._last_call, -1}:
                 return reply
 

@@ -15,9 +15,21 @@ import stat
 import struct
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
+from kvd import __version__
 from kvd.errors import Code, KvdError, Refusal
-from kvd.wire.attach import Attached, AttachRequest, Leave, Rejected
-from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
+from kvd.wire.attach import (
+    PROTOCOL,
+    Attach,
+    Attached,
+    Join,
+    Leave,
+    Rejected,
+    Speaker,
+    versions_differ,
+)
+from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS, SPEAKERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -175,13 +187,13 @@ def dial(path: str, *, wait_s: float = 0.0) -> socket.socket | None:
     return sock
 
 
-def ask(sock: socket.socket, request: AttachRequest) -> None:
+def ask(sock: socket.socket, request: Attach | Join) -> None:
     """Send the one request. A hang-up is found when the answer is read.
 
     Raises:
         KvdError: ``too-large`` when it names more leases than fit into one packet.
     """
-    packet = ATTACH_REQUESTS.encode(request)
+    packet = ATTACH_REQUESTS.encode(replace(request, version=__version__))
     if len(packet) > _SMALL_REQUEST_BYTES:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REQUEST_BUFFER_BYTES)
     try:
@@ -196,7 +208,8 @@ def take_answer(sock: socket.socket) -> Attachment | None:
     """The attachment; None when the answer has not come yet. Takes the socket over on success.
 
     Raises:
-        KvdError: the daemon refused, hung up, or answered nonsense.
+        KvdError: the daemon refused, hung up, or answered nonsense; ``versions-differ`` when it
+            speaks another protocol.
     """
     space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
     try:
@@ -242,7 +255,15 @@ def too_late(path: str) -> KvdError:
 def _read_answer(packet: bytes) -> Attached:
     if not packet:
         raise _failure(Code.UNREACHABLE, "the daemon hung up without an answer: read its log")
+    # Before the answer itself: a refusal comes as it is, and what else another version says may be
+    # no answer here.
+    daemon = SPEAKERS.decode(packet)
     answer = ATTACH_REPLIES.decode(packet)
+    if isinstance(daemon, Speaker) and daemon.is_foreign and not isinstance(answer, Rejected):
+        client = Speaker(PROTOCOL, __version__)
+        raise KvdError(
+            versions_differ(client=client, daemon=daemon, node="the daemon", side="client")
+        )
     match answer:
         case Attached():
             return answer

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from kvd.client.connection import Connection
     from kvd.client.state import Slot
-    from kvd.wire.attach import AttachRequest
+    from kvd.wire.attach import Attach, Join
 
 
-def attach(endpoint: str, request: AttachRequest) -> Attachment:
+def attach(endpoint: str, request: Attach | Join) -> Attachment:
     """Open or join a session of the daemon at ``endpoint``.
 
     Raises:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.client.mapping import still_seen, view_of
+from kvd.client.mapping import still_seen, view_of, with_torch
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
     from kvd.device.cuda import Runtime
     from kvd.wire.memory import DeviceMemory, TensorPlace
@@ -48,8 +49,7 @@ class DeviceMapping:
             KvdError: ``internal`` when the description does not fit the memory; ``wrong-state``
                 after ``close``; ``not-supported`` where torch has no CUDA.
         """
-        import torch  # noqa: PLC0415 - whoever only talks to the daemon need not load it
-
+        torch = with_torch()
         seen = self._bytes()
         device = seen.opened.device
         if seen.opened.is_of_host:
@@ -63,6 +63,18 @@ class DeviceMapping:
                 "has no CUDA: install a CUDA build of torch",
             )
         return view_of(flat, place, pages=pages, total_bytes=self.total_bytes)
+
+    def array(self, place: TensorPlace, pages: int) -> NDArray[np.generic]:
+        """None: numpy sees no memory of a device.
+
+        Raises:
+            KvdError: ``not-supported``, always.
+        """
+        raise _failure(
+            Code.NOT_SUPPORTED,
+            f"layer {place.layer} {place.part} of {pages} pages lies on a device, where numpy sees "
+            "nothing: take tensors, with torch",
+        )
 
     def close(self) -> None:
         """Let go of it; repeatable.

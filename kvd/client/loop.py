@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvd.client.connection import Connection
     from kvd.client.state import Slot
-    from kvd.wire.attach import AttachRequest
+    from kvd.wire.attach import Attach, Join
 
 BUSY_PAUSE_S = 0.01
 """Between two attempts to connect to a daemon whose queue of connections is full."""
@@ -30,7 +30,7 @@ LOOK_EVERY_S = 0.1
 """How late the end of a wait may be noticed. A timer for every wait costs 2 us, looking 0.2."""
 
 
-async def attach(endpoint: str, request: AttachRequest) -> Attachment:
+async def attach(endpoint: str, request: Attach | Join) -> Attachment:
     """Open or join a session of the daemon at ``endpoint``.
 
     Raises:

@@ -27,6 +27,7 @@ import ctypes
 import math
 import mmap
 import os
+import sys
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -34,12 +35,26 @@ import numpy as np
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
     from numpy.typing import NDArray
 
     from kvd.wire.memory import TensorPlace
 
 ALIGNMENT_BYTES: Final = 2 * 1024 * 1024
+
+_ARRAY_DTYPES: Final = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "float8_e4m3fn": "|u1",
+    "float8_e5m2": "|u1",
+    "uint8": "|u1",
+    "int8": "|i1",
+}
+"""What numpy sees; the bits, as unsigned integers, of what it has no numbers for."""
 
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
@@ -76,10 +91,28 @@ class Mapping:
             KvdError: ``internal`` when the description does not fit the memory: it would reach
                 beyond it, or its elements would not be aligned.
         """
-        import torch  # noqa: PLC0415 - whoever only talks to the daemon need not load it
-
-        flat = torch.from_numpy(self.bytes)
+        flat = with_torch().from_numpy(self.bytes)
         return view_of(flat, place, pages=pages, total_bytes=self.total_bytes)
+
+    def array(self, place: TensorPlace, pages: int) -> NDArray[np.generic]:
+        """As ``tensor``, as a numpy array; bits where numpy has no such number.
+
+        Raises:
+            KvdError: as ``tensor``.
+        """
+        if place.dtype not in _ARRAY_DTYPES:
+            raise _unknown(place.dtype)
+        dtype = np.dtype(_ARRAY_DTYPES[place.dtype])
+        item = dtype.itemsize
+        _check_fit(place, pages=pages, item_bytes=item, total_bytes=self.total_bytes)
+        inner = [math.prod(place.page_shape[axis + 1 :]) for axis in range(len(place.page_shape))]
+        return np.ndarray(
+            (pages, *place.page_shape),
+            dtype,
+            buffer=self.bytes,
+            offset=place.offset_bytes,
+            strides=(place.page_stride_bytes, *(item * step for step in inner)),
+        )
 
     def close(self) -> None:
         """Unmap; repeatable.
@@ -106,8 +139,7 @@ def view_of(
     Raises:
         KvdError: ``internal`` when the description does not fit the memory.
     """
-    import torch  # noqa: PLC0415 - whoever only talks to the daemon need not load it
-
+    torch = with_torch()
     dtypes = {
         "float64": torch.float64,
         "float32": torch.float32,
@@ -119,7 +151,7 @@ def view_of(
         "int8": torch.int8,
     }
     if place.dtype not in dtypes:
-        raise _misfit(f"dtype {place.dtype} is none this client knows: install the same kvd")
+        raise _unknown(place.dtype)
     dtype = dtypes[place.dtype]
     item = dtype.itemsize
     _check_fit(place, pages=pages, item_bytes=item, total_bytes=total_bytes)
@@ -134,6 +166,28 @@ def view_of(
             place.offset_bytes // item,
         )
     )
+
+
+def with_torch() -> ModuleType:
+    """torch, which whoever only talks to the daemon need not have.
+
+    Raises:
+        KvdError: ``not-supported`` where it is not installed.
+    """
+    try:
+        import torch  # noqa: PLC0415 - as above
+    except ModuleNotFoundError as exc:
+        if exc.name != "torch":
+            raise
+        raise KvdError(
+            Refusal(
+                Code.NOT_SUPPORTED,
+                f"torch is not installed in {sys.prefix}, and a tensor was asked for: take numpy "
+                "arrays of the same memory with pool.arrays(...), or install torch",
+                side="client",
+            )
+        ) from exc
+    return torch
 
 
 def still_seen(total_bytes: int) -> KvdError:
@@ -193,6 +247,10 @@ def _map_over(address: int, size: int, fd: int) -> None:
     if found != address:
         why = os.strerror(ctypes.get_errno())
         raise _misfit(f"mapping {size} bytes of the pool failed: {why}")
+
+
+def _unknown(dtype: str) -> KvdError:
+    return _misfit(f"dtype {dtype} is none this client knows: install the same kvd")
 
 
 def _misfit(message: str) -> KvdError:

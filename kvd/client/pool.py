@@ -1,6 +1,6 @@
 """The daemon's pools as this process sees them: described, mapped on first use, viewed as tensors.
 
-torch is loaded by the first view, not before.
+torch is loaded by the first view that asks for tensors, not before; ``arrays`` needs none.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from kvd.client.rows import Along, ComponentRow
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from kvd.client.attachment import Attachment
-    from kvd.wire.memory import ComponentMemory, PoolMemory, ShardPlace
+    from kvd.wire.memory import ComponentMemory, PoolMemory, ShardPlace, TensorPlace
 
 
 WHOLE = "whole"
@@ -116,8 +118,39 @@ class Pool:
         """As ``view``, by name: ``k`` and ``v``, ``latent``, or the names of a state's tensors.
 
         Raises:
-            KvdError: as ``view``.
+            KvdError: as ``view``; ``not-supported`` where torch is not installed.
         """
+        mapping, places, pages = self._placed(component, layer, shard)
+        return {place.part: mapping.tensor(place, pages) for place in places}
+
+    def arrays(
+        self, component: str, *, layer: int, shard: int = 0
+    ) -> dict[str, NDArray[np.generic]]:
+        """As ``tensors``, as numpy arrays of the same memory: for a process without torch.
+
+        numpy has no bfloat16 and no float8: those come as unsigned integers of the same width,
+        which are their bits.
+
+        Raises:
+            KvdError: as ``view``; ``not-supported`` for a pool on a device.
+        """
+        mapping, places, pages = self._placed(component, layer, shard)
+        return {place.part: mapping.array(place, pages) for place in places}
+
+    def close(self) -> None:
+        """Unmap; repeatable. A later view maps again while the session lasts.
+
+        Raises:
+            KvdError: ``wrong-state`` while a view is alive; that component stays mapped.
+        """
+        for key, mapping in list(self._mappings.items()):
+            mapping.close()
+            del self._mappings[key]
+
+    def _placed(
+        self, component: str, layer: int, shard: int
+    ) -> tuple[Mapping | DeviceMapping, list[TensorPlace], int]:
+        """Where the tensors of a layer lie, in what, and in how many pages."""
         part = self.component(component)
         if not part.total_bytes:
             raise self._has_no_bytes(part)
@@ -132,18 +165,7 @@ class Pool:
                 f"{self.name}.{component} has {len(layers)} layers with bytes here, from 0; there "
                 f"is no layer {layer}"
             )
-        mapping = self._mapping(part, shard)
-        return {place.part: mapping.tensor(place, part.pages) for place in places}
-
-    def close(self) -> None:
-        """Unmap; repeatable. A later view maps again while the session lasts.
-
-        Raises:
-            KvdError: ``wrong-state`` while a view is alive; that component stays mapped.
-        """
-        for key, mapping in list(self._mappings.items()):
-            mapping.close()
-            del self._mappings[key]
+        return self._mapping(part, shard), places, part.pages
 
     def _has_no_bytes(self, part: ComponentMemory) -> KvdError:
         what = f"{self.name}.{part.name} has no bytes, its {part.pages} pages are only counted"

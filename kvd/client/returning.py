@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from kvd.client.connection import Connection
-    from kvd.wire.attach import AttachRequest
+    from kvd.wire.attach import Join
 
 LAST_WORDS_S: Final = 0.25
 """How long what a daemon sent before it hung up may still be on its way."""
@@ -39,7 +39,7 @@ class WayBack:
     """Finds the daemon that has taken the place of the one that an attachment was with."""
 
     def __init__(
-        self, path: str, attachment: Attachment, request: Callable[[], AttachRequest]
+        self, path: str, attachment: Attachment, request: Callable[[], Attach | Join]
     ) -> None:
         """Prepare; ``request`` is what to say there, at the time when it is said."""
         self._path = path

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
 from typing_extensions import override
 
+from kvd import __version__
 from kvd.console.history import with_lock_history
 from kvd.core.inputs import FromOperator, Unreadable
 from kvd.core.replay.freeze import TooManyObjects, state_hash
@@ -98,6 +100,9 @@ class AdminPort(ListenerOwner):
         else:
             message = Refusal(Code.BAD_REQUEST, f"{len(frames)} frames, a request has one")
         if isinstance(message, Refusal):
+            # Most often a tool of another version: nothing else on this socket says which this is.
+            words = f"{message.message}; this node is kvd {__version__}: ask it with that version"
+            message = replace(message, message=words, side=self._reactor.node.settings.name)
             call = ADMIN_REQUESTS.call_of(frames[0]) if len(frames) == 1 else NO_CALL
             self._send(operator, admin.AdminFailed(call, message))
             sender = f"operator {operator.decode()}"

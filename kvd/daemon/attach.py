@@ -39,14 +39,24 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kvd import __version__
 from kvd.core.inputs import ClientCameBack, ClientHungUp, ClientJoined, HungUpOn, Unreadable
 from kvd.core.layout.spec import region_names
 from kvd.daemon.former_processes import FormerProcesses, process_now
 from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, AttachConnection, EngineSessions
 from kvd.errors import Code, Refusal
 from kvd.journal.engines import NO_NOTES
-from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Leave, Rejected
-from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
+from kvd.wire.attach import (
+    PROTOCOL,
+    Attach,
+    Attached,
+    Join,
+    Leave,
+    Rejected,
+    Speaker,
+    versions_differ,
+)
+from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS, SPEAKERS
 from kvd.wire.memory import DeviceMemory
 from kvd.zmtp.acceptor import PAUSE_S, Acceptor
 
@@ -93,6 +103,8 @@ class AttachLimits(msgspec.Struct, frozen=True):
 
 
 DEFAULT_LIMITS: Final = AttachLimits()
+
+_WE_SPEAK: Final = Speaker(PROTOCOL, __version__)
 
 
 class AttachServer:
@@ -260,15 +272,15 @@ class AttachServer:
             return self._refuse(
                 Code.TOO_LARGE, f"the request is longer than {MAX_REQUEST_BYTES} bytes"
             )
+        # Before the request itself: what another version says may be no request here.
+        client = SPEAKERS.decode(packet)
+        if isinstance(client, Speaker) and client.is_foreign:
+            return versions_differ(
+                client=client, daemon=_WE_SPEAK, node=self._node, side=self._node
+            )
         request = ATTACH_REQUESTS.decode(packet)
         if isinstance(request, Refusal):
             return request
-        if not isinstance(request, Leave) and request.protocol != PROTOCOL:
-            return self._refuse(
-                Code.NOT_SUPPORTED,
-                f"the client speaks protocol {request.protocol}, {self._node} speaks {PROTOCOL}: "
-                "install the same version of kvd on both",
-            )
         match request:
             case Attach():
                 return self._attach(connection, request)
@@ -404,6 +416,7 @@ class AttachServer:
             leases=leases,
             route=b"" if is_new else session.route,
             devices=self._devices,
+            version=__version__,
         )
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, self._fds)] if self._fds else []
         packet = ATTACH_REPLIES.encode(reply)
@@ -556,7 +569,7 @@ def _tell(connection: AttachConnection, refusal: Refusal) -> None:
     turn our last word into a reset: they are read.
     """
     with contextlib.suppress(OSError):
-        connection.sock.send(ATTACH_REPLIES.encode(Rejected(refusal)))
+        connection.sock.send(ATTACH_REPLIES.encode(Rejected(refusal, version=__version__)))
     _hear_out(connection)
 
 

@@ -7,7 +7,6 @@ standard output is for the result alone.
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import sys
 from pathlib import Path
@@ -17,10 +16,12 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvd.cli.exits import NotInstalled
 from kvd.demo.models import ARCHITECTURES
 from kvd.demo.processes import DemoFailed
 from kvd.demo.report import DemoReport, ProgressLines, controls_told, legend_of, table_of, verdict
 from kvd.demo.runner import run
+from kvd.parts import missing
 
 MOST_TURNS = 100
 """More would outgrow the positions of the models."""
@@ -72,13 +73,8 @@ def demo_command(ctx: click.Context, *, model: str, turns: int, json_file: Path 
 
 def _need_parts() -> None:
     """Refuse at once where the engines could not even start."""
-    parts = ("torch", "transformers")
-    missing = [name for name in parts if importlib.util.find_spec(name) is None]
-    if missing:
-        raise click.ClickException(
-            f"the demo runs a Hugging Face model, and {' and '.join(missing)} cannot be found "
-            "here; install the extra: pip install 'kvd[demo]'"
-        )
+    if lacking := [*missing("demo"), *missing("daemon")]:
+        raise NotInstalled("kvd demo, which runs a Hugging Face model,", "demo", lacking)
 
 
 def _perform(model: str, turns: int) -> DemoReport:

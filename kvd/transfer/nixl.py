@@ -243,7 +243,9 @@ def _import_first(cuda_major: int) -> ModuleType:
             return importlib.import_module(f"{name}._api")
         except ImportError as exc:
             missing.append(f"{name}: {exc}")
-    raise NixlUnusable(f"no NIXL binding can be imported ({'; '.join(missing)}); pip install nixl")
+    raise NixlUnusable(
+        f"no NIXL binding can be imported ({'; '.join(missing)}); pip install 'kvd[daemon]'"
+    )
 
 
 def _threads() -> set[int]:

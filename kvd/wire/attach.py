@@ -4,18 +4,36 @@ Unix, SOCK_SEQPACKET, one msgpack message a packet: ``Attach`` or ``Join`` in, `
 ``Rejected`` out with the memory descriptors as ancillary data. The socket then stays open and
 silent; its hang-up is the death of that process, or follows ``Leave``. A hang-up without either
 frees nothing: a process that lives may write the pages. What a session says is in ``client``.
+
+Each side says which protocol it speaks and of which kvd it is. Both are read by themselves before
+the message is (``Speaker``): that of another protocol may be no message here at all.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from kvd.errors import Refusal
-from kvd.wire.bounds import Figure
+from kvd.errors import Code, Refusal
+from kvd.wire.bounds import Figure, Name
 from kvd.wire.memory import DeviceMemory, PoolMemory
 
 PROTOCOL = 2
-"""Version of both client sockets; an ``Attach`` with another one is refused with both numbers."""
+"""Version of both client sockets; whoever hears another one refuses it with both numbers."""
+
+
+class Speaker(msgspec.Struct, frozen=True):
+    """What any message of this socket says of who sent it, whatever else it says.
+
+    ``protocol``: None where it does not say. ``version``: of its kvd; empty where it does not say.
+    """
+
+    protocol: Figure | None = None
+    version: Name = ""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it speaks another protocol than we do."""
+        return self.protocol not in (None, PROTOCOL)
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -27,6 +45,7 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """The token of a session of before the daemon's restart, to be that session again."""
     leases: tuple[Figure, ...] = ()
     """Of that session: those whose pages the engine still uses. The others are given back."""
+    version: Name = ""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -34,6 +53,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
     token: bytes
     protocol: Figure = PROTOCOL
+    version: Name = ""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -58,6 +78,8 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """The token itself; after a restart another one, so that what was on its way before is void."""
     devices: tuple[DeviceMemory, ...] = ()
     """What lies on devices: these are opened, no descriptors are passed for them."""
+    protocol: Figure = PROTOCOL
+    version: Name = ""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
@@ -69,7 +91,30 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     """
 
     refusal: Refusal
+    protocol: Figure = PROTOCOL
+    version: Name = ""
 
 
 AttachRequest = Attach | Join | Leave
 AttachReply = Attached | Rejected
+
+
+def versions_differ(*, client: Speaker, daemon: Speaker, node: str, side: str) -> Refusal:
+    """Why a client and a daemon of different protocols do not talk: the same from either side."""
+    fix = "install the same version of kvd on both sides"
+    if client.version and daemon.version and client.version != daemon.version:
+        fix = (
+            f"install kvd {daemon.version} in the engine's environment, or kvd {client.version} on "
+            "the node and restart its daemon"
+        )
+    return Refusal(
+        Code.VERSIONS_DIFFER,
+        f"the client is {_called(client)}, {node} is {_called(daemon)}: {fix}",
+        side=side,
+        numbers={"client": client.protocol or 0, "daemon": daemon.protocol or 0},
+    )
+
+
+def _called(speaker: Speaker) -> str:
+    kvd = f"kvd {speaker.version}" if speaker.version else "a kvd of unknown version"
+    return f"{kvd}, which speaks protocol {speaker.protocol}"

@@ -10,7 +10,7 @@ from mypy_extensions import mypyc_attr
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Tokens
 from kvd.wire import admin, client, peer
-from kvd.wire.attach import AttachReply, AttachRequest
+from kvd.wire.attach import AttachReply, AttachRequest, Speaker
 from kvd.wire.bounds import MAX_PEER_BYTES
 
 if TYPE_CHECKING:
@@ -158,6 +158,8 @@ CLIENT_REPLIES: Codec[client.Reply | client.Several] = Codec(
 )
 ATTACH_REQUESTS: Codec[AttachRequest] = Codec(AttachRequest)
 ATTACH_REPLIES: Codec[AttachReply] = Codec(AttachReply)
+SPEAKERS: Codec[Speaker] = Codec(Speaker)
+"""Reads either of the two before, whatever its protocol; only who sent it."""
 PEER_MESSAGES: Codec[peer.Message] = Codec(
     peer.Message, max_bytes=MAX_PEER_BYTES, max_values=MAX_VALUES, flaw=peer.flaw
 )

@@ -9,8 +9,11 @@ Imports for type checkers count: a layer that must name another's types depends 
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
+
+from kvd.parts import CLIENT, EXTRAS
 
 BOTTOM = {"kvd.types", "kvd.errors"}
 WIRE = BOTTOM | {"kvd.wire"}
@@ -21,11 +24,12 @@ NODE = MIDDLE | {
     *("kvd.config", "kvd.pools", "kvd.device", "kvd.transfer", "kvd.observe", "kvd.recorder"),
     *("kvd.console", "kvd.families", "kvd.journal", "kvd.zmtp"),
 }
-WHOLE = NODE | {"kvd.daemon", "kvd.client", "kvd.text", "kvd.filters"}
+WHOLE = NODE | {"kvd.daemon", "kvd.client", "kvd.text", "kvd.filters", "kvd.parts"}
 
 MAY_IMPORT = {
     "kvd.types": set(),
     "kvd.errors": set(),
+    "kvd.parts": set(),
     "kvd.places": set(),
     "kvd.sockets": BOTTOM,
     "kvd.curve": BOTTOM,
@@ -54,9 +58,9 @@ MAY_IMPORT = {
     "benchmarks": WHOLE
     | {"kvd.trace", "kvd.cli", "kvd.harness", "kvd.demo", "kvd.bench", "benchmarks"},
     "kvd.sim": CORE | {"kvd.trace", "kvd.sim"},
-    "kvd.__main__": {"kvd.cli"},
+    "kvd.__main__": {"kvd.cli", "kvd.parts"},
     "kvd": set(),
-    "tui": ENGINE_SIDE | {"kvd.text", "kvd.filters", "tui"},
+    "tui": ENGINE_SIDE | {"kvd.text", "kvd.filters", "kvd.parts", "tui"},
 }
 """What each package may import of the project."""
 
@@ -107,6 +111,8 @@ HOMES = {
 """The only places where a module may be imported, other than for type checkers."""
 
 LAZY_TORCH = ("kvd/client/mapping.py", "kvd/client/device_mapping.py")
+
+OURS = {"kvd", "tui", "benchmarks"}
 
 OPTIONAL = ("flash_attn",)
 """Packages that need not be installed: imported inside the function that needs them."""
@@ -224,6 +230,28 @@ def test_what_need_not_be_installed_is_imported_when_it_is_called(sources):
         if one.module.partition(".")[0] in OPTIONAL and one.when != "call"
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_imported_is_of_the_client_or_of_an_extra(sources):
+    """A package that no extra has would be there by chance: another one may bring it today."""
+    known = {*OURS, *sys.stdlib_module_names}
+    for packages in (CLIENT, *EXTRAS.values()):
+        known.update(*packages.values())
+    wrong = [
+        f"{source.name}:{one.line} imports {one.module}: name its package in pyproject.toml and in "
+        "kvd.parts"
+        for source in sources
+        for one in source.imports
+        if one.when != "types" and one.module.partition(".")[0] not in known
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_package_that_no_extra_has_is_found(planted):
+    with pytest.raises(AssertionError, match="name its package in pyproject"):
+        test_what_is_imported_is_of_the_client_or_of_an_extra(
+            planted("kvd/daemon/planted.py", "def f():\n    import requests")
+        )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
+from kvd import __version__
 from kvd.client.admin import AdminClient
 from kvd.errors import Code, KvdError, Refusal
 from kvd.sockets import open_router
@@ -89,7 +90,13 @@ def test_garbage_from_the_other_side_is_an_error(
     router.bind(endpoint)
     thread = serve(router, 1, lambda call: [b"\xc1"])
 
-    with AdminClient(endpoint) as client, pytest.raises(KvdError, match="bad-request"):
+    with (
+        AdminClient(endpoint) as client,
+        pytest.raises(
+            KvdError,
+            match=f"bad-request: kvd {__version__} cannot .*use the version of its daemon",
+        ),
+    ):
         client.request(Audit(0), timeout_s=5)
 
     thread.join()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -173,3 +176,79 @@ def test_a_description_that_does_not_fit_is_refused(
 def test_a_descriptor_that_cannot_be_mapped_is_an_error_in_words() -> None:
     with pytest.raises(KvdError, match="mapping 4096 bytes of the pool failed: Bad file desc"):
         Mapping(-1, 4096)
+
+
+@pytest.mark.parametrize("order", PageOrder)
+@pytest.mark.parametrize("dtype", [*DTYPE_BYTES])
+def test_arrays_are_the_bytes_of_the_tensors(order: PageOrder, dtype: str) -> None:
+    """For a process without torch: the same memory, seen by numpy."""
+    one = Component("kv", 2, Mha(2, 8, 4, dtype), 4)
+    shape = geometry(one, pages=PAGES, order=order)
+    with contextlib.closing(reserve("kv", shape.total_bytes)) as own:
+        mapping = Mapping(own.fd, shape.total_bytes)
+        mapping.bytes[:] = np.arange(shape.total_bytes, dtype=np.uint64) * 31 % 251
+        for place in shape.tensors:
+            array = mapping.array(place, PAGES)
+            tensor = mapping.tensor(place, PAGES)
+            assert array.shape == tuple(tensor.shape)
+            assert array.itemsize == tensor.element_size()
+            assert array.tobytes() == tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            array[3] = 0
+            assert not tensor[3].view(torch.uint8).any()
+        with pytest.raises(KvdError, match="wrong-state"):
+            mapping.close()
+        del array, tensor
+        mapping.close()
+
+
+def test_an_array_ends_where_the_memory_does() -> None:
+    shape = geometry(KV, pages=PAGES, order=PageOrder.PAGE_FIRST)
+    with contextlib.closing(reserve("kv", shape.total_bytes)) as own:
+        mapping = Mapping(own.fd, shape.total_bytes)
+        with pytest.raises(KvdError, match="ends at byte"):
+            mapping.array(shape.tensors[-1], PAGES + 1)
+        odd = msgspec.structs.replace(shape.tensors[0], dtype="float4")
+        with pytest.raises(KvdError, match="float4 is none this client knows"):
+            mapping.array(odd, PAGES)
+        mapping.close()
+
+
+def test_without_torch_a_tensor_is_refused_with_what_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = geometry(KV, pages=PAGES, order=PageOrder.PAGE_FIRST)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with contextlib.closing(reserve("kv", shape.total_bytes)) as own:
+        mapping = Mapping(own.fd, shape.total_bytes)
+        with pytest.raises(KvdError, match=r"not-supported: torch is .*pool\.arrays\(") as told:
+            mapping.tensor(shape.tensors[0], PAGES)
+        mapping.close()
+    assert sys.prefix in str(told.value)
+
+
+@pytest.mark.parametrize("order", PageOrder)
+def test_a_page_beyond_four_gibibytes_is_where_the_geometry_says(order: PageOrder) -> None:
+    """scenario G14: in a file of which only what is touched has memory."""
+    pages = 65_536
+    shape = geometry(Component("kv", 2, Mha(8, 128, 128, "bfloat16"), 16), pages=pages, order=order)
+    last = shape.tensors[-1]
+    assert max(last.offset_bytes, (pages - 1) * last.page_stride_bytes) > 2**32
+    file = os.memfd_create("large")
+    try:
+        os.ftruncate(file, shape.total_bytes)
+        mapping = Mapping(file, shape.total_bytes)
+        for number, place in enumerate(shape.tensors, 1):
+            for page in (0, pages - 1):
+                mapping.tensor(place, pages)[page] = number
+        for number, place in enumerate(shape.tensors, 1):
+            for page in (0, pages - 1):
+                at = place.offset_bytes + page * place.page_stride_bytes
+                seen = np.frombuffer(os.pread(file, 16 * 8 * 128 * 2, at), "<u2")
+                assert (
+                    seen
+                    == torch.tensor(float(number), dtype=torch.bfloat16).view(torch.int16).item()
+                ).all()
+                assert (mapping.array(place, pages)[page].ravel() == seen).all()
+        mapping.close()
+    finally:
+        os.close(file)

@@ -116,6 +116,39 @@ def test_an_abort_during_the_transfer_quarantines_the_pages_until_the_writer_set
     )
 
 
+def test_the_aux_of_another_handoff_does_not_end_this_one():
+    """scenarios A29, A30: it rides in Settled, and that names its handoff: nothing is taken for it.
+
+    What came stays nobody's KV until the word about this handoff, which has the aux of this one.
+    """
+    world = World()
+    world.hold_posts = True
+    sender = Sender(world)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
+    sender.advance(96)
+    before = totals(world.d)
+
+    for handoff in (0, 2, 2**31):
+        foreign = Settled(
+            world.p.incarnation,
+            world.d.incarnation,
+            handoff,
+            ReceiveOutcome.DELIVERED,
+            aux=b"of another room",
+        )
+        world.inject(world.d, foreign)
+
+    assert world.d.node.decoder.parts[1].state is Decode.RECEIVING
+    assert totals(world.d) == before == PageTotals(free=56, held=7)
+    world.hold_posts = False
+    sender.finish(b"of this room")
+    world.land_posts()
+    received = world.d.take()[-1]
+    assert isinstance(received, client.Received)
+    assert received.aux == b"of this room"
+    assert totals(world.d) == PageTotals(free=56, held=1, cached=6)
+
+
 def test_a_failed_post_settles_only_after_its_agent_is_destroyed():
     """scenario A28: bytes in doubt stay in quarantine until no byte can land."""
     world = World()

@@ -277,6 +277,36 @@ def test_the_deadline_names_the_first_source_that_is_late():
     assert totals(world.d) == PageTotals(free=63)
 
 
+def test_a_deadline_ends_every_part_at_once_and_frees_no_page_for_one_alone():
+    """scenario G20: one clock decides, that of the node that waits; its ranks have none."""
+    world = World(sources=TWO)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=TWO, deadline_s=1.0)
+    world.hold_posts = True
+    for one in senders(world):
+        one.advance(80)
+    world.lost = {Settled}
+    world.pass_time(1.1)
+
+    assert states(world) == [Decode.DRAINING, Decode.DRAINING]
+    assert failed(world).refusal.code is Code.DEADLINE
+    (lease,) = world.d.node.leases.leases.values()
+    assert [writer.peer for writer in lease.quarantine.writers] == ["p", "p1"]
+    assert totals(world.d) == PageTotals(free=56, quarantined=7)
+
+    world.cut = {"p"}
+    world.lost = set()
+    world.land_posts()
+    world.pass_time(1.2)
+
+    assert [writer.peer for writer in lease.quarantine.writers] == ["p"]
+    assert totals(world.d) == PageTotals(free=56, quarantined=7)
+
+    world.cut = set()
+    world.pass_time(2.0)
+
+    assert totals(world.d) == PageTotals(free=63)
+
+
 def test_giving_up_when_all_has_arrived_keeps_it_in_the_cache():
     world = World(sources=TWO, integrity=Integrity.FULL)
     world.hold_verify = True

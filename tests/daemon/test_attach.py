@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 import uvloop
 
+from kvd import __version__
 from kvd.client.attachment import Attachment, ask, dial, take_answer
 from kvd.core.layout.spec import Component, Mha, Nowhere, PageOrder, PoolSpec, Raw
 from kvd.daemon.attach import DEFAULT_LIMITS, AttachLimits
@@ -200,7 +201,9 @@ async def test_attach_passes_the_memory_and_a_token(daemon: Daemon) -> None:
     attachment = await daemon.attach(Attach("decode-0"))
 
     token = attachment.attached.token
-    assert attachment.attached == Attached(1, token, "node-a", "1" * 32, (POOL,))
+    assert attachment.attached == Attached(
+        1, token, "node-a", "1" * 32, (POOL,), version=__version__
+    )
     assert (len(token), token[:1]) == (17, b"S")
     assert daemon.said == [("opened", 1, "decode-0", os.getpid())]
     assert (daemon.server.session_of(token), daemon.server.session_of(b"S")) == (1, None)
@@ -306,11 +309,11 @@ async def test_join_is_refused_when_the_session_has_ended(daemon: Daemon) -> Non
 
 
 @with_daemon()
-async def test_another_protocol_is_refused_with_both_numbers(daemon: Daemon) -> None:
+async def test_another_protocol_is_refused_with_both_versions(daemon: Daemon) -> None:
     refusal = await daemon.refusal_of(Attach("decode-0", protocol=7))
 
-    assert refusal.code is Code.NOT_SUPPORTED
-    assert "protocol 7, node-a speaks 1" in refusal.message
+    assert (refusal.code, refusal.numbers) == (Code.VERSIONS_DIFFER, {"client": 7, "daemon": 1})
+    assert "speaks protocol 7, node-a is kvd" in refusal.message
 
 
 @pytest.mark.parametrize("name", ["", "x" * 129, "line\nbreak", "\x1b[31mred"])

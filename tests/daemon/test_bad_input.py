@@ -14,6 +14,7 @@ import urllib.request
 import msgspec
 import pytest
 
+from kvd import __version__
 from kvd.errors import Code
 from kvd.wire import admin, client
 from kvd.wire.attach import Attach, AttachReply, Join, Rejected
@@ -277,6 +278,7 @@ def test_admin_verb_that_is_unknown_is_refused_under_its_call(operator):
 
     assert isinstance(answer, admin.AdminFailed)
     assert (answer.call, answer.refusal.code) == (31, Code.BAD_REQUEST)
+    assert f"this node is kvd {__version__}: ask it with that version" in answer.refusal.message
 
 
 def test_admin_questions_about_nothing_are_refused(operator):

@@ -148,3 +148,37 @@ def test_handles_hold_sixteen_mebibytes_or_fewer_small_pieces():
     ]
 
     assert by_handle == [[32] * 4, [845, 845, 845, 25]]
+
+
+@pytest.mark.parametrize("pieces", [[2**20], [CUT_BYTES // 2, 64], [4096] * 3])
+def test_addresses_beyond_32_bits_are_not_cut_off(pieces):
+    """scenario G14: page numbers have 32 bits, what they are multiplied to has 64."""
+    pages = 2_000_000
+    rows, at = [], 0
+    for piece in pieces:
+        rows.append(PieceRow(at, piece + 64, piece))
+        at += pages * (piece + 64)
+    here, there = (
+        RegionNote("kv", address, at, pages, sum(pieces), tuple(rows))
+        for address in (2**40, 2**46 + 64)
+    )
+    source, destination = [1, 2_047, 65_537, pages - 1], [pages - 1, 3, 1_048_577, 7]
+
+    plan = writes(Pages(pack_ids(source)), Pages(pack_ids(destination)), here, there)
+
+    assert {
+        (at, to, size)
+        for (at, size, _), (to, _, _) in zip(
+            plan.source.tolist(), plan.destination.tolist(), strict=True
+        )
+    } == {
+        (
+            2**40 + row.offset_bytes + p * row.stride_bytes + cut,
+            2**46 + 64 + row.offset_bytes + q * row.stride_bytes + cut,
+            min(CUT_BYTES, row.piece_bytes - cut),
+        )
+        for row in rows
+        for p, q in zip(source, destination, strict=True)
+        for cut in range(0, row.piece_bytes, CUT_BYTES)
+    }
+    assert at > 2**34

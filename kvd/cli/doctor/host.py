@@ -44,11 +44,13 @@ from kvd.cli.link import CALL, Target, ask
 from kvd.config.address import Address, host_port, ipc_path, tcp_address
 from kvd.config.pool import pool_spec
 from kvd.core.layout.spec import Buffer, has_bytes, node_page_bytes, shards_of
+from kvd.parts import CLIENT, EXTRAS
 from kvd.text import amount, clean
 from kvd.wire.admin import ShowStatus, Status
 
 PYTHON = (3, 11)
-NEEDED = ("pyzmq", "pynacl", "msgspec", "numpy", "uvloop", "structlog", "h11", "xxhash")
+NEEDED = (*CLIENT, *(name for name in EXTRAS["daemon"] if name != "nixl"))
+"""Of a daemon; NIXL is looked at by itself, for it may be there and not load."""
 ENGINE_ONLY = "torch"
 THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 COLLAPSE_SINCE = (6, 1)
@@ -65,7 +67,7 @@ def versions(_subject: Subject) -> list[DoctorFinding]:
         out = [wrong("python", f"{found} is too old", "use Python 3.11 or newer")]
     there = {name: _version(name) for name in NEEDED}
     if missing := [name for name, version in there.items() if version is None]:
-        fix = "install kvd again: pip install -c constraints.txt kvd"
+        fix = "pip install -c constraints.txt 'kvd[daemon]'"
         out.append(wrong("packages", f"not installed: {', '.join(missing)}", fix))
     else:
         shown = ", ".join(f"{name} {version}" for name, version in there.items())

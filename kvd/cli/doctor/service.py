@@ -104,7 +104,7 @@ def interpreter(subject: Subject) -> list[DoctorFinding]:
         what = f"{sys.executable} can be started by a service of user {SERVICE_USER}"
         return [good("interpreter", what)]
     fix = (
-        f"/usr/bin/python3 -m venv {VENV} && {VENV}/bin/pip install -c constraints.txt . && "
-        f"{VENV}/bin/kvd systemd install"
+        f"/usr/bin/python3 -m venv {VENV} && "
+        f"{VENV}/bin/pip install -c constraints.txt '.[daemon]' && {VENV}/bin/kvd systemd install"
     )
     return [poor("interpreter", f"no service: {'; '.join(found)}", fix)]

@@ -57,7 +57,7 @@ SIDE_DEVICES = ("docker", "virbr", "br-", "veth", "cni", "podman", "lxc")
 
 def binding(_subject: Subject) -> list[DoctorFinding]:
     """Whether NIXL can be imported, and which plugins it finds."""
-    fix = "pip install nixl; kvd needs nixl_cu13 or nixl_cu12 to be importable"
+    fix = "pip install 'kvd[daemon]'; kvd needs nixl_cu13 or nixl_cu12 to be importable"
     try:
         probe = subprocess.run(
             [sys.executable, "-P", "-c", PLUGINS],

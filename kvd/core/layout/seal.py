@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-import xxhash
 
 from kvd.wire.peer import Integrity
 
@@ -77,6 +76,8 @@ def seal_of(offer: Offer, component: str, units: tuple[int, int]) -> Seal:
     Where the decode side has shards, ``component`` is the region of the one that it is about.
     ``units``: the logical pages ``[first, end)`` of it that are sent, in pages of the receiver.
     """
+    import xxhash  # noqa: PLC0415 - a configuration is read without it: sizes are asked here too
+
     head = f"{component}\0{offer.source}\0{offer.handoff}\0".encode()
     first, end = units
     return Seal(
@@ -124,6 +125,8 @@ def most_chosen(integrity: Integrity, n_pages: int) -> int:
 
 def page_sum(seal: Seal, page: int, pieces: Iterable[Buffer]) -> int:
     """The sum of one logical page, whose bytes are ``pieces`` in the order of the rows."""
+    import xxhash  # noqa: PLC0415 - as above
+
     state = xxhash.xxh3_64(seal.key + page.to_bytes(_NUMBER_BYTES, "little"))
     for piece in pieces:
         state.update(piece)

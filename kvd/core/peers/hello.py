@@ -47,7 +47,7 @@ def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusa
         )
     if message.protocol != PROTOCOL:
         return Refusal(
-            Code.NOT_SUPPORTED,
+            Code.VERSIONS_DIFFER,
             f"{message.node} speaks peer protocol {message.protocol}, {mine.name} speaks "
             f"{PROTOCOL}: run the same kvd version on both",
             side=mine.name,
