@@ -187,6 +187,14 @@ def test_what_is_no_tag_is_another_layout(last: str) -> None:
     )
 
 
+def test_what_is_equal_but_written_differently_is_not_said_to_be_packed_otherwise() -> None:
+    text = fingerprint(pool(kv(), *ranks(2))).replace('"page_size":16', '"page_size": 16')
+
+    message = refused(layout_match(pool(kv(), *ranks(2)), text, "d", "p")).message
+
+    assert "equal, but written differently" in message
+
+
 def test_what_is_no_interior_is_another_layout() -> None:
     text = fingerprint(pool(kv(HND))).replace('"hnd"', '"dhn"')
 

@@ -155,9 +155,10 @@ def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMa
     # Not both at once: routes between shards count on equal pages.
     is_cut = bool(shards) or ours.held is not None
     found = None if is_cut else page_split(ours, theirs)
-    if found is None and (refusal := _packed_otherwise(ours, theirs, here, there)) is not None:
+    read = read_fingerprint(theirs)
+    if found is None and (refusal := _packed_otherwise(ours, read, here, there)) is not None:
         return LayoutMatch(sending=refusal, receiving=refusal, split=(), difference=difference)
-    bare = _without_kv(ours, theirs, here, there)
+    bare = _without_kv(ours, read, here, there)
     why = (
         f"{here} and {there} lay out their pools differently: {difference}; configure [pool] "
         "alike on both"
@@ -277,9 +278,11 @@ def _uncut(mine: tuple[Shard, ...], theirs: tuple[Shard, ...], here: str, there:
     return Refusal(Code.LAYOUT_MISMATCH, why, side=here)
 
 
-def _packed_otherwise(ours: PoolSpec, theirs: str, here: str, there: str) -> Refusal | None:
+def _packed_otherwise(
+    ours: PoolSpec, read: Fingerprint | None, here: str, there: str
+) -> Refusal | None:
     """Why, where the inside of a page is all that differs: its bytes are as many, and others."""
-    read, mine = read_fingerprint(theirs), exchanged(ours)
+    mine = exchanged(ours)
     if read is None or read.order is not ours.order or len(read.components) != len(mine):
         return None
     differ = [
@@ -298,6 +301,8 @@ def _packed_otherwise(ours: PoolSpec, theirs: str, here: str, there: str) -> Ref
             "have both engines pack pages alike, and say so on both nodes"
         )
         numbers: dict[str, Number] = {"ours": interior, "theirs": other_interior}
+    elif read.tag == ours.tag:
+        return None
     else:
         why = (
             f"pool.tag of {here} is {_tag(ours.tag)}, of {there} {_tag(read.tag)}: nobody knows "
@@ -312,9 +317,8 @@ def _tag(tag: str) -> str:
     return repr(tag[:MAX_TAG_CHARS]) if tag else "not set"
 
 
-def _without_kv(ours: PoolSpec, theirs: str, here: str, there: str) -> str | None:
+def _without_kv(ours: PoolSpec, read: Fingerprint | None, here: str, there: str) -> str | None:
     """Which of the two nodes only counts its pages; None where neither does, or both do."""
-    read = read_fingerprint(theirs)
     counts_there = read is not None and _only_counts(read.components)
     if counts_there == _only_counts(exchanged(ours)):
         return None
