@@ -314,7 +314,9 @@ def _page_in_words(one: PoolState) -> str:
     """What a page is and where; where pages are only counted, that they hold nothing."""
     if one.page_bytes:
         what = "one state" if one.extent == "per-request" else f"{one.page_size} tokens"
-        return f"{what}, {amount(one.page_bytes)} a page{_PLACES.get(one.tier, '')}"
+        interior = "" if one.interior == "nhd" else f", {one.interior} inside"
+        tag = f", packed by {one.tag}" if one.tag else ""
+        return f"{what}, {amount(one.page_bytes)} a page{_PLACES.get(one.tier, '')}{interior}{tag}"
     tokens = f"{(one.total_pages - 1) * one.page_size} tokens are counted, no byte is held"
     if not one.placeholder_bytes:
         return tokens

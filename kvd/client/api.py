@@ -31,7 +31,7 @@ from kvd.wire import client as wire
 from kvd.wire.attach import Attach
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator, Sequence
+    from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
     from types import TracebackType
 
     from kvd.client.attachment import Attachment
@@ -411,9 +411,16 @@ class Node:
 class Connecting:
     """What ``connect`` returns: ``async with`` it, or ``await`` it and ``close`` the node."""
 
-    def __init__(self, endpoint: str | None, name: str, return_within_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: str | None,
+        name: str,
+        return_within_s: float,
+        expects: Mapping[str, str | int] | None,
+    ) -> None:
         self._endpoint = endpoint
         self._name = name
+        self._expects = expects
         self._return_within_s = return_within_s
         self._node: Node | None = None
 
@@ -436,13 +443,18 @@ class Connecting:
     async def _open(self) -> Node:
         endpoint = client_endpoint(self._endpoint)
         attachment = await attach(endpoint, Attach(self._name))
+        attachment.require(self._expects)
         connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
         channel = LoopChannel(endpoint, attachment, connection, self._name)
         return Node(attachment, connection, channel, return_within_s=self._return_within_s)
 
 
 def connect(
-    endpoint: str | None = None, *, name: str, return_within_s: float = RETURN_WITHIN_S
+    endpoint: str | None = None,
+    *,
+    name: str,
+    return_within_s: float = RETURN_WITHIN_S,
+    expects: Mapping[str, str | int] | None = None,
 ) -> Connecting:
     """Open a session with the daemon of this node.
 
@@ -451,11 +463,14 @@ def connect(
         name: what leases, events and tables call this engine, for example ``decode-0``.
         return_within_s: how long a call waits for a daemon that ended to be back; then it raises
             ``unreachable``. A call with a shorter limit of its own waits no longer than that.
+        expects: what the pool must be for this engine, by keys of ``[pool]``: ``family``,
+            ``order``, ``interior``, ``tag``, ``page_size``.
 
     Raises:
-        KvdError: on entering: ``unreachable`` with what to do, or the daemon's refusal.
+        KvdError: on entering: ``unreachable`` with what to do, the daemon's refusal, or
+            ``layout-mismatch`` where the pool is not as ``expects`` says.
     """
-    return Connecting(endpoint, name, return_within_s)
+    return Connecting(endpoint, name, return_within_s, expects)
 
 
 def _prefix_of(opening: wire.OpenLease, hold: str) -> wire.HoldPrefix:

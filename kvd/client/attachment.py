@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from kvd import __version__
-from kvd.errors import Code, KvdError, Refusal
+from kvd.errors import Code, KvdError, Number, Refusal
 from kvd.wire.attach import (
     PROTOCOL,
     Attach,
@@ -32,7 +32,7 @@ from kvd.wire.attach import (
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS, SPEAKERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvd.wire.memory import ComponentMemory, DeviceMemory, PoolMemory
 
@@ -62,6 +62,19 @@ class Attachment:
         self._sock = sock
         self._news = select.poll()
         self._news.register(sock, select.POLLIN)
+
+    def require(self, expects: Mapping[str, str | int] | None) -> None:
+        """Leave where a pool is not what this engine says that it needs.
+
+        Raises:
+            KvdError: ``layout-mismatch`` with what the pool has and what was expected,
+                ``bad-request`` for a key that is not one of ``EXPECTED``.
+        """
+        try:
+            _require(self.attached, expects or {})
+        except KvdError:
+            self.close()
+            raise
 
     def fileno(self) -> int:
         """Readable when the daemon hung up."""
@@ -151,6 +164,43 @@ class Attachment:
         for fd in self._fds:
             os.close(fd)
         self._fds = []
+
+
+EXPECTED: Final[Mapping[str, Callable[[PoolMemory], str | int]]] = {
+    "family": lambda pool: pool.family,
+    "order": lambda pool: pool.order,
+    "interior": lambda pool: pool.interior,
+    "tag": lambda pool: pool.tag,
+    "page_size": lambda pool: pool.components[0].page_size,
+}
+"""Keys of [pool] that an engine may expect a value of: what its own copies depend on."""
+
+
+def _require(attached: Attached, expects: Mapping[str, str | int]) -> None:
+    unknown = [key for key in expects if key not in EXPECTED]
+    if unknown:
+        known = ", ".join(EXPECTED)
+        raise _failure(
+            Code.BAD_REQUEST, f"expects has {unknown[0]!r}; an engine may expect {known}"
+        )
+    for pool in attached.pools:
+        found = {key: EXPECTED[key](pool) for key in expects}
+        wrong = [key for key, wanted in expects.items() if found[key] != wanted]
+        if not wrong:
+            continue
+        words = "; ".join(
+            f"pool.{key} is {found[key]!r} there, this engine expects {expects[key]!r}"
+            for key in wrong
+        )
+        numbers: dict[str, Number] = {}
+        for key in wrong:
+            numbers |= {key: found[key], f"expected_{key}": expects[key]}
+        why = (
+            f"pool {pool.name} of {attached.node} is not what this engine writes and reads: "
+            f"{words}; configure [pool] of {attached.node} for this engine, or start the engine "
+            "that this pool is for"
+        )
+        raise KvdError(Refusal(Code.LAYOUT_MISMATCH, why, side="client", numbers=numbers))
 
 
 def dial(path: str, *, wait_s: float = 0.0) -> socket.socket | None:

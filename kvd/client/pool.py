@@ -45,6 +45,16 @@ class Pool:
         return self.memory.components[0].page_size
 
     @property
+    def interior(self) -> str:
+        """How a page lies in each layer, as ``pool.interior`` says: it is the shape of views."""
+        return self.memory.interior
+
+    @property
+    def tag(self) -> str:
+        """Who packs the pages, as ``pool.tag`` says; empty where it says nothing."""
+        return self.memory.tag
+
+    @property
     def shards(self) -> tuple[ShardPlace, ...]:
         """What of the model each shard of this pool has; empty where one has all of it.
 
@@ -89,8 +99,10 @@ class Pool:
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The tensors of one layer of the first component: ``(k, v)``, or ``(latent,)``.
 
-        K and V have the shape (pages, page_size, kv_heads, head_dim), a latent has (pages,
-        page_size, 1, latent_dim + rope_dim). They share their bytes with the daemon and with every
+        K and V have the shape (pages, page_size, kv_heads, head_dim); where ``interior`` is
+        ``hnd``, (pages, kv_heads, page_size, head_dim). A latent has (pages, page_size, 1,
+        latent_dim + rope_dim). Of an ``opaque`` page and of family raw there is one tensor of
+        bytes, (pages, bytes of the layer). They share their bytes with the daemon and with every
         other process of this pool. Of a pool in shards they are those of shard 0.
 
         Raises:
@@ -115,7 +127,7 @@ class Pool:
         return tuple(self.tensors(component, layer=layer, shard=shard).values())
 
     def tensors(self, component: str, *, layer: int, shard: int = 0) -> dict[str, torch.Tensor]:
-        """As ``view``, by name: ``k`` and ``v``, ``latent``, or the names of a state's tensors.
+        """As ``view``, by name: ``k`` and ``v``, ``latent``, ``raw``, or those of a state.
 
         Raises:
             KvdError: as ``view``; ``not-supported`` where torch is not installed.

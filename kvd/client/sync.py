@@ -17,7 +17,7 @@ from kvd.client.returning import RETURN_WITHIN_S
 from kvd.wire.attach import Attach
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Generator, Sequence
+    from collections.abc import Coroutine, Generator, Mapping, Sequence
     from types import TracebackType
 
     import numpy as np
@@ -360,7 +360,11 @@ class SyncNode:
 
 
 def connect_sync(
-    endpoint: str | None = None, *, name: str, return_within_s: float = RETURN_WITHIN_S
+    endpoint: str | None = None,
+    *,
+    name: str,
+    return_within_s: float = RETURN_WITHIN_S,
+    expects: Mapping[str, str | int] | None = None,
 ) -> SyncNode:
     """Open a session with the daemon of this node; ``connect``, blocking.
 
@@ -368,12 +372,14 @@ def connect_sync(
         endpoint: ``ipc:///...``; left out: KVD_SOCKETS__CLIENT, else where a daemon would listen.
         name: what leases, events and tables call this engine, for example ``prefill-0``.
         return_within_s: as for ``connect``.
+        expects: as for ``connect``.
 
     Raises:
-        KvdError: ``unreachable`` with what to do, or the daemon's refusal.
+        KvdError: as for ``connect``.
     """
     address = client_endpoint(endpoint)
     attachment = attach(address, Attach(name))
+    attachment.require(expects)
     connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
     channel = BlockingChannel(address, attachment, connection, name)
     return SyncNode(Node(attachment, connection, channel, return_within_s=return_within_s))

@@ -20,6 +20,7 @@ from kvd.errors import KvdError
 from kvd.wire.attach import Join
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
     from kvd.client.attachment import Attachment
@@ -116,16 +117,22 @@ class Worker:
             os.eventfd_read(self._bell)
 
 
-def join(endpoint: str | None = None, *, token: bytes) -> Worker:
+def join(
+    endpoint: str | None = None, *, token: bytes, expects: Mapping[str, str | int] | None = None
+) -> Worker:
     """Map the pools in one more process of a session, for example a tensor-parallel worker.
 
     Args:
         endpoint: as for ``connect``.
         token: ``node.token`` of the process that connected; whoever knows it is of the session.
+        expects: as for ``connect``.
 
     Raises:
-        KvdError: ``unreachable``, also while that process is not back after a restart; or
-            ``unknown-session`` when that session has ended.
+        KvdError: ``unreachable``, also while that process is not back after a restart;
+            ``unknown-session`` when that session has ended; or ``layout-mismatch`` where the pool
+            is not as ``expects`` says.
     """
     address = client_endpoint(endpoint)
-    return Worker(blocking.attach(address, Join(token)), attach_path(address))
+    attachment = blocking.attach(address, Join(token))
+    attachment.require(expects)
+    return Worker(attachment, attach_path(address))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.config.origin import ValueSource
-from kvd.core.layout.spec import PageOrder, PoolSpec
+from kvd.core.layout.spec import Interior, PageOrder, PoolSpec, Raw, State
 from kvd.families import FAMILIES, POOLS, PoolSection
 from kvd.families.budget import page_counts, saved_counts
-from kvd.families.family import GROUPS, HEADS, KeyGroup, among
+from kvd.families.family import ELEMENTS, GROUPS, HEADS, KeyGroup, among
 from kvd.families.prefill_only import PREFILL_ONLY
 from kvd.families.sharding import held
 
@@ -27,7 +27,18 @@ def family_of(pool: PoolSection) -> PoolFamily[PoolSection]:
 
 def components(pool: PoolSection) -> tuple[Component, ...]:
     """What its family keeps, the first of them ``kv``; the keys that it needs must be there."""
-    return family_of(pool).components(pool)
+    return _laid_out(pool, family_of(pool).components(pool))
+
+
+def _laid_out(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[Component, ...]:
+    """The interior is the pool's: its families make components without it."""
+    interior = Interior(pool.interior)
+    return tuple(
+        one
+        if isinstance(one.layout, Raw | State)
+        else msgspec.structs.replace(one, interior=interior)
+        for one in parts
+    )
 
 
 def counts_of(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[int, ...]:
@@ -40,7 +51,7 @@ def pool_spec(config: Config) -> PoolSpec:
     pool = config.pool
     is_counted = config.cache.mode == PREFILL_ONLY
     family = FAMILIES[PREFILL_ONLY] if is_counted else family_of(pool)
-    parts = family.components(pool)
+    parts = _laid_out(pool, family.components(pool))
     counts = page_counts(parts, family.divide(pool, parts))
     return PoolSpec(
         name=pool.name,
@@ -50,6 +61,7 @@ def pool_spec(config: Config) -> PoolSpec:
         pages=counts,
         saved_pages=() if is_counted else saved_counts(pool, parts, counts),
         held=None if is_counted else held(pool),
+        tag=pool.tag,
     )
 
 
@@ -107,7 +119,7 @@ def reason_out_of_place(config: Config, name: str) -> str | None:
     families, why = BELONGS.get(name, (frozenset({pool.family}), ""))
     if pool.family not in families:
         return why
-    is_layout = name in {*HEADS.keys, "latent_dim", "rope_dim", "dtype"}
+    is_layout = name in {*HEADS.keys, "latent_dim", "rope_dim", *ELEMENTS.keys}
     if pool.counts_tokens and (is_layout or name in {"page_size", "scale_dtype"}):
         return "with pool.layers = 0 no layer has KV: a page is one token and takes no byte"
     if name in HEADS.keys and pool.keeps_latents:

@@ -35,7 +35,6 @@ from kvd.families.sharding import (
     SHARD_KEYS,
     held,
     layers_here,
-    model_heads,
     ranks_here,
     shard_count,
 )
@@ -81,7 +80,7 @@ def _pool(*names: str) -> tuple[str, ...]:
 _FAMILY = _pool("family", "layers", *BELONGS)
 _POOL = (
     *_FAMILY,
-    *_pool("dtype", "page_size", "pages", "size", "typical_tokens", *SHARD_KEYS),
+    *_pool("page_size", "pages", "size", "typical_tokens", *SHARD_KEYS),
 )
 
 _INDEX_EXAMPLE = {
@@ -107,7 +106,7 @@ def _needed(config: Config) -> Iterator[Breach]:
 @over(*_pool("family", "layers"))
 def _out_of_place(config: Config) -> Iterator[Breach]:
     """A key that this family does not have was meant for another one."""
-    for name in (*BELONGS, "dtype", "page_size"):
+    for name in (*BELONGS, "page_size"):
         key = f"pool.{name}"
         why = reason_out_of_place(config, name)
         if why is None or not is_given(config, key):
@@ -134,6 +133,14 @@ def _flaws(config: Config) -> Iterator[Breach]:
             yield Breach("pool.index_page_size", rule, "leave it out, or choose a divisor")
     if own is not None:
         yield from own(pool)
+
+
+@over(*_pool("family", "latent_dim", "interior"))
+def _interior(config: Config) -> Iterator[Breach]:
+    """Of one head both orders are the same bytes, and would still be told apart."""
+    if config.pool.keeps_latents and config.pool.interior == "hnd":
+        rule = "is refused for latents, which have no heads that could come before their tokens"
+        yield Breach("pool.interior", rule, 'leave it out, or set "opaque"')
 
 
 @over(*_pool("family", "layers"))
@@ -273,7 +280,7 @@ _WHOLE = "or hold the whole model in one shard"
 @over(*_pool("tp_size", "heads", "family", "latent_dim"))
 def _heads(config: Config) -> Iterator[Breach]:
     """Every rank has equally many heads, or every head equally many ranks."""
-    heads, size = model_heads(config.pool), config.pool.tp_size
+    heads, size = config.pool.model_heads, config.pool.tp_size
     if heads % size and size % heads:
         fitting = [n for n in range(1, 2 * max(heads, size)) if not (heads % n and n % heads)]
         near = min(fitting, key=lambda n: (abs(n - size), n))
@@ -322,8 +329,8 @@ def _sharded(config: Config) -> Iterator[Breach]:
         rule = f"is refused with pool.family = {pool.family}: {why}; only {can} are cut into shards"
         yield Breach(key, rule, f"remove it, {_WHOLE}")
     why = "it makes a component beside kv, and only pools of one component are cut into shards"
-    for name in _beside(config):
-        yield Breach(name, f"{head}: {why}", f"remove it, {_WHOLE}")
+    for name, entry in _beside(config):
+        yield Breach(name, f"{head}: {why}", f"remove it, {_WHOLE}", entry=entry)
     if config.cache.mode == PREFILL_ONLY:
         rule = f'is refused with cache.mode = "{PREFILL_ONLY}": there is no KV that could be cut'
         yield Breach(key, rule, "remove it: tokens are counted once for all ranks")
@@ -335,10 +342,16 @@ def _sharded(config: Config) -> Iterator[Breach]:
         yield Breach("pool.backing", f"{head}: {why}", f'set "anon", {_WHOLE}')
 
 
-def _beside(config: Config) -> list[str]:
-    """The keys that make a component beside kv, of those that are set."""
-    keys = _pool("index_dim", "scale_dtype")
-    return [key for key in keys if value_of(config, KEYS[key]) is not None]
+def _beside(config: Config) -> list[tuple[str, str | None]]:
+    """The keys that make a component beside kv, of those that are set; of a table each entry."""
+    found: list[tuple[str, str | None]] = []
+    for key in _pool("index_dim", "scale_dtype", "components"):
+        value = value_of(config, KEYS[key])
+        if isinstance(value, dict):
+            found += [(key, entry) for entry in value]
+        elif value is not None:
+            found.append((key, None))
+    return found
 
 
 # ---- no KV at all --------------------------------------------------------------------------------
@@ -380,9 +393,9 @@ def _kept(config: Config) -> Iterator[Breach]:
     if why := family_of(pool).unkept:
         can = " or ".join(name for name, row in POOLS.items() if not row.unkept)
         yield Breach("pool.family", f"{head}: {why}; {_ONLY}", f"write {can}, {_ANON}")
-    for name in _beside(config):
+    for name, entry in _beside(config):
         why = "it makes a component beside kv, of which no checksums are kept"
-        yield Breach(name, f"{head}: {why}; {_ONLY}", f"remove it, {_ANON}")
+        yield Breach(name, f"{head}: {why}; {_ONLY}", f"remove it, {_ANON}", entry=entry)
     if why := _MODES.get(config.cache.mode, ""):
         rule = f"is refused with cache.mode = {config.cache.mode}: {why}"
         yield Breach("pool.backing", rule, 'set "anon", or set cache.mode = "radix"')

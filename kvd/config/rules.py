@@ -15,6 +15,7 @@ from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
 from kvd.config.host import has_group
 from kvd.config.pool_rules import RULES, over
 from kvd.core.handoff.message_sizes import MESSAGE_BYTES
+from kvd.core.layout.spec import MAX_TAG_CHARS
 from kvd.curve import KeyFlaw, is_key, read_pair
 from kvd.families import FAMILIES, POOLS, Breach
 from kvd.families.budget import size_bytes
@@ -37,7 +38,7 @@ FRAME_OVERHEAD_BYTES = 65536
 FOUR_BIT = ("float4_e2m1fn_x2", "fp4", "fp4_e2m1", "nvfp4", "mxfp4", "mxfp8", "int4", "uint4")
 _PACKED = (
     "two elements to a byte, or scales among the elements, have no shape that a pool can be seen "
-    "in: no family holds them, and prefill-only has nowhere to write them"
+    "in: only family raw holds them, as bytes, and prefill-only has nowhere to write them"
 )
 
 NOT_BUILT = {
@@ -128,6 +129,10 @@ _TEXTS: dict[str, TextRule] = {
     ),
     "peers.keys": text_rule(is_key, "write the public key that kvd keygen printed on that node"),
     "pool.name": _NAME,
+    "pool.tag": text_rule(
+        lambda text: len(text) <= MAX_TAG_CHARS and (text.isprintable() or not text),
+        "name engine, version and packing, and nothing else",
+    ),
     "pool.device": text_rule(
         _matches(r"cpu|cuda:(0|[1-9][0-9]{0,2})"), "write cpu, or for example cuda:0"
     ),

@@ -32,7 +32,7 @@ __all__ = [
     "Value",
 ]
 
-NAMES = ("mha", "mla", "swa", "hisparse", "recurrent", "prefill_only")
+NAMES = ("mha", "mla", "swa", "hisparse", "recurrent", "raw", "prefill_only")
 """Modules of this package with a ``FAMILY``, in the order in which families are shown."""
 
 # By name and not by import statement, so that a family is one word here.

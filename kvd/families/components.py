@@ -26,7 +26,7 @@ def kv(pool: PoolSection, tier: Tier | None = None) -> Component:
         layout = Mha(
             heads=pool.heads,
             k_dim=pool.head_dim,
-            v_dim=pool.v_dim or pool.head_dim,
+            v_dim=v_dim(pool),
             dtype=pool.dtype,
         )
     whole = Component(
@@ -38,6 +38,11 @@ def kv(pool: PoolSection, tier: Tier | None = None) -> Component:
     )
     here = held(pool)
     return whole if here is None else shard_of(whole, here.shards[0])
+
+
+def v_dim(pool: PoolSection) -> int:
+    """Elements of one V head; 0 where K has them too."""
+    return pool.head_dim if pool.v_dim is None else pool.v_dim
 
 
 def companions(pool: PoolSection, first: Component) -> tuple[Component, ...]:

@@ -66,11 +66,15 @@ class KeyGroup(msgspec.Struct, frozen=True):
 
 HEADS = KeyGroup(
     keys=("heads", "head_dim", "v_dim"),
-    why="K and V per head are what {having} keep; {others} latents",
+    why="K and V per head are what {having} keep; {others} none",
 )
 LATENT = KeyGroup(
     keys=("latent_dim", "rope_dim"),
-    why="{needing} latents, and {may} may; the others keep K and V per head",
+    why="{needing} latents, and {may} may; the others keep none",
+)
+ELEMENTS = KeyGroup(
+    keys=("dtype", "interior"),
+    why="{having} say what the elements of a page are and how they lie; {others} opaque bytes",
 )
 SCALE = KeyGroup(
     keys=("scale_dtype",),
@@ -81,7 +85,7 @@ INDEX = KeyGroup(
     keys=("index_dim", "index_heads", "index_dtype", "index_page_size"),
     why="{having} may have an index; the other families have no sparse attention",
 )
-GROUPS = (HEADS, LATENT, SCALE, INDEX)
+GROUPS = (HEADS, LATENT, ELEMENTS, SCALE, INDEX)
 
 
 class PlanRequest(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from kvd.core.layout.page_sizes import buffer_flaw
 from kvd.core.layout.spec import Buffer, Component, Device, Host, page_bytes
 from kvd.families.budget import block_bytes, pages_of_request, pool_bytes, size_bytes
 from kvd.families.components import companions, kv
-from kvd.families.family import HEADS, INDEX, LATENT, Breach, PoolFamily, RefusedKey
+from kvd.families.family import ELEMENTS, HEADS, INDEX, LATENT, Breach, PoolFamily, RefusedKey
 from kvd.families.keys import PageCount, PoolSection, Tokens, example, rule
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ FAMILY = PoolFamily(
     section=HostPool,
     components=_components,
     divide=_divide,
-    groups=(HEADS, LATENT, INDEX),
+    groups=(ELEMENTS, HEADS, LATENT, INDEX),
     alone="KV in host memory and a buffer of it on the device",
     needs={
         "buffer_tokens": "what the device holds of one request, like 4096: without it there is "

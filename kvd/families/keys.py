@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvd.core.layout.page_sizes import LEAST_PAGE_TOKENS, MOST_PAGE_TOKENS
+from kvd.core.layout.spec import MAX_TAG_CHARS
 
 MAX_PAGES = 2**31 - 1
 """Page ids travel as int32."""
@@ -37,6 +38,7 @@ Tokens = Annotated[int, Meta(ge=1, le=2**28)]
 PageTokens = Annotated[int, Meta(ge=LEAST_PAGE_TOKENS, le=MOST_PAGE_TOKENS)]
 PageCount = Annotated[int, Meta(ge=2, le=MAX_PAGES)]
 
+TAG_RULE = f"at most {MAX_TAG_CHARS} printable characters"
 NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', beginning with no sign"
 SIZE_RULE = "a whole number and a unit: KiB, MiB, GiB or TiB"
 
@@ -72,14 +74,24 @@ class PoolSection(msgspec.Struct, frozen=True):
     """KV heads per layer of the model."""
     head_dim: Elements = 64
     """Elements of one K head (and of V, unless v_dim)."""
-    v_dim: Annotated[Elements | None, example(128)] = None
-    """Elements of one V head. Left out: head_dim."""
+    v_dim: Annotated[Annotated[int, Meta(ge=0, le=65536)] | None, example(128)] = None
+    """Elements of one V head. Left out: head_dim. 0 is for engines that keep K and V of a head
+    together: head_dim then counts both, and each layer is one tensor."""
     latent_dim: Annotated[Elements | None, example(512)] = None
     """Elements of one latent, without its rotary part: mla, and hisparse of such a model."""
     rope_dim: Annotated[Annotated[int, Meta(ge=0, le=65536)] | None, example(64)] = None
     """Elements of the rotary part beside each latent. Left out: 0."""
     dtype: DType = "bfloat16"
     """Element type, by its torch name."""
+    interior: Literal["nhd", "hnd", "opaque"] = "nhd"
+    """How a page lies in each layer: nhd is (pages, page_size, heads, head_dim), hnd is (pages,
+    heads, page_size, head_dim), opaque is whatever the engine writes, seen as bytes. Where shards
+    differ, nhd and hnd are cut by heads and layers, opaque pages are refused. Equal on both sides
+    of a handoff. Latents have no heads: nhd, or opaque."""
+    tag: Annotated[str, rule(TAG_RULE), example("engine 1.2 bfloat16 avx512")] = ""
+    """Who packs the pages, in words of your own: engine and version, packing of elements, build of
+    the kernels. Pools of unlike tags exchange nothing, and an engine may ask for the one that it
+    expects. Empty: none."""
     scale_dtype: Annotated[DType | None, example("float32")] = None
     """Element type of the scales of quantised KV: one of each head for K and for V (mla: one) of
     every token and layer, in a component of its own. Left out: none."""
@@ -147,6 +159,11 @@ class PoolSection(msgspec.Struct, frozen=True):
     def keeps_latents(self) -> bool:
         """Whether its pages hold one latent per token rather than K and V per head."""
         return self.latent_dim is not None
+
+    @property
+    def model_heads(self) -> int:
+        """What ranks divide among them of each layer: heads; a latent is one, which all have."""
+        return 1 if self.keeps_latents else self.heads
 
     @property
     def counts_tokens(self) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvd.families.budget import one_budget
 from kvd.families.components import companions, kv
-from kvd.families.family import HEADS, INDEX, SCALE, PoolFamily
+from kvd.families.family import ELEMENTS, HEADS, INDEX, SCALE, PoolFamily
 from kvd.families.keys import PoolSection
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ FAMILY = PoolFamily(
     section=PoolSection,
     components=components,
     divide=one_budget,
-    groups=(HEADS, SCALE, INDEX),
+    groups=(ELEMENTS, HEADS, SCALE, INDEX),
     unsuited=_unsuited,
     plan_keys=plan_keys,
     plan_note=full_note,

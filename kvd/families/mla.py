@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from kvd.families.budget import one_budget
-from kvd.families.family import INDEX, LATENT, SCALE, PoolFamily
+from kvd.families.family import ELEMENTS, INDEX, LATENT, SCALE, PoolFamily
 from kvd.families.keys import PoolSection
 from kvd.families.mha import components, full_note, plan_keys
 
@@ -36,7 +36,7 @@ FAMILY = PoolFamily(
     section=LatentPool,
     components=components,
     divide=one_budget,
-    groups=(LATENT, SCALE, INDEX),
+    groups=(ELEMENTS, LATENT, SCALE, INDEX),
     needs={"latent_dim": "the model's kv_lora_rank, like 512"},
     uncounted="attention over latents expands them from the pool, so they must be written",
     unsuited=_unsuited,

@@ -24,7 +24,7 @@ from kvd.core.layout.spec import (
     page_bytes,
 )
 from kvd.families.budget import pool_bytes, size_bytes, two_budgets
-from kvd.families.family import HEADS, LATENT, SCALE, Breach, PoolFamily, text_rule
+from kvd.families.family import ELEMENTS, HEADS, LATENT, SCALE, Breach, PoolFamily, text_rule
 from kvd.families.keys import MAX_PAGES, Layers, PageCount, PoolSection, example, rule
 from kvd.families.mha import components
 
@@ -136,7 +136,7 @@ FAMILY = PoolFamily(
     section=StatePool,
     components=lambda pool: (*components(pool), _state(pool)),
     divide=_divide,
-    groups=(HEADS, LATENT, SCALE),
+    groups=(ELEMENTS, HEADS, LATENT, SCALE),
     alone="states",
     needs={
         "state_layers": "how many of its layers have a state",

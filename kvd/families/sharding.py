@@ -51,14 +51,9 @@ def layers_here(pool: PoolSection) -> tuple[int, int]:
     return (pool.stage and layers_of(pool.stage)) or (0, pool.layers)
 
 
-def model_heads(pool: PoolSection) -> int:
-    """Heads that are divided among ranks; a latent is one, which every rank has."""
-    return 1 if pool.keeps_latents else pool.heads
-
-
 def held(pool: PoolSection) -> HeldShards | None:
     """What this node holds; None where that is all of the model in one shard, or no sense."""
-    heads, ranks, layers = model_heads(pool), ranks_here(pool), layers_here(pool)
+    heads, ranks, layers = pool.model_heads, ranks_here(pool), layers_here(pool)
     is_even = not (heads % pool.tp_size and pool.tp_size % heads)
     is_there = ranks[1] <= pool.tp_size and layers[1] <= pool.layers
     if not is_even or not is_there or shard_count(pool) > MAX_SHARDS:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 from kvd.core.layout.page_sizes import window_flaw
 from kvd.core.layout.spec import Component, Device, Mha, Tail
 from kvd.families.budget import two_budgets
-from kvd.families.components import kv
-from kvd.families.family import HEADS, Breach, PoolFamily
+from kvd.families.components import kv, v_dim
+from kvd.families.family import ELEMENTS, HEADS, Breach, PoolFamily
 from kvd.families.keys import Elements, Heads, Layers, PageCount, PoolSection, Tokens, example
 
 if TYPE_CHECKING:
@@ -43,6 +43,14 @@ class WindowPool(PoolSection, frozen=True):
     each page of a prompt takes one."""
 
 
+def _v_dim(pool: WindowPool) -> int:
+    if pool.window_v_dim is not None:
+        return pool.window_v_dim
+    # Where K and V are one in the other layers, they are in these.
+    own = pool.window_head_dim if pool.v_dim != 0 else None
+    return own or v_dim(pool)
+
+
 def _components(pool: WindowPool) -> tuple[Component, ...]:
     windows = Component(
         name="swa",
@@ -50,7 +58,7 @@ def _components(pool: WindowPool) -> tuple[Component, ...]:
         layout=Mha(
             heads=pool.window_heads or pool.heads,
             k_dim=pool.window_head_dim or pool.head_dim,
-            v_dim=pool.window_v_dim or pool.window_head_dim or pool.v_dim or pool.head_dim,
+            v_dim=_v_dim(pool),
             dtype=pool.dtype,
         ),
         page_size=pool.page_size,
@@ -98,7 +106,7 @@ FAMILY = PoolFamily(
     section=WindowPool,
     components=_components,
     divide=lambda pool, parts: two_budgets(pool, parts, pool.window_pages),
-    groups=(HEADS,),
+    groups=(ELEMENTS, HEADS),
     alone="sliding layers",
     needs={
         "window_tokens": "the model's sliding_window, like 1024",

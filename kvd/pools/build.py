@@ -115,6 +115,8 @@ def pool_memory(spec: PoolSpec) -> PoolMemory:
             _component_memory(component, pages, spec)
             for component, pages in zip(spec.components, spec.pages, strict=True)
         ),
+        interior=spec.components[0].interior.value,
+        tag=spec.tag,
     )
 
 

@@ -55,10 +55,11 @@ class RegionNote(msgspec.Struct, frozen=True):
     """A registered region: ``address`` is where its process mapped byte 0 of the rows.
 
     ``strips`` are the bytes of each tensor in one page, as they follow each other through the rows;
-    empty: each row is one. ``page_tokens`` are the slots along the first axis of every strip, which
-    is what a page can be cut by; 0: it cannot be cut. ``layers`` and ``heads`` are what windows of
-    a page are counted in: the strips of a layer follow each other (K, then V), all layers are alike
-    and evenly spaced, and each slot of a strip is ``heads`` equal parts; 0: a page has no windows.
+    empty: each row is one. ``page_tokens`` are the slots of every strip, which is what a page can
+    be cut by; 1: those of a head lie together; 0: it cannot be cut. ``layers`` and ``heads`` are
+    what windows of a page are counted in: the strips of a layer follow each other (K, then V), all
+    layers are alike and evenly spaced, and each slot of a strip is ``heads`` equal parts; 0: a page
+    has no windows.
     """
 
     name: str

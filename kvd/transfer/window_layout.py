@@ -2,7 +2,8 @@
 
 A window is some layers and some heads of a page. Its bytes have one order wherever they lie: layer
 by layer, in each of them tensor by tensor (K, then V), slot by slot, head by head. Where all heads
-are in it, a tensor is one stretch of memory; otherwise each slot of a tensor is one::
+are in it, a tensor is one stretch of memory; otherwise each slot of a tensor is one. Of pages whose
+heads have their tokens together a tensor is a single slot, so its heads are one stretch too::
 
     a page of 2 layers      [L0 K: s0 h0h1 | s1 h0h1][L0 V: ...][L1 K: ...][L1 V: ...]
     window of layer 1       [L1 K][L1 V]                      neighbours here: one stretch

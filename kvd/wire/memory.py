@@ -8,8 +8,8 @@ import msgspec
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of one layer as a strided view ``(pages, *page_shape)`` of a component's bytes.
 
-    ``part`` is ``k``, ``v``, ``latent``, ``raw`` or the name of a tensor of a state; inside a page
-    the elements are contiguous.
+    ``part`` is ``k``, ``v``, ``latent``, ``raw`` (bytes that are not told apart) or the name of a
+    tensor of a state; inside a page the elements are contiguous.
     """
 
     layer: int
@@ -71,6 +71,8 @@ class PoolMemory(msgspec.Struct, frozen=True):
 
     Descriptors are passed in the order of ``components``, and of those alone that have bytes in
     host memory: for each shard of a component one, shard 0 first, before those of the next one.
+    ``interior`` is ``nhd``, ``hnd`` or ``opaque``, as ``tensors`` have it; ``tag`` says who packs
+    the pages.
     """
 
     name: str
@@ -78,3 +80,5 @@ class PoolMemory(msgspec.Struct, frozen=True):
     order: str
     match_page_tokens: int
     components: tuple[ComponentMemory, ...]
+    interior: str = "nhd"
+    tag: str = ""

@@ -83,6 +83,10 @@ class PoolState(msgspec.Struct, frozen=True):
     those of each of them alike, ``page_bytes`` of all of them together."""
     condemned_pages: int = 0
     """Found broken, and nobody's until the daemon is started again; they count in the sum too."""
+    interior: str = "nhd"
+    """How a page lies in each layer: ``nhd``, ``hnd`` or ``opaque``; a state has its own shape."""
+    tag: str = ""
+    """Who packs the pages of the pool, as its configuration says."""
 
 
 class HeldState(msgspec.Struct, frozen=True):

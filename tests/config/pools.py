@@ -18,6 +18,7 @@ POOLS: dict[str, list[str]] = {
         "pool.state.conv=bfloat16[8,3]",
         "pool.state.ssm=float32[4,2,8]",
     ],
+    "raw": ["pool.family=raw", "pool.page_bytes=4096"],
 }
 
 PREFILL_ONLY = ["cache.mode=prefill-only", "engine.workload=embedding", "engine.attention=varlen"]

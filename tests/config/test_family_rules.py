@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvd.config import load
-from kvd.config.keys import KEYS
+from kvd.config.keys import KEYS, KeyKind
 from kvd.config.pool import BELONGS
 from kvd.families import POOLS as FAMILIES
 from kvd.families.family import HEADS, among
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 WITH_HEADS = among([name for name, row in FAMILIES.items() if HEADS in row.groups])
 """``mha, swa, hisparse and recurrent`` as long as there are no others."""
-WITHOUT_HEADS = "mla keeps latents" if len(FAMILIES) == 5 else BELONGS["heads"][1].split("; ")[1]
+WITHOUT_HEADS = (
+    "mla and raw keep none" if len(FAMILIES) == 6 else BELONGS["heads"][1].split("; ")[1]
+)
 MODE = 'is refused with cache.mode = "prefill-only"'
 
 
@@ -37,6 +39,8 @@ def test_the_least_of_each_family_is_valid(family: str) -> None:
         [*POOLS["hisparse"], "engine.chunk_tokens=512", "engine.context_parallel=4"],
         [*POOLS["recurrent"], "pool.latent_dim=8", "pool.scale_dtype=float32"],
         [*POOLS["recurrent"], "pool.layers=0", "pool.page_size=1"],
+        [*POOLS["raw"], "pool.components.scale=64", "pool.components.index=1024"],
+        [*POOLS["raw"], "pool.tp_size=4", "pool.tp_ranks=2-3", "pool.stage=0:2"],
     ],
 )
 def test_what_works_together_is_valid(sets: list[str]) -> None:
@@ -53,10 +57,11 @@ def test_what_works_together_is_valid(sets: list[str]) -> None:
     ],
 )
 def test_a_key_of_another_family_is_refused_with_the_reason(family: str, name: str) -> None:
-    example = KEYS[f"pool.{name}"].example or 2
-    given = f"pool.{name}={example}"
-    if name == "state":
-        given = "pool.state.ssm=float32[2]"
+    known = KEYS[f"pool.{name}"]
+    given = f"pool.{name}={known.example or (known.choices or (2,))[-1]}"
+    if is_table := known.kind is KeyKind.TABLE:
+        entry, value = next(iter(known.example.items()))
+        given = f"pool.{name}.{entry}={value}"
     key = given.partition("=")[0]
 
     found = [one for one in findings(*POOLS[family], given) if "says nothing" in one[1]]
@@ -65,9 +70,7 @@ def test_a_key_of_another_family_is_refused_with_the_reason(family: str, name: s
         (
             key,
             f"says nothing in family {family}: {BELONGS[name][1]}",
-            "remove the table, or set pool.family"
-            if name == "state"
-            else "remove it, or set pool.family",
+            "remove the table, or set pool.family" if is_table else "remove it, or set pool.family",
         )
     ]
 

@@ -11,7 +11,7 @@ ANON = 'or set pool.backing = "anon"'
 
 
 @pytest.mark.parametrize("backing", KEPT)
-@pytest.mark.parametrize("family", ["mha", "mla"])
+@pytest.mark.parametrize("family", ["mha", "mla", "raw"])
 def test_a_pool_with_one_whole_component_may_outlive_its_daemon(backing: str, family: str) -> None:
     config = config_of(f"pool.backing={backing}", *POOLS[family])
 
@@ -37,15 +37,18 @@ def test_other_families_are_refused_with_the_reason(backing: str, family: str, w
             "pool.family",
             f"is refused with pool.backing = {backing}: {why}; only pools with one whole component "
             "can be adopted",
-            f"write mha or mla, {ANON}",
+            f"write mha or mla or raw, {ANON}",
         )
     ]
 
 
-@pytest.mark.parametrize("text", ["pool.index_dim=128", "pool.scale_dtype=float32"])
+@pytest.mark.parametrize(
+    "text", ["pool.index_dim=128", "pool.scale_dtype=float32", "pool.components.scale=64"]
+)
 def test_a_component_beside_kv_is_refused(text: str) -> None:
     key = text.partition("=")[0]
-    assert findings("pool.backing=shm", text) == [
+    family = "raw" if "components" in key else "mha"
+    assert findings("pool.backing=shm", *POOLS[family], text) == [
         (
             key,
             "is refused with pool.backing = shm: it makes a component beside kv, of which no "

@@ -189,9 +189,9 @@ def test_what_makes_no_shards_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("family", ["swa", "hisparse", "recurrent"])
-def test_only_mha_and_mla_are_sharded(family: str) -> None:
+def test_only_mha_mla_and_raw_are_sharded(family: str) -> None:
     (found,) = findings(*POOLS[family], "pool.replicas=2", "pool.size=8GiB")
 
     assert found[0] == "pool.replicas"
     assert found[1].startswith(f"is refused with pool.family = {family}: ")
-    assert found[1].endswith("; only mha and mla are cut into shards")
+    assert found[1].endswith("; only mha, mla and raw are cut into shards")

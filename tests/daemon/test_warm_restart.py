@@ -161,6 +161,58 @@ def test_a_pool_of_another_shape_is_made_anew(daemon, memory):
     assert "laid out in another way" in daemon.quoted_log()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"pool.interior": "hnd"}, {"pool.interior": "opaque"}, {"pool.tag": "another engine"}],
+    ids=str,
+)
+def test_bytes_that_another_engine_would_read_otherwise_are_not_adopted(daemon, memory, change):
+    """They are as many, and where they were; what they mean is not what it was."""
+    cache(daemon, [prompt(1, 5)])
+    all_summed(daemon, memory, 5)
+    daemon.stop()
+    daemon._settings |= change
+
+    daemon.start()
+    daemon.wait_ready()
+
+    assert hits(daemon, [prompt(1, 5)]) == [0]
+    assert "laid out in another way" in daemon.quoted_log()
+
+
+@pytest.mark.parametrize("order", ["page_first", "layer_first"])
+def test_opaque_bytes_are_there_after_a_restart(tmp_path, memory, order):
+    raw = {"pool.family": "raw", "pool.page_bytes": "96", "pool.tag": "engine 1"}
+    shared = {key: SHAPE[key] for key in SHAPE if "head" not in key}
+    settings = {**shared, **raw, "pool.order": order, "pool.directory": str(memory)}
+    daemon, tokens = Daemon("solo", tmp_path, settings), prompt(1, 5)
+    content = np.random.default_rng(1).integers(0, 256, (2, 5, 96), dtype=np.uint8)
+    daemon.start()
+    try:
+        daemon.wait_ready()
+        with connect(daemon.client, name="writer") as node:
+            lease = node.lease(tokens)
+            for layer in range(2):
+                (part,) = node.pool("main").view("kv", layer=layer)
+                part.numpy()[lease.pages] = content[layer]
+                del part
+            lease.release(())
+        all_summed(daemon, memory, 5)
+
+        again(daemon, "kill")
+
+        with connect(daemon.client, name="reader", expects={"tag": "engine 1"}) as node:
+            lease = node.lease(np.append(tokens, 7))
+            assert lease.prefix_len == 5 * PAGE
+            for layer in range(2):
+                (part,) = node.pool("main").view("kv", layer=layer)
+                assert np.array_equal(part.numpy()[lease.pages[:5]], content[layer])
+                del part
+            lease.release(())
+    finally:
+        daemon.stop()
+
+
 ENGINE = """
 import sys, numpy as np
 from kvd.client import connect_sync

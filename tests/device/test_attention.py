@@ -90,6 +90,18 @@ def test_decode_for_every_kind_of_heads(dtype: str, heads: str, new: int) -> Non
     close(*decoded(pool, pages, pool.rule(), new), dtype)
 
 
+@pytest.mark.parametrize("heads", ["mha", "gqa", "other-v"])
+def test_pages_that_lie_head_by_head_are_read_turned(heads: str) -> None:
+    """As the views of a pool whose interior is hnd are, after ``transpose(1, 2)``."""
+    pool = Pool(HEADS[heads], pages=60, seed=2)
+    by_token = pool.pages([190, 3, 129])
+    k, v = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (by_token.k, by_token.v))
+    by_head = msgspec.structs.replace(by_token, k=k, v=v)
+
+    assert k.stride() != by_token.k.stride()
+    close(*decoded(pool, by_head, pool.rule()), HEADS[heads].dtype)
+
+
 @ORDERS
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 64, 100, 1000])
 @pytest.mark.parametrize("new", [1, 2, 5])

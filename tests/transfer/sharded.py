@@ -11,7 +11,16 @@ import numpy as np
 from kvd.core.effects import Post
 from kvd.core.layout.geometry import Geometry, geometry
 from kvd.core.layout.shards import Shard, tp_shards
-from kvd.core.layout.spec import DTYPE_BYTES, Component, Layout, Mha, Mla, PageOrder, shard_region
+from kvd.core.layout.spec import (
+    DTYPE_BYTES,
+    Component,
+    Interior,
+    Layout,
+    Mha,
+    Mla,
+    PageOrder,
+    shard_region,
+)
 from kvd.transfer.copies import Area
 from tests.transfer.layouts import ids, note
 
@@ -27,6 +36,7 @@ class Model(NamedTuple):
     layers: int
     layout: Layout
     page_tokens: int
+    interior: Interior = Interior.NHD
 
     @property
     def heads(self) -> int:
@@ -40,6 +50,9 @@ class Model(NamedTuple):
 
 MHA = Model(4, Mha(4, 6, 2, "bfloat16"), 4)
 LATENT = Model(4, Mla(5, 2, "uint8"), 4)
+BY_HEAD = MHA._replace(interior=Interior.HND)
+TOGETHER = BY_HEAD._replace(layout=Mha(4, 6, 0, "bfloat16"))
+"""K and V of a head are one: a tensor for each layer."""
 
 
 def memory_of(model: Model, shard: Shard, pages: int, order: PageOrder) -> Geometry:
@@ -48,7 +61,8 @@ def memory_of(model: Model, shard: Shard, pages: int, order: PageOrder) -> Geome
     if isinstance(layout, Mha):
         layout = msgspec.structs.replace(layout, heads=shard.end_head - shard.first_head)
     layers = shard.end_layer - shard.first_layer
-    return geometry(Component("kv", layers, layout, model.page_tokens), pages=pages, order=order)
+    component = Component("kv", layers, layout, model.page_tokens, interior=model.interior)
+    return geometry(component, pages=pages, order=order)
 
 
 class Element(NamedTuple):
@@ -64,20 +78,21 @@ class Element(NamedTuple):
 def elements(memory: NDArray[np.uint8], shape: Geometry, shard: Shard) -> Iterator[Element]:
     """All of a shard's, in the order in which a page's bytes are summed."""
     for place in shape.tensors:
-        tokens, heads, dim = place.page_shape
+        first, second, dim = place.page_shape
         width = dim * DTYPE_BYTES[place.dtype]
-        grid = (shape.pages, tokens, heads, width)
-        steps = (place.page_stride_bytes, heads * width, width, 1)
+        grid = (shape.pages, first, second, width)
+        steps = (place.page_stride_bytes, second * width, width, 1)
         tensor = np.lib.stride_tricks.as_strided(memory[place.offset_bytes :], grid, steps)
-        for token in range(tokens):
-            for head in range(heads):
-                yield Element(
-                    shard.first_layer + place.layer,
-                    place.part,
-                    token,
-                    shard.first_head + head,
-                    tensor[:, token, head],
-                )
+        is_by_head = shape.page_tokens == 1 and first == shape.heads
+        for outer, inner in product(range(first), range(second)):
+            token, head = (inner, outer) if is_by_head else (outer, inner)
+            yield Element(
+                shard.first_layer + place.layer,
+                place.part,
+                token,
+                shard.first_head + head,
+                tensor[:, outer, inner],
+            )
 
 
 def fill(memory: NDArray[np.uint8], shape: Geometry, shard: Shard, seed: int) -> None:
@@ -113,6 +128,13 @@ CASES = {
         for here, there in product((1, 2, 4), repeat=2)
         if (ours := tp(model, here)) and (theirs := tp(model, there))
     },
+    **{
+        f"{name}, {here} to {there}": (model, tp(model, here), tp(model, there))
+        for name, model in (("by head", BY_HEAD), ("by head, K and V together", TOGETHER))
+        for here, there in ((1, 1), (1, 2), (2, 1), (2, 4), (4, 2))
+    },
+    "by head, a stage": (BY_HEAD, STAGES[1:], (MHA.all,)),
+    "by head, ranks of a stage": (BY_HEAD, (Shard(1, 4, 0, 2), Shard(1, 4, 2, 4)), (MHA.all,)),
     "latent, 4 to 2": (LATENT, (LATENT.all,) * 4, (LATENT.all,) * 2),
     "stage 0 of all": (MHA, STAGES[:1], (MHA.all,)),
     "stage 1 of all": (MHA, STAGES[1:], (MHA.all,)),

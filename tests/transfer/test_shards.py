@@ -20,7 +20,7 @@ from kvd.core.layout.spec import Mha, PageOrder, shard_region
 from kvd.wire.peer import Integrity
 from tests.transfer.conftest import Rig
 from tests.transfer.layouts import ids
-from tests.transfer.sharded import LATENT, MHA, Model, elements, fill, memory_of
+from tests.transfer.sharded import BY_HEAD, LATENT, MHA, TOGETHER, Model, elements, fill, memory_of
 from tests.transfer.test_contract import numbers
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ CASES = {
     "a rank of two": (MHA, tp(MHA, 2)[1:], (MHA.all,)),
     "ranks of a stage": (MHA, (Shard(1, 3, 0, 2), Shard(1, 3, 2, 4)), (MHA.all,)),
     "latents": (LATENT, (LATENT.all,) * 4, (LATENT.all,) * 2),
+    "by head, 2 to 1": (BY_HEAD, tp(BY_HEAD, 2), tp(BY_HEAD, 1)),
+    "by head, 2 to 4": (TOGETHER, tp(TOGETHER, 2), tp(TOGETHER, 4)),
     "pages of bands": (DEEP, tp(DEEP, 2), tp(DEEP, 1)),
     "many handles": (WIDE, tp(WIDE, 2), tp(WIDE, 1)),
 }

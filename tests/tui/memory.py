@@ -37,6 +37,7 @@ POOL_COLUMNS = (
     Column("saved_capacity", "pages"),
     Column("window", "text"),
     Column("held_by", "holders"),
+    *(Column(name, "text") for name in ("interior", "tag")),
 )
 TREE_COLUMNS = (
     Column("depth", "depth"),
@@ -108,7 +109,8 @@ class Memory(Feed):
 
     def _pool(self, name, tier, total, holders, saved):
         cells = (name, tier, "ok", total, total // 2, 10, total // 4, 3, total // 8, 5)
-        return TableRow(f"pool:{name}", (*cells, self.evicted, saved, "", holders))
+        inside = ("nhd", "") if name == self.first_name else ("hnd", "engine 1")
+        return TableRow(f"pool:{name}", (*cells, self.evicted, saved, "", holders, *inside))
 
     def _below(self, number, depth, opened):
         holders = (Holder(HOSTILE, 95.0, "lease:7"), Holder("gone", 60.0, "lease:8", "gone"))

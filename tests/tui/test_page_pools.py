@@ -65,6 +65,15 @@ async def test_each_component_has_a_line_with_its_bar_and_figures():
         assert line_with(app, "  swa").split()[1].startswith("HL█c█")
 
 
+async def test_what_lies_inside_a_page_is_told_where_it_does_not_go_without_saying():
+    app, feed = memory("pools")
+    async with app.run_test(size=WIDE) as pilot:
+        await bring(app, feed, pilot)
+        assert not [line for line in lines_of(app) if "nhd" in line]
+        await bring(app, feed, pilot, "c", "c")  # past what is saved of kv
+        assert "host, hnd, engine 1" in line_with(app, "engine 1")
+
+
 async def test_evictions_are_told_by_the_second():
     app, feed = memory("pools")
     async with app.run_test(size=NARROW) as pilot:

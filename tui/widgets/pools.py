@@ -68,8 +68,10 @@ COMPUTED = ("used", "evicted")
 
 SAVED = ".saved"
 """After the name of a component: the area for what is saved of retracted leases."""
-WORDS = ("tier", "extent", "companions", "window", "buffer")
+WORDS = ("tier", "extent", "interior", "companions", "window", "buffer", "tag")
 """Of the chosen component, in words."""
+USUAL = "nhd"
+"""How pages lie inside, unless somebody says otherwise: it goes without saying."""
 
 
 class PoolTable(Canvas):
@@ -240,7 +242,7 @@ class PoolTable(Canvas):
         told = [str(data.cell(key, name) or "") for name in WORDS]
         state = str(data.cell(key, "state") or "")
         made = [Styled("  "), cleaned(f"{state}, ", "bad")] if " " in state else [Styled("  ")]
-        made.append(cleaned(", ".join(one for one in told if one), "dim"))
+        made.append(cleaned(", ".join(one for one in told if one and one != USUAL), "dim"))
         at = data.index("held_by")
         if at >= 0 and data.rows[key].cells[at]:
             holders = cells.show(data.rows[key].cells[at], "holders", self._now_s, 120)

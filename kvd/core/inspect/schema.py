@@ -635,6 +635,8 @@ POOL: StateTable[PoolRow, PoolState] = StateTable(
     ),
     StateField("page_size", "tokens", "component.page_size"),
     StateField("page_bytes", "bytes", _page_bytes),
+    StateField("interior", "text", lambda _, one: one.component.interior.value, "of a page"),
+    StateField("tag", "text", lambda node, _: node.settings.spec.tag, "who packs its pages"),
     StateField("evicted", "pages", _evicted, "counter"),
     StateField("companions", "text", _companion_words, "in lockstep with it"),
     StateField("window", "text", _window_words),

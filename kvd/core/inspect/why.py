@@ -663,7 +663,8 @@ def _how(node: NodeView, name: str, peer: Peer | None) -> str:
 def _shard_facts(settings: Settings, peer: Peer) -> list[str]:
     """What of the model it has, where that is not what we have, in one shard."""
     ours = shards_of(settings.spec)
-    if len(ours) == 1 and peer.shards in {ours, ()}:
+    # Of one that is laid out otherwise no shards are known.
+    if not peer.shards or (len(ours) == 1 and peer.shards == ours):
         return []
     return [
         f"shards: {len(peer.shards)} there, of {listed(lacking(peer.shards, ()))}, and {len(ours)} "

@@ -9,6 +9,13 @@ layer's K together over all pages, so a page is ``2 x layers`` pieces::
 
     L0 K: page 0 | page 1 | ...   L0 V: page 0 | page 1 | ...   L1 K: ...
 
+Inside the page of one tensor the component's ``Interior`` says what lies where, which decides what
+a page can be cut by. ``t`` is a token and ``h`` a head::
+
+    nhd      t0 h0 | t0 h1 | t1 h0 | t1 h1      slots are tokens, in each of them all heads
+    hnd      h0 t0 | h0 t1 | h1 t0 | h1 t1      one slot: a head is one piece, with all its tokens
+    opaque   ?                                  bytes of a layer, its K and V not told apart
+
 Invariant: the pieces of all pages tile ``[0, total_bytes)`` exactly.
 """
 
@@ -21,12 +28,15 @@ import msgspec
 from kvd.core.layout.spec import (
     DTYPE_BYTES,
     Component,
+    Interior,
     Mha,
     Mla,
     PageOrder,
     PoolSpec,
     Raw,
     State,
+    heads_of,
+    layer_page_bytes,
     page_bytes,
 )
 from kvd.wire.memory import ShardPlace, TensorPlace
@@ -48,7 +58,10 @@ class Geometry(msgspec.Struct, frozen=True):
     rows: tuple[PieceRow, ...]
     tensors: tuple[TensorPlace, ...]
     page_tokens: int = 0
-    """Slots along the first axis of each tensor's page; 0: they are not slots, or unknown."""
+    """Slots that each tensor's page is cut into by tokens: its tokens; or 1, where those of a head
+    lie together; 0: they are not slots, or unknown."""
+    heads: int = 0
+    """Equal parts of each slot of each tensor; 0: its slots have no parts, or unknown ones."""
 
     @property
     def strips(self) -> tuple[int, ...]:
@@ -56,12 +69,6 @@ class Geometry(msgspec.Struct, frozen=True):
         return tuple(
             math.prod(place.page_shape) * DTYPE_BYTES[place.dtype] for place in self.tensors
         )
-
-    @property
-    def heads(self) -> int:
-        """Equal parts of each slot of each tensor; 0: its slots have no parts, or unknown ones."""
-        found = {place.page_shape[1] for place in self.tensors} if self.page_tokens else set()
-        return found.pop() if len(found) == 1 else 0
 
     @property
     def layers(self) -> int:
@@ -107,12 +114,14 @@ def geometry(component: Component, *, pages: int, order: PageOrder) -> Geometry:
             PieceRow(place.offset_bytes, place.page_stride_bytes, place.page_stride_bytes)
             for place in tensors
         )
+    slots = _slots(component)
     return Geometry(
         pages=pages,
         page_bytes=block,
         rows=rows,
         tensors=tuple(tensors),
-        page_tokens=_page_tokens(component),
+        page_tokens=slots,
+        heads=heads_of(component.layout) if slots and tensors else 0,
     )
 
 
@@ -123,12 +132,16 @@ def shard_places(spec: PoolSpec) -> tuple[ShardPlace, ...]:
     return tuple(ShardPlace(*msgspec.structs.astuple(one)) for one in spec.held.shards)
 
 
-def _page_tokens(component: Component) -> int:
-    """The slots of a page where every tensor has them along its first axis, otherwise 0."""
-    match component.layout:
-        case Mha() | Mla():
+def _slots(component: Component) -> int:
+    """The parts of each tensor's page that have a part of every head; 0 where nobody knows."""
+    if isinstance(component.layout, Raw | State):
+        return 0
+    match component.interior:
+        case Interior.NHD:
             return component.page_size
-        case Raw() | State():
+        case Interior.HND:
+            return 1
+        case Interior.OPAQUE:
             return 0
 
 
@@ -147,16 +160,24 @@ def misplaced(component: Component) -> TensorPlace | None:
 
 def _parts(component: Component) -> list[tuple[str, str, tuple[int, ...], int]]:
     """Name, dtype, page shape and page bytes of each tensor of one layer; none is empty."""
-    size = component.page_size
     shapes: list[tuple[str, str, tuple[int, ...]]]
     match component.layout:
-        case Mha(heads, k_dim, v_dim, dtype):
-            shapes = [("k", dtype, (size, heads, k_dim)), ("v", dtype, (size, heads, v_dim))]
-        case Mla(latent_dim, rope_dim, dtype):
-            shapes = [("latent", dtype, (size, 1, latent_dim + rope_dim))]
-        case Raw(raw_bytes):
-            shapes = [("raw", "uint8", (raw_bytes,))]
         case State(tensors):
             shapes = [(one.name, one.dtype, one.shape) for one in tensors]
+        case Mha(heads, k_dim, v_dim, dtype) if component.interior is not Interior.OPAQUE:
+            grid = _grid(component, heads)
+            shapes = [("k", dtype, (*grid, k_dim)), ("v", dtype, (*grid, v_dim))]
+        case Mla(latent_dim, rope_dim, dtype) if component.interior is not Interior.OPAQUE:
+            shapes = [("latent", dtype, (*_grid(component, 1), latent_dim + rope_dim))]
+        case _:
+            # Nothing in it is told apart, so it is one piece.
+            shapes = [("raw", "uint8", (layer_page_bytes(component),))]
     sizes = [math.prod(shape) * DTYPE_BYTES[dtype] for _, dtype, shape in shapes]
     return [(*one, n_bytes) for one, n_bytes in zip(shapes, sizes, strict=True) if n_bytes]
+
+
+def _grid(component: Component, heads: int) -> tuple[int, int]:
+    """The first two axes of a page of one tensor."""
+    if component.interior is Interior.HND:
+        return heads, component.page_size
+    return component.page_size, heads

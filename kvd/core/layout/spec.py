@@ -63,10 +63,14 @@ class Mla(msgspec.Struct, frozen=True, tag="mla"):
     dtype: str
 
 
-class Raw(msgspec.Struct, frozen=True, tag="raw"):
-    """``page_bytes`` opaque bytes per page and layer, packed as the engine likes."""
+class Raw(msgspec.Struct, frozen=True, tag="raw", omit_defaults=True):
+    """``page_bytes`` opaque bytes per page and layer, packed as the engine likes.
+
+    Of ``ranks`` each has so many bytes of its own: they are what shards are counted in.
+    """
 
     page_bytes: int
+    ranks: int = 1
 
 
 class StateTensor(msgspec.Struct, frozen=True):
@@ -84,6 +88,18 @@ class State(msgspec.Struct, frozen=True, tag="state"):
 
 
 Layout = Mha | Mla | Raw | State
+
+
+class Interior(enum.Enum):
+    """How the elements of a page lie in one layer, which says what a page can be cut into.
+
+    ``NHD``: token by token, in each of them all heads; cut by tokens and by heads. ``HND``: head by
+    head, of each of them all tokens; cut by heads. ``OPAQUE``: as the engine likes; never cut.
+    """
+
+    NHD = "nhd"
+    HND = "hnd"
+    OPAQUE = "opaque"
 
 
 class Whole(msgspec.Struct, frozen=True, tag="whole"):
@@ -135,7 +151,8 @@ Tier = Device | Host | Nowhere
 class Component(msgspec.Struct, frozen=True):
     """One named kind of state that a sequence owns: ``kv``, ``swa``, ``index``, ``state``.
 
-    ``page_size`` is in tokens; 1 for a state, of which a page is one.
+    ``page_size`` is in tokens; 1 for a state, of which a page is one. ``interior`` says nothing of
+    a state, whose tensors have no tokens; opaque bytes are ``OPAQUE``.
     """
 
     name: str
@@ -144,6 +161,7 @@ class Component(msgspec.Struct, frozen=True):
     page_size: int
     extent: Extent = Whole()
     tier: Tier = Device("cpu")
+    interior: Interior = Interior.NHD
 
 
 class PageOrder(enum.Enum):
@@ -151,6 +169,10 @@ class PageOrder(enum.Enum):
 
     PAGE_FIRST = "page_first"
     LAYER_FIRST = "layer_first"
+
+
+MAX_TAG_CHARS = 200
+"""Of a pool's tag: so much is configured at most, and said of a peer's."""
 
 
 class HeldShards(msgspec.Struct, frozen=True):
@@ -178,6 +200,8 @@ class PoolSpec(msgspec.Struct, frozen=True):
     held: HeldShards | None = None
     """Where the first component is sharded: components are as one shard has them, and all shards of
     a node are alike. None: the pool has all of the model, in one shard."""
+    tag: str = ""
+    """Who packs its pages, in the engine's words: two pools of unlike tags exchange nothing."""
 
     def __post_init__(self) -> None:
         if not self.saved_pages:
@@ -245,8 +269,8 @@ def layer_page_bytes(component: Component) -> int:
             return component.page_size * heads * (k_dim + v_dim) * DTYPE_BYTES[dtype]
         case Mla(latent_dim, rope_dim, dtype):
             return component.page_size * (latent_dim + rope_dim) * DTYPE_BYTES[dtype]
-        case Raw(page_bytes):
-            return page_bytes
+        case Raw(page_bytes, ranks):
+            return page_bytes * ranks
         case State(tensors):
             return sum(math.prod(one.shape) * DTYPE_BYTES[one.dtype] for one in tensors)
 
@@ -272,8 +296,14 @@ def shards_of(spec: PoolSpec) -> tuple[Shard, ...]:
 
 
 def heads_of(layout: Layout) -> int:
-    """Heads that shards may divide among them; a latent, and what is opaque, is one."""
-    return layout.heads if isinstance(layout, Mha) else 1
+    """Heads that shards may divide among them; a latent is one, and so is an opaque rank."""
+    match layout:
+        case Mha(heads):
+            return heads
+        case Raw(ranks=ranks):
+            return ranks
+        case Mla() | State():
+            return 1
 
 
 def shard_of(component: Component, shard: Shard) -> Component:
@@ -287,6 +317,8 @@ def _resized(component: Component, layers: int, heads: int) -> Component:
     layout = component.layout
     if isinstance(layout, Mha):
         layout = msgspec.structs.replace(layout, heads=heads)
+    elif isinstance(layout, Raw):
+        layout = msgspec.structs.replace(layout, ranks=heads)
     return msgspec.structs.replace(component, layers=layers, layout=layout)
 
 
@@ -328,7 +360,7 @@ def saved_region(component: Component) -> str:
     return f"{component.name}.saved"
 
 
-class Exchanged(msgspec.Struct, frozen=True):
+class Exchanged(msgspec.Struct, frozen=True, omit_defaults=True):
     """A component as a peer must know it: not in which memory it lies, nor how much there is.
 
     ``layers`` is 0 where there are no bytes: nothing of it can be exchanged.
@@ -339,6 +371,8 @@ class Exchanged(msgspec.Struct, frozen=True):
     layout: Layout
     page_size: int
     extent: Extent
+    interior: Interior = Interior.NHD
+    """Left out where it is this: versions of kvd that know of no other say nothing of it."""
 
 
 def exchanged(spec: PoolSpec) -> tuple[Exchanged, ...]:
@@ -350,6 +384,7 @@ def exchanged(spec: PoolSpec) -> tuple[Exchanged, ...]:
             layout=one.layout,
             page_size=one.page_size,
             extent=one.extent,
+            interior=one.interior,
         )
         for one in (_of_model(part, spec.held) for part in spec.components)
         if not isinstance(one.extent, Buffer)
@@ -364,13 +399,18 @@ def _of_model(component: Component, held: HeldShards | None) -> Component:
 def fingerprint(spec: PoolSpec) -> str:
     """A pool as its peers must know it, as canonical text.
 
-    First what must be equal on both sides of a handoff. Then, where the pool is not all of the
-    model in one shard, its shards, which may differ (``read_shards``).
+    First what must be equal on both sides of a handoff: the order, the components, and the tag,
+    where there is one. Then, where the pool is not all of the model in one shard, its shards, which
+    may differ (``read_shards``).
     """
-    comparable = (spec.order, exchanged(spec))
     if spec.held is None:
-        return _as_text(comparable)
-    return _as_text((*comparable, spec.held.shards))
+        return _as_text(_comparable(spec))
+    return _as_text((*_comparable(spec), spec.held.shards))
+
+
+def _comparable(spec: PoolSpec) -> tuple[object, ...]:
+    tag = (spec.tag,) if spec.tag else ()
+    return (spec.order, exchanged(spec), *tag)
 
 
 def _as_text(value: object) -> str:
@@ -384,7 +424,7 @@ def read_shards(theirs: str) -> tuple[str, tuple[Shard, ...]]:
         shards = msgspec.json.decode(last, type=tuple[Shard, ...])
     except (msgspec.DecodeError, RecursionError, ValueError):
         return theirs, ()
-    if len(comparable) != 2:
+    if not 2 <= len(comparable) <= 3:  # with the tag, or without
         return theirs, ()
     return f"[{','.join(bytes(one).decode() for one in comparable)}]", shards
 
@@ -404,7 +444,7 @@ def layout_difference(ours: PoolSpec, theirs: str) -> str | None:
     Which shards either has is no difference. The cost is linear in ``theirs``, and what is said is
     cut to ``MAX_DIFFERENCE_CHARS``.
     """
-    text = _as_text((ours.order, exchanged(ours)))
+    text = _as_text(_comparable(ours))
     theirs, _ = read_shards(theirs)
     if text == theirs:
         return None
@@ -419,12 +459,20 @@ def layout_difference(ours: PoolSpec, theirs: str) -> str | None:
 
 
 def _by_name(text: str) -> object:
-    """A fingerprint, whose two halves have no names of their own, with these."""
+    """A fingerprint, whose parts have no names of their own, with these, and what is left out."""
     read = msgspec.json.decode(text)
     if not isinstance(read, list):
         return read
-    names = ("order", "components", *map(str, range(2, len(read))))
-    return dict(zip(names, read, strict=False))
+    names = ("order", "components", "tag", *map(str, range(3, len(read))))
+    named = {"tag": "", **dict(zip(names, read, strict=False))}
+    components = named.get("components")
+    for one in components if isinstance(components, list) else ():
+        if isinstance(one, dict):
+            one.setdefault("interior", Interior.NHD.value)
+            layout = one.get("layout")
+            if isinstance(layout, dict) and layout.get("type") == Raw.__struct_config__.tag:
+                layout.setdefault("ranks", 1)
+    return named
 
 
 def _differences(path: str, ours: object, theirs: object) -> Iterator[str]:
@@ -451,4 +499,4 @@ def _its_name(value: object) -> object:
 def _shown(value: object) -> str:
     if isinstance(value, dict | list):
         return f"{type(value).__name__} of {len(value)}"
-    return str(value)[:80]
+    return str(value)[:80] or "nothing"

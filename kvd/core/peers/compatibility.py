@@ -9,7 +9,15 @@ Which shards of the model either node has is no difference: what goes from which
 of what the other keeps may still be one of several sources.
 
 Only what lies token by token can be cut into smaller pages: opaque bytes, windows and states must
-be equal on both sides. Whether such a peer is accepted is decided elsewhere.
+be equal on both sides. What can be cut between shards is decided by the interior of a page, which
+must be equal too, and so must the tag that says who packs it::
+
+    what differs       nhd           hnd           opaque
+    heads of a shard   cut           cut           refused
+    layers of a shard  cut           cut           refused
+    tokens of a page   cut           refused       refused
+
+Whether such a peer is accepted is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -20,10 +28,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core.layout.page_sizes import pages_in
-from kvd.core.layout.shards import MAX_SHARDS, Shard, ShardRoute, Straight, flaw, lanes
+from kvd.core.layout.shards import MAX_SHARDS, Shard, ShardRoute, Straight, flaw, lanes, listed
 from kvd.core.layout.spec import (
+    MAX_TAG_CHARS,
     Exchanged,
     Host,
+    Interior,
     PageOrder,
     PoolSpec,
     Raw,
@@ -54,10 +64,18 @@ class PageSplit(msgspec.Struct, frozen=True):
     parts: tuple[int, ...]
 
 
-def read_fingerprint(theirs: str) -> tuple[PageOrder, tuple[Exchanged, ...]] | None:
-    """What a peer says of its pool; None when that is no fingerprint."""
+class Fingerprint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a peer says of its pool, without its shards."""
+
+    order: PageOrder
+    components: tuple[Exchanged, ...]
+    tag: str = ""
+
+
+def read_fingerprint(theirs: str) -> Fingerprint | None:
+    """What a peer says of its pool, its shards left out; None when that is no fingerprint."""
     try:
-        return msgspec.json.decode(theirs, type=tuple[PageOrder, tuple[Exchanged, ...]])
+        return msgspec.json.decode(theirs, type=Fingerprint)
     except (msgspec.DecodeError, RecursionError):
         return None
 
@@ -71,9 +89,8 @@ def page_split(ours: PoolSpec, theirs: str) -> PageSplit | None:
     read = read_fingerprint(theirs)
     if read is None:
         return None
-    order, others = read
-    mine = exchanged(ours)
-    if order is not ours.order or len(others) != len(mine):
+    others, mine = read.components, exchanged(ours)
+    if (read.order, read.tag) != (ours.order, ours.tag) or len(others) != len(mine):
         return None
     is_ours_larger = mine[0].page_size >= others[0].page_size
     parts: list[int] = []
@@ -93,7 +110,8 @@ def page_split(ours: PoolSpec, theirs: str) -> PageSplit | None:
 
 
 def _is_token_by_token(component: Exchanged) -> bool:
-    return isinstance(component.extent, Whole) and not isinstance(component.layout, Raw)
+    is_cut = component.interior is Interior.NHD and not isinstance(component.layout, Raw)
+    return is_cut and isinstance(component.extent, Whole)
 
 
 WHOLE = (ShardRoute(0, None, (Straight(),)),)
@@ -137,7 +155,10 @@ def layout_match(ours: PoolSpec, theirs: str, here: str, there: str) -> LayoutMa
     # Not both at once: routes between shards count on equal pages.
     is_cut = bool(shards) or ours.held is not None
     found = None if is_cut else page_split(ours, theirs)
-    bare = _without_kv(ours, theirs, here, there)
+    read = read_fingerprint(theirs)
+    if found is None and (refusal := _packed_otherwise(ours, read, here, there)) is not None:
+        return LayoutMatch(sending=refusal, receiving=refusal, split=(), difference=difference)
+    bare = _without_kv(ours, read, here, there)
     why = (
         f"{here} and {there} lay out their pools differently: {difference}; configure [pool] "
         "alike on both"
@@ -211,6 +232,9 @@ def _between_shards(
         )
     sending, out = _routes(mine, theirs, here, there)
     receiving, incoming = _routes(theirs, mine, here, there)
+    if first.interior is Interior.OPAQUE and any(map(_is_cut, (*out, *incoming))):
+        sending = receiving = _uncut(mine, theirs, here, there)
+        out = incoming = ()
     difference = ""
     if sending is not None and receiving is not None:
         difference = sending.message
@@ -238,10 +262,64 @@ def _routes(
         return Refusal(Code.LAYOUT_MISMATCH, why, side=here), ()
 
 
-def _without_kv(ours: PoolSpec, theirs: str, here: str, there: str) -> str | None:
+def _is_cut(route: ShardRoute) -> bool:
+    """Whether it takes less than whole pages, or puts some together."""
+    return not all(isinstance(one, Straight) for one in route.copies)
+
+
+def _uncut(mine: tuple[Shard, ...], theirs: tuple[Shard, ...], here: str, there: str) -> Refusal:
+    """Opaque pages travel whole, and these shards would need parts of them."""
+    why = (
+        f"pages of {here} and {there} are opaque, so none is cut on its way, and their shards "
+        f"differ: {here} has {listed(mine)}, {there} has {listed(theirs)}; keep equal shards on "
+        "both (pool.tp_size, pool.tp_ranks, pool.stage), or have both engines pack pages by token "
+        'or by head, and say so (pool.interior = "nhd" or "hnd")'
+    )
+    return Refusal(Code.LAYOUT_MISMATCH, why, side=here)
+
+
+def _packed_otherwise(
+    ours: PoolSpec, read: Fingerprint | None, here: str, there: str
+) -> Refusal | None:
+    """Why, where the inside of a page is all that differs: its bytes are as many, and others."""
+    mine = exchanged(ours)
+    if read is None or read.order is not ours.order or len(read.components) != len(mine):
+        return None
+    differ = [
+        (one.interior.value, other.interior.value)
+        for one, other in zip(mine, read.components, strict=True)
+        if one.interior is not other.interior
+    ]
+    for one, other in zip(mine, read.components, strict=True):
+        if msgspec.structs.replace(other, interior=one.interior) != one:
+            return None
+    if differ:
+        interior, other_interior = differ[0]
+        why = (
+            f"pages of {here} are {interior} inside, those of {there} {other_interior} "
+            "(pool.interior): either engine would take the bytes of the other for other heads; "
+            "have both engines pack pages alike, and say so on both nodes"
+        )
+        numbers: dict[str, Number] = {"ours": interior, "theirs": other_interior}
+    elif read.tag == ours.tag:
+        return None
+    else:
+        why = (
+            f"pool.tag of {here} is {_tag(ours.tag)}, of {there} {_tag(read.tag)}: nobody knows "
+            "whether equal bytes mean the same to both engines; run engines of one build on both, "
+            "and give both nodes one pool.tag"
+        )
+        numbers = {"ours": ours.tag, "theirs": read.tag[:MAX_TAG_CHARS]}
+    return Refusal(Code.LAYOUT_MISMATCH, why, side=here, numbers=numbers)
+
+
+def _tag(tag: str) -> str:
+    return repr(tag[:MAX_TAG_CHARS]) if tag else "not set"
+
+
+def _without_kv(ours: PoolSpec, read: Fingerprint | None, here: str, there: str) -> str | None:
     """Which of the two nodes only counts its pages; None where neither does, or both do."""
-    read = read_fingerprint(theirs)
-    counts_there = read is not None and _only_counts(read[1])
+    counts_there = read is not None and _only_counts(read.components)
     if counts_there == _only_counts(exchanged(ours)):
         return None
     return there if counts_there else here
