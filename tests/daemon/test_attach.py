@@ -23,7 +23,7 @@ from kvd.errors import Code, KvdError, Refusal
 from kvd.journal.engines import Process
 from kvd.pools.arena import Arena, reserve
 from kvd.pools.build import pool_memory
-from kvd.wire.attach import Attach, Attached, AttachRequest, Join
+from kvd.wire.attach import PROTOCOL, Attach, Attached, AttachRequest, Join
 from tests.support.attaching import AttachListener, ListenedAttach
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ async def test_another_protocol_is_refused_with_both_numbers(daemon: Daemon) -> 
     refusal = await daemon.refusal_of(Attach("decode-0", protocol=7))
 
     assert refusal.code is Code.NOT_SUPPORTED
-    assert "protocol 7, node-a speaks 1" in refusal.message
+    assert f"protocol 7, node-a speaks {PROTOCOL}" in refusal.message
 
 
 @pytest.mark.parametrize("name", ["", "x" * 129, "line\nbreak", "\x1b[31mred"])
