@@ -110,6 +110,7 @@ FOR_EVERY_REQUEST = {
     "kvd/core/cache/radix.py": {"Extension"},
     "kvd/core/components/component_pages.py": {"Evicted"},
     "kvd/core/engines.py": {"Claim", "Leased"},
+    "kvd/core/handoff/protocol.py": {"HandoffEnded", "Moved"},
     "kvd/core/leases/lease_events.py": {"LeaseOpened", "LeaseCommitted", "LeaseReleased"},
 }
 """Made once in these files, by position: by keyword each takes 0.2 to 0.5 us more. That the fields

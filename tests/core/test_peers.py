@@ -120,7 +120,7 @@ def answer_to(world: World, message: Message, link: str = "in:d") -> Message:
         ),
         (
             {"protocol": 2},
-            Code.NOT_SUPPORTED,
+            Code.VERSIONS_DIFFER,
             "x speaks peer protocol 2, p speaks 1: run the same kvd version on both",
         ),
         (

@@ -24,7 +24,7 @@ from kvd.errors import Code, KvdError, Refusal
 from kvd.journal.engines import Process
 from kvd.pools.arena import Arena, reserve
 from kvd.pools.build import pool_memory
-from kvd.wire.attach import Attach, Attached, AttachRequest, Join
+from kvd.wire.attach import PROTOCOL, Attach, Attached, AttachRequest, Join
 from tests.support.attaching import AttachListener, ListenedAttach
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ async def test_join_is_refused_when_the_session_has_ended(daemon: Daemon) -> Non
 async def test_another_protocol_is_refused_with_both_versions(daemon: Daemon) -> None:
     refusal = await daemon.refusal_of(Attach("decode-0", protocol=7))
 
-    assert (refusal.code, refusal.numbers) == (Code.VERSIONS_DIFFER, {"client": 7, "daemon": 1})
+    assert (refusal.code, refusal.numbers) == (Code.VERSIONS_DIFFER, {"client": 7, "daemon": PROTOCOL})
     assert "speaks protocol 7, node-a is kvd" in refusal.message
 
 

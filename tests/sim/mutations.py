@@ -5,6 +5,8 @@ Each is a real node with one rule of the core left out, as a careless change mig
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 
 from kvd.core import inputs
@@ -160,15 +162,15 @@ def slides_a_page_too_far(settings, at_s):
     """What is behind a window is forgotten a page before it is."""
     node = NodeState(settings, at_s)
     for windows in node.leases.components.each:
-        slide = windows.slide
 
-        def eager(lease, upto_tokens, slide=slide, windows=windows):
+        def eager(lease, upto_tokens, verb, windows=windows):
             windows._window -= 16
-            refusal = slide(lease, upto_tokens)
+            refusal = verb(lease, upto_tokens)
             windows._window += 16
             return refusal
 
-        windows.slide = eager
+        windows.unslidable = functools.partial(eager, verb=windows.unslidable)
+        windows.slide = functools.partial(eager, verb=windows.slide)
     return node
 
 

@@ -250,7 +250,9 @@ class Payload:
                 region = shard_region(grant.component, route.shard_route.peer_shard)
                 seals.append(seal_of(offer, region, (units.first, units.end)))
             else:  # of a full hit: no page is chosen by its key, which takes a hash
-                seals.append(Seal(offer.integrity, NO_KEY, units.first, units.end))
+                seals.append(
+                    Seal(integrity=offer.integrity, key=NO_KEY, first=units.first, end=units.end)
+                )
         return tuple(seals)
 
     def windows(self) -> Iterator[tuple[int, WindowPages]]:
