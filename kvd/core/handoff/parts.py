@@ -73,6 +73,10 @@ class Flow:
     """Of the part."""
     peer_bytes: int = 0
     """What had been moved to its peer when the window began."""
+    turn_bytes: int = 0
+    """What had been moved to its peer when the part itself moved last, or began."""
+    turn_posts: int = 0
+    """How many posts to its peer there were then: what comes later stands behind it."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
