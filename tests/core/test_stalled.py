@@ -114,6 +114,21 @@ def test_what_moves_to_one_peer_excuses_nothing_that_goes_to_another():
     assert world.p.answer(second.finish_call).failure.code is Code.STALLED
 
 
+def test_a_post_that_misses_its_turns_is_stalled_though_the_link_moves():
+    """One post before it and four handles in flight, 16 MiB each: a round of turns is 80 MiB."""
+    world, first, second = two_rooms()
+
+    for moved in (159, 161):
+        assert world.p.answer(second.finish_call) is None
+        world.p.feed(inputs.PostMoved(world.now_s, 1, moved * 2**20))
+        world.pass_time(2.1)
+
+    failure = world.p.answer(second.finish_call).failure
+    assert failure.code is Code.STALLED
+    assert failure.numbers["moved_bytes"] == 0
+    assert world.p.answer(first.finish_call) is None
+
+
 def test_an_event_that_does_not_come_is_a_stall_though_the_link_moves():
     world, first = posting(min_bytes_per_s=100)
     other = bytes(reversed(PROMPT))
@@ -137,10 +152,11 @@ def test_with_its_event_a_post_takes_its_turn_as_any_other():
     world.d.call(client.ReceiveRequest, other, room=8, source=("p",))
     second.finish(after=EVENT)
 
-    # Nothing of it has moved: its event has come, and it waits.
+    # Nothing of it has moved: its event has come, and it waits. It was not in the line before.
+    world.p.feed(inputs.PostMoved(world.now_s, 1, 2**30))
     world.p.feed(inputs.PostMoved(world.now_s, 2, 0))
     for moved in range(1, 4):
-        world.p.feed(inputs.PostMoved(world.now_s, 1, 210 * moved))
+        world.p.feed(inputs.PostMoved(world.now_s, 1, 2**30 + 210 * moved))
         world.pass_time(2.1)
 
     assert world.p.node.prefiller.rooms.by_room[8].state is Prefill.FLUSHING

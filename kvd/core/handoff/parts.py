@@ -68,7 +68,7 @@ class Flow:
     long enough for one of them at the slowest rate that is still progress.
     """
 
-    __slots__ = ("moved_bytes", "peer_bytes", "since_s")
+    __slots__ = ("moved_bytes", "peer_bytes", "since_s", "turn_bytes", "turn_posts")
 
     def __init__(self) -> None:
         self.since_s = 0.0
@@ -76,6 +76,10 @@ class Flow:
         """Of the part."""
         self.peer_bytes = 0
         """What had been moved to its peer when the window began."""
+        self.turn_bytes = 0
+        """What had been moved to its peer when the part itself moved last, or began."""
+        self.turn_posts = 0
+        """How many posts to its peer there were then: what comes later stands behind it."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -14,8 +14,9 @@ the pages among them, and an empty share has no post.
 One of several sources posts its share of that, ``[start_tokens, end_tokens)``, and nothing else.
 
 Posts to one peer take turns in its link. So what is slow is the link, and every part with posts in
-it is judged by all that has moved to the peer. Only a part of which every post still waits for its
-event is judged by itself: it takes no turns.
+it is judged by all that has moved to the peer. Two kinds of parts are judged by themselves: one of
+which every post still waits for its event takes no turns, and one that did not move while all
+others had their turns twice has missed its own.
 
 Invariant: decode_prefix_len <= start_tokens <= posted <= end_tokens <= prompt_tokens, and posted
 never shrinks (I5).
@@ -40,7 +41,7 @@ from kvd.types import ID_BYTES, Pages
 from kvd.wire.peer import MAX_ROUTES, Integrity
 
 if TYPE_CHECKING:
-    from kvd.core.handoff.parts import SendingEngine, SendPart
+    from kvd.core.handoff.parts import Flow, SendingEngine, SendPart
     from kvd.core.handoff.payload import Payload
     from kvd.core.layout.shards import ShardCopy
     from kvd.core.leases.lease_table import LeaseTable
@@ -50,6 +51,12 @@ if TYPE_CHECKING:
     from kvd.core.settings import Settings
     from kvd.wire.peer import Offer
 
+
+TURN_BYTES = 16 * 2**20
+"""Of a post, at most, before the next one's turn: a handle of the transfer process."""
+
+TURNS_AHEAD = 4
+"""Handles that are in flight at a time."""
 
 EVENT_BYTES = 64
 """Of the IPC handle of a CUDA event."""
@@ -224,14 +231,17 @@ class Posts:
         window_s = self._out.at_s - flow.since_s
         if window_s < mine.stall_s:
             return None
-        waits = part.outstanding <= self._event_waits
         peer_flow = self._peer_flows[part.incarnation]
-        moved = flow.moved_bytes if waits else peer_flow.moved_bytes - flow.peer_bytes
+        takes_turns = not part.outstanding <= self._event_waits
+        round_bytes = (flow.turn_posts + TURNS_AHEAD) * TURN_BYTES
+        has_missed = peer_flow.moved_bytes - flow.turn_bytes > 2 * round_bytes
+        is_one_of_many = takes_turns and not has_missed
+        moved = peer_flow.moved_bytes - flow.peer_bytes if is_one_of_many else flow.moved_bytes
         floor = int(mine.min_bytes_per_s * window_s)
         if moved >= floor:
             self._begin_window(part)
             return None
-        posts = len(part.outstanding) if waits else peer_flow.posts
+        posts = peer_flow.posts if is_one_of_many else len(part.outstanding)
         event = " and at the event that the engine named" if part.after else ""
         return Refusal(
             Code.STALLED,
@@ -243,10 +253,13 @@ class Posts:
         )
 
     def _begin_window(self, part: SendPart) -> None:
-        peer_flow = self._peer_flows.get(part.incarnation)
+        peer_flow = self._peer_flows.get(part.incarnation) or PeerFlow()
         flow = part.flow
         flow.since_s, flow.moved_bytes = self._out.at_s, 0
-        flow.peer_bytes = 0 if peer_flow is None else peer_flow.moved_bytes
+        flow.peer_bytes = peer_flow.moved_bytes
+        # Otherwise its last turn counts on: a new window is no turn.
+        if not part.outstanding:
+            _note_turn(flow, peer_flow)
 
     def forget_waiting(self, part: SendPart) -> None:
         """Those of the part whose event has not come are not to begin any more."""
@@ -261,7 +274,11 @@ class Posts:
             # A post that failed ends with 0, and what was counted of it is not taken back.
             news_bytes = max(0, moved_bytes - self._moved.get(post, 0))
             part.flow.moved_bytes += news_bytes
-            self._peer_flows[part.incarnation].moved_bytes += news_bytes
+            peer_flow = self._peer_flows[part.incarnation]
+            peer_flow.moved_bytes += news_bytes
+            # With its event it comes into the line, behind all others.
+            if news_bytes or post in self._event_waits:
+                _note_turn(part.flow, peer_flow)
             self._event_waits.discard(post)
             self._moved[post] = moved_bytes
             self._whole[post] = self._first[post] + pages
@@ -320,3 +337,7 @@ class Posts:
             for post, part in self.parts.items()
             if part.incarnation == incarnation and part.generation == generation
         ]
+
+
+def _note_turn(flow: Flow, peer_flow: PeerFlow) -> None:
+    flow.turn_bytes, flow.turn_posts = peer_flow.moved_bytes, peer_flow.posts
