@@ -26,6 +26,14 @@ PLACEHOLDERS: Final = ("--json FILE", "--trace FILE")
 
 BY_HAND: Final = ("tables", "notes")
 
+NOT_STORED: Final = {
+    "control_earlier": "it is of an earlier state, which is not here any more",
+    "multiturn_earlier": "it is of an earlier state, which is not here any more",
+    "side_by_side": "its command prints rows and writes no result",
+    "soak": "its command writes a directory, in which each part says something else",
+}
+"""Files that stay as they were written down, and why."""
+
 
 def words_of(command: str) -> list[str]:
     """How this interpreter runs a command as the documentation writes it.
@@ -45,13 +53,16 @@ def words_of(command: str) -> list[str]:
 
 
 def stored(kept: dict[str, object], result: object, where: str) -> dict[str, object]:
-    """What the file says from now on: ``result`` was measured ``where``."""
+    """What the file says from now on: ``result`` was measured ``where``.
+
+    A command that writes nothing but its rows has those as ``rows``.
+    """
     told = {name: value for name, value in kept.items() if name not in BY_HAND}
     return {
         **told,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": where,
-        "result": result,
+        "result": {"rows": result} if isinstance(result, list) else result,
     }
 
 
@@ -69,6 +80,8 @@ def command(name: str, options: tuple[str, ...], file: Path | None) -> None:
     place = KEPT / f"{name}.json"
     if not place.exists():
         raise click.ClickException(f"{place} is not there: make it, with title, command and about")
+    if name in NOT_STORED:
+        raise click.ClickException(f"{name} stays as it is: {NOT_STORED[name]}")
     kept = msgspec.json.decode(place.read_bytes(), type=dict[str, object])
     where = f"{machine()}; shared with other work"
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as directory:

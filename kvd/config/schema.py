@@ -223,7 +223,7 @@ class RecorderSection(msgspec.Struct, frozen=True):
 
     enabled: bool = True
     """Keep a recorder process, which writes the last minutes down when it is asked to, or when the
-    daemon dies. At full rate a fifth more of the daemon's time, and once more the memory of the
+    daemon dies. At full rate a tenth more of the daemon's time, and once more the memory of the
     tree, in a process that runs when no other does."""
     minutes: Annotated[float, Meta(ge=0.05, le=1440)] = 5.0
     """How far back a recording reaches, if max_bytes allow."""

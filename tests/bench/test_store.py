@@ -69,3 +69,19 @@ def test_a_command_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
     assert (ran.exit_code, "nothing was stored" in ran.output) == (1, True)
     assert msgspec.json.decode(kept.read_bytes())["date"] == "2026-01-01"
+
+
+def test_rows_of_a_command_that_writes_nothing_else_are_kept_as_rows():
+    assert store.stored(KEPT, [{"socket": "client"}], "two cores")["result"] == {
+        "rows": [{"socket": "client"}]
+    }
+
+
+@pytest.mark.parametrize("kept", sorted(store.KEPT.glob("*.json")), ids=lambda path: path.stem)
+def test_every_file_of_the_documentation_can_be_measured_anew_or_says_why_not(kept):
+    if kept.stem in store.NOT_STORED:
+        ran = CliRunner().invoke(store.command, [kept.stem])
+        assert (ran.exit_code, f"{kept.stem} stays as it is" in ran.output) == (1, True)
+    else:
+        told = msgspec.json.decode(kept.read_bytes())["command"]
+        assert store.words_of(told)[:2] == [sys.executable, "-m"]
