@@ -58,7 +58,7 @@ wheel-pure: setup
 test-compiled: wheel
 	rm -rf build/compiled
 	$(PIP) --no-index --no-deps --target build/compiled dist/kvd-*-linux_*.whl
-	cp -r tests benchmarks pyproject.toml build/compiled
+	cp -r tests benchmarks pyproject.toml SECURITY.md build/compiled
 	cd build/compiled && PYTHONPATH=. $(CURDIR)/$(BIN)/python -m pytest -q -n 2 --dist loadfile \
 		tests/core tests/property tests/wire tests/model tests/sim tests/zmtp tests/observe \
 		tests/security tests/daemon/test_client_port.py tests/daemon/test_reactor.py $(ARGS)

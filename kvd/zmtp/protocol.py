@@ -103,14 +103,17 @@ class Protocol:
 
     def _continue(self, came: bytes) -> bytes:
         """Take what is of a long frame, in few pieces however small they come; returns the rest."""
-        mine = came[: self.lacks]
+        # Compiled code copies a slice that is all of it, too.
+        mine, rest = came, b""
+        if len(came) > self.lacks:
+            mine, rest = came[: self.lacks], came[self.lacks :]
         if self._body and len(self._body[-1]) < PIECE_BYTES:
             self._body[-1] += mine
         else:
             self._body.append(mine)
         self._body_bytes += len(mine)
         self.lacks -= len(mine)
-        return came[len(mine) :]
+        return rest
 
     def next_event(self) -> Event | None:
         """What has happened; None when it takes more bytes to say.
