@@ -312,7 +312,10 @@ async def test_join_is_refused_when_the_session_has_ended(daemon: Daemon) -> Non
 async def test_another_protocol_is_refused_with_both_versions(daemon: Daemon) -> None:
     refusal = await daemon.refusal_of(Attach("decode-0", protocol=7))
 
-    assert (refusal.code, refusal.numbers) == (Code.VERSIONS_DIFFER, {"client": 7, "daemon": PROTOCOL})
+    assert (refusal.code, refusal.numbers) == (
+        Code.VERSIONS_DIFFER,
+        {"client": 7, "daemon": PROTOCOL},
+    )
     assert "speaks protocol 7, node-a is kvd" in refusal.message
 
 
