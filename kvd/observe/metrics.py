@@ -272,7 +272,8 @@ class Metrics(_HandoffFamilies):
         found = self.rpc_seconds.values.get((op,))
         if found is None:
             found = self.rpc_seconds.of(op)
-        found.counts[bisect_left(FAST_S, seconds)] += 1
+        # Not ``FAST_S``: compiled, a constant tuple of floats would be made anew at each call.
+        found.counts[bisect_left(found.bounds, seconds)] += 1
         found.total += seconds
 
     def rpc_failed(self, op: str, code: str) -> None:
