@@ -1,6 +1,7 @@
 """How engines reach kvd: sessions, leases and handoffs, asynchronous and blocking.
 
-Importing this loads pyzmq, msgspec and numpy, and no torch: that comes with the first tensor view.
+Importing this loads msgspec and numpy, and neither libzmq nor torch: that comes with the first
+tensor view.
 """
 
 from kvd.client.api import Connecting, Matched, Node, connect

@@ -5,23 +5,22 @@ from __future__ import annotations
 import math
 import select
 import time
-from typing import TYPE_CHECKING, Any
-
-import zmq
+from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_answer, too_late
 from kvd.client.endpoint import attach_path
-from kvd.client.port import unread
-from kvd.client.returning import LAST_WORDS_S, WayBack, go_back, main_way
-from kvd.sockets import open_dealer, pusher, receive_last, receive_now, send_now
-from kvd.types import Sent
+from kvd.client.session_sockets import SessionSockets
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from socket import socket
 
     from kvd.client.connection import Connection
     from kvd.client.state import Slot
     from kvd.wire.attach import AttachRequest
+
+_DESCRIPTORS: Final = 4
+"""Told of at once; a session has two, or one while the daemon is away."""
 
 
 def attach(endpoint: str, request: AttachRequest) -> Attachment:
@@ -55,26 +54,25 @@ def _answer(sock: socket, end_s: float) -> Attachment | None:
 
 
 class BlockingChannel:
-    """The client socket and the attach socket of one session; ``wait`` blocks its thread."""
+    """The sockets of one session for a thread that blocks in ``wait``; their ``Watcher``, too."""
 
     def __init__(
         self, endpoint: str, attachment: Attachment, connection: Connection, name: str
     ) -> None:
         """Takes the attachment over."""
-        self._endpoint = endpoint
-        self._name = name
-        self._attachment = attachment
         self._connection = connection
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._way: WayBack | None = None
+        self._ready = select.epoll()
+        self._readers: dict[int, Callable[[], object]] = {}
+        self._writers: dict[int, Callable[[], object]] = {}
+        self._step_s = math.inf
+        self._is_read_left = False
         self._is_closed = False
-        self._open()
+        self._sockets = SessionSockets(endpoint, attachment, connection, name, self)
+        self._sockets.open()
 
     def flush(self) -> None:
-        """Send what the connection has queued; a call that cannot be sent fails."""
-        for outgoing in self._connection.take_outgoing():
-            if send_now(self._push, outgoing.frames) is not Sent.TAKEN:
-                self._connection.not_sent(outgoing, unread())
+        """Send what the connection has queued; ``wait`` sends what the kernel does not take now."""
+        self._sockets.flush()
 
     async def wait(self, slot: Slot[Any], within_s: float) -> None:
         """Block until ``slot`` is filled or the time is up; never suspends.
@@ -83,72 +81,71 @@ class BlockingChannel:
         is away it goes back, step by step.
         """
         end_s = time.monotonic() + within_s
-        if self._way is not None:
-            self._way.pause_s = 0.0
+        self._sockets.hurry()
         while slot.value is None and self._connection.end is None:
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
+            now_s = time.monotonic()
+            if now_s >= end_s:
                 return
-            if self._way is not None:
-                self._go_back(self._way, left_s)
-                continue
-            zmq.zmq_poll(self._watched, math.ceil(left_s * 1000))
-            frames = receive_now(self._dealer)
-            if frames is not None:
-                self._connection.feed(frames)
-                self.flush()
-            else:
-                self.look()
+            self._turn(min(end_s, self._step_s) - now_s)
+
+    def look(self) -> None:
+        """Nobody else looks between two calls. One that is away is stepped towards by ``wait``."""
+        self._sockets.look()
 
     def close(self) -> None:
         """Leave the session; repeatable."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._way is not None:
-            self._way.abandon()
-        self._dealer.close(linger=0)
-        self._context.term()
-        self._attachment.close()
+        self._sockets.close()
+        self._ready.close()
 
-    def look(self) -> None:
-        """Nobody else looks between two calls. One that is away is stepped towards by ``wait``."""
-        if self._way is not None or self._connection.end is not None:
+    def _turn(self, within_s: float) -> None:
+        """Do what there is to do, once something has come, or the time is up."""
+        if self._is_read_left:
+            self._is_read_left = False
+            self._sockets.read()
             return
-        why = self._attachment.last_word()
-        if why is None:
-            return
-        connection = self._connection
-        receive_last(self._dealer, connection.feed, lambda: connection.is_waiting, LAST_WORDS_S)
-        # What waits in it must not reach the daemon that is back: libzmq would deliver it.
-        self._dealer.close(linger=0)
-        if not why.is_retryable:
-            self._connection.fail_all(why)
-            return
-        path = attach_path(self._endpoint)
-        self._way = main_way(path, self._attachment, self._name, self._connection)
-        self._connection.lost(why)
+        for fd, events in self._ready.poll(max(0.0, within_s), _DESCRIPTORS):
+            # Taken anew each time: the one before may have forgotten this one.
+            if events & select.EPOLLOUT and fd in self._writers:
+                self._writers[fd]()
+            if events & ~select.EPOLLOUT and fd in self._readers:
+                self._readers[fd]()
+        if self._step_s <= time.monotonic():
+            self._step_s = math.inf
+            self._sockets.step()
 
-    def _open(self) -> None:
-        """Speak with the daemon that the attachment is with."""
-        self._dealer = open_dealer(self._context, routing_id=self._attachment.route)
-        self._dealer.connect(self._endpoint)
-        self._push = pusher(self._dealer)
-        pollin = int(zmq.POLLIN)
-        self._watched: list[tuple[Any, int]] = [
-            (self._dealer, pollin),
-            (self._attachment.fileno(), pollin),
-        ]
+    # ---- as Watcher ------------------------------------------------------------------------------
 
-    def _go_back(self, way: WayBack, left_s: float) -> None:
-        """One step, and the wait for the next one; ``left_s`` at most."""
-        if go_back(way, self._attachment, self._connection):
-            self._way = None
-            self._open()
-            self.flush()
-        elif way.sock is not None:
-            ready = select.poll()
-            ready.register(way.sock, select.POLLIN)
-            ready.poll(left_s * 1000)
-        elif self._connection.end is None:
-            time.sleep(min(way.pause_s, left_s))
+    def watch(self, fd: int, act: Callable[[], object]) -> None:
+        """As ``Watcher``."""
+        self._readers[fd] = act
+        self._ready.register(fd, select.EPOLLIN)
+
+    def watch_writing(self, fd: int, act: Callable[[], object] | None) -> None:
+        """As ``Watcher``."""
+        if act is None:
+            self._writers.pop(fd, None)
+            self._ready.modify(fd, select.EPOLLIN)
+        else:
+            self._writers[fd] = act
+            self._ready.modify(fd, select.EPOLLIN | select.EPOLLOUT)
+
+    def unwatch(self, fd: int) -> None:
+        """As ``Watcher``."""
+        self._writers.pop(fd, None)
+        if self._readers.pop(fd, None) is not None:
+            self._ready.unregister(fd)
+
+    def write_soon(self) -> None:
+        """As ``Watcher``."""
+        self._sockets.write()
+
+    def read_soon(self) -> None:
+        """As ``Watcher``."""
+        self._is_read_left = True
+
+    def step_after(self, pause_s: float) -> None:
+        """As ``Watcher``."""
+        self._step_s = time.monotonic() + pause_s
