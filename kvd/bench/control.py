@@ -27,7 +27,7 @@ import zmq
 
 import kvd.client
 from kvd.bench.counts import SystemCalls, messages_of
-from kvd.bench.echo import EchoClient, echo_server
+from kvd.bench.echo import BlockingEcho, EchoClient, echo_server
 from kvd.bench.report import (
     BenchmarkResult,
     Goal,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kvd.bench.report import Told
     from kvd.bench.rounds import Call
     from kvd.client.api import Node
+    from kvd.client.sync import SyncNode
     from kvd.harness.daemons import Pair
 
 PAGE_SIZE: Final = 16
@@ -91,6 +92,8 @@ class ServingPair(NamedTuple):
     daemons: Pair
     prefill: Node
     decode: Node
+    blocking: SyncNode
+    """With the prefill daemon."""
     processes: dict[str, int]
 
 
@@ -111,7 +114,14 @@ async def serving(pair: Pair, *, is_recorded: bool = False) -> AsyncIterator[Ser
         kvd.client.connect(pair.prefill.client, name="bench-prefill") as prefill,
         kvd.client.connect(pair.decode.client, name="bench-decode") as decode,
     ):
-        yield ServingPair(daemons=pair, prefill=prefill, decode=decode, processes=processes)
+        with kvd.client.connect_sync(pair.prefill.client, name="bench-blocking") as blocking:
+            yield ServingPair(
+                daemons=pair,
+                prefill=prefill,
+                decode=decode,
+                blocking=blocking,
+                processes=processes,
+            )
 
 
 def prompts(count: int, n_tokens: int, seed: int) -> list[np.ndarray]:
@@ -136,6 +146,18 @@ async def matches(up: ServingPair, prompt: np.ndarray) -> AsyncIterator[Call]:
 
 
 @contextlib.asynccontextmanager
+async def blocking_matches(up: ServingPair, prompt: np.ndarray) -> AsyncIterator[Call]:
+    """``matches`` of the blocking client; nothing else goes on meanwhile."""
+    lease = up.blocking.lease(prompt)
+
+    async def match(_: int) -> None:
+        up.blocking.match(prompt)
+
+    yield match
+    lease.release(())
+
+
+@contextlib.asynccontextmanager
 async def cycles(up: ServingPair, fresh: list[np.ndarray]) -> AsyncIterator[Call]:
     """``lease`` + ``release(())`` of fresh prompts, evicting as the pool is full."""
     following = itertools.cycle(fresh)
@@ -149,7 +171,10 @@ async def cycles(up: ServingPair, fresh: list[np.ndarray]) -> AsyncIterator[Call
 
 @contextlib.asynccontextmanager
 async def full_hits(up: ServingPair, prompt: np.ndarray, first_room: int) -> AsyncIterator[Call]:
-    """Whole handoffs of a prompt that the decode side has: zero pages, the aux delivered."""
+    """Whole handoffs of a prompt that the decode side has: zero pages, the aux delivered.
+
+    In the fewest calls that an engine can do it in, whose prompt is computed when the room opens.
+    """
     prefill, decode = up.prefill, up.decode
     for node in (prefill, decode):
         lease = await node.lease(prompt)
@@ -160,11 +185,10 @@ async def full_hits(up: ServingPair, prompt: np.ndarray, first_room: int) -> Asy
     async def handoff(_: int) -> None:
         room = next(rooms)
         receiving = asyncio.ensure_future(decode.receive(room, prompt, source="p"))
-        sending = await prefill.send(room, prompt, lease=source)
-        finishing = asyncio.ensure_future(sending.finish(aux=b"first"))
+        handing = asyncio.ensure_future(prefill.hand_over(room, lease=source, aux=b"first"))
         received = await receiving
         await received.done()
-        await finishing
+        await handing
         await received.lease.release()
 
     yield handoff
@@ -179,11 +203,13 @@ class ComparedVerbs:
         stack: contextlib.AsyncExitStack,
         pairs: dict[str, ServingPair],
         echo: EchoClient,
+        blocking_echo: BlockingEcho,
         server: EchoServer,
     ) -> None:
         self._stack = stack
         self._pairs = pairs
         self._echo = echo
+        self._blocking_echo = blocking_echo
         self._server = {"client": os.getpid(), "server": server.pid}
 
     async def match(self, n_tokens: int) -> ComparedCalls:
@@ -196,6 +222,18 @@ class ComparedVerbs:
 
         ours = {name: matches(up, prompt) for name, up in self._pairs.items()}
         return await self._compared(f"match, {n_tokens} tokens", (1, MATCHES), ours, bare)
+
+    async def blocking_match(self, n_tokens: int) -> ComparedCalls:
+        """The same from a thread that blocks, beside an echo from one."""
+        (prompt,) = prompts(1, n_tokens, seed=n_tokens)
+        frame = prompt.tobytes()
+
+        async def bare(_: int) -> None:
+            self._blocking_echo.call(0, frame)
+
+        ours = {name: blocking_matches(up, prompt) for name, up in self._pairs.items()}
+        what = f"blocking match, {n_tokens} tokens"
+        return await self._compared(what, (1, MATCHES), ours, bare)
 
     async def cycle(self, in_flight: int) -> ComparedCalls:
         """A cycle takes two calls, of either."""
@@ -337,13 +375,15 @@ async def measure(
     """Every figure, in turns with its reference and with all others."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     echo = EchoClient(context, server.endpoint)
+    blocking_echo = BlockingEcho(context, server.endpoint)
     async with contextlib.AsyncExitStack() as stack:
         up = {
             name: await stack.enter_async_context(serving(pair, is_recorded=name == RECORDED))
             for name, pair in pairs.items()
         }
-        verbs = ComparedVerbs(stack, up, echo, server)
+        verbs = ComparedVerbs(stack, up, echo, blocking_echo, server)
         compared = [await verbs.match(n_tokens) for n_tokens in MATCH_TOKENS]
+        compared.append(await verbs.blocking_match(MATCH_TOKENS[0]))
         compared += [await verbs.cycle(in_flight) for in_flight in CYCLES]
         compared += [await verbs.handoff(in_flight) for in_flight in HANDOFFS]
         await warm_up(compared, told)
@@ -353,6 +393,7 @@ async def measure(
         told("counting system calls")
         called = [await counted_system_calls(one) if calls else {} for one in compared]
     echo.close()
+    blocking_echo.close()
     context.term()
     return ControlResult(
         times=[time_row(one) for one in compared],
@@ -419,14 +460,16 @@ def key_row(compared: ComparedCalls) -> Measured:
 
 def goals_of(found: ControlResult) -> tuple[Goal, ...]:
     """What was to be reached."""
-    times = {(str(row["what"]).split(",")[0], row["in_flight"]): row for row in found.times[1:]}
-    costs = {(str(row["what"]).split(",")[0], row["in_flight"]): row for row in found.costs[1:]}
+    times = {(str(row["what"]).split(",")[0], row["in_flight"]): row for row in found.times[2:]}
+    costs = {(str(row["what"]).split(",")[0], row["in_flight"]): row for row in found.costs[2:]}
     cycle, handoff = "lease + release", "full-hit handoff"
     short, long = found.times[:2]
+    blocking = times["blocking match", 1]
     of_16 = costs[handoff, 16]
     return (
         at_most("match, 2048 tokens: p50 / echo", 1.2, figure(short, "ratio")),
         at_most("match, 32768 tokens: p50 / echo", 1.5, figure(long, "ratio")),
+        at_most("blocking match, 2048 tokens: p50 / echo", 1.2, figure(blocking, "ratio")),
         at_least(f"{cycle}, 64 in flight: per s / echo", 0.75, figure(times[cycle, 64], "ratio")),
         at_most(
             f"{cycle}, 64 in flight: CPU of the daemon in us",
@@ -478,8 +521,9 @@ def shown(found: ControlResult, rounds: int) -> BenchmarkResult:
             ),
         ),
         notes=(
-            "echo: bare ZMQ from its descriptor, frames of the same sizes. A lease cycle is two "
-            "calls of kvd and two of the echo",
+            "echo: bare libzmq, frames of the same sizes: driven from its descriptor on the loop, "
+            "blocking beside a blocking call. A lease cycle is two calls of kvd and two of the "
+            "echo",
             f"{rounds} rounds, in which all take turns; ratio: kvd / echo, of the p50s, of lease "
             "cycles of the rates; the median round, and half of them lie from low to high",
             "processor time: of all rounds together; switches: how often a core changed from one "

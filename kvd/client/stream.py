@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvd.types import MAX_FRAME_BYTES, Sent
 from kvd.zmtp.bounds import HANDSHAKE_BYTES, LONG_READ_BYTES, PART_BYTES, READ_BYTES, TURN_MESSAGES
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvd.zmtp.events import Frames
+
+
+class WaitingMessage(NamedTuple):
+    """A message in the pieces that it is written in, and whose it is."""
+
+    pieces: list[bytes]
+    n_bytes: int
+    call: int
+
 
 BACKLOG_MESSAGES: Final = 4096
 BACKLOG_BYTES: Final = 256 * 1024 * 1024
@@ -50,11 +59,9 @@ class ClientStream:
         self._route = route
         self._sock: socket.socket | None = None
         self._machine = self._new_machine()
-        self._own: deque[list[bytes]] = deque()
+        self._own: deque[WaitingMessage] = deque()
         """Of the handshake."""
-        self._unsent: deque[list[bytes]] = deque()
-        self._unsent_calls: deque[int] = deque()
-        """Of each message that waits, whose it is."""
+        self._unsent: deque[WaitingMessage] = deque()
         self._unsent_bytes = 0
         self._written = 0
         self._is_deaf = False
@@ -80,6 +87,7 @@ class ClientStream:
         self._machine = self._new_machine()
         self._own.clear()
         self._written = 0
+        self._unsent_bytes = sum(message.n_bytes for message in self._unsent)
         self.is_met = self.is_blocked = self.is_left = self._is_deaf = False
         self.fault = None
         self._say_own()
@@ -107,7 +115,7 @@ class ClientStream:
 
     def unsent_calls(self) -> set[int]:
         """Whose messages the other side cannot have read."""
-        return set(self._unsent_calls)
+        return {message.call for message in self._unsent}
 
     def send(self, frames: Sequence[bytes], call: int = 0) -> Sent:
         """Have one message of one frame or more, which is of ``call``, written by ``write``."""
@@ -116,11 +124,7 @@ class ClientStream:
             if self._is_full():
                 return Sent.FULL
         # Without keys a message is packed alike before the handshake is over.
-        pieces = self._machine.pack(frames)
-        self._unsent.append(pieces)
-        self._unsent_calls.append(call)
-        for piece in pieces:
-            self._unsent_bytes += len(piece)
+        self._wait(self._unsent, self._machine.pack(frames), call)
         return Sent.TAKEN
 
     def write(self) -> None:
@@ -152,41 +156,37 @@ class ClientStream:
     def _is_full(self) -> bool:
         return len(self._unsent) >= BACKLOG_MESSAGES or self._unsent_bytes > BACKLOG_BYTES
 
-    def _gathered(self, queue: deque[list[bytes]]) -> tuple[list[bytes | memoryview], int]:
+    def _wait(self, queue: deque[WaitingMessage], pieces: list[bytes], call: int) -> None:
+        n_bytes = 0
+        for piece in pieces:
+            n_bytes += len(piece)
+        queue.append(WaitingMessage(pieces, n_bytes, call))
+        self._unsent_bytes += n_bytes
+
+    def _gathered(self, queue: deque[WaitingMessage]) -> tuple[list[bytes | memoryview], int]:
         """The pieces to write next, and their bytes."""
         pieces: list[bytes | memoryview] = []
-        size = 0
-        skipped = self._written
+        size = -self._written
         for message in queue:
-            for piece in message:
-                n_bytes = len(piece)
-                if skipped >= n_bytes:
-                    skipped -= n_bytes
-                    continue
-                if skipped:
-                    pieces.append(memoryview(piece)[skipped:])
-                    n_bytes -= skipped
-                    skipped = 0
-                else:
-                    pieces.append(piece)
-                size += n_bytes
+            pieces += message.pieces
+            size += message.n_bytes
             if size >= _WRITE_BYTES or len(pieces) >= _PIECES:
                 break
+        skipped = self._written
+        while skipped:
+            n_bytes = len(pieces[0])
+            if skipped < n_bytes:
+                pieces[0] = memoryview(pieces[0])[skipped:]
+                break
+            skipped -= n_bytes
+            del pieces[0]
         return pieces, size
 
-    def _took(self, queue: deque[list[bytes]], taken: int) -> None:
+    def _took(self, queue: deque[WaitingMessage], taken: int) -> None:
+        self._unsent_bytes -= taken
         taken += self._written
-        while queue:
-            size = 0
-            for piece in queue[0]:
-                size += len(piece)
-            if taken < size:
-                break
-            taken -= size
-            queue.popleft()
-            if queue is self._unsent:
-                self._unsent_calls.popleft()
-                self._unsent_bytes -= size
+        while queue and taken >= queue[0].n_bytes:
+            taken -= queue.popleft().n_bytes
         self._written = taken
 
     def _say_own(self) -> None:
@@ -195,11 +195,9 @@ class ClientStream:
         if not said:
             return
         if not self.is_met:
-            self._own.append(said)
+            self._wait(self._own, said, 0)
         elif not self._is_full():
-            self._unsent.append(said)
-            self._unsent_calls.append(0)
-            self._unsent_bytes += sum(map(len, said))
+            self._wait(self._unsent, said, 0)
 
     # ---- in --------------------------------------------------------------------------------------
 
