@@ -7,6 +7,7 @@ tensor view.
 from kvd.client.api import Connecting, Matched, Node, connect
 from kvd.client.handoff import Outcome, Receive, Send, Share
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
+from kvd.client.pending import PendingCall
 from kvd.client.pool import Pool
 from kvd.client.state import EventsLost
 from kvd.client.sync import SyncLease, SyncNode, SyncReceive, SyncSend, connect_sync
@@ -24,6 +25,7 @@ __all__ = [
     "Matched",
     "Node",
     "Outcome",
+    "PendingCall",
     "Pool",
     "Receive",
     "Resumption",

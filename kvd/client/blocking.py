@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import select
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_answer, too_late
 from kvd.client.endpoint import attach_path
+from kvd.client.pending import PendingCall, SlotWait
 from kvd.client.session_sockets import SessionSockets
 
 if TYPE_CHECKING:
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 
 _DESCRIPTORS: Final = 4
 """Told of at once; a session has two, or one while the daemon is away."""
+
+_PUMP_TURNS: Final = 16
+"""Of reading, at most, in one pump: a scheduler has a step to begin."""
+
+LOOK_EVERY_S: Final = 0.1
+"""How late a pump notices that the time of a begun call is up."""
 
 
 def attach(endpoint: str, request: AttachRequest) -> Attachment:
@@ -54,43 +62,61 @@ def _answer(sock: socket, end_s: float) -> Attachment | None:
 
 
 class BlockingChannel:
-    """The sockets of one session for a thread that blocks in ``wait``; their ``Watcher``, too."""
+    """The sockets of one session for a thread without a loop; as ``Channel`` and ``CallDriver``.
+
+    Sockets are looked at by ``pump``, ``glance`` and ``block``, and by nobody between two of them.
+    """
 
     def __init__(
-        self, endpoint: str, attachment: Attachment, connection: Connection, name: str
+        self,
+        endpoint: str,
+        attachment: Attachment,
+        connection: Connection,
+        name: str,
+        *,
+        waits_for_return: bool = True,
     ) -> None:
-        """Takes the attachment over."""
+        """Takes the attachment over. ``waits_for_return``: as long as a call that finds it away."""
         self._connection = connection
+        self._waits_for_return = waits_for_return
         self._ready = select.epoll()
         self._readers: dict[int, Callable[[], object]] = {}
         self._writers: dict[int, Callable[[], object]] = {}
         self._step_s = math.inf
         self._is_read_left = False
         self._is_closed = False
+        self._begun: dict[PendingCall[Any], None] = {}
+        self._woken: list[PendingCall[Any]] = []
+        self._ended: dict[PendingCall[Any], None] = {}
+        """Those whose engine has not been told."""
+        self._late_s = 0.0
+        """When to look for calls whose time is up."""
+        self._is_pumping = False
+        self._bell: SessionBell | None = None
         self._sockets = SessionSockets(endpoint, attachment, connection, name, self)
         self._sockets.open()
 
+    # ---- as Channel ------------------------------------------------------------------------------
+
     def flush(self) -> None:
-        """Send what the connection has queued; ``wait`` sends what the kernel does not take now."""
+        """Send what the connection has queued; what the kernel does not take now is sent later."""
         self._sockets.flush()
 
     async def wait(self, slot: Slot[Any], within_s: float) -> None:
-        """Block until ``slot`` is filled or the time is up; never suspends.
-
-        Reads no further than it must: what else has come is read by a later call. While the daemon
-        is away it goes back, step by step.
-        """
-        end_s = time.monotonic() + within_s
-        self._sockets.hurry()
-        while slot.value is None and self._connection.end is None:
-            now_s = time.monotonic()
-            if now_s >= end_s:
-                return
-            self._turn(min(end_s, self._step_s) - now_s)
+        """Say what the verb waits for; it goes on once ``slot`` is filled or the time is up."""
+        if slot.value is None:
+            await SlotWait(slot, time.monotonic() + within_s)
 
     def look(self) -> None:
-        """Nobody else looks between two calls. One that is away is stepped towards by ``wait``."""
-        self._sockets.look()
+        """Nobody else looks between two calls.
+
+        One that is away is stepped towards by whoever waits for it, or pumps; where nobody ever
+        waits, by every call.
+        """
+        if self._waits_for_return or not self._sockets.is_away:
+            self._sockets.look()
+        else:
+            self._turn(0.0)
 
     def close(self) -> None:
         """Leave the session; repeatable."""
@@ -98,15 +124,103 @@ class BlockingChannel:
             return
         self._is_closed = True
         self._sockets.close()
+        if self._bell is not None:
+            self._bell.close()
         self._ready.close()
 
-    def _turn(self, within_s: float) -> None:
-        """Do what there is to do, once something has come, or the time is up."""
+    # ---- as CallDriver -----------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """As ``CallDriver``."""
+        return self._connection.end is not None
+
+    def begun(self, call: PendingCall[Any]) -> None:
+        """As ``CallDriver``."""
+        self._begun[call] = None
+
+    def woke(self, call: PendingCall[Any]) -> None:
+        """As ``CallDriver``."""
+        self._woken.append(call)
+        self._ring()
+
+    def ended(self, call: PendingCall[Any]) -> None:
+        """As ``CallDriver``."""
+        self._begun.pop(call, None)
+        self._ended[call] = None
+
+    def told(self, call: PendingCall[Any]) -> None:
+        """As ``CallDriver``."""
+        self._ended.pop(call, None)
+
+    def glance(self) -> None:
+        """As ``CallDriver``."""
+        if not self._is_closed:
+            self._turn(0.0)
+
+    def block(self, slot: Slot[Any], until_s: float) -> None:
+        """As ``CallDriver``. Reads no further than it must: what else has come is read later.
+
+        While the daemon is away it goes back, step by step.
+        """
+        self._sockets.hurry()
+        while slot.value is None and not self.is_over:
+            now_s = time.monotonic()
+            if now_s >= until_s:
+                return
+            self._turn(min(until_s, self._step_s) - now_s)
+
+    # ---- for who never blocks --------------------------------------------------------------------
+
+    def pump(self) -> list[PendingCall[Any]]:
+        """Do all that there is to do now; the begun calls that have ended since they were told."""
+        self._is_pumping = True
+        try:
+            if self._bell is not None:
+                self._bell.hush()
+            is_left = not self._is_closed
+            for _ in range(_PUMP_TURNS):
+                is_left = is_left and self._turn(0.0)
+                if not is_left:
+                    break
+            self._advance()
+        finally:
+            self._is_pumping = False
+        if is_left:
+            self._ring()
+        ended, self._ended = list(self._ended), {}
+        return ended
+
+    def fileno(self) -> int:
+        """Readable while ``pump`` has something to do; the same one as long as the session."""
+        if self._bell is None:
+            self._bell = SessionBell(self._ready.fileno())
+            if self._woken or self._ended or self._is_read_left:
+                self._ring()
+        return self._bell.fileno()
+
+    def _advance(self) -> None:
+        """Have calls go on for which something has come, now and then those whose time is up."""
+        now_s = time.monotonic()
+        if now_s >= self._late_s:
+            self._late_s = now_s + LOOK_EVERY_S
+            self._woken += self._begun
+        woken, self._woken = self._woken, []
+        for call in woken:
+            call.advance()
+
+    def _ring(self) -> None:
+        if self._bell is not None and not self._is_pumping:
+            self._bell.ring()
+
+    def _turn(self, within_s: float) -> bool:
+        """Do what there is to do, once something has come, or the time is up; whether there was."""
         if self._is_read_left:
             self._is_read_left = False
             self._sockets.read()
-            return
-        for fd, events in self._ready.poll(max(0.0, within_s), _DESCRIPTORS):
+            return True
+        found = self._ready.poll(max(0.0, within_s), _DESCRIPTORS)
+        for fd, events in found:
             # Taken anew each time: the one before may have forgotten this one.
             if events & select.EPOLLOUT and fd in self._writers:
                 self._writers[fd]()
@@ -115,6 +229,8 @@ class BlockingChannel:
         if self._step_s <= time.monotonic():
             self._step_s = math.inf
             self._sockets.step()
+            return True
+        return bool(found)
 
     # ---- as Watcher ------------------------------------------------------------------------------
 
@@ -145,7 +261,46 @@ class BlockingChannel:
     def read_soon(self) -> None:
         """As ``Watcher``."""
         self._is_read_left = True
+        self._ring()
 
     def step_after(self, pause_s: float) -> None:
         """As ``Watcher``."""
         self._step_s = time.monotonic() + pause_s
+
+
+class SessionBell:
+    """One descriptor for all of a session's, readable as well while the bell has rung.
+
+    The session's sockets come and go with the daemon; this one stays, so that an engine names it
+    to its ``select`` or its loop once.
+    """
+
+    def __init__(self, ready_fd: int) -> None:
+        """``ready_fd``: of the ``epoll`` that has the sockets."""
+        self._all = select.epoll()
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._has_rung = False
+        self._all.register(ready_fd, select.EPOLLIN)
+        self._all.register(self._event, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._all.fileno()
+
+    def ring(self) -> None:
+        """Something was read that no socket tells of any more."""
+        if not self._has_rung and not self._all.closed:
+            self._has_rung = True
+            os.eventfd_write(self._event, 1)
+
+    def hush(self) -> None:
+        """It is dealt with."""
+        if self._has_rung and not self._all.closed:
+            self._has_rung = False
+            os.eventfd_read(self._event)
+
+    def close(self) -> None:
+        """Give the descriptors back; repeatable."""
+        if not self._all.closed:
+            self._all.close()
+            os.close(self._event)
