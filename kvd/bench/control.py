@@ -28,6 +28,7 @@ import zmq
 import kvd.client
 from kvd.bench.counts import SystemCalls, messages_of
 from kvd.bench.echo import BlockingEcho, EchoClient, echo_server
+from kvd.bench.pending_calls import pending_row
 from kvd.bench.report import (
     BenchmarkResult,
     Goal,
@@ -360,11 +361,15 @@ async def counted_system_calls(compared: ComparedCalls) -> Measured:
 
 
 class ControlResult(msgspec.Struct, frozen=True):
-    """All that was measured, a row for each figure; ``keys``: of daemons with keys, if asked."""
+    """All that was measured, a row for each figure.
+
+    ``pending``: of calls that are begun and polled; ``keys``: of daemons with keys, if asked.
+    """
 
     times: list[Measured]
     costs: list[Measured]
     counts: list[Measured]
+    pending: list[Measured]
     keys: list[Measured]
     goals: tuple[Goal, ...] = ()
 
@@ -392,6 +397,9 @@ async def measure(
         await play(compared, rounds, told)
         told("counting system calls")
         called = [await counted_system_calls(one) if calls else {} for one in compared]
+        told("beginning calls")
+        (prompt,) = prompts(1, MATCH_TOKENS[0], seed=MATCH_TOKENS[0])
+        pending = pending_row(up[OURS].blocking, prompt)
     echo.close()
     blocking_echo.close()
     context.term()
@@ -402,6 +410,7 @@ async def measure(
             {**head(one), **sent, **counted}
             for one, sent, counted in zip(compared, messages, called, strict=True)
         ],
+        pending=[pending],
         keys=[],
     )
 
@@ -464,7 +473,7 @@ def goals_of(found: ControlResult) -> tuple[Goal, ...]:
     costs = {(str(row["what"]).split(",")[0], row["in_flight"]): row for row in found.costs[2:]}
     cycle, handoff = "lease + release", "full-hit handoff"
     short, long = found.times[:2]
-    blocking = times["blocking match", 1]
+    blocking, pending = times["blocking match", 1], found.pending[0]
     of_16 = costs[handoff, 16]
     return (
         at_most("match, 2048 tokens: p50 / echo", 1.2, figure(short, "ratio")),
@@ -482,6 +491,8 @@ def goals_of(found: ControlResult) -> tuple[Goal, ...]:
             at_most(f"{handoff}, 16 in flight: CPU of {name} in us", 150, figure(of_16, key))
             for name, key in (("prefill", "prefill_us"), ("decode", "decode_us"))
         ),
+        at_most("match, begun: us", 30, figure(pending, "begin_us")),
+        at_most("match, polled: us", 10, figure(pending, "poll_us")),
     )
 
 
@@ -516,6 +527,11 @@ def shown(found: ControlResult, rounds: int) -> BenchmarkResult:
             ResultTable("Processor time of a call, in us", COST_COLUMNS, tuple(found.costs)),
             ResultTable("Messages of a call", MESSAGE_COLUMNS, tuple(found.counts)),
             ResultTable(f"System calls of a call ({way})", CALL_COLUMNS, with_calls),
+            ResultTable(
+                "A match of 2048 tokens that is begun and polled",
+                PENDING_COLUMNS,
+                tuple(found.pending),
+            ),
             ResultTable(
                 "Full-hit handoffs between daemons with CURVE keys", KEY_COLUMNS, tuple(found.keys)
             ),
@@ -580,6 +596,12 @@ CALL_COLUMNS: Final = (
     ResultColumn("prefill_transfer_calls", "p. transfer", ".1f"),
     ResultColumn("decode_transfer_calls", "d. transfer", ".1f"),
 )
+PENDING_COLUMNS: Final = (
+    ResultColumn("calls", "begun at once"),
+    ResultColumn("begin_us", "begin us", ".1f"),
+    ResultColumn("poll_us", "poll", ".1f"),
+    ResultColumn("pump_us", "pump", ".1f"),
+)
 KEY_COLUMNS: Final = (
     ResultColumn("in_flight", "in flight"),
     ResultColumn("keys_p50_us", "with keys p50 us", ".0f"),
@@ -601,5 +623,5 @@ command = measurement(
         ),
         click.option("--keys", is_flag=True, help="Measure too what CURVE keys cost a handoff."),
     ),
-    steps=lambda rounds, keys, calls: (rounds + 1) * (2 if keys else 1) + 2,
+    steps=lambda rounds, keys, calls: (rounds + 1) * (2 if keys else 1) + 3,
 )

@@ -128,7 +128,7 @@ class BlockingChannel:
             self._bell.close()
         self._ready.close()
 
-    # ---- as CallDriver -----------------------------------------------------------------------------
+    # ---- as CallDriver ---------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
