@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from kvd.client.connection import Connection
     from kvd.zmtp.events import ConnectionClosed
 
+WRITE_NOW_BYTES: Final = 64 * 1024
+"""So much is not kept for more of the same turn: a call less is saved then than it costs to have
+many prompts in memory at once, which the allocator gives back each time it is rid of them."""
+
 REDIAL_S: Final = 0.1
 """Between two attempts to connect a broken stream to a daemon that lives."""
 
@@ -121,9 +125,17 @@ class SessionSockets:
         """Have written what the connection has queued; a call that cannot be sent fails."""
         stream = self.stream
         for outgoing in self._connection.take_outgoing():
-            if stream.send(outgoing.frames, outgoing.call) is not Sent.TAKEN:
+            sent = stream.send(outgoing.frames, outgoing.call)
+            if sent is Sent.FULL:
+                self.write()
+                sent = stream.send(outgoing.frames, outgoing.call)
+            if sent is not Sent.TAKEN:
                 self._connection.not_sent(outgoing, unread())
-        if stream.has_unsent and not stream.is_blocked:
+        if not stream.has_unsent or stream.is_blocked:
+            return
+        if stream.unsent_bytes >= WRITE_NOW_BYTES and stream.is_met:
+            self.write()
+        else:
             self._watcher.write_soon()
 
     def write(self) -> None:
@@ -208,6 +220,7 @@ class SessionSockets:
     def _dial(self) -> None:
         if self.stream.dial():
             self._watcher.watch(self.stream.fileno(), self.read)
+            self.write()
         else:
             self._watcher.step_after(REDIAL_S)
 

@@ -91,7 +91,6 @@ class ClientStream:
         self.is_met = self.is_blocked = self.is_left = self._is_deaf = False
         self.fault = None
         self._say_own()
-        self.write()
         return True
 
     def fileno(self) -> int:
@@ -111,7 +110,12 @@ class ClientStream:
     @property
     def has_unsent(self) -> bool:
         """Whether ``write`` has something to do."""
-        return bool(self._unsent)
+        return bool(self._unsent if self.is_met else self._own)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Of all messages that wait."""
+        return self._unsent_bytes
 
     def unsent_calls(self) -> set[int]:
         """Whose messages the other side cannot have read."""
@@ -120,9 +124,7 @@ class ClientStream:
     def send(self, frames: Sequence[bytes], call: int = 0) -> Sent:
         """Have one message of one frame or more, which is of ``call``, written by ``write``."""
         if self._is_full():
-            self.write()
-            if self._is_full():
-                return Sent.FULL
+            return Sent.FULL
         # Without keys a message is packed alike before the handshake is over.
         self._wait(self._unsent, self._machine.pack(frames), call)
         return Sent.TAKEN
@@ -237,7 +239,6 @@ class ClientStream:
                 break
         if not was_met and self.fault is None:
             self._say_own()
-            self.write()
         return True
 
     def _receive(self) -> bool:

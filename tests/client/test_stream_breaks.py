@@ -9,6 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import kvd.client
@@ -150,3 +151,28 @@ def test_a_call_that_nobody_reads_ends_at_its_deadline(
         pytest.raises(KvdError, match="deadline: no answer"),
     ):
         node.lease([1], deadline_s=0.05)
+
+
+async def test_more_than_the_kernel_takes_is_sent_though_it_was_asked_before_the_first_handshake(
+    daemon: Daemon,
+) -> None:
+    daemon.script = script
+    prompt = np.zeros(200_000, np.int32)
+    async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
+        async with asyncio.timeout(10):
+            found = await asyncio.gather(*(node.match(prompt) for _ in range(12)))
+
+    assert [one.tokens for one in found] == [8] * 12
+
+
+def test_more_than_the_kernel_takes_is_sent_by_a_thread_that_only_pumps(daemon: Daemon) -> None:
+    daemon.script = script
+    prompt = np.zeros(200_000, np.int32)
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        calls = [node.begin_match(prompt) for _ in range(12)]
+        end_s = time.monotonic() + 10
+        while not all(call.is_done for call in calls):
+            node.pump()
+            assert time.monotonic() < end_s
+
+        assert [call.result().tokens for call in calls] == [8] * 12
