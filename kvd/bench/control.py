@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +29,6 @@ import zmq
 import kvd.client
 from kvd.bench.counts import SystemCalls, messages_of
 from kvd.bench.echo import BlockingEcho, EchoClient, echo_server
-from kvd.bench.pending_calls import pending_row
 from kvd.bench.report import (
     BenchmarkResult,
     Goal,
@@ -44,13 +44,14 @@ from kvd.bench.rounds import CallKind, ComparedCalls, Turn
 from kvd.harness.daemons import two_daemons
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from kvd.bench.counts import Span
     from kvd.bench.echo import EchoServer
     from kvd.bench.report import Told
     from kvd.bench.rounds import Call
-    from kvd.client.api import Node
+    from kvd.client.api import Matched, Node
+    from kvd.client.pending import PendingCall
     from kvd.client.sync import SyncNode
     from kvd.harness.daemons import Pair
 
@@ -65,6 +66,10 @@ CYCLES: Final = {1: 60, 16: 160, 64: 320}
 HANDOFFS: Final = {1: 50, 16: 160, 64: 256}
 """How many in a turn, by how many are in flight."""
 MATCHES: Final = 100
+BURSTS: Final = 50
+BEGUN: Final = 16
+"""Calls begun in one step of a scheduler, before it looks for the answer of any."""
+WITHIN_S: Final = 10.0
 
 RECORDING_S: Final = 30.0
 OURS, ECHO, RECORDED = "kvd", "echo", "recorded"
@@ -194,6 +199,41 @@ async def full_hits(up: ServingPair, prompt: np.ndarray, first_room: int) -> Asy
 
     yield handoff
     await source.release()
+
+
+# ---- what is begun and polled --------------------------------------------------------------------
+
+
+def pending_row(node: SyncNode, prompt: np.ndarray) -> Measured:
+    """Medians, in us, of a match of ``prompt`` that is begun, and polled until it ends.
+
+    Not how long an answer takes: that is measured with the blocking verbs.
+    """
+    begin_s: list[float] = []
+    poll_s: list[float] = []
+    pump_s: list[float] = []
+    for _ in range(BURSTS):
+        calls: list[PendingCall[Matched]] = []
+        for _ in range(BEGUN):
+            _timed(begin_s, lambda: calls.append(node.begin_match(prompt)))  # noqa: B023 - at once
+        end_s = time.monotonic() + WITHIN_S
+        while not all(call.is_done for call in calls) and time.monotonic() < end_s:
+            for call in calls:
+                if not call.is_done:
+                    _timed(poll_s, call.poll)
+        _timed(pump_s, node.pump)
+    return {
+        "calls": BEGUN,
+        "begin_us": statistics.median(begin_s) * 1e6,
+        "poll_us": statistics.median(poll_s) * 1e6,
+        "pump_us": statistics.median(pump_s) * 1e6,
+    }
+
+
+def _timed(into: list[float], act: Callable[[], object]) -> None:
+    began_s = time.perf_counter()
+    act()
+    into.append(time.perf_counter() - began_s)
 
 
 class ComparedVerbs:
