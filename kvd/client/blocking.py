@@ -86,7 +86,8 @@ class BlockingChannel:
         self._is_read_left = False
         self._is_closed = False
         self._begun: dict[PendingCall[Any], None] = {}
-        self._woken: list[PendingCall[Any]] = []
+        self._woken: dict[PendingCall[Any], None] = {}
+        """Those for which something has come since they were stepped."""
         self._ended: dict[PendingCall[Any], None] = {}
         """Those whose engine has not been told."""
         self._late_s = 0.0
@@ -141,12 +142,13 @@ class BlockingChannel:
 
     def woke(self, call: PendingCall[Any]) -> None:
         """As ``CallDriver``."""
-        self._woken.append(call)
+        self._woken[call] = None
         self._ring()
 
     def ended(self, call: PendingCall[Any]) -> None:
         """As ``CallDriver``."""
         self._begun.pop(call, None)
+        self._woken.pop(call, None)
         self._ended[call] = None
 
     def told(self, call: PendingCall[Any]) -> None:
@@ -204,8 +206,8 @@ class BlockingChannel:
         now_s = time.monotonic()
         if now_s >= self._late_s:
             self._late_s = now_s + LOOK_EVERY_S
-            self._woken += self._begun
-        woken, self._woken = self._woken, []
+            self._woken |= self._begun
+        woken, self._woken = self._woken, {}
         for call in woken:
             call.advance()
 

@@ -201,13 +201,22 @@ class PendingCall(Generic[T]):
         return outcome
 
 
+def finished(call: PendingCall[T]) -> T:
+    """Its outcome; where the wait for it is interrupted, nobody has the call, and it is undone."""
+    try:
+        return call.result()
+    except BaseException:
+        call.cancel()
+        raise
+
+
 def blocking(
     begin: Callable[Concatenate[S, P], PendingCall[T]],
 ) -> Callable[Concatenate[S, P], T]:
     """The verb that begins such a call and returns its outcome."""
 
     def verb(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return begin(self, *args, **kwargs).result()
+        return finished(begin(self, *args, **kwargs))
 
     _describe(verb, begin, "returns its outcome")
     return verb
@@ -219,7 +228,7 @@ def blocking_quietly(
     """The verb that begins such a call and returns once it is done."""
 
     def verb(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        begin(self, *args, **kwargs).result()
+        finished(begin(self, *args, **kwargs))
 
     _describe(verb, begin, "returns once it is done")
     return verb

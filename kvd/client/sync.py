@@ -15,7 +15,7 @@ from kvd.client.api import Matched, Node
 from kvd.client.blocking import BlockingChannel, attach
 from kvd.client.connection import UNDONE, Connection
 from kvd.client.endpoint import client_endpoint
-from kvd.client.pending import PendingCall, blocking, blocking_quietly
+from kvd.client.pending import PendingCall, blocking, blocking_quietly, finished
 from kvd.client.returning import RETURN_WITHIN_S
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Attach
@@ -463,7 +463,7 @@ class SyncNode:
         self._run(self.wrapped.close())
 
     def _run(self, verb: Coroutine[Any, Any, T]) -> T:
-        return PendingCall(self._channel, verb).result()
+        return finished(PendingCall(self._channel, verb))
 
     async def _leased(self, verb: Coroutine[Any, Any, Lease]) -> SyncLease:
         return SyncLease(await verb, self._channel)

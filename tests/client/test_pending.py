@@ -151,6 +151,19 @@ def test_begun_calls_are_under_way_at_once_and_end_in_any_order(daemon: Daemon) 
         assert node.pump() == []
 
 
+def test_calls_that_are_over_are_forgotten_by_a_node_that_is_never_pumped(daemon: Daemon) -> None:
+    daemon.script = script
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        for _ in range(20):
+            node.match([1])
+            outcome_of(node.begin_match([1]))
+            node.begin_match([1]).cancel()
+        channel = node._channel
+        kept = (channel._begun, channel._woken, channel._ended)
+
+        assert [len(calls) for calls in kept] == [0, 0, 0]
+
+
 # ---- how one ends --------------------------------------------------------------------------------
 
 
@@ -217,6 +230,22 @@ def test_a_closed_node_ends_what_was_begun(daemon: Daemon) -> None:
     with pytest.raises(KvdError, match="this node was closed"):
         call.poll()
     assert node.pump() == []
+
+
+def test_a_blocking_verb_that_is_interrupted_is_undone(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        with monkeypatch.context() as patched:
+            patched.setattr(node._channel, "block", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                node.lease([1])
+        pumped(node, lambda: daemon.asked(wire.CancelCall))
+        daemon.push(wire.Leased(1, 70, 0, pack_ids([4])))
+        pumped(node, lambda: daemon.asked(wire.ReleaseLease))
 
 
 # ---- cancelling ----------------------------------------------------------------------------------
