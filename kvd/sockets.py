@@ -25,9 +25,7 @@ drain is scheduled.
 from __future__ import annotations
 
 import errno
-import math
 import socket as unix
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -172,24 +170,6 @@ def receive_now(socket: zmq.Socket[bytes]) -> Frames | None:
     return frames
 
 
-def receive_last(
-    socket: zmq.Socket[bytes], take: OnMessage, is_awaited: Callable[[], bool], within_s: float
-) -> None:
-    """Take what a peer that has ended sent before, as long as it ``is_awaited``.
-
-    That it has ended is learned elsewhere, and may be known before libzmq has read its last words.
-    Blocks for ``within_s`` at most.
-    """
-    end_s = time.monotonic() + within_s
-    while is_awaited():
-        left_ms = math.ceil((end_s - time.monotonic()) * 1000)
-        if left_ms <= 0 or not socket.poll(left_ms, _READABLE):
-            return
-        frames = receive_now(socket)
-        if frames is not None:
-            take(frames)
-
-
 class LoopSocket:
     """One socket on one event loop. Takes the socket over: closes it too."""
 
@@ -224,11 +204,6 @@ class LoopSocket:
         if not self._draining:
             self._look_soon()
         return outcome
-
-    def receive_last(self, is_awaited: Callable[[], bool], within_s: float) -> None:
-        """As ``receive_last``; before ``close``."""
-        if not self._closed:
-            receive_last(self._socket, self._on_message, is_awaited, within_s)
 
     def close(self, *, linger_s: float = 0.0) -> None:
         """Stop reading and close; what libzmq still has to send may take up to ``linger_s``."""

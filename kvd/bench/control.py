@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ import zmq
 
 import kvd.client
 from kvd.bench.counts import SystemCalls, messages_of
-from kvd.bench.echo import EchoClient, echo_server
+from kvd.bench.echo import BlockingEcho, EchoClient, echo_server
 from kvd.bench.report import (
     BenchmarkResult,
     Goal,
@@ -43,13 +44,15 @@ from kvd.bench.rounds import CallKind, ComparedCalls, Turn
 from kvd.harness.daemons import two_daemons
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from kvd.bench.counts import Span
     from kvd.bench.echo import EchoServer
     from kvd.bench.report import Told
     from kvd.bench.rounds import Call
-    from kvd.client.api import Node
+    from kvd.client.api import Matched, Node
+    from kvd.client.pending import PendingCall
+    from kvd.client.sync import SyncNode
     from kvd.harness.daemons import Pair
 
 PAGE_SIZE: Final = 16
@@ -63,6 +66,10 @@ CYCLES: Final = {1: 60, 16: 160, 64: 320}
 HANDOFFS: Final = {1: 50, 16: 160, 64: 256}
 """How many in a turn, by how many are in flight."""
 MATCHES: Final = 100
+BURSTS: Final = 50
+BEGUN: Final = 16
+"""Calls begun in one step of a scheduler, before it looks for the answer of any."""
+WITHIN_S: Final = 10.0
 
 RECORDING_S: Final = 30.0
 OURS, ECHO, RECORDED = "kvd", "echo", "recorded"
@@ -91,6 +98,8 @@ class ServingPair(NamedTuple):
     daemons: Pair
     prefill: Node
     decode: Node
+    blocking: SyncNode
+    """With the prefill daemon."""
     processes: dict[str, int]
 
 
@@ -111,7 +120,14 @@ async def serving(pair: Pair, *, is_recorded: bool = False) -> AsyncIterator[Ser
         kvd.client.connect(pair.prefill.client, name="bench-prefill") as prefill,
         kvd.client.connect(pair.decode.client, name="bench-decode") as decode,
     ):
-        yield ServingPair(daemons=pair, prefill=prefill, decode=decode, processes=processes)
+        with kvd.client.connect_sync(pair.prefill.client, name="bench-blocking") as blocking:
+            yield ServingPair(
+                daemons=pair,
+                prefill=prefill,
+                decode=decode,
+                blocking=blocking,
+                processes=processes,
+            )
 
 
 def prompts(count: int, n_tokens: int, seed: int) -> list[np.ndarray]:
@@ -136,6 +152,18 @@ async def matches(up: ServingPair, prompt: np.ndarray) -> AsyncIterator[Call]:
 
 
 @contextlib.asynccontextmanager
+async def blocking_matches(up: ServingPair, prompt: np.ndarray) -> AsyncIterator[Call]:
+    """``matches`` of the blocking client; nothing else goes on meanwhile."""
+    lease = up.blocking.lease(prompt)
+
+    async def match(_: int) -> None:
+        up.blocking.match(prompt)
+
+    yield match
+    lease.release(())
+
+
+@contextlib.asynccontextmanager
 async def cycles(up: ServingPair, fresh: list[np.ndarray]) -> AsyncIterator[Call]:
     """``lease`` + ``release(())`` of fresh prompts, evicting as the pool is full."""
     following = itertools.cycle(fresh)
@@ -149,7 +177,10 @@ async def cycles(up: ServingPair, fresh: list[np.ndarray]) -> AsyncIterator[Call
 
 @contextlib.asynccontextmanager
 async def full_hits(up: ServingPair, prompt: np.ndarray, first_room: int) -> AsyncIterator[Call]:
-    """Whole handoffs of a prompt that the decode side has: zero pages, the aux delivered."""
+    """Whole handoffs of a prompt that the decode side has: zero pages, the aux delivered.
+
+    In the fewest calls that an engine can do it in, whose prompt is computed when the room opens.
+    """
     prefill, decode = up.prefill, up.decode
     for node in (prefill, decode):
         lease = await node.lease(prompt)
@@ -160,15 +191,49 @@ async def full_hits(up: ServingPair, prompt: np.ndarray, first_room: int) -> Asy
     async def handoff(_: int) -> None:
         room = next(rooms)
         receiving = asyncio.ensure_future(decode.receive(room, prompt, source="p"))
-        sending = await prefill.send(room, prompt, lease=source)
-        finishing = asyncio.ensure_future(sending.finish(aux=b"first"))
+        handing = asyncio.ensure_future(prefill.hand_over(room, lease=source, aux=b"first"))
         received = await receiving
         await received.done()
-        await finishing
+        await handing
         await received.lease.release()
 
     yield handoff
     await source.release()
+
+
+# ---- what is begun and polled --------------------------------------------------------------------
+
+
+def pending_row(node: SyncNode, prompt: np.ndarray) -> Measured:
+    """Medians, in us, of a match of ``prompt`` that is begun, and polled until it ends.
+
+    Not how long an answer takes: that is measured with the blocking verbs.
+    """
+    begin_s: list[float] = []
+    poll_s: list[float] = []
+    pump_s: list[float] = []
+    for _ in range(BURSTS):
+        calls: list[PendingCall[Matched]] = []
+        for _ in range(BEGUN):
+            _timed(begin_s, lambda: calls.append(node.begin_match(prompt)))  # noqa: B023 - at once
+        end_s = time.monotonic() + WITHIN_S
+        while not all(call.is_done for call in calls) and time.monotonic() < end_s:
+            for call in calls:
+                if not call.is_done:
+                    _timed(poll_s, call.poll)
+        _timed(pump_s, node.pump)
+    return {
+        "calls": BEGUN,
+        "begin_us": statistics.median(begin_s) * 1e6,
+        "poll_us": statistics.median(poll_s) * 1e6,
+        "pump_us": statistics.median(pump_s) * 1e6,
+    }
+
+
+def _timed(into: list[float], act: Callable[[], object]) -> None:
+    began_s = time.perf_counter()
+    act()
+    into.append(time.perf_counter() - began_s)
 
 
 class ComparedVerbs:
@@ -179,11 +244,13 @@ class ComparedVerbs:
         stack: contextlib.AsyncExitStack,
         pairs: dict[str, ServingPair],
         echo: EchoClient,
+        blocking_echo: BlockingEcho,
         server: EchoServer,
     ) -> None:
         self._stack = stack
         self._pairs = pairs
         self._echo = echo
+        self._blocking_echo = blocking_echo
         self._server = {"client": os.getpid(), "server": server.pid}
 
     async def match(self, n_tokens: int) -> ComparedCalls:
@@ -196,6 +263,18 @@ class ComparedVerbs:
 
         ours = {name: matches(up, prompt) for name, up in self._pairs.items()}
         return await self._compared(f"match, {n_tokens} tokens", (1, MATCHES), ours, bare)
+
+    async def blocking_match(self, n_tokens: int) -> ComparedCalls:
+        """The same from a thread that blocks, beside an echo from one."""
+        (prompt,) = prompts(1, n_tokens, seed=n_tokens)
+        frame = prompt.tobytes()
+
+        async def bare(_: int) -> None:
+            self._blocking_echo.call(0, frame)
+
+        ours = {name: blocking_matches(up, prompt) for name, up in self._pairs.items()}
+        what = f"blocking match, {n_tokens} tokens"
+        return await self._compared(what, (1, MATCHES), ours, bare)
 
     async def cycle(self, in_flight: int) -> ComparedCalls:
         """A cycle takes two calls, of either."""
@@ -322,11 +401,15 @@ async def counted_system_calls(compared: ComparedCalls) -> Measured:
 
 
 class ControlResult(msgspec.Struct, frozen=True):
-    """All that was measured, a row for each figure; ``keys``: of daemons with keys, if asked."""
+    """All that was measured, a row for each figure.
+
+    ``pending``: of calls that are begun and polled; ``keys``: of daemons with keys, if asked.
+    """
 
     times: list[Measured]
     costs: list[Measured]
     counts: list[Measured]
+    pending: list[Measured]
     keys: list[Measured]
     goals: tuple[Goal, ...] = ()
 
@@ -337,13 +420,15 @@ async def measure(
     """Every figure, in turns with its reference and with all others."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     echo = EchoClient(context, server.endpoint)
+    blocking_echo = BlockingEcho(context, server.endpoint)
     async with contextlib.AsyncExitStack() as stack:
         up = {
             name: await stack.enter_async_context(serving(pair, is_recorded=name == RECORDED))
             for name, pair in pairs.items()
         }
-        verbs = ComparedVerbs(stack, up, echo, server)
+        verbs = ComparedVerbs(stack, up, echo, blocking_echo, server)
         compared = [await verbs.match(n_tokens) for n_tokens in MATCH_TOKENS]
+        compared.append(await verbs.blocking_match(MATCH_TOKENS[0]))
         compared += [await verbs.cycle(in_flight) for in_flight in CYCLES]
         compared += [await verbs.handoff(in_flight) for in_flight in HANDOFFS]
         await warm_up(compared, told)
@@ -352,7 +437,11 @@ async def measure(
         await play(compared, rounds, told)
         told("counting system calls")
         called = [await counted_system_calls(one) if calls else {} for one in compared]
+        told("beginning calls")
+        (prompt,) = prompts(1, MATCH_TOKENS[0], seed=MATCH_TOKENS[0])
+        pending = pending_row(up[OURS].blocking, prompt)
     echo.close()
+    blocking_echo.close()
     context.term()
     return ControlResult(
         times=[time_row(one) for one in compared],
@@ -361,6 +450,7 @@ async def measure(
             {**head(one), **sent, **counted}
             for one, sent, counted in zip(compared, messages, called, strict=True)
         ],
+        pending=[pending],
         keys=[],
     )
 
@@ -419,14 +509,16 @@ def key_row(compared: ComparedCalls) -> Measured:
 
 def goals_of(found: ControlResult) -> tuple[Goal, ...]:
     """What was to be reached."""
-    times = {(str(row["what"]).split(",")[0], row["in_flight"]): row for row in found.times[1:]}
-    costs = {(str(row["what"]).split(",")[0], row["in_flight"]): row for row in found.costs[1:]}
+    times = {(str(row["what"]).split(",")[0], row["in_flight"]): row for row in found.times[2:]}
+    costs = {(str(row["what"]).split(",")[0], row["in_flight"]): row for row in found.costs[2:]}
     cycle, handoff = "lease + release", "full-hit handoff"
     short, long = found.times[:2]
+    blocking, pending = times["blocking match", 1], found.pending[0]
     of_16 = costs[handoff, 16]
     return (
         at_most("match, 2048 tokens: p50 / echo", 1.2, figure(short, "ratio")),
         at_most("match, 32768 tokens: p50 / echo", 1.5, figure(long, "ratio")),
+        at_most("blocking match, 2048 tokens: p50 / echo", 1.2, figure(blocking, "ratio")),
         at_least(f"{cycle}, 64 in flight: per s / echo", 0.75, figure(times[cycle, 64], "ratio")),
         at_most(
             f"{cycle}, 64 in flight: CPU of the daemon in us",
@@ -439,6 +531,8 @@ def goals_of(found: ControlResult) -> tuple[Goal, ...]:
             at_most(f"{handoff}, 16 in flight: CPU of {name} in us", 150, figure(of_16, key))
             for name, key in (("prefill", "prefill_us"), ("decode", "decode_us"))
         ),
+        at_most("match, begun: us", 30, figure(pending, "begin_us")),
+        at_most("match, polled: us", 10, figure(pending, "poll_us")),
     )
 
 
@@ -474,12 +568,18 @@ def shown(found: ControlResult, rounds: int) -> BenchmarkResult:
             ResultTable("Messages of a call", MESSAGE_COLUMNS, tuple(found.counts)),
             ResultTable(f"System calls of a call ({way})", CALL_COLUMNS, with_calls),
             ResultTable(
+                "A match of 2048 tokens that is begun and polled",
+                PENDING_COLUMNS,
+                tuple(found.pending),
+            ),
+            ResultTable(
                 "Full-hit handoffs between daemons with CURVE keys", KEY_COLUMNS, tuple(found.keys)
             ),
         ),
         notes=(
-            "echo: bare ZMQ from its descriptor, frames of the same sizes. A lease cycle is two "
-            "calls of kvd and two of the echo",
+            "echo: bare libzmq, frames of the same sizes: driven from its descriptor on the loop, "
+            "blocking beside a blocking call. A lease cycle is two calls of kvd and two of the "
+            "echo",
             f"{rounds} rounds, in which all take turns; ratio: kvd / echo, of the p50s, of lease "
             "cycles of the rates; the median round, and half of them lie from low to high",
             "processor time: of all rounds together; switches: how often a core changed from one "
@@ -536,6 +636,12 @@ CALL_COLUMNS: Final = (
     ResultColumn("prefill_transfer_calls", "p. transfer", ".1f"),
     ResultColumn("decode_transfer_calls", "d. transfer", ".1f"),
 )
+PENDING_COLUMNS: Final = (
+    ResultColumn("calls", "begun at once"),
+    ResultColumn("begin_us", "begin us", ".1f"),
+    ResultColumn("poll_us", "poll", ".1f"),
+    ResultColumn("pump_us", "pump", ".1f"),
+)
 KEY_COLUMNS: Final = (
     ResultColumn("in_flight", "in flight"),
     ResultColumn("keys_p50_us", "with keys p50 us", ".0f"),
@@ -557,5 +663,5 @@ command = measurement(
         ),
         click.option("--keys", is_flag=True, help="Measure too what CURVE keys cost a handoff."),
     ),
-    steps=lambda rounds, keys, calls: (rounds + 1) * (2 if keys else 1) + 2,
+    steps=lambda rounds, keys, calls: (rounds + 1) * (2 if keys else 1) + 3,
 )

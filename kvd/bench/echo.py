@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import uvloop
 import zmq
 
-from kvd.sockets import LoopSocket, open_dealer, open_router
+from kvd.sockets import LoopSocket, open_dealer, open_router, pusher, send_now
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 HEADER_BYTES: Final = 16
+ANSWER_MS: Final = 10_000
 
 
 class EchoServer(NamedTuple):
@@ -57,6 +58,26 @@ class EchoClient:
 
     def _answered(self, _: list[bytes]) -> None:
         self._waiting.popleft().set_result(None)
+
+
+class BlockingEcho:
+    """The same for a thread that blocks, in the fewest calls of libzmq that do it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self._dealer = open_dealer(context)
+        self._dealer.setsockopt(zmq.RCVTIMEO, ANSWER_MS)
+        self._dealer.connect(endpoint)
+        self._push = pusher(self._dealer)
+
+    def call(self, answer_bytes: int, frame: bytes) -> None:
+        """As ``EchoClient.call``."""
+        head = b"%d" % (HEADER_BYTES + answer_bytes)
+        send_now(self._push, [head, bytes(HEADER_BYTES), frame])
+        self._dealer.recv()
+
+    def close(self) -> None:
+        """Stop."""
+        self._dealer.close()
 
 
 async def serve(endpoint: str) -> None:

@@ -1,11 +1,13 @@
 """How engines reach kvd: sessions, leases and handoffs, asynchronous and blocking.
 
-Importing this loads pyzmq, msgspec and numpy, and no torch: that comes with the first tensor view.
+Importing this loads msgspec and numpy, and neither libzmq nor torch: that comes with the first
+tensor view.
 """
 
 from kvd.client.api import Connecting, Matched, Node, connect
 from kvd.client.handoff import Outcome, Receive, Send, Share
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
+from kvd.client.pending import PendingCall
 from kvd.client.pool import Pool
 from kvd.client.state import EventsLost
 from kvd.client.sync import SyncLease, SyncNode, SyncReceive, SyncSend, connect_sync
@@ -23,6 +25,7 @@ __all__ = [
     "Matched",
     "Node",
     "Outcome",
+    "PendingCall",
     "Pool",
     "Receive",
     "Resumption",

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
+import os
 import select
 import time
-from typing import TYPE_CHECKING, Any
-
-import zmq
+from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_answer, too_late
 from kvd.client.endpoint import attach_path
-from kvd.client.port import unread
-from kvd.client.returning import LAST_WORDS_S, WayBack, go_back, main_way
-from kvd.sockets import open_dealer, pusher, receive_last, receive_now, send_now
-from kvd.types import Sent
+from kvd.client.pending import PendingCall, SlotWait
+from kvd.client.session_sockets import SessionSockets
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from socket import socket
 
     from kvd.client.connection import Connection
     from kvd.client.state import Slot
     from kvd.wire.attach import Attach, Join
+
+_DESCRIPTORS: Final = 4
+"""Told of at once; a session has two, or one while the daemon is away."""
+
+_PUMP_TURNS: Final = 16
+"""Of reading, at most, in one pump: a scheduler has a step to begin."""
+
+LOOK_EVERY_S: Final = 0.1
+"""How late a pump notices that the time of a begun call is up."""
 
 
 def attach(endpoint: str, request: Attach | Join) -> Attachment:
@@ -55,100 +62,247 @@ def _answer(sock: socket, end_s: float) -> Attachment | None:
 
 
 class BlockingChannel:
-    """The client socket and the attach socket of one session; ``wait`` blocks its thread."""
+    """The sockets of one session for a thread without a loop; as ``Channel`` and ``CallDriver``.
+
+    Sockets are looked at by ``pump``, ``glance`` and ``block``, and by nobody between two of them.
+    """
 
     def __init__(
-        self, endpoint: str, attachment: Attachment, connection: Connection, name: str
+        self,
+        endpoint: str,
+        attachment: Attachment,
+        connection: Connection,
+        name: str,
+        *,
+        waits_for_return: bool = True,
     ) -> None:
-        """Takes the attachment over."""
-        self._endpoint = endpoint
-        self._name = name
-        self._attachment = attachment
+        """Takes the attachment over. ``waits_for_return``: as long as a call that finds it away."""
         self._connection = connection
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._way: WayBack | None = None
+        self._waits_for_return = waits_for_return
+        self._ready = select.epoll()
+        self._readers: dict[int, Callable[[], object]] = {}
+        self._writers: dict[int, Callable[[], object]] = {}
+        self._step_s = math.inf
+        self._is_read_left = False
         self._is_closed = False
-        self._open()
+        self._begun: dict[PendingCall[Any], None] = {}
+        self._woken: dict[PendingCall[Any], None] = {}
+        """Those for which something has come since they were stepped."""
+        self._ended: dict[PendingCall[Any], None] = {}
+        """Those whose engine has not been told."""
+        self._late_s = 0.0
+        """When to look for calls whose time is up."""
+        self._is_pumping = False
+        self._bell: SessionBell | None = None
+        self._sockets = SessionSockets(endpoint, attachment, connection, name, self)
+        self._sockets.open()
+
+    # ---- as Channel ------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Send what the connection has queued; a call that cannot be sent fails."""
-        for outgoing in self._connection.take_outgoing():
-            if send_now(self._push, outgoing.frames) is not Sent.TAKEN:
-                self._connection.not_sent(outgoing, unread())
+        """Send what the connection has queued; what the kernel does not take now is sent later."""
+        self._sockets.flush()
 
     async def wait(self, slot: Slot[Any], within_s: float) -> None:
-        """Block until ``slot`` is filled or the time is up; never suspends.
+        """Say what the verb waits for; it goes on once ``slot`` is filled or the time is up."""
+        if slot.value is None:
+            await SlotWait(slot, time.monotonic() + within_s)
 
-        Reads no further than it must: what else has come is read by a later call. While the daemon
-        is away it goes back, step by step.
+    def look(self) -> None:
+        """Nobody else looks between two calls.
+
+        One that is away is stepped towards by whoever waits for it, or pumps; where nobody ever
+        waits, by every call.
         """
-        end_s = time.monotonic() + within_s
-        if self._way is not None:
-            self._way.pause_s = 0.0
-        while slot.value is None and self._connection.end is None:
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                return
-            if self._way is not None:
-                self._go_back(self._way, left_s)
-                continue
-            zmq.zmq_poll(self._watched, math.ceil(left_s * 1000))
-            frames = receive_now(self._dealer)
-            if frames is not None:
-                self._connection.feed(frames)
-                self.flush()
-            else:
-                self.look()
+        if self._waits_for_return or not self._sockets.is_away:
+            self._sockets.look()
+        else:
+            self._turn(0.0)
 
     def close(self) -> None:
         """Leave the session; repeatable."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._way is not None:
-            self._way.abandon()
-        self._dealer.close(linger=0)
-        self._context.term()
-        self._attachment.close()
+        self._sockets.close()
+        if self._bell is not None:
+            self._bell.close()
+        self._ready.close()
 
-    def look(self) -> None:
-        """Nobody else looks between two calls. One that is away is stepped towards by ``wait``."""
-        if self._way is not None or self._connection.end is not None:
-            return
-        why = self._attachment.last_word()
-        if why is None:
-            return
-        connection = self._connection
-        receive_last(self._dealer, connection.feed, lambda: connection.is_waiting, LAST_WORDS_S)
-        # What waits in it must not reach the daemon that is back: libzmq would deliver it.
-        self._dealer.close(linger=0)
-        if not why.is_retryable:
-            self._connection.fail_all(why)
-            return
-        path = attach_path(self._endpoint)
-        self._way = main_way(path, self._attachment, self._name, self._connection)
-        self._connection.lost(why)
+    # ---- as CallDriver ---------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        """Speak with the daemon that the attachment is with."""
-        self._dealer = open_dealer(self._context, routing_id=self._attachment.route)
-        self._dealer.connect(self._endpoint)
-        self._push = pusher(self._dealer)
-        pollin = int(zmq.POLLIN)
-        self._watched: list[tuple[Any, int]] = [
-            (self._dealer, pollin),
-            (self._attachment.fileno(), pollin),
-        ]
+    @property
+    def is_over(self) -> bool:
+        """As ``CallDriver``."""
+        return self._connection.end is not None
 
-    def _go_back(self, way: WayBack, left_s: float) -> None:
-        """One step, and the wait for the next one; ``left_s`` at most."""
-        if go_back(way, self._attachment, self._connection):
-            self._way = None
-            self._open()
-            self.flush()
-        elif way.sock is not None:
-            ready = select.poll()
-            ready.register(way.sock, select.POLLIN)
-            ready.poll(left_s * 1000)
-        elif self._connection.end is None:
-            time.sleep(min(way.pause_s, left_s))
+    def begun(self, call: PendingCall[Any]) -> None:
+        """As ``CallDriver``."""
+        self._begun[call] = None
+
+    def woke(self, call: PendingCall[Any]) -> None:
+        """As ``CallDriver``."""
+        self._woken[call] = None
+        self._ring()
+
+    def ended(self, call: PendingCall[Any]) -> None:
+        """As ``CallDriver``."""
+        self._begun.pop(call, None)
+        self._woken.pop(call, None)
+        self._ended[call] = None
+
+    def told(self, call: PendingCall[Any]) -> None:
+        """As ``CallDriver``."""
+        self._ended.pop(call, None)
+
+    def glance(self) -> None:
+        """As ``CallDriver``."""
+        if not self._is_closed:
+            self._turn(0.0)
+
+    def block(self, slot: Slot[Any], until_s: float) -> None:
+        """As ``CallDriver``. Reads no further than it must: what else has come is read later.
+
+        While the daemon is away it goes back, step by step.
+        """
+        self._sockets.hurry()
+        while slot.value is None and not self.is_over:
+            now_s = time.monotonic()
+            if now_s >= until_s:
+                return
+            self._turn(min(until_s, self._step_s) - now_s)
+
+    # ---- for who never blocks --------------------------------------------------------------------
+
+    def pump(self) -> list[PendingCall[Any]]:
+        """Do all that there is to do now; the begun calls that have ended since they were told."""
+        self._is_pumping = True
+        try:
+            if self._bell is not None:
+                self._bell.hush()
+            is_left = not self._is_closed
+            for _ in range(_PUMP_TURNS):
+                is_left = is_left and self._turn(0.0)
+                if not is_left:
+                    break
+            self._advance()
+        finally:
+            self._is_pumping = False
+        if is_left:
+            self._ring()
+        ended, self._ended = list(self._ended), {}
+        return ended
+
+    def fileno(self) -> int:
+        """Readable while ``pump`` has something to do; the same one as long as the session."""
+        if self._bell is None:
+            self._bell = SessionBell(self._ready.fileno())
+            if self._woken or self._ended or self._is_read_left:
+                self._ring()
+        return self._bell.fileno()
+
+    def _advance(self) -> None:
+        """Have calls go on for which something has come, now and then those whose time is up."""
+        now_s = time.monotonic()
+        if now_s >= self._late_s:
+            self._late_s = now_s + LOOK_EVERY_S
+            self._woken |= self._begun
+        woken, self._woken = self._woken, {}
+        for call in woken:
+            call.advance()
+
+    def _ring(self) -> None:
+        if self._bell is not None and not self._is_pumping:
+            self._bell.ring()
+
+    def _turn(self, within_s: float) -> bool:
+        """Do what there is to do, once something has come, or the time is up; whether there was."""
+        if self._is_read_left:
+            self._is_read_left = False
+            self._sockets.read()
+            return True
+        found = self._ready.poll(max(0.0, within_s), _DESCRIPTORS)
+        for fd, events in found:
+            # Taken anew each time: the one before may have forgotten this one.
+            if events & select.EPOLLOUT and fd in self._writers:
+                self._writers[fd]()
+            if events & ~select.EPOLLOUT and fd in self._readers:
+                self._readers[fd]()
+        if self._step_s <= time.monotonic():
+            self._step_s = math.inf
+            self._sockets.step()
+            return True
+        return bool(found)
+
+    # ---- as Watcher ------------------------------------------------------------------------------
+
+    def watch(self, fd: int, act: Callable[[], object]) -> None:
+        """As ``Watcher``."""
+        self._readers[fd] = act
+        self._ready.register(fd, select.EPOLLIN)
+
+    def watch_writing(self, fd: int, act: Callable[[], object] | None) -> None:
+        """As ``Watcher``."""
+        if act is None:
+            self._writers.pop(fd, None)
+            self._ready.modify(fd, select.EPOLLIN)
+        else:
+            self._writers[fd] = act
+            self._ready.modify(fd, select.EPOLLIN | select.EPOLLOUT)
+
+    def unwatch(self, fd: int) -> None:
+        """As ``Watcher``."""
+        self._writers.pop(fd, None)
+        if self._readers.pop(fd, None) is not None:
+            self._ready.unregister(fd)
+
+    def write_soon(self) -> None:
+        """As ``Watcher``."""
+        self._sockets.write()
+
+    def read_soon(self) -> None:
+        """As ``Watcher``."""
+        self._is_read_left = True
+        self._ring()
+
+    def step_after(self, pause_s: float) -> None:
+        """As ``Watcher``."""
+        self._step_s = time.monotonic() + pause_s
+
+
+class SessionBell:
+    """One descriptor for all of a session's, readable as well while the bell has rung.
+
+    The session's sockets come and go with the daemon; this one stays, so that an engine names it
+    to its ``select`` or its loop once.
+    """
+
+    def __init__(self, ready_fd: int) -> None:
+        """``ready_fd``: of the ``epoll`` that has the sockets."""
+        self._all = select.epoll()
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._has_rung = False
+        self._all.register(ready_fd, select.EPOLLIN)
+        self._all.register(self._event, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._all.fileno()
+
+    def ring(self) -> None:
+        """Something was read that no socket tells of any more."""
+        if not self._has_rung and not self._all.closed:
+            self._has_rung = True
+            os.eventfd_write(self._event, 1)
+
+    def hush(self) -> None:
+        """It is dealt with."""
+        if self._has_rung and not self._all.closed:
+            self._has_rung = False
+            os.eventfd_read(self._event)
+
+    def close(self) -> None:
+        """Give the descriptors back; repeatable."""
+        if not self._all.closed:
+            self._all.close()
+            os.close(self._event)

@@ -205,6 +205,19 @@ class Connection:
         self._readers.remove(queue)
         return not self._readers
 
+    def under_way(self) -> set[int]:
+        """The numbers of all calls that have no answer yet."""
+        return set(self._calls)
+
+    def unanswered(self, refusal: Refusal, calls: set[int]) -> None:
+        """No answer of these can be relied on: they end with this, and are undone if one comes."""
+        for number in sorted(calls & self._calls.keys()):
+            call = self._calls[number]
+            if not call.is_abandoned:
+                # The daemon may have read it all the same: what it grants is of nobody here.
+                call.answer.put(refusal)
+                self.abandon(call)
+
     # ---- the ends of the daemon ------------------------------------------------------------------
 
     def fail_all(self, refusal: Refusal) -> None:
@@ -318,12 +331,8 @@ class Connection:
         """A refused call; -1 says that nothing of this session can be read, so all of it ends."""
         if answer.call >= 0:
             self._settle(answer.call, answer.refusal)
-            return
-        for call in list(self._calls.values()):
-            if not call.is_abandoned:
-                # The daemon may have read it all the same: what it grants is of nobody here.
-                call.answer.put(answer.refusal)
-                self.abandon(call)
+        else:
+            self.unanswered(answer.refusal, self.under_way())
 
     def _settle(self, number: int, answer: Answer | Refusal) -> None:
         """The answer of a call: apply it to the records, then hand it over or undo it."""
@@ -331,7 +340,12 @@ class Connection:
         if call is None:
             return
         if type(answer) not in INDIFFERENT:
-            self._apply(call, answer)
+            try:
+                self._apply(call, answer)
+            except Exception:
+                # Whoever reads the socket gets the bug; whoever waits for the call, an end.
+                call.answer.put(_not_applied(call.request, answer))
+                raise
         call.answer.put(answer)
         if call.is_abandoned:
             self._undo(call, answer)
@@ -443,6 +457,15 @@ def _ends_lease(request: wire.Request) -> bool:
     if type(request) is wire.HandOver:
         return request.ends_lease
     return isinstance(request, RELEASES) or type(request) is wire.FinishAndRelease
+
+
+def _not_applied(request: wire.Request, answer: object) -> Refusal:
+    return Refusal(
+        Code.INTERNAL,
+        f"the answer of {type(request).__name__}, {type(answer).__name__}, could not be taken "
+        "note of, which is a bug of kvd: close this node and connect anew, which releases all",
+        side="client",
+    )
 
 
 def _given_back(number: int) -> Refusal:

@@ -31,9 +31,14 @@ def client_endpoint(endpoint: str | None = None) -> str:
     return found
 
 
+def socket_path(endpoint: str) -> str:
+    """Where the client socket at ``endpoint`` lies."""
+    return endpoint.removeprefix("ipc://")
+
+
 def attach_path(endpoint: str) -> str:
     """The attach socket beside the client socket at ``endpoint``."""
-    directory = os.path.dirname(endpoint.removeprefix("ipc://"))
+    directory = os.path.dirname(socket_path(endpoint))
     return os.path.join(directory, "attach.sock")
 
 

@@ -51,6 +51,11 @@ class Receive:
         return self._state.prefix_tokens
 
     @property
+    def is_ended(self) -> bool:
+        """Whether ``done`` returns or raises at once."""
+        return self._state.outcome.value is not None
+
+    @property
     def lease(self) -> Lease:
         """The prompt's pages, committed; yours to release. After ``done``.
 
@@ -184,6 +189,7 @@ class Send:
         self._lease = lease
         self._within_s = within_s
         self._events: list[WhenWritten] = []
+        self._outcome: Outcome | None = None
 
     @property
     def id(self) -> int:
@@ -218,6 +224,13 @@ class Send:
             is_dummy=told.is_dummy,
             is_authoritative=told.is_authoritative,
         )
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What ``finish`` has returned, or why the handoff ended before it; None until then."""
+        if self._outcome is None and self._state.failure is not None:
+            return _failed(self._state.failure)
+        return self._outcome
 
     def _accepted(self) -> wire.Accepted:
         accepted = self._state.accepted.value
@@ -313,10 +326,10 @@ class Send:
             # With ``release`` it is refused only where the lease cannot be released.
             if release or failure is None or failure.code is Code.UNREACHABLE:
                 raise
-            return Outcome(
-                committed=False, reason=failure, decode_prefix_len=0, sent_pages=0, sent_bytes=0
-            )
-        return outcome(request, call)
+            self._outcome = _failed(failure)
+        else:
+            self._outcome = outcome(request, call)
+        return self._outcome
 
     async def abort(self, reason: str) -> None:
         """This engine failed or gave up: the decode side is told, nothing more is sent.
@@ -344,6 +357,10 @@ class Send:
     def _raise_if_ended(self) -> None:
         if self._state.failure is not None:
             raise HandoffError(self._state.failure)
+
+
+def _failed(refusal: Refusal) -> Outcome:
+    return Outcome(committed=False, reason=refusal, decode_prefix_len=0, sent_pages=0, sent_bytes=0)
 
 
 def _no_event(handle: bytes) -> None:

@@ -6,14 +6,9 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import zmq
-
 from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_answer, too_late
 from kvd.client.endpoint import attach_path
-from kvd.client.port import unread
-from kvd.client.returning import LAST_WORDS_S, WayBack, go_back, main_way
-from kvd.sockets import LoopSocket, open_dealer
-from kvd.types import Sent
+from kvd.client.session_sockets import SessionSockets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +61,7 @@ async def _answer(sock: socket) -> Attachment:
 
 
 class LoopChannel:
-    """The client socket and the attach socket of one session, on the running loop.
+    """The sockets of one session on the running loop; as ``Channel``, and their ``Watcher``.
 
     It goes back by itself to a daemon that is away, by callbacks: no task, nothing to be awaited.
     """
@@ -76,24 +71,18 @@ class LoopChannel:
     ) -> None:
         """Start at once; takes the attachment over."""
         self._loop = asyncio.get_running_loop()
-        self._endpoint = endpoint
-        self._name = name
-        self._attachment = attachment
-        self._connection = connection
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._way: WayBack | None = None
-        self._next_step: asyncio.TimerHandle | None = None
-        self._watched = -1
-        self._open()
+        self._sockets = SessionSockets(endpoint, attachment, connection, name, self)
+        self._step_at: asyncio.TimerHandle | None = None
+        self._is_writing_soon = False
+        self._is_reading_soon = False
         self._until_s: dict[asyncio.Future[None], float] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._is_closed = False
+        self._sockets.open()
 
     def flush(self) -> None:
-        """Send what the connection has queued; a call that cannot be sent fails."""
-        for outgoing in self._connection.take_outgoing():
-            if self._socket.send(outgoing.frames) is not Sent.TAKEN:
-                self._connection.not_sent(outgoing, unread())
+        """Send what the connection has queued, with all else that this turn of the loop brings."""
+        self._sockets.flush()
 
     async def wait(self, slot: Slot[Any], within_s: float) -> None:
         """Suspend until ``slot`` is filled or the time is up."""
@@ -113,27 +102,17 @@ class LoopChannel:
 
     def look(self) -> None:
         """The loop tells of a hang-up, but not before it has a turn."""
-        if self._way is None and self._connection.end is None:
-            self._hung_up()
+        self._sockets.look()
 
     def close(self) -> None:
         """Leave the session; repeatable."""
         if self._is_closed:
             return
         self._is_closed = True
-        for timer in (self._alarm, self._next_step):
+        for timer in (self._alarm, self._step_at):
             if timer is not None:
                 timer.cancel()
-        self._unwatch()
-        if self._way is not None:
-            self._way.abandon()
-        self._socket.close()
-        self._context.term()
-        self._attachment.close()
-
-    def _take(self, frames: list[bytes]) -> None:
-        self._connection.feed(frames)
-        self.flush()
+        self._sockets.close()
 
     def _wake_late(self) -> None:
         """End the waits whose time is up; look again as long as anybody waits."""
@@ -144,54 +123,49 @@ class LoopChannel:
         if self._until_s and not self._is_closed:
             self._alarm = self._loop.call_later(LOOK_EVERY_S, self._wake_late)
 
-    # ---- the daemon's end, and its return --------------------------------------------------------
+    # ---- as Watcher ------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        """Speak with the daemon that the attachment is with."""
-        dealer = open_dealer(self._context, routing_id=self._attachment.route)
-        dealer.connect(self._endpoint)
-        self._socket = LoopSocket(dealer, self._take, loop=self._loop)
-        self._watch(self._attachment.fileno(), self._hung_up)
+    def watch(self, fd: int, act: Callable[[], object]) -> None:
+        """As ``Watcher``."""
+        self._loop.add_reader(fd, act)
 
-    def _hung_up(self) -> None:
-        why = self._attachment.last_word()
-        if why is None:
-            return
-        self._unwatch()
-        self._socket.receive_last(lambda: self._connection.is_waiting, LAST_WORDS_S)
-        # What waits in it must not reach the daemon that is back: libzmq would deliver it.
-        self._socket.close()
-        if not why.is_retryable:
-            self._connection.fail_all(why)
-            return
-        path = attach_path(self._endpoint)
-        self._way = main_way(path, self._attachment, self._name, self._connection)
-        self._connection.lost(why)
-        self._step()
+    def watch_writing(self, fd: int, act: Callable[[], object] | None) -> None:
+        """As ``Watcher``."""
+        if act is None:
+            self._loop.remove_writer(fd)
+        else:
+            self._loop.add_writer(fd, act)
 
-    def _step(self) -> None:
-        self._unwatch()
-        way = self._way
-        if way is None or self._is_closed:
-            return
-        if go_back(way, self._attachment, self._connection):
-            self._way = None
-            self._open()
-            self.flush()
-        elif self._connection.end is None:
-            if way.sock is not None:
-                self._watch(way.sock.fileno(), self._step)
-            else:
-                self._next_step = self._loop.call_later(way.pause_s, self._step)
+    def unwatch(self, fd: int) -> None:
+        """As ``Watcher``."""
+        self._loop.remove_reader(fd)
+        self._loop.remove_writer(fd)
 
-    def _watch(self, fd: int, on_readable: Callable[[], None]) -> None:
-        self._watched = fd
-        self._loop.add_reader(fd, on_readable)
+    def write_soon(self) -> None:
+        """As ``Watcher``: what all callers of a turn say goes out together."""
+        if not self._is_writing_soon:
+            self._is_writing_soon = True
+            self._loop.call_soon(self._write)
 
-    def _unwatch(self) -> None:
-        if self._watched >= 0:
-            self._loop.remove_reader(self._watched)
-            self._watched = -1
+    def read_soon(self) -> None:
+        """As ``Watcher``."""
+        if not self._is_reading_soon:
+            self._is_reading_soon = True
+            self._loop.call_soon(self._read)
+
+    def step_after(self, pause_s: float) -> None:
+        """As ``Watcher``."""
+        if self._step_at is not None:
+            self._step_at.cancel()
+        self._step_at = self._loop.call_later(pause_s, self._sockets.step)
+
+    def _write(self) -> None:
+        self._is_writing_soon = False
+        self._sockets.write()
+
+    def _read(self) -> None:
+        self._is_reading_soon = False
+        self._sockets.read()
 
 
 def _wake(future: asyncio.Future[None]) -> None:

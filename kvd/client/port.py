@@ -1,8 +1,8 @@
 """Asking the daemon and waiting for what it says, the same for the loop and for a blocking thread.
 
 The verbs in ``api`` are coroutines over a ``Port``. On an event loop its channel suspends them; in
-the blocking client the channel waits inside ``wait``, they never suspend, and one step runs them to
-their end. So there is one copy of every verb.
+the blocking client they say what they wait for, and a ``PendingCall`` steps them. So there is one
+copy of every verb.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class Port:
             raise KvdError(about.lost)
         if connection.back is not None:
             longest_s = min(within_s, self._return_within_s)
-            await self._channel.wait(connection.back, longest_s)
+            if longest_s > 0:
+                await self._channel.wait(connection.back, longest_s)
             if connection.back is not None:
                 raise KvdError(_away(longest_s))
 
@@ -213,9 +214,10 @@ def unread() -> Refusal:
 
 def _away(waited_s: float) -> Refusal:
     """Why nothing can be asked now."""
+    back = f"was not back within {waited_s:.1f} s" if waited_s else "is not back yet"
     return Refusal(
         Code.UNREACHABLE,
-        f"the daemon ended and was not back within {waited_s:.1f} s: look at `systemctl status "
+        f"the daemon ended and {back}: look at `systemctl status "
         "kvd`; this node goes on looking for it, and what it holds stays held",
         side="client",
         numbers={"within_s": waited_s},

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from kvd.client.connection import Connection
     from kvd.wire.attach import Join
 
-LAST_WORDS_S: Final = 0.25
-"""How long what a daemon sent before it hung up may still be on its way."""
-
 FIRST_PAUSE_S: Final = 0.02
 LONGEST_PAUSE_S: Final = 1.0
 """Between two attempts; each pause is twice as long as the one before."""

@@ -1,19 +1,23 @@
-"""The blocking client: the verbs of ``api``, each run to its end in the calling thread.
+"""The blocking client: the verbs of ``api`` in the calling thread, which may also go on meanwhile.
 
-One thread at a time may use a node and its handles. Nothing is read between two calls: a death of
-the daemon or an event is noticed by the next one, and that goes back to a daemon that is there
-again. Until then the daemon keeps everything as it was.
+One thread at a time may use a node and its handles. Each verb exists twice: ``begin_lease`` sends
+the request and returns a ``PendingCall``, ``lease`` is that and waits for its outcome. Nothing is
+read between two calls: a death of the daemon or an event is noticed by the next one or by a
+``pump``, and that goes back to a daemon that is there again. Until then the daemon keeps everything
+as it was.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from kvd.client.api import Node
+from kvd.client.api import Matched, Node
 from kvd.client.blocking import BlockingChannel, attach
-from kvd.client.connection import Connection
+from kvd.client.connection import UNDONE, Connection
 from kvd.client.endpoint import client_endpoint
+from kvd.client.pending import PendingCall, blocking, blocking_quietly, finished
 from kvd.client.returning import RETURN_WITHIN_S
+from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Attach
 
 if TYPE_CHECKING:
@@ -23,35 +27,36 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvd.client.api import Matched
     from kvd.client.handoff import Outcome, Receive, Send, Share, WhenWritten
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
+    from kvd.client.pending import CallDriver
     from kvd.client.pool import Pool
     from kvd.client.rows import PageNumbers
     from kvd.client.state import EventsLost
     from kvd.client.tokens import TokenIds
     from kvd.wire.events import Event
+    from kvd.wire.page_address import ExtraKeys
     from kvd.wire.snapshot import Snapshot
 
 T = TypeVar("T")
+H = TypeVar("H")
+
+MISS: Final = Matched(tokens=0, load=0, free=0)
+"""What ``match`` answers for a daemon that is not there, where that is asked for."""
 
 
-def run(verb: Coroutine[Any, Any, T]) -> T:
-    """The result of a verb over a channel that blocks: it never suspends, so one step is all."""
-    try:
-        verb.send(None)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    verb.close()
-    raise RuntimeError("a verb of the blocking client was suspended: its channel must block")
+async def _then(verb: Coroutine[Any, Any, None], handle: H) -> H:
+    """The outcome of a verb that has none: the handle that it was about."""
+    await verb
+    return handle
 
 
 class SyncLease:
-    """``Lease``, blocking."""
+    """``Lease``, blocking; each ``begin_`` does the same without blocking."""
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, driver: CallDriver) -> None:
         self.wrapped = lease
+        self._driver = driver
 
     @property
     def id(self) -> int:
@@ -74,6 +79,11 @@ class SyncLease:
         return self.wrapped.is_retracted
 
     @property
+    def is_released(self) -> bool:
+        """As ``Lease.is_released``."""
+        return self.wrapped.is_released
+
+    @property
     def pages(self) -> NDArray[np.int32]:
         """As ``Lease.pages``."""
         return self.wrapped.pages
@@ -82,46 +92,76 @@ class SyncLease:
         """As ``Lease.pages_of``."""
         return self.wrapped.pages_of(component)
 
-    def extend(self, n_tokens: int) -> None:
-        """As ``Lease.extend``."""
-        run(self.wrapped.extend(n_tokens))
+    def begin_extend(self, n_tokens: int) -> PendingCall[SyncLease]:
+        """Begin ``Lease.extend``; the outcome is this lease."""
+        return self._begin(self.wrapped.extend(n_tokens))
 
-    def slide(self, upto_tokens: int) -> None:
-        """As ``Lease.slide``."""
-        run(self.wrapped.slide(upto_tokens))
+    def begin_slide(self, upto_tokens: int) -> PendingCall[SyncLease]:
+        """Begin ``Lease.slide``; the outcome is this lease."""
+        return self._begin(self.wrapped.slide(upto_tokens))
 
-    def fetch(self, pages: PageNumbers, ahead: PageNumbers = ()) -> Fetched:
-        """As ``Lease.fetch``."""
-        return run(self.wrapped.fetch(pages, ahead))
+    def begin_fetch(self, pages: PageNumbers, ahead: PageNumbers = ()) -> PendingCall[Fetched]:
+        """Begin ``Lease.fetch``."""
+        return PendingCall(self._driver, self.wrapped.fetch(pages, ahead))
 
-    def written(self, upto_tokens: int, *, rank: int = 0, ranks: int = 1) -> None:
-        """As ``Lease.written``."""
-        run(self.wrapped.written(upto_tokens, rank=rank, ranks=ranks))
+    def begin_written(
+        self, upto_tokens: int, *, rank: int = 0, ranks: int = 1
+    ) -> PendingCall[SyncLease]:
+        """Begin ``Lease.written``; the outcome is this lease."""
+        return self._begin(self.wrapped.written(upto_tokens, rank=rank, ranks=ranks))
 
-    def commit(
-        self, new_tokens: TokenIds = (), upto_tokens: int | None = None, *, swap: bool = True
-    ) -> NDArray[np.int32]:
-        """As ``Lease.commit``."""
-        return run(self.wrapped.commit(new_tokens, upto_tokens, swap=swap))
+    def begin_commit(
+        self,
+        new_tokens: TokenIds = (),
+        upto_tokens: int | None = None,
+        *,
+        keys: Sequence[bytes] | None = None,
+        swap: bool = True,
+    ) -> PendingCall[NDArray[np.int32]]:
+        """Begin ``Lease.commit``."""
+        verb = self.wrapped.commit(new_tokens, upto_tokens, keys=keys, swap=swap)
+        return PendingCall(self._driver, verb)
 
-    def retract(self, new_tokens: TokenIds = (), *, keep: str = "host") -> Retraction:
-        """As ``Lease.retract``."""
-        return run(self.wrapped.retract(new_tokens, keep=keep))
+    def begin_retract(
+        self, new_tokens: TokenIds = (), *, keep: str = "host"
+    ) -> PendingCall[Retraction]:
+        """Begin ``Lease.retract``."""
+        return PendingCall(self._driver, self.wrapped.retract(new_tokens, keep=keep))
 
-    def resume(self, *, deadline_s: float = 30.0) -> Resumption:
-        """As ``Lease.resume``."""
-        return run(self.wrapped.resume(deadline_s=deadline_s))
+    def begin_resume(self, *, deadline_s: float = 30.0) -> PendingCall[Resumption]:
+        """Begin ``Lease.resume``."""
+        return PendingCall(self._driver, self.wrapped.resume(deadline_s=deadline_s))
 
-    def release(self, new_tokens: TokenIds | None = None, upto_tokens: int | None = None) -> None:
-        """As ``Lease.release``."""
-        run(self.wrapped.release(new_tokens, upto_tokens))
+    def begin_release(
+        self,
+        new_tokens: TokenIds | None = None,
+        upto_tokens: int | None = None,
+        *,
+        keys: Sequence[bytes] | None = None,
+    ) -> PendingCall[SyncLease]:
+        """Begin ``Lease.release``; the outcome is this lease."""
+        return self._begin(self.wrapped.release(new_tokens, upto_tokens, keys=keys))
+
+    extend = blocking_quietly(begin_extend)
+    slide = blocking_quietly(begin_slide)
+    fetch = blocking(begin_fetch)
+    written = blocking_quietly(begin_written)
+    commit = blocking(begin_commit)
+    retract = blocking(begin_retract)
+    resume = blocking(begin_resume)
+    release = blocking_quietly(begin_release)
+
+    def _begin(self, verb: Coroutine[Any, Any, None]) -> PendingCall[SyncLease]:
+        return PendingCall(self._driver, _then(verb, self))
 
 
 class SyncReceive:
-    """``Receive``, blocking."""
+    """``Receive``, blocking; each ``begin_`` does the same without blocking."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, driver: CallDriver) -> None:
         self.wrapped = receive
+        self._driver = driver
+        self._lease: SyncLease | None = None
 
     @property
     def id(self) -> int:
@@ -136,27 +176,49 @@ class SyncReceive:
     @property
     def lease(self) -> SyncLease:
         """As ``Receive.lease``."""
-        return SyncLease(self.wrapped.lease)
+        if self._lease is None:
+            self._lease = SyncLease(self.wrapped.lease, self._driver)
+        return self._lease
 
     @property
     def aux(self) -> bytes:
         """As ``Receive.aux``."""
         return self.wrapped.aux
 
-    def done(self) -> None:
-        """As ``Receive.done``."""
-        run(self.wrapped.done())
+    def poll(self) -> SyncLease | None:
+        """The lease once the prompt's KV is here; None before. Never blocks.
 
-    def cancel(self) -> None:
-        """As ``Receive.cancel``."""
-        run(self.wrapped.cancel())
+        Raises:
+            HandoffError: as ``Receive.done``.
+        """
+        if not self.wrapped.is_ended:
+            self._driver.glance()
+            if not self.wrapped.is_ended:
+                return None
+        return self.begin_done().result()
+
+    def begin_done(self) -> PendingCall[SyncLease]:
+        """Begin ``Receive.done``; the outcome is the lease."""
+        return PendingCall(self._driver, self._done())
+
+    def begin_cancel(self) -> PendingCall[SyncReceive]:
+        """Begin ``Receive.cancel``; the outcome is this receive."""
+        return PendingCall(self._driver, _then(self.wrapped.cancel(), self))
+
+    done = blocking_quietly(begin_done)
+    cancel = blocking_quietly(begin_cancel)
+
+    async def _done(self) -> SyncLease:
+        await self.wrapped.done()
+        return self.lease
 
 
 class SyncSend:
-    """``Send``, blocking."""
+    """``Send``, blocking; each ``begin_`` does the same without blocking."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, driver: CallDriver) -> None:
         self.wrapped = send
+        self._driver = driver
 
     @property
     def id(self) -> int:
@@ -173,34 +235,61 @@ class SyncSend:
         """As ``Send.share``."""
         return self.wrapped.share
 
-    def accepted(self) -> None:
-        """As ``Send.accepted``."""
-        run(self.wrapped.accepted())
+    @property
+    def outcome(self) -> Outcome | None:
+        """As ``Send.outcome``; reads what has come, and never blocks."""
+        if self.wrapped.outcome is None:
+            self._driver.glance()
+        return self.wrapped.outcome
 
-    def advance(self, upto_tokens: int, *, after: WhenWritten | bytes | None = None) -> None:
-        """As ``Send.advance``."""
-        run(self.wrapped.advance(upto_tokens, after=after))
+    def begin_accepted(self) -> PendingCall[SyncSend]:
+        """Begin ``Send.accepted``; the outcome is this send."""
+        return self._begin(self.wrapped.accepted())
 
-    def finish(
+    def begin_advance(
+        self, upto_tokens: int, *, after: WhenWritten | bytes | None = None
+    ) -> PendingCall[SyncSend]:
+        """Begin ``Send.advance``; the outcome is this send."""
+        return self._begin(self.wrapped.advance(upto_tokens, after=after))
+
+    def begin_finish(
         self,
         aux: bytes = b"",
         *,
         after: WhenWritten | bytes | None = None,
         release: bool = False,
-    ) -> Outcome:
-        """As ``Send.finish``."""
-        return run(self.wrapped.finish(aux, after=after, release=release))
+    ) -> PendingCall[Outcome]:
+        """Begin ``Send.finish``."""
+        return PendingCall(self._driver, self.wrapped.finish(aux, after=after, release=release))
 
-    def abort(self, reason: str) -> None:
-        """As ``Send.abort``."""
-        run(self.wrapped.abort(reason))
+    def begin_abort(self, reason: str) -> PendingCall[SyncSend]:
+        """Begin ``Send.abort``; the outcome is this send."""
+        return self._begin(self.wrapped.abort(reason))
+
+    accepted = blocking_quietly(begin_accepted)
+    advance = blocking_quietly(begin_advance)
+    finish = blocking(begin_finish)
+    abort = blocking_quietly(begin_abort)
+
+    def _begin(self, verb: Coroutine[Any, Any, None]) -> PendingCall[SyncSend]:
+        return PendingCall(self._driver, _then(verb, self))
 
 
 class SyncNode:
-    """``Node``, blocking; a context manager that leaves the session."""
+    """``Node``, blocking; a context manager that leaves the session.
 
-    def __init__(self, node: Node) -> None:
+    Each ``begin_`` does the same without blocking: it sends the request and returns a
+    ``PendingCall``. What has come is read by ``pump``, by ``poll`` of a call, and by whatever
+    blocks.
+    """
+
+    def __init__(
+        self, node: Node, channel: BlockingChannel, *, misses_when_away: bool = False
+    ) -> None:
+        """Use ``connect_sync``."""
         self.wrapped = node
+        self._channel = channel
+        self._misses_when_away = misses_when_away
 
     @property
     def name(self) -> str:
@@ -242,20 +331,44 @@ class SyncNode:
         """As ``Node.pool``."""
         return self.wrapped.pool(name)
 
-    def lease(
+    def pump(self) -> list[PendingCall[Any]]:
+        """Read what has come, write what waits, go back to a daemon that is back; never blocks.
+
+        Returns:
+            The begun calls that have ended, each once, but for those whose outcome was taken.
+        """
+        return self._channel.pump()
+
+    def fileno(self) -> int:
+        """A descriptor to wait on: readable while ``pump`` has something to do.
+
+        It is the same one for as long as the node is open, and becomes readable for an answer, for
+        the end of a handoff, when the daemon dies, and when the socket takes more. Time makes it
+        readable never: a deadline that passes, or a daemon that is back, is found by a pump, so
+        pump every 0.1 s too.
+        """
+        return self._channel.fileno()
+
+    def begin_lease(  # noqa: PLR0913 - as Node.lease
         self,
-        tokens: TokenIds,
+        tokens: TokenIds | None = None,
         *,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
+        hold: str = "all",
         namespace: str = "",
         reserve_tokens: int = 0,
         priority: int = 0,
         deadline_s: float = 30.0,
         cache: bool = True,
         step_tokens: int = 0,
-    ) -> SyncLease:
-        """As ``Node.lease``."""
+    ) -> PendingCall[SyncLease]:
+        """Begin ``Node.lease``."""
         verb = self.wrapped.lease(
             tokens,
+            keys=keys,
+            extra_keys=extra_keys,
+            hold=hold,
             namespace=namespace,
             reserve_tokens=reserve_tokens,
             priority=priority,
@@ -263,14 +376,16 @@ class SyncNode:
             cache=cache,
             step_tokens=step_tokens,
         )
-        return SyncLease(run(verb))
+        return PendingCall(self._channel, self._leased(verb), SyncLease.begin_release)
 
-    def receive(  # noqa: PLR0913 - as Node.receive
+    def begin_receive(  # noqa: PLR0913 - as Node.receive
         self,
         room: int,
-        tokens: TokenIds,
+        tokens: TokenIds | None,
         source: str | Sequence[str],
         *,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
         namespace: str = "",
         reserve_tokens: int = 0,
         priority: int = 0,
@@ -278,12 +393,14 @@ class SyncNode:
         deadline_s: float = 30.0,
         cache: bool = True,
         step_tokens: int = 0,
-    ) -> SyncReceive:
-        """As ``Node.receive``."""
+    ) -> PendingCall[SyncReceive]:
+        """Begin ``Node.receive``: pages are held once it has an outcome; ``poll`` that then."""
         verb = self.wrapped.receive(
             room,
             tokens,
             source,
+            keys=keys,
+            extra_keys=extra_keys,
             namespace=namespace,
             reserve_tokens=reserve_tokens,
             priority=priority,
@@ -292,42 +409,55 @@ class SyncNode:
             cache=cache,
             step_tokens=step_tokens,
         )
-        return SyncReceive(run(verb))
+        return PendingCall(self._channel, self._received(verb), SyncReceive.begin_cancel)
 
-    def send(
-        self,
-        room: int,
-        tokens: TokenIds,
-        *,
-        lease: SyncLease,
-        namespace: str = "",
-        deadline_s: float = 30.0,
-        to: str | None = None,
-    ) -> SyncSend:
-        """As ``Node.send``."""
-        verb = self.wrapped.send(
-            room, tokens, lease=lease.wrapped, namespace=namespace, deadline_s=deadline_s, to=to
-        )
-        return SyncSend(run(verb))
-
-    def hand_over(  # noqa: PLR0913 - as Node.hand_over
+    def begin_send(
         self,
         room: int,
         tokens: TokenIds | None = None,
         *,
         lease: SyncLease,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
+        namespace: str = "",
+        deadline_s: float = 30.0,
+        to: str | None = None,
+    ) -> PendingCall[SyncSend]:
+        """Begin ``Node.send``."""
+        verb = self.wrapped.send(
+            room,
+            tokens,
+            lease=lease.wrapped,
+            keys=keys,
+            extra_keys=extra_keys,
+            namespace=namespace,
+            deadline_s=deadline_s,
+            to=to,
+        )
+        return PendingCall(self._channel, self._sent(verb), lambda send: send.begin_abort(UNDONE))
+
+    def begin_hand_over(  # noqa: PLR0913 - as Node.hand_over
+        self,
+        room: int,
+        tokens: TokenIds | None = None,
+        *,
+        lease: SyncLease,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
         aux: bytes = b"",
         namespace: str = "",
         deadline_s: float = 30.0,
         to: str | None = None,
         after: WhenWritten | bytes | None = None,
         release: bool = False,
-    ) -> Outcome:
-        """As ``Node.hand_over``."""
+    ) -> PendingCall[Outcome]:
+        """Begin ``Node.hand_over``; to cancel it ends the handoff."""
         verb = self.wrapped.hand_over(
             room,
             tokens,
             lease=lease.wrapped,
+            keys=keys,
+            extra_keys=extra_keys,
             aux=aux,
             namespace=namespace,
             deadline_s=deadline_s,
@@ -335,28 +465,64 @@ class SyncNode:
             after=after,
             release=release,
         )
-        return run(verb)
+        return PendingCall(self._channel, verb)
 
-    def match(self, tokens: TokenIds, *, namespace: str = "") -> Matched:
-        """As ``Node.match``."""
-        return run(self.wrapped.match(tokens, namespace=namespace))
+    def begin_match(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
+        namespace: str = "",
+    ) -> PendingCall[Matched]:
+        """Begin ``Node.match``."""
+        verb = self.wrapped.match(tokens, keys=keys, extra_keys=extra_keys, namespace=namespace)
+        return PendingCall(self._channel, _or_miss(verb) if self._misses_when_away else verb)
 
-    def snapshot(self) -> Snapshot:
-        """As ``Node.snapshot``."""
-        return run(self.wrapped.snapshot())
+    def begin_snapshot(self) -> PendingCall[Snapshot]:
+        """Begin ``Node.snapshot``."""
+        return PendingCall(self._channel, self.wrapped.snapshot())
+
+    lease = blocking(begin_lease)
+    receive = blocking(begin_receive)
+    send = blocking(begin_send)
+    hand_over = blocking(begin_hand_over)
+    match = blocking(begin_match)
+    snapshot = blocking(begin_snapshot)
 
     def events(self) -> Generator[Event | EventsLost, None, None]:
         """As ``Node.events``."""
         events = self.wrapped.events()
         try:
             while True:
-                yield run(events.__anext__())
+                yield self._run(events.__anext__())
         finally:
-            run(events.aclose())
+            self._run(events.aclose())
 
     def close(self) -> None:
         """As ``Node.close``."""
-        run(self.wrapped.close())
+        self._run(self.wrapped.close())
+
+    def _run(self, verb: Coroutine[Any, Any, T]) -> T:
+        return finished(PendingCall(self._channel, verb))
+
+    async def _leased(self, verb: Coroutine[Any, Any, Lease]) -> SyncLease:
+        return SyncLease(await verb, self._channel)
+
+    async def _received(self, verb: Coroutine[Any, Any, Receive]) -> SyncReceive:
+        return SyncReceive(await verb, self._channel)
+
+    async def _sent(self, verb: Coroutine[Any, Any, Send]) -> SyncSend:
+        return SyncSend(await verb, self._channel)
+
+
+async def _or_miss(verb: Coroutine[Any, Any, Matched]) -> Matched:
+    try:
+        return await verb
+    except KvdError as error:
+        if error.refusal.code is Code.UNREACHABLE:
+            return MISS
+        raise
 
 
 def connect_sync(
@@ -365,6 +531,7 @@ def connect_sync(
     name: str,
     return_within_s: float = RETURN_WITHIN_S,
     expects: Mapping[str, str | int] | None = None,
+    on_unreachable: Literal["wait", "miss"] = "wait",
 ) -> SyncNode:
     """Open a session with the daemon of this node; ``connect``, blocking.
 
@@ -373,13 +540,27 @@ def connect_sync(
         name: what leases, events and tables call this engine, for example ``prefill-0``.
         return_within_s: as for ``connect``.
         expects: as for ``connect``.
+        on_unreachable: what a call does once the daemon has ended. ``wait``: it waits for the next
+            one, for ``return_within_s`` at most. ``miss``: it costs no more than a look. ``match``
+            then finds nothing, everything else raises ``unreachable`` at once, and the node goes
+            back by itself, a step with each call and each ``pump``.
 
     Raises:
         KvdError: as for ``connect``.
     """
+    misses = _is_miss(on_unreachable)
     address = client_endpoint(endpoint)
     attachment = attach(address, Attach(name))
     attachment.require(expects)
     connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
-    channel = BlockingChannel(address, attachment, connection, name)
-    return SyncNode(Node(attachment, connection, channel, return_within_s=return_within_s))
+    channel = BlockingChannel(address, attachment, connection, name, waits_for_return=not misses)
+    within_s = 0.0 if misses else return_within_s
+    node = Node(attachment, connection, channel, return_within_s=within_s)
+    return SyncNode(node, channel, misses_when_away=misses)
+
+
+def _is_miss(on_unreachable: str) -> bool:
+    if on_unreachable not in {"wait", "miss"}:
+        why = f"on_unreachable is {on_unreachable!r}: it is 'wait' or 'miss'"
+        raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client"))
+    return on_unreachable == "miss"

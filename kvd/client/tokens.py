@@ -74,12 +74,8 @@ def _from_array(ids: NDArray[np.generic]) -> Tokens:
 
 
 def _in_range(ids: NDArray[np.int64]) -> bool:
-    if not ids.size:
-        return True
-    if ids.dtype == np.int32:
-        # Read as unsigned a negative id is above every other: one pass says it all.
-        return bool(np.maximum.reduce(ids.view(np.uint32)) <= MAX_TOKEN_ID)
-    return bool(np.minimum.reduce(ids) >= 0 and np.maximum.reduce(ids) <= MAX_TOKEN_ID)
+    # Any id below 0 makes the sum of all bits negative, any above 31 bits makes it one: one pass.
+    return 0 <= int(np.bitwise_or.reduce(ids)) <= MAX_TOKEN_ID
 
 
 def _from_tensor(ids: torch.Tensor) -> Tokens:

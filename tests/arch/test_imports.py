@@ -19,7 +19,7 @@ BOTTOM = {"kvd.types", "kvd.errors"}
 WIRE = BOTTOM | {"kvd.wire"}
 CORE = WIRE | {"kvd.core"}
 MIDDLE = CORE | {"kvd.sockets", "kvd.places", "kvd.curve"}
-ENGINE_SIDE = WIRE | {"kvd.sockets", "kvd.places", "kvd.client"}
+ENGINE_SIDE = WIRE | {"kvd.sockets", "kvd.places", "kvd.zmtp", "kvd.client"}
 NODE = MIDDLE | {
     *("kvd.config", "kvd.pools", "kvd.device", "kvd.transfer", "kvd.observe", "kvd.recorder"),
     *("kvd.console", "kvd.families", "kvd.journal", "kvd.zmtp"),

@@ -18,7 +18,6 @@ CATCH_ALLS = {
 """Files that may catch everything, with the reason; elsewhere catch what you can name."""
 
 SLEEPERS = {
-    "kvd/client/blocking.py": "the blocking client has no loop, and a full queue tells no one",
     "kvd/daemon/lock.py": "runs before the loop does, and flock knows no time limit",
     "kvd/pools/file_memory.py": "runs before anybody is served, and flock knows no time limit",
     "kvd/transfer/mapping.py": "the collapser is a thread of its own that gives way to transfers",

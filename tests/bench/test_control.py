@@ -13,8 +13,11 @@ def test_every_process_and_every_message_of_a_call_is_counted():
 
     kinds = [(row["what"].split(",")[0], row["in_flight"]) for row in found.times]
     assert [
-        kinds.count((what, 1)) for what in ("match", "lease + release", "full-hit handoff")
-    ] == [*(2, 1, 1)]
+        kinds.count((what, 1))
+        for what in ("match", "blocking match", "lease + release", "full-hit handoff")
+    ] == [2, 1, 1, 1]
+    (pending,) = found.pending
+    assert min(pending["begin_us"], pending["poll_us"], pending["pump_us"]) > 0
     for row in found.costs:
         assert min(row["client_us"], row["prefill_us"], row["echo_server_us"]) > 0, row
     counts = dict(zip(kinds, found.counts, strict=True))
@@ -26,4 +29,4 @@ def test_every_process_and_every_message_of_a_call_is_counted():
     assert 1 <= handoff["prefill_to_peers"] < 3
     assert 1 <= handoff["decode_to_peers"] < 3
     assert all(row["prefill_calls"] > 0 for row in found.counts)
-    assert len(found.goals) == 8
+    assert len(found.goals) == 11

@@ -80,6 +80,14 @@ class Daemon(AttachListener):
         """What a client sees of a daemon's death."""
         self._call(self._shut)
 
+    def break_stream(self) -> None:
+        """Hang up on the client socket alone, and listen there no more."""
+        self._call(self._shut_stream)
+
+    def listen_again(self) -> None:
+        """The opposite of ``break_stream``."""
+        self._call(self._open_stream)
+
     def restart(self, *, keep: Collection[int] = (), knows_sessions: bool = True) -> None:
         """Begin another life after ``hang_up``, keeping these leases."""
         self.kept = frozenset(keep)
@@ -139,10 +147,7 @@ class Daemon(AttachListener):
     def _open(self) -> None:
         self.lives += 1
         path = self.endpoint.removeprefix("ipc://")
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        router = open_router(self._context)
-        router.bind(self.endpoint)
-        self._router = LoopSocket(router, self._take, loop=self._loop)
+        self._open_stream()
         self._attach = ListenedAttach(
             os.path.join(os.path.dirname(path), "attach.sock"),
             self,
@@ -154,6 +159,16 @@ class Daemon(AttachListener):
             notes=self,
         )
         self._attach.serve(self._loop)
+
+    def _open_stream(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        router = open_router(self._context)
+        router.bind(self.endpoint)
+        self._router = LoopSocket(router, self._take, loop=self._loop)
+
+    def _shut_stream(self) -> None:
+        self._router.close()
+        self._context.term()
 
     def joined(self, session: int, pid: int) -> None:
         self.joins.append(session)
@@ -172,8 +187,7 @@ class Daemon(AttachListener):
         if self._context.closed:
             return
         self._attach.close()
-        self._router.close()
-        self._context.term()
+        self._shut_stream()
 
     def _take(self, frames: Frames) -> None:
         if self._attach.session_of(frames[0]) is None:

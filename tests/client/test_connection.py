@@ -642,3 +642,21 @@ def test_a_reader_of_events_is_told_of_each_restart_once() -> None:
     taken = [queue.take() for _ in range(6)]
     restart = EventsLost(0, is_restart=True)
     assert taken == [event(10), restart, event(13), EventsLost(1), event(15), None]
+
+
+def test_an_answer_that_cannot_be_taken_note_of_ends_its_call_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def bug(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("kvd.client.connection.LeaseView", bug)
+    own = connection()
+    call = begin(own, wire.OpenLease(own.next_call()))
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        feed(own, wire.Leased(1, 70, 0, b""))
+
+    assert isinstance(call.answer.value, Refusal)
+    assert call.answer.value.code is Code.INTERNAL
+    assert not own.is_waiting

@@ -178,7 +178,7 @@ def test_torch_is_loaded_by_the_first_view_and_by_nothing_before(daemon: Daemon)
     program = """
 import sys
 import kvd.client
-heavy = {"torch", "nixl", "textual", "structlog", "uvloop", "click"}
+heavy = {"torch", "nixl", "textual", "structlog", "uvloop", "click", "zmq", "nacl"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 with kvd.client.connect_sync(sys.argv[1], name="router") as node:
     lease = node.lease([1, 2])

@@ -208,7 +208,7 @@ async def test_an_engine_that_was_hung_up_on_is_told_what_to_do_and_can_connect_
     lease = await node.lease(tokens_of(100, seed=1))
     await lease.commit()
 
-    node._port._channel._attachment._sock.send(b"what the attach socket does not take")
+    node._attachment._sock.send(b"what the attach socket does not take")
     until(lambda: client_of(daemon, "hung-up").state == "hung-up-on")
     with pytest.raises(KvdError) as told:
         await node.match([1])

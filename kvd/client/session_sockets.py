@@ -1,0 +1,264 @@
+"""The two sockets of a session and the way back to a daemon that has ended, in steps.
+
+What lives here: what to do when something has come, when the daemon has hung up, and when a time is
+there. What must not: waiting. A ``Watcher`` does that, which is an event loop or a blocking thread.
+
+Theory of operation. The attach socket says whether the daemon lives, the client stream is only how
+it is spoken to. So where the stream breaks alone, it is dialed again; what the daemon cannot have
+read goes out on the next connection, and the calls that it may have read end, because their answers
+went with the old one. Where the attach socket is hung up, the stream goes with it::
+
+    here --stream breaks--> here, dialing
+      |---- hung up, and why is retryable --> away --the same memory--> here
+      +---- hung up ----> over                  +--- other memory ---> over
+
+A daemon that has ended said everything before it hung up: what it said lies in our socket by then,
+and is read before its calls are given up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+from kvd.client.endpoint import attach_path, socket_path
+from kvd.client.port import unread
+from kvd.client.returning import WayBack, go_back, main_way
+from kvd.client.stream import ClientStream
+from kvd.errors import Code, Refusal
+from kvd.types import Sent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.client.attachment import Attachment
+    from kvd.client.connection import Connection
+    from kvd.zmtp.events import ConnectionClosed
+
+WRITE_NOW_BYTES: Final = 64 * 1024
+"""So much is not kept for more of the same turn: a call less is saved then than it costs to have
+many prompts in memory at once, which the allocator gives back each time it is rid of them."""
+
+REDIAL_S: Final = 0.1
+"""Between two attempts to connect a broken stream to a daemon that lives."""
+
+
+class Watcher(Protocol):
+    """Who waits for the sockets of a session."""
+
+    def watch(self, fd: int, act: Callable[[], object]) -> None:
+        """Call ``act`` whenever ``fd`` is readable."""
+        ...
+
+    def watch_writing(self, fd: int, act: Callable[[], object] | None) -> None:
+        """Call ``act`` whenever ``fd``, which is watched, takes more; None: no more."""
+        ...
+
+    def unwatch(self, fd: int) -> None:
+        """Forget ``fd``, which is about to be closed."""
+        ...
+
+    def write_soon(self) -> None:
+        """Call ``write`` before anything is waited for."""
+        ...
+
+    def read_soon(self) -> None:
+        """Call ``read`` again, once others have had a turn: no descriptor tells of what is left."""
+        ...
+
+    def step_after(self, pause_s: float) -> None:
+        """Call ``step`` once that time has passed, instead of at any time said before."""
+        ...
+
+
+class SessionSockets:
+    """What one session speaks through. Takes the attachment over."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        attachment: Attachment,
+        connection: Connection,
+        name: str,
+        watcher: Watcher,
+    ) -> None:
+        """Nothing is dialed before ``open``."""
+        self._endpoint = endpoint
+        self._attachment = attachment
+        self._connection = connection
+        self._name = name
+        self._watcher = watcher
+        self._way: WayBack | None = None
+        self._watched_way = -1
+        self._broken: ConnectionClosed | None = None
+        """Why the stream was dialed again, until it is met; then calls of before it end."""
+        self._lost_calls: set[int] = set()
+        self._is_writing_watched = False
+        self._is_closed = False
+        self.stream = self._new_stream()
+
+    def open(self) -> None:
+        """Speak with the daemon that the attachment is with."""
+        self._watcher.watch(self._attachment.fileno(), self.look)
+        self._dial()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the daemon has ended, and is looked for."""
+        return self._way is not None
+
+    def close(self) -> None:
+        """Leave the session; repeatable."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._forget_stream()
+        if self._way is None:
+            self._unwatch_attachment()
+        else:
+            self._unwatch_way()
+            self._way.abandon()
+        self._attachment.close()
+
+    # ---- out -------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Have written what the connection has queued; a call that cannot be sent fails."""
+        stream = self.stream
+        for outgoing in self._connection.take_outgoing():
+            sent = stream.send(outgoing.frames, outgoing.call)
+            if sent is Sent.FULL:
+                self.write()
+                sent = stream.send(outgoing.frames, outgoing.call)
+            if sent is not Sent.TAKEN:
+                self._connection.not_sent(outgoing, unread())
+        if not stream.has_unsent or stream.is_blocked:
+            return
+        if stream.unsent_bytes >= WRITE_NOW_BYTES and stream.is_met:
+            self.write()
+        else:
+            self._watcher.write_soon()
+
+    def write(self) -> None:
+        """Write what the kernel takes; the rest when it takes more."""
+        stream = self.stream
+        stream.write()
+        if stream.is_blocked is not self._is_writing_watched and stream.fileno() >= 0:
+            self._is_writing_watched = stream.is_blocked
+            act = self.write if stream.is_blocked else None
+            self._watcher.watch_writing(stream.fileno(), act)
+
+    # ---- in --------------------------------------------------------------------------------------
+
+    def read(self) -> bool:
+        """Take what has come; whether there was anything."""
+        try:
+            came = self.stream.read(self._connection.feed)
+        finally:
+            if self.stream.is_left:
+                self._watcher.read_soon()
+        if self.stream.fault is not None:
+            self._stream_broke(self.stream.fault)
+        elif self._broken is not None and self.stream.is_met:
+            refusal, self._broken = _lost_answers(self._broken), None
+            lost, self._lost_calls = self._lost_calls, set()
+            self._connection.unanswered(refusal, lost)
+        self.flush()
+        return came
+
+    def look(self) -> None:
+        """See whether the daemon has hung up; then it is away, or all is over."""
+        if self._way is not None or self._connection.end is not None:
+            return
+        why = self._attachment.last_word()
+        if why is None:
+            return
+        while self._connection.is_waiting and self.stream.read(self._connection.feed):
+            pass
+        # What waits in it must not reach the daemon that is back: nobody waits for its answer.
+        self._forget_stream()
+        self._unwatch_attachment()
+        self._broken, self._lost_calls = None, set()
+        if not why.is_retryable:
+            self._connection.fail_all(why)
+            return
+        path = attach_path(self._endpoint)
+        self._way = main_way(path, self._attachment, self._name, self._connection)
+        self._connection.lost(why)
+        self._watcher.step_after(0.0)
+
+    # ---- in time ---------------------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        """Somebody waits for the daemon that is away: try now, and begin with short pauses."""
+        if self._way is not None:
+            self._way.pause_s = 0.0
+            self._watcher.step_after(0.0)
+
+    def step(self) -> None:
+        """What it is time for: to dial again, or the next step of the way back."""
+        if self._is_closed:
+            return
+        way = self._way
+        if way is None:
+            if self.stream.fileno() < 0 and self._connection.end is None:
+                self._dial()
+            return
+        self._unwatch_way()
+        if go_back(way, self._attachment, self._connection):
+            self._way = None
+            self.stream = self._new_stream()
+            self.open()
+            self.flush()
+        elif self._connection.end is not None:
+            return
+        elif way.sock is not None:
+            self._watched_way = way.sock.fileno()
+            self._watcher.watch(self._watched_way, self.step)
+        else:
+            self._watcher.step_after(way.pause_s)
+
+    def _dial(self) -> None:
+        if self.stream.dial():
+            self._watcher.watch(self.stream.fileno(), self.read)
+            self.write()
+        else:
+            self._watcher.step_after(REDIAL_S)
+
+    def _stream_broke(self, why: ConnectionClosed) -> None:
+        was_met = self.stream.is_met
+        self._forget_stream()
+        self.look()
+        if self._way is None and self._connection.end is None:
+            self._broken = why
+            self._lost_calls |= self._connection.under_way() - self.stream.unsent_calls()
+            # At once, but not in circles: where it was never met, a pause comes first.
+            self._watcher.step_after(0.0 if was_met else REDIAL_S)
+
+    def _new_stream(self) -> ClientStream:
+        return ClientStream(socket_path(self._endpoint), self._attachment.route)
+
+    def _forget_stream(self) -> None:
+        fd = self.stream.fileno()
+        if fd >= 0:
+            self._watcher.unwatch(fd)
+        self._is_writing_watched = False
+        self.stream.hang_up()
+
+    def _unwatch_way(self) -> None:
+        """Its socket is closed by the next step, or becomes that of the attachment."""
+        if self._watched_way >= 0:
+            self._watcher.unwatch(self._watched_way)
+            self._watched_way = -1
+
+    def _unwatch_attachment(self) -> None:
+        self._watcher.unwatch(self._attachment.fileno())
+
+
+def _lost_answers(why: ConnectionClosed) -> Refusal:
+    """Why calls end though the daemon lives."""
+    return Refusal(
+        Code.UNREACHABLE,
+        f"the connection to the daemon broke ({why.why}) and was made anew: what it answers to "
+        "calls of before is given back; ask again",
+        side="client",
+    )
