@@ -7,6 +7,7 @@ from kvd.client.api import Connecting, Matched, Node, connect
 from kvd.client.handoff import Outcome, Receive, Send, Share
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
 from kvd.client.pool import Pool
+from kvd.client.rank_words import PendingWord
 from kvd.client.state import EventsLost
 from kvd.client.sync import SyncLease, SyncNode, SyncReceive, SyncSend, connect_sync
 from kvd.client.worker import Worker, join
@@ -23,6 +24,7 @@ __all__ = [
     "Matched",
     "Node",
     "Outcome",
+    "PendingWord",
     "Pool",
     "Receive",
     "Resumption",

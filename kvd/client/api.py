@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.client.connection import Connection
+from kvd.client.device_event import handle_of
 from kvd.client.endpoint import client_endpoint
-from kvd.client.handoff import Receive, Send, handle_of, outcome
+from kvd.client.handoff import Receive, Send, outcome
 from kvd.client.lease import Lease
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvd.client.attachment import Attachment
-    from kvd.client.handoff import Outcome, WhenWritten
+    from kvd.client.device_event import WhenWritten
+    from kvd.client.handoff import Outcome
     from kvd.client.port import Channel
     from kvd.client.state import EventQueue, EventsLost
     from kvd.client.tokens import TokenIds
@@ -369,9 +371,10 @@ class Node:
 class Connecting:
     """What ``connect`` returns: ``async with`` it, or ``await`` it and ``close`` the node."""
 
-    def __init__(self, endpoint: str | None, name: str, return_within_s: float) -> None:
+    def __init__(self, endpoint: str | None, name: str, return_within_s: float, key: str) -> None:
         self._endpoint = endpoint
         self._name = name
+        self._key = key
         self._return_within_s = return_within_s
         self._node: Node | None = None
 
@@ -393,14 +396,19 @@ class Connecting:
 
     async def _open(self) -> Node:
         endpoint = client_endpoint(self._endpoint)
-        attachment = await attach(endpoint, Attach(self._name))
+        attachment = await attach(endpoint, Attach(self._name, key=self._key))
+        attachment.key = self._key
         connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
         channel = LoopChannel(endpoint, attachment, connection, self._name)
         return Node(attachment, connection, channel, return_within_s=self._return_within_s)
 
 
 def connect(
-    endpoint: str | None = None, *, name: str, return_within_s: float = RETURN_WITHIN_S
+    endpoint: str | None = None,
+    *,
+    name: str,
+    return_within_s: float = RETURN_WITHIN_S,
+    key: str = "",
 ) -> Connecting:
     """Open a session with the daemon of this node.
 
@@ -409,11 +417,14 @@ def connect(
         name: what leases, events and tables call this engine, for example ``decode-0``.
         return_within_s: how long a call waits for a daemon that ended to be back; then it raises
             ``unreachable``. A call with a shorter limit of its own waits no longer than that.
+        key: a string that the processes of this engine share, for example drawn by their launcher:
+            others of the same user join this session by it, also those that ask before it is there.
 
     Raises:
-        KvdError: on entering: ``unreachable`` with what to do, or the daemon's refusal.
+        KvdError: on entering: ``unreachable`` with what to do, ``wrong-state`` when another engine
+            with that key lives, or another refusal of the daemon.
     """
-    return Connecting(endpoint, name, return_within_s)
+    return Connecting(endpoint, name, return_within_s, key)
 
 
 def _room(room: int) -> int:

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from kvd.wire.attach import AttachRequest
 
 
-def attach(endpoint: str, request: AttachRequest) -> Attachment:
-    """Open or join a session of the daemon at ``endpoint``.
+def attach(endpoint: str, request: AttachRequest, within_s: float = ATTACH_WITHIN_S) -> Attachment:
+    """Open or join a session of the daemon at ``endpoint``, whose answer may take ``within_s``.
 
     Raises:
         KvdError: ``unreachable``, or the daemon's refusal.
     """
     path = attach_path(endpoint)
-    end_s = time.monotonic() + ATTACH_WITHIN_S
+    end_s = time.monotonic() + within_s
     sock = dial(path, wait_s=ATTACH_WITHIN_S)
     if sock is None:
         raise too_late(path)
@@ -43,7 +43,7 @@ def attach(endpoint: str, request: AttachRequest) -> Attachment:
         raise
     if attachment is None:
         sock.close()
-        raise too_late(path)
+        raise too_late(path, within_s)
     return attachment
 
 

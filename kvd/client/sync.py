@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.client.api import Matched
-    from kvd.client.handoff import Outcome, Receive, Send, Share, WhenWritten
+    from kvd.client.device_event import WhenWritten
+    from kvd.client.handoff import Outcome, Receive, Send, Share
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
     from kvd.client.pool import Pool
     from kvd.client.rows import PageNumbers
@@ -94,9 +95,16 @@ class SyncLease:
         """As ``Lease.fetch``."""
         return run(self.wrapped.fetch(pages, ahead))
 
-    def written(self, upto_tokens: int, *, rank: int = 0, ranks: int = 1) -> None:
+    def written(
+        self,
+        upto_tokens: int,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        after: WhenWritten | bytes | None = None,
+    ) -> None:
         """As ``Lease.written``."""
-        run(self.wrapped.written(upto_tokens, rank=rank, ranks=ranks))
+        run(self.wrapped.written(upto_tokens, rank=rank, ranks=ranks, after=after))
 
     def commit(
         self, new_tokens: TokenIds = (), upto_tokens: int | None = None, *, swap: bool = True
@@ -360,7 +368,11 @@ class SyncNode:
 
 
 def connect_sync(
-    endpoint: str | None = None, *, name: str, return_within_s: float = RETURN_WITHIN_S
+    endpoint: str | None = None,
+    *,
+    name: str,
+    return_within_s: float = RETURN_WITHIN_S,
+    key: str = "",
 ) -> SyncNode:
     """Open a session with the daemon of this node; ``connect``, blocking.
 
@@ -368,12 +380,14 @@ def connect_sync(
         endpoint: ``ipc:///...``; left out: KVD_SOCKETS__CLIENT, else where a daemon would listen.
         name: what leases, events and tables call this engine, for example ``prefill-0``.
         return_within_s: as for ``connect``.
+        key: as for ``connect``.
 
     Raises:
         KvdError: ``unreachable`` with what to do, or the daemon's refusal.
     """
     address = client_endpoint(endpoint)
-    attachment = attach(address, Attach(name))
+    attachment = attach(address, Attach(name, key=key))
+    attachment.key = key
     connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
     channel = BlockingChannel(address, attachment, connection, name)
     return SyncNode(Node(attachment, connection, channel, return_within_s=return_within_s))

@@ -136,8 +136,7 @@ class Engines:
             refusal = let if isinstance(let, Refusal) else None
         if refusal is None:
             refusal = self._take_word(got.session, message)
-        call = message.call
-        self._out.effects.append(effects.AnswerWorker(worker=got.worker, call=call, refusal=refusal))
+        self._out.effects.append(effects.AnswerWorker(got.worker, message.call, refusal))
 
     def _allowed(self, request: client.Request) -> client.Request | Refusal:
         """The request as ``cache.mode`` has it, or why it is not served; before any verb sees it.

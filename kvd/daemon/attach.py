@@ -15,7 +15,7 @@ dies, however it dies, and that hang-up is the news. ::
        |                    |         '--> Rejected, shut --Leave, death: hang-up--> gone
        +--5 s, garbage, limits, wait_s--> Rejected, closed
 
-A process that joins by a key before the one that connects with it waits for that (``session_keys``).
+A process that joins by a key before another connects with it waits for that (``session_keys``).
 One that has joined as a rank says how far it is here, and not on the client socket, because a
 client socket has one connection for a session, which is that of the process that decides.
 
@@ -320,9 +320,7 @@ class AttachServer:
         )
         reactor, number = self._reactor, session.number
         reactor.feed(
-            FromWorker(
-                at_s=reactor.clock(), session=number, worker=connection.number, message=word
-            )
+            FromWorker(at_s=reactor.clock(), session=number, worker=connection.number, message=word)
         )
 
     def _fall_silent(self, connection: AttachConnection, refusal: Refusal) -> None:
@@ -389,17 +387,7 @@ class AttachServer:
             return refusal
         former = self._sessions.resume(request.resumes)
         if former is not None:
-            # Before it is taken in: of the new route nobody has been told yet.
-            full = self._full(former, connection)
-            if full is not None:
-                return full
-            former.main = connection
-            was_known = self._take(former, connection)
-            # Before it is answered: the answer names what the node has kept for it.
-            leases = self._came_back(former, connection, request.leases)
-            self._tell_attached(connection, former, leases, was_known=was_known)
-            self._open_to(connection, former, request.key)
-            return None
+            return self._return(connection, former, request)
         key = KeyOfUser(connection.uid, request.key)
         other = self._keys.session(key) if request.key else None
         if other is not None and other.main is not None:
@@ -424,6 +412,22 @@ class AttachServer:
         self._open_to(connection, session, request.key)
         return None
 
+    def _return(
+        self, connection: AttachConnection, former: EngineSession, request: Attach
+    ) -> Refusal | None:
+        """The process of a session of before the restart is here again."""
+        # Before it is taken in: of the new route nobody has been told yet.
+        full = self._full(former, connection)
+        if full is not None:
+            return full
+        former.main = connection
+        was_known = self._take(former, connection)
+        # Before it is answered: the answer names what the node has kept for it.
+        leases = self._came_back(former, connection, request.leases)
+        self._tell_attached(connection, former, leases, was_known=was_known)
+        self._open_to(connection, former, request.key)
+        return None
+
     def _bad_key(self, connection: AttachConnection, key: str) -> Refusal | None:
         """Why nobody can connect or join by that key."""
         if not key.isprintable():
@@ -436,9 +440,7 @@ class AttachServer:
             )
         return None
 
-    def _key_taken(
-        self, key: KeyOfUser, session: EngineSession, main: AttachConnection
-    ) -> Refusal:
+    def _key_taken(self, key: KeyOfUser, session: EngineSession, main: AttachConnection) -> Refusal:
         return Refusal(
             Code.WRONG_STATE,
             f"the key {key.key!r} is of session {session.number} of {self._node}, whose pid "
@@ -489,12 +491,15 @@ class AttachServer:
         refusal = self._bad_join(connection, request)
         if refusal is not None:
             return refusal
-        if request.key:
-            key = KeyOfUser(connection.uid, request.key)
-            session = self._keys.session(key)
-            if session is None:
-                return self._wait_for(connection, request, key)
-            return self._join_session(connection, request, session)
+        if not request.key:
+            return self._join_by_token(connection, request)
+        key = KeyOfUser(connection.uid, request.key)
+        session = self._keys.session(key)
+        if session is None:
+            return self._wait_for(connection, request, key)
+        return self._join_session(connection, request, session)
+
+    def _join_by_token(self, connection: AttachConnection, request: Join) -> Refusal | None:
         session = self._sessions.of_token(request.token)
         if session is None:
             return self._refuse(

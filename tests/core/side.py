@@ -329,7 +329,7 @@ class Side(NodeShell):
         session: int = 1,
         worker: int = 1,
     ) -> Refusal | None:
-        """A process of a session says how far its rank is; why it does not count, if it does not."""
+        """A process of a session says how far its rank is; why that does not count, if so."""
         self.calls += 1
         message = client.SayWritten(self.calls, lease, upto, rank, ranks, after)
         self.feed(inputs.FromWorker(self.world.now_s, session, worker, message))

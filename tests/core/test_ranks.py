@@ -1,4 +1,4 @@
-"""Ranks that write a part of every page each: their words move sends; nobody waits for a dead one."""
+"""Ranks that write a part of every page: their words move sends; nobody waits for a dead one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_a_send_goes_as_far_as_the_last_rank():
 
     assert seen == [0, 1, 1, 4, 6]  # the last page, which is not whole, goes with finish
     sender.finish()
-    assert world.p.answer(sender.finish_call) == client.Finished(sender.finish_call, None, 0, 7, 896)
+    assert world.p.answer(sender.finish_call) == client.Finished(
+        sender.finish_call, None, 0, 7, 896
+    )
     assert world.d.holds(world.d.take()[-1].pages, PROMPT)
 
 

@@ -43,8 +43,8 @@ from kvd.wire.bounds import MAX_REASON
 from kvd.wire.peer import Abort, Accept, Offer, ReceiveOutcome, Withdrawn
 
 if TYPE_CHECKING:
-    from kvd.core.effects import Outbox
     from kvd.core.cache.lease_record import LeaseRecord
+    from kvd.core.effects import Outbox
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers

@@ -3,8 +3,8 @@
 A session is what an engine opened on the attach socket, with every process that maps the pool for
 it. When the last of them is gone its handoffs are given up and its leases released; what it had
 committed, or said to be written, stays cached. When one that spoke for a rank is gone and others
-are not, only the sends that wait for its word are given up. One of before a restart (``former_leases``) waits
-for its engine.
+are not, only the sends that wait for its word are given up. One of before a restart
+(``former_leases``) waits for its engine.
 
 The daemon may have to hang up on a session whose processes live: one that does not read, say. They
 map the pool and may go on writing, so only what they cannot know of is given up: requests that
