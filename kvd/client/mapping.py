@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvd.client.prefault import Prefault
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
@@ -68,6 +69,14 @@ class Mapping:
         self._skip = -start % unit
         _map_over(start + self._skip, size, fd)
         self.bytes = self._see()
+        self._size = size
+        self.prefault: Prefault | None = None
+
+    def begin_prefault(self) -> None:
+        """Have the pages of it at hand soon, by a thread of its own; see ``prefault``."""
+        if self.prefault is None:
+            address = self.bytes.ctypes.data
+            self.prefault = Prefault(address, self._size)
 
     def tensor(self, place: TensorPlace, pages: int) -> torch.Tensor:
         """The strided view ``(pages, *page_shape)`` that ``place`` describes.
@@ -87,6 +96,8 @@ class Mapping:
         Raises:
             KvdError: ``wrong-state`` while a view of it is alive; it stays mapped.
         """
+        if self.prefault is not None:
+            self.prefault.stop()
         self.bytes = np.empty(0, dtype=np.uint8)
         try:
             self._range.close()

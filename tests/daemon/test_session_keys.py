@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvd.client.attachment import ask, take_answer
 from kvd.core.effects import AnswerWorker
-from kvd.core.inputs import FromWorker
 from kvd.daemon import attach as attach_module
 from kvd.daemon import session_keys
 from kvd.daemon.attach import AttachLimits
@@ -27,6 +26,11 @@ from tests.daemon.test_attach import (
     until,
     with_daemon,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvd.core.inputs import FromWorker
 
 __all__ = ["arena"]
 
