@@ -132,7 +132,9 @@ class RankWords:
             if self._end is not None:
                 raise KvdError(self._end)
             self._last_call += 1
-            word = RankWritten(self._last_call, lease, upto_tokens, after)
+            word = RankWritten(
+                call=self._last_call, lease=lease, upto_tokens=upto_tokens, after=after
+            )
             pending = PendingWord(self)
             try:
                 self._attachment.say(word)

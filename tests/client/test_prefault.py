@@ -8,9 +8,8 @@ import threading
 
 import pytest
 
-from kvd.client import prefault
-from kvd.client.mapping import Mapping
-from kvd.client.prefault import STEP_BYTES, Prefault
+from kvd.client import mapping as mapping_module
+from kvd.client.mapping import STEP_BYTES, Mapping, Prefault
 from kvd.errors import KvdError
 from kvd.pools.arena import reserve
 
@@ -72,7 +71,7 @@ def test_closing_ends_it_before_the_memory_is_unmapped(monkeypatch):
         assert goes_on.wait(10)
         return 0
 
-    monkeypatch.setattr(prefault._libc, "madvise", madvise)
+    monkeypatch.setattr(mapping_module._libc, "madvise", madvise)
     mapping.begin_prefault()
     assert began.wait(10)
     threading.Timer(0.05, goes_on.set).start()
@@ -93,7 +92,7 @@ def test_a_mapping_that_is_still_seen_stays_usable(mapping):
 
 
 def test_a_kernel_that_refuses_costs_nothing(monkeypatch):
-    monkeypatch.setattr(prefault._libc, "madvise", lambda *_: -1)
+    monkeypatch.setattr(mapping_module._libc, "madvise", lambda *_: -1)
     one = Prefault(0, SIZE)
 
     assert one.over.wait(10)
