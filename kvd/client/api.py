@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.client.connection import Connection
+from kvd.client.device_event import handle_of
 from kvd.client.endpoint import client_endpoint
-from kvd.client.handoff import Receive, Send, handle_of, outcome
+from kvd.client.handoff import Receive, Send, outcome
 from kvd.client.lease import Lease
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvd.client.attachment import Attachment
-    from kvd.client.handoff import Outcome, WhenWritten
+    from kvd.client.device_event import WhenWritten
+    from kvd.client.handoff import Outcome
     from kvd.client.port import Channel
     from kvd.client.state import EventQueue, EventsLost
     from kvd.client.tokens import TokenIds
@@ -416,10 +418,13 @@ class Connecting:
         endpoint: str | None,
         name: str,
         return_within_s: float,
+        *,
+        key: str,
         expects: Mapping[str, str | int] | None,
     ) -> None:
         self._endpoint = endpoint
         self._name = name
+        self._key = key
         self._expects = expects
         self._return_within_s = return_within_s
         self._node: Node | None = None
@@ -442,8 +447,9 @@ class Connecting:
 
     async def _open(self) -> Node:
         endpoint = client_endpoint(self._endpoint)
-        attachment = await attach(endpoint, Attach(self._name))
+        attachment = await attach(endpoint, Attach(self._name, key=self._key))
         attachment.require(self._expects)
+        attachment.key = self._key
         connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
         channel = LoopChannel(endpoint, attachment, connection, self._name)
         return Node(attachment, connection, channel, return_within_s=self._return_within_s)
@@ -454,6 +460,7 @@ def connect(
     *,
     name: str,
     return_within_s: float = RETURN_WITHIN_S,
+    key: str = "",
     expects: Mapping[str, str | int] | None = None,
 ) -> Connecting:
     """Open a session with the daemon of this node.
@@ -463,14 +470,17 @@ def connect(
         name: what leases, events and tables call this engine, for example ``decode-0``.
         return_within_s: how long a call waits for a daemon that ended to be back; then it raises
             ``unreachable``. A call with a shorter limit of its own waits no longer than that.
+        key: a string that the processes of this engine share, for example drawn by their launcher:
+            others of the same user join this session by it, also those that ask before it is there.
         expects: what the pool must be for this engine, by keys of ``[pool]``: ``family``,
             ``order``, ``interior``, ``tag``, ``page_size``.
 
     Raises:
-        KvdError: on entering: ``unreachable`` with what to do, the daemon's refusal, or
-            ``layout-mismatch`` where the pool is not as ``expects`` says.
+        KvdError: on entering: ``unreachable`` with what to do, ``wrong-state`` when another engine
+            with that key lives, ``layout-mismatch`` where the pool is not as ``expects`` says, or
+            another refusal of the daemon.
     """
-    return Connecting(endpoint, name, return_within_s, expects)
+    return Connecting(endpoint, name, return_within_s, key=key, expects=expects)
 
 
 def _prefix_of(opening: wire.OpenLease, hold: str) -> wire.HoldPrefix:

@@ -25,6 +25,8 @@ from kvd.wire.attach import (
     Attached,
     Join,
     Leave,
+    RankAnswer,
+    RankWritten,
     Rejected,
     Speaker,
     versions_differ,
@@ -44,6 +46,9 @@ _REQUEST_BUFFER_BYTES: Final = 1024 * 1024
 """Asked for where many leases are named; Linux grants up to twice its limit, 416 KiB at least."""
 
 _MAX_REPLY_BYTES: Final = 4 * 1024 * 1024
+_WORD_BYTES: Final = 64 * 1024
+"""Of what an attached process hears: a refusal at most."""
+
 _MAX_DESCRIPTORS: Final = 253
 """SCM_MAX_FD of Linux."""
 
@@ -54,6 +59,8 @@ class Attachment:
     def __init__(self, sock: socket.socket, attached: Attached, fds: list[int]) -> None:
         """Take over the socket and the descriptors: as ``wire.memory`` says."""
         self.attached = attached
+        self.key = ""
+        """By which others join; the process that connected with it says it again at each return."""
         self._fds = fds
         self._pid = os.getpid()
         self._take(sock)
@@ -114,13 +121,31 @@ class Attachment:
         """Why the daemon hung up; None while it has not, which takes 2 us to see at most."""
         if not self._news.poll(0):
             return None
+        word = self.hear()
+        return word if isinstance(word, Refusal) else None
+
+    def say(self, word: RankWritten) -> None:
+        """Send a word of this process' rank.
+
+        Raises:
+            OSError: the daemon does not read, or is gone.
+        """
+        self._sock.send(ATTACH_REQUESTS.encode(word))
+
+    def hear(self) -> RankAnswer | Refusal | None:
+        """What has come: the answer to a word, or why the daemon hung up; None where nothing has.
+
+        A hang-up is read again and again.
+        """
         try:
-            packet = self._sock.recv(_MAX_REPLY_BYTES)
+            packet = self._sock.recv(_WORD_BYTES)
         except BlockingIOError:
             return None
         except OSError:
             packet = b""
         reply = ATTACH_REPLIES.decode(packet) if packet else None
+        if isinstance(reply, RankAnswer):
+            return reply
         if isinstance(reply, Rejected):
             return reply.refusal
         return Refusal(
@@ -293,11 +318,11 @@ def leave(sock: socket.socket) -> None:
         sock.send(ATTACH_REQUESTS.encode(Leave()))
 
 
-def too_late(path: str) -> KvdError:
+def too_late(path: str, within_s: float = ATTACH_WITHIN_S) -> KvdError:
     """The error for a daemon that accepted the connection and then said nothing."""
     return _failure(
         Code.UNREACHABLE,
-        f"the daemon at {path} gave no answer for {ATTACH_WITHIN_S:g} s: it is stopped or "
+        f"the daemon at {path} gave no answer for {within_s:g} s: it is stopped or "
         "overloaded; look at `kvd status`",
     )
 
@@ -319,6 +344,8 @@ def _read_answer(packet: bytes) -> Attached:
             return answer
         case Rejected(refusal) | (Refusal() as refusal):
             raise KvdError(refusal)
+        case RankAnswer():
+            raise _failure(Code.INTERNAL, "the daemon answered a word that nobody has said")
 
 
 def _memories(attached: Attached) -> Iterator[tuple[PoolMemory, ComponentMemory, int]]:

@@ -31,14 +31,14 @@ LOOK_EVERY_S: Final = 0.1
 """How late a pump notices that the time of a begun call is up."""
 
 
-def attach(endpoint: str, request: Attach | Join) -> Attachment:
-    """Open or join a session of the daemon at ``endpoint``.
+def attach(endpoint: str, request: Attach | Join, within_s: float = ATTACH_WITHIN_S) -> Attachment:
+    """Open or join a session of the daemon at ``endpoint``, whose answer may take ``within_s``.
 
     Raises:
         KvdError: ``unreachable``, or the daemon's refusal.
     """
     path = attach_path(endpoint)
-    end_s = time.monotonic() + ATTACH_WITHIN_S
+    end_s = time.monotonic() + within_s
     sock = dial(path, wait_s=ATTACH_WITHIN_S)
     if sock is None:
         raise too_late(path)
@@ -50,7 +50,7 @@ def attach(endpoint: str, request: Attach | Join) -> Attachment:
         raise
     if attachment is None:
         sock.close()
-        raise too_late(path)
+        raise too_late(path, within_s)
     return attachment
 
 

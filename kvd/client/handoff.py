@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.client.device_event import handle_of
 from kvd.client.lease import Lease
 from kvd.client.port import Port, confused
 from kvd.errors import Code, HandoffError, KvdError, Refusal
@@ -15,6 +16,7 @@ from kvd.wire.bounds import MAX_REASON
 
 if TYPE_CHECKING:
     from kvd.client.connection import Call
+    from kvd.client.device_event import WhenWritten
     from kvd.client.pool import Pools
     from kvd.client.prompt_address import PromptAddress
     from kvd.client.state import LeaseView, ReceiveState, SendState
@@ -154,14 +156,6 @@ def outcome(request: wire.Finish | wire.FinishAndRelease | wire.HandOver, call: 
         sent_pages=answer.sent_pages,
         sent_bytes=answer.sent_bytes,
     )
-
-
-class WhenWritten(Protocol):
-    """An event of a device: ``torch.cuda.Event(interprocess=True)`` is one."""
-
-    def ipc_handle(self) -> bytes:
-        """By which another process finds it."""
-        ...
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -368,13 +362,6 @@ def _no_event(handle: bytes) -> None:
     if handle:
         why = "release and after exclude one another: release the lease when the event has come"
         raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client"))
-
-
-def handle_of(after: WhenWritten | bytes | None) -> bytes:
-    """By which another process finds the event; empty where there is none."""
-    if after is None or isinstance(after, bytes):
-        return after or b""
-    return after.ipc_handle()
 
 
 def _not_yet(message: str) -> KvdError:

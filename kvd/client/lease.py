@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.client.device_event import handle_of
 from kvd.client.port import within
 from kvd.client.rows import Along, ComponentRow, along, page_frame, swapped
 from kvd.errors import Code, KvdError, Refusal
@@ -17,6 +18,7 @@ from kvd.wire import client as wire
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvd.client.device_event import WhenWritten
     from kvd.client.pool import Pools
     from kvd.client.port import Port
     from kvd.client.prompt_address import PromptAddress
@@ -73,6 +75,8 @@ class Lease:
         self._pools = pools
         self._state = state
         self._prompt = prompt
+        self._events: list[WhenWritten] = []
+        """An event that ends before it was waited for is undefined in CUDA."""
 
     @property
     def id(self) -> int:
@@ -225,10 +229,18 @@ class Lease:
             pages=found, hits=done.hits, misses=done.misses, copied_bytes=done.copied_bytes
         )
 
-    async def written(self, upto_tokens: int, *, rank: int = 0, ranks: int = 1) -> None:
+    async def written(
+        self,
+        upto_tokens: int,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        after: WhenWritten | bytes | None = None,
+    ) -> None:
         """The KV of all tokens below ``upto_tokens`` is in the pages, and stays as it is.
 
-        Shares nothing by itself: ``commit`` does. But from the first word on, a ``commit`` or
+        Sends of the lease's prompt go on by it: there is no need to ``advance`` them too. It shares
+        nothing by itself: ``commit`` does. But from the first word on, a ``commit`` or
         ``release`` without ``upto_tokens`` shares what was said and no more; and however the lease
         ends, by a release without tokens or the death of this engine, whole pages of what was said
         stay cached.
@@ -237,7 +249,10 @@ class Lease:
             upto_tokens: counted from the start; tokens that no commit has named yet count too.
             rank: of the processes that each write a part of every page, the one that says so.
             ranks: how many they are: what the least of them has said counts. What was said of all
-                of them before (``ranks=1``) holds for each.
+                of them before (``ranks=1``) holds for each. A process that has joined as a rank
+                says it itself: ``Worker.written``.
+            after: as in ``Send.advance``: written when this event comes. An event object is kept as
+                long as this lease is.
 
         Raises:
             KvdError: ``bad-request`` when it is less than before, or more than the pages of the
@@ -249,7 +264,10 @@ class Lease:
             upto_tokens=operator.index(upto_tokens),
             rank=operator.index(rank),
             ranks=operator.index(ranks),
+            after=handle_of(after),
         )
+        if after is not None and not isinstance(after, bytes):
+            self._events.append(after)
         await self._port.ask(request, wire.Done, about=self._state)
 
     async def commit(

@@ -17,17 +17,24 @@ The ``mmap.mmap`` object owns the whole range, so its bookkeeping guards it: a n
 it blocks ``close``, a tensor made by ``torch.from_numpy`` keeps that array, and so no view can
 outlive its memory. (``torch.frombuffer`` would not block it, and the next access would crash.)
 
+The daemon has reserved every page, but a process that maps them has no entry in its page tables for
+any: the first write to each costs a fault, which makes the first copies several times slower than
+all later ones, and it is a user's request that meets it. So the entries are asked for beforehand,
+in the background. Huge pages take a fault for each 2 MiB, so there it is over at once.
+
 Invariants: a view never reaches beyond ``total_bytes``; element addresses are multiples of the
 element size; bytes written through a view are the bytes every other process sees.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -56,8 +63,54 @@ _ARRAY_DTYPES: Final = {
 }
 """What numpy sees; the bits, as unsigned integers, of what it has no numbers for."""
 
+STEP_BYTES: Final = 2 * 2**20
+"""Of a prefault: less than a millisecond, in which nothing else of this process can be mapped."""
+
+_MADV_POPULATE_WRITE: Final = 23
+_NICENESS: Final = 15
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Prefault:
+    """Fills in page tables from its beginning on; ``stop`` it before the memory is unmapped.
+
+    A thread at low priority, from the start of the memory, where the pages lie that are given
+    first. The kernel may not know how (before 5.14), or refuse: then pages come one by one.
+    """
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        """The memory is mapped writable at ``address``, a page border."""
+        self.over = threading.Event()
+        """All of it is there, or no more will be."""
+        self.done_bytes = 0
+        self._address = address
+        self._size_bytes = size_bytes
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="kvd-prefault", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Touch nothing any more; returns within a step; repeatable."""
+        self._is_stopped = True
+        # A child that was forked has no such thread.
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        for offset in range(0, self._size_bytes, STEP_BYTES):
+            step = min(STEP_BYTES, self._size_bytes - offset)
+            if self._is_stopped or _libc.madvise(
+                self._address + offset, step, _MADV_POPULATE_WRITE
+            ):
+                break
+            self.done_bytes += step
+        self.over.set()
 
 
 class Mapping:
@@ -83,6 +136,13 @@ class Mapping:
         self._skip = -start % unit
         _map_over(start + self._skip, size, fd)
         self.bytes = self._see()
+        self._size = size
+        self.prefault: Prefault | None = None
+
+    def begin_prefault(self) -> None:
+        """Have the pages of it at hand soon, by a thread of its own; see ``Prefault``."""
+        if self.prefault is None:
+            self.prefault = Prefault(self.bytes.ctypes.data, self._size)
 
     def tensor(self, place: TensorPlace, pages: int) -> torch.Tensor:
         """The strided view ``(pages, *page_shape)`` that ``place`` describes.
@@ -120,6 +180,8 @@ class Mapping:
         Raises:
             KvdError: ``wrong-state`` while a view of it is alive; it stays mapped.
         """
+        if self.prefault is not None:
+            self.prefault.stop()
         self.bytes = np.empty(0, dtype=np.uint8)
         try:
             self._range.close()

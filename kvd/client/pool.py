@@ -202,7 +202,9 @@ class Pool:
         if place is not None:
             return DeviceMapping(place, part.total_bytes)
         fd = self._attachment.memory_fd(self.name, part.name, shard)
-        return Mapping(fd, part.total_bytes)
+        mapping = Mapping(fd, part.total_bytes)
+        mapping.begin_prefault()
+        return mapping
 
 
 class Pools:

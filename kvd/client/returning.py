@@ -102,7 +102,8 @@ def main_way(path: str, attachment: Attachment, name: str, connection: Connectio
 
     def request() -> Attach:
         token = attachment.attached.token
-        return Attach(name, resumes=token, leases=connection.unreleased())
+        leases = connection.unreleased()
+        return Attach(name, resumes=token, leases=leases, key=attachment.key)
 
     return WayBack(path, attachment, request)
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvd.client.handoff import Outcome, Receive, Send, Share, WhenWritten
+    from kvd.client.device_event import WhenWritten
+    from kvd.client.handoff import Outcome, Receive, Send, Share
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
     from kvd.client.pending import CallDriver
     from kvd.client.pool import Pool
@@ -105,10 +106,15 @@ class SyncLease:
         return PendingCall(self._driver, self.wrapped.fetch(pages, ahead))
 
     def begin_written(
-        self, upto_tokens: int, *, rank: int = 0, ranks: int = 1
+        self,
+        upto_tokens: int,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        after: WhenWritten | bytes | None = None,
     ) -> PendingCall[SyncLease]:
         """Begin ``Lease.written``; the outcome is this lease."""
-        return self._begin(self.wrapped.written(upto_tokens, rank=rank, ranks=ranks))
+        return self._begin(self.wrapped.written(upto_tokens, rank=rank, ranks=ranks, after=after))
 
     def begin_commit(
         self,
@@ -530,6 +536,7 @@ def connect_sync(
     *,
     name: str,
     return_within_s: float = RETURN_WITHIN_S,
+    key: str = "",
     expects: Mapping[str, str | int] | None = None,
     on_unreachable: Literal["wait", "miss"] = "wait",
 ) -> SyncNode:
@@ -539,6 +546,7 @@ def connect_sync(
         endpoint: ``ipc:///...``; left out: KVD_SOCKETS__CLIENT, else where a daemon would listen.
         name: what leases, events and tables call this engine, for example ``prefill-0``.
         return_within_s: as for ``connect``.
+        key: as for ``connect``.
         expects: as for ``connect``.
         on_unreachable: what a call does once the daemon has ended. ``wait``: it waits for the next
             one, for ``return_within_s`` at most. ``miss``: it costs no more than a look. ``match``
@@ -550,8 +558,9 @@ def connect_sync(
     """
     misses = _is_miss(on_unreachable)
     address = client_endpoint(endpoint)
-    attachment = attach(address, Attach(name))
+    attachment = attach(address, Attach(name, key=key))
     attachment.require(expects)
+    attachment.key = key
     connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
     channel = BlockingChannel(address, attachment, connection, name, waits_for_return=not misses)
     within_s = 0.0 if misses else return_within_s

@@ -1,22 +1,30 @@
 """One more process of a session: it maps the pools, and keeps the session alive while it lives.
 
-A worker makes no calls, so nobody would notice that the daemon was restarted: a thread of its own
-sleeps until the daemon hangs up, and then joins the session again, once the process that opened it
-is back. Descriptors and mappings stay as they are, so nothing else in this process is disturbed.
+It opens nothing and sends nothing. One that joins as a rank says how far that has written.
+
+A worker may say nothing for hours, so nobody would notice that the daemon was restarted: a thread
+of its own sleeps until the daemon hangs up, and then joins the session again, once the process that
+opened it is back. Descriptors and mappings stay as they are, so nothing else in this process is
+disturbed.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import select
 import threading
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Final
 
 from kvd.client import blocking
+from kvd.client.attachment import ATTACH_WITHIN_S
+from kvd.client.device_event import handle_of
 from kvd.client.endpoint import attach_path, client_endpoint
 from kvd.client.pool import Pools
+from kvd.client.rank_words import RankWords
 from kvd.client.returning import WayBack
-from kvd.errors import KvdError
+from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Join
 
 if TYPE_CHECKING:
@@ -24,19 +32,30 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from kvd.client.attachment import Attachment
+    from kvd.client.device_event import WhenWritten
     from kvd.client.pool import Pool
-    from kvd.errors import Refusal
+    from kvd.client.rank_words import PendingWord
+
+EVENTS_KEPT: Final = 4096
+"""The last event objects that were given: the daemon may open one of them a moment later."""
 
 
 class Worker:
-    """A process that joined. ``end`` is why it is of no session any more; None while it is."""
+    """A process that joined. ``end`` is why it is of no session any more; None while it is.
 
-    def __init__(self, attachment: Attachment, path: str) -> None:
+    Any thread may use it. Close it when no other one waits for an answer.
+    """
+
+    def __init__(self, attachment: Attachment, path: str, *, rank: int = 0, ranks: int = 0) -> None:
         """Use ``join``. Takes the attachment over; ``path`` is of the attach socket."""
         self.end: Refusal | None = None
         self._attachment = attachment
         self._path = path
+        self._rank = rank
+        self._ranks = ranks
         self._pools = Pools(attachment)
+        self._words = RankWords(attachment)
+        self._events: deque[WhenWritten] = deque(maxlen=EVENTS_KEPT)
         self._closing = threading.Event()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._stay, name="kvd-worker", daemon=True)
@@ -53,6 +72,48 @@ class Worker:
             raise KvdError(self.end)
         return self._pools.pool(name)
 
+    @property
+    def session(self) -> int:
+        """The number of the session that it has joined, as tables and events show it."""
+        return self._attachment.attached.session
+
+    def written(
+        self, lease_id: int, upto_tokens: int, *, after: WhenWritten | bytes | None = None
+    ) -> None:
+        """This rank has written its part of the KV of all tokens below ``upto_tokens``.
+
+        As ``Lease.written``: the least of the ranks counts, and sends of the prompt go on by it. It
+        stays said whatever becomes of this process; when that ends before the whole of a prompt is
+        said, the sends that wait for it end with ``client-gone``.
+
+        Args:
+            lease_id: ``lease.id`` of the process that opened it, a lease of this session.
+            upto_tokens: counted from the start; not less than before.
+            after: it is written when this event comes, as in ``Send.advance``. The last 4096 event
+                objects are kept; whoever gives bytes keeps its event until the sends are over. One
+                event that is recorded anew for each step will do.
+
+        Raises:
+            KvdError: ``bad-request`` with the numbers when it is less than before, or more than
+                the pages of the lease have room for; ``unknown-lease``; ``wrong-state`` when this
+                process has joined without a rank; ``unreachable`` while the daemon is away.
+        """
+        self.begin_written(lease_id, upto_tokens, after=after).result()
+
+    def begin_written(
+        self, lease_id: int, upto_tokens: int, *, after: WhenWritten | bytes | None = None
+    ) -> PendingWord:
+        """As ``written``, and returns at once: ``await`` it, ``poll`` it, or wait for ``result``.
+
+        It is said in any case; errors are those of ``written``, when it is asked for.
+        """
+        if self.end is not None:
+            raise KvdError(self.end)
+        if after is not None and not isinstance(after, bytes):
+            self._events.append(after)
+        lease, upto = operator.index(lease_id), operator.index(upto_tokens)
+        return self._words.begin(lease, upto, handle_of(after))
+
     def close(self) -> None:
         """Leave the session; repeatable."""
         if self._closing.is_set():
@@ -60,6 +121,7 @@ class Worker:
         self._closing.set()
         os.eventfd_write(self._bell, 1)
         self._thread.join()
+        self._words.closed(_CLOSED)
         self._pools.close()
         self._attachment.close()
         os.close(self._bell)
@@ -78,8 +140,9 @@ class Worker:
     def _stay(self) -> None:
         """Sleep until the daemon hangs up, go back to it, and so on; a thread's whole life."""
         while not self._closing.is_set() and self.end is None:
-            self._sleep(self._attachment.fileno(), None)
-            word = None if self._closing.is_set() else self._attachment.last_word()
+            # Until the daemon ends the connection: answers to words are read by who waits for them.
+            self._sleep(self._attachment.fileno(), None, select.POLLRDHUP)
+            word = None if self._closing.is_set() else self._words.look()
             if word is None:
                 continue
             if word.is_retryable:
@@ -95,44 +158,69 @@ class Worker:
                     self._sleep(way.sock.fileno(), None)
                 else:
                     self._sleep(-1, way.pause_s)
+            self._words.renewed()
         except KvdError as error:
             self.end = error.refusal
         finally:
             way.abandon()
 
     def _join_again(self) -> Join:
-        return Join(self._attachment.attached.token)
+        token = self._attachment.attached.token
+        return Join(token, rank=self._rank, ranks=self._ranks)
 
-    def _sleep(self, fd: int, within_s: float | None) -> None:
-        """Until ``fd`` is readable, the time is up, or the bell rings; -1: no descriptor.
+    def _sleep(self, fd: int, within_s: float | None, event: int = select.POLLIN) -> None:
+        """Until ``event`` of ``fd``, the time is up, or the bell rings; -1: no descriptor.
 
         A forked child that closes its copy of this worker rings the bell of its parent, too.
         """
         ready = select.poll()
         ready.register(self._bell, select.POLLIN)
         if fd >= 0:
-            ready.register(fd, select.POLLIN)
+            ready.register(fd, event)
         found = ready.poll(None if within_s is None else within_s * 1000)
         if any(one == self._bell for one, _ in found) and not self._closing.is_set():
             os.eventfd_read(self._bell)
 
 
+_CLOSED: Final = Refusal(Code.UNREACHABLE, "this worker was closed: join again", side="client")
+
+
 def join(
-    endpoint: str | None = None, *, token: bytes, expects: Mapping[str, str | int] | None = None
+    endpoint: str | None = None,
+    *,
+    token: bytes = b"",
+    key: str = "",
+    wait_s: float = 60.0,
+    rank: int = 0,
+    ranks: int = 0,
+    expects: Mapping[str, str | int] | None = None,
 ) -> Worker:
     """Map the pools in one more process of a session, for example a tensor-parallel worker.
+
+    By its ``key``, which all processes of an engine know from the start, or by its ``token``.
 
     Args:
         endpoint: as for ``connect``.
         token: ``node.token`` of the process that connected; whoever knows it is of the session.
+        key: with which that process connects, or is going to. Only processes of the same user find
+            each other by a key.
+        wait_s: with a key, the longest wait for that process; an hour at most.
+        rank: of the processes that each write a part of every page, this one.
+        ranks: how many they are; 0: this process says nothing about what is written.
         expects: as for ``connect``.
 
     Raises:
-        KvdError: ``unreachable``, also while that process is not back after a restart;
-            ``unknown-session`` when that session has ended; or ``layout-mismatch`` where the pool
-            is not as ``expects`` says.
+        KvdError: ``deadline`` when nobody has connected with the key by then; ``unreachable``, also
+            while the process of that token is not back after a restart; ``unknown-session`` when
+            that session has ended; ``wrong-state`` when another living process is that rank;
+            ``no-room`` when too many wait; ``bad-request`` for ranks that cannot be;
+            ``layout-mismatch`` where the pool is not as ``expects`` says.
     """
     address = client_endpoint(endpoint)
-    attachment = blocking.attach(address, Join(token))
+    rank, ranks = operator.index(rank), operator.index(ranks)
+    request = Join(token, key=key, wait_s=wait_s if key else 0.0, rank=rank, ranks=ranks)
+    # The daemon says at the end of the wait that nobody came.
+    longest_s = ATTACH_WITHIN_S + max(0.0, request.wait_s)
+    attachment = blocking.attach(address, request, longest_s)
     attachment.require(expects)
-    return Worker(attachment, attach_path(address))
+    return Worker(attachment, attach_path(address), rank=rank, ranks=ranks)

@@ -11,6 +11,7 @@ import msgspec
 
 from kvd.core.layout.seal import UNSEALED, Seal
 from kvd.core.layout.shards import PageWindow, ShardCopy, Straight
+from kvd.errors import Refusal
 from kvd.types import Pages, Tokens
 from kvd.wire.admin import AdminReply
 from kvd.wire.client import Reply
@@ -37,6 +38,14 @@ class AnswerEngine(msgspec.Struct, frozen=True, gc=False, tag="Answer"):
 
     session: int
     message: Reply
+
+
+class AnswerWorker(msgspec.Struct, frozen=True, tag="AnswerWorker"):
+    """Tell a process of a session what became of its word; ``refusal`` None: it counts."""
+
+    worker: int
+    call: int
+    refusal: Refusal | None
 
 
 class AnswerOperator(msgspec.Struct, frozen=True, tag="Report"):
@@ -75,7 +84,8 @@ class Post(msgspec.Struct, frozen=True, tag="Post"):
     With ``split`` above 1 the peer's page is that part of ours, and everything is counted in its
     pages: ``source[i]`` is ``page * split + s``, piece ``s`` of our page.
     ``making`` says which shards of ours go over the pages of the peer's ``peer_shard``. Nothing is
-    read before the CUDA event behind ``after`` has come, an IPC handle; empty: there is none.
+    read before the CUDA events behind ``after`` have come, IPC handles of 64 bytes one after the
+    other; empty: there is none.
     """
 
     post: int
@@ -243,6 +253,7 @@ TransferOrder = (
 
 Effect = (
     AnswerEngine
+    | AnswerWorker
     | AnswerOperator
     | SendToPeer
     | TransferOrder

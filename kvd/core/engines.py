@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from mypy_extensions import mypyc_attr
 
+from kvd.core import effects
 from kvd.core.cache.lease import ENGINE, Claim, Shortage
 from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
+from kvd.core.handoff.posts import no_event
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases.admission import MemoryAsker, Waiter
 from kvd.core.leases.lease_events import tell_written
@@ -28,7 +30,7 @@ from kvd.wire.bounds import MAX_SOURCES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.core.inputs import FromClient
+    from kvd.core.inputs import FromClient, FromWorker
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.node import NodeState
     from kvd.core.outbox import Outbox
@@ -126,6 +128,17 @@ class Engines:
             refusal = let if isinstance(let, Refusal) else verb(got.session, let, got.tokens)
         if refusal is not None:
             self._out.answer(got.session, client.Failed(message.call, refusal))
+
+    def worker_said(self, got: FromWorker) -> None:
+        """A process of a session says how far it has written: it is answered, and nobody else."""
+        message, let = got.message, None
+        refusal = self._owners.sessions.refusal(got.session)
+        if refusal is None and self._mode is not CacheMode.RADIX:
+            let = self._allowed(message)
+            refusal = let if isinstance(let, Refusal) else None
+        if refusal is None:
+            refusal = self._take_word(got.session, message)
+        self._out.effects.append(effects.AnswerWorker(got.worker, message.call, refusal))
 
     def _allowed(self, request: client.Request) -> client.Request | Refusal:
         """The request as ``cache.mode`` has it, or why it is not served; before any verb sees it.
@@ -236,9 +249,19 @@ class Engines:
         return None
 
     def _say_written(self, session: int, message: client.SayWritten, _: Tokens) -> Refusal | None:
+        refusal = self._take_word(session, message)
+        if refusal is None:
+            self._out.answer(session, client.Done(message.call))
+        return refusal
+
+    def _take_word(self, session: int, message: client.SayWritten) -> Refusal | None:
+        """How far one rank has written a lease; sends of its prompt go on by it."""
         lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
+        refusal = no_event(message.after, self._name)
+        if refusal is not None:
+            return refusal
         room_tokens = count(lease.page_table) * self._leases.page_size
         # The slowest rank counts: most words of one move nothing that others could see.
         before = lease.written_tokens
@@ -246,7 +269,7 @@ class Engines:
         if refusal is None:
             if lease.written_tokens > before:
                 tell_written(self._out, lease)
-            self._out.answer(session, client.Done(message.call))
+            self._prefiller.lease_written(lease)
         return refusal
 
     def _release_lease(
@@ -580,7 +603,7 @@ def _lease_of(part: SendPart) -> LeaseRecord | None:
 def _say_of_lease(lease: LeaseRecord | None, upto_tokens: int, after: bytes) -> None:
     """What a send is told of its prompt holds for its lease."""
     if lease is not None:
-        say_advanced(lease, upto_tokens, is_awaited=bool(after))
+        say_advanced(lease, upto_tokens, after)
 
 
 def _unsent(call: int, refusal: Refusal) -> client.Finished:

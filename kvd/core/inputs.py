@@ -9,7 +9,7 @@ import msgspec
 from kvd.errors import Refusal
 from kvd.types import NO_TOKENS, Pages, Tokens
 from kvd.wire.admin import AdminRequest
-from kvd.wire.client import Request
+from kvd.wire.client import Request, SayWritten
 from kvd.wire.peer import Message
 from kvd.wire.snapshot import RecorderState
 
@@ -114,6 +114,24 @@ class FromClient(TimedInput, frozen=True, tag="FromClient"):
     session: int
     message: Request
     tokens: Tokens = NO_TOKENS
+
+
+class FromWorker(TimedInput, frozen=True, tag="FromWorker"):
+    """A word of one process of a session; the answer goes to that ``worker`` alone."""
+
+    session: int
+    worker: int
+    """A number that the shell gave it, and gives to no other."""
+    message: SayWritten
+
+
+class RankLeft(TimedInput, frozen=True, tag="RankLeft"):
+    """The process that spoke for a rank is dead or has left; others of the session live."""
+
+    session: int
+    rank: int
+    ranks: int
+    pid: int
 
 
 class FromOperator(TimedInput, frozen=True, tag="FromOperator"):
@@ -386,6 +404,8 @@ Input = (
     | ClientCameBack
     | PoolAdopted
     | FromClient
+    | FromWorker
+    | RankLeft
     | FromOperator
     | StopAsked
     | Unreadable

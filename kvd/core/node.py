@@ -129,6 +129,8 @@ class NodeState:
         """One handler per input type: Any, because each takes its own type of input."""
         return {
             i.FromClient: self.engines.request,
+            i.FromWorker: self.engines.worker_said,
+            i.RankLeft: self.sessions.rank_left,
             i.ClientJoined: self.owners.sessions.joined,
             i.ClientHungUp: self.sessions.hung_up,
             i.HungUpOn: self.sessions.hung_up_on,

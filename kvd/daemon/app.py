@@ -212,7 +212,7 @@ class Daemon:
     def _open_engines(self) -> None:
         config, spec = self.config, self.node.settings.spec
         placed = self.pool.memory.placed
-        attach = AttachServer(
+        attach = self.attach = AttachServer(
             self.reactor,
             (pool_memory(spec),),
             [one.arena.fd for one in placed if one.is_pool and one.arena is not None],
@@ -252,6 +252,7 @@ class Daemon:
     def _wire(self) -> None:
         self.reactor.perform |= {
             effects.AnswerEngine: self.clients.answer,
+            effects.AnswerWorker: self.attach.answer,
             effects.AnswerOperator: self.admins.report,
             effects.SendToPeer: self.links.send,
             **dict.fromkeys(get_args(effects.TransferOrder), self.transfer.order),

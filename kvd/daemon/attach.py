@@ -6,14 +6,18 @@ up on. What must not: leases, handoffs, the ZMQ socket; which session a token is
 travels with the message it belongs to.
 
 Theory of operation. One connection is one process. It says one thing (``Attach`` or ``Join``), is
-told one thing (``Attached`` with the memory descriptors, or ``Rejected``), and then stays silent
-until it says ``Leave``: the kernel closes it when the process dies, however it dies, and that
-hang-up is the news. ::
+told one thing (``Attached`` with the memory descriptors, or ``Rejected``), and then says nothing
+but how far its rank has written until it says ``Leave``: the kernel closes it when the process
+dies, however it dies, and that hang-up is the news. ::
 
     accepted --Attach/Join--> attached --Leave, death: hang-up--> gone
-       |                          | anything else, or its session is hung up on
-       |                          '--> Rejected, shut --Leave, death: hang-up--> gone
-       +--5 s, garbage, limits--> Rejected, closed
+       |  '--Join(key)--> waits --'   | anything else, or its session is hung up on
+       |                    |         '--> Rejected, shut --Leave, death: hang-up--> gone
+       +--5 s, garbage, limits, wait_s--> Rejected, closed
+
+A process that joins by a key before another connects with it waits for that (``session_keys``).
+One that has joined as a rank says how far it is here, and not on the client socket, because a
+client socket has one connection for a session, which is that of the process that decides.
 
 A process that lives may write the pages of its session, whatever becomes of its connections, so
 nothing that we do to it frees any: it is told why it is served no more, and its connection is kept
@@ -26,13 +30,15 @@ session again.
 
 Invariants: every attached connection belongs to exactly one session; ``session_of`` answers for
 sessions that are served only; at most ``processes_per_session`` processes keep a session, and at
-most ``max_sessions`` times as many connections are open; one that has not attached lasts 5 s.
+most ``max_sessions`` times as many connections are open; one that has not attached lasts 5 s, or
+as long as it asked to wait for a key, and at most ``waiting_per_user`` of a user do.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import socket
 import struct
 from typing import TYPE_CHECKING, Final
@@ -40,10 +46,21 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kvd import __version__
-from kvd.core.inputs import ClientCameBack, ClientHungUp, ClientJoined, HungUpOn, Unreadable
+from kvd.core.effects import AnswerWorker
+from kvd.core.inputs import (
+    ClientCameBack,
+    ClientHungUp,
+    ClientJoined,
+    FromWorker,
+    HungUpOn,
+    RankLeft,
+    Unreadable,
+)
 from kvd.core.layout.spec import region_names
+from kvd.core.leases.written import MAX_RANKS
 from kvd.daemon.former_processes import FormerProcesses, process_now
-from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, AttachConnection, EngineSessions
+from kvd.daemon.session_keys import KeyOfUser, SessionKeys, is_told_apart
+from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, AttachConnection, EngineSessions, Rank
 from kvd.errors import Code, Refusal
 from kvd.journal.engines import NO_NOTES
 from kvd.wire.attach import (
@@ -52,10 +69,13 @@ from kvd.wire.attach import (
     Attached,
     Join,
     Leave,
+    RankAnswer,
+    RankWritten,
     Rejected,
     Speaker,
     versions_differ,
 )
+from kvd.wire.client import SayWritten
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS, SPEAKERS
 from kvd.wire.memory import DeviceMemory
 from kvd.zmtp.acceptor import PAUSE_S, Acceptor
@@ -78,6 +98,12 @@ MAX_NAME_BYTES: Final = 128
 MAX_REQUEST_BYTES: Final = 512 * 1024
 """An ``Attach`` of an engine that comes back names its leases: at 65,536 of them 330 KB."""
 
+MAX_WAIT_S: Final = 3600.0
+"""A process that waits for its session longer than this is one that somebody has forgotten."""
+
+_WORD_BYTES: Final = 4096
+"""Of what an attached process says: far less."""
+
 UNATTENDED_S: Final = 0.25
 """A process that is dying closes its connection first, some milliseconds before it is dead."""
 
@@ -98,6 +124,7 @@ class AttachLimits(msgspec.Struct, frozen=True):
 
     max_sessions: int = 256
     processes_per_session: int = 16
+    waiting_per_user: int = 256
     request_within_s: float = 5.0
     max_frame_bytes: int = 16 * 1024 * 1024
 
@@ -141,6 +168,9 @@ class AttachServer:
         self._notes = notes
         self._max_processes = limits.max_sessions * limits.processes_per_session
         self._connections: set[AttachConnection] = set()
+        self._by_number: dict[int, AttachConnection] = {}
+        self._numbers = itertools.count(1)
+        self._keys = SessionKeys()
         self._sessions = EngineSessions(past)
         self._former = FormerProcesses(self._sessions.awaited, self._dead)
         self._acceptor: Acceptor | None = None
@@ -176,6 +206,20 @@ class AttachServer:
         if one is not None and one.refusal is None:
             self._shut(one, refusal)
 
+    def answer(self, effect: AnswerWorker) -> None:
+        """Carry out ``AnswerWorker``; a process that has gone hears nothing."""
+        connection = self._by_number.get(effect.worker)
+        if connection is None or connection.is_shut:
+            return
+        try:
+            packet = ATTACH_REPLIES.encode(RankAnswer(effect.call, effect.refusal))
+            connection.sock.send(packet)
+        except BlockingIOError:
+            why = f"pid {connection.pid} does not read the answers to what it says"
+            self._fall_silent(connection, self._refuse(Code.CLIENT_GONE, why))
+        except OSError:
+            return  # it is gone, and its hang-up is on its way
+
     # ---- connections -----------------------------------------------------------------------------
 
     def _welcome(self, sock: socket.socket, _address: object) -> None:
@@ -184,8 +228,11 @@ class AttachServer:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REPLY_BUFFER_BYTES)
         # Its start is read now, while it certainly lives: later the number may be another
         # process's.
-        connection = AttachConnection(sock, process_now(_peer_pid(sock)))
+        pid, uid = _peer_credentials(sock)
+        number = next(self._numbers)
+        connection = AttachConnection(sock, process_now(pid), uid=uid, number=number)
         self._connections.add(connection)
+        self._by_number[number] = connection
         self._loop.add_reader(sock.fileno(), self._read, connection)
         if len(self._connections) > self._max_processes:
             full = Refusal(
@@ -213,8 +260,10 @@ class AttachServer:
 
     def _read(self, connection: AttachConnection) -> None:
         """Something came from a process, or it hung up; runs on the loop."""
+        # A buffer for the longest request costs 5 us, and an attached process says little.
+        size = MAX_REQUEST_BYTES if connection.session is None else _WORD_BYTES
         try:
-            packet, _, flags, _ = connection.sock.recvmsg(MAX_REQUEST_BYTES)
+            packet, _, flags, _ = connection.sock.recvmsg(size)
         except BlockingIOError:
             return
         except OSError:
@@ -222,9 +271,13 @@ class AttachServer:
         if not packet:
             self._hang_up(connection)
             return
-        # It has said what it had to: from here on only ``Leave`` is a word.
+        # It has said what it had to: from here on only ``Leave`` and a rank's progress are words.
         if connection.session is not None:
             self._said_more(connection, connection.session, packet)
+            return
+        if connection.waits_for is not None:
+            # It gives up, or is confused: in either case it waits no more.
+            self._hang_up(connection)
             return
         refusal = self._answer(connection, packet, flags)
         if refusal is not None:
@@ -233,22 +286,56 @@ class AttachServer:
     def _said_more(
         self, connection: AttachConnection, session: EngineSession, packet: bytes
     ) -> None:
-        """An attached process leaves, or does not keep silent: then it is served no more."""
-        if isinstance(ATTACH_REQUESTS.decode(packet), Leave):
+        """An attached process leaves, says how far it is, or is served no more."""
+        said = ATTACH_REQUESTS.decode(packet)
+        if isinstance(said, Leave):
             connection.has_left = True
         elif connection.is_shut:
             self._look_away(connection)
+        elif isinstance(said, RankWritten):
+            self._take_word(connection, session, said)
         else:
             refusal = self._refuse(
                 Code.WRONG_STATE,
                 f"pid {connection.pid} is attached already and sent {len(packet)} more bytes: this "
-                "socket stays silent after Attached, requests go to the client socket",
+                "socket takes what a rank has written, requests go to the client socket",
             )
-            self._say_refused(connection, refusal)
-            connection.is_shut = True
-            # The others of the session have kept the rules, and go on.
-            if all(one.is_shut for one in session.connections):
-                self._shut(session, refusal)
+            self._fall_silent(connection, refusal)
+
+    def _take_word(
+        self, connection: AttachConnection, session: EngineSession, said: RankWritten
+    ) -> None:
+        """How far a rank of the session has written; the node answers."""
+        rank = connection.rank
+        if rank is None:
+            why = (
+                f"pid {connection.pid} has joined session {session.number} as no rank of it, and "
+                "says what it has written: join with rank= and ranks="
+            )
+            refusal = self._refuse(Code.WRONG_STATE, why)
+            self.answer(AnswerWorker(connection.number, said.call, refusal))
+            return
+        word = SayWritten(
+            call=said.call,
+            lease=said.lease,
+            upto_tokens=said.upto_tokens,
+            rank=rank.rank,
+            ranks=rank.ranks,
+            after=said.after,
+        )
+        reactor, number = self._reactor, session.number
+        reactor.feed(
+            FromWorker(at_s=reactor.clock(), session=number, worker=connection.number, message=word)
+        )
+
+    def _fall_silent(self, connection: AttachConnection, refusal: Refusal) -> None:
+        """A process that has broken the rules is served no more."""
+        self._say_refused(connection, refusal)
+        connection.is_shut = True
+        # The others of the session have kept the rules, and go on.
+        session = connection.session
+        if session is not None and all(one.is_shut for one in session.connections):
+            self._shut(session, refusal)
 
     def _look_away(self, connection: AttachConnection) -> None:
         """It goes on talking, and only its hang-up is news: read slowly."""
@@ -281,13 +368,14 @@ class AttachServer:
         request = ATTACH_REQUESTS.decode(packet)
         if isinstance(request, Refusal):
             return request
+        if isinstance(request, Leave | RankWritten):
+            what = type(request).__name__
+            return self._refuse(Code.WRONG_STATE, f"{what} is for a process that is attached")
         match request:
             case Attach():
                 return self._attach(connection, request)
-            case Join(token):
-                return self._join(connection, token)
-            case Leave():
-                return self._refuse(Code.WRONG_STATE, "Leave is for a process that is attached")
+            case Join():
+                return self._join(connection, request)
 
     # ---- sessions --------------------------------------------------------------------------------
 
@@ -299,18 +387,16 @@ class AttachServer:
                 f"a session's name is 1 to {MAX_NAME_BYTES} printable bytes, this one has "
                 f"{len(name.encode())}: name the engine, for example decode-0",
             )
+        refusal = self._bad_key(connection, request.key) if request.key else None
+        if refusal is not None:
+            return refusal
         former = self._sessions.resumable(request.resumes)
         if former is not None:
-            full = self._full(former, connection)
-            if full is not None:
-                return full
-            self._sessions.renew_route(former)
-            former.main = connection
-            was_known = self._take(former, connection)
-            # Before it is answered: the answer names what the node has kept for it.
-            leases = self._came_back(former, connection, request.leases)
-            self._tell_attached(connection, former, leases, was_known=was_known)
-            return None
+            return self._return(connection, former, request)
+        key = KeyOfUser(connection.uid, request.key)
+        other = self._keys.session(key) if request.key else None
+        if other is not None and other.main is not None:
+            return self._key_taken(key, other, other.main)
         if len(self._sessions) >= self._limits.max_sessions:
             return self._refuse(
                 Code.NO_ROOM,
@@ -318,6 +404,7 @@ class AttachServer:
                 "some, or raise limits.max_clients",
             )
         session = self._sessions.open()
+        session.main = connection
         session.take(connection)
         said = session.token.removeprefix(TOKEN_HEAD)
         # Before the memory is handed over: a daemon that is killed in between leaves a note too
@@ -327,7 +414,61 @@ class AttachServer:
         # must have heard that it began.
         self._joined(session, connection, name)
         self._tell_attached(connection, session)
+        self._open_to(connection, session, request.key)
         return None
+
+    def _return(
+        self, connection: AttachConnection, former: EngineSession, request: Attach
+    ) -> Refusal | None:
+        """The process of a session of before the restart is here again."""
+        # Before it is taken in: of the new route nobody has been told yet.
+        full = self._full(former, connection)
+        if full is not None:
+            return full
+        self._sessions.renew_route(former)
+        former.main = connection
+        was_known = self._take(former, connection)
+        # Before it is answered: the answer names what the node has kept for it.
+        leases = self._came_back(former, connection, request.leases)
+        self._tell_attached(connection, former, leases, was_known=was_known)
+        self._open_to(connection, former, request.key)
+        return None
+
+    def _bad_key(self, connection: AttachConnection, key: str) -> Refusal | None:
+        """Why nobody can connect or join by that key."""
+        if not key.isprintable():
+            return self._refuse(Code.BAD_REQUEST, "a key is printable: draw another one")
+        if not is_told_apart(connection.uid):
+            return self._refuse(
+                Code.NOT_SUPPORTED,
+                f"{self._node} runs in a user namespace that does not map the user of pid "
+                f"{connection.pid}, so it cannot tell whose key that is: join by node.token",
+            )
+        return None
+
+    def _key_taken(self, key: KeyOfUser, session: EngineSession, main: AttachConnection) -> Refusal:
+        return Refusal(
+            Code.WRONG_STATE,
+            f"the key {key.key!r} is of session {session.number} of {self._node}, whose pid "
+            f"{main.pid} is attached: end that engine first, or draw a key for each engine",
+            side=self._node,
+            numbers={"session": session.number, "pid": main.pid},
+        )
+
+    def _open_to(self, connection: AttachConnection, session: EngineSession, key: str) -> None:
+        """Who has waited for the key of a session joins it now."""
+        owned = KeyOfUser(connection.uid, key)
+        # Gone already, where the answer could not be sent; or a session of before the restart whose
+        # key was taken meanwhile: what joined that by its token stays of it.
+        if not key or session.main is not connection or self._keys.session(owned) is not None:
+            return
+        for one in self._keys.claim(owned, session):
+            self._keys.wait_no_more(one)
+            request, one.join = one.join, None
+            assert request is not None, "it waits"
+            refusal = self._join_session(one, request, session)
+            if refusal is not None:
+                self._turn_away(one, refusal)
 
     def _joined(self, session: EngineSession, connection: AttachConnection, name: str) -> None:
         """A process is of the session; one that opened it gives it its name."""
@@ -352,8 +493,20 @@ class AttachServer:
         kept = {one.id for one in self._reactor.node.former_leases.of_session(session.number)}
         return tuple(one for one in leases if one in kept)
 
-    def _join(self, connection: AttachConnection, token: bytes) -> Refusal | None:
-        session = self._sessions.of_token(token)
+    def _join(self, connection: AttachConnection, request: Join) -> Refusal | None:
+        refusal = self._bad_join(connection, request)
+        if refusal is not None:
+            return refusal
+        if not request.key:
+            return self._join_by_token(connection, request)
+        key = KeyOfUser(connection.uid, request.key)
+        session = self._keys.session(key)
+        if session is None:
+            return self._wait_for(connection, request, key)
+        return self._join_session(connection, request, session)
+
+    def _join_by_token(self, connection: AttachConnection, request: Join) -> Refusal | None:
+        session = self._sessions.of_token(request.token)
         if session is None:
             return self._refuse(
                 Code.UNKNOWN_SESSION,
@@ -368,9 +521,78 @@ class AttachServer:
                 f"session {session.number} is of before {self._node} was restarted, and the "
                 "process that opened it has not come back yet: join again in a moment",
             )
+        return self._join_session(connection, request, session)
+
+    def _bad_join(self, connection: AttachConnection, request: Join) -> Refusal | None:
+        """Why that is nothing to join by."""
+        if bool(request.token) == bool(request.key):
+            return self._refuse(Code.BAD_REQUEST, "a process joins by a token, or by a key")
+        if request.ranks and not 0 <= request.rank < request.ranks <= MAX_RANKS:
+            return Refusal(
+                Code.BAD_REQUEST,
+                f"rank {request.rank} of {request.ranks}: ranks count from 0, and there are at "
+                f"most {MAX_RANKS}",
+                side=self._node,
+                numbers={"rank": request.rank, "ranks": request.ranks},
+            )
+        if not 0 <= request.wait_s <= MAX_WAIT_S:
+            return Refusal(
+                Code.BAD_REQUEST,
+                f"wait_s is {request.wait_s}: it is the longest wait for the process that "
+                f"connects with the key, 0 to {MAX_WAIT_S:g} s",
+                side=self._node,
+                numbers={"wait_s": repr(request.wait_s), "longest_s": MAX_WAIT_S},
+            )
+        return self._bad_key(connection, request.key) if request.key else None
+
+    def _wait_for(
+        self, connection: AttachConnection, request: Join, key: KeyOfUser
+    ) -> Refusal | None:
+        """No session has that key yet."""
+        waiting, limit = self._keys.n_waiting(key.uid), self._limits.waiting_per_user
+        if waiting >= limit:
+            return Refusal(
+                Code.NO_ROOM,
+                f"{waiting} processes of user {key.uid} wait on {self._node} for sessions that "
+                "they join by a key, which is the limit: connect with those keys, or end some",
+                side=self._node,
+                numbers={"waiting": waiting, "limit": limit},
+            )
+        if not request.wait_s:
+            return self._nobody_came(key, 0.0)
+        connection.join = request
+        self._keys.wait(key, connection)
+        connection.timer = self._loop.call_later(
+            request.wait_s,
+            lambda: self._turn_away(connection, self._nobody_came(key, request.wait_s)),
+        )
+        return None
+
+    def _nobody_came(self, key: KeyOfUser, wait_s: float) -> Refusal:
+        return Refusal(
+            Code.DEADLINE,
+            f"no process of user {key.uid} has connected to {self._node} with the key {key.key!r} "
+            f"within {wait_s:g} s: connect(name=..., key=...) in the process that opens leases, as "
+            "the same user, or wait longer",
+            side=self._node,
+            numbers={"wait_s": wait_s, "uid": key.uid},
+        )
+
+    def _join_session(
+        self, connection: AttachConnection, request: Join, session: EngineSession
+    ) -> Refusal | None:
+        """One more process of a session that is attached."""
         full = self._full(session, connection)
         if full is not None:
             return full
+        if connection.timer is not None:  # of its wait
+            connection.timer.cancel()
+        if request.ranks:
+            rank = Rank(request.rank, request.ranks)
+            refusal = session.why_no_rank(rank)
+            if refusal is not None:
+                return msgspec.structs.replace(refusal, side=self._node)
+            connection.rank = rank
         was_known = self._take(session, connection)
         self._joined(session, connection, "")
         self._tell_attached(connection, session, was_known=was_known)
@@ -470,7 +692,9 @@ class AttachServer:
         self._loop.remove_reader(connection.sock.fileno())
         if connection.timer is not None:
             connection.timer.cancel()
+        self._keys.wait_no_more(connection)
         self._connections.discard(connection)
+        self._by_number.pop(connection.number, None)
         connection.sock.close()
 
     # ---- what keeps a session --------------------------------------------------------------------
@@ -496,6 +720,19 @@ class AttachServer:
         if session.knows(connection.pid):
             self._former.look_soon()
         self._fewer(session, (connection.process,))
+        rank = connection.rank
+        if rank is not None and not session.is_over:
+            # Whether it is dead or not: it has no way left to say how far it is.
+            reactor = self._reactor
+            reactor.feed(
+                RankLeft(
+                    at_s=reactor.clock(),
+                    session=session.number,
+                    rank=rank.rank,
+                    ranks=rank.ranks,
+                    pid=connection.pid,
+                )
+            )
 
     def _dead(self, number: int, processes: tuple[Process, ...]) -> None:
         """Processes that were awaited are dead."""
@@ -510,6 +747,7 @@ class AttachServer:
             # Before the node is told: what it does about it may come back here, and must find
             # nobody.
             self._sessions.forget(session)
+            self._keys.release(session)
             self._notes.session_ended(session.number)
             self._reactor.feed(ClientHungUp(self._reactor.clock(), session.number))
             self._clients.over(session.number)
@@ -545,6 +783,7 @@ class AttachServer:
             for connection in session.connections:
                 self._drop(connection)
             self._sessions.forget(session)
+            self._keys.release(session)
             self._notes.session_ended(number)
 
     def _unattended(self, session: EngineSession) -> None:
@@ -570,6 +809,8 @@ def _tell(connection: AttachConnection, refusal: Refusal) -> None:
     """
     with contextlib.suppress(OSError):
         connection.sock.send(ATTACH_REPLIES.encode(Rejected(refusal, version=__version__)))
+        # A worker sleeps until we end the connection, and is not woken by answers to its words.
+        connection.sock.shutdown(socket.SHUT_WR)
     _hear_out(connection)
 
 
@@ -592,11 +833,11 @@ def _hear_out(connection: AttachConnection) -> None:
             connection.has_left = True
 
 
-def _peer_pid(sock: socket.socket) -> int:
-    """Who connected, as the kernel says; 0 for a process of another pid namespace."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid: int = struct.unpack("3i", credentials)[0]
-    return pid
+def _peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Who connected, as the kernel says: its pid, 0 in another pid namespace, and its user."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
+    pid, uid, _ = struct.unpack("iII", credentials)
+    return pid, uid
 
 
 def device_memory(spec: PoolSpec, shared: Iterable[SharedRegion]) -> tuple[DeviceMemory, ...]:

@@ -23,6 +23,7 @@ from kvd.core.inputs import (
     FromClient,
     FromOperator,
     FromPeer,
+    FromWorker,
     RecorderSaid,
     Tick,
 )
@@ -164,12 +165,14 @@ class Reactor:
 
     def _apology(
         self, what: Input | effects.Effect, error: Exception
-    ) -> effects.AnswerEngine | effects.AnswerOperator | None:
+    ) -> effects.AnswerEngine | effects.AnswerWorker | effects.AnswerOperator | None:
         """What to tell the one who waits for ``what``; None if nobody does."""
         refusal = self._regret(error)
         match what:
             case FromClient(session=session, message=request):
                 return effects.AnswerEngine(session, Failed(request.call, refusal))
+            case FromWorker(worker=worker, message=word):
+                return effects.AnswerWorker(worker, word.call, refusal)
             case FromOperator(operator=operator, message=question):
                 return effects.AnswerOperator(operator, AdminFailed(question.call, refusal))
             case effects.AnswerEngine(session=session, message=message) if not isinstance(

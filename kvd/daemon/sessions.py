@@ -21,18 +21,20 @@ that is served, and of this daemon's life: what was on its way to the one before
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from kvd.daemon.former_processes import is_alive
+from kvd.errors import Code, Refusal
 from kvd.journal.engines import EngineRecord, Process
 
 if TYPE_CHECKING:
     import asyncio
     from socket import socket
 
-    from kvd.errors import Refusal
+    from kvd.daemon.session_keys import KeyOfUser
+    from kvd.wire.attach import Join
 
 TOKEN_HEAD: Final = b"S"
 TOKEN_BYTES: Final = 16
@@ -59,12 +61,28 @@ class Past(msgspec.Struct, frozen=True):
 NO_PAST: Final = Past()
 
 
+class Rank(NamedTuple):
+    """Which part of every page a process writes: number ``rank`` of ``ranks``."""
+
+    rank: int
+    ranks: int
+
+
 class AttachConnection:
     """One process. ``session`` is None until it has been attached."""
 
-    def __init__(self, sock: socket, process: Process) -> None:
+    def __init__(self, sock: socket, process: Process, *, uid: int, number: int) -> None:
         self.sock = sock
         self.process = process
+        self.uid = uid
+        """Of the user whose process it is, as the kernel says."""
+        self.number = number
+        """What the node calls it; never used again."""
+        self.rank: Rank | None = None
+        """As which it has joined."""
+        self.join: Join | None = None
+        """What it asked for, while it waits for a session."""
+        self.waits_for: KeyOfUser | None = None
         self.session: EngineSession | None = None
         self.has_left = False
         """It has said that it writes no page any more, or never had one mapped."""
@@ -97,6 +115,8 @@ class EngineSession:
         self.is_former = bool(awaited)
         self.awaited = awaited
         self.main: AttachConnection | None = None
+        """Of the process that opened it, or came back for it; None while that is gone."""
+        self.key: KeyOfUser | None = None
         self.connections: set[AttachConnection] = set()
         self.lingers = False
         """A process of it closed its connection without ``Leave``, and lived."""
@@ -120,6 +140,27 @@ class EngineSession:
     def n_processes(self) -> int:
         """How many keep it, as far as they can be told apart."""
         return len(self.connections) + len(self.awaited)
+
+    def why_no_rank(self, wanted: Rank) -> Refusal | None:
+        """Why no process can join as that rank."""
+        ranked = [(one, one.rank) for one in self.connections if one.rank is not None]
+        for one, rank in ranked:
+            if rank.ranks != wanted.ranks:
+                return Refusal(
+                    Code.BAD_REQUEST,
+                    f"rank {wanted.rank} of {wanted.ranks} cannot join session {self.number}, "
+                    f"which is of {rank.ranks} ranks: name the same number in every process",
+                    numbers={"ranks": wanted.ranks, "session_ranks": rank.ranks},
+                )
+            # Of one that is dead the hang-up is on its way.
+            if rank.rank == wanted.rank and (one.pid == 0 or is_alive(one.process)):
+                return Refusal(
+                    Code.WRONG_STATE,
+                    f"rank {rank.rank} of session {self.number} is pid {one.pid}, which lives: "
+                    "each rank joins once",
+                    numbers={"rank": rank.rank, "pid": one.pid},
+                )
+        return None
 
     def knows(self, pid: int) -> bool:
         """Whether a process of that number is awaited."""

@@ -8,6 +8,8 @@ written when that has come. Until then nothing of the pages is read, neither to 
                      |----> Forget -> Unposted
                      '----> DropAgent of its agent -> Unposted
 
+Where several ranks write a page, a post names an event of each, and waits for one after the other.
+
 The loop looks about once a millisecond while anything waits. An event is opened once for all posts
 that wait for it, and let go of when none does: its engine may destroy it from then on.
 
@@ -18,7 +20,7 @@ which they came; an opened event has a post that waits.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvd.core.inputs import PostMoved, Unposted
 from kvd.device.cuda import CudaError
@@ -32,11 +34,22 @@ if TYPE_CHECKING:
     from kvd.transfer.devices import Devices
 
 
+HANDLE_BYTES: Final = 64
+"""Of the IPC handle of an event."""
+
+
+class _Waiting(NamedTuple):
+    """A post, and the events behind the one that it waits for now."""
+
+    order: Post
+    rest: bytes
+
+
 class _Event(NamedTuple):
     """An opened event, and the posts that wait for it."""
 
     event: int
-    posts: list[Post]
+    posts: list[_Waiting]
 
 
 class EventWaits:
@@ -61,25 +74,32 @@ class EventWaits:
         return bool(self._events)
 
     def add(self, order: Post) -> None:
-        """Let it wait; it is posted at once if its event has come."""
-        found = self._events.get(order.after)
+        """Let it wait; it is posted at once if its events have come."""
+        self._wait(order, order.after)
+
+    def _wait(self, order: Post, events: bytes) -> None:
+        """Wait for the first of these events, and then for the others."""
+        handle, rest = events[:HANDLE_BYTES], events[HANDLE_BYTES:]
+        found = self._events.get(handle)
         if found is None:
             try:
-                found = _Event(self._devices.open_event(order.after), [])
+                found = _Event(self._devices.open_event(handle), [])
             except DeviceUnusable as exc:
                 self._report(
                     Unposted(UNSTAMPED, order.post, f"its event cannot be waited for: {exc}")
                 )
                 return
-            self._events[order.after] = found
-        found.posts.append(order)
+            self._events[handle] = found
+        found.posts.append(_Waiting(order, rest))
         # At once: it has often come by now, and the next look is a millisecond away.
-        self._look(order.after, found)
+        self._look(handle, found)
 
     def step(self) -> None:
         """Look at every event."""
         for handle, one in list(self._events.items()):
-            self._look(handle, one)
+            # Posts that waited for an earlier one may have met this one come, and it is let go of.
+            if self._events.get(handle) is one:
+                self._look(handle, one)
 
     def forget(self, post: int) -> None:
         """Nobody wants it any more; one that does not wait is no matter of ours."""
@@ -98,19 +118,23 @@ class EventWaits:
                 return
         except CudaError as exc:
             why = f"what was to write its pages failed: {exc}"
-            self._remove(lambda order: order.after == handle, why)
+            failed = {waiting.order.post for waiting in one.posts}
+            self._remove(lambda order: order.post in failed, why)
             return
         # Before they are posted: its engine may destroy it as soon as it hears of one of them.
         self._close(handle)
-        for order in one.posts:
+        for order, rest in one.posts:
+            if rest:
+                self._wait(order, rest)
+                continue
             # Said before it moves: from here on it waits its turn, which is no fault of the engine.
             self._report(PostMoved(UNSTAMPED, order.post, 0))
             self._post(order)
 
     def _remove(self, is_over: Callable[[Post], bool], why: str) -> None:
         for handle, one in list(self._events.items()):
-            over = [order for order in one.posts if is_over(order)]
-            one.posts[:] = [order for order in one.posts if not is_over(order)]
+            over = [waiting.order for waiting in one.posts if is_over(waiting.order)]
+            one.posts[:] = [waiting for waiting in one.posts if not is_over(waiting.order)]
             # With the last: an event that nobody waits for would be looked at for ever.
             if not one.posts:
                 self._close(handle)

@@ -1,9 +1,11 @@
 """Messages between an engine and its daemon, on the attach socket.
 
 Unix, SOCK_SEQPACKET, one msgpack message a packet: ``Attach`` or ``Join`` in, ``Attached`` or
-``Rejected`` out with the memory descriptors as ancillary data. The socket then stays open and
-silent; its hang-up is the death of that process, or follows ``Leave``. A hang-up without either
-frees nothing: a process that lives may write the pages. What a session says is in ``client``.
+``Rejected`` out with the memory descriptors as ancillary data. The socket then stays open; its
+hang-up is the death of that process, or follows ``Leave``. A hang-up without either frees nothing:
+a process that lives may write the pages. What a session says is in ``client``; a process that has
+joined with a rank says here, and nothing else, how far that is: ``RankWritten``, which is answered
+with ``RankAnswer``.
 
 Each side says which protocol it speaks and of which kvd it is. Both are read by themselves before
 the message is (``Speaker``): that of another protocol may be no message here at all.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import msgspec
 
 from kvd.errors import Code, Refusal
-from kvd.wire.bounds import Figure, Name
+from kvd.wire.bounds import Call, EventHandle, Figure, Name, SessionKey
 from kvd.wire.memory import DeviceMemory, PoolMemory
 
 PROTOCOL = 2
@@ -45,19 +47,47 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """The token of a session of before the daemon's restart, to be that session again."""
     leases: tuple[Figure, ...] = ()
     """Of that session: those whose pages the engine still uses. The others are given back."""
+    key: SessionKey = ""
+    """By which other processes of this user join the session."""
     version: Name = ""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Another process of the same session maps the pool too (a tensor-parallel worker)."""
+    """Another process of the same session maps the pool too (a tensor-parallel worker).
 
-    token: bytes
+    By the ``token`` of the session, or by its ``key``: then the answer comes when a process of the
+    same user has attached with that key, within ``wait_s``.
+    """
+
+    token: bytes = b""
     protocol: Figure = PROTOCOL
+    key: SessionKey = ""
+    wait_s: float = 0.0
+    rank: Figure = 0
+    """Of the ``ranks`` that each write a part of every page, the one that this process writes."""
+    ranks: Figure = 0
+    """0: it says nothing about what is written."""
     version: Name = ""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """This process writes no page of the pool any more: the hang-up that follows is its word."""
+
+
+class RankWritten(msgspec.Struct, frozen=True, tag="rank-written"):
+    """This process has written its part of a lease so far; as ``SayWritten`` of ``client``."""
+
+    call: Call
+    lease: Figure
+    upto_tokens: Figure
+    after: EventHandle = b""
+
+
+class RankAnswer(msgspec.Struct, frozen=True, tag="rank-answer"):
+    """What became of a ``RankWritten``. ``refusal`` None: it counts."""
+
+    call: Call
+    refusal: Refusal | None = None
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
@@ -95,8 +125,8 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     version: Name = ""
 
 
-AttachRequest = Attach | Join | Leave
-AttachReply = Attached | Rejected
+AttachRequest = Attach | Join | Leave | RankWritten
+AttachReply = Attached | Rejected | RankAnswer
 
 
 def versions_differ(*, client: Speaker, daemon: Speaker, node: str, side: str) -> Refusal:

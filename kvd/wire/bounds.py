@@ -39,6 +39,9 @@ MAX_SOURCES = 64
 
 Namespace = Annotated[str, Meta(max_length=256)]
 
+SessionKey = Annotated[str, Meta(max_length=256)]
+"""What the processes of one engine share, drawn by their launcher; empty: none."""
+
 MAX_REASON = 1024
 
 Reason = Annotated[str, Meta(max_length=MAX_REASON)]

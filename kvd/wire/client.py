@@ -111,7 +111,8 @@ class SayWritten(msgspec.Struct, frozen=True, array_like=True, tag="written"):
 
     Number ``rank`` of the ``ranks`` processes that each write a part of every page says so for its
     part; what the least of them has said counts. From the first word on, a commit that names no
-    number means what was said and no more.
+    number means what was said and no more. Sends of the prompt post as far as that least is.
+    ``after``: so it is once this event has come.
     """
 
     call: Call
@@ -119,6 +120,7 @@ class SayWritten(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     upto_tokens: Figure
     rank: Figure = 0
     ranks: Figure = 1
+    after: EventHandle = b""
 
 
 class CommitUpTo(msgspec.Struct, frozen=True, array_like=True, tag="commit-upto"):

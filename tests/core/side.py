@@ -52,6 +52,7 @@ from kvd.wire.peer import Message, Offer
 from tests.core.noted import Noted
 
 if TYPE_CHECKING:
+    from kvd.errors import Refusal
     from kvd.wire.events import Event
     from tests.core.world import World
 
@@ -191,6 +192,7 @@ class Side(NodeShell):
         self.inbox: deque[inputs.Input] = deque()
         self.answers: list[client.Reply] = []
         self.answered: set[int] = set()
+        self.told_workers: list[effects.AnswerWorker] = []
         self.reports: list[admin.AdminReply] = []
         self.events: list[Event] = []
         self.memory.clear()
@@ -201,7 +203,7 @@ class Side(NodeShell):
         self.flights: dict[int, Flight] = {}
         self.waiting: dict[int, effects.Post] = {}
         """Posts whose event has not come."""
-        self.come: set[bytes] = {b""}
+        self.come: set[bytes] = set()
         """Events that have."""
         """Posts of ours that are under way."""
         self.late: list[Flight] = []
@@ -249,6 +251,10 @@ class Side(NodeShell):
     @override
     def perform_other(self, effect: effects.Effect) -> None:
         """What is noted is looked at in ``feed``; nobody here audits, or waits for a stop."""
+        if isinstance(effect, effects.AnswerWorker):
+            assert effect.call not in self.answered, f"answered twice: {effect}"
+            self.answered.add(effect.call)
+            self.told_workers.append(effect)
 
     @override
     def tell_operator(self, effect: effects.AnswerOperator) -> None:
@@ -311,6 +317,26 @@ class Side(NodeShell):
         self.feed(inputs.FromClient(self.world.now_s, session, message, toks))
         self.world.run()
         return self.answer(call)
+
+    def word(
+        self,
+        lease: int,
+        upto: int,
+        rank: int,
+        ranks: int,
+        *,
+        after: bytes = b"",
+        session: int = 1,
+        worker: int = 1,
+    ) -> Refusal | None:
+        """A process of a session says how far its rank is; why that does not count, if so."""
+        self.calls += 1
+        message = client.SayWritten(self.calls, lease, upto, rank, ranks, after)
+        self.feed(inputs.FromWorker(self.world.now_s, session, worker, message))
+        self.world.run()
+        told = self.told_workers[-1]
+        assert (told.worker, told.call) == (worker, message.call), told
+        return told.refusal
 
     def answer(self, call: int) -> client.Reply | None:
         """The answer to a call, if it has come."""
@@ -436,7 +462,8 @@ class Side(NodeShell):
         part = self.node.prefiller.posts.parts.get(post.post)
         if part is None:
             return  # the same step has already ended it
-        if post.after not in self.come:
+        events = (post.after[at : at + 64] for at in range(0, len(post.after), 64))
+        if not self.come.issuperset(events):
             self.waiting[post.post] = post
             return
         grant = Grant(part.incarnation, part.generation, part.handoff, 0)

@@ -6,6 +6,8 @@ of the transfer processes, opened by IPC handles.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 import signal
 import subprocess
@@ -111,6 +113,54 @@ async def test_pages_are_sent_as_they_are_when_the_event_comes(engines, cuda, wi
     await receive.lease.release()
     await lease.release(())
     cuda.destroy(event.event)
+
+
+async def test_pages_of_several_ranks_are_sent_when_the_event_of_each_has_come(
+    engines, cuda, with_double
+):
+    """The ranks speak, each with its event; their engine only opens the send, and ends it."""
+    endpoint, tokens, old = (
+        engines.pair.prefill.client,
+        tokens_of(96, seed=7),
+        tokens_of(96, seed=8),
+    )
+    workers = [
+        await asyncio.to_thread(
+            functools.partial(kvd.client.join, endpoint, token=engines.p.token, rank=rank, ranks=2)
+        )
+        for rank in (0, 1)
+    ]
+    lease = await engines.p.lease(tokens)
+    write(engines.p, lease, old)
+    receive = await engines.d.receive(9007, tokens, "p")
+    send = await engines.p.send(9007, tokens, lease=lease)
+    await send.accepted()
+    events = [Recorded(cuda), Recorded(cuda)]
+
+    for worker, event in zip(workers, events, strict=True):
+        await worker.begin_written(lease.id, 96, after=event)
+    with_double.let_come(events[0].event)
+    await asyncio.sleep(0.1)
+    (room,) = engines.pair.prefill.snapshot().rooms
+    assert room.moved_bytes == 0
+    write(engines.p, lease, tokens)
+    with_double.let_come(events[1].event)
+    engines.pair.prefill.wait_for(
+        lambda: engines.pair.prefill.snapshot().leases[0].written_tokens == 96,
+        "does not know that the KV behind the events is written",
+        5.0,
+    )
+    outcome = await send.finish()
+    await receive.done()
+
+    assert outcome.committed
+    assert digest(engines.p, lease.pages) == digest(engines.d, receive.lease.pages)
+    await receive.lease.release()
+    await lease.release(())
+    for worker in workers:
+        await asyncio.to_thread(worker.close)
+    for event in events:
+        cuda.destroy(event.event)
 
 
 async def test_a_handoff_whose_kernels_fail_fails_alone(engines, cuda, with_double):

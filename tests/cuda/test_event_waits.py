@@ -121,6 +121,61 @@ async def test_posts_of_one_event_go_in_their_order_and_an_event_can_be_waited_f
     assert [one.post for one in sender.reports if isinstance(one, PostDone)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("last", [0, 1])
+async def test_a_post_of_several_ranks_waits_for_the_event_of_each(pair, cuda, double, last):
+    sender, receiver = pair
+    ours, theirs = sender.memories["kv"], receiver.memories["kv"]
+    size = theirs.shape.page_bytes
+    with recorded(cuda) as one, recorded(cuda, 1) as other:
+        handles = [cuda.share_event(one), cuda.share_event(other)]
+        sender.post(1, receiver, PAGES, PAGES, after=b"".join(handles))
+        sender.post(2, receiver, [5], [5], after=handles[1 - last])
+        events = [one, other]
+        double.let_come(events[1 - last])
+        assert isinstance(await sender.outcome(2), PostDone)
+        await looked(sender)
+        assert not sender.heard(PostDone, post=1)
+        ours.bytes[: 4 * size] = 77
+        double.let_come(events[last])
+        outcome = await sender.outcome(1)
+
+    assert isinstance(outcome, PostDone)
+    assert (theirs.bytes[size : 4 * size] == 77).all()
+
+
+async def test_events_that_come_together_are_let_go_of_once(pair, cuda, double):
+    """The second has come when the posts behind the first get to it, in one look."""
+    sender, receiver = pair
+    with recorded(cuda) as one, recorded(cuda, 1) as other:
+        handles = [cuda.share_event(one), cuda.share_event(other)]
+        sender.post(1, receiver, [1], [1], after=b"".join(handles))
+        sender.post(2, receiver, [2], [2], after=handles[1])
+        await looked(sender)
+        double.let_come(one)
+        double.let_come(other)
+        outcomes = [await sender.outcome(post) for post in (1, 2)]
+        sender.post(3, receiver, [3], [3], after=handles[0])
+        outcomes.append(await sender.outcome(3))
+
+    assert all(isinstance(outcome, PostDone) for outcome in outcomes), outcomes
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_a_rank_whose_event_fails_fails_the_post(pair, cuda, double, number):
+    sender, receiver = pair
+    before = receiver.memories["kv"].bytes.copy()
+    with recorded(cuda) as one, recorded(cuda, 1) as other:
+        handles = [cuda.share_event(one), cuda.share_event(other)]
+        sender.post(1, receiver, PAGES, PAGES, after=b"".join(handles))
+        await looked(sender)
+        double.break_event((one, other)[number])
+        double.let_come((other, one)[number])
+        outcome = await sender.outcome(1)
+
+    assert isinstance(outcome, Unposted)
+    assert (receiver.memories["kv"].bytes == before).all()
+
+
 @pytest.mark.parametrize("end", ["forgotten", "dropped", "broken"])
 async def test_a_post_that_waits_in_vain_sends_nothing(pair, cuda, double, end):
     sender, receiver = pair

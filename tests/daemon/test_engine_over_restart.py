@@ -144,3 +144,31 @@ async def test_a_pool_that_ended_with_its_daemon_ends_the_node_and_a_new_one_wor
         await lease.release()
     async with kvd.client.connect(fleeting.client, name="decode-0") as node:
         assert (await node.match(tokens_of(PAGE, seed=3))).tokens == 0
+
+
+async def test_a_rank_speaks_again_after_a_restart_and_others_join_by_the_key(kept):
+    node = await kvd.client.connect(kept.client, name="tp", return_within_s=30, key="tp")
+    worker = kvd.client.join(kept.client, key="tp", rank=0, ranks=2)
+    lease = await node.lease(list(range(100)), cache=False)
+    worker.written(lease.id, 32)
+
+    before = worker._attachment.attached.incarnation
+    kept.kill()
+    # Killed with what it was asked: it had answered all of that.
+    with pytest.raises(KvdError, match=r"^unreachable: "):
+        worker.written(lease.id, 32)
+    kept.start()
+    await asyncio.to_thread(kept.wait_ready)
+
+    await node.match([1])
+    kept.wait_for(lambda: worker._attachment.attached.incarnation != before, "has no worker", 5.0)
+    other = await asyncio.to_thread(kvd.client.join, kept.client, key="tp", rank=1, ranks=2)
+    again = await node.lease(list(range(100)), cache=False)
+    worker.written(again.id, 64)
+    other.written(again.id, 48)
+
+    found = {one.id: one.written_tokens for one in kept.snapshot().leases}
+    assert found[again.id] == 48
+    for one in (worker, other):
+        one.close()
+    await node.close()

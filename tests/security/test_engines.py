@@ -106,6 +106,48 @@ def test_a_session_shows_the_process_that_the_kernel_names(keyed):
     assert found.pids == (os.getpid(),)
 
 
+JOIN = """
+import os, sys
+import kvd.client
+endpoint, group, user, key, wait_s = sys.argv[1:]
+os.setgroups([])
+os.setgid(int(group))
+os.setuid(int(user))
+try:
+    worker = kvd.client.join(endpoint, key=key, wait_s=float(wait_s))
+    print("joined", worker.session)
+    worker.close()
+except kvd.client.KvdError as error:
+    print(error.code, error.refusal.numbers.get("uid"))
+"""
+
+
+def join_as(daemon, user, key, wait_s):
+    """What becomes of a process of that user, in the group of the sockets, that joins by a key."""
+    group = os.stat(daemon.attach).st_gid
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN, daemon.client, *map(str, (group, user, key, wait_s))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@needs_root
+def test_a_key_lets_in_processes_of_its_user_alone(keyed):
+    daemon = keyed.pair.prefill
+    with kvd.client.connect_sync(daemon.client, name="keyed", key="not secret") as node:
+        mine = join_as(daemon, os.geteuid(), "not secret", 5)
+        theirs = join_as(daemon, NOBODY, "not secret", 0.2)
+        with kvd.client.connect_sync(daemon.client, name="other", key="other") as other:
+            assert join_as(daemon, os.geteuid(), "other", 5) == f"joined {other.session}"
+
+        assert mine == f"joined {node.session}"
+        assert theirs == f"deadline {NOBODY}"
+
+
 # ---- what one session can do to another ----------------------------------------------------------
 
 

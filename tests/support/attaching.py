@@ -8,7 +8,15 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvd.core.inputs import ClientCameBack, ClientHungUp, ClientJoined, HungUpOn, Unreadable
+from kvd.core.inputs import (
+    ClientCameBack,
+    ClientHungUp,
+    ClientJoined,
+    FromWorker,
+    HungUpOn,
+    RankLeft,
+    Unreadable,
+)
 from kvd.daemon.attach import AttachServer
 from kvd.daemon.listeners import listen_at, remove_own
 
@@ -42,6 +50,10 @@ class AttachListener:
     def hung_up_on(self, session: int, why: Refusal, pids: tuple[int, ...]) -> None: ...
 
     def refused(self, pid: int, why: Refusal) -> None: ...
+
+    def worker_said(self, got: FromWorker) -> None: ...
+
+    def rank_left(self, session: int, rank: int, ranks: int, pid: int) -> None: ...
 
     def returned(self, session: int, pid: int, leases: tuple[int, ...]) -> None: ...
 
@@ -87,6 +99,10 @@ class ListenedAttach(AttachServer):
                 self._told.joined(session, pid)
             case ClientJoined(session=session, name=name, pid=pid):
                 self._told.opened(session, name, pid)
+            case FromWorker():
+                self._told.worker_said(happened)
+            case RankLeft(session=session, rank=rank, ranks=ranks, pid=pid):
+                self._told.rank_left(session, rank, ranks, pid)
             case ClientHungUp(session=session):
                 self._told.gone(session)
             case HungUpOn(session=session, why=why, pids=pids):

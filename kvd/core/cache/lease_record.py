@@ -34,9 +34,10 @@ class LeaseRecord:
 
     __slots__ = (
         "anchor",
-        "awaited_tokens",
+        "awaited",
         "cache",
         "deferred",
+        "events",
         "holders",
         "id",
         "is_whole",
@@ -85,8 +86,10 @@ class LeaseRecord:
         """So many tokens' KV is in its pages, as far as its engine has said so."""
         self.said: tuple[int, ...] = ()
         """By rank, how far it has said to have written (``leases.written``); none: nobody has."""
-        self.awaited_tokens = 0
-        """So many are written once an event has come that a send was told of."""
+        self.awaited: tuple[int, ...] = ()
+        """By rank, how far it has written once its event has come; none: no event was named."""
+        self.events: tuple[bytes, ...] = ()
+        """By rank, that event; empty where it named none."""
         self.since_s = 0.0
         self.touched_s = 0.0
         """When it was opened, extended or committed last."""

@@ -35,6 +35,8 @@ from kvd.core.handoff.protocol import Prefill
 from kvd.core.handoff.sources import span_of
 from kvd.core.layout.seal import UNSEALED
 from kvd.core.layout.shards import page_share
+from kvd.core.leases.lease_events import tell_written
+from kvd.core.leases.written import say_advanced
 from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, Pages
@@ -94,6 +96,8 @@ class Posts:
         """Of each post under way: its first unit."""
         self._whole: dict[int, int] = {}
         """Of each post under way: its units before this one are whole over there."""
+        self._behind: dict[int, int] = {}
+        """Of each post that waits for events, or has: tokens that are written once they came."""
         self._leases = leases
         self._peers = peers
         self._out = out
@@ -201,6 +205,8 @@ class Posts:
         self._routes[self._last] = index
         self._first[self._last] = self._whole[self._last] = units.first
         part.ordered_units[index] = units.end
+        if part.after:
+            self._behind[self._last] = part.cursor_tokens
         # Until the post is over no commit gives a page away that it reads.
         self._leases.begin_read(engine.lease)
         is_unsealed = offer.integrity is Integrity.OFF
@@ -264,8 +270,19 @@ class Posts:
     def forget_waiting(self, part: SendPart) -> None:
         """Those of the part whose event has not come are not to begin any more."""
         # Without an event they have begun already, and nothing calls back what has begun.
-        if part.after:
-            self._out.effects += [effects.Forget(post) for post in sorted(part.outstanding)]
+        waiting = sorted(part.outstanding & self._behind.keys())
+        self._out.effects += [effects.Forget(post) for post in waiting]
+
+    def note_written(self, post: int) -> None:
+        """The post is done, so the events that it waited for have come: what they say is so."""
+        behind, part = self._behind.get(post), self.parts.get(post)
+        if behind is None or part is None or part.engine is None:
+            return
+        lease = part.engine.lease
+        before = lease.written_tokens
+        say_advanced(lease, behind)
+        if lease.written_tokens > before:
+            tell_written(self._out, lease)
 
     def note_moved(self, post: int, moved_bytes: int, pages: int = 0) -> SendPart | None:
         """A running post has moved so much; so many of its first pages are whole over there."""
@@ -313,6 +330,7 @@ class Posts:
             return None
         # ``note_moved`` has made the entry that is deleted, even where nothing was reported before.
         del self.parts[post], self._moved[post], self._first[post], self._whole[post]
+        self._behind.pop(post, None)
         index = self._routes.pop(post)
         part.outstanding.discard(post)
         flow = self._peer_flows[part.incarnation]

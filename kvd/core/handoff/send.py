@@ -34,6 +34,7 @@ from kvd.core.handoff.refusals import long_aux, too_late
 from kvd.core.handoff.rooms import ExpiredRooms, Rooms, may_offer_still, taken
 from kvd.core.handoff.settled import SettledSends
 from kvd.core.handoff.sources import accepted
+from kvd.core.leases.written import promised_tokens, word_for_sends
 from kvd.core.peers.peer import Agent, lost_because
 from kvd.errors import Code, Refusal
 from kvd.types import short
@@ -42,6 +43,7 @@ from kvd.wire.bounds import MAX_REASON
 from kvd.wire.peer import Abort, Accept, Offer, ReceiveOutcome, Withdrawn
 
 if TYPE_CHECKING:
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
@@ -148,6 +150,7 @@ class Prefiller:
         part.prompt_tokens = engine.prompt_tokens
         part.deadline_s = self._deadline(message.deadline_s)
         self.by_send[part.id] = part
+        part.cursor_tokens, part.after = word_for_sends(engine.lease, engine.prompt_tokens)
         # Held by the send from here on: the engine may release its lease, or die, while posts read.
         self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
         return part
@@ -165,6 +168,10 @@ class Prefiller:
                 side=self._settings.name,
                 numbers={"upto_tokens": upto_tokens, "prompt_tokens": part.prompt_tokens},
             )
+        self._advance_part(part, upto_tokens, after)
+        return None
+
+    def _advance_part(self, part: SendPart, upto_tokens: int, after: bytes) -> None:
         # An engine may repeat itself, or be late after finish: the cursor never goes back.
         if part.aux is None and upto_tokens > part.cursor_tokens:
             part.cursor_tokens = upto_tokens
@@ -172,7 +179,37 @@ class Prefiller:
             # Before the push: a trigger without a row must raise before a page has left.
             self._move(part, T.ADVANCED, "")
             self.posts.push_part(part)
-        return None
+
+    def lease_written(self, lease: LeaseRecord) -> None:
+        """Its engine, or one of its ranks, has said how far it is: its sends go on by that."""
+        if len(lease.holders) == 1:  # as of most leases: nobody sends it
+            return
+        for part in [self.by_send.get(_send_of(holder)) for holder in sorted(lease.holders)]:
+            if part is not None:
+                upto_tokens, after = word_for_sends(lease, part.prompt_tokens)
+                self._advance_part(part, upto_tokens, after)
+
+    def rank_left(self, session: int, rank: int, ranks: int, why: str) -> int:
+        """Nobody speaks for that rank any more: end the sends that it has not written; how many."""
+        ended = 0
+        for part in [one for one in self.by_send.values() if one.session == session]:
+            lease = part.engine.lease if part.engine is not None else None
+            # One that is finished is written by the word of its engine, for every rank.
+            if part.aux is not None or lease is None or len(lease.said) != ranks or ranks == 1:
+                continue
+            upto = promised_tokens(lease)[rank]
+            if upto >= part.prompt_tokens:
+                continue
+            ended += 1
+            refusal = Refusal(
+                Code.CLIENT_GONE,
+                f"{why}: it had written {upto} of the {part.prompt_tokens} tokens that send "
+                f"{part.id} (room {part.room}) has to send; write them again under a new lease",
+                side=self._settings.name,
+                numbers={"rank": rank, "upto_tokens": upto, "prompt_tokens": part.prompt_tokens},
+            )
+            self.give_up_send(part, refusal)
+        return ended
 
     def finish_send(
         self, part: SendPart, call: int, aux: bytes, after: bytes = b""
@@ -597,3 +634,9 @@ class Prefiller:
 
     def _move(self, part: SendPart, trigger: PrefillTrigger, why: str) -> None:
         move_prefill(part, trigger, why, self._out)
+
+
+def _send_of(holder: str) -> int:
+    """The number of the send that holds a lease under this name; 0: no send does."""
+    kind, _, number = holder.partition(" ")
+    return int(number) if kind == "send" else 0

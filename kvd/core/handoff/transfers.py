@@ -62,6 +62,8 @@ class Transfers:
 
     def post_done(self, got: PostDone) -> None:
         """Every byte of the post has landed."""
+        # Before it is over, which may end the send, and with it the lease.
+        self._posts.note_written(got.post)
         self._over(got.post, got.moved_bytes, got.sums)
 
     def post_failed(self, got: PostFailed) -> None:

@@ -511,7 +511,7 @@ class LeaseTable:
         lease.prefix_tokens = anchor.end_tokens
         # Also what is still to be copied back: its engine is refused until that is over.
         lease.written_tokens = max(anchor.end_tokens, lease.saved_tokens)
-        lease.awaited_tokens = 0  # its pages are others now
+        lease.awaited = lease.events = ()  # its pages are others now
         if lease.said:
             # The pages that each rank spoke of are gone; what was saved of them is the same for all
             # ranks.

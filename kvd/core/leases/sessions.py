@@ -2,8 +2,9 @@
 
 A session is what an engine opened on the attach socket, with every process that maps the pool for
 it. When the last of them is gone its handoffs are given up and its leases released; what it had
-committed, or said to be written, stays cached. One of before a restart (``former_leases``) waits
-for its engine.
+committed, or said to be written, stays cached. When one that spoke for a rank is gone and others
+are not, only the sends that wait for its word are given up. One of before a restart
+(``former_leases``) waits for its engine.
 
 The daemon may have to hang up on a session whose processes live: one that does not read, say. They
 map the pool and may go on writing, so only what they cannot know of is given up: requests that
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         ClientJoined,
         FormerSession,
         HungUpOn,
+        RankLeft,
     )
     from kvd.core.leases.admission import Admission
     from kvd.core.leases.fetch import Fetcher
@@ -90,6 +92,9 @@ class SendingSide(Protocol):
 
     def abandon_session(self, session: int, why: Refusal) -> int:
         """End all its sends, and forget those that have failed; how many were open."""
+
+    def rank_left(self, session: int, rank: int, ranks: int, why: str) -> int:
+        """End the sends that wait for a word of a rank that nobody speaks for; how many."""
 
 
 class SessionTable:
@@ -224,6 +229,19 @@ class Sessions:
         )
         del self.by_id[session.id]  # first: nobody is told what becomes of its requests
         self._over(session, self._give_up(session, why))
+        self._admission.wake()
+
+    def rank_left(self, got: RankLeft) -> None:
+        """A process that wrote a part of every page is gone: nobody waits for its next word.
+
+        What it has said stays said, and what it has not is never shared. The leases stay: others
+        of the session map their pages.
+        """
+        session = self.by_id.get(got.session)
+        if session is None or session.hang_up is not None:
+            return
+        why = f"rank {got.rank} of {got.ranks} of {session.name} (pid {got.pid}) is gone"
+        self._sending.rank_left(session.id, got.rank, got.ranks, why)
         self._admission.wake()
 
     def may_write(self, number: int) -> bool:

@@ -12,7 +12,11 @@ Where nothing was said a commit is the word of the engine about all tokens that 
 From the first word on (``written``, a send's ``advance`` or ``finish``, a ``hand_over``, an
 ``upto_tokens`` of a commit) a commit without a number means what was said and no more, and so does
 the end of the lease, whoever ends it. KV that is written when an event of a device comes is a word
-for the commit of an engine, which has seen the event by then; the end of a lease has not.
+for the commit of an engine, which has seen the event by then; the end of a lease has not. A post
+that waited for the event and is done has seen it too: that KV counts as written from then on.
+
+What was said of a lease is said to every send of its prompt: each posts as far as the least of the
+ranks is, behind the events that this least has named (``word_for_sends``).
 
 Invariant: where something was said, no page of the lease joins the tree beyond the least of it.
 """
@@ -63,34 +67,79 @@ def say_written(lease: LeaseRecord, message: SayWritten, room_tokens: int) -> Re
             ranks=ranks,
             said_ranks=len(said),
         )
-    if upto < said[rank]:
+    before = said[rank]
+    # Less without an event than with one is no step back: that much is certain already.
+    if message.after:
+        before = max(before, _awaited(lease, ranks)[rank])
+    if upto < before:
         return _bad(
             f"rank {rank} says that it has written {upto} tokens of lease {lease.id}, and said "
-            f"{said[rank]} before: what is written stays written",
+            f"{before} before: what is written stays written",
             upto_tokens=upto,
-            written_tokens=said[rank],
+            written_tokens=before,
         )
+    if message.after:
+        lease.said = said
+        _await(lease, rank, upto, message.after)
+        return None
     lease.said = (*said[:rank], upto, *said[rank + 1 :])
     lease.written_tokens = max(lease.written_tokens, min(lease.said))
     return None
 
 
-def say_advanced(lease: LeaseRecord, upto_tokens: int, *, is_awaited: bool) -> None:
-    """A send of its prompt was told so, for every rank; ``is_awaited``: once an event has come."""
+def say_advanced(lease: LeaseRecord, upto_tokens: int, after: bytes = b"") -> None:
+    """A send of its prompt was told so, for every rank; with ``after`` once that event has come."""
     said = lease.said or (0,)
-    if is_awaited:
+    if after:
         # Said from now on, however little: a commit without a number must not mean all that is
         # known, while the event has not come.
         lease.said = said
-        lease.awaited_tokens = max(lease.awaited_tokens, upto_tokens)
+        for rank in range(len(said)):
+            _await(lease, rank, upto_tokens, after)
         return
     lease.said = tuple([max(one, upto_tokens) for one in said])
     lease.written_tokens = max(lease.written_tokens, min(lease.said))
 
 
+def _awaited(lease: LeaseRecord, ranks: int) -> tuple[int, ...]:
+    """How far each rank is once its event has come; what one named for all holds for each."""
+    awaited = lease.awaited or (0,)
+    return awaited * ranks if len(awaited) == 1 else awaited
+
+
+def _await(lease: LeaseRecord, rank: int, upto_tokens: int, after: bytes) -> None:
+    """That rank has written so far once this event has come."""
+    ranks = len(lease.said)
+    awaited, events = _awaited(lease, ranks), lease.events or (b"",)
+    if len(events) == 1:
+        events *= ranks
+    # The later event of one stream comes behind the earlier one: it stands for both.
+    lease.awaited = (*awaited[:rank], max(awaited[rank], upto_tokens), *awaited[rank + 1 :])
+    lease.events = (*events[:rank], after, *events[rank + 1 :])
+
+
+def promised_tokens(lease: LeaseRecord) -> tuple[int, ...]:
+    """By rank, how far it is by its word, once the events that it has named have come."""
+    awaited = _awaited(lease, len(lease.said))
+    return tuple(map(max, lease.said, awaited))
+
+
+def word_for_sends(lease: LeaseRecord, prompt_tokens: int) -> tuple[int, bytes]:
+    """How far a send of its prompt may read its pages, and behind which events, one by one."""
+    if not lease.said:
+        return 0, b""
+    upto = min(prompt_tokens, *promised_tokens(lease))
+    if not lease.events:
+        return upto, b""
+    events = lease.events if len(lease.events) > 1 else lease.events * len(lease.said)
+    # Only of ranks that are so far by their event alone; ranks may have named one between them.
+    needed = [event for event, said in zip(events, lease.said, strict=True) if said < upto]
+    return upto, b"".join(dict.fromkeys(needed))
+
+
 def said_tokens(lease: LeaseRecord) -> int:
     """How far its engine is by its own word, where it has said anything."""
-    return max(lease.written_tokens, lease.awaited_tokens)
+    return max(lease.written_tokens, min(promised_tokens(lease), default=0))
 
 
 def tokens_to_commit(
