@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 Packages = dict[str, tuple[str, ...]]
 
-CLIENT: Final[Packages] = {"pyzmq": ("zmq",), "msgspec": ("msgspec",), "numpy": ("numpy",)}
+CLIENT: Final[Packages] = {
+    "pyzmq": ("zmq",),
+    "msgspec": ("msgspec",),
+    "numpy": ("numpy",),
+    "mypy_extensions": ("mypy_extensions",),
+}
 
 EXTRAS: Final[dict[str, Packages]] = {
     "cli": {"click": ("click",), "rich": ("rich",), "typing_extensions": ("typing_extensions",)},
@@ -32,7 +37,6 @@ EXTRAS: Final[dict[str, Packages]] = {
         "h11": ("h11",),
         "prometheus-client": ("prometheus_client",),
         "xxhash": ("xxhash",),
-        "mypy_extensions": ("mypy_extensions",),
     },
     "demo": {"torch": ("torch",), "transformers": ("transformers",)},
     "flash": {"flash-attn": ("flash_attn",)},

@@ -15,6 +15,7 @@ from kvd.client.connection import Connection
 from kvd.client.lease import Lease
 from kvd.client.pool import Pools
 from kvd.client.port import Port
+from kvd.client.prompt_address import PromptAddress
 from kvd.client.state import LeaseView
 from kvd.core.layout.spec import (
     Buffer,
@@ -73,7 +74,8 @@ def lease(pools: Pools, kv: list[int], swa: list[int], state: list[int]) -> Leas
     """A lease on these rows; nothing is asked of a daemon."""
     rows = (pack_ids(swa), pack_ids(state), pack_ids([1]))
     port = Port(Connection(max_frame_bytes=1), None)  # type: ignore[arg-type]
-    return Lease(port, pools, LeaseView(7, prefix_tokens=0, pages=pack_ids(kv), beside=rows))
+    view = LeaseView(7, prefix_tokens=0, pages=pack_ids(kv), beside=rows)
+    return Lease(port, pools, view, PromptAddress(pools.match_page_tokens, ()))
 
 
 def test_what_is_written_piece_by_piece_is_found_in_every_component(pools: Pools) -> None:

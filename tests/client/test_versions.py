@@ -69,7 +69,7 @@ def test_a_client_that_does_not_say_its_version_is_told_what_is_known(daemon):
     error = answer_to(daemon, ATTACH_REQUESTS.encode(Attach("x", protocol=LATER_PROTOCOL)))
 
     assert error.code == "versions-differ"
-    assert "the client is a kvd of unknown version, which speaks protocol 2" in str(error)
+    assert f"kvd of unknown version, which speaks protocol {LATER_PROTOCOL}" in str(error)
     assert str(error).endswith("install the same version of kvd on both sides")
 
 

@@ -392,7 +392,8 @@ def _abort(case: Case) -> None:
 def _deadline_d(case: Case) -> None:
     """As if it had been asked for a shorter time."""
     d = case.world.d
-    for attempt in d.node.decoder.attempts.values():
+    # One that stood in the queue is refused as it is asked anew, and is gone.
+    for attempt in list(d.node.decoder.attempts.values()):
         attempt.deadline_s = case.world.now_s
         if attempt.waiter is not None:
             d.node.admission.withdraw(attempt.waiter)

@@ -111,7 +111,7 @@ TUI = "import sys; sys.argv = ['kvd-tui', *{arguments}]; from tui.__main__ impor
             ("cli",),
             KVD,
             ["replay", "x"],
-            "kvd: uvloop, .* mypy_extensions are not .* 'kvd[daemon]'",
+            "kvd: uvloop, .* xxhash are not .* 'kvd[daemon]'",
         ),
         (("cli",), KVD, ["keygen", "--out", "."], "kvd: uvloop, pynacl, .* 'kvd[daemon]'"),
         (("cli",), KVD, ["bench", "control"], "kvd: uvloop, .* 'kvd[daemon]'"),

@@ -41,7 +41,8 @@ def test_nothing_is_violated_when_everything_is_checked_after_every_step():
 def test_every_edge_of_both_tables_is_taken_in_a_storm_or_among_crashes():
     taken = set()
     # In storm 28 a page is damaged whose handoff is verified: that happens once in some 30 storms.
-    for profile, seeds in (("storm", (*range(16), 28)), ("crash", range(16))):
+    # In crash 35 a writer goes while its pages arrive and nothing of it can land any more.
+    for profile, seeds in (("storm", (*range(16), 28)), ("crash", (*range(16), 35))):
         for seed in seeds:
             taken.update(run_seed(seed, SimPlan(steps=1500, profile=profile)).edges)
     edges = {
