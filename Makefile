@@ -21,7 +21,7 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[demo,console,test,dev,docs]'
+	$(PIP) -e '.[demo,console,proxy,test,dev,docs]'
 	touch $@
 
 demo: setup

@@ -39,6 +39,7 @@ EXTRAS: Final[dict[str, Packages]] = {
         "xxhash": ("xxhash",),
     },
     "demo": {"torch": ("torch",), "transformers": ("transformers",)},
+    "proxy": {"aiohttp": ("aiohttp",), "prometheus-client": ("prometheus_client",)},
     "flash": {"flash-attn": ("flash_attn",)},
 }
 """Of each extra its own packages; which other extras one includes is not told here."""

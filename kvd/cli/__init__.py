@@ -17,6 +17,7 @@ RUN, LOOK, CHANGE, CHECK = "Run", "Look", "Change", "Check and measure"
 VERBS = {
     "serve": Verb("kvd.cli.serve:serve_command", "The daemon, in the foreground.", RUN),
     "demo": Verb("kvd.demo.command:demo_command", "The main job end to end, here and now.", RUN),
+    "proxy": Verb("kvd.cli.proxy:proxy_command", "One address for many engines.", RUN),
     "status": Verb("kvd.cli.look:status_command", "The whole node on one screen.", LOOK),
     "pools": Verb("kvd.cli.look:pools_command", "Pages by state, and whether they add up.", LOOK),
     "tree": Verb("kvd.cli.look:tree_command", "The radix tree, and who locks it.", LOOK),

@@ -14,8 +14,9 @@ from kvd.cli import BENCHES, VERBS, kvd
 from kvd.cli.lazy import LazyGroup, Verb
 
 PROMISED = (
-    *("serve", "demo", "status", "pools", "tree", "locks", "rooms", "peers", "why", "events"),
+    *("serve", "demo", "proxy", "status", "pools", "tree", "locks", "rooms", "peers", "why"),
     *(
+        "events",
         "record",
         "replay",
         "flush",

@@ -50,6 +50,7 @@ def test_a_node_has_the_verbs_and_the_demo_has_a_node(project):
     }
     assert included["console"] == included["daemon"] == {"cli"}
     assert included["demo"] == {"daemon"}
+    assert included["proxy"] == {"cli"}
     assert included["cli"] == included["flash"] == set()
 
 
@@ -73,6 +74,7 @@ def test_a_node_has_the_verbs_and_the_demo_has_a_node(project):
         (("cli", "daemon"), "kvd.cli.sim"),
         (("cli", "daemon"), "kvd.bench.stream"),
         (("cli", "daemon", "demo"), "kvd.demo.engine"),
+        (("cli", "proxy"), "kvd.proxy.server"),
     ],
 )
 def test_a_part_imports_with_the_packages_of_its_extras(extras, module):
@@ -114,6 +116,12 @@ TUI = "import sys; sys.argv = ['kvd-tui', *{arguments}]; from tui.__main__ impor
             "kvd: uvloop, .* xxhash are not .* 'kvd[daemon]'",
         ),
         (("cli",), KVD, ["keygen", "--out", "."], "kvd: uvloop, pynacl, .* 'kvd[daemon]'"),
+        (
+            ("cli",),
+            KVD,
+            ["proxy", "--decode", "http://h"],
+            "Error: kvd proxy needs .*aiohttp and prometheus-client .* 'kvd[proxy]'",
+        ),
         (("cli",), KVD, ["bench", "control"], "kvd: uvloop, .* 'kvd[daemon]'"),
         (("cli",), KVD, ["demo"], "Error: kvd demo, .*torch, transformers, uvloop.* 'kvd[demo]'"),
         (

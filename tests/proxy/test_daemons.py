@@ -1,0 +1,85 @@
+"""The proxy beside a real daemon: what is cached is asked, and a dead daemon delays nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import aiohttp
+import pytest
+
+import kvd.client
+from kvd.harness.daemons import one_daemon
+from kvd.proxy.bodies import prompt_bytes
+from kvd.proxy.engines import EngineAddress, EngineRole, ProxiedEngine
+from kvd.proxy.lookup import PromptLookup
+from tests.proxy.engines import FakeEngine, running
+
+SHAPE = {"pool.layers": "1", "pool.heads": "1", "pool.head_dim": "8", "pool.pages": "64"}
+TOKENS = list(range(100, 180))
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    with one_daemon(tmp_path, SHAPE, name="node-0") as one:
+        yield one
+
+
+def engine(daemon, url="http://127.0.0.1:9", namespace=""):
+    address = EngineAddress(EngineRole.DECODE, url, daemon.client, namespace)
+    return ProxiedEngine(address, is_up=True)
+
+
+@pytest.fixture
+async def lookup_for():
+    async with aiohttp.ClientSession() as session:
+        made = []
+
+        def make(*engines):
+            made.append(PromptLookup(session, engines))
+            return made[-1]
+
+        yield make
+        for one in made:
+            await one.close()
+
+
+async def test_the_daemon_says_what_is_cached_in_the_engines_namespace(daemon, lookup_for):
+    async with kvd.client.connect(daemon.client, name="engine") as node:
+        lease = await node.lease(TOKENS, namespace="m")
+        await lease.release(())
+    there, elsewhere = engine(daemon, namespace="m"), engine(daemon)
+    lookup = lookup_for(there, elsewhere)
+    prompt = await lookup.cached({"prompt": TOKENS})
+    assert prompt.n_tokens == 80
+    assert prompt.cached == {there: 80, elsewhere: 0}
+
+
+async def test_text_is_looked_up_in_the_tokens_of_the_engine(daemon, lookup_for):
+    async with kvd.client.connect(daemon.client, name="engine") as node:
+        await (await node.lease(TOKENS)).release(())
+    async with running(FakeEngine("d", tokens=[*TOKENS[:64], 1, 2])) as decode:
+        there = engine(daemon, decode.url)
+        prompt = await lookup_for(there).cached({"messages": [{"role": "user", "content": "x"}]})
+    assert (prompt.n_tokens, prompt.cached) == (66, {there: 64})
+
+
+async def test_a_daemon_that_hangs_costs_one_tenth_of_a_second_once(daemon, lookup_for):
+    there = engine(daemon)
+    lookup = lookup_for(there)
+    body = {"prompt": TOKENS}
+    lookup.note(there, body)
+    guessed = len(prompt_bytes(body)) // 256 * 64
+    assert (await lookup.cached(body)).cached == {there: 0}
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        took_s = []
+        for _ in range(2):
+            began_s = time.monotonic()
+            assert (await lookup.cached(body)).cached == {there: guessed}
+            took_s.append(time.monotonic() - began_s)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    assert took_s[0] < 1.0
+    assert took_s[1] < 0.05
