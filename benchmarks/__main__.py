@@ -16,6 +16,7 @@ SHORT_HELP = {
     "families": "What a request of each pool family takes.",
     "gather": "Gathers beside the bare collective.",
     "recorder": "What the flight recorder takes.",
+    "keys": "What a hit costs by tokens and by keys.",
     "console": "What consoles cost.",
     "compare": "This checkout beside another one.",
     "store": "Keep a result for the documentation.",

@@ -43,6 +43,7 @@ class Code(enum.Enum):
     DUPLICATE_ROOM = "duplicate-room"
     LAYOUT_MISMATCH = "layout-mismatch"
     PROMPT_MISMATCH = "prompt-mismatch"
+    PROMPT_UNKNOWN = "prompt-unknown"
     BAD_PREFIX = "bad-prefix"
     BAD_PAGES = "bad-pages"
     ABORTED = "aborted"
@@ -64,6 +65,7 @@ class Code(enum.Enum):
 RETRYABLE = frozenset(
     {
         Code.NO_ROOM,
+        Code.PROMPT_UNKNOWN,
         Code.DEADLINE,
         Code.PEER_LOST,
         Code.PEER_STALE,

@@ -9,6 +9,7 @@ from kvd.client.handoff import Outcome, Receive, Send, Share
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
 from kvd.client.pending import PendingCall
 from kvd.client.pool import Pool
+from kvd.client.prompt import Prompt
 from kvd.client.rank_words import PendingWord
 from kvd.client.state import EventsLost
 from kvd.client.sync import SyncLease, SyncNode, SyncReceive, SyncSend, connect_sync
@@ -29,6 +30,7 @@ __all__ = [
     "PendingCall",
     "PendingWord",
     "Pool",
+    "Prompt",
     "Receive",
     "Resumption",
     "Retraction",

@@ -24,10 +24,11 @@ from kvd.client.lease import Lease
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
 from kvd.client.port import Port, confused, within
+from kvd.client.prompt import Prompt, perform_about
 from kvd.client.prompt_address import PromptAddress
 from kvd.client.returning import RETURN_WITHIN_S
 from kvd.errors import Code, KvdError, Refusal
-from kvd.types import MAX_ROOM, NO_TOKENS
+from kvd.types import MAX_ROOM
 from kvd.wire import client as wire
 from kvd.wire.attach import Attach
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from kvd.client.port import Channel
     from kvd.client.state import EventQueue, EventsLost
     from kvd.client.tokens import TokenIds
-    from kvd.types import Tokens
     from kvd.wire.events import Event
     from kvd.wire.page_address import ExtraKeys
     from kvd.wire.snapshot import Snapshot
@@ -120,15 +120,57 @@ class Node:
 
     def _prompt(
         self,
-        tokens: TokenIds | None,
+        tokens: TokenIds | Prompt | None,
         keys: Sequence[bytes] | None,
         extra_keys: ExtraKeys | None,
     ) -> PromptAddress:
+        if isinstance(tokens, Prompt):
+            if keys is not None or extra_keys is not None:
+                why = "keys beside a Prompt: say them when it is made"
+                raise KvdError(Refusal(Code.BAD_KEYS, why, side="client"))
+            return tokens.address()
         return PromptAddress(self._pools.match_page_tokens, tokens, keys, extra_keys)
+
+    def _sent_prompt(
+        self,
+        room: int,
+        tokens: TokenIds | Prompt | None,
+        keys: Sequence[bytes] | None,
+        extra_keys: ExtraKeys | None,
+    ) -> PromptAddress | None:
+        """What of a lease is sent; None: all that it knows, for which a message has no tokens."""
+        if tokens is None and keys is None:
+            return None
+        prompt = self._prompt(tokens, keys, extra_keys)
+        if prompt.frame:
+            return prompt
+        why = f"a prompt of 0 tokens for room {room}: leave them out to send all of the lease"
+        raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client", numbers={"tokens": 0}))
+
+    def prompt(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
+    ) -> Prompt:
+        """A prompt that will be asked about more than once; sends nothing yet.
+
+        Give it in the place of ``tokens``: each call sends what the daemon has not seen of it. A
+        look-up of a known prompt of 32,000 tokens is a hundred bytes long.
+
+        ``tokens``, ``keys`` and ``extra_keys`` are as in ``lease``.
+
+        Raises:
+            KvdError: ``bad-tokens``, ``bad-keys``.
+        """
+        address = PromptAddress(self._pools.match_page_tokens, tokens, keys, extra_keys)
+        address.handle = Prompt(self._port, address)
+        return address.handle
 
     async def lease(  # noqa: PLR0913 - the request, field by field
         self,
-        tokens: TokenIds | None = None,
+        tokens: TokenIds | Prompt | None = None,
         *,
         keys: Sequence[bytes] | None = None,
         extra_keys: ExtraKeys | None = None,
@@ -143,7 +185,7 @@ class Node:
         """Lock the cached prefix of ``tokens`` and hold pages for the rest; waits for room.
 
         Args:
-            tokens: the prompt.
+            tokens: the prompt, or what ``prompt`` made of it.
             keys: instead of tokens: a key of 16 to 64 bytes for each page, all of one size. The
                 prompt is as many whole pages long. Who makes them sees to it that a key stands for
                 all tokens up to the end of its page, or that the keys before it do.
@@ -176,7 +218,7 @@ class Node:
             step_tokens=operator.index(step_tokens),
         )
         request = opening if hold == "all" else _prefix_of(opening, hold)
-        call = await self._port.perform(request, tokens=prompt.frame, within_s=within(deadline_s))
+        call = await perform_about(self._port, request, prompt, within_s=within(deadline_s))
         if call.lease is None:
             raise confused(request, call.answer.value)
         if request is not opening:
@@ -186,7 +228,7 @@ class Node:
     async def receive(  # noqa: PLR0913 - the request, field by field
         self,
         room: int,
-        tokens: TokenIds | None,
+        tokens: TokenIds | Prompt | None,
         source: str | Sequence[str],
         *,
         keys: Sequence[bytes] | None = None,
@@ -237,7 +279,7 @@ class Node:
             step_tokens=operator.index(step_tokens),
         )
         within_s = within(deadline_s)
-        call = await self._port.perform(request, tokens=prompt.frame, within_s=within_s)
+        call = await perform_about(self._port, request, prompt, within_s=within_s)
         if call.receive is None:
             raise confused(request, call.answer.value)
         return Receive(self._port, self._pools, call.receive, prompt=prompt, within_s=within_s)
@@ -245,7 +287,7 @@ class Node:
     async def send(
         self,
         room: int,
-        tokens: TokenIds | None = None,
+        tokens: TokenIds | Prompt | None = None,
         *,
         lease: Lease,
         keys: Sequence[bytes] | None = None,
@@ -258,7 +300,8 @@ class Node:
 
         Args:
             room: the rendezvous number that the router chose.
-            tokens: the prompt whose KV is or will be written into the pages of ``lease``.
+            tokens: the prompt whose KV is or will be written into the pages of ``lease``; left out,
+                like ``keys``: all that the lease knows.
             lease: its pages are read until the handoff has ended, even when it is released.
             keys: as in ``lease``.
             extra_keys: as in ``lease``.
@@ -280,8 +323,8 @@ class Node:
             deadline_s=deadline_s,
             peer=to,
         )
-        frame = self._prompt(tokens, keys, extra_keys).frame
-        call = await self._port.perform(request, tokens=frame, about=lease.record)
+        prompt = self._sent_prompt(room, tokens, keys, extra_keys)
+        call = await perform_about(self._port, request, prompt, about=lease.record)
         if call.send is None:
             raise confused(request, call.answer.value)
         return Send(self._port, call.send, lease.record, within(deadline_s))
@@ -289,7 +332,7 @@ class Node:
     async def hand_over(  # noqa: PLR0913 - the request, field by field
         self,
         room: int,
-        tokens: TokenIds | None = None,
+        tokens: TokenIds | Prompt | None = None,
         *,
         lease: Lease,
         keys: Sequence[bytes] | None = None,
@@ -307,7 +350,7 @@ class Node:
 
         Args:
             room: as in ``send``.
-            tokens: the prompt; left out, like ``keys``: all that the lease knows.
+            tokens: as in ``send``.
             lease: as in ``send``.
             keys: as in ``send``.
             extra_keys: as in ``send``.
@@ -326,10 +369,7 @@ class Node:
                 call that was cancelled, or got no answer, may have: ``release`` is
                 ``unknown-lease`` then.
         """
-        frame = NO_TOKENS
-        if tokens is not None or keys is not None:
-            frame = self._prompt(tokens, keys, extra_keys).frame
-            _check_is_some(frame, room)
+        prompt = self._sent_prompt(room, tokens, keys, extra_keys)
         request = wire.HandOver(
             call=self._port.connection.next_call(),
             room=_room(room),
@@ -342,14 +382,14 @@ class Node:
             ends_lease=release,
         )
         within_s = within(deadline_s)
-        call = await self._port.perform(
-            request, tokens=frame, about=lease.record, within_s=within_s
+        call = await perform_about(
+            self._port, request, prompt, about=lease.record, within_s=within_s
         )
         return outcome(request, call)
 
     async def match(
         self,
-        tokens: TokenIds | None = None,
+        tokens: TokenIds | Prompt | None = None,
         *,
         keys: Sequence[bytes] | None = None,
         extra_keys: ExtraKeys | None = None,
@@ -364,8 +404,10 @@ class Node:
         the start. A receive has that sent anyway, with the end of the prompt for a window.
         """
         request = wire.MatchPrefix(self._port.connection.next_call(), namespace)
-        frame = self._prompt(tokens, keys, extra_keys).frame
-        found = await self._port.ask(request, wire.MatchReply, tokens=frame)
+        prompt = self._prompt(tokens, keys, extra_keys)
+        found = (await perform_about(self._port, request, prompt)).answer.value
+        if not isinstance(found, wire.MatchReply):
+            raise confused(request, found)
         return Matched(found.tokens, found.load, found.free)
 
     async def snapshot(self) -> Snapshot:
@@ -491,13 +533,6 @@ def _prefix_of(opening: wire.OpenLease, hold: str) -> wire.HoldPrefix:
         )
         raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client"))
     return wire.HoldPrefix(opening.call, opening.namespace, opening.priority, opening.cache)
-
-
-def _check_is_some(frame: Tokens, room: int) -> None:
-    """In a message no tokens are all tokens of the lease."""
-    if not frame:
-        why = f"a prompt of 0 tokens for room {room}: leave them out to send all of the lease"
-        raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client", numbers={"tokens": 0}))
 
 
 def _room(room: int) -> int:

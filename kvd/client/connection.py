@@ -78,6 +78,13 @@ UNDONE = "the engine no longer waits for it"
 """Why an abandoned send was aborted, for whoever reads its story."""
 
 
+class KnownPrompt(msgspec.Struct, frozen=True):
+    """A prompt that the daemon keeps: its number, and so many tokens that need not be told."""
+
+    number: int
+    n_tokens: int
+
+
 class Outgoing(msgspec.Struct, frozen=True):
     """A message to send, and the call that fails if it cannot be."""
 
@@ -154,7 +161,11 @@ class Connection:
         return self._last_call
 
     def begin(
-        self, request: wire.Request, tokens: Tokens | None = None, lease: LeaseView | None = None
+        self,
+        request: wire.Request,
+        tokens: Tokens | None = None,
+        lease: LeaseView | None = None,
+        known: KnownPrompt | None = None,
     ) -> Call:
         """Queue a request for sending.
 
@@ -162,6 +173,7 @@ class Connection:
             request: its ``call`` comes from ``next_call``.
             tokens: the tokens frame of a request that has one.
             lease: the record that a ``Row`` or the end of the lease changes.
+            known: where ``tokens`` go on with a prompt that the daemon keeps.
 
         Raises:
             KvdError: the daemon is gone; or the request has a field of the wrong type, or is too
@@ -170,7 +182,11 @@ class Connection:
         why_not = self._end or self._away
         if why_not is not None:
             raise KvdError(why_not)
-        frames = frames_of(request, tokens, self._max_frame_bytes)
+        asked = request
+        if known is not None:
+            assert isinstance(request, wire.ABOUT_PROMPTS)
+            asked = wire.AboutPrompt(request.call, known.number, known.n_tokens, request)
+        frames = frames_of(asked, tokens, self._max_frame_bytes)
         call = Call(request, lease)
         self._calls[request.call] = call
         self._outgoing.append(Outgoing(request.call, frames))

@@ -14,7 +14,7 @@ from kvd.client.state import LeaseView
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
-    from kvd.client.connection import Answer, Call, Connection
+    from kvd.client.connection import Answer, Call, Connection, KnownPrompt
     from kvd.client.state import Record, Slot
     from kvd.types import Tokens
     from kvd.wire import client as wire
@@ -69,6 +69,7 @@ class Port:
         tokens: Tokens | None = None,
         about: Record | None = None,
         lease: LeaseView | None = None,
+        known: KnownPrompt | None = None,
         within_s: float = ANSWER_WITHIN_S,
     ) -> Call:
         """Send a request and wait for its answer; when the caller goes away, it is undone.
@@ -80,6 +81,7 @@ class Port:
             tokens: the tokens frame of a request that has one.
             about: the record of the handle that it is about.
             lease: the record that its answer changes, where it is about another one.
+            known: where ``tokens`` go on with a prompt that the daemon keeps.
             within_s: longest wait for the answer.
 
         Raises:
@@ -89,7 +91,7 @@ class Port:
         await self._ready(about, within_s)
         if isinstance(about, LeaseView):
             lease = about
-        call = self.connection.begin(request, tokens, lease)
+        call = self.connection.begin(request, tokens, lease, known)
         try:
             self._channel.flush()
             await self._channel.wait(call.answer, within_s)

@@ -7,6 +7,7 @@ words are made (``wire.page_address``).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from kvd.wire import page_address
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvd.client.prompt import Prompt
     from kvd.client.tokens import TokenIds
     from kvd.wire.page_address import ExtraKeys
 
@@ -28,6 +30,7 @@ class PromptAddress:
     Attributes:
         frame: what was said of it at first.
         n_tokens: how long it is now; of pages with keys, ``page_tokens`` each.
+        handle: what names it to the daemon, where something does.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class PromptAddress:
         self._has_keys = keys is not None
         self._extra = extra_keys
         self.n_tokens = 0
+        self.handle: Prompt | None = None
         self._is_begun = False
         if keys is None and tokens is None:
             raise _bad("neither tokens nor keys: one of them says which prompt it is")
@@ -73,6 +77,10 @@ class PromptAddress:
         if self._extra:
             raise _bad("extra keys beside page keys: put what they say into the keys")
         return _sound(page_address.of_keys(keys, self._page_tokens))
+
+    def copy(self) -> PromptAddress:
+        """One that goes on by itself from where this one is."""
+        return copy.copy(self)
 
     def took(self, frame: Tokens) -> None:
         """The daemon knows these too."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
     from kvd.client.pending import CallDriver
     from kvd.client.pool import Pool
+    from kvd.client.prompt import Prompt
     from kvd.client.rows import PageNumbers
     from kvd.client.state import EventsLost
     from kvd.client.tokens import TokenIds
@@ -337,6 +338,16 @@ class SyncNode:
         """As ``Node.pool``."""
         return self.wrapped.pool(name)
 
+    def prompt(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
+    ) -> Prompt:
+        """As ``Node.prompt``."""
+        return self.wrapped.prompt(tokens, keys=keys, extra_keys=extra_keys)
+
     def pump(self) -> list[PendingCall[Any]]:
         """Read what has come, write what waits, go back to a daemon that is back; never blocks.
 
@@ -357,7 +368,7 @@ class SyncNode:
 
     def begin_lease(  # noqa: PLR0913 - as Node.lease
         self,
-        tokens: TokenIds | None = None,
+        tokens: TokenIds | Prompt | None = None,
         *,
         keys: Sequence[bytes] | None = None,
         extra_keys: ExtraKeys | None = None,
@@ -387,7 +398,7 @@ class SyncNode:
     def begin_receive(  # noqa: PLR0913 - as Node.receive
         self,
         room: int,
-        tokens: TokenIds | None,
+        tokens: TokenIds | Prompt | None,
         source: str | Sequence[str],
         *,
         keys: Sequence[bytes] | None = None,
@@ -420,7 +431,7 @@ class SyncNode:
     def begin_send(
         self,
         room: int,
-        tokens: TokenIds | None = None,
+        tokens: TokenIds | Prompt | None = None,
         *,
         lease: SyncLease,
         keys: Sequence[bytes] | None = None,
@@ -445,7 +456,7 @@ class SyncNode:
     def begin_hand_over(  # noqa: PLR0913 - as Node.hand_over
         self,
         room: int,
-        tokens: TokenIds | None = None,
+        tokens: TokenIds | Prompt | None = None,
         *,
         lease: SyncLease,
         keys: Sequence[bytes] | None = None,
@@ -475,7 +486,7 @@ class SyncNode:
 
     def begin_match(
         self,
-        tokens: TokenIds | None = None,
+        tokens: TokenIds | Prompt | None = None,
         *,
         keys: Sequence[bytes] | None = None,
         extra_keys: ExtraKeys | None = None,

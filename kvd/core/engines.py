@@ -42,6 +42,7 @@ COUNTS: Final = (
     client.ReleaseLease,
     client.GetSnapshot,
     client.CancelCall,
+    client.ForgetPrompts,
 )
 """Requests that need no KV: only these are served where there is none."""
 
@@ -104,6 +105,8 @@ class Engines:
             client.FinishAndRelease: self._finish_and_release,
             client.AbortSend: self._abort_send,
             client.MatchPrefix: self._match,
+            client.AboutPrompt: self._about_prompt,
+            client.ForgetPrompts: self._forget_prompts,
             client.GetSnapshot: self._snapshot,
             client.CancelCall: self._cancel_call,
             client.RetractLease: node.fetcher.retract,
@@ -147,6 +150,11 @@ class Engines:
         ``prefill-only`` takes away the bytes too: leases count tokens, and whatever would write,
         insert, match, send, receive, check or copy KV is refused rather than done with nothing.
         """
+        if isinstance(request, client.AboutPrompt):
+            let = self._allowed(request.request)
+            return (
+                let if isinstance(let, Refusal) else msgspec.structs.replace(request, request=let)
+            )
         if self._mode is CacheMode.OFF:
             if isinstance(request, client.OpenLease | client.ReceiveRequest | client.HoldPrefix):
                 return msgspec.structs.replace(request, cache=False)
@@ -161,6 +169,31 @@ class Engines:
             'cache.mode = "radix"',
             side=self._name,
         )
+
+    # ---- prompts -----------------------------------------------------------------------------
+
+    def _about_prompt(
+        self, session: int, message: client.AboutPrompt, more: Tokens
+    ) -> Refusal | None:
+        """What was asked, of the prompt with that number."""
+        request = message.request
+        if request.call != message.call:
+            return self._wrong(f"call {message.call} about a prompt has call {request.call} within")
+        most = self._node.settings.max_prompt_tokens
+        prompts = self._sessions.by_id[session].prompts
+        tokens = prompts.told(message.prompt, message.known_tokens, more, most=most)
+        if isinstance(tokens, Refusal):
+            return tokens
+        return self._verbs[type(request)](session, request, tokens)
+
+    def _forget_prompts(
+        self, session: int, message: client.ForgetPrompts, _: Tokens
+    ) -> Refusal | None:
+        prompts = self._sessions.by_id[session].prompts
+        for number in message.prompts:
+            prompts.forget(number)
+        self._out.answer(session, client.Done(message.call))
+        return None
 
     # ---- leases ------------------------------------------------------------------------------
 
@@ -420,8 +453,7 @@ class Engines:
         lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
-        if type(message) is client.HandOver:
-            tokens = tokens or lease.tokens
+        tokens = tokens or lease.tokens
         if (
             not tokens
             # Of other tokens the peer would cache KV under a prompt that it does not belong to.

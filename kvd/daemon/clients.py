@@ -222,7 +222,9 @@ class ClientPort(ListenerOwner):
         if isinstance(message, SUBSCRIPTIONS):
             self._subscribe(session, message)
             return
-        self._call, self._op = message.call, OPS[kind]
+        # By what is asked: how its prompt is named is not of interest.
+        op = OPS[type(message.request) if isinstance(message, client.AboutPrompt) else kind]
+        self._call, self._op = message.call, op
         reactor = self._reactor
         began_s = reactor.clock()
         happened = FromClient(at_s=began_s, session=session, message=message, tokens=tokens)

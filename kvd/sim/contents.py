@@ -47,7 +47,7 @@ class Contents:
         return contents
 
 
-class Prompt:
+class WrittenPrompt:
     """A sequence, and what its pages hold when so much of it is written."""
 
     __slots__ = ("_contents", "n_tokens", "namespace", "pages", "tokens")
@@ -72,6 +72,6 @@ class Prompt:
             pages.append(self._contents.after(pages[-1] if pages else self.namespace, piece))
         return pages
 
-    def followed_by(self, tokens: Tokens) -> Prompt:
+    def followed_by(self, tokens: Tokens) -> WrittenPrompt:
         """The sequence with more tokens at its end."""
-        return Prompt(self._contents, Tokens(self.tokens + tokens), self.namespace)
+        return WrittenPrompt(self._contents, Tokens(self.tokens + tokens), self.namespace)

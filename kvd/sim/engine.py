@@ -13,7 +13,7 @@ import msgspec
 from typing_extensions import override
 
 from kvd.core import inputs
-from kvd.sim.contents import PAGE_TOKENS, Prompt
+from kvd.sim.contents import PAGE_TOKENS, WrittenPrompt
 from kvd.sim.pool import STEPS_TOKENS
 from kvd.sim.violation import Violated, require
 from kvd.types import NO_TOKENS, Pages, Tokens, page_ids
@@ -148,7 +148,7 @@ class EngineRows:
 
     # ---- reading -----------------------------------------------------------------------------
 
-    def check(self, prompt: Prompt, n_tokens: int, what: str) -> None:
+    def check(self, prompt: WrittenPrompt, n_tokens: int, what: str) -> None:
         """What is needed to go on behind the first ``n_tokens`` is there.
 
         Raises:
@@ -169,7 +169,7 @@ class EngineRows:
             if n_tokens:
                 host.check_beside(name, self.beside[number][1:], contents[-1:], what)
 
-    def go_on(self, prompt: Prompt, n_tokens: int, what: str) -> None:
+    def go_on(self, prompt: WrittenPrompt, n_tokens: int, what: str) -> None:
         """A lease has begun behind ``n_tokens`` that are there: copy their state if it is shared.
 
         Raises:
@@ -202,7 +202,7 @@ class EngineRows:
         """Whether there is anything to slide."""
         return bool(self._host.memory.kinds.windows)
 
-    def write(self, prompt: Prompt, start_tokens: int, upto_tokens: int) -> None:
+    def write(self, prompt: WrittenPrompt, start_tokens: int, upto_tokens: int) -> None:
         """Compute ``[start, upto)`` of the prompt and write all components of it."""
         host, contents = self._host, prompt.upto(upto_tokens)
         require(upto_tokens <= self.reach_tokens, f"{host.name}: computes beyond its window pages")
@@ -227,7 +227,7 @@ class Request(msgspec.Struct, frozen=True):
     """
 
     room: int
-    prompt: Prompt
+    prompt: WrittenPrompt
     sources: tuple[str, ...]
     priority: int
     deadline_s: float

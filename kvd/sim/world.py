@@ -21,7 +21,7 @@ import xxhash
 from kvd.core.node import NodeState
 from kvd.core.settings import Settings
 from kvd.sim.agenda import Agenda
-from kvd.sim.contents import PAGE_TOKENS, Contents, Prompt
+from kvd.sim.contents import PAGE_TOKENS, Contents, WrittenPrompt
 from kvd.sim.engine import Request
 from kvd.sim.faults import Faults
 from kvd.sim.host import SimHost
@@ -94,7 +94,7 @@ class World:
         self.faults = Faults(self)
         self._digest = xxhash.xxh3_128()
         self._encode = msgspec.msgpack.Encoder().encode
-        self._asked: list[Prompt] = []
+        self._asked: list[WrittenPrompt] = []
         self._rooms = 0
         self.hosts = [self._host(k, n_nodes) for k in range(n_nodes)]
         for k, host in enumerate(self.hosts):
@@ -175,7 +175,7 @@ class World:
         self.sent[aux] = job
         return aux
 
-    def heard_of(self, prompt: Prompt) -> None:
+    def heard_of(self, prompt: WrittenPrompt) -> None:
         """A sequence that a later request may go on from."""
         if prompt.n_tokens < 160:
             self._asked.append(prompt)
@@ -210,7 +210,7 @@ class World:
                 )
         if request.room and (lonely < profile.lonely / 2 or lonely > profile.lonely):
             if rng.random() < profile.lonely / 4:
-                prompt = Prompt(self.contents, request.prompt.tokens, "another")
+                prompt = WrittenPrompt(self.contents, request.prompt.tokens, "another")
                 request = msgspec.structs.replace(request, prompt=prompt)
             self.agenda.after(0.1 * rng.random(), self._begin, decode, ReceivingEngine, request)
         rate = profile.requests_per_s * len(decoders)
@@ -232,7 +232,7 @@ class World:
             to=decode.name if room % 2 else None,
         )
 
-    def _prompt(self) -> Prompt:
+    def _prompt(self) -> WrittenPrompt:
         """A prompt that shares its beginning with others, or goes on from one, or is one again."""
         rng, asked = self.rng, self._asked
         dice = rng.random()
@@ -245,18 +245,18 @@ class World:
         else:
             shared = TAPE[: rng.choice((0, 32, 64, 70)) * ID_BYTES]
             tokens = Tokens(shared + self.some_tokens(rng.randint(1, 100)))
-            prompt = Prompt(self.contents, tokens, rng.choice(("", "", "lora")))
+            prompt = WrittenPrompt(self.contents, tokens, rng.choice(("", "", "lora")))
         self.heard_of(prompt)
         return prompt
 
-    def _whole_prompt(self) -> Prompt:
+    def _whole_prompt(self) -> WrittenPrompt:
         """The same for states: whole pages mostly, since only their states are kept for others."""
         rng, asked = self.rng, self._asked
         n_tokens = rng.choice((rng.randint(1, 60), 16, 32, 48))
         whole = [one for one in asked[-12:] if one.n_tokens % PAGE_TOKENS == 0]
         if whole and rng.random() < 0.7:
             return rng.choice(whole).followed_by(self.some_tokens(n_tokens))
-        return Prompt(self.contents, self.some_tokens(n_tokens), rng.choice(("", "", "lora")))
+        return WrittenPrompt(self.contents, self.some_tokens(n_tokens), rng.choice(("", "", "lora")))
 
     def _begin(
         self, host: SimHost, kind: type[SimSendingEngine | ReceivingEngine], request: Request
@@ -342,7 +342,7 @@ class World:
             for decode, prefill in pairs:
                 self._rooms += 1
                 tokens = self.some_tokens(100)
-                prompt = Prompt(self.contents, tokens, f"last {self._rooms}")
+                prompt = WrittenPrompt(self.contents, tokens, f"last {self._rooms}")
                 request = Request(
                     room=self._rooms,
                     prompt=prompt,

@@ -37,6 +37,9 @@ Name = Annotated[str, Meta(max_length=128)]
 MAX_SOURCES = 64
 """Daemons that one prompt may come from."""
 
+MAX_PROMPTS = 4096
+"""Prompts that one message forgets."""
+
 Namespace = Annotated[str, Meta(max_length=256)]
 
 SessionKey = Annotated[str, Meta(max_length=256)]

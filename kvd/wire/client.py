@@ -15,10 +15,21 @@ pages follow from the first component's: it has no row. Id 0 in a row beside mea
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvd.errors import Refusal
-from kvd.wire.bounds import Call, EventHandle, Figure, Name, Namespace, Priority, Reason
+from kvd.wire.bounds import (
+    MAX_PROMPTS,
+    Call,
+    EventHandle,
+    Figure,
+    Name,
+    Namespace,
+    Priority,
+    Reason,
+)
 from kvd.wire.events import Event
 from kvd.wire.snapshot import Snapshot
 
@@ -174,7 +185,10 @@ class CancelReceive(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
 
 class SendRequest(msgspec.Struct, frozen=True, array_like=True, tag="send"):
-    """Prefill side of a handoff. Answer ``Sending`` at once; pushes ``Accepted``/``SendFailed``."""
+    """Prefill side of a handoff. Answer ``Sending`` at once; pushes ``Accepted``/``SendFailed``.
+
+    An empty tokens frame: all tokens that the lease knows.
+    """
 
     call: Call
     room: int
@@ -325,6 +339,35 @@ class FinishAndRelease(msgspec.Struct, frozen=True, array_like=True, tag="finish
     aux: bytes = b""
 
 
+ABOUT_PROMPTS = OpenLease | HoldPrefix | ReceiveRequest | SendRequest | MatchPrefix | HandOver
+"""Requests whose tokens frame is a prompt from its start."""
+
+
+PromptNumbers = Annotated[tuple[Figure, ...], msgspec.Meta(max_length=MAX_PROMPTS)]
+
+
+class AboutPrompt(msgspec.Struct, frozen=True, array_like=True, tag="about-prompt"):
+    """A request whose prompt is number ``prompt`` of the session, as far as it is known.
+
+    The tokens frame goes on after ``known_tokens`` of it; what the daemon kept behind them is
+    dropped. It keeps the whole from now on, whatever comes of the request. Answer: that of the
+    request; ``Failed`` with ``prompt-unknown`` where fewer are kept, and nothing is done then.
+    """
+
+    call: Call
+    """That of the request."""
+    prompt: Figure
+    known_tokens: Figure
+    request: ABOUT_PROMPTS
+
+
+class ForgetPrompts(msgspec.Struct, frozen=True, array_like=True, tag="forget-prompts"):
+    """The session names these prompts no more. Answer: ``Done``."""
+
+    call: Call
+    prompts: PromptNumbers
+
+
 Request = (
     OpenLease
     | ExtendLease
@@ -352,6 +395,8 @@ Request = (
     | HandOver
     | FinishAndRelease
     | HoldPrefix
+    | AboutPrompt
+    | ForgetPrompts
 )
 
 TAKES_TOKENS = (
@@ -366,6 +411,7 @@ TAKES_TOKENS = (
     ReleaseUpTo,
     HandOver,
     HoldPrefix,
+    AboutPrompt,
 )
 """Requests that travel with a tokens frame; every other one is a single frame."""
 

@@ -233,6 +233,9 @@ class ClientState(msgspec.Struct, frozen=True):
     """Of its leases, those of before the restart: they can only be released."""
     why: str = ""
     """Why kvd hung up on it."""
+    prompts: int = 0
+    prompt_bytes: int = 0
+    """Prompts that it has told and names by a number; ``prompt_bytes`` are kept of them."""
 
 
 class RecorderState(msgspec.Struct, frozen=True):

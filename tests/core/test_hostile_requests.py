@@ -43,6 +43,10 @@ def some(rng: random.Random, kind: object) -> object:
         return rng.choice((None, "", "host"))
     if kind in typing.get_args(typing.get_type_hints(admin.Rehearse)["verb"]):
         return ugly(rng, kind, 1)
+    if kind in typing.get_args(client.ABOUT_PROMPTS):
+        return ugly(rng, kind, 1)
+    if typing.get_origin(kind) is tuple and typing.get_args(kind)[0] is int:
+        return tuple(rng.choice(INTEGERS) for _ in range(rng.randrange(4)))
     if kind is types.NoneType:
         return None
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
@@ -55,6 +59,10 @@ def ugly(rng: random.Random, kind: typing.Any, call: int) -> object:
     """A request with anything in its fields; read back as the socket would read it."""
     hints = typing.get_type_hints(kind)
     fields = {name: some(rng, hint) for name, hint in hints.items() if name != "call"}
+    if kind is client.AboutPrompt and rng.random() < 0.7:
+        # Mostly sound as far as it is looked at first, or nothing behind that is reached.
+        fields["request"] = msgspec.structs.replace(fields["request"], call=call)
+        fields |= {"prompt": 1, "known_tokens": rng.choice((0, 10, 11, -1))}
     return kind(call=call, **fields)
 
 
@@ -94,6 +102,8 @@ def test_every_request_of_an_engine_is_answered_once_and_disturbs_nobody_else(se
 
 def message_is_for_room_seven(message: object) -> bool:
     """The hostile sessions have rooms of their own; sharing one is ``test_bad_requests``."""
+    if isinstance(message, client.AboutPrompt):
+        message = message.request
     return isinstance(message, client.SendRequest | client.ReceiveRequest) and message.room == 7
 
 

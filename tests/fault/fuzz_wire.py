@@ -264,6 +264,8 @@ class Clients(Asking):
             return
         if isinstance(message, client.OpenLease | client.ReceiveRequest):
             header, message = self._tamed(message)
+        elif isinstance(message, client.AboutPrompt):
+            header, message = self._tamed_within(message)
         takes = isinstance(message, client.TAKES_TOKENS)
         frames = [header, tokens] if takes else [header]
         if rng.random() < 0.04:
@@ -274,6 +276,15 @@ class Clients(Asking):
         """Nobody may take the whole pool for long: that would be greed, not a flaw."""
         if not 0 <= message.deadline_s < 0.3 and self.make.rng.random() < 0.9:
             message = msgspec.structs.replace(message, deadline_s=0.05)
+        return CLIENT_REQUESTS.encode(message), message
+
+    def _tamed_within(self, message):
+        """The same of what is asked about a prompt; mostly one that is kept."""
+        inner = msgspec.structs.replace(message.request, call=message.call)
+        if isinstance(inner, client.OpenLease | client.ReceiveRequest):
+            _, inner = self._tamed(inner)
+        known_tokens = 0 if self.make.rng.random() < 0.5 else message.known_tokens
+        message = msgspec.structs.replace(message, request=inner, known_tokens=known_tokens)
         return CLIENT_REQUESTS.encode(message), message
 
     def _tokens(self) -> bytes:

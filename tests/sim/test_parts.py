@@ -9,7 +9,7 @@ import pytest
 from kvd.core.layout.spec import fingerprint
 from kvd.core.peers.compatibility import layout_match
 from kvd.sim.agenda import START_S, Agenda
-from kvd.sim.contents import Contents, Prompt
+from kvd.sim.contents import Contents, WrittenPrompt
 from kvd.sim.engine import EngineRows
 from kvd.sim.host import SimHost
 from kvd.sim.network import Network
@@ -36,9 +36,9 @@ def test_the_agenda_keeps_the_order_of_time_and_then_of_asking():
 def test_the_content_of_a_page_depends_on_all_tokens_before_it():
     contents = Contents()
     ids = list(range(40))
-    one = Prompt(contents, Tokens(pack_ids(ids)), "")
-    other = Prompt(contents, Tokens(pack_ids([99, *ids[1:]])), "")
-    elsewhere = Prompt(contents, Tokens(pack_ids(ids)), "lora")
+    one = WrittenPrompt(contents, Tokens(pack_ids(ids)), "")
+    other = WrittenPrompt(contents, Tokens(pack_ids([99, *ids[1:]])), "")
+    elsewhere = WrittenPrompt(contents, Tokens(pack_ids(ids)), "lora")
 
     assert len(one.pages) == 3
     assert not {*one.pages} & {*other.pages}
@@ -61,7 +61,7 @@ def host_of(family, name="d0", units=1):
 
 
 def prompt_of(contents, n_tokens):
-    return Prompt(contents, Tokens(pack_ids(range(n_tokens))), "")
+    return WrittenPrompt(contents, Tokens(pack_ids(range(n_tokens))), "")
 
 
 def rows_of(host, pages, *beside):

@@ -497,6 +497,8 @@ CLIENT: StateTable[ClientRow, ClientState] = StateTable(
         wire="former_leases",
     ),
     StateField("", "text", _why_hung_up, wire="why"),
+    StateField("", "count", lambda _, one: len(one.session.prompts.by_number), wire="prompts"),
+    StateField("", "count", "session.prompts.n_bytes", wire="prompt_bytes"),
 )
 
 # ---- pools ---------------------------------------------------------------------------------------

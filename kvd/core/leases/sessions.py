@@ -24,6 +24,7 @@ import msgspec
 
 from kvd.core.cache.lease import ENGINE
 from kvd.core.cache.lease_state import LeaseStage
+from kvd.core.leases.prompts import ToldPrompts
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 
@@ -59,7 +60,7 @@ class HangUp(msgspec.Struct, frozen=True):
 class Session:
     """One engine: its name, and the processes that map the pool for it."""
 
-    __slots__ = ("hang_up", "id", "is_former", "name", "pids", "since_s")
+    __slots__ = ("hang_up", "id", "is_former", "name", "pids", "prompts", "since_s")
 
     def __init__(self, session_id: int, name: str, since_s: float) -> None:
         self.id = session_id
@@ -68,6 +69,7 @@ class Session:
         self.since_s = since_s
         self.is_former = False
         """Whether it is of before the restart, and its engine has not come back yet."""
+        self.prompts = ToldPrompts()
         self.hang_up: HangUp | None = None
         """Of the daemon on it, while processes of it live; ``pids`` are those then."""
 

@@ -1,0 +1,161 @@
+"""Prompts that a session has told and names by a number."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.leases import prompts as rules
+from kvd.core.leases.prompts import ToldPrompts
+from kvd.core.replay.freeze import freeze
+from kvd.core.replay.thaw import thaw
+from kvd.errors import RETRYABLE, Code, Refusal
+from kvd.types import Tokens, count
+from kvd.wire import client
+from tests.core.world import PAGE, World, tokens
+
+PROMPT = tokens((1, 6 * PAGE))
+
+
+def about(side, kind, number, known_tokens, more=b"", **fields):
+    call = side.calls + 1
+    return side.call(
+        client.AboutPrompt,
+        more,
+        prompt=number,
+        known_tokens=known_tokens,
+        request=kind(call=call, **fields),
+    )
+
+
+def cached(side, prompt):
+    lease = side.lease(prompt)
+    side.call(client.CommitAndRelease, lease=lease.lease)
+
+
+def test_a_known_prompt_is_asked_about_without_its_tokens():
+    side = World().d
+    cached(side, PROMPT)
+    first = about(side, client.MatchPrefix, 5, 0, PROMPT)
+    again = about(side, client.MatchPrefix, 5, 6 * PAGE)
+    lease = about(side, client.OpenLease, 5, 6 * PAGE)
+    assert [first.tokens, again.tokens, lease.prefix_tokens] == [6 * PAGE] * 3
+    (session,) = [one for one in snapshot(side.node).clients if one.prompts]
+    assert (session.prompts, session.prompt_bytes) == (1, len(PROMPT))
+
+
+def test_it_goes_on_and_goes_another_way():
+    side = World().d
+    more, other = tokens((900, PAGE)), tokens((7000, 2 * PAGE))
+    cached(side, Tokens(PROMPT + more))
+    assert about(side, client.MatchPrefix, 5, 0, PROMPT).tokens == 6 * PAGE
+    assert about(side, client.MatchPrefix, 5, 6 * PAGE, more).tokens == 7 * PAGE
+    assert about(side, client.MatchPrefix, 5, 2 * PAGE, other).tokens == 2 * PAGE
+    # What was behind it is dropped with that.
+    assert about(side, client.MatchPrefix, 5, 4 * PAGE).tokens == 2 * PAGE
+    assert about(side, client.MatchPrefix, 5, 5 * PAGE).refusal.code is Code.PROMPT_UNKNOWN
+
+
+def test_what_is_not_kept_is_told_from_its_start_and_nothing_was_done():
+    world = World()
+    side = world.d
+    refused = about(side, client.OpenLease, 5, PAGE)
+    assert refused.refusal.code is Code.PROMPT_UNKNOWN
+    assert Code.PROMPT_UNKNOWN in RETRYABLE
+    assert refused.refusal.numbers == {"kept": 0, "known_tokens": PAGE}
+    assert not side.node.leases.leases
+
+
+def test_it_is_kept_whatever_comes_of_the_request():
+    side = World(d_pages=4).d
+    assert about(side, client.OpenLease, 5, 0, PROMPT).refusal.code is Code.TOO_LARGE
+    assert about(side, client.MatchPrefix, 5, 6 * PAGE).tokens == 0
+
+
+def test_it_is_of_its_session_and_ends_with_it():
+    side = World().d
+    about(side, client.MatchPrefix, 5, 0, PROMPT)
+    own = next(one.session for one in snapshot(side.node).clients if one.prompts)
+    other = side.attach("other")
+    assert [one.prompts for one in snapshot(side.node).clients if one.session == other] == [0]
+    side.hang_up(own)
+    assert not [one for one in snapshot(side.node).clients if one.prompts]
+
+
+def test_a_forgotten_one_is_unknown():
+    side = World().d
+    about(side, client.MatchPrefix, 5, 0, PROMPT)
+    assert isinstance(side.call(client.ForgetPrompts, prompts=(5, 6)), client.Done)
+    assert about(side, client.MatchPrefix, 5, PAGE).refusal.code is Code.PROMPT_UNKNOWN
+
+
+def test_two_numbers_of_one_call_are_refused():
+    side = World().d
+    said = side.call(
+        client.AboutPrompt,
+        PROMPT,
+        prompt=1,
+        known_tokens=0,
+        request=client.MatchPrefix(call=side.calls + 7),
+    )
+    assert said.refusal.code is Code.BAD_REQUEST
+
+
+def test_a_replayed_node_knows_them():
+    side = World().d
+    about(side, client.MatchPrefix, 5, 0, PROMPT)
+    copy = thaw(freeze(side.node))
+    (mine,) = [one.prompts for one in copy.sessions.by_id.values() if one.prompts.by_number]
+    assert (dict(mine.by_number), mine.n_bytes) == ({5: PROMPT}, len(PROMPT))
+
+
+@pytest.mark.parametrize("known_tokens", [-1, 11])
+def test_no_other_length_than_what_is_kept_is_believed(known_tokens):
+    told = ToldPrompts()
+    told.told(1, 0, tokens((1, 10)), most=100)
+    refusal = told.told(1, known_tokens, tokens((1, 1)), most=100)
+    assert isinstance(refusal, Refusal)
+    assert refusal.code is Code.PROMPT_UNKNOWN
+
+
+def test_the_whole_of_it_has_the_limit_of_a_prompt():
+    told = ToldPrompts()
+    told.told(1, 0, tokens((1, 60)), most=100)
+    refusal = told.told(1, 60, tokens((1, 41)), most=100)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.code, refusal.numbers) == (Code.TOO_LARGE, {"tokens": 101, "limit": 100})
+    assert told.told(1, 60, tokens((1, 40)), most=100)
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(1, 6), st.integers(0, 12), st.integers(0, 8), st.booleans()), max_size=60
+)
+
+
+@given(STEPS)
+def test_it_is_what_was_told_and_stays_within_its_bounds(steps):
+    """Beside a table without bounds: what is kept is equal to it, what is not is unknown."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "MOST_PROMPTS", 4)
+        patch.setattr(rules, "MOST_PROMPT_BYTES", 4 * 20)
+        told, model = ToldPrompts(), {}
+        for at, (number, known, n_more, forgets) in enumerate(steps):
+            if forgets:
+                told.forget(number)
+                model.pop(number, None)
+                continue
+            more = tokens((100 * at, n_more)) if n_more else Tokens(b"")
+            kept = model.get(number, b"")
+            said = told.told(number, known, more, most=1000)
+            if isinstance(said, Refusal):
+                assert known > count(told.by_number.get(number, b""))
+                continue
+            assert said == kept[: 4 * known] + more
+            model[number] = said
+            assert dict(told.by_number).items() <= model.items()
+            assert told.n_bytes == sum(map(len, told.by_number.values()))
+            assert len(told.by_number) <= 4
+            assert told.n_bytes <= 80 or len(told.by_number) == 1
+            model = {key: model[key] for key in told.by_number}
