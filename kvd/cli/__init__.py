@@ -31,6 +31,7 @@ VERBS = {
     "record": Verb("kvd.cli.record:record_command", "Save the last minutes of inputs.", LOOK),
     "replay": Verb("kvd.cli.record:replay_command", "Replay a recording, step by step.", LOOK),
     "flush": Verb("kvd.cli.change:flush_command", "Drop cached pages that nobody locks.", CHANGE),
+    "epoch": Verb("kvd.cli.change:epoch_command", "Forget what old weights have cached.", CHANGE),
     "evict": Verb("kvd.cli.change:evict_command", "Evict a number of cached pages.", CHANGE),
     "abort": Verb("kvd.cli.change:abort_command", "Give up a room on this node.", CHANGE),
     "fence": Verb("kvd.cli.change:fence_command", "Restart the transfer process.", CHANGE),

@@ -67,16 +67,32 @@ def must_not_refuse(report: Report, advice: str) -> None:
 
 @click.command()
 @click.option("--strict", is_flag=True, help="Change nothing at all if any cached page is locked.")
+@click.option("--namespace", help="Of this one alone; all of them without.")
 @with_target
 @with_format
 @with_rehearsal
-def flush_command(target: Target, form: str, rehearsal: bool, strict: bool) -> None:
+def flush_command(
+    target: Target, form: str, rehearsal: bool, strict: bool, namespace: str | None
+) -> None:
     """Drop every cached page that nobody locks; says who holds the others."""
-    report = carry_out(
-        target, admin.Flush(CALL, "strict" if strict else "unlocked"), form, rehearsal=rehearsal
-    )
+    flush = admin.Flush(CALL, "strict" if strict else "unlocked", namespace)
+    report = carry_out(target, flush, form, rehearsal=rehearsal)
     if strict:
         must_not_refuse(report, "wait for the holders (kvd locks), or flush without --strict")
+
+
+@click.command()
+@click.argument("namespace")
+@click.argument("epoch", type=click.IntRange(0, 2**53 - 1))
+@with_target
+@with_format
+@with_rehearsal
+def epoch_command(target: Target, form: str, rehearsal: bool, namespace: str, epoch: int) -> None:
+    """Say that the weights behind NAMESPACE are number EPOCH: nothing of before is found again.
+
+    An epoch goes up only. Leases of before keep their pages until they are released.
+    """
+    carry_out(target, admin.RaiseEpoch(CALL, namespace, epoch), form, rehearsal=rehearsal)
 
 
 @click.command()

@@ -4,7 +4,7 @@ Importing this loads msgspec and numpy, and neither libzmq nor torch: that comes
 tensor view.
 """
 
-from kvd.client.api import Connecting, Matched, Node, connect
+from kvd.client.api import Connecting, FlushResult, Matched, Node, connect
 from kvd.client.handoff import Outcome, Receive, Send, Share
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
 from kvd.client.pending import PendingCall
@@ -21,6 +21,7 @@ __all__ = [
     "Connecting",
     "EventsLost",
     "Fetched",
+    "FlushResult",
     "HandoffError",
     "KvdError",
     "Lease",

@@ -61,6 +61,17 @@ class Matched(msgspec.Struct, frozen=True):
     free: int
 
 
+class FlushResult(msgspec.Struct, frozen=True):
+    """Pages that a flush dropped, pages that it kept since they are locked, and who has those.
+
+    ``kept`` is a sentence for each of the first locked nodes of the tree.
+    """
+
+    freed_pages: int
+    kept_pages: int
+    kept: tuple[str, ...]
+
+
 class Node:
     """One session with the daemon of this node.
 
@@ -409,6 +420,35 @@ class Node:
         if not isinstance(found, wire.MatchReply):
             raise confused(request, found)
         return Matched(found.tokens, found.load, found.free)
+
+    async def flush(self, namespace: str = "") -> FlushResult:
+        """Drop what is cached of a namespace and not locked; for all engines of the node."""
+        return await self._flushed(
+            wire.FlushNamespace(self._port.connection.next_call(), namespace)
+        )
+
+    async def new_epoch(self, namespace: str, epoch: int) -> FlushResult:
+        """The weights behind a namespace have changed: nothing of before is found in it again.
+
+        What is not locked is dropped now. Leases of before keep their pages and may go on; what
+        they commit is found by nobody. A handoff between nodes in different epochs is refused as
+        ``prompt-mismatch``. Each engine of a node may say the same epoch: the first one counts.
+
+        Args:
+            namespace: as in ``lease``. It is in epoch 0 at first.
+            epoch: the number of the weights; it goes up only.
+
+        Raises:
+            KvdError: ``wrong-state`` for an epoch below that of now, with both.
+        """
+        request = wire.BeginEpoch(
+            self._port.connection.next_call(), namespace, operator.index(epoch)
+        )
+        return await self._flushed(request)
+
+    async def _flushed(self, request: wire.FlushNamespace | wire.BeginEpoch) -> FlushResult:
+        found = await self._port.ask(request, wire.FlushReport)
+        return FlushResult(found.freed_pages, found.kept_pages, found.kept)
 
     async def snapshot(self) -> Snapshot:
         """The daemon's whole state: what ``kvd status --format json`` prints."""

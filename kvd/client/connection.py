@@ -58,9 +58,12 @@ Answer = (
     | wire.Retracted
     | wire.Resumed
     | wire.FetchReply
+    | wire.FlushReport
 )
 
-INDIFFERENT = frozenset({wire.MatchReply, wire.Snapshotted, wire.FetchReply, Refusal})
+INDIFFERENT = frozenset(
+    {wire.MatchReply, wire.Snapshotted, wire.FetchReply, wire.FlushReport, Refusal}
+)
 """Answers that change no record."""
 
 CHANGES_ROWS = (

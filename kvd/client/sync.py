@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvd.client.api import FlushResult
     from kvd.client.device_event import WhenWritten
     from kvd.client.handoff import Outcome, Receive, Send, Share
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
@@ -496,6 +497,14 @@ class SyncNode:
         verb = self.wrapped.match(tokens, keys=keys, extra_keys=extra_keys, namespace=namespace)
         return PendingCall(self._channel, _or_miss(verb) if self._misses_when_away else verb)
 
+    def begin_flush(self, namespace: str = "") -> PendingCall[FlushResult]:
+        """Begin ``Node.flush``."""
+        return PendingCall(self._channel, self.wrapped.flush(namespace))
+
+    def begin_new_epoch(self, namespace: str, epoch: int) -> PendingCall[FlushResult]:
+        """Begin ``Node.new_epoch``."""
+        return PendingCall(self._channel, self.wrapped.new_epoch(namespace, epoch))
+
     def begin_snapshot(self) -> PendingCall[Snapshot]:
         """Begin ``Node.snapshot``."""
         return PendingCall(self._channel, self.wrapped.snapshot())
@@ -505,6 +514,8 @@ class SyncNode:
     send = blocking(begin_send)
     hand_over = blocking(begin_hand_over)
     match = blocking(begin_match)
+    flush = blocking(begin_flush)
+    new_epoch = blocking(begin_new_epoch)
     snapshot = blocking(begin_snapshot)
 
     def events(self) -> Generator[Event | EventsLost, None, None]:

@@ -17,6 +17,7 @@ from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.handoff.posts import no_event
 from kvd.core.inspect.snapshot import snapshot
+from kvd.core.inspect.why import locked_words
 from kvd.core.leases.admission import MemoryAsker, Waiter
 from kvd.core.leases.lease_events import tell_written
 from kvd.core.leases.receive_tier import bad_tier
@@ -24,7 +25,7 @@ from kvd.core.leases.written import say_advanced, say_written
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.types import MAX_ROOM, Tokens, count, slice_pages
-from kvd.wire import client
+from kvd.wire import client, events
 from kvd.wire.bounds import MAX_SOURCES
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ COUNTS: Final = (
     client.ForgetPrompts,
 )
 """Requests that need no KV: only these are served where there is none."""
+
+
+MAX_KEPT: Final = 16
+"""Locked nodes of which a flush tells; the figures count all."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -84,6 +89,7 @@ class Engines:
         self._out = node.out
         self._name = node.settings.name
         self._mode = node.settings.cache_mode
+        self._epochs = node.epochs
         # One verb per request type: Any, because each takes its own type of message.
         self._verbs: dict[type, Callable[[int, Any, Tokens], Refusal | None]] = {
             client.OpenLease: self._open_lease,
@@ -107,6 +113,8 @@ class Engines:
             client.MatchPrefix: self._match,
             client.AboutPrompt: self._about_prompt,
             client.ForgetPrompts: self._forget_prompts,
+            client.FlushNamespace: self._flush_namespace,
+            client.BeginEpoch: self._begin_epoch,
             client.GetSnapshot: self._snapshot,
             client.CancelCall: self._cancel_call,
             client.RetractLease: node.fetcher.retract,
@@ -117,6 +125,12 @@ class Engines:
     def request(self, got: FromClient) -> None:
         """One request of an engine: one answer, now or when there is room."""
         message = got.message
+        if self._epochs.by_namespace:
+            named = self._in_epoch(message)
+            if isinstance(named, Refusal):
+                self._out.answer(got.session, client.Failed(message.call, named))
+                return
+            message = named
         verb = self._verbs.get(type(message))
         session = self._sessions.by_id.get(got.session)
         # Before what is asked: one that was hung up on hears why, whatever it wants.
@@ -168,6 +182,62 @@ class Engines:
             'cache.mode is "prefill-only" there, which counts tokens and takes no byte; set '
             'cache.mode = "radix"',
             side=self._name,
+        )
+
+    # ---- namespaces --------------------------------------------------------------------------
+
+    def _in_epoch(self, message: client.Request) -> client.Request | Refusal:
+        """The request in the epoch of its namespace, if it names one."""
+        if isinstance(message, client.AboutPrompt):
+            about = self._in_epoch(message.request)
+            if isinstance(about, Refusal):
+                return about
+            return msgspec.structs.replace(message, request=about)
+        if not isinstance(message, client.ABOUT_PROMPTS):
+            return message
+        namespace = self._epochs.internal(message.namespace)
+        if isinstance(namespace, Refusal) or namespace == message.namespace:
+            return namespace if isinstance(namespace, Refusal) else message
+        return msgspec.structs.replace(message, namespace=namespace)
+
+    def _flush_namespace(
+        self, session: int, message: client.FlushNamespace, _: Tokens
+    ) -> Refusal | None:
+        namespace = self._epochs.internal(message.namespace)
+        if isinstance(namespace, Refusal):
+            return namespace
+        self._flush(session, message.call, namespace)
+        return None
+
+    def _begin_epoch(self, session: int, message: client.BeginEpoch, _: Tokens) -> Refusal | None:
+        namespace, epoch = message.namespace, message.epoch
+        refusal = self._epochs.flaw(namespace, epoch)
+        if refusal is not None:
+            return refusal
+        former = self._epochs.internal(namespace)
+        assert isinstance(former, str)  # ``flaw`` found nothing
+        if epoch == self._epochs.by_namespace.get(namespace, 0):
+            # Each engine of the node says it after the same update: the first has done it.
+            self._out.answer(session, client.FlushReport(message.call, 0, 0))
+            return None
+        self._epochs.begin(namespace, epoch)
+        who = self._sessions.by_id[session].name
+        self._out.emit(events.EpochBegan(namespace=namespace, epoch=epoch, who=who))
+        # Of no use to anybody from now on; what is locked goes when it is the oldest.
+        self._flush(session, message.call, former)
+        return None
+
+    def _flush(self, session: int, call: int, namespace: str) -> None:
+        kept = locked_words(self._node, namespace)
+        freed_pages, kept_pages = self._leases.flush(namespace)
+        self._out.answer(
+            session,
+            client.FlushReport(
+                call=call,
+                freed_pages=freed_pages,
+                kept_pages=kept_pages,
+                kept=kept[:MAX_KEPT],
+            ),
         )
 
     # ---- prompts -----------------------------------------------------------------------------

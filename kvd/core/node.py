@@ -24,6 +24,7 @@ from kvd.core.handoff.transfers import Transfers
 from kvd.core.inspect.inquiries import Inquiries
 from kvd.core.leases.admission import OWN_TRANSFER, Admission
 from kvd.core.leases.copies import Copies
+from kvd.core.leases.epochs import Epochs
 from kvd.core.leases.fetch import Fetcher
 from kvd.core.leases.former_leases import FormerLeases
 from kvd.core.leases.lease_table import LeaseTable
@@ -115,6 +116,7 @@ class NodeState:
             self.prefiller,
             out,
         )
+        self.epochs = Epochs(settings.name)
         self.engines = Engines(self)
         self.inquiries = Inquiries(self)
         self.operators = Operators(self)
@@ -135,7 +137,7 @@ class NodeState:
             i.ClientHungUp: self.sessions.hung_up,
             i.HungUpOn: self.sessions.hung_up_on,
             i.ClientCameBack: self.sessions.returned,
-            i.PoolAdopted: self.former_leases.take_over,
+            i.PoolAdopted: self._pool_adopted,
             i.FromOperator: self.operators.request,
             i.StopAsked: self.drainer.stop_node,
             i.FromPeer: self._from_peer,
@@ -204,6 +206,10 @@ class NodeState:
         if self.misgiven:
             self.audit.caught(self.misgiven)
         return out.drain()
+
+    def _pool_adopted(self, got: i.PoolAdopted) -> None:
+        self.former_leases.take_over(got)
+        self.epochs.learn(self.leases.tree.roots)
 
     def _unreadable(self, got: i.Unreadable) -> None:
         self.refused += 1

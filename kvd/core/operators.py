@@ -32,10 +32,9 @@ from kvd.core.inspect.page_states import pools_of
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import holders
 from kvd.core.layout.spec import device_number, has_bytes
-from kvd.core.leases.owners import describe_holder
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, short
-from kvd.wire import admin
+from kvd.wire import admin, events
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
@@ -153,18 +152,56 @@ def flush(node: NodeView, got: admin.Flush) -> VerbPlan | Refusal:
             f"flush mode {got.mode!r} is none of {UNLOCKED}, {STRICT}",
             side=node.settings.name,
         )
-    tree = node.leases.tree
-    locked = [edge for edge in tree.nodes() if edge.lock_ref]
-    by_edge = holders(node.leases)
-    kept = tuple(
-        f"node {edge.id} kept, {len(edge.pages) // ID_BYTES} pages: "
-        + "; ".join(describe_holder(node, lease) for lease in by_edge.get(edge.id, []))
-        for edge in locked
-    )
-    if got.mode == STRICT and locked:
+    namespace = got.namespace
+    if namespace is not None:
+        internal = node.epochs.internal(namespace)
+        if isinstance(internal, Refusal):
+            return internal
+        namespace = internal
+    kept = why.locked_words(node, namespace)
+    if got.mode == STRICT and kept:
         return VerbPlan(admin.Report(got.call, {"freed_pages": 0}, kept), _nothing)
-    changed = {"freed_pages": tree.evictable_pages, "locked_pages": tree.protected_pages}
-    return VerbPlan(admin.Report(got.call, changed, kept), node.leases.flush)
+    changed = _flushed_pages(node, namespace)
+    return VerbPlan(admin.Report(got.call, changed, kept), lambda: node.leases.flush(namespace))
+
+
+def raise_epoch(node: NodeView, got: admin.RaiseEpoch) -> VerbPlan | Refusal:
+    """What is cached in a namespace is never found again, and dropped as far as nobody locks it."""
+    epochs = node.epochs
+    refusal = epochs.flaw(got.namespace, got.epoch)
+    if refusal is not None:
+        return refusal
+    former = epochs.internal(got.namespace)
+    assert isinstance(former, str)  # ``flaw`` found nothing
+    before = epochs.by_namespace.get(got.namespace, 0)
+    if got.epoch == before:
+        note = f"namespace {got.namespace!r} is in epoch {before} already"
+        return VerbPlan(admin.Report(got.call, {"freed_pages": 0}, (), notes=(note,)), _nothing)
+    note = f"namespace {got.namespace!r} goes from epoch {before} to {got.epoch}"
+    locked = why.locked_words(node, former)
+    notes = (note, *_bounded(list(locked[:MAX_NOTES]), len(locked)))
+    report = admin.Report(got.call, _flushed_pages(node, former), (), notes=notes)
+
+    def begin() -> None:
+        epochs.begin(got.namespace, got.epoch)
+        node.out.emit(
+            events.EpochBegan(namespace=got.namespace, epoch=got.epoch, who="an operator")
+        )
+        node.leases.flush(former)
+
+    return VerbPlan(report, begin)
+
+
+def _flushed_pages(node: NodeView, namespace: str | None) -> dict[str, int]:
+    tree = node.leases.tree
+    if namespace is None:
+        return {"freed_pages": tree.evictable_pages, "locked_pages": tree.protected_pages}
+    edges = list(tree.nodes(namespace))
+    locked = sum([edge.n_pages for edge in edges if edge.lock_ref])
+    return {
+        "freed_pages": sum([edge.n_pages for edge in edges]) - locked,
+        "locked_pages": locked,
+    }
 
 
 def evict(node: NodeView, got: admin.Evict) -> VerbPlan:
@@ -377,6 +414,7 @@ def _bounded(notes: list[str], total: int) -> tuple[str, ...]:
 # One function per verb: Any, because each takes its own type of message.
 PLANS: dict[type, Callable[[NodeView, Any], VerbPlan | Refusal]] = {
     admin.Flush: flush,
+    admin.RaiseEpoch: raise_epoch,
     admin.Evict: evict,
     admin.AbortRoom: abort,
     admin.Fence: fence,

@@ -256,7 +256,9 @@ class World:
         whole = [one for one in asked[-12:] if one.n_tokens % PAGE_TOKENS == 0]
         if whole and rng.random() < 0.7:
             return rng.choice(whole).followed_by(self.some_tokens(n_tokens))
-        return WrittenPrompt(self.contents, self.some_tokens(n_tokens), rng.choice(("", "", "lora")))
+        return WrittenPrompt(
+            self.contents, self.some_tokens(n_tokens), rng.choice(("", "", "lora"))
+        )
 
     def _begin(
         self, host: SimHost, kind: type[SimSendingEngine | ReceivingEngine], request: Request

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from kvd.errors import Refusal
-from kvd.wire.bounds import Call, Figure, Name, Reason
+from kvd.wire.bounds import Call, Figure, Name, Namespace, Reason
 from kvd.wire.console import MAX_FRAMES, MAX_QUERIES, EventQuery, MapQuery, Query, Vitals
 from kvd.wire.events import Event
 from kvd.wire.snapshot import AuditState, Snapshot
@@ -77,6 +77,15 @@ class Flush(OperatorRequest, frozen=True, tag="flush"):
     """Drop every unlocked cached page; ``STRICT``: nothing at all if any is locked. ``Report``."""
 
     mode: Name = "unlocked"
+    namespace: Namespace | None = None
+    """Of this one alone, in its epoch; None: all of them."""
+
+
+class RaiseEpoch(OperatorRequest, frozen=True, tag="epoch"):
+    """A namespace has new weights: what is cached in it is never found again. ``Report``."""
+
+    namespace: Namespace
+    epoch: Figure
 
 
 class Evict(OperatorRequest, frozen=True, tag="evict"):
@@ -111,7 +120,7 @@ class Undrain(OperatorRequest, frozen=True, tag="undrain"):
     """Serve again. Answer: ``Report``."""
 
 
-Plannable = Flush | Evict | AbortRoom | Fence | Drain | Undrain
+Plannable = Flush | RaiseEpoch | Evict | AbortRoom | Fence | Drain | Undrain
 """What changes something by a plan, so that it can be shown before."""
 
 
@@ -152,6 +161,7 @@ AdminRequest = (
     | Fence
     | Drain
     | Undrain
+    | RaiseEpoch
     | Rehearse
     | Audit
     | Record

@@ -368,6 +368,24 @@ class ForgetPrompts(msgspec.Struct, frozen=True, array_like=True, tag="forget-pr
     prompts: PromptNumbers
 
 
+class FlushNamespace(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
+    """Drop what is cached of a namespace and not locked. Answer: ``FlushReport``."""
+
+    call: Call
+    namespace: Namespace = ""
+
+
+class BeginEpoch(msgspec.Struct, frozen=True, array_like=True, tag="epoch"):
+    """A namespace has new weights: what is cached in it is never found again.
+
+    ``epoch`` goes up only; the one that it is in changes nothing. Answer: ``FlushReport``.
+    """
+
+    call: Call
+    namespace: Namespace
+    epoch: Figure
+
+
 Request = (
     OpenLease
     | ExtendLease
@@ -397,6 +415,8 @@ Request = (
     | HoldPrefix
     | AboutPrompt
     | ForgetPrompts
+    | FlushNamespace
+    | BeginEpoch
 )
 
 TAKES_TOKENS = (
@@ -486,6 +506,16 @@ class MatchReply(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
     tokens: int
     load: int
     free: int
+
+
+class FlushReport(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):
+    """Pages of a namespace that went, pages that stayed under a lock, and who has those."""
+
+    call: int
+    freed_pages: int
+    kept_pages: int
+    kept: tuple[str, ...] = ()
+    """One sentence for each of the first locked nodes."""
 
 
 class Snapshotted(msgspec.Struct, frozen=True, array_like=True, tag="snapshotted"):
@@ -586,7 +616,7 @@ Push = Received | ReceiveFailed | Accepted | SendFailed | LeaseLost | Events
 
 Reply = (
     Failed | Leased | PageTable | Done | Receiving | Sending | Finished | MatchReply | Snapshotted
-    | Retracted | Resumed | FetchReply | Push
+    | Retracted | Resumed | FetchReply | FlushReport | Push
 )  # fmt: skip
 
 

@@ -393,10 +393,20 @@ class MessageRefused(NumberedEvent, frozen=True, kw_only=True, tag="message-refu
 
 
 class Flushed(NumberedEvent, frozen=True, kw_only=True, tag="flushed"):
-    """An operator emptied the tree of everything that is not locked."""
+    """The tree was emptied of everything that is not locked, by an operator or an engine."""
 
     freed_pages: int
     kept_pages: int
+    namespace: str | None = None
+    """Of this one alone; None: all of it."""
+
+
+class EpochBegan(NumberedEvent, frozen=True, kw_only=True, tag="epoch"):
+    """A namespace has new weights: nothing that was cached in it before is found again."""
+
+    namespace: str
+    epoch: int
+    who: str
 
 
 class Violation(NumberedEvent, frozen=True, kw_only=True, tag="violation"):
@@ -489,6 +499,7 @@ Event = (
     | TransferStarted
     | MessageRefused
     | Flushed
+    | EpochBegan
     | Violation
     | ViolationHealed
     | RecordingStarted

@@ -360,3 +360,5 @@ class Snapshot(msgspec.Struct, frozen=True):
     recorder: RecorderState = RecorderState()
     drain: DrainState | None = None
     """None while the node serves."""
+    epochs: dict[str, int] = {}
+    """By namespace, those that were told of new weights; a namespace without one is in epoch 0."""

@@ -20,6 +20,7 @@ PROMISED = (
         "record",
         "replay",
         "flush",
+        "epoch",
         "evict",
         "abort",
         "fence",

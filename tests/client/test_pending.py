@@ -91,6 +91,7 @@ def is_readable(node: SyncNode, within_s: float = 0.0) -> bool:
 def test_every_verb_can_be_begun(kind: type) -> None:
     waits = {
         *("lease", "receive", "send", "hand_over", "match", "snapshot"),
+        *("flush", "new_epoch"),
         *("extend", "slide", "fetch", "written", "commit", "retract", "resume", "release"),
         *("done", "cancel", "accepted", "advance", "finish", "abort"),
     }

@@ -23,8 +23,27 @@ from tests.core.world import World, tokens
 
 INTEGERS = (0, 1, 2, 3, -1, 7, 16, 40, 100, 101, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
 FLOATS = (0.0, 0.3, -1.0, 1e300, float("nan"), float("inf"), float("-inf"))
-TEXTS = ("", "p", "d", "x", "lora", "\0", "strict", "unlocked", "page", "room", "lease", "node")
+TEXTS = (
+    "",
+    "p",
+    "d",
+    "x",
+    "lora",
+    "\0",
+    "strict",
+    "unlocked",
+    "page",
+    "room",
+    "lease",
+    "node",
+    "host",
+)
 TOKENS = (Tokens(b""), tokens((1, 10)), PROMPT, tokens((1, 5000)), tokens((-5, 40)))
+WITHIN = {
+    *typing.get_args(typing.get_type_hints(admin.Rehearse)["verb"]),
+    *typing.get_args(client.ABOUT_PROMPTS),
+}
+"""Requests within another one."""
 OWNED_ONLY_BY_THE_SHELL = (client.Subscribe, client.Unsubscribe, admin.ListEvents, admin.Look)
 
 
@@ -39,18 +58,14 @@ def some(rng: random.Random, kind: object) -> object:
         return rng.choice((b"", b"aux", bytes(70_000)))
     if kind is str:
         return rng.choice(TEXTS)
-    if kind == str | None:
-        return rng.choice((None, "", "host"))
-    if kind in typing.get_args(typing.get_type_hints(admin.Rehearse)["verb"]):
+    if kind in WITHIN:
         return ugly(rng, kind, 1)
-    if kind in typing.get_args(client.ABOUT_PROMPTS):
-        return ugly(rng, kind, 1)
-    if typing.get_origin(kind) is tuple and typing.get_args(kind)[0] is int:
-        return tuple(rng.choice(INTEGERS) for _ in range(rng.randrange(4)))
     if kind is types.NoneType:
         return None
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return some(rng, rng.choice(typing.get_args(kind)))
+    if kind == tuple[int, ...]:
+        return tuple(rng.choice(INTEGERS) for _ in range(rng.randrange(4)))
     assert kind == tuple[str, ...], kind
     return rng.choice(((), ("p",), ("d",), ("x",), ("p", "p")))
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller
     from kvd.core.leases.admission import Admission
+    from kvd.core.leases.epochs import Epochs
     from kvd.core.leases.fetch import Fetcher
     from kvd.core.leases.former_leases import FormerLeases
     from kvd.core.leases.lease_table import LeaseTable
@@ -71,6 +72,7 @@ class NodeView(Protocol):
     retractor: Retractor
     fetcher: Fetcher
     drainer: Drainer
+    epochs: Epochs
 
     # These two rank above this room, so only what is read of them is known here.
     @property

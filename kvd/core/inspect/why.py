@@ -99,6 +99,17 @@ def holders(table: LeaseTable) -> dict[int, list[LeaseRecord]]:
     return found
 
 
+def locked_words(node: NodeView, namespace: str | None = None) -> tuple[str, ...]:
+    """What a flush keeps, a sentence for each locked node: whose lease it is under."""
+    by_edge = holders(node.leases)
+    return tuple(
+        f"node {edge.id} kept, {edge.n_pages} pages: "
+        + "; ".join(describe_holder(node, lease) for lease in by_edge.get(edge.id, []))
+        for edge in node.leases.tree.nodes(namespace)
+        if edge.lock_ref
+    )
+
+
 def in_display_order(tree: RadixTree) -> list[RadixNode]:
     """All nodes, parents first, and among siblings the biggest subtree first."""
     edges = list(tree.nodes())

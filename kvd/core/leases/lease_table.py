@@ -648,13 +648,18 @@ class LeaseTable:
         tell_evicted(self._out, n_freed, len(evicted.victims), reason)
         return n_freed
 
-    def flush(self) -> tuple[int, int]:
-        """Drop every unlocked cached page; returns pages freed and pages kept by a lock."""
-        flushed = self.tree.flush()
+    def flush(self, namespace: str | None = None) -> tuple[int, int]:
+        """Drop every unlocked cached page, of one namespace or of all.
+
+        Returns pages freed and pages kept by a lock.
+        """
+        flushed = self.tree.flush(namespace)
         self.evicted_filter.left(flushed.nodes)
         n_freed = count(flushed.pages)
         self.return_pages(flushed.pages)
-        self._out.emit(events.Flushed(freed_pages=n_freed, kept_pages=flushed.kept_pages))
+        self._out.emit(
+            events.Flushed(freed_pages=n_freed, kept_pages=flushed.kept_pages, namespace=namespace)
+        )
         return n_freed, flushed.kept_pages
 
     def _make_room(self, n_pages: int) -> None:
