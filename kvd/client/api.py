@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from kvd.wire.page_address import ExtraKeys
     from kvd.wire.snapshot import Snapshot
 
+NO_ROOM = 0
+"""In a receive that pulls."""
+
 NEVER_S = 3600.0
 """One wait for events; waiting goes on after it."""
 
@@ -238,9 +241,9 @@ class Node:
 
     async def receive(  # noqa: PLR0913 - the request, field by field
         self,
-        room: int,
-        tokens: TokenIds | Prompt | None,
-        source: str | Sequence[str],
+        room: int | TokenIds | Prompt | None = None,
+        tokens: TokenIds | Prompt | None = None,
+        source: str | Sequence[str] = (),
         *,
         keys: Sequence[bytes] | None = None,
         extra_keys: ExtraKeys | None = None,
@@ -255,31 +258,34 @@ class Node:
         """Decode side: get the KV of ``tokens`` from ``source``; returns once pages are held.
 
         Args:
-            room: the rendezvous number that the router chose.
+            room: the rendezvous number that the router chose. Without one, as in
+                ``receive(tokens, source="p")``, what ``p`` has cached of it is pulled: ``n_tokens``,
+                which may be 0. The lease knows those, and has pages for the whole prompt.
             tokens: the prompt; only what is not cached here is sent. Or ``None``, and ``keys``.
-            keys: as in ``lease``; both sides give the same.
-            extra_keys: as in ``lease``; both sides give the same.
-            source: a configured peer's name or address. Several where the prompt's KV is on several
-                daemons, each once: ranks that all have it (context parallel) divide the pages,
-                stages and tensor-parallel ranks send the layers and heads that they have. All of it
-                arrives, or nothing does; the aux is that of the first one with the last layer.
+            keys, extra_keys: as in ``lease``; both sides give the same.
+            source: a configured peer's name or address. Several where the KV is on several daemons,
+                each once: ranks that all have it divide the pages, others send their layers and
+                heads. All of it arrives, or nothing; the aux is that of the first with the last
+                layer.
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.
-            tier: where the prompt's KV shall lie once it is here, in a pool that keeps it in host
-                memory: ``device`` preloads it into the device buffer, for a prompt that fits there;
-                ``host``, or left out: ``fetch`` brings what a step needs.
+            tier: in a pool with KV in host memory: ``device`` preloads the prompt into the device
+                buffer, if it fits there; ``host``, or left out: ``fetch`` brings what a step needs.
             deadline_s: of the whole handoff.
             cache: as in ``lease``.
             step_tokens: as in ``lease``, for what is generated after the prompt.
 
         Raises:
-            KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...
+            KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...;
+                ``not-supported`` for a pull of a pool with several components, or an older source.
         """
-        prompt = self._prompt(tokens, keys, extra_keys)
+        number = _met_in(room, tokens)
+        told = tokens if room is None or isinstance(room, int) else room
+        prompt = self._prompt(told, keys, extra_keys)
         request = wire.ReceiveRequest(
             call=self._port.connection.next_call(),
-            room=_room(room),
+            room=number,
             source=(source,) if isinstance(source, str) else tuple(source),
             namespace=namespace,
             reserve_tokens=operator.index(reserve_tokens),
@@ -573,6 +579,13 @@ def _prefix_of(opening: wire.OpenLease, hold: str) -> wire.HoldPrefix:
         )
         raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client"))
     return wire.HoldPrefix(opening.call, opening.namespace, opening.priority, opening.cache)
+
+
+def _met_in(room: int | TokenIds | Prompt | None, tokens: TokenIds | Prompt | None) -> int:
+    """The room of a receive; a prompt in its place, or nothing, is a pull."""
+    if isinstance(room, int) or (room is not None and tokens is not None):
+        return _room(room)  # type: ignore[arg-type]  # which says what is wrong with it
+    return NO_ROOM
 
 
 def _room(room: int) -> int:

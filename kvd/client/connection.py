@@ -384,8 +384,8 @@ class Connection:
                     pages=answer.pages,
                     beside=answer.beside,
                 )
-            case wire.Receiving(_, number, prefix_tokens):
-                call.receive = ReceiveState(number, prefix_tokens)
+            case wire.Receiving(_, number, prefix_tokens, prompt_tokens):
+                call.receive = ReceiveState(number, prefix_tokens, prompt_tokens)
                 self._receives[number] = call.receive
             case wire.Sending(_, number):
                 call.send = SendState(number)

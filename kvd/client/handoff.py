@@ -38,6 +38,8 @@ class Receive:
         self._pools = pools
         self._state = state
         self._prompt = prompt
+        if state.prompt_tokens is not None:
+            prompt.cut(state.prompt_tokens)
         self._within_s = within_s
         self._delivered: wire.Received | None = None
         self._lease: Lease | None = None
@@ -51,6 +53,11 @@ class Receive:
     def prefix_len(self) -> int:
         """Tokens that were cached here already and are not sent; page aligned."""
         return self._state.prefix_tokens
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the prompt that are there after ``done``: all, or those that a pull found."""
+        return self._prompt.n_tokens
 
     @property
     def is_ended(self) -> bool:

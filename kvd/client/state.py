@@ -138,11 +138,13 @@ class ReceiveState:
     """One receive, from its ``Receiving`` on. ``is_unwanted``: if it is delivered, give it back.
 
     ``lease`` is its record, once it is delivered; ``lost`` why the daemon knows it no more.
+    ``prompt_tokens``: how much of the prompt it will have; None: all of it.
     """
 
-    def __init__(self, number: int, prefix_tokens: int) -> None:
+    def __init__(self, number: int, prefix_tokens: int, prompt_tokens: int | None = None) -> None:
         self.number = number
         self.prefix_tokens = prefix_tokens
+        self.prompt_tokens = prompt_tokens
         self.outcome: Slot[Received | Refusal] = Slot()
         self.is_unwanted = False
         self.lease: LeaseView | None = None

@@ -182,6 +182,11 @@ class SyncReceive:
         return self.wrapped.prefix_len
 
     @property
+    def n_tokens(self) -> int:
+        """As ``Receive.n_tokens``."""
+        return self.wrapped.n_tokens
+
+    @property
     def lease(self) -> SyncLease:
         """As ``Receive.lease``."""
         if self._lease is None:
@@ -398,9 +403,9 @@ class SyncNode:
 
     def begin_receive(  # noqa: PLR0913 - as Node.receive
         self,
-        room: int,
-        tokens: TokenIds | Prompt | None,
-        source: str | Sequence[str],
+        room: int | TokenIds | Prompt | None = None,
+        tokens: TokenIds | Prompt | None = None,
+        source: str | Sequence[str] = (),
         *,
         keys: Sequence[bytes] | None = None,
         extra_keys: ExtraKeys | None = None,

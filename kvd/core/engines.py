@@ -16,6 +16,7 @@ from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.handoff.posts import no_event
+from kvd.core.handoff.pull import NO_ROOM
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import locked_words
 from kvd.core.leases.admission import MemoryAsker, Waiter
@@ -447,6 +448,7 @@ class Engines:
         refusal = Refusal(Code.CANCELLED, "the engine no longer waits for it", side=self._name)
         self._admission.cancel(session, message.of, refusal)
         self._prefiller.cancel_call(session, message.of, refusal)
+        self._decoder.cancel_call(session, message.of, refusal)
         self._out.answer(session, client.Done(message.call))
         return None
 
@@ -455,6 +457,8 @@ class Engines:
     def _receive(
         self, session: int, message: client.ReceiveRequest, tokens: Tokens
     ) -> Refusal | None:
+        if message.room == NO_ROOM:
+            return self._pull(session, message, tokens)
         refusal = self._bad_room(message.room)
         if refusal is not None:
             return refusal
@@ -468,6 +472,16 @@ class Engines:
                 message.room, self._node.peers.find(source) or source, refusal
             )
         return refusal
+
+    def _pull(self, session: int, message: client.ReceiveRequest, tokens: Tokens) -> Refusal | None:
+        """What one source has cached of the prompt; nobody else takes part."""
+        refusal = self._drainer.refusal() or self._bad_receive(message, tokens)
+        if refusal is None and len(message.source) != 1:
+            refusal = self._wrong(
+                f"a receive without a room from {', '.join(message.source)}: one source is asked "
+                "what it has"
+            )
+        return refusal or self._decoder.pull(session, message, tokens)
 
     def _bad_receive(self, message: client.ReceiveRequest, tokens: Tokens) -> Refusal | None:
         if not tokens or message.reserve_tokens < 0 or message.step_tokens < 0:

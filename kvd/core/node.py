@@ -43,11 +43,13 @@ from kvd.wire import events
 from kvd.wire.peer import (
     Abort,
     Accept,
+    AskPrefix,
     AskStory,
     Closed,
     Hello,
     Offer,
     Ping,
+    PrefixFound,
     Progress,
     Reject,
     Settled,
@@ -182,6 +184,8 @@ class NodeState:
             Reject: self._rejected,
             AskStory: self.inquiries.asked,
             Story: self.inquiries.told,
+            AskPrefix: self._prefix_asked,
+            PrefixFound: self.decoder.prefix_found,
         }
 
     def _checked_all(self, _: i.CheckedAll) -> None:
@@ -292,6 +296,9 @@ class NodeState:
 
     def _offered(self, peer: Any, message: Offer) -> None:
         self.prefiller.offered(peer, message, self.drainer.refusal())
+
+    def _prefix_asked(self, peer: Any, message: AskPrefix) -> None:
+        self.prefiller.prefix_asked(peer, message, self.drainer.refusal())
 
     def _pinged(self, peer: Any, message: Ping) -> None:
         self.peers.pulse.heard(peer, message)

@@ -74,6 +74,9 @@ OLD_PEER_BYTES = 4 * 1024 * 1024
 Checksums = Annotated[bytes, Meta(max_length=MAX_PEER_BYTES)]
 """Of the pages of one prompt, 8 bytes each: two million pages."""
 
+PromptBytes = Annotated[bytes, Meta(max_length=MAX_PEER_BYTES)]
+"""The tokens of a prompt."""
+
 MAX_GRANTS = 256
 """Components of one pool that travel: far above any family."""
 

@@ -163,6 +163,8 @@ class ReceiveRequest(msgspec.Struct, frozen=True, array_like=True, tag="receive"
     buffer: ``device`` has page ``n`` of the prompt in page ``n`` of the buffer row too when
     ``Received`` comes; ``host``, or nothing said, in host memory alone. ``step_tokens``: as in
     ``OpenLease``, for the tokens after the prompt. Each ``source`` sends a part, or all fail.
+    Room 0: there is none. The one source sends what it has cached of the prompt; the lease knows
+    as many tokens, and has pages for all.
     """
 
     call: Call
@@ -480,6 +482,8 @@ class Receiving(msgspec.Struct, frozen=True, array_like=True, tag="receiving"):
     call: int
     receive: int
     prefix_tokens: int
+    prompt_tokens: int | None = None
+    """Of a receive without a room: so much of the prompt the lease will have; None: all of it."""
 
 
 class Sending(msgspec.Struct, frozen=True, array_like=True, tag="sending"):

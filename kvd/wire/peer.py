@@ -24,6 +24,8 @@ from kvd.wire.bounds import (
     Layout,
     Metadata,
     Name,
+    Namespace,
+    PromptBytes,
     Relayed,
 )
 
@@ -79,7 +81,7 @@ class Hello(PeerMessage, frozen=True, tag="hello"):
 
     Sent only after the sender has reaped every older transfer process of its own: a Hello with a
     new incarnation is the proof that the old writer is gone. ``max_frame_bytes``: the longest
-    message that it reads.
+    message that it reads. ``serves_pulls``: it answers ``AskPrefix``.
     """
 
     node: Name
@@ -90,6 +92,7 @@ class Hello(PeerMessage, frozen=True, tag="hello"):
     max_aux_bytes: Counter
     protocol: Figure = PROTOCOL
     max_frame_bytes: Counter = OLD_PEER_BYTES
+    serves_pulls: bool = False
 
 
 class Ping(PeerMessage, frozen=True, tag="ping"):
@@ -283,6 +286,31 @@ class Story(PeerMessage, frozen=True, tag="story"):
     marks: Annotated[tuple[Told, ...], msgspec.Meta(max_length=MAX_TOLD_MARKS)] = ()
 
 
+class AskPrefix(PeerMessage, frozen=True, tag="ask-prefix"):
+    """Decode to prefill: what have you cached of this prompt? Send it, from what I have on.
+
+    Answer: ``PrefixFound``; to a repetition the same. ``have_tokens`` are cached over here.
+    """
+
+    ask: Counter
+    namespace: Namespace
+    tokens: PromptBytes
+    have_tokens: Figure
+    deadline_s: float
+
+
+class PrefixFound(PeerMessage, frozen=True, tag="prefix-found"):
+    """Prefill to decode: ``n_tokens`` of it are cached here, and sent to you in this room.
+
+    Room 0: they are no more than you have, so nothing is sent and nothing is kept.
+    """
+
+    ask: Counter
+    room: int = 0
+    n_tokens: Figure = 0
+    refusal: Refusal | None = None
+
+
 Message = (
     Hello
     | Ping
@@ -296,6 +324,8 @@ Message = (
     | Reject
     | AskStory
     | Story
+    | AskPrefix
+    | PrefixFound
 )
 
 
@@ -304,7 +334,7 @@ def flaw(message: Message) -> str | None:
     match message:
         case Reject(refusal=refusal) | Closed(reason=Refusal() as refusal):
             return _excess(refusal)
-        case Settled(reason=Refusal() as refusal):
+        case Settled(reason=Refusal() as refusal) | PrefixFound(refusal=Refusal() as refusal):
             return _excess(refusal)
         case _:
             return None

@@ -54,8 +54,8 @@ KEPT = [
     ),
     (
         PEER_MESSAGES,
-        peer.Hello("1", "2", "p", "[]", 3, b"m", 4, 5, 1, 6),
-        "9ba568656c6c6fa131a132a170a25b5d03c4016d04050106",
+        peer.Hello("1", "2", "p", "[]", 3, b"m", 4, 5, 1, 6, True),
+        "9ca568656c6c6fa131a132a170a25b5d03c4016d04050106c3",
     ),
     (
         PEER_MESSAGES,

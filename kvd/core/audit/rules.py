@@ -648,7 +648,9 @@ def _unowned(table: LeaseTable, part: SendPart, refs: Backrefs) -> str:
         return f"is settled, and keeps lease {lease.id}"
     if table.leases.get(lease.id) is not lease or f"send {part.id}" not in lease.holders:
         return f"reads lease {lease.id}, which is not held for it"
-    if part.state is not Prefill.DRAINING and not refs.is_alive(engine.session):
+    # What a peer pulls is sent for no session.
+    is_over = bool(engine.session) and not refs.is_alive(engine.session)
+    if part.state is not Prefill.DRAINING and is_over:
         return f"goes on for session {engine.session}, which is gone"
     return ""
 

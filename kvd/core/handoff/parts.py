@@ -153,6 +153,7 @@ class ReceiveAttempt:
         "ended",
         "id",
         "is_preloaded",
+        "is_pulled",
         "lease",
         "parts",
         "prefix_tokens",
@@ -182,6 +183,8 @@ class ReceiveAttempt:
         self.prompt_tokens = prompt_tokens
         self.is_preloaded = is_preloaded
         """Whether its pages are to be in the device buffer too when the engine hears of it."""
+        self.is_pulled = False
+        """Whether its source sends what it has cached, and no engine of it does."""
         self.prefix_tokens = 0
         self.parts: tuple[ReceivePart, ...] = ()
         """In the order in which the engine named the sources; none when it is over."""
@@ -192,6 +195,11 @@ class ReceiveAttempt:
         """Why the engine no longer wants it, or why it failed."""
         self.doubt: Doubt = Doubt.NONE
         """What the writers that are over have left that may still land."""
+
+    @property
+    def verb(self) -> str:
+        """What it is, in words."""
+        return "pull" if self.is_pulled else "receive"
 
     @property
     def sources(self) -> str:

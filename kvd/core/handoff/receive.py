@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import ARRIVAL, Claim
@@ -34,6 +35,7 @@ from kvd.core.handoff.outcomes import Outcomes
 from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, is_wanted
 from kvd.core.handoff.payload import Payload
 from kvd.core.handoff.protocol import Decode, DecodeTrigger, move_decode, tell_ended
+from kvd.core.handoff.pull import NO_ROOM, PullAsk, PullAsks
 from kvd.core.handoff.quarantine import Quarantines
 from kvd.core.handoff.refusals import (
     begun_elsewhere,
@@ -44,12 +46,21 @@ from kvd.core.handoff.refusals import (
     writer_silent,
 )
 from kvd.core.handoff.verify import SumFinding, Verifying
-from kvd.core.leases.admission import Admission, Waiter
+from kvd.core.leases.admission import Admission, MemoryAsker, Waiter
 from kvd.core.leases.receive_tier import DEVICE
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
 from kvd.wire import client
-from kvd.wire.peer import Abort, Accept, Offer, Progress, ReceiveOutcome, Settled, Withdrawn
+from kvd.wire.peer import (
+    Abort,
+    Accept,
+    Offer,
+    PrefixFound,
+    Progress,
+    ReceiveOutcome,
+    Settled,
+    Withdrawn,
+)
 
 if TYPE_CHECKING:
     from kvd.core.inputs import Verified
@@ -104,6 +115,27 @@ class ReceiveAsker:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
+class CachedAsker(MemoryAsker):
+    """A pull for which nothing has to come: it waits for memory, and for nothing else."""
+
+    __slots__ = ("_call", "_decoder", "_receive", "_session")
+
+    def __init__(self, decoder: Decoder, session: int, call: int, receive: int) -> None:
+        self._decoder = decoder
+        self._session = session
+        self._call = call
+        self._receive = receive
+
+    def admitted(self, lease: LeaseRecord) -> None:
+        """Answer with the lease."""
+        self._decoder.received_cached(self._session, self._call, self._receive, lease)
+
+    def refused(self, refusal: Refusal) -> None:
+        """Answer with the reason."""
+        self._decoder.pull_refused(self._session, self._call, refusal)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PreloadAsker:
     """A verified receive whose prompt is copied to its buffer before its engine hears of it."""
 
@@ -148,6 +180,7 @@ class Decoder:
         self.verifying = Verifying(settings, payload, peers, out)
         self.quarantines = Quarantines(settings, leases, peers, out)
         self.outcomes = Outcomes(settings, out)
+        self.pulls = PullAsks(settings, leases, peers, out)
         self.delivered = self.failed = 0
         """Parts that were committed, and that ended otherwise after they were offered."""
         self.received_bytes = self.saved_bytes = 0
@@ -167,14 +200,113 @@ class Decoder:
 
     # ---- the engine --------------------------------------------------------------------------
 
-    def receive(self, session: int, message: client.ReceiveRequest, tokens: Tokens) -> None:
+    def pull(self, session: int, message: client.ReceiveRequest, tokens: Tokens) -> Refusal | None:
+        """The engine wants what one peer has cached of a prompt: ask it first."""
+        ask = self.pulls.begin(session, message, tokens)
+        if isinstance(ask, Refusal):
+            return ask
+        self._say_pull(ask)
+        return None
+
+    def prefix_found(self, peer: Peer, message: PrefixFound) -> None:
+        """The source of a pull has said what it has, and waits for an Offer in that room."""
+        ask = self.pulls.answered(peer, message)
+        if ask is None:
+            return
+        if message.refusal is not None:
+            why = message.refusal
+            said = f"{peer.name} sends nothing of the prompt: {why.message}"
+            self._end_pull(ask, Refusal(why.code, said, side=peer.name, numbers=why.numbers))
+            return
+        n_tokens, size = message.n_tokens, self._leases.tree.match_page_tokens
+        have_tokens = self.pulls.have_tokens(ask)
+        if message.room == NO_ROOM or not have_tokens < n_tokens <= count(ask.tokens):
+            if message.room != NO_ROOM:
+                self.pulls.withdraw(peer, message.room, "it has come meanwhile")
+            self._receive_cached(ask, have_tokens)
+        elif n_tokens % size:
+            self.pulls.withdraw(peer, message.room, Code.BAD_PREFIX.value)
+            said = f"{peer.name} sends {n_tokens} tokens, no whole pages of {size}"
+            self._end_pull(ask, Refusal(Code.BAD_PREFIX, said, side=self._settings.name))
+        else:
+            rest_s = ask.deadline_s - self._out.at_s
+            known = _upto(ask, n_tokens, message.room, rest_s)
+            tokens = Tokens(ask.tokens[: n_tokens * ID_BYTES])
+            self.receive(ask.session, known, tokens, is_pulled=True)
+
+    def _say_pull(self, ask: PullAsk) -> None:
+        refusal = self.pulls.say(ask)
+        if refusal is not None:
+            del self.pulls.by_id[ask.id]
+            self._end_pull(ask, refusal)
+
+    def _end_pull(self, ask: PullAsk, refusal: Refusal) -> None:
+        self.pull_refused(ask.session, ask.message.call, refusal)
+
+    def pull_refused(self, session: int, call: int, refusal: Refusal) -> None:
+        """Nothing came of a pull, and nothing is held for it."""
+        self._out.answer(session, client.Failed(call, refusal))
+
+    def _receive_cached(self, ask: PullAsk, n_tokens: int) -> None:
+        """Nothing has to come: what is cached here is all there is, and the lease has it."""
+        message = _upto(ask, n_tokens, NO_ROOM, ask.deadline_s - self._out.at_s)
+        self._last_part += 1
+        asker = CachedAsker(self, ask.session, message.call, self._last_part)
+        claim = Claim(
+            session=ask.session,
+            call=message.call,
+            reason=f"pull from {ask.peer}",
+            room=NO_ROOM,
+            namespace=message.namespace,
+            tokens=Tokens(ask.tokens[: n_tokens * ID_BYTES]),
+            reserve_tokens=message.reserve_tokens,
+            priority=message.priority,
+            cache=message.cache,
+        )
+        lease = self._admission.at_once(claim)
+        if isinstance(lease, LeaseRecord):
+            asker.admitted(lease)
+        else:
+            self._admission.submit(Waiter(claim, ask.deadline_s, asker), lease)
+
+    def received_cached(self, session: int, call: int, receive: int, lease: LeaseRecord) -> None:
+        """The lease of a pull for which nothing had to come."""
+        n_tokens = count(lease.tokens)
+        self._out.answer(
+            session,
+            client.Receiving(
+                call=call,
+                receive=receive,
+                prefix_tokens=lease.prefix_tokens,
+                prompt_tokens=n_tokens,
+            ),
+        )
+        self._out.answer(
+            session,
+            client.Received(receive=receive, lease=lease.id, pages=lease.page_table, aux=b""),
+        )
+
+    def cancel_call(self, session: int, call: int, refusal: Refusal) -> None:
+        """Nobody waits for what this call pulls."""
+        for ask in self.pulls.take_of_session(session, call):
+            self._end_pull(ask, refusal)
+
+    def receive(
+        self,
+        session: int,
+        message: client.ReceiveRequest,
+        tokens: Tokens,
+        *,
+        is_pulled: bool = False,
+    ) -> None:
         """The engine wants a prompt's KV from known peers: queue for room."""
         attempt = self._new_attempt(session, message, count(tokens))
+        attempt.is_pulled = is_pulled
         fresh = self._leases.components.fresh_tokens(attempt.prompt_tokens, cached=message.cache)
         claim = Claim(
             session=session,
             call=message.call,
-            reason=f"receive from {attempt.sources}",
+            reason=f"{attempt.verb} from {attempt.sources}",
             room=message.room,
             namespace=message.namespace,
             tokens=tokens,
@@ -204,7 +336,10 @@ class Decoder:
         attempts = [one for one in self.attempts.values() if one.session == session]
         for one in attempts:
             self.cancel_attempt(one, refusal)
-        return len(attempts)
+        pulls = self.pulls.take_of_session(session)
+        for ask in pulls:
+            self._end_pull(ask, refusal)
+        return len(attempts) + len(pulls)
 
     def cancel_attempt(self, attempt: ReceiveAttempt, refusal: Refusal) -> None:
         """The engine, its death, or the operator ends the attempt."""
@@ -357,6 +492,10 @@ class Decoder:
     def tick(self) -> None:
         """Deadlines and repetitions."""
         now_s = self._out.at_s
+        for ask in self.pulls.overdue():
+            self._end_pull(ask, self.pulls.late(ask))
+        for ask in self.pulls.due():
+            self._say_pull(ask)
         for part in list(self.parts.values()):
             # DRAINING has no deadline: its pages are not free before the writer is over, however
             # late.
@@ -399,7 +538,12 @@ class Decoder:
             self._move(part, T.ADMITTED, _wanted(part))
         # Before the Offers among the effects: the engine knows the number before anybody can say
         # anything about it.
-        answer = client.Receiving(call, attempt.id, attempt.prefix_tokens)
+        answer = client.Receiving(
+            call=call,
+            receive=attempt.id,
+            prefix_tokens=attempt.prefix_tokens,
+            prompt_tokens=attempt.prompt_tokens if attempt.is_pulled else None,
+        )
         self._out.answer(attempt.session, answer)
         for part in attempt.parts:
             part.resend_gap_s = self._settings.resend_s
@@ -477,7 +621,8 @@ class Decoder:
         if left is None:
             # Before the commit: a journal notes what moves in leases that an engine has, and this
             # one has it from here on.
-            self._leases.hand_over(lease, f"received from {attempt.sources}")
+            said = "pulled" if attempt.is_pulled else "received"
+            self._leases.hand_over(lease, f"{said} from {attempt.sources}")
         # No tokens beyond those claimed: the whole prompt is in its pages, and nothing else is.
         self._leases.commit(lease, NO_TOKENS)
         if left is None:
@@ -705,6 +850,18 @@ class Decoder:
 
     def _move(self, part: ReceivePart, trigger: DecodeTrigger, why: str) -> None:
         move_decode(part, trigger, why, self._out)
+
+
+def _upto(ask: PullAsk, n_tokens: int, room: int, deadline_s: float) -> client.ReceiveRequest:
+    """A pull as a receive of the first tokens of its prompt, with room for the rest."""
+    rest = count(ask.tokens) - n_tokens
+    return msgspec.structs.replace(
+        ask.message,
+        room=room,
+        source=(ask.peer,),
+        reserve_tokens=ask.message.reserve_tokens + rest,
+        deadline_s=deadline_s,
+    )
 
 
 def _wanted(part: ReceivePart) -> str:

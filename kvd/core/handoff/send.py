@@ -18,29 +18,42 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core.cache.lease import Claim, Shortage
 from kvd.core.handoff.message_sizes import page_bytes
 from kvd.core.handoff.offer import (
     differs,
     disagreement,
     not_reached,
     outdated,
+    prompt_digest,
     unacceptable,
 )
 from kvd.core.handoff.parts import FailedSend, SendingEngine, SendPart
 from kvd.core.handoff.payload import Payload
 from kvd.core.handoff.posts import Posts, no_event
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
+from kvd.core.handoff.pull import NO_ROOM, PULLER, PullTicket, PullTickets, unfit
 from kvd.core.handoff.refusals import long_aux, too_late
 from kvd.core.handoff.rooms import ExpiredRooms, Rooms, may_offer_still, taken
 from kvd.core.handoff.settled import SettledSends
 from kvd.core.handoff.sources import accepted
 from kvd.core.leases.written import promised_tokens, word_for_sends
 from kvd.core.peers.peer import Agent, lost_because
+from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
-from kvd.types import short
+from kvd.types import ID_BYTES, MAX_ROOM, Tokens, short
 from kvd.wire import client
 from kvd.wire.bounds import MAX_REASON
-from kvd.wire.peer import Abort, Accept, Offer, ReceiveOutcome, Withdrawn
+from kvd.wire.codec import check_tokens
+from kvd.wire.peer import (
+    Abort,
+    Accept,
+    AskPrefix,
+    Offer,
+    PrefixFound,
+    ReceiveOutcome,
+    Withdrawn,
+)
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
@@ -76,6 +89,7 @@ class Prefiller:
         self.failed: dict[int, FailedSend] = {}
         """By send id: the engine was told, and has not said finish or abort yet."""
         self.expired_rooms = ExpiredRooms(settings)
+        self.tickets = PullTickets()
         self.settled_sends = SettledSends(settings, leases, peers, out)
         self.posts = Posts(self._payload, leases, peers, out)
         self._settings = settings
@@ -83,6 +97,7 @@ class Prefiller:
         self._peers = peers
         self._out = out
         self._last_part = 0
+        self._last_pull_room = MAX_ROOM
 
     def known(self) -> list[SendPart]:
         """Every part that is not over: those that have a room, then those that wait for Closed."""
@@ -354,6 +369,93 @@ class Prefiller:
         part.awaited.turned_away = f"the Offer of {peer} was refused: {refusal.message}"
         part.history.add_line(self._out.at_s, part.awaited.turned_away)
 
+    def prefix_asked(self, peer: Peer, message: AskPrefix, not_serving: Refusal | None) -> None:
+        """What is cached here of a prompt, and a room in which it is sent; or why it is not."""
+        ticket = self.tickets.find(peer.incarnation, message.ask)
+        if ticket is None:
+            found = not_serving or self._unpulled(message) or self._open_pull(peer, message)
+            if isinstance(found, Refusal):
+                found = PullTicket(self._prefix(peer, message.ask, refusal=found), None)
+            self.tickets.add(peer.incarnation, ticket := found)
+        self._out.send(peer.link, ticket.answer)
+
+    def _unpulled(self, message: AskPrefix) -> Refusal | None:
+        """Why nothing is looked up for it."""
+        side = self._settings.name
+        if self._settings.cache_mode is not CacheMode.RADIX:
+            why = f'cache.mode of {side} is "{self._settings.cache_mode.value}": nothing is cached'
+            return Refusal(Code.NOT_SUPPORTED, why, side=side)
+        tokens = check_tokens(message.tokens, max_tokens=self._settings.max_prompt_tokens)
+        return tokens if isinstance(tokens, Refusal) else unfit(self._leases, side)
+
+    def _open_pull(self, peer: Peer, message: AskPrefix) -> PullTicket | Refusal:
+        """Lock what is cached, and send it from the daemon itself: no engine takes part."""
+        tokens = Tokens(message.tokens)
+        n_tokens = self._leases.tree.probe(tokens, message.namespace)
+        if n_tokens <= message.have_tokens:
+            return PullTicket(self._prefix(peer, message.ask, n_tokens=n_tokens), None)
+        claim = Claim(
+            session=0,
+            call=0,
+            reason=f"pull of {peer.name}",
+            room=self._pull_room(),
+            namespace=message.namespace,
+            tokens=Tokens(tokens[: n_tokens * ID_BYTES]),
+            reserve_tokens=0,
+            priority=0,
+            cache=True,
+            holder=PULLER,
+        )
+        lease = self._leases.open_prefix(claim)
+        if isinstance(lease, Shortage):  # of what is cached nothing is short
+            why = f"{lease.needed_pages} pages of {lease.budget} are short"
+            return Refusal(Code.NO_ROOM, why, side=self._settings.name)
+        part = self._new_part(claim.room, P.AWAIT_OFFER)
+        self.rooms.add_part(part)
+        part.history.add_line(self._out.at_s, f"opened by a pull of {peer.name}")
+        part.awaited.destination = peer.name
+        digest = prompt_digest(claim.tokens, claim.namespace)
+        part.engine = SendingEngine(session=0, lease=lease, tokens=claim.tokens, digest=digest)
+        part.prompt_tokens = part.cursor_tokens = n_tokens
+        part.deadline_s = self._deadline(message.deadline_s)
+        part.is_numbered, part.aux = False, b""
+        self._leases.hold_for_send(lease, f"send {part.id}", n_tokens)
+        self._leases.release(lease, PULLER, "pull")
+        answer = self._prefix(peer, message.ask, room=claim.room, n_tokens=n_tokens)
+        return PullTicket(answer, part)
+
+    def _prefix(
+        self,
+        peer: Peer,
+        ask: int,
+        *,
+        room: int = NO_ROOM,
+        n_tokens: int = 0,
+        refusal: Refusal | None = None,
+    ) -> PrefixFound:
+        return PrefixFound(
+            source=self._settings.incarnation,
+            target=peer.incarnation,
+            ask=ask,
+            room=room,
+            n_tokens=n_tokens,
+            refusal=refusal,
+        )
+
+    def _pull_room(self) -> int:
+        """A room that nobody has: from the top, where routers draw one in 2**63."""
+        while True:
+            self._last_pull_room -= 1
+            if self._last_pull_room not in self.rooms.by_room:
+                return self._last_pull_room
+
+    def _end_pulls(self, incarnation: str, refusal: Refusal) -> None:
+        """A peer that has not offered pages for what it pulls will not."""
+        for part in self.tickets.open(incarnation):
+            if part.state is P.AWAIT_OFFER:
+                self.give_up_send(part, refusal)
+        self.tickets.forget_peer(incarnation)
+
     def aborted(self, peer: Peer, message: Abort) -> None:
         """The decode side no longer wants it, and waits for our last word."""
         part = self.settled_sends.find_part(peer.incarnation, message.handoff)
@@ -408,6 +510,7 @@ class Prefiller:
             f"the decode daemon restarted (incarnation {short(incarnation)} is gone)",
             side=self._settings.name,
         )
+        self._end_pulls(incarnation, refusal)
         # Drained like any other: posts under way still read our pages, whoever wants them.
         for part in self.parts_offered_by(incarnation):
             self.give_up_send(part, refusal)
@@ -421,6 +524,7 @@ class Prefiller:
         """Silence: stop posting for it."""
         why = lost_because(peer, self._out.at_s)
         refusal = Refusal(Code.PEER_LOST, why, side=self._settings.name)
+        self._end_pulls(peer.incarnation, refusal)
         for part in self.parts_offered_by(peer.incarnation):
             self.give_up_send(part, refusal)
 

@@ -97,6 +97,8 @@ class Peer:
     max_prompt_tokens: int = 0
     max_aux_bytes: int = 0
     max_frame_bytes: int = 0
+    serves_pulls: bool = False
+    """Whether it can be asked what it has of a prompt."""
     life: Life = Life.LOST
     heard_s: float = 0.0
     layout: Layout = UNREAD

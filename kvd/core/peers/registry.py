@@ -200,6 +200,7 @@ class Peers:
         peer.max_prompt_tokens = message.max_prompt_tokens
         peer.max_aux_bytes = message.max_aux_bytes
         peer.max_frame_bytes = message.max_frame_bytes
+        peer.serves_pulls = message.serves_pulls
         # With the generation, not with each Hello: only a new transfer process can bring another
         # pool.
         read_layout(peer, message.layout, self._settings)
@@ -233,6 +234,7 @@ class Peers:
                 max_prompt_tokens=mine.max_prompt_tokens,
                 max_aux_bytes=mine.max_aux_bytes,
                 max_frame_bytes=mine.max_frame_bytes,
+                serves_pulls=True,
             ),
         )
 
