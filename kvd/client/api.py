@@ -12,7 +12,7 @@ client runs these very verbs, see ``port``.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import msgspec
 
@@ -259,10 +259,11 @@ class Node:
 
         Args:
             room: the rendezvous number that the router chose. Without one, as in
-                ``receive(tokens, source="p")``, what ``p`` has cached of it is pulled: ``n_tokens``,
-                which may be 0. The lease knows those, and has pages for the whole prompt.
+                ``receive(tokens, source="p")``, what ``p`` has cached of it is pulled, which may be
+                nothing: ``n_tokens``. The lease knows those, and has pages for the whole prompt.
             tokens: the prompt; only what is not cached here is sent. Or ``None``, and ``keys``.
-            keys, extra_keys: as in ``lease``; both sides give the same.
+            keys: as in ``lease``; both sides give the same.
+            extra_keys: as in ``lease``; both sides give the same.
             source: a configured peer's name or address. Several where the KV is on several daemons,
                 each once: ranks that all have it divide the pages, others send their layers and
                 heads. All of it arrives, or nothing; the aux is that of the first with the last
@@ -281,8 +282,7 @@ class Node:
                 ``not-supported`` for a pull of a pool with several components, or an older source.
         """
         number = _met_in(room, tokens)
-        told = tokens if room is None or isinstance(room, int) else room
-        prompt = self._prompt(told, keys, extra_keys)
+        prompt = self._prompt(room if _is_prompt(room) else tokens, keys, extra_keys)
         request = wire.ReceiveRequest(
             call=self._port.connection.next_call(),
             room=number,
@@ -295,7 +295,11 @@ class Node:
             tier=tier,
             step_tokens=operator.index(step_tokens),
         )
-        within_s = within(deadline_s)
+        return await self._receiving(request, prompt, within(deadline_s))
+
+    async def _receiving(
+        self, request: wire.ReceiveRequest, prompt: PromptAddress, within_s: float
+    ) -> Receive:
         call = await perform_about(self._port, request, prompt, within_s=within_s)
         if call.receive is None:
             raise confused(request, call.answer.value)
@@ -581,11 +585,15 @@ def _prefix_of(opening: wire.OpenLease, hold: str) -> wire.HoldPrefix:
     return wire.HoldPrefix(opening.call, opening.namespace, opening.priority, opening.cache)
 
 
+def _is_prompt(room: int | TokenIds | Prompt | None) -> TypeGuard[TokenIds | Prompt]:
+    return room is not None and not isinstance(room, int)
+
+
 def _met_in(room: int | TokenIds | Prompt | None, tokens: TokenIds | Prompt | None) -> int:
     """The room of a receive; a prompt in its place, or nothing, is a pull."""
-    if isinstance(room, int) or (room is not None and tokens is not None):
-        return _room(room)  # type: ignore[arg-type]  # which says what is wrong with it
-    return NO_ROOM
+    if room is None or (_is_prompt(room) and tokens is None):
+        return NO_ROOM
+    return _room(room)  # type: ignore[arg-type]  # which says what is wrong with it
 
 
 def _room(room: int) -> int:
