@@ -130,7 +130,7 @@ class RadixSection(msgspec.Struct, frozen=True):
 class AdmissionSection(msgspec.Struct, frozen=True):
     """The queue of requests that wait for room."""
 
-    max_deadline_s: Annotated[float, Meta(ge=0.1, le=3600)] = 30.0
+    max_deadline_s: Annotated[float, Meta(ge=0.1, le=3600)] = 600.0
     """Longest time that a lease or a receive may wait; a longer deadline_s is cut to it."""
     max_queue: Annotated[int, Meta(ge=1, le=1000000)] = 1024
     """Requests that may wait; the next is refused."""
