@@ -101,6 +101,7 @@ class Engines:
             client.Advance: self._advance,
             client.Finish: self._finish,
             client.HandOver: self._hand_over,
+            client.KeepRoom: self._keep_room,
             client.FinishAndRelease: self._finish_and_release,
             client.AbortSend: self._abort_send,
             client.MatchPrefix: self._match,
@@ -497,6 +498,9 @@ class Engines:
         # No commit, which counts also what a longer send of it still awaits an event for.
         lease.is_whole = lease.written_tokens == count(lease.tokens)
         self._sessions.end_lease(lease, "normal")
+
+    def _keep_room(self, session: int, message: client.KeepRoom, _: Tokens) -> Refusal | None:
+        return self._prefiller.keep_room(session, message)
 
     def _abort_send(self, session: int, message: client.AbortSend, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)

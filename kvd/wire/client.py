@@ -183,6 +183,10 @@ class SendRequest(msgspec.Struct, frozen=True, array_like=True, tag="send"):
     deadline_s: float = 30.0
     peer: Name | None = None
     """The node that the room is for; None: the first one whose prompt is the same has it."""
+    ttl_s: float = 0.0
+    """Kept so long behind ``finish``, for whoever takes it; 0: not kept, unless ``takers``."""
+    takers: Figure = 0
+    """So many receives end a kept room; 0: as many as come while it is kept."""
 
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag="advance"):
@@ -311,6 +315,19 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand-over"):
     aux: bytes = b""
     after: EventHandle = b""
     ends_lease: bool = False
+    ttl_s: float = 0.0
+    takers: Figure = 0
+
+
+class KeepRoom(msgspec.Struct, frozen=True, array_like=True, tag="keep-room"):
+    """Keep a room of this session for ``ttl_s`` from now on; 0 ends it. Answer: ``RoomKept``.
+
+    Who receives it already goes on to its end.
+    """
+
+    call: Call
+    room: int
+    ttl_s: float
 
 
 class FinishAndRelease(msgspec.Struct, frozen=True, array_like=True, tag="finish-release"):
@@ -352,6 +369,7 @@ Request = (
     | HandOver
     | FinishAndRelease
     | HoldPrefix
+    | KeepRoom
 )
 
 TAKES_TOKENS = (
@@ -424,13 +442,40 @@ class Sending(msgspec.Struct, frozen=True, array_like=True, tag="sending"):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
-    """What the decode side said: ``failure`` is None when it committed the prompt."""
+    """What the decode side said: ``failure`` is None when it committed the prompt.
+
+    ``kept_s``: nothing yet, the room is kept for so long; 0 of one that is not kept.
+    """
 
     call: int
     failure: Refusal | None
     decode_prefix_len: int
     sent_pages: int
     sent_bytes: int
+    kept_s: float = 0.0
+
+
+class Taken(msgspec.Struct, frozen=True, array_like=True):
+    """A receive of a kept room that was committed by ``peer``, so long ago."""
+
+    peer: Name
+    decode_prefix_len: int
+    sent_pages: int
+    sent_bytes: int
+    ago_s: float
+
+
+class RoomKept(msgspec.Struct, frozen=True, array_like=True, tag="room-kept"):
+    """How long a room is kept still, and who has taken it: the last 64 of ``takers``.
+
+    ``taking``: receives under way. ``left_s`` is 0 of a room that was ended by this call.
+    """
+
+    call: int
+    left_s: float
+    takers: int
+    taking: int
+    taken: tuple[Taken, ...]
 
 
 class MatchReply(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
@@ -540,7 +585,7 @@ Push = Received | ReceiveFailed | Accepted | SendFailed | LeaseLost | Events
 
 Reply = (
     Failed | Leased | PageTable | Done | Receiving | Sending | Finished | MatchReply | Snapshotted
-    | Retracted | Resumed | FetchReply | Push
+    | Retracted | Resumed | FetchReply | RoomKept | Push
 )  # fmt: skip
 
 
