@@ -5,7 +5,7 @@ tensor view.
 """
 
 from kvd.client.api import Connecting, Matched, Node, connect
-from kvd.client.handoff import Outcome, Receive, Send, Share
+from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share, Taken
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
 from kvd.client.pending import PendingCall
 from kvd.client.pool import Pool
@@ -21,6 +21,7 @@ __all__ = [
     "EventsLost",
     "Fetched",
     "HandoffError",
+    "KeptRoom",
     "KvdError",
     "Lease",
     "Matched",
@@ -38,6 +39,7 @@ __all__ = [
     "SyncNode",
     "SyncReceive",
     "SyncSend",
+    "Taken",
     "Worker",
     "connect",
     "connect_sync",

@@ -19,7 +19,7 @@ import msgspec
 from kvd.client.connection import Connection
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import client_endpoint
-from kvd.client.handoff import Receive, Send, outcome
+from kvd.client.handoff import Receive, Send, keep_room, outcome
 from kvd.client.lease import Lease
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvd.client.attachment import Attachment
     from kvd.client.device_event import WhenWritten
-    from kvd.client.handoff import Outcome
+    from kvd.client.handoff import KeptRoom, Outcome
     from kvd.client.port import Channel
     from kvd.client.state import EventQueue, EventsLost
     from kvd.client.tokens import TokenIds
@@ -242,7 +242,7 @@ class Node:
             raise confused(request, call.answer.value)
         return Receive(self._port, self._pools, call.receive, prompt=prompt, within_s=within_s)
 
-    async def send(
+    async def send(  # noqa: PLR0913 - the request, field by field
         self,
         room: int,
         tokens: TokenIds | None = None,
@@ -253,6 +253,8 @@ class Node:
         namespace: str = "",
         deadline_s: float = 30.0,
         to: str | None = None,
+        ttl_s: float = 0.0,
+        takers: int = 0,
     ) -> Send:
         """Prefill side: hand the KV of ``tokens`` to who receives it in ``room``; at once.
 
@@ -268,9 +270,16 @@ class Node:
                 the room or end it, and it is heard at once when that one gives up. None: the first
                 node with the same prompt has it; of several that are known, one that gives up is
                 not heard, because another may be the one.
+            ttl_s: keep the room for so many seconds behind ``finish``, and its pages with it, even
+                if the lease is released: nodes with the same prompt may receive it, as often as
+                they like, each from its own ``decode_prefix_len``. It ends with this session too.
+                At most ``admission.max_deadline_s``; ``Send.renew`` prolongs it.
+            takers: so many receives that commit end a kept room; 0: any number of them. Without
+                ``ttl_s`` it is kept for ``deadline_s``.
 
         Raises:
-            KvdError: ``unknown-lease``, ``duplicate-room``, ``prompt-mismatch`` ...
+            KvdError: ``unknown-lease``, ``duplicate-room``, ``prompt-mismatch`` ...;
+                ``layout-mismatch`` where the pages of node ``to`` do not fit.
         """
         request = wire.SendRequest(
             call=self._port.connection.next_call(),
@@ -279,12 +288,26 @@ class Node:
             namespace=namespace,
             deadline_s=deadline_s,
             peer=to,
+            ttl_s=float(ttl_s),
+            takers=operator.index(takers),
         )
         frame = self._prompt(tokens, keys, extra_keys).frame
         call = await self._port.perform(request, tokens=frame, about=lease.record)
         if call.send is None:
             raise confused(request, call.answer.value)
-        return Send(self._port, call.send, lease.record, within(deadline_s))
+        return Send(
+            self._port, call.send, lease.record, room=request.room, within_s=within(deadline_s)
+        )
+
+    async def keep_room(self, room: int, ttl_s: float) -> KeptRoom:
+        """Keep a room that this session has opened for ``ttl_s`` from now on; 0 ends it.
+
+        As ``Send.renew`` and ``Send.end``, for a room of ``hand_over``.
+
+        Raises:
+            KvdError: as ``Send.renew``.
+        """
+        return await keep_room(self._port, _room(room), ttl_s)
 
     async def hand_over(  # noqa: PLR0913 - the request, field by field
         self,
@@ -300,10 +323,13 @@ class Node:
         to: str | None = None,
         after: WhenWritten | bytes | None = None,
         release: bool = False,
+        ttl_s: float = 0.0,
+        takers: int = 0,
     ) -> Outcome:
         """``send`` and ``Send.finish`` in one message, for what is all computed.
 
-        Returns when the decode side has spoken. A caller that goes away ends the handoff.
+        Returns when the decode side has spoken, or at once where the room is kept. A caller that
+        goes away ends the handoff.
 
         Args:
             room: as in ``send``.
@@ -317,6 +343,8 @@ class Node:
             to: as in ``send``.
             after: as in ``Send.advance``; an event object is kept until this returns.
             release: as in ``Send.finish``.
+            ttl_s: as in ``send``; ``keep_room`` prolongs it.
+            takers: as in ``send``.
 
         Returns:
             whether it committed, or why not; a handoff that failed is no exception here.
@@ -340,6 +368,8 @@ class Node:
             aux=bytes(aux),
             after=handle_of(after),
             ends_lease=release,
+            ttl_s=float(ttl_s),
+            takers=operator.index(takers),
         )
         within_s = within(deadline_s)
         call = await self._port.perform(

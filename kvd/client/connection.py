@@ -58,9 +58,12 @@ Answer = (
     | wire.Retracted
     | wire.Resumed
     | wire.FetchReply
+    | wire.RoomKept
 )
 
-INDIFFERENT = frozenset({wire.MatchReply, wire.Snapshotted, wire.FetchReply, Refusal})
+INDIFFERENT = frozenset(
+    {wire.MatchReply, wire.Snapshotted, wire.FetchReply, wire.RoomKept, Refusal}
+)
 """Answers that change no record."""
 
 CHANGES_ROWS = (
@@ -430,6 +433,9 @@ class Connection:
             case wire.Sending(send=number) if call.send is not None and call.send.lost is None:
                 self._sends.pop(number, None)
                 self.tell(wire.AbortSend(self.next_call(), number, UNDONE))
+            # Its engine has let go of the call, and nobody else ends the room before its time.
+            case wire.Finished(kept_s=kept_s) if kept_s and type(call.request) is wire.HandOver:
+                self.tell(wire.KeepRoom(self.next_call(), call.request.room, 0.0))
             case _:
                 pass
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.client.device_event import WhenWritten
-    from kvd.client.handoff import Outcome, Receive, Send, Share
+    from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
     from kvd.client.pending import CallDriver
     from kvd.client.pool import Pool
@@ -272,10 +272,20 @@ class SyncSend:
         """Begin ``Send.abort``; the outcome is this send."""
         return self._begin(self.wrapped.abort(reason))
 
+    def begin_renew(self, ttl_s: float) -> PendingCall[KeptRoom]:
+        """Begin ``Send.renew``."""
+        return PendingCall(self._driver, self.wrapped.renew(ttl_s))
+
+    def begin_end(self) -> PendingCall[KeptRoom]:
+        """Begin ``Send.end``."""
+        return PendingCall(self._driver, self.wrapped.end())
+
     accepted = blocking_quietly(begin_accepted)
     advance = blocking_quietly(begin_advance)
     finish = blocking(begin_finish)
     abort = blocking_quietly(begin_abort)
+    renew = blocking(begin_renew)
+    end = blocking(begin_end)
 
     def _begin(self, verb: Coroutine[Any, Any, None]) -> PendingCall[SyncSend]:
         return PendingCall(self._driver, _then(verb, self))
@@ -417,7 +427,7 @@ class SyncNode:
         )
         return PendingCall(self._channel, self._received(verb), SyncReceive.begin_cancel)
 
-    def begin_send(
+    def begin_send(  # noqa: PLR0913 - as Node.send
         self,
         room: int,
         tokens: TokenIds | None = None,
@@ -428,6 +438,8 @@ class SyncNode:
         namespace: str = "",
         deadline_s: float = 30.0,
         to: str | None = None,
+        ttl_s: float = 0.0,
+        takers: int = 0,
     ) -> PendingCall[SyncSend]:
         """Begin ``Node.send``."""
         verb = self.wrapped.send(
@@ -439,6 +451,8 @@ class SyncNode:
             namespace=namespace,
             deadline_s=deadline_s,
             to=to,
+            ttl_s=ttl_s,
+            takers=takers,
         )
         return PendingCall(self._channel, self._sent(verb), lambda send: send.begin_abort(UNDONE))
 
@@ -456,6 +470,8 @@ class SyncNode:
         to: str | None = None,
         after: WhenWritten | bytes | None = None,
         release: bool = False,
+        ttl_s: float = 0.0,
+        takers: int = 0,
     ) -> PendingCall[Outcome]:
         """Begin ``Node.hand_over``; to cancel it ends the handoff."""
         verb = self.wrapped.hand_over(
@@ -470,8 +486,14 @@ class SyncNode:
             to=to,
             after=after,
             release=release,
+            ttl_s=ttl_s,
+            takers=takers,
         )
         return PendingCall(self._channel, verb)
+
+    def begin_keep_room(self, room: int, ttl_s: float) -> PendingCall[KeptRoom]:
+        """Begin ``Node.keep_room``."""
+        return PendingCall(self._channel, self.wrapped.keep_room(room, ttl_s))
 
     def begin_match(
         self,
@@ -493,6 +515,7 @@ class SyncNode:
     receive = blocking(begin_receive)
     send = blocking(begin_send)
     hand_over = blocking(begin_hand_over)
+    keep_room = blocking(begin_keep_room)
     match = blocking(begin_match)
     snapshot = blocking(begin_snapshot)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from kvd.core import effects
+from kvd.core import inputs
 from kvd.core.audit.invariants import faults
 from kvd.core.handoff.protocol import Prefill
 from kvd.core.inspect.snapshot import snapshot
@@ -12,7 +13,8 @@ from kvd.core.replay.freeze import freeze
 from kvd.core.replay.thaw import thaw
 from kvd.errors import Code
 from kvd.wire import client, events
-from tests.core.engines import PROMPT, PageTotals, Sender, cached, totals
+from tests.core.engines import PROMPT, Sender, cached
+from tests.core.side import spec
 from tests.core.world import Side, World, tokens
 
 OTHER = tokens((1, 99), (7, 1))
@@ -95,6 +97,7 @@ def test_a_room_is_renewed_by_its_engine_and_by_no_other_session():
     kept = keep(world, 5.0)
     assert isinstance(kept, client.RoomKept)
     assert (kept.left_s, kept.takers, kept.taken) == (5.0, 0, ())
+    world.p.feed(inputs.ClientJoined(world.now_s, 2, "other", 1002))
     other = world.p.call(client.KeepRoom, room=7, ttl_s=0.0, session=2)
     assert isinstance(other, client.Failed)
     world.pass_time(4.0)
@@ -106,7 +109,7 @@ def test_a_room_is_kept_no_longer_than_the_longest_deadline():
     world = World()
     finished = hand_over(world, ttl_s=1e9)
     assert isinstance(finished, client.Finished)
-    assert finished.kept_s == world.p.settings.max_deadline_s
+    assert finished.kept_s == world.p.config.max_deadline_s
 
 
 @pytest.mark.parametrize("fields", [{"ttl_s": -1.0}, {"ttl_s": float("nan")}, {"takers": -1}])
@@ -127,16 +130,19 @@ def test_several_nodes_receive_one_send_each_from_its_own_prefix():
     hand_over(world)
 
     receive(d)
+    assert d.holds(received(d).pages, PROMPT)
     receive(e)
     receive(d)
-
     assert d.holds(received(d).pages, PROMPT)
     assert e.holds(received(e).pages, PROMPT)
     kept = keep(world, 5.0)
     assert isinstance(kept, client.RoomKept)
     assert [(one.peer, one.decode_prefix_len) for one in kept.taken][:2] == [("d", 0), ("e", 64)]
     ended = [one for one in world.p.events if isinstance(one, events.HandoffEnded)]
-    assert [(one.peer, one.outcome) for one in ended][:2] == [("d", "committed"), ("e", "committed")]
+    assert [(one.peer, one.outcome) for one in ended][:2] == [
+        ("d", "committed"),
+        ("e", "committed"),
+    ]
     assert faults(world.p.node) == []
 
 
@@ -201,12 +207,11 @@ def test_a_receive_that_fails_leaves_its_place_to_the_next():
     assert refusal.numbers == {"taking": 1, "limit": 1}
     d.call(client.CancelReceive, receive=1)
     world.hold_posts = False
-    world.pass_time(0.2)
-
+    world.land_posts()
     receive(e)
 
     assert e.holds(received(e).pages, PROMPT)
-    world.pass_time(3.0)
+    assert world.p.node.prefiller.rooms.by_room == {}
     assert locked(world) == 0
 
 
@@ -242,10 +247,10 @@ def test_who_receives_when_the_room_ends_goes_on():
     assert isinstance(kept, client.RoomKept)
     assert (kept.left_s, kept.taking) == (0.0, 1)
     assert faults(world.p.node) == []
-    world.hold_posts = False
-    world.pass_time(0.1)
-    world.release_posts() if hasattr(world, "release_posts") else None
-    assert world.p.node.prefiller.rooms.by_room == {} or received(world.d)
+    world.land_posts()
+    assert world.d.holds(received(world.d).pages, PROMPT)
+    assert world.p.node.prefiller.rooms.by_room == {}
+    assert locked(world) == 0
 
 
 @pytest.mark.parametrize("how", ["abort", "session"])
@@ -283,17 +288,33 @@ def test_a_plain_room_is_served_once_and_may_be_opened_again():
     receive(d)
     Sender(world).finish()
     received(d)
+    world.pass_time(1.0)
     receive(e)  # asked for after its end: it waits for the next engine
     Sender(world).finish()
     received(e)
 
 
-def test_no_post_is_left_when_a_kept_room_is_over():
+def test_a_session_that_ends_takes_along_who_receives_a_room_that_is_over():
+    """Such a receive is in no register of its engine's."""
     world = World()
+    world.hold_posts = True
     hand_over(world)
     receive(world.d)
-    received(world.d)
-    world.pass_time(6.0)
-    assert totals(world.d).held == 7 or totals(world.d) != PageTotals(free=0)
-    assert world.p.node.prefiller.posts.parts == {}
-    assert not [one for one in world.p.effects if isinstance(one, effects.Post)] or locked(world) == 0
+    keep(world, 0.0)
+
+    world.p.hang_up(1)
+
+    assert faults(world.p.node) == []
+    world.land_posts()
+    assert refused(world.d).refusal.code is Code.CLIENT_GONE
+
+
+def test_a_send_to_a_node_whose_pages_do_not_fit_is_refused_at_once():
+    world = World()
+    world.d.config = msgspec.structs.replace(world.d.config, spec=spec(64, page_size=24))
+    world.restart(world.d)
+    world.pass_time(1)
+    lease = world.p.lease(PROMPT)
+    reply = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease, peer="d")
+    assert isinstance(reply, client.Failed)
+    assert reply.refusal.code is Code.LAYOUT_MISMATCH

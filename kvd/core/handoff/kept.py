@@ -158,7 +158,7 @@ class ServedRooms:
         """Why an Offer for ``room`` comes too late; None where an engine may still come."""
         served = self.by_room.get(room)
         # A plain room is a number that its router may use again.
-        if served is None or (asked_s > served.at_s and not served.was_kept):
+        if served is None or (asked_s >= served.at_s and not served.was_kept):
             return None
         return self.served(room, at_s)
 

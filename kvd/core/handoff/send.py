@@ -41,7 +41,15 @@ from kvd.core.handoff.payload import Payload
 from kvd.core.handoff.posts import Posts, no_event
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
 from kvd.core.handoff.refusals import long_aux, too_late
-from kvd.core.handoff.rooms import NO_OFFERS, ExpiredRooms, Rooms, may_offer_still, not_for, taken
+from kvd.core.handoff.rooms import (
+    NO_OFFERS,
+    ExpiredRooms,
+    RoomMatch,
+    Rooms,
+    may_offer_still,
+    not_for,
+    taken,
+)
 from kvd.core.handoff.settled import SettledSends
 from kvd.core.handoff.sources import accepted
 from kvd.core.leases.written import promised_tokens, word_for_sends
@@ -54,6 +62,7 @@ from kvd.wire.peer import Abort, Accept, Closed, Offer, ReceiveOutcome, Withdraw
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
+    from kvd.core.handoff.parts import Keeping
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
@@ -143,15 +152,8 @@ class Prefiller:
             return refusal
         # The engine may name an address of peers.connect; Offers come from nodes, by name.
         destination = (self._peers.find(message.peer) or message.peer) if message.peer else ""
-        # It can only come to nothing, and is not waited for.
-        named = self._peers.by_name.get(destination)
-        if named is not None and named.refusal is not None:
-            return named.refusal
         keeping = keeping_of(message)
-        # Who waits for a room that is kept is served behind it, all that fit.
-        meeting = NO_OFFERS
-        if keeping is None:
-            meeting = self.rooms.match_engine(message.room, destination, engine)
+        meeting = self._meet(message.room, destination, engine, keeping)
         # Also where the engine itself is refused: its word has decided about these Offers.
         for turned in meeting.turned:
             self._refuse(turned.part, turned.refusal)
@@ -182,6 +184,19 @@ class Prefiller:
         # Held by the send from here on: the engine may release its lease, or die, while posts read.
         self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
         return part
+
+    def _meet(
+        self, room: int, destination: str, engine: SendingEngine, keeping: Keeping | None
+    ) -> RoomMatch:
+        """The Offer that the engine finds there, or why it is refused."""
+        named = self._peers.by_name.get(destination)
+        # It could only come to nothing: nobody waits for that.
+        if named is not None and named.refusal is not None:
+            return RoomMatch(None, (), named.refusal)
+        # Who waits for a room that is kept is served behind it, all that fit.
+        if keeping is not None:
+            return NO_OFFERS
+        return self.rooms.match_engine(room, destination, engine)
 
     def advance_send(self, part: SendPart, upto_tokens: int, after: bytes = b"") -> Refusal | None:
         """KV below ``upto_tokens`` is written, or will be when the event behind ``after`` comes."""
