@@ -5,7 +5,7 @@ tensor view.
 """
 
 from kvd.client.api import Connecting, Matched, Node, connect
-from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share, Taken
+from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share, Taken, room_of
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
 from kvd.client.pending import PendingCall
 from kvd.client.pool import Pool
@@ -44,4 +44,5 @@ __all__ = [
     "connect",
     "connect_sync",
     "join",
+    "room_of",
 ]

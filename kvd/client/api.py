@@ -198,18 +198,19 @@ class Node:
         deadline_s: float = 30.0,
         cache: bool = True,
         step_tokens: int = 0,
+        request_id: str = "",
     ) -> Receive:
         """Decode side: get the KV of ``tokens`` from ``source``; returns once pages are held.
 
         Args:
-            room: the rendezvous number that the router chose.
+            room: the router's rendezvous number, as ``room_of(request_id)``.
             tokens: the prompt; only what is not cached here is sent. Or ``None``, and ``keys``.
             keys: as in ``lease``; both sides give the same.
             extra_keys: as in ``lease``; both sides give the same.
-            source: a configured peer's name or address. Several where the prompt's KV is on several
-                daemons, each once: ranks that all have it (context parallel) divide the pages,
-                stages and tensor-parallel ranks send the layers and heads that they have. All of it
-                arrives, or nothing does; the aux is that of the first one with the last layer.
+            source: a configured peer's name or address. Several, each once, where its KV is on
+                several daemons: ranks that all have it divide the pages, stages and tensor-parallel
+                ranks send the layers and heads that they have. All of it arrives, or nothing does;
+                the aux is that of the first one with the last layer.
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.
@@ -219,6 +220,7 @@ class Node:
             deadline_s: of the whole handoff.
             cache: as in ``lease``.
             step_tokens: as in ``lease``, for what is generated after the prompt.
+            request_id: the router's. Asked again with it, it is the receive that is under way.
 
         Raises:
             KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...
@@ -235,6 +237,7 @@ class Node:
             cache=cache,
             tier=tier,
             step_tokens=operator.index(step_tokens),
+            request_id=request_id,
         )
         within_s = within(deadline_s)
         call = await self._port.perform(request, tokens=prompt.frame, within_s=within_s)
@@ -255,6 +258,7 @@ class Node:
         to: str | None = None,
         ttl_s: float = 0.0,
         takers: int = 0,
+        request_id: str = "",
     ) -> Send:
         """Prefill side: hand the KV of ``tokens`` to who receives it in ``room``; at once.
 
@@ -276,6 +280,8 @@ class Node:
                 At most ``admission.max_deadline_s``; ``Send.renew`` prolongs it.
             takers: so many receives that commit end a kept room; 0: any number of them. Without
                 ``ttl_s`` it is kept for ``deadline_s``.
+            request_id: as in ``receive``. Of a room that was served the numbers of
+                ``duplicate-room`` say who had it (``served_to``), and when (``served_ago_s``).
 
         Raises:
             KvdError: ``unknown-lease``, ``duplicate-room``, ``prompt-mismatch`` ...;
@@ -290,6 +296,7 @@ class Node:
             peer=to,
             ttl_s=float(ttl_s),
             takers=operator.index(takers),
+            request_id=request_id,
         )
         frame = self._prompt(tokens, keys, extra_keys).frame
         call = await self._port.perform(request, tokens=frame, about=lease.record)
@@ -325,11 +332,9 @@ class Node:
         release: bool = False,
         ttl_s: float = 0.0,
         takers: int = 0,
+        request_id: str = "",
     ) -> Outcome:
         """``send`` and ``Send.finish`` in one message, for what is all computed.
-
-        Returns when the decode side has spoken, or at once where the room is kept. A caller that
-        goes away ends the handoff.
 
         Args:
             room: as in ``send``.
@@ -345,19 +350,15 @@ class Node:
             release: as in ``Send.finish``.
             ttl_s: as in ``send``; ``keep_room`` prolongs it.
             takers: as in ``send``.
+            request_id: as in ``send``; the earlier call ends with ``cancelled``.
 
         Returns:
-            whether it committed, or why not; a handoff that failed is no exception here.
+            as ``Send.finish``; a caller that goes away before ends the handoff.
 
         Raises:
             KvdError: as ``send``, and ``too-large`` for an aux; what is refused releases nothing. A
-                call that was cancelled, or got no answer, may have: ``release`` is
-                ``unknown-lease`` then.
+                call without an answer may have: ``release`` is ``unknown-lease`` then.
         """
-        frame = NO_TOKENS
-        if tokens is not None or keys is not None:
-            frame = self._prompt(tokens, keys, extra_keys).frame
-            _check_is_some(frame, room)
         request = wire.HandOver(
             call=self._port.connection.next_call(),
             room=_room(room),
@@ -370,10 +371,19 @@ class Node:
             ends_lease=release,
             ttl_s=float(ttl_s),
             takers=operator.index(takers),
+            request_id=request_id,
         )
-        within_s = within(deadline_s)
+        is_all = tokens is None and keys is None
+        frame = NO_TOKENS if is_all else self._prompt(tokens, keys, extra_keys).frame
+        return await self._hand_over(request, frame, lease, is_all=is_all)
+
+    async def _hand_over(
+        self, request: wire.HandOver, frame: Tokens, lease: Lease, *, is_all: bool
+    ) -> Outcome:
+        if not is_all:
+            _check_is_some(frame, request.room)
         call = await self._port.perform(
-            request, tokens=frame, about=lease.record, within_s=within_s
+            request, tokens=frame, about=lease.record, within_s=within(request.deadline_s)
         )
         return outcome(request, call)
 

@@ -369,10 +369,12 @@ class Connection:
                     beside=answer.beside,
                 )
             case wire.Receiving(_, number, prefix_tokens):
-                call.receive = ReceiveState(number, prefix_tokens)
+                # Asked again with its request id it is the same one, and its outcome comes once.
+                known = self._receives.get(number)
+                call.receive = known or ReceiveState(number, prefix_tokens)
                 self._receives[number] = call.receive
             case wire.Sending(_, number):
-                call.send = SendState(number)
+                call.send = self._sends.get(number) or SendState(number)
                 self._sends[number] = call.send
             case wire.Finished() | wire.Done():
                 self._ended(call)

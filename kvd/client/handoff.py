@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from kvd.client.device_event import handle_of
 from kvd.client.lease import Lease
 from kvd.client.port import Port, confused
 from kvd.errors import Code, HandoffError, KvdError, Refusal
+from kvd.types import MAX_ROOM
 from kvd.wire import client as wire
 from kvd.wire.bounds import MAX_REASON
 
@@ -165,6 +167,15 @@ class KeptRoom(msgspec.Struct, frozen=True):
     takers: int
     taking: int
     taken: tuple[Taken, ...]
+
+
+def room_of(request_id: str) -> int:
+    """A room for a request id: the same one in every process, one of 2**63 by a hash.
+
+    For routers whose requests have an id of text that both engines know.
+    """
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
+    return 1 + int.from_bytes(digest, "little") % MAX_ROOM
 
 
 async def keep_room(port: Port, room: int, ttl_s: float) -> KeptRoom:

@@ -409,6 +409,7 @@ class SyncNode:
         deadline_s: float = 30.0,
         cache: bool = True,
         step_tokens: int = 0,
+        request_id: str = "",
     ) -> PendingCall[SyncReceive]:
         """Begin ``Node.receive``: pages are held once it has an outcome; ``poll`` that then."""
         verb = self.wrapped.receive(
@@ -424,6 +425,7 @@ class SyncNode:
             deadline_s=deadline_s,
             cache=cache,
             step_tokens=step_tokens,
+            request_id=request_id,
         )
         return PendingCall(self._channel, self._received(verb), SyncReceive.begin_cancel)
 
@@ -440,6 +442,7 @@ class SyncNode:
         to: str | None = None,
         ttl_s: float = 0.0,
         takers: int = 0,
+        request_id: str = "",
     ) -> PendingCall[SyncSend]:
         """Begin ``Node.send``."""
         verb = self.wrapped.send(
@@ -453,6 +456,7 @@ class SyncNode:
             to=to,
             ttl_s=ttl_s,
             takers=takers,
+            request_id=request_id,
         )
         return PendingCall(self._channel, self._sent(verb), lambda send: send.begin_abort(UNDONE))
 
@@ -472,6 +476,7 @@ class SyncNode:
         release: bool = False,
         ttl_s: float = 0.0,
         takers: int = 0,
+        request_id: str = "",
     ) -> PendingCall[Outcome]:
         """Begin ``Node.hand_over``; to cancel it ends the handoff."""
         verb = self.wrapped.hand_over(
@@ -488,6 +493,7 @@ class SyncNode:
             release=release,
             ttl_s=ttl_s,
             takers=takers,
+            request_id=request_id,
         )
         return PendingCall(self._channel, verb)
 

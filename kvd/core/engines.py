@@ -16,6 +16,7 @@ from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.handoff.posts import no_event
+from kvd.core.handoff.refusals import asked_again
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases.admission import MemoryAsker, Waiter
 from kvd.core.leases.lease_events import tell_written
@@ -356,9 +357,19 @@ class Engines:
         refusal = self._bad_room(message.room)
         if refusal is not None:
             return refusal
+        before = self._decoder.asked_before(session, message)
+        if isinstance(before, Refusal):
+            return before
+        if before is not None and before.waiter is None:
+            answer = client.Receiving(message.call, before.id, before.prefix_tokens)
+            self._out.answer(session, answer)
+            return None
         refusal = self._drainer.refusal() or self._bad_receive(message, tokens)
         if refusal is None:
             self._decoder.receive(session, message, tokens)
+            # Behind the new one, so that no source hears that nobody wants the room.
+            if before is not None:
+                self._decoder.cancel_attempt(before, asked_again(message, self._name))
             return None
         # The writers are told too: an engine may have opened a send for this room already.
         for source in message.source[:MAX_SOURCES]:
@@ -393,6 +404,10 @@ class Engines:
     # ---- prefill side ------------------------------------------------------------------------
 
     def _send(self, session: int, message: client.SendRequest, tokens: Tokens) -> Refusal | None:
+        # Before its lease is looked at, which the first of them may have ended.
+        before = self._prefiller.asked_before(session, message)
+        if before is not None:
+            return before if isinstance(before, Refusal) else None
         engine = self._sending_engine(session, message, tokens)
         if isinstance(engine, Refusal):
             return engine
@@ -401,6 +416,9 @@ class Engines:
     def _hand_over(self, session: int, message: client.HandOver, tokens: Tokens) -> Refusal | None:
         if message.after and message.ends_lease:
             return self._wrong("a lease that ends before the event of its last tokens has come")
+        before = self._prefiller.asked_before(session, message)
+        if before is not None:
+            return before if isinstance(before, Refusal) else None
         engine = self._sending_engine(session, message, tokens)
         if isinstance(engine, Refusal):
             return engine

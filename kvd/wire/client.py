@@ -164,6 +164,8 @@ class ReceiveRequest(msgspec.Struct, frozen=True, array_like=True, tag="receive"
     cache: bool = True
     tier: Name | None = None
     step_tokens: Figure = 0
+    request_id: Name = ""
+    """Asked again with the same one, by the same session, it is the same receive."""
 
 
 class CancelReceive(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -187,6 +189,8 @@ class SendRequest(msgspec.Struct, frozen=True, array_like=True, tag="send"):
     """Kept so long behind ``finish``, for whoever takes it; 0: not kept, unless ``takers``."""
     takers: Figure = 0
     """So many receives end a kept room; 0: as many as come while it is kept."""
+    request_id: Name = ""
+    """Asked again with the same one, by the same session, it is the same send."""
 
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag="advance"):
@@ -317,6 +321,7 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand-over"):
     ends_lease: bool = False
     ttl_s: float = 0.0
     takers: Figure = 0
+    request_id: Name = ""
 
 
 class KeepRoom(msgspec.Struct, frozen=True, array_like=True, tag="keep-room"):
@@ -455,7 +460,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     kept_s: float = 0.0
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True):
+class TakenReceive(msgspec.Struct, frozen=True, array_like=True):
     """A receive of a kept room that was committed by ``peer``, so long ago."""
 
     peer: Name
@@ -475,7 +480,7 @@ class RoomKept(msgspec.Struct, frozen=True, array_like=True, tag="room-kept"):
     left_s: float
     takers: int
     taking: int
-    taken: tuple[Taken, ...]
+    taken: tuple[TakenReceive, ...]
 
 
 class MatchReply(msgspec.Struct, frozen=True, array_like=True, tag="matched"):

@@ -318,3 +318,86 @@ def test_a_send_to_a_node_whose_pages_do_not_fit_is_refused_at_once():
     reply = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease, peer="d")
     assert isinstance(reply, client.Failed)
     assert reply.refusal.code is Code.LAYOUT_MISMATCH
+
+
+# ---- the same request again ----------------------------------------------------------------------
+
+
+def test_a_send_asked_again_with_its_request_id_is_the_same_send():
+    world = World()
+    sender = Sender(world, request_id="r1")
+    again = {"room": 7, "lease": sender.lease.lease}
+
+    same = world.p.call(client.SendRequest, PROMPT, request_id="r1", **again)
+    other = world.p.call(client.SendRequest, PROMPT, request_id="r2", **again)
+
+    assert isinstance(same, client.Sending)
+    assert same.send == sender.send
+    assert isinstance(other, client.Failed)
+    assert other.refusal.code is Code.DUPLICATE_ROOM
+    sender.finish()
+    receive(world.d)
+    received(world.d)
+    late = world.p.call(client.SendRequest, PROMPT, request_id="r1", **again)
+    assert isinstance(late, client.Failed)
+    assert late.refusal.numbers == {"served_ago_s": 0.0, "served_to": "d"}
+
+
+def test_a_hand_over_asked_again_is_answered_once_though_its_lease_is_gone():
+    world = World()
+    assert hand_over(world, ttl_s=0.0, request_id="r1") is None
+    first = world.p.calls
+
+    again = world.p.call(client.HandOver, room=7, lease=1, request_id="r1", ends_lease=True)
+
+    assert again is None
+    earlier = world.p.answer(first)
+    assert isinstance(earlier, client.Failed)
+    assert earlier.refusal.code is Code.CANCELLED
+    receive(world.d)
+    (finished,) = [one for one in world.p.take() if isinstance(one, client.Finished)]
+    assert (finished.call, finished.failure) == (first + 1, None)
+
+
+def test_a_kept_hand_over_asked_again_says_again_how_long_it_is_kept():
+    world = World()
+    hand_over(world, request_id="r1")
+    world.pass_time(1.0)
+    again = world.p.call(client.HandOver, room=7, lease=1, request_id="r1", ttl_s=5.0)
+    assert isinstance(again, client.Finished)
+    assert again.kept_s == 5.0
+
+
+def test_a_receive_asked_again_with_its_request_id_is_the_same_receive():
+    world = World()
+    receive(world.d, request_id="r1")
+    first = world.d.answer(world.d.calls)
+    receive(world.d, request_id="r1")
+    again = world.d.answer(world.d.calls)
+    assert isinstance(first, client.Receiving)
+    assert isinstance(again, client.Receiving)
+    assert again.receive == first.receive
+
+    hand_over(world, ttl_s=0.0)
+
+    got = received(world.d)
+    receive(world.d, request_id="r1")
+    late = world.d.answer(world.d.calls)
+    assert isinstance(late, client.Failed)
+    assert late.refusal.numbers == {"lease": got.lease}
+
+
+def test_a_receive_in_the_queue_that_is_asked_again_waits_by_its_later_call():
+    world = World(d_pages=16)
+    blocker = world.d.lease(tokens((5000, 200)))
+    receive(world.d, request_id="r1", deadline_s=20.0)
+    first = world.d.calls
+    receive(world.d, request_id="r1", deadline_s=20.0)
+    earlier = world.d.answer(first)
+    assert isinstance(earlier, client.Failed)
+    assert earlier.refusal.code is Code.CANCELLED
+    hand_over(world, ttl_s=0.0)
+
+    world.d.call(client.ReleaseLease, lease=blocker.lease)
+
+    received(world.d)

@@ -92,7 +92,7 @@ def room_kept(call: int, left_s: float, part: SendPart, rooms: Rooms, now_s: flo
         takers=keeping.takers,
         taking=len(takers_of(part, rooms)),
         taken=tuple(
-            client.Taken(
+            client.TakenReceive(
                 peer=one.peer,
                 decode_prefix_len=one.decode_prefix_len,
                 sent_pages=one.sent_pages,
@@ -116,11 +116,14 @@ def told_keeping(part: SendPart, keeping: Keeping) -> str:
 class ServedRoom:
     """Who had a room last, and when."""
 
-    __slots__ = ("at_s", "peer", "takers", "was_kept")
+    __slots__ = ("at_s", "peer", "request_id", "takers", "was_kept")
 
-    def __init__(self, peer: str, at_s: float, *, takers: int, was_kept: bool) -> None:
+    def __init__(
+        self, peer: str, at_s: float, *, request_id: str, takers: int, was_kept: bool
+    ) -> None:
         self.peer = peer
         self.at_s = at_s
+        self.request_id = request_id
         self.takers = takers
         self.was_kept = was_kept
 
@@ -143,6 +146,7 @@ class ServedRooms:
         self.by_room[part.room] = ServedRoom(
             part.peer,
             at_s,
+            request_id=(keeper or part).request_id,
             takers=keeping.takers if keeping is not None else 1,
             was_kept=keeping is not None,
         )
@@ -158,14 +162,19 @@ class ServedRooms:
         """Why an Offer for ``room`` comes too late; None where an engine may still come."""
         served = self.by_room.get(room)
         # A plain room is a number that its router may use again.
-        if served is None or (asked_s >= served.at_s and not served.was_kept):
+        # One that was kept, or has a request id, is one request's alone.
+        is_own = served is not None and (served.was_kept or served.request_id)
+        if served is None or (asked_s >= served.at_s and not is_own):
             return None
         return self.served(room, at_s)
 
-    def served(self, room: int, at_s: float) -> Refusal | None:
-        """Who has had the room, and when, as a refusal; None where it is not known."""
+    def served(self, room: int, at_s: float, request_id: str = "") -> Refusal | None:
+        """Who has had the room, and when, as a refusal; None where it is not known.
+
+        With ``request_id``: only where it was for that request.
+        """
         served = self.by_room.get(room)
-        if served is None:
+        if served is None or (request_id and served.request_id != request_id):
             return None
         ago_s = at_s - served.at_s
         times = f" as the last of {served.takers}" if served.takers > 1 else ""

@@ -157,6 +157,7 @@ class ReceiveAttempt:
         "parts",
         "prefix_tokens",
         "prompt_tokens",
+        "request_id",
         "room",
         "session",
         "since_s",
@@ -173,6 +174,7 @@ class ReceiveAttempt:
         deadline_s: float,
         prompt_tokens: int,
         is_preloaded: bool,
+        request_id: str,
     ) -> None:
         self.id = attempt_id
         self.room = room
@@ -181,6 +183,7 @@ class ReceiveAttempt:
         self.deadline_s = deadline_s
         self.prompt_tokens = prompt_tokens
         self.is_preloaded = is_preloaded
+        self.request_id = request_id
         """Whether its pages are to be in the device buffer too when the engine hears of it."""
         self.prefix_tokens = 0
         self.parts: tuple[ReceivePart, ...] = ()
@@ -398,6 +401,7 @@ class SendPart(HandoffPart):
         "posted_pages",
         "posted_tokens",
         "prompt_tokens",
+        "request_id",
         "room",
         "session",
         "since_s",
@@ -425,6 +429,8 @@ class SendPart(HandoffPart):
         self.engine: SendingEngine | None = None
         self.offer: Offer | None = None
         self.awaited = Awaited()
+        self.request_id = ""
+        """What its engine calls it; empty: nothing."""
         self.keeping: Keeping | None = None
         self.kept_by: SendPart | None = None
         """The part that has the room, of one that takes it."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, SendPart
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
+    from kvd.wire import client
 
 
 def bounded(message: Settled, mine: Settings) -> Settled:
@@ -50,6 +51,12 @@ def long_aux(part: SendPart, n_bytes: int, peer: Peer | None, mine: Settings) ->
         side=mine.name,
         numbers={"bytes": n_bytes, "limit": limit},
     )
+
+
+def asked_again(message: client.ReceiveRequest | client.HandOver, side: str) -> Refusal:
+    """A call whose request id has come again: the later call is the one that is waited for."""
+    why = f"request {message.request_id} was asked for again (call {message.call})"
+    return Refusal(Code.CANCELLED, why, side=side)
 
 
 def writer_restarted(incarnation: str, mine: Settings) -> Refusal:

@@ -40,7 +40,7 @@ from kvd.core.handoff.parts import FailedSend, SendingEngine, SendPart
 from kvd.core.handoff.payload import Payload
 from kvd.core.handoff.posts import Posts, no_event
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
-from kvd.core.handoff.refusals import long_aux, too_late
+from kvd.core.handoff.refusals import asked_again, long_aux, too_late
 from kvd.core.handoff.rooms import (
     NO_OFFERS,
     ExpiredRooms,
@@ -139,6 +139,41 @@ class Prefiller:
         self._serve_waiting(part)
         return None
 
+    def asked_before(
+        self, session: int, message: client.SendRequest | client.HandOver
+    ) -> SendPart | Refusal | None:
+        """The send that this session has opened with the same request id: the call is answered.
+
+        A refusal: it was served. None: there is none, or it was opened by the other verb.
+        """
+        request = message.request_id
+        if not request:
+            return None
+        hands_over = type(message) is client.HandOver
+        found = [self.rooms.by_room.get(message.room), *self.settled_sends.settled.values()]
+        for part in found:
+            if part is None or (part.session, part.room) != (session, message.room):
+                continue
+            if part.request_id == request and part.is_numbered is not hands_over:
+                self._answer_call_again(part, message)
+                return part
+        return self.served_rooms.served(message.room, self._out.at_s, request)
+
+    def _answer_call_again(
+        self, part: SendPart, message: client.SendRequest | client.HandOver
+    ) -> None:
+        if type(message) is not client.HandOver:
+            self._out.answer(part.session, client.Sending(message.call, part.id))
+            return
+        # Its end is told once, to the call that came last.
+        if part.finish_call is not None:
+            earlier = asked_again(message, self._settings.name)
+            self._out.answer(part.session, client.Failed(part.finish_call, earlier))
+            if self.handed_over.pop((part.session, part.finish_call), None) is not None:
+                self.handed_over[part.session, message.call] = part
+        part.finish_call = message.call
+        self._answer_kept(part)
+
     def _enter_room(
         self, message: client.SendRequest | client.HandOver, engine: SendingEngine
     ) -> SendPart | Refusal:
@@ -175,6 +210,7 @@ class Prefiller:
         self.expired_rooms.forget(message.room)
         self.served_rooms.forget(message.room)
         part.keeping = keeping
+        part.request_id = message.request_id
         part.engine = engine
         part.session = engine.session
         part.prompt_tokens = engine.prompt_tokens
@@ -330,7 +366,17 @@ class Prefiller:
             part.deadline_s = self._deadline(part.keeping.ttl_s)
             call, part.finish_call = part.finish_call, None
             kept_s = part.deadline_s - self._out.at_s
-            self._out.answer(part.session, client.Finished(call, None, 0, 0, 0, kept_s))
+            self._out.answer(
+                part.session,
+                client.Finished(
+                    call=call,
+                    failure=None,
+                    decode_prefix_len=0,
+                    sent_pages=0,
+                    sent_bytes=0,
+                    kept_s=kept_s,
+                ),
+            )
 
     def _takers(self, part: SendPart) -> list[SendPart]:
         return takers_of(part, self.rooms) if part.keeping is not None else []
