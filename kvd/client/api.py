@@ -214,9 +214,8 @@ class Node:
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.
-            tier: where the prompt's KV shall lie once it is here, in a pool that keeps it in host
-                memory: ``device`` preloads it into the device buffer, for a prompt that fits there;
-                ``host``, or left out: ``fetch`` brings what a step needs.
+            tier: where its KV shall lie, in a pool with KV in host memory: ``device`` preloads
+                it into the device buffer, if it fits; ``host``, or none: ``fetch`` brings it.
             deadline_s: of the whole handoff.
             cache: as in ``lease``.
             step_tokens: as in ``lease``, for what is generated after the prompt.
