@@ -16,12 +16,12 @@ from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.handoff.posts import no_event
-from kvd.core.handoff.refusals import asked_again
+from kvd.core.handoff.refusals import asked_again, rank_gone
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases.admission import MemoryAsker, Waiter
 from kvd.core.leases.lease_events import tell_written
 from kvd.core.leases.receive_tier import bad_tier
-from kvd.core.leases.written import say_advanced, say_written
+from kvd.core.leases.written import promised_tokens, say_advanced, say_written
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.types import MAX_ROOM, Tokens, count, slice_pages
@@ -269,6 +269,7 @@ class Engines:
         before = lease.written_tokens
         refusal = say_written(lease, message, room_tokens)
         if refusal is None:
+            self._sessions.by_id[session].dead_ranks.pop(message.rank, None)  # somebody speaks
             if lease.written_tokens > before:
                 tell_written(self._out, lease)
             self._prefiller.lease_written(lease)
@@ -411,7 +412,21 @@ class Engines:
         engine = self._sending_engine(session, message, tokens)
         if isinstance(engine, Refusal):
             return engine
-        return self._prefiller.open_send(message, engine)
+        refusal = self._never_written(session, message.room, engine)
+        return refusal or self._prefiller.open_send(message, engine)
+
+    def _never_written(self, session: int, room: int, engine: SendingEngine) -> Refusal | None:
+        """Why a send would wait in vain: for the word of a rank that is gone."""
+        lease = engine.lease
+        for rank, dead in self._sessions.by_id[session].dead_ranks.items():
+            if len(lease.said) != dead.ranks or dead.ranks == 1:
+                continue
+            upto = promised_tokens(lease)[rank]
+            if upto < engine.prompt_tokens:
+                what = f"a send in room {room}"
+                refusal = rank_gone(dead.why, rank, upto, engine.prompt_tokens, what)
+                return msgspec.structs.replace(refusal, side=self._name)
+        return None
 
     def _hand_over(self, session: int, message: client.HandOver, tokens: Tokens) -> Refusal | None:
         if message.after and message.ends_lease:

@@ -59,6 +59,16 @@ def asked_again(message: client.ReceiveRequest | client.HandOver, side: str) -> 
     return Refusal(Code.CANCELLED, why, side=side)
 
 
+def rank_gone(why: str, rank: int, upto_tokens: int, prompt_tokens: int, what: str) -> Refusal:
+    """Nobody will write what that rank has not; ``what`` needs it."""
+    return Refusal(
+        Code.CLIENT_GONE,
+        f"{why}: it had written {upto_tokens} of the {prompt_tokens} tokens that {what} has to "
+        "send; write them again under a new lease",
+        numbers={"rank": rank, "upto_tokens": upto_tokens, "prompt_tokens": prompt_tokens},
+    )
+
+
 def writer_restarted(incarnation: str, mine: Settings) -> Refusal:
     """The prefill daemon is another process by now."""
     return Refusal(

@@ -40,7 +40,7 @@ from kvd.core.handoff.parts import FailedSend, SendingEngine, SendPart
 from kvd.core.handoff.payload import Payload
 from kvd.core.handoff.posts import Posts, no_event
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
-from kvd.core.handoff.refusals import asked_again, long_aux, too_late
+from kvd.core.handoff.refusals import asked_again, long_aux, rank_gone, too_late
 from kvd.core.handoff.rooms import (
     NO_OFFERS,
     ExpiredRooms,
@@ -283,14 +283,9 @@ class Prefiller:
             if upto >= part.prompt_tokens:
                 continue
             ended += 1
-            refusal = Refusal(
-                Code.CLIENT_GONE,
-                f"{why}: it had written {upto} of the {part.prompt_tokens} tokens that send "
-                f"{part.id} (room {part.room}) has to send; write them again under a new lease",
-                side=self._settings.name,
-                numbers={"rank": rank, "upto_tokens": upto, "prompt_tokens": part.prompt_tokens},
-            )
-            self.give_up_send(part, refusal)
+            what = f"send {part.id} (room {part.room})"
+            refusal = rank_gone(why, rank, upto, part.prompt_tokens, what)
+            self.give_up_send(part, msgspec.structs.replace(refusal, side=self._settings.name))
         return ended
 
     def finish_send(
