@@ -5,7 +5,7 @@ tensor view.
 """
 
 from kvd.client.api import Connecting, FlushResult, Matched, Node, connect
-from kvd.client.handoff import Outcome, Receive, Send, Share
+from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share, Taken, room_of
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
 from kvd.client.pending import PendingCall
 from kvd.client.pool import Pool
@@ -23,6 +23,7 @@ __all__ = [
     "Fetched",
     "FlushResult",
     "HandoffError",
+    "KeptRoom",
     "KvdError",
     "Lease",
     "Matched",
@@ -41,8 +42,10 @@ __all__ = [
     "SyncNode",
     "SyncReceive",
     "SyncSend",
+    "Taken",
     "Worker",
     "connect",
     "connect_sync",
     "join",
+    "room_of",
 ]

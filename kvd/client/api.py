@@ -19,7 +19,7 @@ import msgspec
 from kvd.client.connection import Connection
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import client_endpoint
-from kvd.client.handoff import Receive, Send, outcome
+from kvd.client.handoff import Receive, Send, keep_room, outcome
 from kvd.client.lease import Lease
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvd.client.attachment import Attachment
     from kvd.client.device_event import WhenWritten
-    from kvd.client.handoff import Outcome
+    from kvd.client.handoff import KeptRoom, Outcome
     from kvd.client.port import Channel
     from kvd.client.state import EventQueue, EventsLost
     from kvd.client.tokens import TokenIds
@@ -254,11 +254,12 @@ class Node:
         deadline_s: float = 30.0,
         cache: bool = True,
         step_tokens: int = 0,
+        request_id: str = "",
     ) -> Receive:
         """Decode side: get the KV of ``tokens`` from ``source``; returns once pages are held.
 
         Args:
-            room: the rendezvous number that the router chose. Without one, as in
+            room: the router's rendezvous number, as ``room_of(request_id)``. Without one, as in
                 ``receive(tokens, source="p")``, what ``p`` has cached of it is pulled, which may be
                 nothing: ``n_tokens``. The lease knows those, and has pages for the whole prompt.
             tokens: the prompt; only what is not cached here is sent. Or ``None``, and ``keys``.
@@ -266,16 +267,16 @@ class Node:
             extra_keys: as in ``lease``; both sides give the same.
             source: a configured peer's name or address. Several where the KV is on several daemons,
                 each once: ranks that all have it divide the pages, others send their layers and
-                heads. All of it arrives, or nothing; the aux is that of the first with the last
-                layer.
+                heads. All of it arrives, or nothing; the aux is that of the first with the last.
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.
-            tier: in a pool with KV in host memory: ``device`` preloads the prompt into the device
-                buffer, if it fits there; ``host``, or left out: ``fetch`` brings what a step needs.
+            tier: where its KV shall lie, in a pool with KV in host memory: ``device`` preloads
+                it into the device buffer, if it fits; ``host``, or none: ``fetch`` brings it.
             deadline_s: of the whole handoff.
             cache: as in ``lease``.
             step_tokens: as in ``lease``, for what is generated after the prompt.
+            request_id: the router's. Asked again with it, it is the receive that is under way.
 
         Raises:
             KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...;
@@ -294,6 +295,7 @@ class Node:
             cache=cache,
             tier=tier,
             step_tokens=operator.index(step_tokens),
+            request_id=request_id,
         )
         return await self._receiving(request, prompt, within(deadline_s))
 
@@ -305,7 +307,7 @@ class Node:
             raise confused(request, call.answer.value)
         return Receive(self._port, self._pools, call.receive, prompt=prompt, within_s=within_s)
 
-    async def send(
+    async def send(  # noqa: PLR0913 - the request, field by field
         self,
         room: int,
         tokens: TokenIds | Prompt | None = None,
@@ -316,6 +318,9 @@ class Node:
         namespace: str = "",
         deadline_s: float = 30.0,
         to: str | None = None,
+        ttl_s: float = 0.0,
+        takers: int = 0,
+        request_id: str = "",
     ) -> Send:
         """Prefill side: hand the KV of ``tokens`` to who receives it in ``room``; at once.
 
@@ -330,11 +335,19 @@ class Node:
             deadline_s: of the whole handoff.
             to: the node (or its configured address) whose engine receives it. No other one can take
                 the room or end it, and it is heard at once when that one gives up. None: the first
-                node with the same prompt has it; of several that are known, one that gives up is
-                not heard, because another may be the one.
+                node with the same prompt has it; of several, one that gives up is not heard.
+            ttl_s: keep the room for so many seconds behind ``finish``, and its pages with it, even
+                if the lease is released: nodes with the same prompt may receive it, as often as
+                they like, each from its own ``decode_prefix_len``. It ends with this session too.
+                At most ``admission.max_deadline_s``; ``Send.renew`` prolongs it.
+            takers: so many receives that commit end a kept room; 0: any number of them. Without
+                ``ttl_s`` it is kept for ``deadline_s``.
+            request_id: as in ``receive``. Of a room that was served the numbers of
+                ``duplicate-room`` say who had it (``served_to``), and when (``served_ago_s``).
 
         Raises:
-            KvdError: ``unknown-lease``, ``duplicate-room``, ``prompt-mismatch`` ...
+            KvdError: ``unknown-lease``, ``duplicate-room``, ``prompt-mismatch`` ...;
+                ``layout-mismatch`` where the pages of node ``to`` do not fit.
         """
         request = wire.SendRequest(
             call=self._port.connection.next_call(),
@@ -343,12 +356,27 @@ class Node:
             namespace=namespace,
             deadline_s=deadline_s,
             peer=to,
+            ttl_s=float(ttl_s),
+            takers=operator.index(takers),
+            request_id=request_id,
         )
         prompt = self._sent_prompt(room, tokens, keys, extra_keys)
         call = await perform_about(self._port, request, prompt, about=lease.record)
         if call.send is None:
             raise confused(request, call.answer.value)
-        return Send(self._port, call.send, lease.record, within(deadline_s))
+        return Send(
+            self._port, call.send, lease.record, room=request.room, within_s=within(deadline_s)
+        )
+
+    async def keep_room(self, room: int, ttl_s: float) -> KeptRoom:
+        """Keep a room that this session has opened for ``ttl_s`` from now on; 0 ends it.
+
+        As ``Send.renew`` and ``Send.end``, for a room of ``hand_over``.
+
+        Raises:
+            KvdError: as ``Send.renew``.
+        """
+        return await keep_room(self._port, _room(room), ttl_s)
 
     async def hand_over(  # noqa: PLR0913 - the request, field by field
         self,
@@ -364,10 +392,11 @@ class Node:
         to: str | None = None,
         after: WhenWritten | bytes | None = None,
         release: bool = False,
+        ttl_s: float = 0.0,
+        takers: int = 0,
+        request_id: str = "",
     ) -> Outcome:
         """``send`` and ``Send.finish`` in one message, for what is all computed.
-
-        Returns when the decode side has spoken. A caller that goes away ends the handoff.
 
         Args:
             room: as in ``send``.
@@ -381,14 +410,14 @@ class Node:
             to: as in ``send``.
             after: as in ``Send.advance``; an event object is kept until this returns.
             release: as in ``Send.finish``.
+            ttl_s: as in ``send``; ``keep_room`` prolongs it.
+            takers: as in ``send``.
+            request_id: as in ``send``; the earlier call ends with ``cancelled``.
 
-        Returns:
-            whether it committed, or why not; a handoff that failed is no exception here.
+        Returns as ``Send.finish``; a caller that goes away before ends the handoff.
 
         Raises:
-            KvdError: as ``send``, and ``too-large`` for an aux; what is refused releases nothing. A
-                call that was cancelled, or got no answer, may have: ``release`` is
-                ``unknown-lease`` then.
+            KvdError: as ``send``, ``too-large`` for an aux. A refusal releases nothing.
         """
         prompt = self._sent_prompt(room, tokens, keys, extra_keys)
         request = wire.HandOver(
@@ -401,10 +430,12 @@ class Node:
             aux=bytes(aux),
             after=handle_of(after),
             ends_lease=release,
+            ttl_s=float(ttl_s),
+            takers=operator.index(takers),
+            request_id=request_id,
         )
-        within_s = within(deadline_s)
         call = await perform_about(
-            self._port, request, prompt, about=lease.record, within_s=within_s
+            self._port, request, prompt, about=lease.record, within_s=within(deadline_s)
         )
         return outcome(request, call)
 

@@ -59,10 +59,11 @@ Answer = (
     | wire.Resumed
     | wire.FetchReply
     | wire.FlushReport
+    | wire.RoomKept
 )
 
 INDIFFERENT = frozenset(
-    {wire.MatchReply, wire.Snapshotted, wire.FetchReply, wire.FlushReport, Refusal}
+    {wire.MatchReply, wire.Snapshotted, wire.FetchReply, wire.FlushReport, wire.RoomKept, Refusal}
 )
 """Answers that change no record."""
 
@@ -385,10 +386,12 @@ class Connection:
                     beside=answer.beside,
                 )
             case wire.Receiving(_, number, prefix_tokens, prompt_tokens):
-                call.receive = ReceiveState(number, prefix_tokens, prompt_tokens)
+                # Asked again with its request id it is the same one, and its outcome comes once.
+                known = self._receives.get(number)
+                call.receive = known or ReceiveState(number, prefix_tokens, prompt_tokens)
                 self._receives[number] = call.receive
             case wire.Sending(_, number):
-                call.send = SendState(number)
+                call.send = self._sends.get(number) or SendState(number)
                 self._sends[number] = call.send
             case wire.Finished() | wire.Done():
                 self._ended(call)
@@ -449,6 +452,9 @@ class Connection:
             case wire.Sending(send=number) if call.send is not None and call.send.lost is None:
                 self._sends.pop(number, None)
                 self.tell(wire.AbortSend(self.next_call(), number, UNDONE))
+            # Its engine has let go of the call, and nobody else ends the room before its time.
+            case wire.Finished(kept_s=kept_s) if kept_s and type(call.request) is wire.HandOver:
+                self.tell(wire.KeepRoom(self.next_call(), call.request.room, 0.0))
             case _:
                 pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from kvd.client.device_event import handle_of
 from kvd.client.lease import Lease
 from kvd.client.port import Port, confused
 from kvd.errors import Code, HandoffError, KvdError, Refusal
+from kvd.types import MAX_ROOM
 from kvd.wire import client as wire
 from kvd.wire.bounds import MAX_REASON
 
@@ -138,13 +140,66 @@ class Receive:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What the decode side said of a finished send: ``reason`` is None when it committed."""
+    """What the decode side said of a finished send: ``reason`` is None when it committed.
+
+    ``kept_s``: nothing yet, its room is kept for so many seconds (``send`` with ``ttl_s``).
+    """
 
     committed: bool
     reason: Refusal | None
     decode_prefix_len: int
     sent_pages: int
     sent_bytes: int
+    kept_s: float = 0.0
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """A receive of a kept room that was committed by node ``peer``, ``ago_s`` seconds ago."""
+
+    peer: str
+    decode_prefix_len: int
+    sent_pages: int
+    sent_bytes: int
+    ago_s: float
+
+
+class KeptRoom(msgspec.Struct, frozen=True):
+    """A room that is kept: for ``left_s`` seconds more; 0 of one that has just been ended.
+
+    ``takers``: receives that were committed; ``taken`` has the last 64, oldest first. ``taking``:
+    those under way.
+    """
+
+    left_s: float
+    takers: int
+    taking: int
+    taken: tuple[Taken, ...]
+
+
+def room_of(request_id: str) -> int:
+    """A room for a request id: the same one in every process, one of 2**63 by a hash.
+
+    For routers whose requests have an id of text that both engines know.
+    """
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
+    return 1 + int.from_bytes(digest, "little") % MAX_ROOM
+
+
+async def keep_room(port: Port, room: int, ttl_s: float) -> KeptRoom:
+    """Keep a room of this session, or end it with 0."""
+    request = wire.KeepRoom(port.connection.next_call(), room, float(ttl_s))
+    answer = await port.ask(request, wire.RoomKept)
+    taken = tuple(
+        Taken(
+            peer=one.peer,
+            decode_prefix_len=one.decode_prefix_len,
+            sent_pages=one.sent_pages,
+            sent_bytes=one.sent_bytes,
+            ago_s=one.ago_s,
+        )
+        for one in answer.taken
+    )
+    return KeptRoom(left_s=answer.left_s, takers=answer.takers, taking=answer.taking, taken=taken)
 
 
 def outcome(request: wire.Finish | wire.FinishAndRelease | wire.HandOver, call: Call) -> Outcome:
@@ -157,11 +212,12 @@ def outcome(request: wire.Finish | wire.FinishAndRelease | wire.HandOver, call: 
     if not isinstance(answer, wire.Finished):
         raise confused(request, answer)
     return Outcome(
-        committed=answer.failure is None,
+        committed=answer.failure is None and not answer.kept_s,
         reason=answer.failure,
         decode_prefix_len=answer.decode_prefix_len,
         sent_pages=answer.sent_pages,
         sent_bytes=answer.sent_bytes,
+        kept_s=answer.kept_s,
     )
 
 
@@ -184,8 +240,11 @@ class Share(msgspec.Struct, frozen=True):
 class Send:
     """The prefill side: what is written may be sent, as soon as both sides have met."""
 
-    def __init__(self, port: Port, state: SendState, lease: LeaseView, within_s: float) -> None:
+    def __init__(
+        self, port: Port, state: SendState, lease: LeaseView, *, room: int, within_s: float
+    ) -> None:
         self._port = port
+        self._room = room
         self._state = state
         self._lease = lease
         self._within_s = within_s
@@ -293,6 +352,8 @@ class Send:
     ) -> Outcome:
         """All KV of the prompt is written. Returns when the decode side has spoken.
 
+        For a room that is kept it returns at once, with ``kept_s``: the time of ``ttl_s`` begins.
+
         A word about the lease too, as ``advance`` is: tokens that are computed behind the prompt
         are shared once ``Lease.written``, or an ``upto_tokens``, counts them.
 
@@ -348,6 +409,25 @@ class Send:
             # The daemon ended, and the handoff with it: there is nobody to be told.
             if self._state.lost is None:
                 raise
+
+    async def renew(self, ttl_s: float) -> KeptRoom:
+        """Keep the room for ``ttl_s`` from now on, and hear who has received it; ``finish`` or not.
+
+        Raises:
+            KvdError: ``unknown-handoff``: it is over, or was opened without ``ttl_s`` and
+                ``takers``; ``duplicate-room``: it is over, and its numbers say who had it last.
+        """
+        return await keep_room(self._port, self._room, ttl_s)
+
+    async def end(self) -> KeptRoom:
+        """End a room that is kept: nobody else gets it, and who receives it now goes on.
+
+        Before ``finish`` there is nothing that could go on: then it is ``abort``.
+
+        Raises:
+            KvdError: as ``renew``.
+        """
+        return await keep_room(self._port, self._room, 0.0)
 
     def _keep(self, after: WhenWritten | bytes | None) -> bytes:
         """The event's handle; an event that ends before it was waited for is undefined in CUDA."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvd.client.api import FlushResult
     from kvd.client.device_event import WhenWritten
-    from kvd.client.handoff import Outcome, Receive, Send, Share
+    from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
     from kvd.client.pending import CallDriver
     from kvd.client.pool import Pool
@@ -279,10 +279,20 @@ class SyncSend:
         """Begin ``Send.abort``; the outcome is this send."""
         return self._begin(self.wrapped.abort(reason))
 
+    def begin_renew(self, ttl_s: float) -> PendingCall[KeptRoom]:
+        """Begin ``Send.renew``."""
+        return PendingCall(self._driver, self.wrapped.renew(ttl_s))
+
+    def begin_end(self) -> PendingCall[KeptRoom]:
+        """Begin ``Send.end``."""
+        return PendingCall(self._driver, self.wrapped.end())
+
     accepted = blocking_quietly(begin_accepted)
     advance = blocking_quietly(begin_advance)
     finish = blocking(begin_finish)
     abort = blocking_quietly(begin_abort)
+    renew = blocking(begin_renew)
+    end = blocking(begin_end)
 
     def _begin(self, verb: Coroutine[Any, Any, None]) -> PendingCall[SyncSend]:
         return PendingCall(self._driver, _then(verb, self))
@@ -416,6 +426,7 @@ class SyncNode:
         deadline_s: float = 30.0,
         cache: bool = True,
         step_tokens: int = 0,
+        request_id: str = "",
     ) -> PendingCall[SyncReceive]:
         """Begin ``Node.receive``: pages are held once it has an outcome; ``poll`` that then."""
         verb = self.wrapped.receive(
@@ -431,10 +442,11 @@ class SyncNode:
             deadline_s=deadline_s,
             cache=cache,
             step_tokens=step_tokens,
+            request_id=request_id,
         )
         return PendingCall(self._channel, self._received(verb), SyncReceive.begin_cancel)
 
-    def begin_send(
+    def begin_send(  # noqa: PLR0913 - as Node.send
         self,
         room: int,
         tokens: TokenIds | Prompt | None = None,
@@ -445,6 +457,9 @@ class SyncNode:
         namespace: str = "",
         deadline_s: float = 30.0,
         to: str | None = None,
+        ttl_s: float = 0.0,
+        takers: int = 0,
+        request_id: str = "",
     ) -> PendingCall[SyncSend]:
         """Begin ``Node.send``."""
         verb = self.wrapped.send(
@@ -456,6 +471,9 @@ class SyncNode:
             namespace=namespace,
             deadline_s=deadline_s,
             to=to,
+            ttl_s=ttl_s,
+            takers=takers,
+            request_id=request_id,
         )
         return PendingCall(self._channel, self._sent(verb), lambda send: send.begin_abort(UNDONE))
 
@@ -473,6 +491,9 @@ class SyncNode:
         to: str | None = None,
         after: WhenWritten | bytes | None = None,
         release: bool = False,
+        ttl_s: float = 0.0,
+        takers: int = 0,
+        request_id: str = "",
     ) -> PendingCall[Outcome]:
         """Begin ``Node.hand_over``; to cancel it ends the handoff."""
         verb = self.wrapped.hand_over(
@@ -487,8 +508,15 @@ class SyncNode:
             to=to,
             after=after,
             release=release,
+            ttl_s=ttl_s,
+            takers=takers,
+            request_id=request_id,
         )
         return PendingCall(self._channel, verb)
+
+    def begin_keep_room(self, room: int, ttl_s: float) -> PendingCall[KeptRoom]:
+        """Begin ``Node.keep_room``."""
+        return PendingCall(self._channel, self.wrapped.keep_room(room, ttl_s))
 
     def begin_match(
         self,
@@ -518,6 +546,7 @@ class SyncNode:
     receive = blocking(begin_receive)
     send = blocking(begin_send)
     hand_over = blocking(begin_hand_over)
+    keep_room = blocking(begin_keep_room)
     match = blocking(begin_match)
     flush = blocking(begin_flush)
     new_epoch = blocking(begin_new_epoch)

@@ -238,7 +238,8 @@ def lingering(context: Context) -> Iterator[Concern]:
     """Leases whose engine let go, and whose pages are still read."""
     for part in context.node.prefiller.rooms.by_room.values():
         lease = part.engine.lease if part.engine is not None else None
-        if lease is None or ENGINE in lease.holders:
+        # A room that is kept is to be there.
+        if lease is None or ENGINE in lease.holders or part.keeping is not None:
             continue
         ref = f"lease:{lease.id}"
         since_s = first_seen(context, "lingering", ref)

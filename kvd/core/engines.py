@@ -17,12 +17,13 @@ from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.handoff.posts import no_event
 from kvd.core.handoff.pull import NO_ROOM
+from kvd.core.handoff.refusals import asked_again, rank_gone
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import locked_words
 from kvd.core.leases.admission import MemoryAsker, Waiter
 from kvd.core.leases.lease_events import tell_written
 from kvd.core.leases.receive_tier import bad_tier
-from kvd.core.leases.written import say_advanced, say_written
+from kvd.core.leases.written import promised_tokens, say_advanced, say_written
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.types import MAX_ROOM, Tokens, count, slice_pages
@@ -109,6 +110,7 @@ class Engines:
             client.Advance: self._advance,
             client.Finish: self._finish,
             client.HandOver: self._hand_over,
+            client.KeepRoom: self._keep_room,
             client.FinishAndRelease: self._finish_and_release,
             client.AbortSend: self._abort_send,
             client.MatchPrefix: self._match,
@@ -371,6 +373,7 @@ class Engines:
         before = lease.written_tokens
         refusal = say_written(lease, message, room_tokens)
         if refusal is None:
+            self._sessions.by_id[session].dead_ranks.pop(message.rank, None)  # somebody speaks
             if lease.written_tokens > before:
                 tell_written(self._out, lease)
             self._prefiller.lease_written(lease)
@@ -462,9 +465,19 @@ class Engines:
         refusal = self._bad_room(message.room)
         if refusal is not None:
             return refusal
+        before = self._decoder.asked_before(session, message)
+        if isinstance(before, Refusal):
+            return before
+        if before is not None and before.waiter is None:
+            answer = client.Receiving(message.call, before.id, before.prefix_tokens)
+            self._out.answer(session, answer)
+            return None
         refusal = self._drainer.refusal() or self._bad_receive(message, tokens)
         if refusal is None:
             self._decoder.receive(session, message, tokens)
+            # Behind the new one, so that no source hears that nobody wants the room.
+            if before is not None:
+                self._decoder.cancel_attempt(before, asked_again(message, self._name))
             return None
         # The writers are told too: an engine may have opened a send for this room already.
         for source in message.source[:MAX_SOURCES]:
@@ -509,14 +522,35 @@ class Engines:
     # ---- prefill side ------------------------------------------------------------------------
 
     def _send(self, session: int, message: client.SendRequest, tokens: Tokens) -> Refusal | None:
+        # Before its lease is looked at, which the first of them may have ended.
+        before = self._prefiller.asked_before(session, message)
+        if before is not None:
+            return before if isinstance(before, Refusal) else None
         engine = self._sending_engine(session, message, tokens)
         if isinstance(engine, Refusal):
             return engine
-        return self._prefiller.open_send(message, engine)
+        refusal = self._never_written(session, message.room, engine)
+        return refusal or self._prefiller.open_send(message, engine)
+
+    def _never_written(self, session: int, room: int, engine: SendingEngine) -> Refusal | None:
+        """Why a send would wait in vain: for the word of a rank that is gone."""
+        lease = engine.lease
+        for rank, dead in self._sessions.by_id[session].dead_ranks.items():
+            if len(lease.said) != dead.ranks or dead.ranks == 1:
+                continue
+            upto = promised_tokens(lease)[rank]
+            if upto < engine.prompt_tokens:
+                what = f"a send in room {room}"
+                refusal = rank_gone(dead.why, rank, upto, engine.prompt_tokens, what)
+                return msgspec.structs.replace(refusal, side=self._name)
+        return None
 
     def _hand_over(self, session: int, message: client.HandOver, tokens: Tokens) -> Refusal | None:
         if message.after and message.ends_lease:
             return self._wrong("a lease that ends before the event of its last tokens has come")
+        before = self._prefiller.asked_before(session, message)
+        if before is not None:
+            return before if isinstance(before, Refusal) else None
         engine = self._sending_engine(session, message, tokens)
         if isinstance(engine, Refusal):
             return engine
@@ -613,6 +647,9 @@ class Engines:
         # No commit, which counts also what a longer send of it still awaits an event for.
         lease.is_whole = lease.written_tokens == count(lease.tokens)
         self._sessions.end_lease(lease, "normal")
+
+    def _keep_room(self, session: int, message: client.KeepRoom, _: Tokens) -> Refusal | None:
+        return self._prefiller.keep_room(session, message)
 
     def _abort_send(self, session: int, message: client.AbortSend, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)

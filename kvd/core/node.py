@@ -176,7 +176,7 @@ class NodeState:
             Offer: self._offered,
             Abort: self.prefiller.aborted,
             Withdrawn: self.prefiller.withdrawn,
-            Closed: self.prefiller.settled_sends.closed,
+            Closed: self.prefiller.closed,
             Accept: self.decoder.accepted,
             Progress: self.decoder.progressed,
             Settled: self.decoder.settled,

@@ -319,9 +319,7 @@ def fence(node: NodeView, got: admin.Fence) -> VerbPlan:
     draining = [one for one in node.leases.leases.values() if one.quarantine is not None]
     receives = [part for part in node.decoder.parts.values() if part.state in ASKING]
     sends = [
-        part
-        for part in node.prefiller.rooms.by_room.values()
-        if part.state in WRITING and part.outstanding
+        part for part in node.prefiller.rooms.live() if part.state in WRITING and part.outstanding
     ]
     notes = [
         f"room {part.room}: receive {part.id} from {part.peer} is cut, "

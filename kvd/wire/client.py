@@ -177,6 +177,8 @@ class ReceiveRequest(msgspec.Struct, frozen=True, array_like=True, tag="receive"
     cache: bool = True
     tier: Name | None = None
     step_tokens: Figure = 0
+    request_id: Name = ""
+    """Asked again with the same one, by the same session, it is the same receive."""
 
 
 class CancelReceive(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -199,6 +201,12 @@ class SendRequest(msgspec.Struct, frozen=True, array_like=True, tag="send"):
     deadline_s: float = 30.0
     peer: Name | None = None
     """The node that the room is for; None: the first one whose prompt is the same has it."""
+    ttl_s: float = 0.0
+    """Kept so long behind ``finish``, for whoever takes it; 0: not kept, unless ``takers``."""
+    takers: Figure = 0
+    """So many receives end a kept room; 0: as many as come while it is kept."""
+    request_id: Name = ""
+    """Asked again with the same one, by the same session, it is the same send."""
 
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag="advance"):
@@ -327,6 +335,20 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand-over"):
     aux: bytes = b""
     after: EventHandle = b""
     ends_lease: bool = False
+    ttl_s: float = 0.0
+    takers: Figure = 0
+    request_id: Name = ""
+
+
+class KeepRoom(msgspec.Struct, frozen=True, array_like=True, tag="keep-room"):
+    """Keep a room of this session for ``ttl_s`` from now on; 0 ends it. Answer: ``RoomKept``.
+
+    Who receives it already goes on to its end.
+    """
+
+    call: Call
+    room: int
+    ttl_s: float
 
 
 class FinishAndRelease(msgspec.Struct, frozen=True, array_like=True, tag="finish-release"):
@@ -419,6 +441,7 @@ Request = (
     | ForgetPrompts
     | FlushNamespace
     | BeginEpoch
+    | KeepRoom
 )
 
 TAKES_TOKENS = (
@@ -494,13 +517,40 @@ class Sending(msgspec.Struct, frozen=True, array_like=True, tag="sending"):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
-    """What the decode side said: ``failure`` is None when it committed the prompt."""
+    """What the decode side said: ``failure`` is None when it committed the prompt.
+
+    ``kept_s``: nothing yet, the room is kept for so long; 0 of one that is not kept.
+    """
 
     call: int
     failure: Refusal | None
     decode_prefix_len: int
     sent_pages: int
     sent_bytes: int
+    kept_s: float = 0.0
+
+
+class TakenReceive(msgspec.Struct, frozen=True, array_like=True):
+    """A receive of a kept room that was committed by ``peer``, so long ago."""
+
+    peer: Name
+    decode_prefix_len: int
+    sent_pages: int
+    sent_bytes: int
+    ago_s: float
+
+
+class RoomKept(msgspec.Struct, frozen=True, array_like=True, tag="room-kept"):
+    """How long a room is kept still, and who has taken it: the last 64 of ``takers``.
+
+    ``taking``: receives under way. ``left_s`` is 0 of a room that was ended by this call.
+    """
+
+    call: int
+    left_s: float
+    takers: int
+    taking: int
+    taken: tuple[TakenReceive, ...]
 
 
 class MatchReply(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
@@ -620,7 +670,7 @@ Push = Received | ReceiveFailed | Accepted | SendFailed | LeaseLost | Events
 
 Reply = (
     Failed | Leased | PageTable | Done | Receiving | Sending | Finished | MatchReply | Snapshotted
-    | Retracted | Resumed | FetchReply | FlushReport | Push
+    | Retracted | Resumed | FetchReply | FlushReport | RoomKept | Push
 )  # fmt: skip
 
 

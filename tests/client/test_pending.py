@@ -90,10 +90,11 @@ def is_readable(node: SyncNode, within_s: float = 0.0) -> bool:
 @pytest.mark.parametrize("kind", [SyncNode, SyncLease, SyncReceive, SyncSend])
 def test_every_verb_can_be_begun(kind: type) -> None:
     waits = {
-        *("lease", "receive", "send", "hand_over", "match", "snapshot"),
+        *("lease", "receive", "send", "hand_over", "keep_room", "match", "snapshot"),
         *("flush", "new_epoch"),
         *("extend", "slide", "fetch", "written", "commit", "retract", "resume", "release"),
         *("done", "cancel", "accepted", "advance", "finish", "abort"),
+        *("renew", "end"),
     }
     verbs = {name for name, found in vars(kind).items() if callable(found)}
     begun = {name.removeprefix("begin_") for name in verbs if name.startswith("begin_")}

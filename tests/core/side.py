@@ -63,7 +63,7 @@ SAVED = 12
 ANSWERS = (
     client.Failed | client.Leased | client.PageTable | client.Done | client.Receiving
     | client.Sending | client.Finished | client.MatchReply | client.Snapshotted | client.Retracted
-    | client.Resumed | client.FetchReply | client.FlushReport
+    | client.Resumed | client.FetchReply | client.FlushReport | client.RoomKept
 )  # fmt: skip
 """Replies that answer a call; the others are pushes."""
 

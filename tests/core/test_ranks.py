@@ -315,3 +315,22 @@ def test_a_rank_of_a_session_that_is_over_is_nobodys_concern():
 
     (part,) = world.p.node.prefiller.known()
     assert part.ended is None
+
+
+def test_a_send_that_would_wait_for_a_dead_rank_is_refused_at_once():
+    """scenario: opened after the rank has died; it says again that it is there, and it is sent."""
+    world = World()
+    lease = world.p.lease(PROMPT)
+    world.p.write(lease.pages, PROMPT)
+    world.p.word(lease.lease, 100, 0, 2)
+    world.p.word(lease.lease, 20, 1, 2)
+    leave(world, 1)
+
+    reply = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease)
+
+    assert isinstance(reply, client.Failed)
+    assert reply.refusal.code is Code.CLIENT_GONE
+    assert reply.refusal.numbers == {"rank": 1, "upto_tokens": 20, "prompt_tokens": 100}
+    world.p.word(lease.lease, 64, 1, 2)
+    reply = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease)
+    assert isinstance(reply, client.Sending)

@@ -37,7 +37,7 @@ HIT = PROMPT[: 2 * PAGE * ID_BYTES]
 QUICK = {"drain_s": 1.0, "linger_s": 3.0, "stall_s": 4.0}
 """So that what ends by a clock ends while the calm lasts."""
 
-SENDING = {"send", "advance", "finish", "hand over"}
+SENDING = {"send", "advance", "finish", "hand over", "send kept", "hand over kept"}
 """What a prefill engine does."""
 
 CALM_S = 3.0
@@ -84,6 +84,7 @@ class Case:
         """Whether nothing has happened that may cost the prompt."""
         self.source = 0
         self.send = 0
+        self.receives = 1
         self.filler = 0
         self.held: list[tuple[str, bytes, bytes]] = []
 
@@ -138,6 +139,13 @@ class Case:
             case "send":
                 reply = p.call(client.SendRequest, self.prompt, room=ROOM, lease=self.source)
                 self.send = reply.send if isinstance(reply, client.Sending) else 0
+            case "send kept":
+                fields = {"room": ROOM, "lease": self.source, "takers": 2}
+                reply = p.call(client.SendRequest, self.prompt, **fields)
+                self.send = reply.send if isinstance(reply, client.Sending) else 0
+            case "hand over kept":
+                fields = {"room": ROOM, "lease": self.source, "aux": b"aux", "ttl_s": 20.0}
+                p.call(client.HandOver, self.prompt, ends_lease=True, **fields)
             case "advance":
                 p.call(client.Advance, send=self.send, upto_tokens=2 * PAGE)
             case "finish":
@@ -191,9 +199,11 @@ class Case:
 
     def _check_promise(self) -> None:
         d, p = self.world.d, self.world.p
-        (received,) = [one for one in d.answers if isinstance(one, client.Received)]
-        assert d.holds(received.pages, self.prompt), "the prompt is not what was sent"
-        assert received.aux == b"aux"
+        delivered = [one for one in d.answers if isinstance(one, client.Received)]
+        assert len(delivered) == self.receives
+        for received in delivered:
+            assert d.holds(received.pages, self.prompt), "the prompt is not what was sent"
+            assert received.aux == b"aux"
         (finished,) = [one for one in p.answers if isinstance(one, client.Finished)]
         assert finished.failure is None, finished.failure
 
@@ -434,6 +444,8 @@ def start(name: str) -> Case:
     case.script = ("receive", "send", "advance", "finish")
     if name in {"hit", "computed"}:
         case.script = ("hand over", "receive")
+    if name in KEPT:
+        case.script, case.receives = KEPT[name], 2
     if name == "hit":
         _cache(d, HIT)
         case.prompt = HIT
@@ -459,6 +471,12 @@ def _cache(side: Side, prompt: Tokens) -> None:
 OPENED = ("engine: receive", "engine: send", "deliver to p", "deliver to d")
 WRITTEN = ("engine: advance", "page of p lands")
 SENT = ("engine: advance", "engine: finish", *("page of p lands",) * 3, *("report of p",) * 2)
+KEPT = {
+    "kept": ("hand over kept", "receive", "receive"),
+    "kept streaming": ("receive", "send kept", "advance", "receive", "finish"),
+}
+"""A room for several receives, and what its engines do."""
+
 BEFORE = {
     "offered": ("engine: receive",),
     "hit": ("engine: hand over", "engine: receive"),
@@ -468,5 +486,10 @@ BEFORE = {
     "draining": (*OPENED, *WRITTEN, "receive cancelled"),
     "settled": (*OPENED, *SENT, *("deliver to d",) * 2),
     "verifying": (*OPENED, *SENT, *("deliver to d",) * 3),
+    "kept": ("engine: hand over kept", "engine: receive", "deliver to p"),
+    "kept streaming": (
+        *("engine: receive", "engine: send kept", "deliver to p", "deliver to d"),
+        *("engine: advance", "engine: receive"),
+    ),
 }
 STARTS = ("queued", *BEFORE)

@@ -49,8 +49,8 @@ KEPT = [
     ),
     (
         CLIENT_REQUESTS,
-        client.SendRequest(1, 7, 3, "n", 30.0, "d"),
-        "97a473656e64010703a16ecb403e000000000000a164",
+        client.SendRequest(1, 7, 3, "n", 30.0, "d", 0.5, 2, "r"),
+        "9aa473656e64010703a16ecb403e000000000000a164cb3fe000000000000002a172",
     ),
     (
         PEER_MESSAGES,
@@ -104,6 +104,11 @@ KEPT = [
 """Messages with the bytes they have in protocol 1: a change here breaks running peers."""
 
 EARLIER = [
+    (
+        CLIENT_REQUESTS,
+        client.SendRequest(1, 7, 3, "n", 30.0, "d"),
+        "97a473656e64010703a16ecb403e000000000000a164",
+    ),
     (CLIENT_REQUESTS, client.Finish(4, 2, b"\x05"), "94a666696e6973680402c40105"),
     (PEER_MESSAGES, peer.Accept("1", "2", 7), "94a6616363657074a131a13207"),
     (PEER_MESSAGES, peer.Ping("1", "2", 3, 0, 5, 6), "97a470696e67a131a13203000506"),

@@ -221,7 +221,7 @@ class Containment:
         if ENGINE in lease.holders and lease.session in node.sessions.by_id:
             node.out.answer(lease.session, client.LeaseLost(lease.id, refusal))
         # A list first: a send that is given up may leave its room at once.
-        sends = [one for one in node.prefiller.rooms.by_room.values() if one.engine is not None]
+        sends = [one for one in node.prefiller.rooms.live() if one.engine is not None]
         for send in [one for one in sends if one.engine and one.engine.lease is lease]:
             node.prefiller.give_up_send(send, refusal)
         if ARRIVAL in lease.holders:
@@ -309,7 +309,7 @@ class Containment:
 
     def _fail_send(self, fault: Fault) -> str:
         prefiller = self._node.prefiller
-        part = next((one for one in prefiller.rooms.by_room.values() if one.id == fault.part), None)
+        part = next((one for one in prefiller.rooms.live() if one.id == fault.part), None)
         if part is None:
             return TOLD
         # Before it is given up: its last word must say so, or the peer would free pages at once

@@ -658,7 +658,7 @@ def _unowned(table: LeaseTable, part: SendPart, refs: Backrefs) -> str:
 def post_faults(prefiller: Prefiller, post: int, part: SendPart) -> Iterator[Fault]:
     """I6 and I9 at one post under way."""
     # By its room and not by its state alone: one that has settled is not there any more.
-    is_live = prefiller.rooms.by_room.get(part.room) is part
+    is_live = prefiller.rooms.has(part)
     if post not in part.outstanding or not is_live:
         what = f"post {post} is under way for send {part.id} (room {part.room}), which "
         what += "does not wait for it" if is_live else f"is {part.state.value}"

@@ -158,6 +158,7 @@ class ReceiveAttempt:
         "parts",
         "prefix_tokens",
         "prompt_tokens",
+        "request_id",
         "room",
         "session",
         "since_s",
@@ -174,6 +175,7 @@ class ReceiveAttempt:
         deadline_s: float,
         prompt_tokens: int,
         is_preloaded: bool,
+        request_id: str,
     ) -> None:
         self.id = attempt_id
         self.room = room
@@ -182,6 +184,7 @@ class ReceiveAttempt:
         self.deadline_s = deadline_s
         self.prompt_tokens = prompt_tokens
         self.is_preloaded = is_preloaded
+        self.request_id = request_id
         """Whether its pages are to be in the device buffer too when the engine hears of it."""
         self.is_pulled = False
         """Whether its source sends what it has cached, and no engine of it does."""
@@ -336,9 +339,47 @@ class Awaited:
         return self.destination in {"", peer}
 
 
+MAX_TAKEN = 64
+"""Receives of one kept room that are remembered one by one; of older ones their number."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class TakenBy:
+    """A receive of a kept room that was committed."""
+
+    __slots__ = ("at_s", "decode_prefix_len", "peer", "sent_bytes", "sent_pages")
+
+    def __init__(self, part: SendPart, at_s: float) -> None:
+        self.peer = part.peer
+        self.at_s = at_s
+        self.decode_prefix_len = part.decode_prefix_len
+        self.sent_pages = part.posted_pages
+        self.sent_bytes = part.moved_bytes
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Keeping:
+    """A room that stays open behind its engine: how long, for how many, and who has had it."""
+
+    __slots__ = ("limit", "taken", "takers", "ttl_s")
+
+    def __init__(self, ttl_s: float, limit: int) -> None:
+        self.ttl_s = ttl_s
+        """From ``finish`` on."""
+        self.limit = limit
+        """So many receives end it; 0: its time alone does."""
+        self.takers = 0
+        self.taken: deque[TakenBy] = deque(maxlen=MAX_TAKEN)
+        """The last of them, oldest first."""
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SendPart(HandoffPart):
-    """One attempt to send one prompt; ``engine`` and ``offer`` are its halves."""
+    """One attempt to send one prompt; ``engine`` and ``offer`` are its halves.
+
+    Of a room that is kept the part with ``keeping`` has the room and the engine's word, and meets
+    no Offer itself: each receive is a part behind it, with ``kept_by``.
+    """
 
     __slots__ = (
         "after",
@@ -357,6 +398,8 @@ class SendPart(HandoffPart):
         "generation",
         "in_doubt",
         "is_numbered",
+        "keeping",
+        "kept_by",
         "linger_s",
         "offer",
         "ordered_units",
@@ -366,6 +409,7 @@ class SendPart(HandoffPart):
         "posted_pages",
         "posted_tokens",
         "prompt_tokens",
+        "request_id",
         "room",
         "session",
         "since_s",
@@ -393,6 +437,11 @@ class SendPart(HandoffPart):
         self.engine: SendingEngine | None = None
         self.offer: Offer | None = None
         self.awaited = Awaited()
+        self.request_id = ""
+        """What its engine calls it; empty: nothing."""
+        self.keeping: Keeping | None = None
+        self.kept_by: SendPart | None = None
+        """The part that has the room, of one that takes it."""
         self.generation = 0
         self.prompt_tokens = 0
         self.decode_prefix_len = 0

@@ -330,6 +330,30 @@ class Decoder:
         attempt.waiter = Waiter(claim, attempt.deadline_s, asker)
         self._admission.submit(attempt.waiter, lease)
 
+    def asked_before(
+        self, session: int, message: client.ReceiveRequest
+    ) -> ReceiveAttempt | Refusal | None:
+        """The receive that this session has asked for with the same request id, if it lives.
+
+        A refusal: it was delivered, and its engine has the lease.
+        """
+        if not message.request_id:
+            return None
+        asked = session, message.room, message.request_id
+        for one in self.attempts.values():
+            if (one.session, one.room, one.request_id) == asked and one.ended is None:
+                return one
+        for lease, one in self.ready.items():
+            if (one.session, one.room, one.request_id) == asked:
+                return Refusal(
+                    Code.DUPLICATE_ROOM,
+                    f"request {message.request_id} has received room {message.room} already: "
+                    f"lease {lease} has its KV until it is released",
+                    side=self._settings.name,
+                    numbers={"lease": lease},
+                )
+        return None
+
     def cancel_session(self, session: int, refusal: Refusal) -> int:
         """End all receives of a session that is over; how many they were."""
         # A list first: one that ends may leave ``attempts``.
@@ -823,6 +847,7 @@ class Decoder:
             deadline_s=at_s + min(self._settings.max_deadline_s, message.deadline_s),
             prompt_tokens=n_tokens,
             is_preloaded=message.tier == DEVICE,
+            request_id=message.request_id,
         )
         parts = []
         for source in message.source:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, SendPart
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
+    from kvd.wire import client
 
 
 def bounded(message: Settled, mine: Settings) -> Settled:
@@ -49,6 +50,22 @@ def long_aux(part: SendPart, n_bytes: int, peer: Peer | None, mine: Settings) ->
         f"aux of {n_bytes} bytes, the limit {whose} is {limit} (limits.max_aux_bytes)",
         side=mine.name,
         numbers={"bytes": n_bytes, "limit": limit},
+    )
+
+
+def asked_again(message: client.ReceiveRequest | client.HandOver, side: str) -> Refusal:
+    """A call whose request id has come again: the later call is the one that is waited for."""
+    why = f"request {message.request_id} was asked for again (call {message.call})"
+    return Refusal(Code.CANCELLED, why, side=side)
+
+
+def rank_gone(why: str, rank: int, upto_tokens: int, prompt_tokens: int, what: str) -> Refusal:
+    """Nobody will write what that rank has not; ``what`` needs it."""
+    return Refusal(
+        Code.CLIENT_GONE,
+        f"{why}: it had written {upto_tokens} of the {prompt_tokens} tokens that {what} has to "
+        "send; write them again under a new lease",
+        numbers={"rank": rank, "upto_tokens": upto_tokens, "prompt_tokens": prompt_tokens},
     )
 
 

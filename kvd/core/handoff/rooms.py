@@ -180,6 +180,13 @@ class Rooms:
         else:
             self.by_room[part.room] = part
 
+    def open_room(self, part: SendPart) -> None:
+        """Its engine has it: Offers that wait for that stand behind."""
+        behind = self.parts_of(part.room)
+        if behind:
+            self.behind[part.room] = behind
+        self.by_room[part.room] = part
+
     def remove_part(self, part: SendPart) -> None:
         """It is over for the room: the next Offer moves up, or the room is free."""
         behind = self.behind.get(part.room)

@@ -16,9 +16,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import Claim, Shortage
+from kvd.core.handoff.kept import (
+    ServedRooms,
+    bad_keeping,
+    keeping_of,
+    no_place,
+    note_taken,
+    room_kept,
+    takers_of,
+)
 from kvd.core.handoff.message_sizes import page_bytes
 from kvd.core.handoff.offer import (
     differs,
@@ -33,8 +43,16 @@ from kvd.core.handoff.payload import Payload
 from kvd.core.handoff.posts import Posts, no_event
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
 from kvd.core.handoff.pull import NO_ROOM, PULLER, PullTicket, PullTickets, unfit
-from kvd.core.handoff.refusals import long_aux, too_late
-from kvd.core.handoff.rooms import ExpiredRooms, Rooms, may_offer_still, taken
+from kvd.core.handoff.refusals import asked_again, long_aux, rank_gone, too_late
+from kvd.core.handoff.rooms import (
+    NO_OFFERS,
+    ExpiredRooms,
+    RoomMatch,
+    Rooms,
+    may_offer_still,
+    not_for,
+    taken,
+)
 from kvd.core.handoff.settled import SettledSends
 from kvd.core.handoff.sources import accepted
 from kvd.core.leases.written import promised_tokens, word_for_sends
@@ -49,6 +67,7 @@ from kvd.wire.peer import (
     Abort,
     Accept,
     AskPrefix,
+    Closed,
     Offer,
     PrefixFound,
     ReceiveOutcome,
@@ -57,6 +76,7 @@ from kvd.wire.peer import (
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
+    from kvd.core.handoff.parts import Keeping
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
@@ -90,6 +110,7 @@ class Prefiller:
         """By send id: the engine was told, and has not said finish or abort yet."""
         self.expired_rooms = ExpiredRooms(settings)
         self.tickets = PullTickets()
+        self.served_rooms = ServedRooms(settings)
         self.settled_sends = SettledSends(settings, leases, peers, out)
         self.posts = Posts(self._payload, leases, peers, out)
         self._settings = settings
@@ -114,6 +135,7 @@ class Prefiller:
         # After Sending, which names the send: Accepted and a failure speak of it by its number.
         if part.state is P.AWAIT_ENGINE:
             self._await_engine_or_await_offer_to_streaming(part, T.ENGINE_OPENED)
+        self._serve_waiting(part)
         return None
 
     def hand_over(self, message: client.HandOver, engine: SendingEngine) -> Refusal | None:
@@ -122,13 +144,51 @@ class Prefiller:
         if isinstance(part, Refusal):
             return part
         part.is_numbered = False
-        self.handed_over[part.session, message.call] = part
+        if part.keeping is None:  # of one that is kept the call is answered at once
+            self.handed_over[part.session, message.call] = part
         self._note_finish(part, message.call, message.aux, message.after)
         if part.state is P.AWAIT_ENGINE:
             self._await_engine_or_await_offer_to_streaming(part, T.ENGINE_OPENED)
         else:
             self._move(part, T.FINISHED, "")
+        self._answer_kept(part)
+        self._serve_waiting(part)
         return None
+
+    def asked_before(
+        self, session: int, message: client.SendRequest | client.HandOver
+    ) -> SendPart | Refusal | None:
+        """The send that this session has opened with the same request id: the call is answered.
+
+        A refusal: it was served. None: there is none, or it was opened by the other verb.
+        """
+        request = message.request_id
+        if not request:
+            return None
+        hands_over = type(message) is client.HandOver
+        found = [self.rooms.by_room.get(message.room), *self.settled_sends.settled.values()]
+        for part in found:
+            if part is None or (part.session, part.room) != (session, message.room):
+                continue
+            if part.request_id == request and part.is_numbered is not hands_over:
+                self._answer_call_again(part, message)
+                return part
+        return self.served_rooms.served(message.room, self._out.at_s, request)
+
+    def _answer_call_again(
+        self, part: SendPart, message: client.SendRequest | client.HandOver
+    ) -> None:
+        if type(message) is not client.HandOver:
+            self._out.answer(part.session, client.Sending(message.call, part.id))
+            return
+        # Its end is told once, to the call that came last.
+        if part.finish_call is not None:
+            earlier = asked_again(message, self._settings.name)
+            self._out.answer(part.session, client.Failed(part.finish_call, earlier))
+            if self.handed_over.pop((part.session, part.finish_call), None) is not None:
+                self.handed_over[part.session, message.call] = part
+        part.finish_call = message.call
+        self._answer_kept(part)
 
     def _enter_room(
         self, message: client.SendRequest | client.HandOver, engine: SendingEngine
@@ -138,9 +198,13 @@ class Prefiller:
         # A room has one engine; Offers that wait for one (AWAIT_ENGINE) are what it came to meet.
         if part is not None and part.state is not P.AWAIT_ENGINE:
             return taken(part, self._settings.name, f"send {part.id}")
+        refusal = bad_keeping(message, self._settings.name)
+        if refusal is not None:
+            return refusal
         # The engine may name an address of peers.connect; Offers come from nodes, by name.
         destination = (self._peers.find(message.peer) or message.peer) if message.peer else ""
-        meeting = self.rooms.match_engine(message.room, destination, engine)
+        keeping = keeping_of(message)
+        meeting = self._meet(message.room, destination, engine, keeping)
         # Also where the engine itself is refused: its word has decided about these Offers.
         for turned in meeting.turned:
             self._refuse(turned.part, turned.refusal)
@@ -152,7 +216,7 @@ class Prefiller:
             if refusal is not None:
                 return refusal
         if meeting.part is None:
-            self.rooms.add_part(part)
+            self.rooms.open_room(part)
             part.history.add_line(self._out.at_s, f"opened by session {engine.session}")
             for turned in meeting.turned:
                 self._turned_away(part, turned.part.peer, turned.refusal)
@@ -160,6 +224,9 @@ class Prefiller:
         # A new attempt: an Offer that comes now is for it, and must not hear why the last one
         # failed.
         self.expired_rooms.forget(message.room)
+        self.served_rooms.forget(message.room)
+        part.keeping = keeping
+        part.request_id = message.request_id
         part.engine = engine
         part.session = engine.session
         part.prompt_tokens = engine.prompt_tokens
@@ -169,6 +236,19 @@ class Prefiller:
         # Held by the send from here on: the engine may release its lease, or die, while posts read.
         self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
         return part
+
+    def _meet(
+        self, room: int, destination: str, engine: SendingEngine, keeping: Keeping | None
+    ) -> RoomMatch:
+        """The Offer that the engine finds there, or why it is refused."""
+        named = self._peers.by_name.get(destination)
+        # It could only come to nothing: nobody waits for that.
+        if named is not None and named.refusal is not None:
+            return RoomMatch(None, (), named.refusal)
+        # Who waits for a room that is kept is served behind it, all that fit.
+        if keeping is not None:
+            return NO_OFFERS
+        return self.rooms.match_engine(room, destination, engine)
 
     def advance_send(self, part: SendPart, upto_tokens: int, after: bytes = b"") -> Refusal | None:
         """KV below ``upto_tokens`` is written, or will be when the event behind ``after`` comes."""
@@ -194,6 +274,9 @@ class Prefiller:
             # Before the push: a trigger without a row must raise before a page has left.
             self._move(part, T.ADVANCED, "")
             self.posts.push_part(part)
+            for taker in self._takers(part):
+                if taker.state is P.STREAMING:
+                    self._advance_part(taker, upto_tokens, after)
 
     def lease_written(self, lease: LeaseRecord) -> None:
         """Its engine, or one of its ranks, has said how far it is: its sends go on by that."""
@@ -216,14 +299,9 @@ class Prefiller:
             if upto >= part.prompt_tokens:
                 continue
             ended += 1
-            refusal = Refusal(
-                Code.CLIENT_GONE,
-                f"{why}: it had written {upto} of the {part.prompt_tokens} tokens that send "
-                f"{part.id} (room {part.room}) has to send; write them again under a new lease",
-                side=self._settings.name,
-                numbers={"rank": rank, "upto_tokens": upto, "prompt_tokens": part.prompt_tokens},
-            )
-            self.give_up_send(part, refusal)
+            what = f"send {part.id} (room {part.room})"
+            refusal = rank_gone(why, rank, upto, part.prompt_tokens, what)
+            self.give_up_send(part, msgspec.structs.replace(refusal, side=self._settings.name))
         return ended
 
     def finish_send(
@@ -241,6 +319,11 @@ class Prefiller:
             self._streaming_to_flushing(part)
         else:  # no Offer yet: it streams and flushes in one step when that comes
             self._move(part, T.FINISHED, "")
+        self._answer_kept(part)
+        for taker in self._takers(part):
+            if taker.state is P.STREAMING:
+                self._follow_keeper(taker, part)
+                self._streaming_to_flushing(taker)
         return None
 
     def _unfinishable(
@@ -260,6 +343,124 @@ class Prefiller:
         part.after = after or part.after
         # Finish is the last advance too: an engine need not have said how far it was.
         part.cursor_tokens = part.prompt_tokens
+
+    # ---- rooms that are kept -----------------------------------------------------------------
+
+    def keep_room(self, session: int, message: client.KeepRoom) -> Refusal | None:
+        """Its engine keeps a room for so long from now on, or ends it."""
+        side, now_s = self._settings.name, self._out.at_s
+        part = self.rooms.by_room.get(message.room)
+        if part is None or part.keeping is None or part.session != session:
+            served = self.served_rooms.served(message.room, now_s)
+            what = f"no room {message.room} is kept here for this session: it is over, or was "
+            what += "opened without ttl_s and takers"
+            return served or Refusal(Code.UNKNOWN_HANDOFF, what, side=side)
+        if not message.ttl_s >= 0:  # not of a NaN either
+            return Refusal(Code.BAD_REQUEST, f"keep for {message.ttl_s:g} s", side=side)
+        part.keeping.ttl_s = message.ttl_s
+        if message.ttl_s:
+            until_s = self._deadline(message.ttl_s)
+            # While its engine still writes, the deadline of that counts too.
+            part.deadline_s = until_s if part.aux is not None else max(part.deadline_s, until_s)
+            left_s = part.deadline_s - now_s
+            self._out.answer(session, room_kept(message.call, left_s, part, self.rooms, now_s))
+            return None
+        # Answered first: it tells who takes it now, and what ends with it comes behind.
+        self._out.answer(session, room_kept(message.call, 0.0, part, self.rooms, now_s))
+        why = f"the prefill engine ended room {message.room}"
+        self._end_kept(part, Refusal(Code.ABORTED, why, side=side))
+        return None
+
+    def _answer_kept(self, part: SendPart) -> None:
+        """``finish`` of a room that is kept returns at once, and its time begins."""
+        if part.keeping is not None and part.finish_call is not None:
+            part.deadline_s = self._deadline(part.keeping.ttl_s)
+            call, part.finish_call = part.finish_call, None
+            kept_s = part.deadline_s - self._out.at_s
+            self._out.answer(
+                part.session,
+                client.Finished(
+                    call=call,
+                    failure=None,
+                    decode_prefix_len=0,
+                    sent_pages=0,
+                    sent_bytes=0,
+                    kept_s=kept_s,
+                ),
+            )
+
+    def _takers(self, part: SendPart) -> list[SendPart]:
+        return takers_of(part, self.rooms) if part.keeping is not None else []
+
+    def _serve_waiting(self, keeper: SendPart) -> None:
+        """Offers that came before the engine of a room that is kept."""
+        if keeper.keeping is None:
+            return
+        for part in self.rooms.parts_of(keeper.room):
+            offer = part.offer
+            if offer is None or part.state is not P.AWAIT_ENGINE:
+                continue
+            refusal = self._not_for_taker(keeper, part.peer, offer)
+            if refusal is None:
+                self._take_room(keeper, part)
+            else:
+                self._refuse(part, refusal)
+
+    def _not_for_taker(self, keeper: SendPart, peer: str, offer: Offer) -> Refusal | None:
+        side, engine = self._settings.name, keeper.engine
+        assert engine is not None
+        if not keeper.awaited.is_by(peer):
+            return not_for(keeper.room, keeper.awaited.destination, peer, side)
+        refusal = disagreement(offer, engine, self._payload, side)
+        if refusal is not None:
+            self._turned_away(keeper, peer, refusal)
+        return refusal or no_place(keeper, self.rooms, side)
+
+    def _take_room(self, keeper: SendPart, part: SendPart) -> None:
+        """One receive of a kept room begins: it has all that the engine has said so far."""
+        engine = keeper.engine
+        assert engine is not None
+        part.kept_by = keeper
+        part.engine, part.session, part.is_numbered = engine, keeper.session, False
+        part.prompt_tokens = engine.prompt_tokens
+        self._follow_keeper(part, keeper)
+        self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
+        keeper.history.add_line(self._out.at_s, f"{part.peer} receives it (send {part.id})")
+        self._await_engine_or_await_offer_to_streaming(part, T.ENGINE_OPENED)
+
+    def _follow_keeper(self, part: SendPart, keeper: SendPart) -> None:
+        part.cursor_tokens, part.after, part.aux = keeper.cursor_tokens, keeper.after, keeper.aux
+
+    def _end_kept(self, part: SendPart, refusal: Refusal) -> None:
+        """Its time is over, its engine ends it, or the last that it was open for has it."""
+        keeping = part.keeping
+        assert keeping is not None
+        # Whoever receives it goes on: the engine has said all that they need. A room that somebody
+        # has received, or is about to, has not failed.
+        if part.aux is None or not (keeping.takers or self._takers(part)):
+            self.give_up_send(part, refusal)
+            return
+        self._move(part, T.GIVEN_UP, refusal.message)
+        self._let_engine_go(part)
+        self.rooms.remove_part(part)
+        self.settled_sends.let_go(part, "kept-room-over")
+
+    def closed(self, peer: Peer, message: Closed) -> None:
+        """How it ended over there."""
+        part = self.settled_sends.closed(peer, message)
+        if part is None or message.outcome is not ReceiveOutcome.COMMITTED:
+            return
+        keeper, part_room = part.kept_by, self.rooms.by_room.get(part.room)
+        now_s = self._out.at_s
+        is_last = keeper is not None and note_taken(keeper, part, now_s)
+        self.served_rooms.remember(part, now_s)
+        part.kept_by = None
+        # It may be over already, by its time or its engine.
+        if keeper is not None and is_last and part_room is keeper:
+            why = f"room {part.room} was received by all that it was open for"
+            self._end_kept(keeper, Refusal(Code.ABORTED, why, side=self._settings.name))
+
+    # ---- how it ends for the engine ----------------------------------------------------------
 
     def abandon_send(self, part: SendPart, refusal: Refusal) -> None:
         """The engine ends it: it failed, or is dead."""
@@ -284,6 +485,8 @@ class Prefiller:
     def abandon_session(self, session: int, refusal: Refusal) -> int:
         """End all sends of a session that is over, and forget what failed; how many were open."""
         parts = [part for part in self.by_send.values() if part.session == session]
+        # Who takes a room that is over is in no register of the engine's.
+        parts += [part for part in self.rooms.live() if part.kept_by and part.session == session]
         for part in parts:
             self.abandon_send(part, refusal)
         self.failed = {send: one for send, one in self.failed.items() if one.session != session}
@@ -331,8 +534,10 @@ class Prefiller:
             self._join(stranger, peer, message.handoff)
             self._refuse(stranger, refusal)
             return
-        # The engine is still to come: each peer's Offer waits as a part of its own (``rooms``).
-        if part is None or part.state is P.AWAIT_ENGINE:
+        keeper = part if part is not None and part.keeping is not None else None
+        # The engine is still to come: each peer's Offer waits as a part of its own (``rooms``). So
+        # is each that takes a room that is kept.
+        if part is None or part.state is P.AWAIT_ENGINE or keeper is not None:
             part = self._new_part(message.room, P.AWAIT_ENGINE)
             # Until an engine opens the room the receiver's deadline is the only one there is.
             part.deadline_s = self._deadline(message.deadline_s)
@@ -341,7 +546,9 @@ class Prefiller:
         self.settled_sends.keep_offer(part, message, kept_bytes)
         # Before the edge to STREAMING, which posts by the plan in the same step.
         self.posts.plan_part(part, message, peer)
-        if part.state is P.AWAIT_OFFER:
+        if keeper is not None:
+            self._take_room(keeper, part)
+        elif part.state is P.AWAIT_OFFER:
             self._await_engine_or_await_offer_to_streaming(part, T.OFFERED)
 
     def _unserved(self, peer: Peer, offer: Offer, part: SendPart | None) -> Refusal | None:
@@ -358,7 +565,11 @@ class Prefiller:
         if part is None or part.engine is None:
             # By when the receiver began to wait, not by when this Offer came: it may be a
             # repetition.
-            return self.expired_rooms.refusal(offer.room, self._out.at_s - offer.waited_s)
+            now_s, asked_s = self._out.at_s, self._out.at_s - offer.waited_s
+            served = self.served_rooms.refusal(offer.room, asked_s, now_s)
+            return served or self.expired_rooms.refusal(offer.room, asked_s)
+        if part.keeping is not None:
+            return self._not_for_taker(part, peer.name, offer)
         refusal = disagreement(offer, part.engine, self._payload, self._settings.name)
         if refusal is not None:
             self._turned_away(part, peer.name, refusal)
@@ -495,6 +706,9 @@ class Prefiller:
         part.awaited.withdrawn[peer.name] = message.reason[:MAX_REASON]
         # One stranger must not end the wait of an engine that names nobody: all of them must.
         others = may_offer_still(part, self._peers)
+        if part.keeping is not None:  # one receive less, and the next may come
+            part.history.add_line(self._out.at_s, why)
+            return
         if others:
             part.history.add_line(
                 self._out.at_s, f"{why}; {', '.join(others[:8])} may offer them still"
@@ -553,6 +767,7 @@ class Prefiller:
         now_s = self._out.at_s
         self.settled_sends.tick()
         self.expired_rooms.expire(now_s)
+        self.served_rooms.expire(now_s)
         # ``live`` is a new list: parts leave their rooms meanwhile.
         for part in self.rooms.live():
             if part.state is P.DRAINING:
@@ -566,7 +781,11 @@ class Prefiller:
             # Settled is said when the posts are over.
             elif part.deadline_s <= now_s:
                 part.outcome = ReceiveOutcome.TIMED_OUT
-                self.give_up_send(part, too_late(part, now_s, self._settings))
+                late = too_late(part, now_s, self._settings)
+                if part.keeping is None:
+                    self.give_up_send(part, late)
+                else:
+                    self._end_kept(part, late)
             elif part.outstanding:
                 refusal = self.posts.stalled(part, self._settings)
                 if refusal is not None:
@@ -580,8 +799,11 @@ class Prefiller:
         """ENGINE_OPENED or OFFERED: both halves are here and agree."""
         self._move(part, trigger, f"decode has {part.decode_prefix_len} tokens")
         peer = self._peers.by_incarnation.get(part.incarnation)
-        if part.engine is not None and part.is_numbered:
-            self._out.answer(part.engine.session, accepted(part))
+        engine, numbered = part.engine, part.kept_by or part
+        if engine is not None and numbered.is_numbered:
+            # Of a room that is kept its engine hears of each, by the number of the room.
+            told = msgspec.structs.replace(accepted(part), send=numbered.id)
+            self._out.answer(engine.session, told)
         # After Accepted, which tells the engine its share: the failure names a send that it knows.
         if peer is not None and peer.agent is Agent.FAILED and not part.is_posted:
             why = f"no sending agent: {peer.agent_why}"
@@ -660,8 +882,12 @@ class Prefiller:
     ) -> None:
         """GIVEN_UP: no decode side knows of it, so there is nobody to settle with."""
         self._move(part, trigger, why)
+        # What ends a room that is kept, other than as it was to end, ends all that take it.
+        takers = self._takers(part)
         self._tell_engine(part, refusal)
         self.rooms.remove_part(part)
+        for taker in takers:
+            self.give_up_send(taker, refusal)
         if refusal.side == self._settings.name:  # not where the decode side gave up
             self.expired_rooms.remember(part.room, refusal, self._out.at_s)
         self.settled_sends.end_forgotten(part, refusal)

@@ -175,7 +175,7 @@ class SettledSends:
         part.ended = refusal
         self.settled[part.id] = part
         # No post is outstanding, so nothing reads the source pages any more.
-        self._let_go(part, "sent")
+        self.let_go(part, "sent")
         # No answer for so long means that nobody will give one: the tombstone answers who asks yet.
         part.linger_s = self._out.at_s + self._settings.linger_s
         if part.offer is not None and part.share.parts > 1:
@@ -193,13 +193,13 @@ class SettledSends:
 
     def end_forgotten(self, part: SendPart, refusal: Refusal) -> None:
         """It was never offered: there is nobody to tell but those who watch."""
-        self._let_go(part, "never-offered")
+        self.let_go(part, "never-offered")
         # Somebody wished it, the engine or the decode side: that is no failure of ours.
         if refusal.code is Code.ABORTED:
             part.outcome = ReceiveOutcome.ABORTED
         self._tell_ended(part, refusal)
 
-    def _let_go(self, part: SendPart, cause: str) -> None:
+    def let_go(self, part: SendPart, cause: str) -> None:
         """No page of it is read any more: its prompt and its lease are the engine's alone."""
         if part.engine is not None:
             self._leases.release(part.engine.lease, f"send {part.id}", cause)
@@ -249,18 +249,19 @@ class SettledSends:
             ),
         )
 
-    def closed(self, peer: Peer, message: Closed) -> None:
-        """How it ended over there: what ``finish`` waits for."""
+    def closed(self, peer: Peer, message: Closed) -> SendPart | None:
+        """How it ended over there: what ``finish`` waits for; the part that is over with it."""
         part = self.find_part(peer.incarnation, message.handoff)
         # A Closed that comes twice, or before we have settled, changes nothing.
         if part is None or part.state is not Prefill.SETTLED:
-            return
+            return None
         refusal = None
         if message.outcome is not ReceiveOutcome.COMMITTED:
             # What ended it here comes first: over there it is told as our failure, with fewer
             # words.
             refusal = part.ended or message.reason or Refusal(Code.ABORTED, message.outcome.value)
         self._settled_to_closed(part, PrefillTrigger.CLOSED, message.outcome.value, refusal)
+        return part
 
     def outlive_part(self, part: SendPart) -> None:
         """Nobody will say Closed: a new process is there, or a silence of ``linger_s``."""

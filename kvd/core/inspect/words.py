@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.cache.lease import ARRIVAL, ENGINE, FETCH
 from kvd.core.cache.lease_state import LeaseStage
+from kvd.core.handoff.kept import told_keeping
 from kvd.core.handoff.parts import waits_for_others
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.handoff.sources import TokenSpan, share_words, span_of
@@ -135,6 +136,8 @@ def offer_awaited(part: SendPart) -> str:
     """Whose Offer a send waits for, and who has said that it will not come, or was refused."""
     awaited = part.awaited
     waits = f"{awaited.destination or 'the decode side'} to offer pages"
+    if part.keeping is not None:
+        waits = told_keeping(part, part.keeping)
     gone = ", ".join([f"{name} ({why[:80]})" for name, why in list(awaited.withdrawn.items())[:8]])
     withdrawn = f"; withdrawn by {gone}" if gone else ""
     turned_away = f"; {awaited.turned_away}" if awaited.turned_away else ""

@@ -57,16 +57,30 @@ class HangUp(msgspec.Struct, frozen=True):
     since_s: float
 
 
+class DeadRank:
+    """A process that wrote a part of every page is gone, of so many."""
+
+    __slots__ = ("ranks", "why")
+
+    def __init__(self, ranks: int, why: str) -> None:
+        self.ranks = ranks
+        self.why = why
+
+
 class Session:
     """One engine: its name, and the processes that map the pool for it."""
 
-    __slots__ = ("hang_up", "id", "is_former", "name", "pids", "prompts", "since_s")
+    __slots__ = (
+        *("dead_ranks", "hang_up", "id", "is_former", "name", "pids", "prompts", "since_s"),
+    )
 
     def __init__(self, session_id: int, name: str, since_s: float) -> None:
         self.id = session_id
         self.name = name
         self.pids: list[int] = []
         self.since_s = since_s
+        self.dead_ranks: dict[int, DeadRank] = {}
+        """By rank; one that speaks again is none."""
         self.is_former = False
         """Whether it is of before the restart, and its engine has not come back yet."""
         self.prompts = ToldPrompts()
@@ -243,6 +257,7 @@ class Sessions:
         if session is None or session.hang_up is not None:
             return
         why = f"rank {got.rank} of {got.ranks} of {session.name} (pid {got.pid}) is gone"
+        session.dead_ranks[got.rank] = DeadRank(got.ranks, why)
         self._sending.rank_left(session.id, got.rank, got.ranks, why)
         self._admission.wake()
 

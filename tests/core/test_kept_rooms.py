@@ -1,0 +1,403 @@
+"""A room that its engine keeps: who may receive it, how often, and what ends it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvd.core import inputs
+from kvd.core.audit.invariants import faults
+from kvd.core.handoff.protocol import Prefill
+from kvd.core.inspect.snapshot import snapshot
+from kvd.core.replay.freeze import freeze
+from kvd.core.replay.thaw import thaw
+from kvd.errors import Code
+from kvd.wire import client, events
+from tests.core.engines import PROMPT, Sender, cached
+from tests.core.side import spec
+from tests.core.world import Side, World, tokens
+
+OTHER = tokens((1, 99), (7, 1))
+
+
+def three() -> tuple[World, Side, Side]:
+    world = World(names=("d", "e"))
+    return world, world.d, world.sides["e"]
+
+
+def receive(side: Side, toks: bytes = PROMPT, **fields: object) -> None:
+    side.call(client.ReceiveRequest, toks, **{"room": 7, "source": ("p",), **fields})
+
+
+def hand_over(world: World, **fields: object) -> client.Reply | None:
+    """All computed, said in one message, and the lease let go."""
+    leased = world.p.lease(PROMPT)
+    world.p.write(leased.pages, PROMPT)
+    fields = {"room": 7, "aux": b"aux", "ends_lease": True, "ttl_s": 5.0, **fields}
+    return world.p.call(client.HandOver, PROMPT, lease=leased.lease, **fields)
+
+
+def received(side: Side) -> client.Received:
+    (one,) = [one for one in side.take() if isinstance(one, client.Received)]
+    return one
+
+
+def refused(side: Side) -> client.ReceiveFailed:
+    (one,) = [one for one in side.take() if isinstance(one, client.ReceiveFailed)]
+    return one
+
+
+def keep(world: World, ttl_s: float) -> client.Reply | None:
+    return world.p.call(client.KeepRoom, room=7, ttl_s=ttl_s)
+
+
+def locked(world: World) -> int:
+    """Pages of the prefill side that a lease has or locks."""
+    pool = snapshot(world.p.node).pools[0]
+    return pool.held_pages + pool.cached_pages - pool.evictable_pages
+
+
+# ---- one that nobody has received yet ------------------------------------------------------------
+
+
+def test_a_kept_room_answers_at_once_and_holds_its_pages_though_the_lease_is_released():
+    world = World()
+
+    finished = hand_over(world)
+
+    assert finished == client.Finished(world.p.calls, None, 0, 0, 0, 5.0)
+    assert locked(world) == 7
+    (room,) = snapshot(world.p.node).rooms
+    assert room.waiting_for == "any decode side with the prompt, kept: received 0 times"
+    world.pass_time(4.0)
+    receive(world.d)
+    assert world.d.holds(received(world.d).pages, PROMPT)
+
+
+def test_a_kept_room_that_nobody_receives_ends_with_its_time():
+    world = World()
+    hand_over(world)
+
+    world.pass_time(5.2)
+
+    assert world.p.node.prefiller.rooms.by_room == {}
+    assert locked(world) == 0
+    reply = keep(world, 5.0)
+    assert isinstance(reply, client.Failed)
+    assert reply.refusal.code is Code.UNKNOWN_HANDOFF
+    receive(world.d)
+    world.pass_time(0.1)
+
+
+def test_a_room_is_renewed_by_its_engine_and_by_no_other_session():
+    world = World()
+    hand_over(world)
+    world.pass_time(4.0)
+
+    kept = keep(world, 5.0)
+    assert isinstance(kept, client.RoomKept)
+    assert (kept.left_s, kept.takers, kept.taken) == (5.0, 0, ())
+    world.p.feed(inputs.ClientJoined(world.now_s, 2, "other", 1002))
+    other = world.p.call(client.KeepRoom, room=7, ttl_s=0.0, session=2)
+    assert isinstance(other, client.Failed)
+    world.pass_time(4.0)
+    receive(world.d)
+    received(world.d)
+
+
+def test_a_room_is_kept_no_longer_than_the_longest_deadline():
+    world = World()
+    finished = hand_over(world, ttl_s=1e9)
+    assert isinstance(finished, client.Finished)
+    assert finished.kept_s == world.p.config.max_deadline_s
+
+
+@pytest.mark.parametrize("fields", [{"ttl_s": -1.0}, {"ttl_s": float("nan")}, {"takers": -1}])
+def test_a_room_cannot_be_kept_for_less_than_nothing(fields):
+    world = World()
+    reply = hand_over(world, **fields)
+    assert isinstance(reply, client.Failed)
+    assert reply.refusal.code is Code.BAD_REQUEST
+    assert world.p.node.prefiller.rooms.by_room == {}
+
+
+# ---- several receives ----------------------------------------------------------------------------
+
+
+def test_several_nodes_receive_one_send_each_from_its_own_prefix():
+    world, d, e = three()
+    cached(e, tokens((1, 64)))
+    hand_over(world)
+
+    receive(d)
+    assert d.holds(received(d).pages, PROMPT)
+    receive(e)
+    receive(d)
+    assert d.holds(received(d).pages, PROMPT)
+    assert e.holds(received(e).pages, PROMPT)
+    kept = keep(world, 5.0)
+    assert isinstance(kept, client.RoomKept)
+    assert [(one.peer, one.decode_prefix_len) for one in kept.taken][:2] == [("d", 0), ("e", 64)]
+    ended = [one for one in world.p.events if isinstance(one, events.HandoffEnded)]
+    assert [(one.peer, one.outcome) for one in ended][:2] == [
+        ("d", "committed"),
+        ("e", "committed"),
+    ]
+    assert faults(world.p.node) == []
+
+
+def test_receives_run_beside_each_other_while_the_engine_still_writes():
+    world, d, e = three()
+    sender = Sender(world, ttl_s=5.0)
+    sender.advance(40)
+    receive(d)
+    sender.advance(64)
+    receive(e)
+    assert faults(world.p.node) == []
+    states = [part.state for part in world.p.node.prefiller.rooms.parts_of(7)]
+    assert states == [Prefill.AWAIT_OFFER, Prefill.STREAMING, Prefill.STREAMING]
+
+    finished = sender.finish()
+
+    assert isinstance(finished, client.Finished)
+    assert finished.kept_s == 5.0
+    assert d.holds(received(d).pages, PROMPT)
+    assert e.holds(received(e).pages, PROMPT)
+    told = [one for one in world.p.take() if isinstance(one, client.Accepted)]
+    assert [one.send for one in told] == [sender.send, sender.send]
+
+
+def test_offers_that_came_before_the_engine_are_all_served():
+    world, d, e = three()
+    receive(d)
+    receive(e)
+    hand_over(world)
+    assert received(d).aux == received(e).aux == b"aux"
+
+
+def test_a_room_for_so_many_is_over_with_the_last_of_them_and_says_who_had_it():
+    world, d, e = three()
+    hand_over(world, takers=2)
+    receive(d)
+    receive(e)
+    assert world.p.node.prefiller.rooms.by_room == {}
+    assert locked(world) == 0
+    world.pass_time(1.0)
+    d.take()
+
+    receive(d, deadline_s=9.0, cache=False)
+
+    refusal = refused(d).refusal
+    assert refusal.code is Code.DUPLICATE_ROOM
+    assert refusal.numbers["served_to"] == "e"
+    assert "room 7 was served 1.0 s ago: e has received it as the last of 2" in refusal.message
+    reply = keep(world, 5.0)
+    assert isinstance(reply, client.Failed)
+    assert reply.refusal.numbers["served_to"] == "e"
+
+
+def test_a_receive_that_fails_leaves_its_place_to_the_next():
+    world, d, e = three()
+    world.hold_posts = True
+    hand_over(world, takers=1)
+    receive(d)
+    receive(e)
+    refusal = refused(e).refusal
+    assert refusal.code is Code.DUPLICATE_ROOM
+    assert refusal.numbers == {"taking": 1, "limit": 1}
+    d.call(client.CancelReceive, receive=1)
+    world.hold_posts = False
+    world.land_posts()
+    receive(e)
+
+    assert e.holds(received(e).pages, PROMPT)
+    assert world.p.node.prefiller.rooms.by_room == {}
+    assert locked(world) == 0
+
+
+def test_another_prompt_is_refused_alone():
+    world, d, e = three()
+    hand_over(world)
+    receive(e, OTHER)
+    assert refused(e).refusal.code is Code.PROMPT_MISMATCH
+    receive(d)
+    received(d)
+
+
+def test_a_kept_room_that_names_a_node_is_no_others():
+    world, d, e = three()
+    hand_over(world, peer="d")
+    receive(e)
+    assert refused(e).refusal.code is Code.DUPLICATE_ROOM
+    receive(d)
+    received(d)
+
+
+# ---- its ends ------------------------------------------------------------------------------------
+
+
+def test_who_receives_when_the_room_ends_goes_on():
+    world = World()
+    world.hold_posts = True
+    hand_over(world)
+    receive(world.d)
+
+    kept = keep(world, 0.0)
+
+    assert isinstance(kept, client.RoomKept)
+    assert (kept.left_s, kept.taking) == (0.0, 1)
+    assert faults(world.p.node) == []
+    world.land_posts()
+    assert world.d.holds(received(world.d).pages, PROMPT)
+    assert world.p.node.prefiller.rooms.by_room == {}
+    assert locked(world) == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "session"])
+def test_an_engine_that_fails_ends_all_receives_of_its_room(how):
+    world, d, e = three()
+    world.hold_posts = True
+    sender = Sender(world, ttl_s=5.0)
+    sender.advance(64)
+    receive(d)
+    receive(e)
+
+    if how == "abort":
+        world.p.call(client.AbortSend, send=sender.send, reason="out of memory")
+    else:
+        world.p.hang_up(1)
+    world.pass_time(6.0)
+
+    assert refused(d).refusal.code in {Code.ABORTED, Code.CLIENT_GONE}
+    assert refused(e).refusal.code in {Code.ABORTED, Code.CLIENT_GONE}
+
+
+def test_a_kept_room_is_frozen_and_goes_on():
+    world, d, e = three()
+    hand_over(world)
+    receive(d)
+    frozen = freeze(world.p.node)
+    world.p.node = thaw(frozen)
+    assert freeze(world.p.node) == frozen
+    receive(e)
+    assert e.holds(received(e).pages, PROMPT)
+
+
+def test_a_plain_room_is_served_once_and_may_be_opened_again():
+    world, d, e = three()
+    receive(d)
+    Sender(world).finish()
+    received(d)
+    world.pass_time(1.0)
+    receive(e)  # asked for after its end: it waits for the next engine
+    Sender(world).finish()
+    received(e)
+
+
+def test_a_session_that_ends_takes_along_who_receives_a_room_that_is_over():
+    """Such a receive is in no register of its engine's."""
+    world = World()
+    world.hold_posts = True
+    hand_over(world)
+    receive(world.d)
+    keep(world, 0.0)
+
+    world.p.hang_up(1)
+
+    assert faults(world.p.node) == []
+    world.land_posts()
+    assert refused(world.d).refusal.code is Code.CLIENT_GONE
+
+
+def test_a_send_to_a_node_whose_pages_do_not_fit_is_refused_at_once():
+    world = World()
+    world.d.config = msgspec.structs.replace(world.d.config, spec=spec(64, page_size=24))
+    world.restart(world.d)
+    world.pass_time(1)
+    lease = world.p.lease(PROMPT)
+    reply = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease, peer="d")
+    assert isinstance(reply, client.Failed)
+    assert reply.refusal.code is Code.LAYOUT_MISMATCH
+
+
+# ---- the same request again ----------------------------------------------------------------------
+
+
+def test_a_send_asked_again_with_its_request_id_is_the_same_send():
+    world = World()
+    sender = Sender(world, request_id="r1")
+    again = {"room": 7, "lease": sender.lease.lease}
+
+    same = world.p.call(client.SendRequest, PROMPT, request_id="r1", **again)
+    other = world.p.call(client.SendRequest, PROMPT, request_id="r2", **again)
+
+    assert isinstance(same, client.Sending)
+    assert same.send == sender.send
+    assert isinstance(other, client.Failed)
+    assert other.refusal.code is Code.DUPLICATE_ROOM
+    sender.finish()
+    receive(world.d)
+    received(world.d)
+    late = world.p.call(client.SendRequest, PROMPT, request_id="r1", **again)
+    assert isinstance(late, client.Failed)
+    assert late.refusal.numbers == {"served_ago_s": 0.0, "served_to": "d"}
+
+
+def test_a_hand_over_asked_again_is_answered_once_though_its_lease_is_gone():
+    world = World()
+    assert hand_over(world, ttl_s=0.0, request_id="r1") is None
+    first = world.p.calls
+
+    again = world.p.call(client.HandOver, room=7, lease=1, request_id="r1", ends_lease=True)
+
+    assert again is None
+    earlier = world.p.answer(first)
+    assert isinstance(earlier, client.Failed)
+    assert earlier.refusal.code is Code.CANCELLED
+    receive(world.d)
+    (finished,) = [one for one in world.p.take() if isinstance(one, client.Finished)]
+    assert (finished.call, finished.failure) == (first + 1, None)
+
+
+def test_a_kept_hand_over_asked_again_says_again_how_long_it_is_kept():
+    world = World()
+    hand_over(world, request_id="r1")
+    world.pass_time(1.0)
+    again = world.p.call(client.HandOver, room=7, lease=1, request_id="r1", ttl_s=5.0)
+    assert isinstance(again, client.Finished)
+    assert again.kept_s == 5.0
+
+
+def test_a_receive_asked_again_with_its_request_id_is_the_same_receive():
+    world = World()
+    receive(world.d, request_id="r1")
+    first = world.d.answer(world.d.calls)
+    receive(world.d, request_id="r1")
+    again = world.d.answer(world.d.calls)
+    assert isinstance(first, client.Receiving)
+    assert isinstance(again, client.Receiving)
+    assert again.receive == first.receive
+
+    hand_over(world, ttl_s=0.0)
+
+    got = received(world.d)
+    receive(world.d, request_id="r1")
+    late = world.d.answer(world.d.calls)
+    assert isinstance(late, client.Failed)
+    assert late.refusal.numbers == {"lease": got.lease}
+
+
+def test_a_receive_in_the_queue_that_is_asked_again_waits_by_its_later_call():
+    world = World(d_pages=16)
+    blocker = world.d.lease(tokens((5000, 200)))
+    receive(world.d, request_id="r1", deadline_s=20.0)
+    first = world.d.calls
+    receive(world.d, request_id="r1", deadline_s=20.0)
+    earlier = world.d.answer(first)
+    assert isinstance(earlier, client.Failed)
+    assert earlier.refusal.code is Code.CANCELLED
+    hand_over(world, ttl_s=0.0)
+
+    world.d.call(client.ReleaseLease, lease=blocker.lease)
+
+    received(world.d)

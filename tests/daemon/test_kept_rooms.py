@@ -1,0 +1,69 @@
+"""A send that its engine keeps, received more than once, over two real daemons and NIXL."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvd.client
+from kvd.client import KvdError, room_of
+from tests.daemon.conftest import settle
+from tests.daemon.kv import digest, tokens_of, write
+
+
+@pytest.fixture
+def nodes(pair):
+    """A blocking session with each of two daemons; afterwards nothing may be held."""
+    with (
+        kvd.client.connect_sync(pair.prefill.client, name="keeper") as p,
+        kvd.client.connect_sync(pair.decode.client, name="taker") as d,
+    ):
+        yield p, d
+    settle(pair)
+
+
+def test_one_send_is_received_twice_after_its_engine_let_go(nodes):
+    p, d = nodes
+    tokens = tokens_of(1000, seed=71)
+    room = room_of("kept-1")
+    lease = p.lease(tokens)
+    write(p, lease, tokens)
+    source = digest(p, lease.pages)
+
+    outcome = p.hand_over(room, lease=lease, aux=b"first", ttl_s=20.0, release=True)
+
+    assert (outcome.committed, outcome.reason, outcome.kept_s) == (False, None, 20.0)
+    for _ in range(2):
+        receive = d.receive(room, tokens, "p", cache=False)
+        receive.done()
+        assert digest(d, receive.lease.pages) == source
+        assert receive.aux == b"first"
+        receive.lease.release()
+    kept = p.keep_room(room, 30.0)
+    assert (kept.takers, [one.peer for one in kept.taken]) == (2, ["d", "d"])
+    assert 20.0 < kept.left_s <= 30.0
+    p.keep_room(room, 0.0)
+    with pytest.raises(KvdError) as raised:
+        d.receive(room, tokens, "p", cache=False).done()
+    assert raised.value.numbers["served_to"] == "d"
+
+
+def test_a_receive_asked_again_waits_for_the_same_room(nodes):
+    """As a router does that has heard nothing of its first try."""
+    p, d = nodes
+    tokens = tokens_of(500, seed=72)
+    room = room_of("again-1")
+    first = d.receive(room, tokens, "p", request_id="again-1")
+    again = d.receive(room, tokens, "p", request_id="again-1")
+    assert again.id == first.id
+    lease = p.lease(tokens)
+    write(p, lease, tokens)
+    send = p.send(room, tokens, lease=lease, takers=1, request_id="again-1")
+    assert p.send(room, tokens, lease=lease, takers=1, request_id="again-1").id == send.id
+
+    assert send.finish().kept_s > 0
+
+    again.done()
+    first.done()
+    assert digest(d, again.lease.pages) == digest(p, lease.pages)
+    again.lease.release()
+    lease.release(())
