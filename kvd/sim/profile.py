@@ -51,6 +51,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Share of requests whose engine changes its mind."""
     lonely: float = 0.03
     """Share of requests of which only one side hears."""
+    pulls: float = 0.0
+    """Share of requests that have no room: what one source has cached is pulled."""
     family: str = "mha"
     """Of the pools; see ``pool``."""
     beside_pages: tuple[int, ...] = ()
@@ -136,6 +138,18 @@ PROFILES = {
         pool_pages=(16, 24, 40),
         fickle=0.12,
         lonely=0.06,
+    ),
+    "pull": Profile(
+        loss=0.05,
+        repeats=0.05,
+        delays=0.15,
+        faults_per_s=0.7,
+        slow_posts=0.2,
+        failing_posts=0.02,
+        doubts=0.5,
+        pool_pages=(24, 40, 64),
+        fickle=0.15,
+        pulls=0.5,
     ),
     "swa": replace(_OTHER_FAMILY, family="swa", beside_pages=(30, 60)),
     "swa-tiny": replace(_TINY_FAMILY, family="swa", beside_pages=(9, 12, 24)),

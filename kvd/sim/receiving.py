@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.sim.contents import PAGE_TOKENS
+from typing_extensions import override
+
+from kvd.sim.contents import PAGE_TOKENS, WrittenPrompt
 from kvd.sim.engine import EngineJob, Request, word
 from kvd.sim.pool import BUFFER_TOKENS
 from kvd.sim.violation import Violated, require
-from kvd.types import Pages, Tokens, pack_ids, page_ids
+from kvd.types import ID_BYTES, Pages, Tokens, pack_ids, page_ids
 from kvd.wire import client
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ HOLD_S = 0.3
 
 class ReceivingEngine(EngineJob):
     """One prompt at its decode engine."""
+
+    outcome = "delivered"
+    """How one that ends well is counted."""
 
     def __init__(self, session: SimSession, request: Request) -> None:
         super().__init__(session, request)
@@ -254,4 +259,46 @@ class ReceivingEngine(EngineJob):
         else:
             self.let_go(commits=dice < 0.9)
         self.host.world.heard_of(self.prompt)
-        self.end("delivered")
+        self.end(self.outcome)
+
+
+class PullingEngine(ReceivingEngine):
+    """One prompt of which one source has a beginning: that is pulled, and the rest computed."""
+
+    @override
+    def asked(self, reply: client.Receiving | client.Failed) -> None:
+        """So much of it is or will be here, or it was refused."""
+        if type(reply) is client.Receiving:
+            n_tokens, prompt = reply.prompt_tokens, self.prompt
+            whole = n_tokens is not None and n_tokens % PAGE_TOKENS == 0
+            require(whole, f"{self.host.name}: {self}: {n_tokens} tokens are no whole pages")
+            assert n_tokens is not None
+            require(
+                reply.prefix_tokens <= n_tokens <= prompt.n_tokens,
+                f"{self.host.name}: {self}: {n_tokens} tokens, {reply.prefix_tokens} cached",
+            )
+            self.prompt = WrittenPrompt(
+                self.host.world.contents,
+                Tokens(prompt.tokens[: n_tokens * ID_BYTES]),
+                prompt.namespace,
+            )
+            if n_tokens > reply.prefix_tokens:
+                self.outcome = "pulled"
+        super().asked(reply)
+
+    @override
+    def received(self, reply: client.Received) -> None:
+        """It is what was cached over there, and there is room for the rest.
+
+        Raises:
+            Violated: Anything else.
+        """
+        require(self in self.session.jobs, f"{self.host.name}: {self}: pulled after its end")
+        require(not self.lease, f"{self.host.name}: {self}: pulled twice")
+        require(not reply.aux, f"{self.host.name}: {self}: an aux of nobody: {reply.aux!r}")
+        self.lease = reply.lease
+        self.rows.take(reply)
+        asked = -(-self.request.prompt.n_tokens // PAGE_TOKENS)
+        require(len(self.rows.pages) >= asked, f"{self.host.name}: {self}: too few pages")
+        self._read("what was pulled")
+        self.agenda.after(HOLD_S * self.random(), self.go_on)

@@ -28,7 +28,7 @@ from kvd.sim.host import SimHost
 from kvd.sim.network import Network
 from kvd.sim.node_shell import incarnation
 from kvd.sim.pool import pool_of
-from kvd.sim.receiving import ReceivingEngine
+from kvd.sim.receiving import PullingEngine, ReceivingEngine
 from kvd.sim.sending import SimSendingEngine
 from kvd.sim.violation import Violated, require
 from kvd.types import ID_BYTES, NodeName, Tokens
@@ -201,6 +201,11 @@ class World:
         sources = [rng.choice(decode.dials)]
         if len(decode.dials) > 1 and rng.random() < SHARED:
             sources = rng.sample(decode.dials, rng.randint(2, len(decode.dials)))
+        if profile.pulls and rng.random() < profile.pulls:
+            request = msgspec.structs.replace(self._request(sources[:1], decode), room=0)
+            self.agenda.after(0.1 * rng.random(), self._begin, decode, PullingEngine, request)
+            self._arrive_again(len(decoders))
+            return
         request = self._request(sources, decode)
         lonely = rng.random()
         if lonely > profile.lonely / 2:
@@ -213,8 +218,11 @@ class World:
                 prompt = WrittenPrompt(self.contents, request.prompt.tokens, "another")
                 request = msgspec.structs.replace(request, prompt=prompt)
             self.agenda.after(0.1 * rng.random(), self._begin, decode, ReceivingEngine, request)
-        rate = profile.requests_per_s * len(decoders)
-        self.agenda.after(rng.expovariate(rate), self._arrive)
+        self._arrive_again(len(decoders))
+
+    def _arrive_again(self, decoders: int) -> None:
+        rate = self.profile.requests_per_s * decoders
+        self.agenda.after(self.rng.expovariate(rate), self._arrive)
 
     def _request(self, sources: list[SimHost], decode: SimHost) -> Request:
         rng = self.rng
@@ -261,7 +269,10 @@ class World:
         )
 
     def _begin(
-        self, host: SimHost, kind: type[SimSendingEngine | ReceivingEngine], request: Request
+        self,
+        host: SimHost,
+        kind: type[SimSendingEngine | ReceivingEngine],
+        request: Request,
     ) -> None:
         if host.is_up and len(host.session.jobs) < MOST_JOBS:
             job = kind(host.session, request)

@@ -267,3 +267,20 @@ def test_so_many_wait_and_no_more(monkeypatch):
     answers = [asked(world) for _ in range(3)]
     assert answers[:2] == [None, None]
     assert answers[2].refusal.code is Code.NO_ROOM
+
+
+def test_what_was_evicted_while_it_waited_for_room_is_not_said_to_be_there():
+    world = World(d_pages=12)
+    cached(world.d, Tokens(PROMPT[: 4 * 4 * PAGE]))
+    holder = world.d.lease(tokens((5000, 7 * PAGE)))
+    call = world.d.calls + 1
+    assert asked(world) is None  # 11 pages are more than can be had
+    (waiter,) = world.d.node.admission.queue
+    assert waiter.claim.reason == "pull from p"
+    # Somebody else's need takes what is cached meanwhile.
+    world.d.call(client.FlushNamespace)
+    world.d.call(client.ReleaseLease, lease=holder.lease)
+    begun = world.d.answer(call)
+    assert (begun.prefix_tokens, begun.prompt_tokens) == (0, 0)
+    (got,) = received(world.d)
+    assert world.d.node.leases.leases[got.lease].tokens == b""

@@ -271,7 +271,10 @@ class Decoder:
 
     def received_cached(self, session: int, call: int, receive: int, lease: LeaseRecord) -> None:
         """The lease of a pull for which nothing had to come."""
-        n_tokens = count(lease.tokens)
+        # Less than when it was asked for, if it had to wait and others needed the room: what is not
+        # there any more it must not be said to know.
+        n_tokens = lease.prefix_tokens
+        lease.tokens = Tokens(lease.tokens[: n_tokens * ID_BYTES])
         self._out.answer(
             session,
             client.Receiving(
