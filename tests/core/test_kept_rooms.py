@@ -9,10 +9,11 @@ from kvd.core import inputs
 from kvd.core.audit.invariants import faults
 from kvd.core.handoff.protocol import Prefill
 from kvd.core.inspect.snapshot import snapshot
+from kvd.core.inspect.why import because
 from kvd.core.replay.freeze import freeze
 from kvd.core.replay.thaw import thaw
-from kvd.errors import Code
-from kvd.wire import client, events
+from kvd.errors import Code, Refusal
+from kvd.wire import admin, client, events
 from tests.core.engines import PROMPT, Sender, cached
 from tests.core.side import spec
 from tests.core.world import Side, World, tokens
@@ -194,6 +195,9 @@ def test_a_room_for_so_many_is_over_with_the_last_of_them_and_says_who_had_it():
     reply = keep(world, 5.0)
     assert isinstance(reply, client.Failed)
     assert reply.refusal.numbers["served_to"] == "e"
+    told = because(world.p.node, admin.Why(1, "room", 7))
+    assert isinstance(told, Refusal)
+    assert told.message.startswith("room 7 was served 1.0 s ago: e has received it")
 
 
 def test_a_receive_that_fails_leaves_its_place_to_the_next():
