@@ -405,3 +405,19 @@ def test_a_receive_in_the_queue_that_is_asked_again_waits_by_its_later_call():
     world.d.call(client.ReleaseLease, lease=blocker.lease)
 
     received(world.d)
+
+
+@pytest.mark.parametrize("receives", [True, False])
+def test_a_node_that_drains_ends_a_kept_room_but_not_who_receives_it(receives):
+    world = World()
+    world.hold_posts = True
+    hand_over(world)
+    if receives:
+        receive(world.d)
+
+    world.p.ask(admin.Drain(1, "by hand"))
+
+    assert bool(world.p.node.prefiller.rooms.by_room) is receives
+    if receives:
+        world.land_posts()
+        received(world.d)

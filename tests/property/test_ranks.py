@@ -14,6 +14,7 @@ from collections import Counter
 import pytest
 
 from kvd.core import effects, inputs
+from kvd.errors import Code
 from kvd.types import ID_BYTES, Tokens, count, page_ids
 from kvd.wire import client
 from tests.core.side import PAGE, content, tokens
@@ -135,6 +136,13 @@ class Run:
         if not one.is_sent:
             one.is_sent = True
             reply = self.p.call(client.SendRequest, one.toks, room=one.room, lease=one.lease)
+            if isinstance(reply, client.Failed):
+                # It would wait for a rank that is gone.
+                assert reply.refusal.code is Code.CLIENT_GONE, reply
+                assert reply.refusal.numbers["rank"] in one.dead
+                one.is_finished = True
+                done["refused"] += 1
+                return
             assert isinstance(reply, client.Sending), reply
             one.send = reply.send
 
