@@ -536,7 +536,9 @@ class Engines:
         """Why a send would wait in vain: for the word of a rank that is gone."""
         lease = engine.lease
         for rank, dead in self._sessions.by_id[session].dead_ranks.items():
-            if len(lease.said) != dead.ranks or dead.ranks == 1:
+            # What was leased later may be written by a new process of that rank.
+            is_its_own = lease.since_s < dead.at_s and len(lease.said) == dead.ranks
+            if not is_its_own or dead.ranks == 1:
                 continue
             upto = promised_tokens(lease)[rank]
             if upto < engine.prompt_tokens:

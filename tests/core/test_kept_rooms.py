@@ -9,10 +9,11 @@ from kvd.core import inputs
 from kvd.core.audit.invariants import faults
 from kvd.core.handoff.protocol import Prefill
 from kvd.core.inspect.snapshot import snapshot
+from kvd.core.inspect.why import because
 from kvd.core.replay.freeze import freeze
 from kvd.core.replay.thaw import thaw
-from kvd.errors import Code
-from kvd.wire import client, events
+from kvd.errors import Code, Refusal
+from kvd.wire import admin, client, events
 from tests.core.engines import PROMPT, Sender, cached
 from tests.core.side import spec
 from tests.core.world import Side, World, tokens
@@ -194,6 +195,9 @@ def test_a_room_for_so_many_is_over_with_the_last_of_them_and_says_who_had_it():
     reply = keep(world, 5.0)
     assert isinstance(reply, client.Failed)
     assert reply.refusal.numbers["served_to"] == "e"
+    told = because(world.p.node, admin.Why(1, "room", 7))
+    assert isinstance(told, Refusal)
+    assert told.message.startswith("room 7 was served 1.0 s ago: e has received it")
 
 
 def test_a_receive_that_fails_leaves_its_place_to_the_next():
@@ -401,3 +405,19 @@ def test_a_receive_in_the_queue_that_is_asked_again_waits_by_its_later_call():
     world.d.call(client.ReleaseLease, lease=blocker.lease)
 
     received(world.d)
+
+
+@pytest.mark.parametrize("receives", [True, False])
+def test_a_node_that_drains_ends_a_kept_room_but_not_who_receives_it(receives):
+    world = World()
+    world.hold_posts = True
+    hand_over(world)
+    if receives:
+        receive(world.d)
+
+    world.p.ask(admin.Drain(1, "by hand"))
+
+    assert bool(world.p.node.prefiller.rooms.by_room) is receives
+    if receives:
+        world.land_posts()
+        received(world.d)

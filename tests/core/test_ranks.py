@@ -324,6 +324,7 @@ def test_a_send_that_would_wait_for_a_dead_rank_is_refused_at_once():
     world.p.write(lease.pages, PROMPT)
     world.p.word(lease.lease, 100, 0, 2)
     world.p.word(lease.lease, 20, 1, 2)
+    world.pass_time(0.1)
     leave(world, 1)
 
     reply = world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease)

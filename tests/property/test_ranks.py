@@ -134,15 +134,15 @@ class Run:
 
     def send(self, one: Prompt) -> None:
         if not one.is_sent:
-            reply = self.p.call(client.SendRequest, one.toks, room=one.room, lease=one.lease)
-            # Of a rank that is dead what it has said counts, and what it has not never comes.
-            if isinstance(reply, client.Failed):
-                # A rank that is dead, and has not come back to speak, has not written it.
-                assert reply.refusal.code is Code.CLIENT_GONE
-                assert done["death"]
-                assert min(one.said) < one.n_tokens
-                return
             one.is_sent = True
+            reply = self.p.call(client.SendRequest, one.toks, room=one.room, lease=one.lease)
+            if isinstance(reply, client.Failed):
+                # It would wait for a rank that is gone.
+                assert reply.refusal.code is Code.CLIENT_GONE, reply
+                assert reply.refusal.numbers["rank"] in one.dead
+                one.is_finished = True
+                done["refused"] += 1
+                return
             assert isinstance(reply, client.Sending), reply
             one.send = reply.send
 

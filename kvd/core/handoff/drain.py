@@ -25,6 +25,7 @@ import msgspec
 
 from kvd.core import effects
 from kvd.core.cache.lease import ENGINE
+from kvd.core.handoff.kept import takers_of
 from kvd.core.handoff.protocol import Prefill
 from kvd.core.handoff.send import WRITING
 from kvd.core.peers.peer import DRAINING, LEAVING, SERVING, Life, PeerDrain, peer_drains
@@ -277,8 +278,10 @@ class Drainer:
         """
         # Its engine computed with it before the drain began, and its tokens must come to an end.
         waiters = [one for one in self._admission.queue if not one.claim.resumes]
-        sends = [one for one in self._prefiller.rooms.live() if one.state in WAITING]
-        return waiters, sends
+        rooms = self._prefiller.rooms
+        waiting = [one for one in rooms.live() if one.state in WAITING]
+        # A room that is kept goes on for who receives it already, and nobody else gets it.
+        return waiters, [one for one in waiting if not takers_of(one, rooms)]
 
     def under_way(self) -> tuple[list[ReceivePart], list[SendPart]]:
         """Receives and sends that end by themselves, if everybody goes on."""

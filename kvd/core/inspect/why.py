@@ -560,7 +560,8 @@ def of_handoff(node: NodeView, kind: str, number: int) -> Explanation | Refusal:
         return _handoff(node, receives, sends, f"{kind}:{number}")
     why = f"there is no {kind} {number}: over, or never was; see its events"
     if kind == "room":
-        why = f"no open handoff in room {number} on this node"
+        served = node.prefiller.served_rooms.served(number, node.out.at_s)
+        why = served.message if served else f"no open handoff in room {number} on this node"
     return Refusal(Code.BAD_REQUEST, why)
 
 

@@ -60,9 +60,10 @@ class HangUp(msgspec.Struct, frozen=True):
 class DeadRank:
     """A process that wrote a part of every page is gone, of so many."""
 
-    __slots__ = ("ranks", "why")
+    __slots__ = ("at_s", "ranks", "why")
 
-    def __init__(self, ranks: int, why: str) -> None:
+    def __init__(self, at_s: float, ranks: int, why: str) -> None:
+        self.at_s = at_s
         self.ranks = ranks
         self.why = why
 
@@ -257,7 +258,7 @@ class Sessions:
         if session is None or session.hang_up is not None:
             return
         why = f"rank {got.rank} of {got.ranks} of {session.name} (pid {got.pid}) is gone"
-        session.dead_ranks[got.rank] = DeadRank(got.ranks, why)
+        session.dead_ranks[got.rank] = DeadRank(got.at_s, got.ranks, why)
         self._sending.rank_left(session.id, got.rank, got.ranks, why)
         self._admission.wake()
 
