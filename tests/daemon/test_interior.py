@@ -310,12 +310,13 @@ async def test_both_sides_refuse_in_words_and_no_byte_travels(
             await engine.receive(room, tokens, name)
     async with kvd.client.connect(other.client, name="p") as engine:
         lease = await engine.lease(tokens)
-        sent = await engine.hand_over(room, lease=lease, to="d", deadline_s=0.2)
+        with pytest.raises(KvdError) as unsent:
+            await engine.hand_over(room, lease=lease, to="d", deadline_s=0.2)
         await lease.release(())
 
-    assert refused.value.code == "layout-mismatch"
-    assert words(name, of_d=True) in str(refused.value)
-    assert not sent.committed
+    for one, of_d in ((refused, True), (unsent, False)):
+        assert one.value.code == "layout-mismatch"
+        assert words(name, of_d=of_d) in str(one.value)
     for one, at, of_d in ((d, name, True), (other, "d", False)):
         (shown,) = [peer for peer in one.snapshot().peers if peer.name == at]
         assert words(name, of_d=of_d) in shown.layout
