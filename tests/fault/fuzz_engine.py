@@ -26,6 +26,8 @@ from kvd.wire.attach import Attach
 PAGE = 16
 PROMPT_TOKENS = 320
 HANDOFF_TOKENS = 100
+OWN = "neighbours"
+"""Their namespace: a hostile request that is well formed begins a new epoch of another one."""
 HANDOFF_EVERY_S = 0.15
 PAUSE_S = 0.002
 """Between two rounds: an engine has other work too."""
@@ -84,7 +86,7 @@ class Engine:
         self._rooms = itertools.count(FIRST_ROOM)
         self._handoff_s = 0.0
         self._prompt = self._fresh(PROMPT_TOKENS)
-        self._kept = d.lease(self._prompt)
+        self._kept = d.lease(self._prompt, namespace=OWN)
         self._kept.commit()
 
     @property
@@ -100,12 +102,12 @@ class Engine:
             self._try_handoff()
         d = self._nodes["d"]
         tokens = np.concatenate([self._prompt[:160], self._fresh(40)])
-        lease = self._timed(lambda: d.lease(tokens))
+        lease = self._timed(lambda: d.lease(tokens, namespace=OWN))
         if lease.prefix_len != 160:
             self.report.trouble(f"prefix of {lease.prefix_len}, locked are 160")
         self._timed(lease.commit)
         self._timed(lease.release)
-        found = self._timed(lambda: d.match(self._prompt)).tokens
+        found = self._timed(lambda: d.match(self._prompt, namespace=OWN)).tokens
         if found != PROMPT_TOKENS:
             self.report.trouble(f"{found} of {PROMPT_TOKENS} locked tokens match")
 
@@ -135,12 +137,12 @@ class Engine:
     def _hand_over(self, room: int, source: str, target: str) -> None:
         tokens = self._fresh(HANDOFF_TOKENS)
         here, there = self._nodes[source], self._nodes[target]
-        lease = here.lease(tokens, cache=False)
+        lease = here.lease(tokens, namespace=OWN, cache=False)
         try:
             written = self._source.integers(0, 256, self._rows(source, lease).shape, dtype=np.uint8)
             self._bytes[source][lease.pages] = written
-            receive = there.receive(room, tokens, source, cache=False)
-            outcome = here.send(room, tokens, lease=lease).finish(b"aux")
+            receive = there.receive(room, tokens, source, namespace=OWN, cache=False)
+            outcome = here.send(room, tokens, lease=lease, namespace=OWN).finish(b"aux")
             receive.done()
             arrived = self._rows(target, receive.lease)
             if not (
