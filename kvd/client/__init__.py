@@ -5,6 +5,7 @@ tensor view.
 """
 
 from kvd.client.api import Connecting, FlushResult, Matched, Node, connect
+from kvd.client.arena import PageArena
 from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share, Taken, room_of
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
 from kvd.client.pending import PendingCall
@@ -12,7 +13,15 @@ from kvd.client.pool import Pool
 from kvd.client.prompt import Prompt
 from kvd.client.rank_words import PendingWord
 from kvd.client.state import EventsLost
-from kvd.client.sync import SyncLease, SyncNode, SyncReceive, SyncSend, connect_sync
+from kvd.client.sync import (
+    SyncArena,
+    SyncArenaReceive,
+    SyncLease,
+    SyncNode,
+    SyncReceive,
+    SyncSend,
+    connect_sync,
+)
 from kvd.client.worker import Worker, join
 from kvd.errors import Code, HandoffError, KvdError
 
@@ -29,6 +38,7 @@ __all__ = [
     "Matched",
     "Node",
     "Outcome",
+    "PageArena",
     "PendingCall",
     "PendingWord",
     "Pool",
@@ -38,6 +48,8 @@ __all__ = [
     "Retraction",
     "Send",
     "Share",
+    "SyncArena",
+    "SyncArenaReceive",
     "SyncLease",
     "SyncNode",
     "SyncReceive",

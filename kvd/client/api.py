@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import msgspec
 
+from kvd.client.arena import PageArena
 from kvd.client.connection import Connection
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import client_endpoint
-from kvd.client.handoff import Receive, Send, keep_room, outcome
+from kvd.client.handoff import Receive, Send, keep_room, outcome, room_number
 from kvd.client.lease import Lease
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
 from kvd.client.port import Port, confused, within
-from kvd.client.prompt import Prompt, perform_about
+from kvd.client.prompt import Prompt, address_of, perform_about
 from kvd.client.prompt_address import PromptAddress
 from kvd.client.returning import RETURN_WITHIN_S
 from kvd.errors import Code, KvdError, Refusal
-from kvd.types import MAX_ROOM
 from kvd.wire import client as wire
 from kvd.wire.attach import Attach
 
@@ -138,12 +138,7 @@ class Node:
         keys: Sequence[bytes] | None,
         extra_keys: ExtraKeys | None,
     ) -> PromptAddress:
-        if isinstance(tokens, Prompt):
-            if keys is not None or extra_keys is not None:
-                why = "keys beside a Prompt: say them when it is made"
-                raise KvdError(Refusal(Code.BAD_KEYS, why, side="client"))
-            return tokens.address()
-        return PromptAddress(self._pools.match_page_tokens, tokens, keys, extra_keys)
+        return address_of(self._pools, tokens, keys, extra_keys)
 
     def _sent_prompt(
         self,
@@ -238,6 +233,22 @@ class Node:
         if request is not opening:
             prompt.cut(call.lease.prefix_tokens)
         return Lease(self._port, self._pools, call.lease, prompt)
+
+    async def arena(self, pages: int) -> PageArena:
+        """Pages that follow each other, whose content is this engine's alone; at once.
+
+        Args:
+            pages: so many.
+
+        Raises:
+            KvdError: ``no-room`` with the longest run of free pages; ``too-large`` for more than
+                the pool has; ``not-supported`` where a pool has several components.
+        """
+        request = wire.OpenArena(self._port.connection.next_call(), operator.index(pages))
+        call = await self._port.perform(request)
+        if call.lease is None:
+            raise confused(request, call.answer.value)
+        return PageArena(self._port, self._pools, call.lease)
 
     async def receive(  # noqa: PLR0913 - the request, field by field
         self,
@@ -351,7 +362,7 @@ class Node:
         """
         request = wire.SendRequest(
             call=self._port.connection.next_call(),
-            room=_room(room),
+            room=room_number(room),
             lease=lease.id,
             namespace=namespace,
             deadline_s=deadline_s,
@@ -376,7 +387,7 @@ class Node:
         Raises:
             KvdError: as ``Send.renew``.
         """
-        return await keep_room(self._port, _room(room), ttl_s)
+        return await keep_room(self._port, room_number(room), ttl_s)
 
     async def hand_over(  # noqa: PLR0913 - the request, field by field
         self,
@@ -422,7 +433,7 @@ class Node:
         prompt = self._sent_prompt(room, tokens, keys, extra_keys)
         request = wire.HandOver(
             call=self._port.connection.next_call(),
-            room=_room(room),
+            room=room_number(room),
             lease=lease.id,
             namespace=namespace,
             deadline_s=deadline_s,
@@ -624,18 +635,4 @@ def _met_in(room: int | TokenIds | Prompt | None, tokens: TokenIds | Prompt | No
     """The room of a receive; a prompt in its place, or nothing, is a pull."""
     if room is None or (_is_prompt(room) and tokens is None):
         return NO_ROOM
-    return _room(room)  # type: ignore[arg-type]  # which says what is wrong with it
-
-
-def _room(room: int) -> int:
-    number = operator.index(room)
-    if not 1 <= number <= MAX_ROOM:
-        raise KvdError(
-            Refusal(
-                Code.BAD_ROOM,
-                f"room {number} is none: rooms are 1 to {MAX_ROOM}, chosen by the router",
-                side="client",
-                numbers={"room": str(number)},
-            )
-        )
-    return number
+    return room_number(room)  # type: ignore[arg-type]  # which says what is wrong with it

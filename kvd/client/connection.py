@@ -121,6 +121,8 @@ class Connection:
         self._last_call = 0
         self._calls: dict[int, Call] = {}
         self._receives: dict[int, ReceiveState] = {}
+        self._in_doubt: dict[int, ReceiveState] = {}
+        """Receives into an arena that have failed, while a remote may still write its pages."""
         self._sends: dict[int, SendState] = {}
         self._leases: dict[int, LeaseView] = {}
         self._readers: list[EventQueue] = []
@@ -137,6 +139,7 @@ class Connection:
             wire.Failed: self._failed,
             wire.Received: self._received,
             wire.ReceiveFailed: self._received,
+            wire.PagesBack: self._pages_back,
             wire.Accepted: self._accepted,
             wire.SendFailed: self._send_failed,
             wire.LeaseLost: self._lease_lost,
@@ -157,7 +160,7 @@ class Connection:
     @property
     def is_waiting(self) -> bool:
         """Whether the daemon still owes an answer, or the end of a handoff."""
-        return bool(self._calls or self._receives or self._sends)
+        return bool(self._calls or self._receives or self._sends or self._in_doubt)
 
     def next_call(self) -> int:
         """A number for the next request."""
@@ -297,10 +300,13 @@ class Connection:
                 if isinstance(call.request, RELEASES):
                     call.answer.put(wire.Done(call.request.call))
             call.answer.put(refusal)
-        receives, self._receives = self._receives, {}
-        for receive in receives.values():
+        receives = [*self._receives.values(), *self._in_doubt.values()]
+        self._receives, self._in_doubt = {}, {}
+        for receive in receives:
             receive.lost = refusal
             receive.outcome.put(refusal)
+            if receive.safe is not None:
+                receive.safe.put(refusal)
         sends, self._sends = self._sends, {}
         for send in sends.values():
             send.lost = refusal
@@ -388,7 +394,10 @@ class Connection:
             case wire.Receiving(_, number, prefix_tokens, prompt_tokens):
                 # Asked again with its request id it is the same one, and its outcome comes once.
                 known = self._receives.get(number)
-                call.receive = known or ReceiveState(number, prefix_tokens, prompt_tokens)
+                is_in_arena = isinstance(call.request, wire.ReceiveRequest) and call.request.arena
+                call.receive = known or ReceiveState(
+                    number, prefix_tokens, prompt_tokens, is_in_arena=bool(is_in_arena)
+                )
                 self._receives[number] = call.receive
             case wire.Sending(_, number):
                 call.send = self._sends.get(number) or SendState(number)
@@ -420,6 +429,10 @@ class Connection:
         """A receive ended. A lease that nobody asked for any more goes back at once."""
         state = self._receives.pop(push.receive, None)
         match push:
+            case wire.Received() if state is not None and state.safe is not None:
+                # In the engine's own pages: there is no lease that could be given back.
+                state.outcome.put(push)
+                state.safe.put(push)
             case wire.Received(_, lease, pages, beside=beside):
                 if state is not None and not state.is_unwanted:
                     state.lease = self._opened(lease, state.prefix_tokens, pages, beside)
@@ -431,8 +444,15 @@ class Connection:
             case wire.ReceiveFailed(refusal=refusal):
                 if state is not None:
                     state.outcome.put(refusal)
+                    if state.safe is not None:
+                        self._in_doubt[state.number] = state
             case _:
                 assert_never(push)
+
+    def _pages_back(self, push: wire.PagesBack) -> None:
+        state = self._in_doubt.pop(push.receive, None)
+        if state is not None and state.safe is not None:
+            state.safe.put(push)
 
     def _opened(
         self, number: int, prefix_tokens: int, pages: bytes, beside: tuple[bytes, ...]

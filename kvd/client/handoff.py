@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 from typing import TYPE_CHECKING
 
@@ -71,8 +72,10 @@ class Receive:
         """The prompt's pages, committed; yours to release. After ``done``.
 
         Raises:
-            KvdError: ``wrong-state`` before.
+            KvdError: ``wrong-state`` before, and of a receive into an arena, which has none.
         """
+        if self._lease is None and self._state.safe is not None:
+            raise _not_yet(f"receive {self.id} has no lease: its KV is in pages of an arena")
         if self._lease is None:
             raise _not_yet(f"receive {self.id} has no lease yet: await done() first")
         return self._lease
@@ -102,8 +105,33 @@ class Receive:
             case wire.Received():
                 self._take(outcome)
 
+    @property
+    def is_safe(self) -> bool:
+        """Whether no remote can write any more for it: ``safe`` returns at once."""
+        safe = self._state.safe
+        return self.is_ended if safe is None else safe.value is not None
+
+    async def safe(self) -> None:
+        """Wait until no remote write can land any more in the pages of an arena that it was given.
+
+        After ``done`` that is so. After a failure, or ``cancel``, it is when the writer has said
+        that it writes no more, is proven gone, or was fenced: then the pages are the engine's
+        again. Pages of a lease need nobody who waits: kvd keeps them until then. Repeatable.
+
+        Raises:
+            KvdError: ``unreachable``: the daemon has ended. Nothing can land once ``Node`` is back.
+        """
+        safe = self._state.safe
+        if safe is None:
+            return
+        told = await self._port.arrived(safe, math.inf, f"the end of writes for receive {self.id}")
+        if isinstance(told, Refusal):
+            raise KvdError(told)
+
     async def cancel(self) -> None:
         """Give it up; repeatable. When this returns nothing is held for it.
+
+        Of an arena the pages are the engine's again when it is ``safe``.
 
         Raises:
             KvdError: ``wrong-state`` after ``done``: release its lease instead.
@@ -117,7 +145,8 @@ class Receive:
                 await self._give_up()
             case wire.Received() as delivered:
                 self._take(delivered)
-                await self.lease.release()
+                if self._lease is not None:
+                    await self._lease.release()
             case Refusal():
                 pass
 
@@ -133,8 +162,8 @@ class Receive:
 
     def _take(self, delivered: wire.Received) -> None:
         state = self._state.lease
+        self._delivered = delivered
         if self._lease is None and state is not None:
-            self._delivered = delivered
             state.kv_tokens = self._prompt.n_tokens
             self._lease = Lease(self._port, self._pools, state, self._prompt)
 
@@ -183,6 +212,25 @@ def room_of(request_id: str) -> int:
     """
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
     return 1 + int.from_bytes(digest, "little") % MAX_ROOM
+
+
+def room_number(room: int) -> int:
+    """The room, if it is one.
+
+    Raises:
+        KvdError: ``bad-room``.
+    """
+    number = operator.index(room)
+    if not 1 <= number <= MAX_ROOM:
+        raise KvdError(
+            Refusal(
+                Code.BAD_ROOM,
+                f"room {number} is none: rooms are 1 to {MAX_ROOM}, chosen by the router",
+                side="client",
+                numbers={"room": str(number)},
+            )
+        )
+    return number
 
 
 async def keep_room(port: Port, room: int, ttl_s: float) -> KeptRoom:

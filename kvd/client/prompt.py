@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from kvd.client.connection import KnownPrompt
 from kvd.client.port import ANSWER_WITHIN_S
-from kvd.errors import Code, KvdError
+from kvd.client.prompt_address import PromptAddress
+from kvd.errors import Code, KvdError, Refusal
 from kvd.types import ID_BYTES, NO_TOKENS, Tokens, count
 from kvd.wire import client as wire
 
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvd.client.connection import Call
+    from kvd.client.pool import Pools
     from kvd.client.port import Port
-    from kvd.client.prompt_address import PromptAddress
     from kvd.client.state import Record
     from kvd.client.tokens import TokenIds
+    from kvd.wire.page_address import ExtraKeys
 
 
 class Prompt:
@@ -98,6 +100,21 @@ class Prompt:
             about=about,
             within_s=within_s,
         )
+
+
+def address_of(
+    pools: Pools,
+    tokens: TokenIds | Prompt | None,
+    keys: Sequence[bytes] | None,
+    extra_keys: ExtraKeys | None,
+) -> PromptAddress:
+    """What a call says of its prompt, as an address."""
+    if not isinstance(tokens, Prompt):
+        return PromptAddress(pools.match_page_tokens, tokens, keys, extra_keys)
+    if keys is not None or extra_keys is not None:
+        why = "keys beside a Prompt: say them when it is made"
+        raise KvdError(Refusal(Code.BAD_KEYS, why, side="client"))
+    return tokens.address()
 
 
 async def perform_about(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.wire.client import Accepted, Received
+    from kvd.wire.client import Accepted, PagesBack, Received
     from kvd.wire.events import Event
 
 T = TypeVar("T")
@@ -138,10 +138,18 @@ class ReceiveState:
     """One receive, from its ``Receiving`` on. ``is_unwanted``: if it is delivered, give it back.
 
     ``lease`` is its record, once it is delivered; ``lost`` why the daemon knows it no more.
-    ``prompt_tokens``: how much of the prompt it will have; None: all of it.
+    ``prompt_tokens``: how much of the prompt it will have; None: all of it. ``safe``: of one into
+    an arena, filled once no remote can write its pages any more.
     """
 
-    def __init__(self, number: int, prefix_tokens: int, prompt_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        number: int,
+        prefix_tokens: int,
+        prompt_tokens: int | None = None,
+        *,
+        is_in_arena: bool = False,
+    ) -> None:
         self.number = number
         self.prefix_tokens = prefix_tokens
         self.prompt_tokens = prompt_tokens
@@ -149,6 +157,7 @@ class ReceiveState:
         self.is_unwanted = False
         self.lease: LeaseView | None = None
         self.lost: Refusal | None = None
+        self.safe: Slot[Received | PagesBack | Refusal] | None = Slot() if is_in_arena else None
 
 
 class SendState:

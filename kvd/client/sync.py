@@ -9,7 +9,7 @@ as it was.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from kvd.client.api import Matched, Node
 from kvd.client.blocking import BlockingChannel, attach
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.client.api import FlushResult
+    from kvd.client.arena import PageArena
     from kvd.client.device_event import WhenWritten
     from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
@@ -163,13 +164,12 @@ class SyncLease:
         return PendingCall(self._driver, _then(verb, self))
 
 
-class SyncReceive:
-    """``Receive``, blocking; each ``begin_`` does the same without blocking."""
+class SyncArrival:
+    """What every receive has; each ``begin_`` does the same without blocking."""
 
     def __init__(self, receive: Receive, driver: CallDriver) -> None:
         self.wrapped = receive
         self._driver = driver
-        self._lease: SyncLease | None = None
 
     @property
     def id(self) -> int:
@@ -187,16 +187,47 @@ class SyncReceive:
         return self.wrapped.n_tokens
 
     @property
+    def aux(self) -> bytes:
+        """As ``Receive.aux``."""
+        return self.wrapped.aux
+
+    @property
+    def is_safe(self) -> bool:
+        """As ``Receive.is_safe``; reads what has come, and never blocks."""
+        if not self.wrapped.is_safe:
+            self._driver.glance()
+        return self.wrapped.is_safe
+
+    def begin_cancel(self) -> PendingCall[Self]:
+        """Begin ``Receive.cancel``; the outcome is this receive."""
+        return PendingCall(self._driver, _then(self.wrapped.cancel(), self))
+
+    def begin_safe(self) -> PendingCall[Self]:
+        """Begin ``Receive.safe``; the outcome is this receive."""
+        return PendingCall(self._driver, _then(self.wrapped.safe(), self))
+
+    cancel = blocking_quietly(begin_cancel)
+    safe = blocking_quietly(begin_safe)
+
+    def _has_ended(self) -> bool:
+        if not self.wrapped.is_ended:
+            self._driver.glance()
+        return self.wrapped.is_ended
+
+
+class SyncReceive(SyncArrival):
+    """``Receive``, blocking."""
+
+    def __init__(self, receive: Receive, driver: CallDriver) -> None:
+        super().__init__(receive, driver)
+        self._lease: SyncLease | None = None
+
+    @property
     def lease(self) -> SyncLease:
         """As ``Receive.lease``."""
         if self._lease is None:
             self._lease = SyncLease(self.wrapped.lease, self._driver)
         return self._lease
-
-    @property
-    def aux(self) -> bytes:
-        """As ``Receive.aux``."""
-        return self.wrapped.aux
 
     def poll(self) -> SyncLease | None:
         """The lease once the prompt's KV is here; None before. Never blocks.
@@ -204,26 +235,38 @@ class SyncReceive:
         Raises:
             HandoffError: as ``Receive.done``.
         """
-        if not self.wrapped.is_ended:
-            self._driver.glance()
-            if not self.wrapped.is_ended:
-                return None
-        return self.begin_done().result()
+        return self.begin_done().result() if self._has_ended() else None
 
     def begin_done(self) -> PendingCall[SyncLease]:
         """Begin ``Receive.done``; the outcome is the lease."""
         return PendingCall(self._driver, self._done())
 
-    def begin_cancel(self) -> PendingCall[SyncReceive]:
-        """Begin ``Receive.cancel``; the outcome is this receive."""
-        return PendingCall(self._driver, _then(self.wrapped.cancel(), self))
-
     done = blocking_quietly(begin_done)
-    cancel = blocking_quietly(begin_cancel)
 
     async def _done(self) -> SyncLease:
         await self.wrapped.done()
         return self.lease
+
+
+class SyncArenaReceive(SyncArrival):
+    """``Receive`` into an arena, blocking: its outcome is that the KV is there."""
+
+    def poll(self) -> bool:
+        """Whether the prompt's KV is in its pages. Never blocks.
+
+        Raises:
+            HandoffError: as ``Receive.done``; the pages may still be written until ``is_safe``.
+        """
+        if not self._has_ended():
+            return False
+        self.begin_done().result()
+        return True
+
+    def begin_done(self) -> PendingCall[SyncArenaReceive]:
+        """Begin ``Receive.done``; the outcome is this receive."""
+        return PendingCall(self._driver, _then(self.wrapped.done(), self))
+
+    done = blocking_quietly(begin_done)
 
 
 class SyncSend:
@@ -296,6 +339,144 @@ class SyncSend:
 
     def _begin(self, verb: Coroutine[Any, Any, None]) -> PendingCall[SyncSend]:
         return PendingCall(self._driver, _then(verb, self))
+
+
+class SyncArena:
+    """``PageArena``, blocking; each ``begin_`` does the same without blocking."""
+
+    def __init__(self, arena: PageArena, driver: CallDriver) -> None:
+        self.wrapped = arena
+        self._driver = driver
+
+    @property
+    def id(self) -> int:
+        """As ``PageArena.id``."""
+        return self.wrapped.id
+
+    @property
+    def pages(self) -> NDArray[np.int32]:
+        """As ``PageArena.pages``."""
+        return self.wrapped.pages
+
+    @property
+    def first_page(self) -> int:
+        """As ``PageArena.first_page``."""
+        return self.wrapped.first_page
+
+    @property
+    def is_closed(self) -> bool:
+        """As ``PageArena.is_closed``."""
+        return self.wrapped.is_closed
+
+    def begin_receive(  # noqa: PLR0913 - as PageArena.receive
+        self,
+        room: int,
+        tokens: TokenIds | Prompt | None = None,
+        source: str = "",
+        *,
+        pages: PageNumbers,
+        have_tokens: int = 0,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
+        namespace: str = "",
+        deadline_s: float = 30.0,
+        request_id: str = "",
+    ) -> PendingCall[SyncArenaReceive]:
+        """Begin ``PageArena.receive``."""
+        verb = self.wrapped.receive(
+            room,
+            tokens,
+            source,
+            pages=pages,
+            have_tokens=have_tokens,
+            keys=keys,
+            extra_keys=extra_keys,
+            namespace=namespace,
+            deadline_s=deadline_s,
+            request_id=request_id,
+        )
+        return PendingCall(self._driver, self._received(verb), SyncArenaReceive.begin_cancel)
+
+    def begin_send(  # noqa: PLR0913 - as PageArena.send
+        self,
+        room: int,
+        tokens: TokenIds | Prompt | None = None,
+        *,
+        pages: PageNumbers,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
+        namespace: str = "",
+        deadline_s: float = 30.0,
+        to: str | None = None,
+        ttl_s: float = 0.0,
+        takers: int = 0,
+        request_id: str = "",
+    ) -> PendingCall[SyncSend]:
+        """Begin ``PageArena.send``."""
+        verb = self.wrapped.send(
+            room,
+            tokens,
+            pages=pages,
+            keys=keys,
+            extra_keys=extra_keys,
+            namespace=namespace,
+            deadline_s=deadline_s,
+            to=to,
+            ttl_s=ttl_s,
+            takers=takers,
+            request_id=request_id,
+        )
+        return PendingCall(self._driver, self._sent(verb), lambda send: send.begin_abort(UNDONE))
+
+    def begin_hand_over(  # noqa: PLR0913 - as PageArena.hand_over
+        self,
+        room: int,
+        tokens: TokenIds | Prompt | None = None,
+        *,
+        pages: PageNumbers,
+        keys: Sequence[bytes] | None = None,
+        extra_keys: ExtraKeys | None = None,
+        aux: bytes = b"",
+        namespace: str = "",
+        deadline_s: float = 30.0,
+        to: str | None = None,
+        after: WhenWritten | bytes | None = None,
+        ttl_s: float = 0.0,
+        takers: int = 0,
+        request_id: str = "",
+    ) -> PendingCall[Outcome]:
+        """Begin ``PageArena.hand_over``; to cancel it ends the handoff."""
+        verb = self.wrapped.hand_over(
+            room,
+            tokens,
+            pages=pages,
+            keys=keys,
+            extra_keys=extra_keys,
+            aux=aux,
+            namespace=namespace,
+            deadline_s=deadline_s,
+            to=to,
+            after=after,
+            ttl_s=ttl_s,
+            takers=takers,
+            request_id=request_id,
+        )
+        return PendingCall(self._driver, verb)
+
+    def begin_close(self) -> PendingCall[SyncArena]:
+        """Begin ``PageArena.close``; the outcome is this arena."""
+        return PendingCall(self._driver, _then(self.wrapped.close(), self))
+
+    receive = blocking(begin_receive)
+    send = blocking(begin_send)
+    hand_over = blocking(begin_hand_over)
+    close = blocking_quietly(begin_close)
+
+    async def _received(self, verb: Coroutine[Any, Any, Receive]) -> SyncArenaReceive:
+        return SyncArenaReceive(await verb, self._driver)
+
+    async def _sent(self, verb: Coroutine[Any, Any, Send]) -> SyncSend:
+        return SyncSend(await verb, self._driver)
 
 
 class SyncNode:
@@ -514,6 +695,10 @@ class SyncNode:
         )
         return PendingCall(self._channel, verb)
 
+    def begin_arena(self, pages: int) -> PendingCall[SyncArena]:
+        """Begin ``Node.arena``."""
+        return PendingCall(self._channel, self._opened(pages), SyncArena.begin_close)
+
     def begin_keep_room(self, room: int, ttl_s: float) -> PendingCall[KeptRoom]:
         """Begin ``Node.keep_room``."""
         return PendingCall(self._channel, self.wrapped.keep_room(room, ttl_s))
@@ -546,6 +731,7 @@ class SyncNode:
     receive = blocking(begin_receive)
     send = blocking(begin_send)
     hand_over = blocking(begin_hand_over)
+    arena = blocking(begin_arena)
     keep_room = blocking(begin_keep_room)
     match = blocking(begin_match)
     flush = blocking(begin_flush)
@@ -567,6 +753,9 @@ class SyncNode:
 
     def _run(self, verb: Coroutine[Any, Any, T]) -> T:
         return finished(PendingCall(self._channel, verb))
+
+    async def _opened(self, pages: int) -> SyncArena:
+        return SyncArena(await self.wrapped.arena(pages), self._channel)
 
     async def _leased(self, verb: Coroutine[Any, Any, Lease]) -> SyncLease:
         return SyncLease(await verb, self._channel)

@@ -21,18 +21,20 @@ from kvd.core.handoff.refusals import asked_again, rank_gone
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import locked_words
 from kvd.core.leases.admission import MemoryAsker, Waiter
+from kvd.core.leases.arenas import REASON, bad_pages, in_use, no_run, unfit_pool
 from kvd.core.leases.lease_events import tell_written
 from kvd.core.leases.receive_tier import bad_tier
 from kvd.core.leases.written import promised_tokens, say_advanced, say_written
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
-from kvd.types import MAX_ROOM, Tokens, count, slice_pages
+from kvd.types import MAX_ROOM, NO_TOKENS, Pages, Tokens, count, slice_pages
 from kvd.wire import client, events
 from kvd.wire.bounds import MAX_SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.core.handoff.parts import ReceiveAttempt
     from kvd.core.inputs import FromClient, FromWorker
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.node import NodeState
@@ -111,6 +113,7 @@ class Engines:
             client.Finish: self._finish,
             client.HandOver: self._hand_over,
             client.KeepRoom: self._keep_room,
+            client.OpenArena: self._open_arena,
             client.FinishAndRelease: self._finish_and_release,
             client.AbortSend: self._abort_send,
             client.MatchPrefix: self._match,
@@ -309,6 +312,23 @@ class Engines:
         self._out.answer(session, _leased(message.call, lease, self._leases))
         return None
 
+    def _open_arena(self, session: int, message: client.OpenArena, _: Tokens) -> Refusal | None:
+        refusal = self._drainer.refusal() or unfit_pool(self._leases, self._name)
+        if refusal is not None:
+            return refusal
+        if message.n_pages < 1:
+            return self._wrong(f"an arena of {message.n_pages} pages")
+        # Its namespace is none: what its pages hold is told with each send and receive.
+        opening = client.OpenLease(call=message.call, cache=False)
+        claim = _plain_claim(session, opening, NO_TOKENS)
+        claim = msgspec.structs.replace(claim, reason=REASON)
+        # Now or not at all: who waits in the queue waits for pages anywhere.
+        arena = self._leases.open_arena(claim, message.n_pages)
+        if arena is None:
+            return no_run(self._leases, message.n_pages, self._name)
+        self._out.answer(session, _leased(message.call, arena, self._leases))
+        return None
+
     def _extend_lease(self, session: int, message: client.ExtendLease, _: Tokens) -> Refusal | None:
         lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
@@ -385,6 +405,11 @@ class Engines:
         lease = self._owners.lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
+        if lease.is_arena:
+            why = f"its arena {lease.id} was closed"
+            refusal = Refusal(Code.CANCELLED, why, side=self._name)
+            for attempt in self._decoder.lent(lease.id):
+                self._decoder.cancel_attempt(attempt, refusal)
         self._release(session, message.call, lease)
         return None
 
@@ -473,6 +498,8 @@ class Engines:
             self._out.answer(session, answer)
             return None
         refusal = self._drainer.refusal() or self._bad_receive(message, tokens)
+        if refusal is None and (message.arena or message.pages):
+            refusal = self._not_into_arena(session, message, tokens, before)
         if refusal is None:
             self._decoder.receive(session, message, tokens)
             # Behind the new one, so that no source hears that nobody wants the room.
@@ -486,9 +513,38 @@ class Engines:
             )
         return refusal
 
+    def _not_into_arena(
+        self,
+        session: int,
+        message: client.ReceiveRequest,
+        tokens: Tokens,
+        before: ReceiveAttempt | None,
+    ) -> Refusal | None:
+        """Why the pages that the engine has named cannot be written."""
+        arena = self._owners.arena_of(session, message.arena)
+        if isinstance(arena, Refusal):
+            return arena
+        size, have, n_tokens = self._leases.page_size, message.have_tokens, count(tokens)
+        if have % size or not 0 <= have <= n_tokens:
+            return self._wrong(
+                f"have_tokens={have} of a prompt of {n_tokens}: whole pages of {size} tokens, and "
+                "no more than the prompt"
+            )
+        if message.reserve_tokens or message.tier or len(message.source) != 1:
+            return self._wrong("a receive into an arena has one source, no reserve and no tier")
+        pages = Pages(message.pages)
+        n_pages = self._leases.pages_for(n_tokens) - have // size
+        waiting = [one for one in self._decoder.lent(arena.id) if one.waiter and one is not before]
+        queued = [(f"receive {one.id}", one.waiter.claim.pages) for one in waiting if one.waiter]
+        return bad_pages(arena, pages, n_pages, self._leases) or in_use(
+            arena.id, pages, [*queued, *self._prefiller.reads_of(arena)]
+        )
+
     def _pull(self, session: int, message: client.ReceiveRequest, tokens: Tokens) -> Refusal | None:
         """What one source has cached of the prompt; nobody else takes part."""
         refusal = self._drainer.refusal() or self._bad_receive(message, tokens)
+        if refusal is None and (message.arena or message.pages):
+            return self._wrong("a pull lands in pages that kvd places: receive it in a room")
         if refusal is None and len(message.source) != 1:
             refusal = self._wrong(
                 f"a receive without a room from {', '.join(message.source)}: one source is asked "
@@ -570,6 +626,8 @@ class Engines:
         refusal = self._bad_room(message.room) or self._drainer.refusal()
         if refusal is not None:
             return refusal
+        if message.pages:
+            return self._sending_from_arena(session, message, tokens)
         lease = self._owners.running_lease_of(session, message.lease)
         if isinstance(lease, Refusal):
             return lease
@@ -589,6 +647,22 @@ class Engines:
             )
         digest = prompt_digest(tokens, message.namespace)
         return SendingEngine(session=session, lease=lease, tokens=tokens, digest=digest)
+
+    def _sending_from_arena(
+        self, session: int, message: client.SendRequest | client.HandOver, tokens: Tokens
+    ) -> SendingEngine | Refusal:
+        """The same of pages that the engine has named; it alone knows what is in them."""
+        arena = self._owners.arena_of(session, message.lease)
+        if isinstance(arena, Refusal):
+            return arena
+        if not tokens or (type(message) is client.HandOver and message.ends_lease):
+            return self._wrong("a send of an arena names its tokens, and does not end the arena")
+        pages = Pages(message.pages)
+        refusal = bad_pages(arena, pages, self._leases.pages_for(count(tokens)), self._leases)
+        if refusal is not None:
+            return refusal
+        digest = prompt_digest(tokens, message.namespace)
+        return SendingEngine(session, arena, tokens, digest, pages)
 
     def _advance(self, session: int, message: client.Advance, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)

@@ -99,7 +99,7 @@ class SimSession:
                 self.sends[reply.send].told(reply.refusal)
             case client.LeaseLost():
                 raise Violated(f"{self.host.name}: {reply.refusal.message}")
-            case client.Accepted() | client.Events():
+            case client.Accepted() | client.Events() | client.PagesBack():
                 pass
             case _:
                 waits = self.calls.pop(reply.call, None)

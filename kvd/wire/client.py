@@ -179,6 +179,11 @@ class ReceiveRequest(msgspec.Struct, frozen=True, array_like=True, tag="receive"
     step_tokens: Figure = 0
     request_id: Name = ""
     """Asked again with the same one, by the same session, it is the same receive."""
+    arena: int = 0
+    """The KV lands in ``pages`` of it, one for each page of the tokens from ``have_tokens`` on."""
+    pages: bytes = b""
+    have_tokens: Figure = 0
+    """The KV of so many first tokens is there already, in whatever pages; it is not sent."""
 
 
 class CancelReceive(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -207,6 +212,8 @@ class SendRequest(msgspec.Struct, frozen=True, array_like=True, tag="send"):
     """So many receives end a kept room; 0: as many as come while it is kept."""
     request_id: Name = ""
     """Asked again with the same one, by the same session, it is the same send."""
+    pages: bytes = b""
+    """Of an arena, which ``lease`` is then: one for each page of the tokens."""
 
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag="advance"):
@@ -338,6 +345,7 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand-over"):
     ttl_s: float = 0.0
     takers: Figure = 0
     request_id: Name = ""
+    pages: bytes = b""
 
 
 class KeepRoom(msgspec.Struct, frozen=True, array_like=True, tag="keep-room"):
@@ -410,6 +418,16 @@ class BeginEpoch(msgspec.Struct, frozen=True, array_like=True, tag="epoch"):
     epoch: Figure
 
 
+class OpenArena(msgspec.Struct, frozen=True, array_like=True, tag="arena"):
+    """So many pages in a row, whose content is the engine's alone. Answer: ``Leased``.
+
+    Now or not at all. They are pages of a lease without tokens, which ``ReleaseLease`` ends.
+    """
+
+    call: Call
+    n_pages: Figure
+
+
 Request = (
     OpenLease
     | ExtendLease
@@ -442,6 +460,7 @@ Request = (
     | FlushNamespace
     | BeginEpoch
     | KeepRoom
+    | OpenArena
 )
 
 TAKES_TOKENS = (
@@ -618,7 +637,10 @@ class FetchReply(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
-    """The prompt's KV is here and committed; the lease is the engine's."""
+    """The prompt's KV is here and committed; the lease is the engine's.
+
+    Of a receive into an arena: it is in those pages, and there is no lease (0).
+    """
 
     receive: int
     lease: int
@@ -632,6 +654,15 @@ class ReceiveFailed(msgspec.Struct, frozen=True, array_like=True, tag="receive-f
 
     receive: int
     refusal: Refusal
+
+
+class PagesBack(msgspec.Struct, frozen=True, array_like=True, tag="pages-back"):
+    """No remote write can land any more in the pages of an arena that this receive was given.
+
+    It has failed, or was given up, before; of one that was delivered ``Received`` says it.
+    """
+
+    receive: int
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
@@ -666,7 +697,7 @@ class Events(msgspec.Struct, frozen=True, array_like=True, tag="events"):
     events: tuple[Event, ...]
 
 
-Push = Received | ReceiveFailed | Accepted | SendFailed | LeaseLost | Events
+Push = Received | ReceiveFailed | PagesBack | Accepted | SendFailed | LeaseLost | Events
 
 Reply = (
     Failed | Leased | PageTable | Done | Receiving | Sending | Finished | MatchReply | Snapshotted

@@ -37,6 +37,8 @@ class Noted:
         """The ones that were cached first come first."""
         self.holder: dict[int, int] = {}
         self.leases: dict[int, tuple[int, int]] = {}
+        self.arenas: set[int] = set()
+        """Of ``leases``, those whose pages a peer may write while their engine has them."""
         self._page_bytes = page_size * ID_BYTES
         self._component = component
 
@@ -55,7 +57,9 @@ class Noted:
                 self._answered(session, message)
             case effects.SendToPeer(message=Offer(grants=grants)):
                 granted = b"".join(grant.pages for grant in grants)
-                assert not self._kept(granted), "a peer may write what is somebody's"
+                # An arena's are its engine's after a restart too: no peer writes through that.
+                kept = {self.holder.get(page, 0) for page in self._kept(granted)}
+                assert kept <= self.arenas, "a peer may write what is somebody's"
             case effects.Copy(destination_region=region, destination=pages):
                 is_cached = self.cached.keys() & set(page_ids(pages))
                 assert region != self._component or not is_cached, "a copy writes the cache"
@@ -112,7 +116,12 @@ class Noted:
         """It says of every page and every lease what the node says."""
         assert self.cached == tree_of(node)
         held, leases = {}, {}
-        for lease in node.leases.leases.values():
+        everything = node.leases.leases
+        self.arenas = {one.id for one in everything.values() if one.is_arena}
+        for lease in everything.values():
+            arena = everything.get(lease.lent.arena) if lease.lent is not None else None
+            if arena is not None and ENGINE in arena.holders:
+                held |= dict.fromkeys(page_ids(lease.held), arena.id)
             if ENGINE in lease.holders and lease.anchor is not None:
                 held |= dict.fromkeys(page_ids(lease.held), lease.id)
                 path = page_ids(node.leases.tree.path_pages(lease.anchor))

@@ -30,9 +30,16 @@ def tokens_of(count: int, seed: int) -> NDArray[np.int32]:
 def write(node: Node, lease: Lease, tokens: NDArray[np.int32], upto: int | None = None) -> None:
     """Write the pages of ``lease`` up to token ``upto`` that were not cached when it began."""
     end = len(tokens) if upto is None else upto
+    write_pages(node, lease.pages, tokens[:end], first=lease.prefix_len // PAGE)
+
+
+def write_pages(
+    node: Node, pages: NDArray[np.int32], tokens: NDArray[np.int32], first: int = 0
+) -> None:
+    """Write these pages, one for each page of the tokens, from page ``first`` on."""
     pool = node.pool("main")
-    for index in range(lease.prefix_len // PAGE, -(-end // PAGE)):
-        _write_page(pool, int(lease.pages[index]), tokens[: (index + 1) * PAGE])
+    for index in range(first, min(len(pages), -(-len(tokens) // PAGE))):
+        _write_page(pool, int(pages[index]), tokens[: (index + 1) * PAGE])
 
 
 def digest(node: Node, pages: Iterable[int]) -> str:

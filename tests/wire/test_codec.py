@@ -49,8 +49,8 @@ KEPT = [
     ),
     (
         CLIENT_REQUESTS,
-        client.SendRequest(1, 7, 3, "n", 30.0, "d", 0.5, 2, "r"),
-        "9aa473656e64010703a16ecb403e000000000000a164cb3fe000000000000002a172",
+        client.SendRequest(1, 7, 3, "n", 30.0, "d", 0.5, 2, "r", b"pg"),
+        "9ba473656e64010703a16ecb403e000000000000a164cb3fe000000000000002a172c4027067",
     ),
     (
         PEER_MESSAGES,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.types import Pages, Tokens, count
+from kvd.types import NO_PAGES, Pages, Tokens, count
 
 if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode
@@ -34,6 +34,17 @@ UNPROVEN = "unproven"
 """The holder of pages that only leases of before a restart may still read."""
 
 
+class Lent(msgspec.Struct, frozen=True, gc=False):
+    """Pages of an arena while a receive fills them: whose they are, for whom, and from where on.
+
+    ``first_page`` is the page of the prompt that the first of them holds.
+    """
+
+    arena: int
+    receive: int
+    first_page: int
+
+
 class Claim(msgspec.Struct, frozen=True, gc=False):
     """What a lease is asked for, and for whom.
 
@@ -42,7 +53,8 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     the longest prefix that it may take from the tree. ``fresh_tokens``: pages of the components
     beside the first are written from this token on by somebody else, a remote or a restore; None:
     the engine computes them, and goes on from what the tree has. ``step_tokens``: so many at once.
-    ``goes_on``: tokens follow that it does not name, so all that it names may be cached.
+    ``goes_on``: tokens follow that it does not name, so all that it names may be cached. ``lent``:
+    it takes these ``pages`` of an arena, and neither looks into the tree nor takes any other.
     """
 
     session: int
@@ -61,6 +73,8 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     fresh_tokens: int | None = None
     step_tokens: int = 0
     goes_on: bool = False
+    lent: Lent | None = None
+    pages: Pages = NO_PAGES
 
     @property
     def room_tokens(self) -> int:

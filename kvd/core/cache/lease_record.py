@@ -23,7 +23,7 @@ from kvd.core.cache.lease_state import LeaseStage
 from kvd.types import ID_BYTES, NO_PAGES, Pages, count, slice_pages
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Claim, Quarantine, Saved
+    from kvd.core.cache.lease import Claim, Lent, Quarantine, Saved
     from kvd.core.cache.radix_node import RadixNode
     from kvd.errors import Refusal
 
@@ -40,7 +40,9 @@ class LeaseRecord:
         "events",
         "holders",
         "id",
+        "is_arena",
         "is_whole",
+        "lent",
         "lost",
         "namespace",
         "owned",
@@ -105,6 +107,10 @@ class LeaseRecord:
         self.sent_from: int | None = None
         """First token whose window pages a send of its prompt may still need."""
         self.quarantine: Quarantine | None = None
+        self.is_arena = False
+        """Whether an engine alone says what is in its pages (``arenas``)."""
+        self.lent: Lent | None = None
+        """Of pages that an arena lends to one receive: which, and where its row begins."""
         self.lost: Refusal | None = None
         """Why it can only be released: it was found broken (``containment``)."""
         self.state = LeaseStage.RUNNING

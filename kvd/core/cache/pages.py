@@ -327,6 +327,26 @@ class PagePool:
         np.frombuffer(self._state, np.uint8)[np.frombuffer(pages, "<u4")] = OUT
         self.moved.log.append(pages)
 
+    def take_run(self, n_pages: int) -> Pages | None:
+        """Takes the lowest ``n_pages`` free ones in a row; None: no run of them is so long."""
+        for first, length in self._free_runs():
+            if length >= n_pages:
+                run = Pages(np.arange(first, first + n_pages, dtype="<i4").tobytes())
+                self.take_these(run)
+                return run
+        return None
+
+    def longest_run(self) -> int:
+        """Free pages that follow each other, at most."""
+        return max([length for _, length in self._free_runs()], default=0)
+
+    def _free_runs(self) -> list[tuple[int, int]]:
+        """First page and length of each, from the lowest on."""
+        ids = np.sort(np.frombuffer(bytes(self._free), "<u4"))
+        begins = np.flatnonzero(np.diff(ids, prepend=ids[:1]) != 1)
+        lengths = np.diff(begins, append=ids.size)
+        return list(zip(ids[begins].tolist(), lengths.tolist(), strict=True))
+
     def free_ids(self) -> Pages:
         """Every free page, in stack order; for audits and snapshots."""
         return Pages(bytes(self._free))

@@ -13,7 +13,7 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core.effects import Doubt
 from kvd.core.handoff.protocol import Decode, Prefill
-from kvd.types import Tokens, count
+from kvd.types import NO_PAGES, Pages, Tokens, count
 from kvd.wire.admin import Mark
 from kvd.wire.peer import ALL, ReceiveOutcome
 
@@ -184,8 +184,8 @@ class ReceiveAttempt:
         self.deadline_s = deadline_s
         self.prompt_tokens = prompt_tokens
         self.is_preloaded = is_preloaded
-        self.request_id = request_id
         """Whether its pages are to be in the device buffer too when the engine hears of it."""
+        self.request_id = request_id
         self.is_pulled = False
         """Whether its source sends what it has cached, and no engine of it does."""
         self.prefix_tokens = 0
@@ -296,14 +296,28 @@ def is_wanted(room: int, peer: str, parts: Iterable[ReceivePart]) -> bool:
 class SendingEngine:
     """The engine's half of a send: who, which pages, and the prompt it has. It never changes."""
 
-    __slots__ = ("digest", "lease", "prompt_tokens", "session", "tokens")
+    __slots__ = ("digest", "lease", "pages", "prompt_tokens", "session", "tokens")
 
-    def __init__(self, session: int, lease: LeaseRecord, tokens: Tokens, digest: bytes) -> None:
+    def __init__(
+        self,
+        session: int,
+        lease: LeaseRecord,
+        tokens: Tokens,
+        digest: bytes,
+        pages: Pages = NO_PAGES,
+    ) -> None:
         self.session = session
         self.lease = lease
+        self.pages = pages
+        """Of an arena: those of the prompt; none: those of the lease's row."""
         self.tokens = tokens
         self.digest = digest
         self.prompt_tokens = count(tokens)
+
+    @property
+    def row(self) -> Pages:
+        """The page of every ``page_size`` tokens of the prompt, from its start."""
+        return self.pages or self.lease.page_table
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -39,7 +39,7 @@ from kvd.core.layout.spec import (
     page_bytes,
     shard_region,
 )
-from kvd.types import ID_BYTES, NO_PAGES, Pages
+from kvd.types import ID_BYTES, NO_PAGES, Pages, slice_pages
 from kvd.wire.peer import Grant, Integrity, Role
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.components.component_pages import ComponentPages
+    from kvd.core.handoff.parts import SendingEngine
     from kvd.core.handoff.sources import TokenSpan
     from kvd.core.layout.spec import PoolSpec
     from kvd.core.leases.lease_table import LeaseTable
@@ -186,11 +187,9 @@ class Payload:
     def _streamed(self, payload_part: PayloadPart, lease: LeaseRecord, span: TokenSpan) -> Grant:
         """Of what is posted as it is computed; a span begins with a page of the first component."""
         size, table = payload_part.component.page_size, self._table
-        own = Pages(
-            lease.page_table[
-                span.start // table.page_size * ID_BYTES : table.pages_for(span.end) * ID_BYTES
-            ]
-        )
+        skip = lease.lent.first_page if lease.lent is not None else 0
+        first, last = span.start // table.page_size - skip, table.pages_for(span.end) - skip
+        own = slice_pages(lease.page_table, first, last)
         # Fewer than those of the row: a prompt may end before the last page of a companion begins.
         n_pages = -(-span.end // size) - span.start // size
         pages = Pages(companion_pages(own, payload_part.factor)[: n_pages * ID_BYTES])
@@ -264,13 +263,13 @@ class Payload:
     # ---- the prefill side --------------------------------------------------------------------
 
     def source(
-        self, payload_part: PayloadPart, lease: LeaseRecord, units: UnitRange, pieces: int
+        self, payload_part: PayloadPart, engine: SendingEngine, units: UnitRange, pieces: int
     ) -> Pages:
         """Our pages behind these units; where a page is cut, the ids of its pieces.
 
         Piece ``s`` of page ``p`` has the id ``p * pieces + s``.
         """
-        kept = payload_part.kept
+        kept, lease = payload_part.kept, engine.lease
         if isinstance(kept, WindowPages):
             return Pages(kept.page_table(lease)[units.first * ID_BYTES : units.end * ID_BYTES])
         if kept is not None:
@@ -281,7 +280,7 @@ class Payload:
         factor = payload_part.factor
         each = factor * pieces
         row_first = units.first // each
-        row = Pages(lease.page_table[row_first * ID_BYTES : -(-units.end // each) * ID_BYTES])
+        row = slice_pages(engine.row, row_first, -(-units.end // each))
         if each == 1:
             return row
         # The rows are whole pages of ours, and the units may begin within the first of them.

@@ -217,7 +217,7 @@ class Posts:
                 incarnation=part.incarnation,
                 generation=part.generation,
                 component=grant.component,
-                source=self._payload.source(payload_part, engine.lease, units, pieces),
+                source=self._payload.source(payload_part, engine, units, pieces),
                 destination=Pages(grant.pages[first:end]),
                 seal=UNSEALED if is_unsealed else part.seals[index],
                 first_page=0 if is_unsealed else units.first,

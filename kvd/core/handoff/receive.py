@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from mypy_extensions import mypyc_attr
 
-from kvd.core.cache.lease import ARRIVAL, Claim
+from kvd.core.cache.lease import ARRIVAL, Claim, Lent
 from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.effects import Doubt
 from kvd.core.handoff.message_sizes import page_bytes
@@ -47,6 +47,7 @@ from kvd.core.handoff.refusals import (
 )
 from kvd.core.handoff.verify import SumFinding, Verifying
 from kvd.core.leases.admission import Admission, MemoryAsker, Waiter
+from kvd.core.leases.arenas import RECEIVED
 from kvd.core.leases.receive_tier import DEVICE
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
@@ -322,6 +323,8 @@ class Decoder:
             fresh_tokens=fresh,
             step_tokens=message.step_tokens,
         )
+        if message.arena:
+            claim = self._into_arena(claim, attempt, message)
         # The common case, without the queue: its sources are ready, and there is room.
         lease = None if self.offers.awaits(attempt) else self._admission.at_once(claim)
         if isinstance(lease, LeaseRecord):
@@ -332,6 +335,30 @@ class Decoder:
         # admit it in this call.
         attempt.waiter = Waiter(claim, attempt.deadline_s, asker)
         self._admission.submit(attempt.waiter, lease)
+
+    def _into_arena(
+        self, claim: Claim, attempt: ReceiveAttempt, message: client.ReceiveRequest
+    ) -> Claim:
+        """The claim of pages that the engine has named, behind what it has already."""
+        first_page = message.have_tokens // self._leases.page_size
+        return msgspec.structs.replace(
+            claim,
+            reason=f"{claim.reason} into arena {message.arena}",
+            cache=False,
+            lent=Lent(message.arena, attempt.id, first_page),
+            pages=Pages(message.pages),
+        )
+
+    def lent(self, arena: int) -> list[ReceiveAttempt]:
+        """The receives of an arena that wait or are under way."""
+        found = []
+        for one in self.attempts.values():
+            lent = one.waiter.claim.lent if one.waiter is not None else None
+            if one.lease is not None:
+                lent = one.lease.lent
+            if lent is not None and lent.arena == arena:
+                found.append(one)
+        return found
 
     def asked_before(
         self, session: int, message: client.ReceiveRequest
@@ -643,6 +670,9 @@ class Decoder:
             self._move(part, T.VERIFIED, "")
             self.received_bytes += part.moved_bytes
         self.saved_bytes += self._leases.bytes_of(attempt.prefix_tokens)
+        if lease.lent is not None:
+            self._land_in_arena(attempt, lease)
+            return
         # Read before the commit: who has given up is not told Received, and gets no lease.
         left = attempt.ended
         if left is None:
@@ -671,6 +701,20 @@ class Decoder:
             # After the commit, so that the pages stay cached; the lock alone is let go.
             self._leases.release(lease, ARRIVAL, left.code.value)
             self._ready_to_closed(attempt, left.message)
+
+    def _land_in_arena(self, attempt: ReceiveAttempt, lease: LeaseRecord) -> None:
+        """The engine has the KV where it wants it: there is no lease behind it, and no cache."""
+        left = attempt.ended
+        aux, attempt.aux = attempt.aux, b""
+        # Before Received: what it names is the engine's again by then.
+        pages = lease.page_table
+        self._leases.release(lease, ARRIVAL, RECEIVED if left is None else left.code.value)
+        if left is None:
+            told = client.Received(receive=attempt.id, lease=0, pages=pages, aux=aux)
+            self._out.answer(attempt.session, told)
+        for part in attempt.parts:
+            self._close(part, ReceiveOutcome.COMMITTED, None)
+        self._ready_to_closed(attempt, left.message if left is not None else "")
 
     def _verifying_to_closed(
         self, part: ReceivePart, trigger: DecodeTrigger, refusal: Refusal

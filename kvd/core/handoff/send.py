@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
+    from kvd.types import Pages
 
 P, T = Prefill, PrefillTrigger
 
@@ -343,6 +344,14 @@ class Prefiller:
         part.after = after or part.after
         # Finish is the last advance too: an engine need not have said how far it was.
         part.cursor_tokens = part.prompt_tokens
+
+    def reads_of(self, arena: LeaseRecord) -> list[tuple[str, Pages]]:
+        """The sends that may still read pages of an arena, in words, and which pages those are."""
+        return [
+            (f"send {part.id} (room {part.room})", part.engine.pages)
+            for part in self.rooms.live()
+            if part.engine is not None and part.engine.lease is arena
+        ]
 
     # ---- rooms that are kept -----------------------------------------------------------------
 

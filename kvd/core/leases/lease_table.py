@@ -34,16 +34,17 @@ from kvd.core.components.all_components import AllComponentPages
 from kvd.core.components.component_pages import tell_evicted
 from kvd.core.layout.spec import lockstep_bytes
 from kvd.core.leases import lease_events
+from kvd.core.leases.arenas import RECEIVED, without
 from kvd.core.leases.journal_notes import JournalNotes
 from kvd.core.leases.saved_area import SavedArea
 from kvd.core.leases.written import tokens_to_commit
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens, count, slice_pages
-from kvd.wire import events
+from kvd.wire import client, events
 
 if TYPE_CHECKING:
     from kvd.core.cache.eviction import Policy
-    from kvd.core.cache.lease import Claim, Demand, Quarantine, Writer
+    from kvd.core.cache.lease import Claim, Demand, Lent, Quarantine, Writer
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.layout.spec import PoolSpec
     from kvd.core.outbox import Outbox
@@ -86,6 +87,8 @@ class Budgets:
         A cached page of kv is one of the pool too; of other components it often takes none.
         """
         table = self._table
+        if claim.lent is not None:
+            return self.nothing
         pages = table.pages_for(claim.room_tokens)
         if not table.components.each:
             return (pages,)
@@ -159,7 +162,7 @@ class LeaseTable:
 
     def open_lease(self, claim: Claim) -> LeaseRecord | Shortage:
         """Lock the cached prefix, then hold pages for the rest; all of it or nothing."""
-        if not self._is_short:
+        if not self._is_short or claim.lent is not None:
             return self._open_any(claim)
         # The short path: the same in one function, where nothing lies beside.
         pool, tree = self.pool, self.tree
@@ -216,6 +219,9 @@ class LeaseTable:
         The headroom is read after the lock, because locking turns evictable pages into protected
         ones: the number from before would admit too much (scenario A11).
         """
+        if claim.lent is not None:
+            root = self.tree.hold(NO_TOKENS, claim.namespace)
+            return Claimed(claim, root, self.budgets.nothing)
         total = -(-claim.room_tokens // self.page_size)
         # The cached pages count too: they are of this pool, so no eviction makes room for more than
         # it has.
@@ -265,6 +271,8 @@ class LeaseTable:
 
     def _begin(self, claim: Claim, anchor: RadixNode, n_pages: int) -> LeaseRecord:
         """The same of the first component: so many pages, and what is cached up to ``anchor``."""
+        if claim.lent is not None:
+            return self._borrow(claim, claim.lent, anchor)
         # Locked since the claim was made: the eviction between the two could not take it.
         own = self.pool.take_pages(n_pages)
         pages = own
@@ -481,6 +489,59 @@ class LeaseTable:
         self._forget(lease, "normal", len(freed) // ID_BYTES, was_locked)
         return True
 
+    # ---- arenas ------------------------------------------------------------------------------
+
+    def open_arena(self, claim: Claim, n_pages: int) -> LeaseRecord | None:
+        """So many pages that follow each other; None: no run of free ones is so long."""
+        self._make_room(n_pages)
+        run = self.pool.take_run(n_pages)
+        if run is None:
+            return None
+        lease = self._opened(claim, self.tree.hold(NO_TOKENS, claim.namespace), run, n_pages)
+        lease.is_arena = True
+        if self._journal is not None:
+            self._journal.note_held(lease, run)
+        return lease
+
+    def _borrow(self, claim: Claim, lent: Lent, root: RadixNode) -> LeaseRecord:
+        """Pages of an arena for one receive; who asked has made sure that the arena has them."""
+        arena = self.leases[lent.arena]
+        self.moved.log.append(claim.pages)
+        arena.page_table = without(arena.page_table, claim.pages)
+        n_pages = count(claim.pages)
+        self.opened += 1
+        lease = LeaseRecord(self.opened + self.number_above, claim, root, claim.pages)
+        lease.lent = lent
+        lease.prefix_tokens = lease.written_tokens = lent.first_page * self.page_size
+        lease.since_s = lease.touched_s = self._out.at_s
+        self.leases[lease.id] = lease
+        # In this order: a reader that adds up what is held never sees a page twice.
+        lease_events.tell_extended(self._out, arena)
+        lease_events.tell_opened(self._out, lease, n_pages, count(claim.tokens), 0, "")
+        return lease
+
+    def _lent_by(self, arena: LeaseRecord) -> Pages:
+        """Pages that it has lent: as long as it has an engine they are noted as that one's."""
+        if not arena.is_arena:
+            return NO_PAGES
+        lent = [one for one in self.leases.values() if one.lent and one.lent.arena == arena.id]
+        return Pages(b"".join([one.page_table for one in lent]))
+
+    def _give_up(self, lease: LeaseRecord, pages: Pages, cause: str) -> int:
+        """Its own pages go back where it has them from; how many of them are free now."""
+        lent = lease.lent
+        arena = self.leases.get(lent.arena) if lent is not None else None
+        if lent is not None and cause != RECEIVED:
+            self._out.answer(lease.session, client.PagesBack(lent.receive))
+        if arena is None:
+            if pages:
+                self.return_pages(pages, lease)
+            return count(pages)
+        self.moved.log.append(pages)
+        arena.page_table = Pages(arena.page_table + pages)
+        lease_events.tell_extended(self._out, arena)
+        return 0
+
     # ---- retraction --------------------------------------------------------------------------
 
     def vacate(self, lease: LeaseRecord, tokens: Tokens) -> None:
@@ -577,6 +638,7 @@ class LeaseTable:
         # Noted before its lock goes: by its anchor the journal knows whether it kept anything.
         if self._journal is not None and holder == ENGINE:
             self._journal.note_ended(lease)
+            self._journal.note_freed(self._lent_by(lease))
         if lease.holders:
             if lease.holders == {ENGINE}:
                 # The last send is over: the next slide may give back what was kept for it.
@@ -591,10 +653,7 @@ class LeaseTable:
             self.growth += 1
         was_locked = self._unlock(lease)
         self.saved.drop(lease)
-        freed = lease.held
-        if freed:
-            self.return_pages(freed, lease)
-        self._forget(lease, cause, count(freed), was_locked)
+        self._forget(lease, cause, self._give_up(lease, lease.held, cause), was_locked)
 
     def _keep_written(self, lease: LeaseRecord) -> None:
         """Whole pages of what its engine has said to be written join the tree."""
@@ -630,10 +689,10 @@ class LeaseTable:
     def end_quarantine(self, lease: LeaseRecord, proof: str) -> None:
         """The writer has settled, is proven gone, or was fenced: the pages are free."""
         n_pages = count(lease.page_table)
-        self.return_pages(lease.page_table, lease)
+        n_freed = self._give_up(lease, lease.page_table, proof)
         self.components.end_lease(lease)
         lease_events.tell_quarantine_ended(self._out, lease, n_pages, proof)
-        self._forget(lease, proof, n_pages, 0)
+        self._forget(lease, proof, n_freed, 0)
 
     # ---- pages -------------------------------------------------------------------------------
 

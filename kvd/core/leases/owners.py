@@ -146,6 +146,7 @@ class Owners:
             and found.state is LeaseStage.RUNNING
             and found.lost is None
             and ENGINE in found.holders
+            and not found.is_arena
         ):
             return found
         lease = self.lease_of(session, lease_id)
@@ -155,7 +156,7 @@ class Owners:
         if lease.lost is not None:
             return lease.lost
         if lease.state is LeaseStage.RUNNING:
-            return lease
+            return self._only_pages(lease) if lease.is_arena else lease
         if lease.state is LeaseStage.FORMER:
             return self.before_restart(lease)
         todo = {
@@ -165,6 +166,32 @@ class Owners:
         return Refusal(
             Code.WRONG_STATE,
             f"lease {lease_id} is {lease.state.value}: {todo}",
+            side=self._name,
+        )
+
+    def arena_of(self, session: int, lease_id: int) -> LeaseRecord | Refusal:
+        """The session's arena, whose pages it may use."""
+        lease = self.lease_of(session, lease_id)
+        if isinstance(lease, Refusal):
+            return lease
+        if lease.lost is not None:
+            return lease.lost
+        if lease.state is LeaseStage.FORMER:
+            return self.before_restart(lease)
+        if lease.is_arena:
+            return lease
+        return Refusal(
+            Code.WRONG_STATE,
+            f"lease {lease_id} is no arena: its row says which pages are its own, name none",
+            side=self._name,
+        )
+
+    def _only_pages(self, arena: LeaseRecord) -> Refusal:
+        """What is said to whoever takes an arena for a lease with tokens."""
+        return Refusal(
+            Code.WRONG_STATE,
+            f"lease {arena.id} is an arena: kvd does not know what is in its pages; send and "
+            "receive with pages of it, or close it",
             side=self._name,
         )
 

@@ -89,6 +89,8 @@ def say_written(lease: LeaseRecord, message: SayWritten, room_tokens: int) -> Re
 
 def say_advanced(lease: LeaseRecord, upto_tokens: int, after: bytes = b"") -> None:
     """A send of its prompt was told so, for every rank; with ``after`` once that event has come."""
+    if lease.is_arena:  # it has many prompts: what is said of one is that send's alone
+        return
     said = lease.said or (0,)
     if after:
         # Said from now on, however little: a commit without a number must not mean all that is
