@@ -386,107 +386,135 @@ def test_a_send_outlives_the_arena_that_it_reads():
 # ---- all of it at random -------------------------------------------------------------------------
 
 
+class Walk:
+    """Two nodes with engines that open arenas, hand over between them and change their minds."""
+
+    def __init__(self, seed, **more):
+        self.rng = random.Random(seed)
+        self.world = World(p_pages=48, d_pages=48, **more)
+        self.arenas = {side.name: [] for side in (self.world.p, self.world.d)}
+        self.sends, self.receives = [], []
+        deeds = {
+            self.open: 2, self.close: 2, self.receive: 3, self.send: 3, self.go_on: 2,
+            self.cancel: 1, self.weather: 2, self.wait: 1, self.lease: 1,
+        }  # fmt: skip
+        self.deeds = [deed for deed, weight in deeds.items() for _ in range(weight)]
+
+    def side(self):
+        return self.rng.choice([self.world.p, self.world.d])
+
+    def room(self):
+        """A room, and how long its prompt is."""
+        room = self.rng.randint(1, 3)
+        return room, 23 * room
+
+    def open(self):
+        side = self.side()
+        reply = side.call(client.OpenArena, n_pages=self.rng.randint(6, 20))
+        if isinstance(reply, client.Leased):
+            self.arenas[side.name].append(reply)
+
+    def close(self):
+        side = self.side()
+        arenas = self.arenas[side.name]
+        if arenas:
+            arena = arenas.pop(self.rng.randrange(len(arenas)))
+            side.call(client.ReleaseLease, lease=arena.lease)
+
+    def of_arena(self, name, n_pages):
+        """An arena of that side, and so many pages of it; None where it has none."""
+        if not self.arenas[name]:
+            return None
+        arena = self.rng.choice(self.arenas[name])
+        ids = page_ids(arena.pages)
+        return arena, pack_ids(self.rng.sample(ids, min(n_pages, len(ids))))
+
+    def receive(self):
+        room, n_tokens = self.room()
+        have = self.rng.randint(0, n_tokens // PAGE)
+        found = self.of_arena("d", -(-n_tokens // PAGE) - have)
+        if found is None:
+            return
+        reply = into(
+            self.world,
+            *found,
+            tokens((1, n_tokens)),
+            have_tokens=have * PAGE,
+            room=room,
+            deadline_s=3.0,
+        )
+        if isinstance(reply, client.Receiving):
+            self.receives.append(reply.receive)
+
+    def send(self):
+        room, n_tokens = self.room()
+        found = self.of_arena("p", -(-n_tokens // PAGE))
+        if found is None:
+            return
+        arena, pages = found
+        self.world.p.write(pages, tokens((1, n_tokens)))
+        reply = self.world.p.call(
+            self.rng.choice([client.SendRequest, client.HandOver]),
+            tokens((1, n_tokens)),
+            room=room,
+            lease=arena.lease,
+            pages=pages,
+            deadline_s=3.0,
+        )
+        if isinstance(reply, client.Sending):
+            self.sends.append((reply.send, n_tokens))
+
+    def go_on(self):
+        if not self.sends:
+            return
+        number, n_tokens = self.sends.pop(self.rng.randrange(len(self.sends)))
+        if self.rng.random() < 0.3:
+            self.world.p.call(client.AbortSend, send=number, reason="no")
+            return
+        upto = self.rng.randint(0, n_tokens)
+        self.world.p.call(client.Advance, send=number, upto_tokens=upto)
+        self.world.p.call(client.Finish, send=number)
+
+    def cancel(self):
+        if self.receives:
+            self.world.d.call(client.CancelReceive, receive=self.receives.pop())
+
+    def weather(self):
+        self.world.hold_posts = self.rng.random() < 0.4
+        if not self.world.hold_posts:
+            self.world.land_posts()
+
+    def wait(self):
+        self.world.pass_time(self.rng.choice([0.2, 1.0, 4.0]))
+
+    def lease(self):
+        side, n_tokens = self.side(), self.rng.randint(1, 6 * PAGE)
+        lease = side.call(client.OpenLease, tokens((1, n_tokens)), deadline_s=0)
+        if isinstance(lease, client.Leased):
+            side.call(client.CommitAndRelease, lease=lease.lease)
+
+    def end(self):
+        """Everything is let go of, and what is under way has its end."""
+        self.world.hold_posts = False
+        self.world.land_posts()
+        for side in (self.world.p, self.world.d):
+            for arena in self.arenas[side.name]:
+                side.call(client.ReleaseLease, lease=arena.lease)
+        self.world.pass_time(8)
+
+
 @pytest.mark.parametrize("is_journaled", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_happens_no_page_is_lost_or_written_by_two(seed, is_journaled):
     """What lands is checked page by page in the world, and everything else after each step."""
-    rng = random.Random(seed)
-    print(f"seed {seed}")
-    world = World(p_pages=48, d_pages=48, is_journaled=is_journaled)
-    arenas = {side.name: [] for side in (world.p, world.d)}
-    sends, receives = [], []
-
-    def open_one(side):
-        reply = side.call(client.OpenArena, n_pages=rng.randint(6, 20))
-        if isinstance(reply, client.Leased):
-            arenas[side.name].append(reply)
-
-    def close_one(side):
-        if arenas[side.name]:
-            arena = arenas[side.name].pop(rng.randrange(len(arenas[side.name])))
-            side.call(client.ReleaseLease, lease=arena.lease)
-
-    def receive():
-        n_tokens = rng.randint(1, 5 * PAGE)
-        have = rng.randint(0, n_tokens // PAGE)
-        if arenas["d"]:
-            arena = rng.choice(arenas["d"])
-            needed = -(-n_tokens // PAGE) - have
-            ids = page_ids(arena.pages)
-            pages = pack_ids(rng.sample(ids, min(needed, len(ids))))
-            reply = into(
-                world,
-                arena,
-                pages,
-                tokens((1, n_tokens)),
-                have_tokens=have * PAGE,
-                room=rng.randint(1, 6),
-                deadline_s=3.0,
-            )
-            if isinstance(reply, client.Receiving):
-                receives.append(reply.receive)
-
-    def send():
-        n_tokens = rng.randint(1, 5 * PAGE)
-        if arenas["p"]:
-            arena = rng.choice(arenas["p"])
-            ids, needed = page_ids(arena.pages), -(-n_tokens // PAGE)
-            pages = pack_ids(rng.sample(ids, min(needed, len(ids))))
-            world.p.write(pages, tokens((1, n_tokens)))
-            kind = rng.choice([client.SendRequest, client.HandOver])
-            reply = world.p.call(
-                kind,
-                tokens((1, n_tokens)),
-                room=rng.randint(1, 6),
-                lease=arena.lease,
-                pages=pages,
-                deadline_s=3.0,
-            )
-            if isinstance(reply, client.Sending):
-                sends.append((reply.send, n_tokens))
-
-    def go_on():
-        if sends:
-            number, n_tokens = sends.pop(rng.randrange(len(sends)))
-            if rng.random() < 0.3:
-                world.p.call(client.AbortSend, send=number, reason="no")
-            else:
-                world.p.call(client.Advance, send=number, upto_tokens=rng.randint(0, n_tokens))
-                world.p.call(client.Finish, send=number)
-
-    def cancel():
-        if receives:
-            world.d.call(client.CancelReceive, receive=receives.pop())
-
-    def weather():
-        world.hold_posts = rng.random() < 0.4
-        if not world.hold_posts:
-            world.land_posts()
-
-    def wait():
-        world.pass_time(rng.choice([0.2, 1.0, 4.0]))
-
-    def use():
-        lease = world.d.call(client.OpenLease, tokens((1, rng.randint(1, 6 * PAGE))), deadline_s=0)
-        if isinstance(lease, client.Leased):
-            world.d.call(client.CommitAndRelease, lease=lease.lease)
-
-    deeds = [
-        lambda: open_one(world.d), lambda: open_one(world.p), lambda: close_one(world.d),
-        lambda: close_one(world.p), receive, receive, receive, send, send, go_on, go_on, cancel,
-        weather, weather, wait, use,
-    ]  # fmt: skip
-    for _ in range(150):
-        rng.choice(deeds)()
-    world.hold_posts = False
-    world.land_posts()
-    for side in (world.p, world.d):
-        while arenas[side.name]:
-            close_one(side)
-    world.pass_time(8)
-    for side in (world.p, world.d):
+    walk = Walk(seed, is_journaled=is_journaled)
+    for _ in range(400):
+        walk.rng.choice(walk.deeds)()
+    walk.end()
+    for side in (walk.world.p, walk.world.d):
         found = totals(side)
         assert (found.held, found.quarantined) == (0, 0), (seed, side.name, found)
-        # Of each receive that failed after it had begun its engine hears when its pages are safe.
-    failed = {one.receive for one in pushed(world.d, client.ReceiveFailed)}
-    assert failed <= {one.receive for one in pushed(world.d, client.PagesBack)}
+    # Of each receive that failed after it had begun its engine hears when its pages are safe.
+    failed = {one.receive for one in pushed(walk.world.d, client.ReceiveFailed)}
+    assert failed <= {one.receive for one in pushed(walk.world.d, client.PagesBack)}
+    assert pushed(walk.world.d, client.Received)
