@@ -1,0 +1,313 @@
+"""The two halves behind vLLM's interface. The only module of this room that imports vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, Final
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvd.client import KvdError, connect_sync
+from kvd.connectors.vllm.options import options_of
+from kvd.connectors.vllm.orders import StepOrders, StepReport
+from kvd.connectors.vllm.scheduler import SchedulerHalf
+from kvd.connectors.vllm.stats import KvdPromMetrics, KvdStats
+from kvd.connectors.vllm.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+NAME: Final = "KvdConnector"
+
+TESTED: Final = ((0, 32), (0, 33))
+"""First and last version, major and minor."""
+
+
+class Unfit(RuntimeError):
+    """This engine cannot be served, and why; it does not start."""
+
+
+class KvdMetadata(KVConnectorMetadata):
+    """The orders of a step."""
+
+    def __init__(self, orders: StepOrders) -> None:
+        self.orders = orders
+
+
+class KvdWorkerMetadata(KVConnectorWorkerMetadata):
+    """What the workers have saved; of several ranks the least."""
+
+    def __init__(self, report: StepReport) -> None:
+        self.report = report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """What holds for both."""
+        assert isinstance(other, KvdWorkerMetadata)
+        return KvdWorkerMetadata(self.report.with_rank(other.report))
+
+
+class KvdConnector(KVConnectorBase_V1, SupportsHMA):
+    """A cache of the node behind vLLM's own, and handoffs between nodes."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        self._options = options_of(transfer.kv_connector_extra_config)
+        _check(vllm_config, kv_cache_config, any_version=self._options.any_version)
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._manager: KVCacheManager | None = None
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(
+                self._options,
+                base_namespace=_model_name(vllm_config),
+                block_size=block_size,
+                connect=lambda: connect_sync(
+                    self._options.endpoint or None,
+                    name=f"vllm {transfer.engine_id}"[:64],
+                    expects={"family": "raw", "page_size": block_size},
+                    on_unreachable="miss",
+                ),
+                block_ids=self._block_ids,
+            )
+        else:
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            self._worker = WorkerHalf(
+                self._options,
+                block_size=block_size,
+                rank=get_tensor_model_parallel_rank() if ranks > 1 else 0,
+                ranks=ranks,
+            )
+
+    # ---- the scheduler's half ----------------------------------------------------------------
+
+    @property
+    def _half(self) -> SchedulerHalf:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Who knows which blocks a request has."""
+        self._manager = kv_cache_manager
+
+    def _block_ids(self, request_id: str) -> list[int]:
+        assert self._manager is not None
+        blocks: list[int] = self._manager.get_block_ids(request_id)[0]
+        return blocks
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whatever does not come is computed."""
+        return False
+
+    def on_new_request(self, request: Request) -> None:
+        """Look it up, so that the answer is here when it is scheduled."""
+        lora = request.lora_request.lora_name if request.lora_request is not None else None
+        self._half.arrived(request, lora=lora, extra=_extra_keys(request, self._half.block_size))
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See ``SchedulerHalf.matched``."""
+        return self._half.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """See ``SchedulerHalf.given_blocks``."""
+        self._half.given_blocks(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The orders of this step."""
+        computed = {
+            one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs
+        }
+        cached = scheduler_output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        scheduled = scheduler_output.num_scheduled_tokens
+        behind = {one: computed[one] + n for one, n in scheduled.items()}
+        return KvdMetadata(self._half.step(behind))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What the workers have done."""
+        told = connector_output.kv_connector_worker_meta
+        self._half.reported(
+            told.report if isinstance(told, KvdWorkerMetadata) else None,
+            loaded=connector_output.finished_recving or (),
+            failed=connector_output.failed_recving or (),
+        )
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """VLLM's blocks are free at once: the KV lies in the pages of the request's lease."""
+        return False, self._half.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As ``request_finished``."""
+        return False, self._half.finished(request)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether a step is needed though nothing is to be computed."""
+        return self._half.has_work
+
+    def reset_cache(self) -> bool | None:
+        """Drop what is cached of this model, for every engine of the node."""
+        return self._half.flush()
+
+    # ---- the workers' half -------------------------------------------------------------------
+
+    @property
+    def _copier(self) -> WorkerHalf:
+        assert self._worker is not None
+        return self._worker
+
+    @property
+    def _orders(self) -> StepOrders:
+        told = self._get_connector_metadata()
+        assert isinstance(told, KvdMetadata)
+        return told.orders
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The blocks of each layer."""
+        try:
+            self._copier.register(kv_caches)
+        except KvdError as error:
+            raise Unfit(str(error)) from None
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Fill blocks from pages."""
+        self._copier.load(self._orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded layer by layer."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is saved layer by layer: whole blocks are, in ``wait_for_save``."""
+
+    def wait_for_save(self) -> None:
+        """Fill pages from the blocks that this step has written."""
+        self._copier.save(self._orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Whose blocks are filled, and of whom they are not."""
+        loaded, failed = self._copier.take_results()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What was saved."""
+        report = self._copier.take_report()
+        return KvdWorkerMetadata(report) if report is not None else None
+
+    # ---- both --------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KvdStats | None:
+        """What has come of it since the last time."""
+        if self._worker is not None:
+            return KvdStats.of_copies(self._worker.counts)
+        return KvdStats.of_requests(self._half.counts)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvdStats | None:
+        """The same, from what travelled."""
+        return KvdStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvdPromMetrics:
+        """``vllm:kvd_*``."""
+        return KvdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Leave the daemon."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+
+def register_connector() -> None:
+    """Make the connector known by its name; repeatable."""
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, __name__, NAME)
+
+
+def _check(config: VllmConfig, cache: KVCacheConfig, *, any_version: bool) -> None:
+    """Refuse what cannot be served."""
+    first, last = TESTED
+    numbers = vllm.__version__.split(".")[:2]
+    version = tuple(int("".join(filter(str.isdigit, one)) or 0) for one in numbers)
+    if not any_version and not first <= version <= last:
+        raise Unfit(
+            f"vLLM {vllm.__version__}: kvd's connector was tested with {_dotted(first)} to "
+            f'{_dotted(last)}; set "kvd.any_version": true to try'
+        )
+    if len(cache.kv_cache_groups) != 1:
+        names = sorted({type(one.kv_cache_spec).__name__ for one in cache.kv_cache_groups})
+        raise Unfit(
+            f"a model with {len(cache.kv_cache_groups)} KV cache groups ({', '.join(names)}): "
+            "kvd's connector serves one; run it without kvd"
+        )
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise Unfit("pipeline parallel engines are not served by kvd's connector")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _model_name(config: VllmConfig) -> str:
+    """What isolates this model's KV from others': its name, and its revision."""
+    model = config.model_config
+    return f"{model.model}@{model.revision}" if model.revision else str(model.model)
+
+
+def _extra_keys(request: Request, block_size: int) -> dict[int, bytes] | None:
+    """By page, what stands there beside tokens; None: the prompt has no tokens of its own."""
+    if request.prompt_embeds is not None:
+        return None
+    found: dict[int, list[bytes]] = {}
+    for feature in request.mm_features:
+        place = feature.mm_position
+        for page in range(
+            place.offset // block_size, -(-(place.offset + place.length) // block_size)
+        ):
+            told = f"{feature.identifier} {place.offset - page * block_size}"
+            found.setdefault(page, []).append(told.encode())
+    return {page: hashlib.sha256(b" ".join(told)).digest() for page, told in found.items()}

@@ -1,0 +1,196 @@
+"""Which bytes of vLLM's KV cache are which page of the pool; or why they do not fit, in words.
+
+vLLM gives each layer a tensor whose first dimension is the block. What lies inside a block is its
+attention kernel's, and differs between kernels, types and versions: here a block is bytes. So the
+pool is of family ``raw``, and its tag says which kernel packs them; equal tags on two nodes mean
+equal blocks. Nothing here knows vLLM, or needs more than numpy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+
+from kvd.errors import Code, KvdError, Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvd.client import Pool
+
+    Rows = NDArray[np.generic]
+    """One layer: a row of words for each block, or page."""
+
+WORDS: Final = (np.uint64, np.uint32, np.uint16, np.uint8)
+"""A copy goes by the widest that fits."""
+
+
+class TensorView(Protocol):
+    """What is read of a layer's tensor: torch has it."""
+
+    shape: Sequence[int]
+
+    def stride(self) -> Sequence[int]:
+        """In elements."""
+        ...
+
+    def element_size(self) -> int:
+        """Bytes."""
+        ...
+
+    def data_ptr(self) -> int:
+        """Where it begins."""
+        ...
+
+
+class BlockLayout:
+    """How the blocks of one layer lie: ``n_blocks`` of ``block_bytes``, ``step_bytes`` apart."""
+
+    __slots__ = ("address", "block_bytes", "n_blocks", "step_bytes")
+
+    def __init__(self, address: int, n_blocks: int, block_bytes: int, step_bytes: int) -> None:
+        self.address = address
+        self.n_blocks = n_blocks
+        self.block_bytes = block_bytes
+        self.step_bytes = step_bytes
+
+
+def block_layout(name: str, tensor: TensorView) -> BlockLayout:
+    """How the blocks of this tensor lie.
+
+    Raises:
+        KvdError: ``layout-mismatch``: the bytes of a block are not one stretch.
+    """
+    shape, strides, width = list(tensor.shape), list(tensor.stride()), tensor.element_size()
+    inside = sorted(zip(strides[1:], shape[1:], strict=True))
+    dense = 1
+    for stride, n in inside:
+        if n > 1 and stride != dense:
+            raise _unfit(
+                f"layer {name} has the shape {tuple(shape)} and the strides {tuple(strides)}: the "
+                "bytes of a block are not one stretch; use a KV cache layout with blocks outside, "
+                "such as LBHNC or BLHNC"
+            )
+        dense *= n
+    if len(shape) < 2 or strides[0] < dense:
+        raise _unfit(
+            f"layer {name} has the shape {tuple(shape)} and the strides {tuple(strides)}: its "
+            "first dimension is not the block"
+        )
+    return BlockLayout(tensor.data_ptr(), shape[0], dense * width, strides[0] * width)
+
+
+def block_layouts(layers: Mapping[str, TensorView]) -> list[BlockLayout]:
+    """Those of all layers that have memory of their own, in the order given.
+
+    Raises:
+        KvdError: as ``block_layout``; and where layers differ in the bytes of a block.
+    """
+    found: dict[int, BlockLayout] = {}
+    for name, tensor in layers.items():
+        layout = block_layout(name, tensor)
+        # Layers that share the KV of another one have its tensor.
+        found.setdefault(layout.address, layout)
+    sizes = sorted({one.block_bytes for one in found.values()})
+    if len(sizes) > 1:
+        raise _unfit(
+            f"blocks of {' and '.join(map(str, sizes))} bytes in different layers: a pool of "
+            "family raw has pages of one size; run this model without kvd"
+        )
+    return list(found.values())
+
+
+def rows_of(layout: BlockLayout, memory: object) -> Rows:
+    """The blocks of a layer in host memory; ``memory`` is kept alive with it."""
+    word: Any = next(one for one in WORDS if not _left(layout, np.dtype(one).itemsize))
+    width = np.dtype(word).itemsize
+    interface = {
+        "shape": (layout.n_blocks, layout.block_bytes // width),
+        "strides": (layout.step_bytes, width),
+        "typestr": np.dtype(word).str,
+        "data": (layout.address, False),
+        "version": 3,
+    }
+    return np.asarray(_Memory(interface, memory))
+
+
+def _left(layout: BlockLayout, width: int) -> int:
+    return layout.block_bytes % width or layout.step_bytes % width or layout.address % width
+
+
+class _Memory:
+    """What numpy takes for an array."""
+
+    def __init__(self, interface: dict[str, object], memory: object) -> None:
+        self.__array_interface__ = interface
+        self._memory = memory
+
+
+def fitting(pool: Pool, layouts: Sequence[BlockLayout], *, block_size: int, ranks: int) -> None:
+    """Whether blocks of these layers are pages of this pool.
+
+    Raises:
+        KvdError: ``layout-mismatch``, with the key to change and its value.
+    """
+    part = pool.memory.components[0]
+    n_layers = len({place.layer for place in part.tensors})
+    n_bytes = layouts[0].block_bytes
+    wanted = {
+        "family": ("raw", pool.memory.family),
+        "page_size": (block_size, pool.page_size),
+        "layers": (len(layouts), n_layers),
+        "tp_size": (ranks, max(1, len(pool.shards))),
+    }
+    wrong = [
+        f"{key} = {need!r} (it is {have!r})" for key, (need, have) in wanted.items() if need != have
+    ]
+    if not wrong and part.tensors:
+        page_bytes = int(np.prod(part.tensors[0].page_shape))
+        if page_bytes != n_bytes:
+            wrong.append(f"page_bytes = {n_bytes} (it is {page_bytes})")
+    if wrong:
+        raise _unfit(
+            f"pool {pool.name} does not fit this engine; its [pool] needs {', '.join(wrong)}"
+        )
+
+
+def pool_rows(pool: Pool, shard: int, like: Sequence[Rows]) -> list[Rows]:
+    """The pages of each layer, as rows of the same words as ``like``."""
+    name = pool.memory.components[0].name
+    found = []
+    for layer, rows in enumerate(like):
+        (raw,) = pool.arrays(name, layer=layer, shard=shard).values()
+        found.append(raw.view(rows.dtype))
+    return found
+
+
+def copy_rows(
+    destination: Sequence[Rows], source: Sequence[Rows], to: Sequence[int], of: Sequence[int]
+) -> int:
+    """Copy row ``of[i]`` of every layer to row ``to[i]``; how many bytes that were."""
+    n_bytes = 0
+    for first_to, first_of, n in runs(to, of):
+        for there, here in zip(destination, source, strict=True):
+            there[first_to : first_to + n] = here[first_of : first_of + n]
+            n_bytes += n * here.shape[1] * here.itemsize
+    return n_bytes
+
+
+def runs(to: Sequence[int], of: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Pairs that go on by one on both sides, together: where each begins, and its length."""
+    found: list[tuple[int, int, int]] = []
+    for one_to, one_of in zip(to, of, strict=True):
+        if found:
+            first_to, first_of, n = found[-1]
+            if (one_to, one_of) == (first_to + n, first_of + n):
+                found[-1] = (first_to, first_of, n + 1)
+                continue
+        found.append((one_to, one_of, 1))
+    return found
+
+
+def _unfit(message: str) -> KvdError:
+    return KvdError(Refusal(Code.LAYOUT_MISMATCH, message, side="client"))

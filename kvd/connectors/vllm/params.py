@@ -1,0 +1,87 @@
+"""``kv_transfer_params``: what routers say of a request, and what this engine answers with it.
+
+Two keys are the router's: ``do_remote_decode`` (another node decodes this prompt) and
+``do_remote_prefill`` (another node has prefilled it). Ours is ``kvd``, which routers pass on as it
+is; other keys are others', and null is nothing. A request without ours, or with one that cannot be
+read, is looked up in the cache like any other: it is never an error.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kvd.types import MAX_ROOM
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+VERSION: Final = 1
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """Where a prompt's KV is: on node ``peer``, for who comes to ``room``, or in its cache.
+
+    The room is text: the numbers of JSON are too short for it. Empty: there is none.
+    """
+
+    peer: str
+    room: str = ""
+    v: int = VERSION
+
+    @property
+    def number(self) -> int:
+        """The room; 0: none that is one."""
+        number = int(self.room) if self.room.isdecimal() else 0
+        return number if number <= MAX_ROOM else 0
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """What the params of one request mean here. ``is_odd``: ours was there and made no sense."""
+
+    sends: bool = False
+    """Its KV is kept for the node that decodes it."""
+    meeting: Meeting | None = None
+    """Where to get what is not here."""
+    is_odd: bool = False
+
+
+def transfer_of(params: Mapping[str, object] | None) -> Transfer:
+    """What they mean; whatever cannot be read means nothing."""
+    if not params:
+        return Transfer()
+    sends = params.get("do_remote_decode") is True
+    told = params.get("kvd")
+    if told is None:
+        return Transfer(sends=sends)
+    try:
+        meeting = msgspec.convert(told, Meeting)
+    except msgspec.ValidationError:
+        return Transfer(sends=sends, is_odd=True)
+    is_odd = meeting.v != VERSION or bool(meeting.room and not meeting.number) or not meeting.peer
+    return Transfer(sends=sends, meeting=None if is_odd else meeting, is_odd=is_odd)
+
+
+def kept_for_decode(node: str, room: int) -> dict[str, Any]:
+    """The answer of an engine that has prefilled: whoever decodes finds the KV there."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "kvd": msgspec.to_builtins(Meeting(node, str(room))),
+    }
+
+
+def cached_at(node: str) -> dict[str, Any]:
+    """The answer of an engine that has decoded: the next turn may be pulled from there."""
+    return {
+        "do_remote_prefill": False,
+        "do_remote_decode": False,
+        "kvd": msgspec.to_builtins(Meeting(node)),
+    }
+
+
+def draw_room() -> int:
+    """A room that nobody else has."""
+    return 1 + secrets.randbelow(MAX_ROOM)

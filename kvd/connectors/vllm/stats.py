@@ -1,0 +1,94 @@
+"""``vllm:kvd_*``: what the connector has done, through vLLM's own metrics and log lines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from kvd.connectors.vllm.scheduler import Counts
+    from kvd.connectors.vllm.worker import CopyCounts
+
+COUNTERS = {
+    "hit_tokens": "Prompt tokens whose KV came from kvd.",
+    "received_tokens": "Of these, sent by another node.",
+    "failed_loads": "Requests that were computed after kvd had promised their KV.",
+    "failures": "Calls to the daemon that failed.",
+    "odd_params": "Requests with kv_transfer_params of kvd's that made no sense.",
+    "loaded_bytes": "Copied from kvd's pages to blocks.",
+    "saved_bytes": "Copied from blocks to kvd's pages.",
+    "load_seconds": "Spent on that.",
+    "save_seconds": "Spent on that.",
+}
+
+
+class KvdStats(KVConnectorStats):
+    """Sums since the last time; every field is one of ``COUNTERS``."""
+
+    @classmethod
+    def of_requests(cls, counts: Counts) -> KvdStats | None:
+        """What the scheduler's half counts."""
+        return cls._taken(vars(counts))
+
+    @classmethod
+    def of_copies(cls, counts: CopyCounts) -> KvdStats | None:
+        """What the workers' half counts."""
+        return cls._taken(vars(counts))
+
+    @classmethod
+    def _taken(cls, counts: dict[str, float]) -> KvdStats | None:
+        found = {name: value for name, value in counts.items() if value}
+        for name in found:
+            counts[name] = type(counts[name])()
+        return cls(data=found) if found else None
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KvdStats:
+        """The sums of both."""
+        names = {*self.data, *other.data}
+        return KvdStats(data={n: self.data.get(n, 0) + other.data.get(n, 0) for n in names})
+
+    def reduce(self) -> dict[str, int | float]:
+        """For a log line."""
+        return {name: round(value, 4) for name, value in sorted(self.data.items())}
+
+    def is_empty(self) -> bool:
+        """Whether nothing has happened."""
+        return not self.data
+
+
+class KvdPromMetrics(KVConnectorPromMetrics):
+    """The same for Prometheus, a counter each, by engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters: dict[str, dict[int, Any]] = {}
+        for name, told in COUNTERS.items():
+            counter = metric_types[Counter](
+                name=f"vllm:kvd_{name}", documentation=told, labelnames=labelnames
+            )
+            self._counters[name] = {
+                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what has come."""
+        for name, value in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(value)
