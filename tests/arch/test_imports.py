@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "kvd.journal": CORE | {"kvd.journal"},
     "kvd.daemon": NODE | {"kvd.daemon"},
     "kvd.client": ENGINE_SIDE,
-    "kvd.integrations": ENGINE_SIDE | {"kvd.integrations"},
+    "kvd.connectors": ENGINE_SIDE | {"kvd.connectors"},
     "kvd.proxy": ENGINE_SIDE | {"kvd.proxy"},
     "kvd.cli": WHOLE | {"kvd.trace", "kvd.sim", "kvd.proxy", "kvd.cli"},
     "kvd.harness": ENGINE_SIDE | {"kvd.curve", "kvd.harness"},
@@ -105,7 +105,11 @@ HOMES = {
     "click": ("kvd/cli/", "kvd/demo/", "kvd/bench/", "benchmarks/", "tui/"),
     "rich": ("kvd/cli/", "kvd/demo/", "kvd/bench/", "benchmarks/", "tui/"),
     "structlog": ("kvd/observe/",),
-    "prometheus_client": ("kvd/observe/", "kvd/proxy/server.py"),
+    "prometheus_client": (
+        *("kvd/observe/", "kvd/proxy/server.py"),
+        "kvd/connectors/vllm/stats.py",
+    ),
+    "vllm": ("kvd/connectors/vllm/connector.py", "kvd/connectors/vllm/stats.py"),
     "aiohttp": ("kvd/proxy/",),
     "h11": ("kvd/observe/",),
     "nacl": ("kvd/zmtp/", "kvd/curve.py"),
@@ -115,6 +119,9 @@ HOMES = {
 LAZY_TORCH = ("kvd/client/mapping.py", "kvd/client/device_mapping.py")
 
 OURS = {"kvd", "tui", "benchmarks"}
+
+HOSTS = {"vllm"}
+"""Engines that load a connector of ours: nobody installs them for kvd."""
 
 OPTIONAL = ("flash_attn",)
 """Packages that need not be installed: imported inside the function that needs them."""
@@ -236,7 +243,7 @@ def test_what_need_not_be_installed_is_imported_when_it_is_called(sources):
 
 def test_what_is_imported_is_of_the_client_or_of_an_extra(sources):
     """A package that no extra has would be there by chance: another one may bring it today."""
-    known = {*OURS, *sys.stdlib_module_names}
+    known = {*OURS, *HOSTS, *sys.stdlib_module_names}
     for packages in (CLIENT, *EXTRAS.values()):
         known.update(*packages.values())
     wrong = [

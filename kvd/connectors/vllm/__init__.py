@@ -12,7 +12,7 @@ Read in this order:
 - ``scheduler``: that half. It knows nothing of tensors;
 - ``layout``: which bytes of vLLM's cache are which page of the pool;
 - ``worker``: the half that copies;
-- ``connector``: the two behind vLLM's interface. Only this module imports vLLM.
+- ``connector``: the two behind vLLM's interface. This module and ``stats`` import vLLM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The two halves behind vLLM's interface. The only module of this room that imports vLLM."""
+"""The two halves behind vLLM's interface. Only this module and ``stats`` import vLLM."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +22,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd.client import KvdError, connect_sync
 from kvd.connectors.vllm.options import options_of
-from kvd.connectors.vllm.orders import StepOrders, StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.stats import KvdPromMetrics, KvdStats
 from kvd.connectors.vllm.worker import WorkerHalf
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kvd.connectors.vllm.orders import StepOrders, StepReport
 
 logger = init_logger(__name__)
 
@@ -166,13 +168,13 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(
         self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, dict[str, object] | None]:
         """VLLM's blocks are free at once: the KV lies in the pages of the request's lease."""
         return False, self._half.finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, dict[str, object] | None]:
         """As ``request_finished``."""
         return False, self._half.finished(request)
 
@@ -239,7 +241,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         return KvdStats.of_requests(self._half.counts)
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvdStats | None:
+    def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> KvdStats | None:
         """The same, from what travelled."""
         return KvdStats(data=data or {})
 
@@ -264,7 +266,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
 def register_connector() -> None:
     """Make the connector known by its name; repeatable."""
-    if NAME not in KVConnectorFactory._registry:
+    with contextlib.suppress(ValueError):  # it is, in a process that loads plugins twice
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
 
 

@@ -170,7 +170,7 @@ def pool_rows(pool: Pool, shard: int, like: Sequence[Rows]) -> list[Rows]:
 def copy_rows(
     destination: Sequence[Rows], source: Sequence[Rows], to: Sequence[int], of: Sequence[int]
 ) -> int:
-    """Copy row ``of[i]`` of every layer to row ``to[i]``; how many bytes that were."""
+    """CopyOrder row ``of[i]`` of every layer to row ``to[i]``; how many bytes that were."""
     n_bytes = 0
     for first_to, first_of, n in runs(to, of):
         for there, here in zip(destination, source, strict=True):

@@ -17,7 +17,7 @@ MAX_NAMESPACE: Final = 200
 """Characters; a longer name is cut, and has its hash behind it."""
 
 
-class Options(msgspec.Struct, frozen=True, rename=lambda name: PREFIX + name):
+class VllmOptions(msgspec.Struct, frozen=True, rename=lambda name: PREFIX + name):
     """One field for each key ``kvd.NAME``."""
 
     endpoint: str = ""
@@ -43,19 +43,19 @@ class BadOptions(ValueError):
     """An option that is none, or has a value that it cannot have."""
 
 
-def options_of(extra: Mapping[str, object]) -> Options:
+def options_of(extra: Mapping[str, object]) -> VllmOptions:
     """The options among ``extra``.
 
     Raises:
         BadOptions: with the key, and those that there are.
     """
     mine = {key: value for key, value in extra.items() if key.startswith(PREFIX)}
-    known = [field.encode_name for field in msgspec.structs.fields(Options)]
+    known = [field.encode_name for field in msgspec.structs.fields(VllmOptions)]
     for key in mine:
         if key not in known:
             raise BadOptions(f"kv_connector_extra_config has {key}; there is {', '.join(known)}")
     try:
-        found = msgspec.convert(mine, Options)
+        found = msgspec.convert(mine, VllmOptions)
     except msgspec.ValidationError as error:
         raise BadOptions(f"kv_connector_extra_config: {error}") from None
     if found.save not in {"all", "prompt", "none"}:

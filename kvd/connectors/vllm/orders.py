@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Copy(msgspec.Struct, frozen=True):
+class CopyOrder(msgspec.Struct, frozen=True):
     """Pages of a lease and blocks of the engine that stand for the same tokens, pair by pair.
 
     ``upto_tokens``: the KV of all tokens of the request below is there once this is done.
@@ -26,8 +26,8 @@ class StepOrders(msgspec.Struct, frozen=True):
     """
 
     token: bytes = b""
-    loads: tuple[Copy, ...] = ()
-    saves: tuple[Copy, ...] = ()
+    loads: tuple[CopyOrder, ...] = ()
+    saves: tuple[CopyOrder, ...] = ()
     failed: tuple[str, ...] = ()
 
 

@@ -9,7 +9,7 @@ read, is looked up in the cache like any other: it is never an error.
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -64,7 +64,7 @@ def transfer_of(params: Mapping[str, object] | None) -> Transfer:
     return Transfer(sends=sends, meeting=None if is_odd else meeting, is_odd=is_odd)
 
 
-def kept_for_decode(node: str, room: int) -> dict[str, Any]:
+def kept_for_decode(node: str, room: int) -> dict[str, object]:
     """The answer of an engine that has prefilled: whoever decodes finds the KV there."""
     return {
         "do_remote_prefill": True,
@@ -73,7 +73,7 @@ def kept_for_decode(node: str, room: int) -> dict[str, Any]:
     }
 
 
-def cached_at(node: str) -> dict[str, Any]:
+def cached_at(node: str) -> dict[str, object]:
     """The answer of an engine that has decoded: the next turn may be pulled from there."""
     return {
         "do_remote_prefill": False,

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from kvd.client import Code, KvdError
 from kvd.connectors.vllm.options import namespace_of
-from kvd.connectors.vllm.orders import Copy, StepOrders
+from kvd.connectors.vllm.orders import CopyOrder, StepOrders
 from kvd.connectors.vllm.params import cached_at, draw_room, kept_for_decode, transfer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from kvd.client import PendingCall, Prompt, SyncLease, SyncNode, SyncReceive
-    from kvd.connectors.vllm.options import Options
+    from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import StepReport
     from kvd.connectors.vllm.params import Transfer
 
@@ -84,7 +84,7 @@ class Counts:
         """Requests with ``kv_transfer_params`` that made no sense."""
 
 
-class Stage(enum.Enum):
+class RequestStage(enum.Enum):
     """What a request waits for, or does."""
 
     PROBING = "probing"
@@ -124,7 +124,7 @@ class Tracked:
         self.request = request
         self.transfer = transfer
         self.namespace = namespace
-        self.stage = Stage.PROBING
+        self.stage = RequestStage.PROBING
         self.prompt: Prompt | None = None
         self.call: PendingCall[Any] | None = None
         """The look-up, or the request for a meeting."""
@@ -159,7 +159,7 @@ class Tracked:
     @property
     def waits_for_load(self) -> bool:
         """Whether vLLM keeps blocks for it until it hears that they are filled."""
-        return self.stage in {Stage.CLAIMING, Stage.LOADING}
+        return self.stage in {RequestStage.CLAIMING, RequestStage.LOADING}
 
 
 class SchedulerHalf:
@@ -176,7 +176,7 @@ class SchedulerHalf:
 
     def __init__(
         self,
-        options: Options,
+        options: VllmOptions,
         *,
         base_namespace: str,
         block_size: int,
@@ -299,11 +299,11 @@ class SchedulerHalf:
     def _look_up(self, node: SyncNode, tracked: Tracked) -> None:
         meeting = tracked.transfer.meeting
         if meeting is None or meeting.peer == node.name:
-            tracked.stage = Stage.PROBING
+            tracked.stage = RequestStage.PROBING
             tracked.call = node.begin_match(tracked.prompt, namespace=tracked.namespace)
             return
         # Where there is a room somebody keeps the prompt for us; without, what is cached there.
-        tracked.stage = Stage.MEETING
+        tracked.stage = RequestStage.MEETING
         tracked.call = node.begin_receive(
             meeting.number or None,
             tracked.prompt,
@@ -324,17 +324,17 @@ class SchedulerHalf:
         Owns nothing and changes nothing that a later call would miss; vLLM may ask every step.
         """
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.stage is Stage.ALONE:
+        if tracked is None or tracked.stage is RequestStage.ALONE:
             return 0, False
         try:
-            if tracked.stage is Stage.PROBING and not self._probed(tracked):
+            if tracked.stage is RequestStage.PROBING and not self._probed(tracked):
                 return None, False
-            if tracked.stage is Stage.MEETING and not self._met(tracked):
+            if tracked.stage is RequestStage.MEETING and not self._met(tracked):
                 return None, False
         except KvdError as error:
             self._lost(error)
             self._look_again(tracked, error)
-            return (None, False) if tracked.stage is Stage.PROBING else (0, False)
+            return (None, False) if tracked.stage is RequestStage.PROBING else (0, False)
         if tracked.lease is not None:
             # Preempted, or received: what lies in its own pages needs no look-up.
             whole = tracked.saved_tokens // self._block * self._block
@@ -349,7 +349,7 @@ class SchedulerHalf:
             return False
         tracked.call = None
         tracked.found_tokens = found.tokens
-        tracked.stage = Stage.FOUND
+        tracked.stage = RequestStage.FOUND
         return True
 
     def _met(self, tracked: Tracked) -> bool:
@@ -369,19 +369,19 @@ class SchedulerHalf:
         # All of it, its last partial page too; that page is written again when it is full.
         tracked.found_tokens = tracked.receive.n_tokens
         tracked.ordered_tokens = tracked.saved_tokens = tracked.found_tokens
-        tracked.stage = Stage.FOUND
+        tracked.stage = RequestStage.FOUND
         return True
 
     def _look_again(self, tracked: Tracked, error: KvdError) -> None:
         """What was to come from another node does not: what is cached here may be enough."""
-        was_meeting = tracked.stage is Stage.MEETING
+        was_meeting = tracked.stage is RequestStage.MEETING
         tracked.call = tracked.receive = None
         node = self._node
         if not was_meeting or node is None or error.code in AWAY:
             self._alone(tracked, str(error))
             return
         try:
-            tracked.stage = Stage.PROBING
+            tracked.stage = RequestStage.PROBING
             tracked.call = node.begin_match(tracked.prompt, namespace=tracked.namespace)
         except KvdError as again:
             self._lost(again)
@@ -395,17 +395,17 @@ class SchedulerHalf:
         This is said again, with 0, when they are.
         """
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.stage is Stage.ALONE:
+        if tracked is None or tracked.stage is RequestStage.ALONE:
             if external_tokens:
                 self._failed.append(request.request_id)
             return
         if external_tokens:
             tracked.loads_to = min(tracked.found_tokens, request.num_tokens)
             tracked.started_tokens = tracked.loads_to - external_tokens
-            tracked.stage = Stage.CLAIMING
+            tracked.stage = RequestStage.CLAIMING
             self.counts.hit_tokens += external_tokens
-        elif tracked.stage is Stage.FOUND:
-            tracked.stage = Stage.COMPUTING
+        elif tracked.stage is RequestStage.FOUND:
+            tracked.stage = RequestStage.COMPUTING
         if tracked.lease is not None:
             if external_tokens:
                 self._load(tracked)
@@ -434,7 +434,8 @@ class SchedulerHalf:
         """Whether its lease has come, or will not."""
         assert tracked.claim is not None
         try:
-            lease = self._came(tracked.claim, waits=tracked.waits_for_load)
+            # Waited for: a short request has no later step in which it could be saved.
+            lease = self._came(tracked.claim, waits=True)
         except KvdError as error:
             tracked.claim = None
             if error.code == Code.DEADLINE.value and tracked.waits_for_load:
@@ -449,7 +450,7 @@ class SchedulerHalf:
             return False
         tracked.claim, tracked.lease = None, lease
         tracked.ordered_tokens = tracked.saved_tokens = lease.prefix_len
-        if tracked.stage is Stage.CLAIMING:
+        if tracked.stage is RequestStage.CLAIMING:
             if lease.prefix_len < tracked.loads_to:  # evicted since it was looked up
                 self._unclaimed(tracked, "evicted meanwhile")
             else:
@@ -462,7 +463,7 @@ class SchedulerHalf:
         )
 
     def _load(self, tracked: Tracked) -> None:
-        tracked.stage = Stage.LOADING
+        tracked.stage = RequestStage.LOADING
         self._loading[tracked.id] = tracked
 
     def _unclaimed(self, tracked: Tracked, why: str) -> None:
@@ -474,7 +475,7 @@ class SchedulerHalf:
 
     def _alone(self, tracked: Tracked, why: str) -> None:
         """It is computed as if kvd were not there."""
-        tracked.stage, tracked.why_alone = Stage.ALONE, why
+        tracked.stage, tracked.why_alone = RequestStage.ALONE, why
         self._claiming.pop(tracked.id, None)
         self._loading.pop(tracked.id, None)
         self._let_go(tracked)
@@ -536,14 +537,14 @@ class SchedulerHalf:
                 self._lost(error)
         self._quiet = left
 
-    def _load_order(self, tracked: Tracked) -> Copy:
+    def _load_order(self, tracked: Tracked) -> CopyOrder:
         assert tracked.lease is not None
         first = tracked.started_tokens // self._block
         return self._copy(tracked, tracked.lease, first, tracked.loads_to)
 
-    def _copy(self, tracked: Tracked, lease: SyncLease, first: int, upto: int) -> Copy:
+    def _copy(self, tracked: Tracked, lease: SyncLease, first: int, upto: int) -> CopyOrder:
         last = -(-upto // self._block)
-        return Copy(
+        return CopyOrder(
             request=tracked.id,
             lease=lease.id,
             pages=tuple(lease.pages[first:last].tolist()),
@@ -551,13 +552,13 @@ class SchedulerHalf:
             upto_tokens=upto,
         )
 
-    def _save_order(self, request_id: str, computed_tokens: int) -> Copy | None:
+    def _save_order(self, request_id: str, computed_tokens: int) -> CopyOrder | None:
         """Whole blocks that this step completes, and the last, partial one of a prompt to be sent.
 
         Only of tokens that are known: what is speculated on may be taken back.
         """
         tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.stage is not Stage.COMPUTING or tracked.lease is None:
+        if tracked is None or tracked.stage is not RequestStage.COMPUTING or tracked.lease is None:
             return None
         lease, prompt_tokens = tracked.lease, tracked.prompt_tokens
         upto = min(computed_tokens, tracked.request.num_tokens)
@@ -567,7 +568,7 @@ class SchedulerHalf:
             upto = min(upto, prompt_tokens)
         n_pages = self._pages_of(tracked, lease, upto)
         whole = min(upto // self._block, n_pages) * self._block
-        if tracked.transfer.sends and whole <= prompt_tokens <= upto:
+        if tracked.transfer.sends and whole <= prompt_tokens <= min(upto, n_pages * self._block):
             whole = prompt_tokens
         if whole <= tracked.ordered_tokens:
             return None
@@ -597,10 +598,10 @@ class SchedulerHalf:
         for request_id in loaded:
             tracked = self._tracked.get(request_id)
             if tracked is not None and request_id in failed:
-                self.counts.failed_loads += tracked.stage is Stage.LOADING
+                self.counts.failed_loads += tracked.stage is RequestStage.LOADING
                 self._alone(tracked, "the workers could not copy it")
-            elif tracked is not None and tracked.stage is Stage.LOADING:
-                tracked.stage = Stage.COMPUTING
+            elif tracked is not None and tracked.stage is RequestStage.LOADING:
+                tracked.stage = RequestStage.COMPUTING
         for request_id, upto in report.saved.items() if report is not None else ():
             self._saved(request_id, upto)
         for request_id in report.lost if report is not None else ():
@@ -621,19 +622,19 @@ class SchedulerHalf:
 
     # ---- it is over --------------------------------------------------------------------------
 
-    def finished(self, request: RequestView) -> dict[str, Any] | None:
+    def finished(self, request: RequestView) -> dict[str, object] | None:
         """It is done, or was aborted; what its client, or the next node, is told of its KV."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
-        if tracked.stage is Stage.CLAIMING:
+        if tracked.stage is RequestStage.CLAIMING:
             # vLLM keeps its blocks until it hears of them, and nobody fills them any more.
             self._failed.append(tracked.id)
         lease, node = tracked.lease, self._node
-        if lease is None or node is None or tracked.stage is not Stage.COMPUTING:
+        if lease is None or node is None or tracked.stage is not RequestStage.COMPUTING:
             self._alone(tracked, "it is over")
             return None
-        told: dict[str, Any] | None = None
+        told: dict[str, object] | None = None
         is_whole = tracked.ordered_tokens >= tracked.prompt_tokens
         if tracked.transfer.sends and is_whole:
             tracked.room = draw_room()

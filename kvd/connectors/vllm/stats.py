@@ -51,7 +51,7 @@ class KvdStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Begin anew."""
-        self.data = {}
+        self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KvdStats:
         """The sums of both."""
@@ -87,7 +87,7 @@ class KvdPromMetrics(KVConnectorPromMetrics):
                 engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
             }
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+    def observe(self, transfer_stats_data: dict[str, float], engine_idx: int = 0) -> None:
         """Add what has come."""
         for name, value in transfer_stats_data.items():
             if name in self._counters:

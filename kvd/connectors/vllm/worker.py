@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvd.client import KvdError, connect_sync, join
 from kvd.connectors.vllm import layout
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvd.client import Pool, Worker
-    from kvd.connectors.vllm.layout import Rows, TensorView
-    from kvd.connectors.vllm.options import Options
-    from kvd.connectors.vllm.orders import Copy, StepOrders
+    from kvd.connectors.vllm.layout import Rows
+    from kvd.connectors.vllm.options import VllmOptions
+    from kvd.connectors.vllm.orders import CopyOrder, StepOrders
 
 CHECK_NAME = "vllm-check"
 """Of the session that only looks whether the pool fits."""
@@ -48,7 +48,7 @@ class WorkerHalf:
 
     def __init__(
         self,
-        options: Options,
+        options: VllmOptions,
         *,
         block_size: int,
         rank: int = 0,
@@ -72,7 +72,7 @@ class WorkerHalf:
 
     # ---- the start ---------------------------------------------------------------------------
 
-    def register(self, layers: Mapping[str, TensorView]) -> None:
+    def register(self, layers: Mapping[str, Any]) -> None:
         """These are the engine's blocks.
 
         Raises:
@@ -137,7 +137,7 @@ class WorkerHalf:
                 self._report.lost.add(copy.request)
         self.counts.save_seconds += time.perf_counter() - began_s
 
-    def _copied(self, orders: StepOrders, copy: Copy, *, to_pages: bool) -> bool:
+    def _copied(self, orders: StepOrders, copy: CopyOrder, *, to_pages: bool) -> bool:
         try:
             self._join(orders.token)
         except KvdError:

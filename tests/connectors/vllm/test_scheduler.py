@@ -1,0 +1,289 @@
+"""The scheduler's half against a scripted node, in an engine that steps as vLLM does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvd.client import Code
+from kvd.connectors.vllm.params import transfer_of
+from tests.connectors.vllm.stand_ins import BLOCK, MiniEngine, Request, StandInNode, refusal
+
+PROMPT = list(range(1, 31))
+WHOLE = 28
+SENDS = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
+MEETS = {"do_remote_prefill": True, "kvd": {"v": 1, "peer": "p", "room": "77"}, "other": 1}
+
+
+@pytest.fixture
+def node():
+    return StandInNode()
+
+
+@pytest.fixture
+def engine(node):
+    engine = MiniEngine(node, reserve_tokens=8)
+    yield engine
+    engine.settle()
+    if not node.is_dead:
+        assert not node.leases, "a lease was kept"
+        assert not node.receives, "a receive was kept"
+    assert not engine.half.has_work
+
+
+def test_what_one_request_computes_another_loads(node, engine):
+    first = engine.add(Request(1, PROMPT))
+    assert engine.step()
+    engine.generate(first, 9)
+    assert engine.finish(first) is None
+    # The prompt and what was generated, whole blocks of what has KV.
+    assert [(one.blocks[0], one.upto_tokens) for one in engine.saves] == [
+        (1000, 28), (1007, 32), (1008, 36),
+    ]  # fmt: skip
+    assert node.cached[-1] == tuple(first.all_token_ids[:36])
+
+    second = engine.add(Request(2, [*first.all_token_ids, 5, 6]))
+    assert not engine.step()
+    (load,) = engine.loads
+    assert (load.upto_tokens, load.blocks) == (36, tuple(range(2000, 2009)))
+    assert engine.step()
+    assert engine.told == {"r2": 1}
+    engine.finish(second)
+
+
+def test_what_vllm_has_itself_is_not_loaded(node, engine):
+    node.share(PROMPT)
+    request = engine.add(Request(1, PROMPT), local=12)
+    engine.step()
+    (load,) = engine.loads
+    assert load.blocks == (1003, 1004, 1005, 1006)
+    assert load.pages == tuple(one + 3 for one in range(load.pages[0] - 3, load.pages[0] + 1))
+    engine.finish(request)
+    another = engine.add(Request(2, PROMPT), local=28)
+    assert engine.step()
+    assert len(engine.loads) == 1
+    engine.finish(another)
+
+
+def test_a_chunk_is_there_for_others_while_the_prompt_goes_on(node, engine):
+    engine.chunk = 8
+    request = engine.add(Request(1, PROMPT))
+    engine.step()
+    engine.step()
+    assert node.cached[-1] == tuple(PROMPT[:16])
+    engine.finish(request)
+
+
+def test_a_look_up_that_waits_is_asked_again(node, engine):
+    node.share(PROMPT)
+    node.holds = True
+    request = engine.add(Request(1, PROMPT))
+    assert engine.half.matched(request, 0) == (None, False)
+    node.come()
+    assert engine.half.matched(request, 0) == (28, True)
+    assert engine.half.matched(request, 0) == (28, True)
+    assert not node.leases, "a probe owns nothing"
+    engine.finish(request)
+
+
+def test_what_was_evicted_meanwhile_is_computed_and_not_asked_for_again(node, engine):
+    node.share(PROMPT)
+    request = engine.add(Request(1, PROMPT))
+    engine.half.matched(request, 0)
+    node.cached.clear()
+    engine.step()
+    assert engine.told == {"r1": 1}
+    assert engine.step()
+    assert engine.half.counts.failed_loads == 1
+    engine.finish(request)
+
+
+def test_a_full_pool_serves_what_is_in_it_and_saves_nothing(node, engine):
+    node.share(PROMPT)
+    node.is_full = True
+    request = engine.add(Request(1, PROMPT))
+    for _ in range(4):
+        engine.step()
+    assert [one.upto_tokens for one in engine.loads] == [28]
+    assert not engine.saves
+    engine.finish(request)
+    miss = engine.add(Request(2, [7, *PROMPT]))
+    assert engine.step()
+    engine.finish(miss)
+
+
+def test_a_preempted_request_comes_back_from_its_own_pages(node, engine):
+    request = engine.add(Request(1, PROMPT))
+    engine.step()
+    node.cached.clear()
+    engine.preempt(request)
+    engine.step()
+    (load,) = engine.loads
+    assert load.upto_tokens == WHOLE
+    assert engine.step()
+    engine.finish(request)
+
+
+def test_a_copy_that_fails_is_neither_loaded_nor_shared(node, engine):
+    node.share(PROMPT)
+    engine.breaks = {"r1", "r2"}
+    request = engine.add(Request(1, PROMPT))
+    for _ in range(3):
+        engine.step()
+    assert engine.told == {"r1": 1}
+    before = list(node.cached)
+    other = engine.add(Request(2, [3, *PROMPT]))
+    engine.step()
+    engine.finish(other)
+    engine.finish(request)
+    assert node.cached == before
+
+
+def test_a_lease_outlives_copies_that_are_under_way(node, engine):
+    engine.delays = True
+    request = engine.add(Request(1, PROMPT))
+    engine.step()
+    engine.finish(request)
+    assert node.leases
+    assert engine.half.has_work
+    engine.step()
+    assert node.released[-1][1] == WHOLE
+
+
+def test_a_dead_daemon_is_a_miss_and_is_looked_for(node, engine):
+    node.is_dead = True
+    request = engine.add(Request(1, PROMPT))
+    assert engine.half.matched(request, 0) == (0, False)
+    assert engine.step()
+    engine.finish(request)
+    node.is_dead = False
+    found = engine.add(Request(2, PROMPT))
+    engine.step()
+    assert engine.saves
+    engine.finish(found)
+
+
+def test_it_dies_while_a_request_is_under_way(node, engine):
+    node.share(PROMPT)
+    request = engine.add(Request(1, PROMPT))
+    node.is_dead = True
+    for _ in range(3):
+        engine.step()
+    assert request in engine.running
+    engine.finish(request)
+
+
+# ---- handoffs ------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_kept_for_who_decodes_it_its_last_page_too(node, engine):
+    request = engine.add(Request(1, PROMPT, SENDS))
+    engine.step()
+    told = engine.finish(request)
+    assert (told["do_remote_prefill"], told["do_remote_decode"]) == (True, False)
+    ((room, _, how),) = node.handed
+    assert told["kvd"] == {"v": 1, "peer": "n0", "room": str(room)}
+    assert (how["ttl_s"], how["namespace"]) == (120.0, "model")
+    assert engine.saves[-1].upto_tokens == len(PROMPT)
+
+
+def test_an_aborted_prefill_promises_nothing(node, engine):
+    engine.chunk = 8
+    request = engine.add(Request(1, PROMPT, SENDS))
+    engine.step()
+    assert engine.finish(request) is None
+    assert not node.handed
+
+
+def test_who_decodes_gets_all_of_it_without_holding_blocks(node, engine):
+    node.holds = True
+    request = engine.add(Request(1, PROMPT, MEETS))
+    assert node.asked == [(77, "p", "r1")]
+    engine.step()
+    assert not engine.blocks
+    node.holds = False
+    node.come()
+    for _ in range(3):
+        engine.step()
+    (load,) = engine.loads
+    assert load.upto_tokens == len(PROMPT)
+    assert request.num_computed_tokens == len(PROMPT)
+    told = engine.finish(request)
+    assert told["kvd"] == {"v": 1, "peer": "n0", "room": ""}
+
+
+def test_a_meeting_that_fails_is_a_look_up(node, engine):
+    node.share(PROMPT)
+    node.receive_fails = refusal(Code.DEADLINE)
+    request = engine.add(Request(1, PROMPT, MEETS))
+    for _ in range(4):
+        engine.step()
+    assert [one.upto_tokens for one in engine.loads] == [28]
+    engine.finish(request)
+
+
+@pytest.mark.parametrize(
+    ("params", "sends", "meets", "is_odd"),
+    [
+        (None, False, False, False),
+        ({}, False, False, False),
+        (SENDS, True, False, False),
+        (MEETS, False, True, False),
+        ({"do_remote_prefill": True, "remote_block_ids": None, "kvd": None}, False, False, False),
+        ({"kvd": {"v": 2, "peer": "p", "room": "7"}}, False, False, True),
+        ({"kvd": {"v": 1, "peer": "p", "room": "x"}}, False, False, True),
+        ({"kvd": {"v": 1, "peer": "", "room": "7"}}, False, False, True),
+        ({"kvd": {"v": 1, "peer": "p", "room": "7", "later": 1}}, False, True, False),
+        ({"kvd": "p"}, False, False, True),
+        ({"do_remote_decode": "yes"}, False, False, False),
+    ],
+)
+def test_params_of_routers(params, sends, meets, is_odd):
+    found = transfer_of(params)
+    assert (found.sends, found.meeting is not None, found.is_odd) == (sends, meets, is_odd)
+
+
+# ---- at random -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_each_request_hears_once_and_nothing_is_kept(seed):
+    rng = random.Random(seed)
+    node = StandInNode()
+    engine = MiniEngine(node, chunk=rng.choice([4, 8, 64]), reserve_tokens=rng.choice([0, 8]))
+    waits = {}
+    for number in range(1, 60):
+        deed = rng.random()
+        live = [*engine.waiting, *engine.running]
+        if deed < 0.4:
+            prompt = [rng.randint(1, 2)] * rng.randint(1, 5) * BLOCK + PROMPT[: rng.randint(1, 9)]
+            params = rng.choice([None, None, SENDS, MEETS])
+            engine.add(Request(number, prompt, params), local=0)
+        elif deed < 0.6 and engine.running:
+            engine.generate(rng.choice(engine.running), rng.randint(1, 5))
+        elif deed < 0.7 and engine.running:
+            engine.preempt(rng.choice(engine.running))
+        elif deed < 0.8 and live:
+            engine.finish(rng.choice(live))
+        elif deed < 0.85 and engine.remote:
+            # Aborted while vLLM waits for its blocks.
+            engine.finish(engine.requests[rng.choice(list(engine.remote))])
+        node.holds = rng.random() < 0.3
+        node.is_full = rng.random() < 0.2
+        engine.delays = rng.random() < 0.3
+        engine.breaks = {f"r{number}"} if rng.random() < 0.1 else set()
+        node.receive_fails = refusal(Code.ABORTED) if rng.random() < 0.5 else None
+        if not node.holds:
+            node.come()
+        engine.step()
+        waits.update(engine.remote)
+    node.is_full = False
+    engine.settle()
+    for request in [*engine.waiting, *engine.running]:
+        engine.finish(request)
+    engine.settle()
+    assert not engine.remote, "blocks wait for ever"
+    assert not node.leases
+    assert not node.receives
+    assert not engine.half.has_work

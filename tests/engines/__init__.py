@@ -1,0 +1,1 @@
+"""Real engines through real daemons, for whoever has an environment with one."""
