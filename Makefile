@@ -2,6 +2,7 @@
 # make test   the test suite (sets up too)                        (ARGS="tests/core -k radix")
 # make test-fast   core, wire, configuration, property: under a minute
 # make test-install   the wheel in bare environments; needs the registry, takes minutes
+# make test-engines   vLLM itself through real daemons, by the interpreter KVD_VLLM_PYTHON
 # make test-install-vllm   the wheel beside vLLM, in build/vllm (4 GB)
 # make soak   faults for half an hour, real daemons         (ARGS="--seed 3 --json DIRECTORY")
 # make bench-compare BASE=REVISION   another checkout and this one, in turns  (ARGS="--rounds 3 --json out.json")
@@ -15,7 +16,7 @@ PORT   ?= 8000
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test test-fast test-compiled check-compiled test-install test-install-vllm wheel wheel-pure soak bench-compare screenshots lint types docs docs-serve man check clean
+.PHONY: setup demo test test-fast test-compiled check-compiled test-install test-install-vllm test-engines wheel wheel-pure soak bench-compare screenshots lint types docs docs-serve man check clean
 
 setup: $(VENV)/.ready
 
@@ -55,6 +56,10 @@ wheel-pure: setup
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build -o dist
 
 # kvd as the wheel has it, in a place of its own: no compiled module comes into this checkout.
+# With KVD_VLLM_PYTHON: the interpreter of an environment that has vLLM for the CPU, and kvd.
+test-engines: setup
+	$(BIN)/python -m pytest -q tests/engines
+
 test-compiled: wheel
 	rm -rf build/compiled
 	$(PIP) --no-index --no-deps --target build/compiled dist/kvd-*-linux_*.whl

@@ -1,0 +1,177 @@
+"""vLLM itself, a small model with random weights, and real daemons: the same tokens as without kvd.
+
+Opt-in: ``KVD_VLLM_PYTHON=PYTHON make test-engines``, by the interpreter of an environment
+that has vLLM for the CPU and kvd without extras. Three minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.daemons import two_daemons
+
+PYTHON = os.environ.get("KVD_VLLM_PYTHON", "")
+
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="KVD_VLLM_PYTHON names no environment with vLLM"),
+    pytest.mark.timeout(600),
+]
+
+PROCESS = Path(__file__).with_name("vllm_process.py")
+
+POOL = {
+    "pool.family": "raw",
+    "pool.layers": "8",
+    "pool.page_size": "32",
+    "pool.page_bytes": "32768",  # 32 tokens, 4 heads, 2 x 32 elements of 4 bytes
+    "pool.pages": "400",
+}
+
+MODEL = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,
+    num_key_value_heads=4, vocab_size=4096, max_position_embeddings=4096,
+    tie_word_embeddings=False,
+))
+with torch.no_grad():
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.mul_(3)  # logits far enough apart that every prompt has tokens of its own
+model.save_pretrained(sys.argv[1])
+"""
+
+TO_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class Engine:
+    """One vLLM process; ``endpoint`` of its daemon, or none."""
+
+    def __init__(self, model: Path, endpoint: str | None) -> None:
+        command = [PYTHON, str(PROCESS), str(model)]
+        if endpoint is not None:
+            command += [
+                "--options",
+                json.dumps({"kvd.endpoint": endpoint, "kvd.namespace": "tests"}),
+            ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=model.parent
+        )
+
+    def ready(self) -> None:
+        assert self._read() == "ready"
+
+    def ask(self, ids, max_tokens=12, params=None, *, reset=False):
+        prompt = {"ids": ids, "max_tokens": max_tokens, "params": params}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": [prompt], "reset": reset}) + "\n")
+        self._process.stdin.flush()
+        (answer,) = self._read()
+        return answer
+
+    def _read(self):
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """One engine for each of two daemons, and one without kvd."""
+    directory = tmp_path_factory.mktemp("vllm")
+    model = directory / "model"
+    subprocess.run([PYTHON, "-c", MODEL, str(model)], check=True, cwd=directory)
+    with two_daemons(directory, POOL) as pair, contextlib.ExitStack() as stack:
+        found = {
+            "p": Engine(model, pair.prefill.client),
+            "d": Engine(model, pair.decode.client),
+            "alone": Engine(model, None),
+        }
+        for engine in found.values():
+            stack.callback(engine.close)
+        for engine in found.values():
+            engine.ready()
+        yield found, pair
+
+
+def prompt(n_tokens):
+    return np.random.default_rng(n_tokens).integers(1, 4000, n_tokens).tolist()
+
+
+@pytest.mark.parametrize("n_tokens", [300, 192, 20, 1500, 33])
+def test_a_prompt_that_another_node_prefilled_gives_the_same_tokens(engines, n_tokens):
+    found, pair = engines
+    ids = prompt(n_tokens)
+    wanted = found["alone"].ask(ids)["tokens"]
+    prefilled = found["p"].ask(ids, 1, TO_DECODE)
+    assert prefilled["params"]["kvd"]["peer"] == "p"
+    before = pair.decode.snapshot().totals.received_bytes
+
+    decoded = found["d"].ask(ids, 12, prefilled["params"])
+
+    assert decoded["tokens"] == wanted
+    # Its tokens would be the same if it had computed them: that KV has travelled is seen here.
+    moved = pair.decode.snapshot().totals.received_bytes - before
+    assert moved == -(-n_tokens // 32) * 8 * 32768
+
+
+def test_a_second_turn_finds_what_was_decoded_when_the_engine_has_dropped_it(engines):
+    found, _ = engines
+    first = prompt(400)
+    answer = found["d"].ask(first, 40)["tokens"]
+    turn = [*first, *answer, *prompt(50)]
+    wanted = found["alone"].ask(turn)["tokens"]
+    again = found["d"].ask(turn, reset=True)
+    assert again["tokens"] == wanted
+    assert again["cached"] == 416
+
+
+def test_a_page_that_is_damaged_is_noticed_by_the_tokens(engines):
+    """The negative control: what is compared above does depend on what is loaded."""
+    found, pair = engines
+    ids = prompt(700)
+    wanted = found["d"].ask(ids)["tokens"]
+    damage = (
+        "import kvd.client, sys\n"
+        "with kvd.client.connect_sync(sys.argv[1], name='damage') as node:\n"
+        "    lease = node.lease(list(map(int, sys.argv[2].split(','))), hold='prefix',\n"
+        "                       namespace='tests')\n"
+        "    assert lease.prefix_len == 672, lease.prefix_len\n"
+        "    for layer in range(8):\n"
+        "        (raw,) = node.pool('main').arrays('kv', layer=layer).values()\n"
+        "        raw[lease.pages[3]] = 0\n"
+    )
+    subprocess.run(
+        [PYTHON, "-c", damage, pair.decode.client, ",".join(map(str, ids))],
+        check=True,
+        cwd="/",
+    )
+    again = found["d"].ask(ids, reset=True)
+    assert again["cached"] == 672
+    assert again["tokens"] != wanted
