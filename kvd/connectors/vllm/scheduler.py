@@ -47,6 +47,9 @@ OVER: Final = frozenset({Code.POOL_CHANGED.value, Code.UNKNOWN_SESSION.value})
 AWAY: Final = frozenset({Code.UNREACHABLE.value, *OVER})
 """Nobody answers now."""
 
+SENT_WITHIN_S: Final = 0.1
+"""So long a step waits at most for the pages of a prompt that another node will decode."""
+
 RETRY_S: Final = 1.0
 """A daemon that is not there is looked for so often."""
 
@@ -257,7 +260,7 @@ class SchedulerHalf:
             return False
         return True
 
-    def _came(self, call: PendingCall[T], *, waits: bool) -> T | None:
+    def _came(self, call: PendingCall[T], *, waits: bool, within_s: float = 0.0) -> T | None:
         """The outcome of a call, if it is here, or comes within a moment.
 
         Raises:
@@ -267,7 +270,7 @@ class SchedulerHalf:
         if found is not None or not waits:
             return found
         with contextlib.suppress(KvdError):
-            call.result(self._options.probe_wait_s)
+            call.result(max(within_s, self._options.probe_wait_s))
         return call.poll() if call.is_done else None
 
     # ---- a request comes ---------------------------------------------------------------------
@@ -435,7 +438,9 @@ class SchedulerHalf:
         assert tracked.claim is not None
         try:
             # Waited for: a short request has no later step in which it could be saved.
-            lease = self._came(tracked.claim, waits=True)
+            # Longer where another node is to have it: the prompt would be computed for nothing.
+            within_s = SENT_WITHIN_S if tracked.transfer.sends else 0.0
+            lease = self._came(tracked.claim, waits=True, within_s=within_s)
         except KvdError as error:
             tracked.claim = None
             if error.code == Code.DEADLINE.value and tracked.waits_for_load:
