@@ -9,14 +9,14 @@
 # make screenshots   the pictures of kvd-tui, of real daemons under load  (ARGS="--seconds 20")
 # make docs   the documentation as a site in build/docs, every warning an error; make docs-serve shows it
 # make man    the manual pages, in build/man
-# make check  ruff, mypy --strict, make docs, make man, make check-compiled, make test
+# make check  ruff, mypy --strict, make docs, make man, make check-compiled, make check-install, make test
 PYTHON ?= python3
 VENV   ?= .venv
 PORT   ?= 8000
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test test-fast test-compiled check-compiled test-install test-install-vllm test-engines wheel wheel-pure soak bench-compare screenshots lint types docs docs-serve man check clean
+.PHONY: setup demo test test-fast test-compiled check-compiled test-install check-install test-install-vllm test-engines wheel wheel-pure soak bench-compare screenshots lint types docs docs-serve man check clean
 
 setup: $(VENV)/.ready
 
@@ -55,11 +55,11 @@ wheel: setup
 wheel-pure: setup
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build -o dist
 
-# kvd as the wheel has it, in a place of its own: no compiled module comes into this checkout.
 # With KVD_VLLM_PYTHON: the interpreter of an environment that has vLLM for the CPU, and kvd.
 test-engines: setup
 	$(BIN)/python -m pytest -q tests/engines
 
+# kvd as the wheel has it, in a place of its own: no compiled module comes into this checkout.
 test-compiled: wheel
 	rm -rf build/compiled
 	$(PIP) --no-index --no-deps --target build/compiled dist/kvd-*-linux_*.whl
@@ -79,6 +79,13 @@ check-compiled: setup
 # Named, for neither is collected with the suite. Each Python 3.11 to 3.13 on the path has a turn.
 test-install: setup
 	$(BIN)/python -m pytest -q --timeout 600 tests/packaging/installs.py $(ARGS)
+
+# The smallest package that kvd asks for stands for the registry.
+check-install: setup
+	@if $(BIN)/python -m pip download -q --no-deps --no-cache-dir --disable-pip-version-check --timeout 10 \
+		--retries 0 -d build/registry mypy_extensions >/dev/null 2>&1; \
+	then $(MAKE) test-install; \
+	else echo "make check: LEFT OUT make test-install: the package registry is not reached from here"; fi
 
 test-install-vllm: setup
 	$(BIN)/python -m pytest -q --timeout 600 tests/packaging/beside_vllm.py $(ARGS)
@@ -101,7 +108,7 @@ docs-serve: docs
 man: setup
 	$(BIN)/sphinx-build -q -E -a -W --keep-going -b man -d build/man/.doctrees docs build/man
 
-check: lint types docs man check-compiled test
+check: lint types docs man check-compiled check-install test
 
 clean:
 	rm -rf $(VENV) build

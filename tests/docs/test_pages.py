@@ -132,3 +132,19 @@ def test_the_build_is_strict_and_a_part_of_the_check(root):
     assert {"-W", "--keep-going", "-n"} <= set(recipe.split())
     check = re.search(r"^check:(.*)$", text, flags=re.M)[1].split()
     assert {"docs", "man"} <= set(check)
+
+
+def test_every_row_of_the_map_has_a_path(pages):
+    """Who reads the page on its own has nothing but that to open."""
+    page = pages["docs/contributing.md"].partition("## Where do I find")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!what \||-)(.*?) \| (.*) \|$", page, flags=re.M)
+    wrong = [what for what, where in rows if not re.search(r"`(kvd|tui|tests|systemd)[/`]", where)]
+    assert len(rows) > 25
+    assert not wrong
+
+
+def test_what_the_changelog_denies_is_not_there(root, pages):
+    denied = pages["CHANGELOG.md"].partition("### Not there")[2].lower()
+    connectors = [path.parent.name for path in root.glob("kvd/connectors/*/__init__.py")]
+    assert connectors
+    assert not [name for name in connectors if re.search(rf"connector for [^.]*\b{name}\b", denied)]

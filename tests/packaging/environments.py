@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,7 @@ class Environment:
     def versions(self) -> dict[str, str]:
         """What is installed, but for what makes an environment."""
         done = self.run("python", "-m", "pip", "list", "--format", "json")
-        found = {one["name"].lower(): one["version"] for one in json.loads(done.stdout)}
+        found = {canonical(one["name"]): one["version"] for one in json.loads(done.stdout)}
         return {name: version for name, version in found.items() if name not in MAKERS}
 
     def check(self) -> str:
@@ -67,6 +68,11 @@ class Environment:
         said: dict[str, object] = json.loads(done.stdout)
         assert str(said["kvd"]).startswith(str(self.bin.parent)), "it is not the wheel's kvd"
         return said
+
+
+def canonical(name: str) -> str:
+    """A package's name as every tool means it: some write a dash where others write a line."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 MAKERS = {"pip", "setuptools", "wheel"}
