@@ -90,6 +90,20 @@ def writer_silent(peer: Peer, now_s: float, mine: Settings) -> Refusal:
     )
 
 
+def reader_restarted(incarnation: str, mine: Settings) -> Refusal:
+    """The decode daemon is another process by now."""
+    return Refusal(
+        Code.PEER_LOST,
+        f"the decode daemon restarted (incarnation {short(incarnation)} is gone)",
+        side=mine.name,
+    )
+
+
+def reader_silent(peer: Peer, now_s: float, mine: Settings) -> Refusal:
+    """The decode daemon is lost."""
+    return Refusal(Code.PEER_LOST, lost_because(peer, now_s), side=mine.name)
+
+
 def of_source(part: ReceivePart, refusal: Refusal) -> Refusal:
     """The refusal, naming the source that it is about where there are several."""
     share = part.share
