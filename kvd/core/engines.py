@@ -17,8 +17,8 @@ from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.handoff.posts import no_event
 from kvd.core.handoff.pull import NO_ROOM
-from kvd.core.handoff.refusals import asked_again, rank_gone
-from kvd.core.handoff.retries import ReceiveRetries, SendRetries
+from kvd.core.handoff.refusals import asked_again, other_tokens, rank_gone
+from kvd.core.handoff.retries import ReceiveRetries, SendRetries, received_request, sends_prompt_of
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import locked_words
 from kvd.core.leases.admission import MemoryAsker, Waiter
@@ -94,7 +94,10 @@ class Engines:
         self._prefiller = node.prefiller
         self._sends = node.sends
         self._receive_retries = ReceiveRetries(node.settings, node.decoder)
-        self._send_retries = SendRetries(node.settings, node.prefiller, node.kept_rooms, node.out)
+        self._send_retries = SendRetries(
+            node.settings, node.leases, node.prefiller, node.kept_rooms, node.out
+        )
+
         self._drainer = node.drainer
         self._out = node.out
         self._name = node.settings.name
@@ -496,7 +499,8 @@ class Engines:
         refusal = self._bad_room(message.room)
         if refusal is not None:
             return refusal
-        before = self._receive_retries.asked_before(session, message)
+        request = received_request(message, tokens)
+        before = self._receive_retries.asked_before(session, message.room, request)
         if isinstance(before, Refusal):
             return before
         if before is not None and before.waiter is None:
@@ -507,7 +511,7 @@ class Engines:
         if refusal is None and (message.arena or message.pages):
             refusal = self._not_into_arena(session, message, tokens, before)
         if refusal is None:
-            self._receives.receive(session, message, tokens)
+            self._receives.receive(session, message, tokens, request=request)
             # Behind the new one, so that no source hears that nobody wants the room.
             if before is not None:
                 self._decoder.cancel_attempt(before, asked_again(message, self._name))
@@ -585,9 +589,12 @@ class Engines:
 
     def _send(self, session: int, message: client.SendRequest, tokens: Tokens) -> Refusal | None:
         # Before its lease is looked at, which the first of them may have ended.
-        before = self._send_retries.asked_before(session, message)
+        before = self._send_retries.asked_before(session, message, tokens)
+        if isinstance(before, Refusal):
+            return before
         if before is not None:
-            return before if isinstance(before, Refusal) else None
+            self._send_retries.answer_again(before, message)
+            return None
         engine = self._sending_engine(session, message, tokens)
         if isinstance(engine, Refusal):
             return engine
@@ -612,9 +619,11 @@ class Engines:
     def _hand_over(self, session: int, message: client.HandOver, tokens: Tokens) -> Refusal | None:
         if message.after and message.ends_lease:
             return self._wrong("a lease that ends before the event of its last tokens has come")
-        before = self._send_retries.asked_before(session, message)
+        before = self._send_retries.asked_before(session, message, tokens)
+        if isinstance(before, Refusal):
+            return before
         if before is not None:
-            return before if isinstance(before, Refusal) else None
+            return self._hand_over_again(session, message, before)
         engine = self._sending_engine(session, message, tokens)
         if isinstance(engine, Refusal):
             return engine
@@ -624,6 +633,28 @@ class Engines:
             if message.ends_lease:
                 self._end_sent(engine.lease)
         return refusal
+
+    def _hand_over_again(
+        self, session: int, message: client.HandOver, before: SendPart
+    ) -> Refusal | None:
+        """It is answered as the first; the lease that it brings is ended as it says."""
+        lease = None
+        # The first call may have ended it already: a call that is repeated word for word.
+        own = self._leases.leases.get(message.lease)
+        if message.ends_lease and own is not None and ENGINE in own.holders:
+            found = self._owners.running_lease_of(session, message.lease)
+            # What cannot be ended is not answered either: its engine would take it for ended.
+            if isinstance(found, Refusal):
+                return found
+            if found.is_arena:
+                return self._wrong("a send of an arena does not end the arena")
+            lease = found
+        n_tokens = before.request.n_tokens if before.request is not None else before.prompt_tokens
+        self._send_retries.answer_again(before, message)
+        if lease is not None:
+            _say_of_lease(lease, n_tokens, b"")
+            self._end_sent(lease)
+        return None
 
     def _sending_engine(
         self, session: int, message: client.SendRequest | client.HandOver, tokens: Tokens
@@ -638,19 +669,8 @@ class Engines:
         if isinstance(lease, Refusal):
             return lease
         tokens = tokens or lease.tokens
-        if (
-            not tokens
-            # Of other tokens the peer would cache KV under a prompt that it does not belong to.
-            or not lease.tokens.startswith(tokens)
-            or lease.namespace != message.namespace
-        ):
-            return Refusal(
-                Code.PROMPT_MISMATCH,
-                f"send of {count(tokens)} tokens in namespace {message.namespace!r} on lease "
-                f"{lease.id}, which holds other tokens ({count(lease.tokens)} in namespace "
-                f"{lease.namespace!r})",
-                side=self._name,
-            )
+        if not sends_prompt_of(lease, tokens, message.namespace):
+            return other_tokens(lease, tokens, message.namespace, self._name)
         digest = prompt_digest(tokens, message.namespace)
         return SendingEngine(session=session, lease=lease, tokens=tokens, digest=digest)
 

@@ -26,6 +26,7 @@ from kvd.wire import client
 from kvd.wire.peer import Offer, ReceiveOutcome, Withdrawn
 
 if TYPE_CHECKING:
+    from kvd.core.handoff.parts import NamedRequest
     from kvd.core.handoff.receive import Decoder
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
@@ -91,10 +92,11 @@ class ReceiveRequests:
         message: client.ReceiveRequest,
         tokens: Tokens,
         *,
+        request: NamedRequest | None = None,
         is_pulled: bool = False,
     ) -> None:
         """The engine wants a prompt's KV from known peers: queue for room."""
-        attempt = self._new_attempt(session, message, count(tokens))
+        attempt = self._new_attempt(session, message, count(tokens), request)
         attempt.is_pulled = is_pulled
         fresh = self._leases.components.fresh_tokens(attempt.prompt_tokens, cached=message.cache)
         claim = Claim(
@@ -217,7 +219,11 @@ class ReceiveRequests:
             )
 
     def _new_attempt(
-        self, session: int, message: client.ReceiveRequest, n_tokens: int
+        self,
+        session: int,
+        message: client.ReceiveRequest,
+        n_tokens: int,
+        request: NamedRequest | None,
     ) -> ReceiveAttempt:
         numbers = [self._receives.next_number() for _ in message.source]
         at_s = self._out.at_s
@@ -229,7 +235,7 @@ class ReceiveRequests:
             deadline_s=at_s + min(self._settings.max_deadline_s, message.deadline_s),
             prompt_tokens=n_tokens,
             is_preloaded=message.tier == DEVICE,
-            request_id=message.request_id,
+            request=request,
         )
         parts = []
         for number, source in zip(numbers, message.source, strict=True):

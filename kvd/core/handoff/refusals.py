@@ -9,10 +9,11 @@ import msgspec
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.peers.peer import LEAVING, lost_because
 from kvd.errors import Code, Refusal
-from kvd.types import short
+from kvd.types import Tokens, count, short
 from kvd.wire.peer import ReceiveOutcome, Settled
 
 if TYPE_CHECKING:
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, SendPart
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
@@ -50,6 +51,16 @@ def long_aux(part: SendPart, n_bytes: int, peer: Peer | None, mine: Settings) ->
         f"aux of {n_bytes} bytes, the limit {whose} is {limit} (limits.max_aux_bytes)",
         side=mine.name,
         numbers={"bytes": n_bytes, "limit": limit},
+    )
+
+
+def other_tokens(lease: LeaseRecord, tokens: Tokens, namespace: str, side: str) -> Refusal:
+    """The peer would cache KV under a prompt that it does not belong to."""
+    return Refusal(
+        Code.PROMPT_MISMATCH,
+        f"send of {count(tokens)} tokens in namespace {namespace!r} on lease {lease.id}, which "
+        f"holds other tokens ({count(lease.tokens)} in namespace {lease.namespace!r})",
+        side=side,
     )
 
 

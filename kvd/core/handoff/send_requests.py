@@ -18,6 +18,7 @@ from kvd.core.handoff.offer import not_reached
 from kvd.core.handoff.posts import no_event
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger
 from kvd.core.handoff.refusals import long_aux
+from kvd.core.handoff.retries import sent_request
 from kvd.core.handoff.rooms import NO_OFFERS, RoomMatch, taken, takers_of, turned_away
 from kvd.core.leases.written import word_for_sends
 from kvd.errors import Code, Refusal
@@ -125,7 +126,9 @@ class SendRequests:
         self._sends.expired_rooms.forget(message.room)
         self._sends.served_rooms.forget(message.room)
         part.keeping = keeping
-        part.request_id = message.request_id
+        part.request = sent_request(
+            message, engine.digest, engine.prompt_tokens, engine.lease.id, engine.pages
+        )
         part.engine = engine
         part.session = engine.session
         part.prompt_tokens = engine.prompt_tokens

@@ -15,7 +15,7 @@ from mypy_extensions import mypyc_attr
 from kvd.errors import Code, Refusal
 
 if TYPE_CHECKING:
-    from kvd.core.handoff.parts import SendPart
+    from kvd.core.handoff.parts import NamedRequest, SendPart
     from kvd.core.settings import Settings
 
 MAX_SERVED_ROOMS = 4096
@@ -26,14 +26,14 @@ MAX_SERVED_ROOMS = 4096
 class ServedRoom:
     """Who had a room last, and when."""
 
-    __slots__ = ("at_s", "peer", "request_id", "takers", "was_kept")
+    __slots__ = ("at_s", "peer", "request", "takers", "was_kept")
 
     def __init__(
-        self, peer: str, at_s: float, *, request_id: str, takers: int, was_kept: bool
+        self, peer: str, at_s: float, *, request: NamedRequest | None, takers: int, was_kept: bool
     ) -> None:
         self.peer = peer
         self.at_s = at_s
-        self.request_id = request_id
+        self.request = request
         self.takers = takers
         self.was_kept = was_kept
 
@@ -56,7 +56,7 @@ class ServedRooms:
         self.by_room[part.room] = ServedRoom(
             part.peer,
             at_s,
-            request_id=(keeper or part).request_id,
+            request=(keeper or part).request,
             takers=keeping.takers if keeping is not None else 1,
             was_kept=keeping is not None,
         )
@@ -73,18 +73,15 @@ class ServedRooms:
         served = self.by_room.get(room)
         # A plain room is a number that its router may use again.
         # One that was kept, or has a request id, is one request's alone.
-        is_own = served is not None and (served.was_kept or served.request_id)
+        is_own = served is not None and (served.was_kept or served.request)
         if served is None or (asked_s >= served.at_s and not is_own):
             return None
         return self.served(room, at_s)
 
-    def served(self, room: int, at_s: float, request_id: str = "") -> Refusal | None:
-        """Who has had the room, and when, as a refusal; None where it is not known.
-
-        With ``request_id``: only where it was for that request.
-        """
+    def served(self, room: int, at_s: float) -> Refusal | None:
+        """Who has had the room, and when, as a refusal; None where it is not known."""
         served = self.by_room.get(room)
-        if served is None or (request_id and served.request_id != request_id):
+        if served is None:
             return None
         ago_s = at_s - served.at_s
         times = f" as the last of {served.takers}" if served.takers > 1 else ""
