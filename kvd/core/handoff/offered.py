@@ -182,7 +182,8 @@ class OfferReader:
     def closed(self, peer: Peer, message: Closed) -> None:
         """How it ended over there."""
         part = self._sends.settled_sends.closed(peer, message)
-        if part is None or message.outcome is not ReceiveOutcome.COMMITTED:
+        # Of a pull no engine opened the room, and nobody will ask who has had it.
+        if part is None or not part.session:
             return
         keeper, part_room = part.kept_by, self._sends.rooms.by_room.get(part.room)
         now_s = self._out.at_s

@@ -195,6 +195,10 @@ class PullAsks:
         ask = self.by_id.get(message.ask)
         if ask is not None and ask.peer == peer.name:
             return self.by_id.pop(ask.id)
+        if ask is not None:
+            why = f"ask {ask.id} was put to {ask.peer}, and {peer.name} has answered it"
+            refusal = Refusal(Code.BAD_REQUEST, why, side=self._settings.name)
+            self._peers.reject(peer.link, peer.incarnation, refusal)
         if message.room != NO_ROOM:
             # The lock over there is for nobody.
             self.withdraw(peer, message.room, Code.CANCELLED.value)
@@ -307,21 +311,34 @@ class Pulls:
             said = f"{peer.name} sends nothing of the prompt: {why.message}"
             self._end_pull(ask, Refusal(why.code, said, side=peer.name, numbers=why.numbers))
             return
-        n_tokens, size = message.n_tokens, self._leases.tree.match_page_tokens
-        have_tokens = self.asks.have_tokens(ask)
-        if message.room == NO_ROOM or not have_tokens < n_tokens <= count(ask.tokens):
+        n_tokens, have_tokens = message.n_tokens, self.asks.have_tokens(ask)
+        refusal = self._no_prefix(ask, message)
+        if refusal is not None:
+            self.asks.withdraw(peer, message.room, refusal.code.value)
+            self._end_pull(ask, refusal)
+        elif message.room == NO_ROOM or n_tokens <= have_tokens:
             if message.room != NO_ROOM:
                 self.asks.withdraw(peer, message.room, "it has come meanwhile")
             self._receive_cached(ask, have_tokens)
-        elif n_tokens % size:
-            self.asks.withdraw(peer, message.room, Code.BAD_PREFIX.value)
-            said = f"{peer.name} sends {n_tokens} tokens, no whole pages of {size}"
-            self._end_pull(ask, Refusal(Code.BAD_PREFIX, said, side=self._settings.name))
         else:
             rest_s = ask.deadline_s - self._out.at_s
             known = _upto(ask, n_tokens, message.room, rest_s)
             tokens = Tokens(ask.tokens[: n_tokens * ID_BYTES])
             self._requests.receive(ask.session, known, tokens, is_pulled=True)
+
+    def _no_prefix(self, ask: PullAsk, message: PrefixFound) -> Refusal | None:
+        """Why what the source sends is no first part of what it was asked for, in whole pages."""
+        n_tokens, most = message.n_tokens, count(ask.tokens)
+        size = self._leases.tree.match_page_tokens
+        if message.room == NO_ROOM or (n_tokens <= most and not n_tokens % size):
+            return None
+        what = f"of {most} that it was asked for, in whole pages of {size}"
+        return Refusal(
+            Code.BAD_PREFIX,
+            f"{ask.peer} sends {n_tokens} tokens {what}",
+            side=self._settings.name,
+            numbers={"n_tokens": n_tokens, "asked_tokens": most, "page_size": size},
+        )
 
     def _say_pull(self, ask: PullAsk) -> None:
         refusal = self.asks.say(ask)

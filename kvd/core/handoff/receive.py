@@ -34,6 +34,7 @@ from kvd.core.handoff.quarantine import Quarantines
 from kvd.core.handoff.refusals import (
     begun_elsewhere,
     bounded,
+    not_its_own,
     of_source,
     took_too_long,
     writer_restarted,
@@ -182,7 +183,7 @@ class Decoder:
 
     def accepted(self, peer: Peer, message: Accept) -> None:
         """The prefill side has begun."""
-        part = self._part(peer, message.handoff)
+        part = self._part(peer, message)
         if part is None:
             return
         # Accept comes again with each repeated Offer, and may be late: then it changes nothing.
@@ -196,7 +197,7 @@ class Decoder:
 
     def progressed(self, peer: Peer, message: Progress) -> None:
         """Bytes that have landed so far; lossy: what is not heard is summed at the end."""
-        part = self._part(peer, message.handoff)
+        part = self._part(peer, message)
         # Not while it drains or is verified: what is told then is what Settled said.
         if part is not None and part.state in ASKING:
             self._moved(part, message.moved_bytes)
@@ -204,9 +205,10 @@ class Decoder:
 
     def settled(self, peer: Peer, message: Settled) -> None:
         """The writer's last word."""
-        part = self._part(peer, message.handoff)
+        part = self._part(peer, message)
         if part is None:
-            self.outcomes.answer_settled(peer, message.handoff)
+            if message.handoff not in self.by_handoff:
+                self.outcomes.answer_settled(peer, message.handoff)
             return
         if part.state is D.VERIFYING:
             return  # the first last word stays; Closed follows when the pages are verified
@@ -584,10 +586,14 @@ class Decoder:
         # known, never more than was granted.
         part.moved_bytes = min(max(part.moved_bytes, moved_bytes), part.total_bytes)
 
-    def _part(self, peer: Peer, handoff: int) -> ReceivePart | None:
+    def _part(self, peer: Peer, message: Accept | Progress | Settled) -> ReceivePart | None:
         # The id is ours, and any peer could name it: only whoever it was offered to speaks of it.
-        part = self.by_handoff.get(handoff)
-        return part if part is not None and part.incarnation == peer.incarnation else None
+        part = self.by_handoff.get(message.handoff)
+        if part is not None and part.incarnation != peer.incarnation:
+            refusal = not_its_own(part, peer, type(message).__name__, self._settings)
+            self._peers.reject(peer.link, peer.incarnation, refusal)
+            return None
+        return part
 
     def move_part(self, part: ReceivePart, trigger: DecodeTrigger, why: str) -> None:
         """Apply ``trigger`` to a part of this side."""

@@ -115,6 +115,27 @@ def reader_silent(peer: Peer, now_s: float, mine: Settings) -> Refusal:
     return Refusal(Code.PEER_LOST, lost_because(peer, now_s), side=mine.name)
 
 
+def never_delivered(part: SendPart, mine: Settings) -> Refusal:
+    """The peer says that it has committed what was never sent to its end."""
+    return Refusal(
+        Code.WRONG_STATE,
+        f"handoff {part.handoff} of {part.peer} ended here as {part.outcome.value}: nothing of it "
+        "was delivered, so nothing can be committed",
+        side=mine.name,
+        numbers={"handoff": part.handoff},
+    )
+
+
+def not_its_own(part: ReceivePart, peer: Peer, what: str, mine: Settings) -> Refusal:
+    """A peer speaks of a handoff that was offered to another one."""
+    return Refusal(
+        Code.UNKNOWN_HANDOFF,
+        f"{what} of {peer.name} for handoff {part.handoff}, which was offered to {part.peer}",
+        side=mine.name,
+        numbers={"handoff": part.handoff},
+    )
+
+
 def of_source(part: ReceivePart, refusal: Refusal) -> Refusal:
     """The refusal, naming the source that it is about where there are several."""
     share = part.share
