@@ -287,7 +287,8 @@ class Node:
             deadline_s: of the whole handoff.
             cache: as in ``lease``.
             step_tokens: as in ``lease``, for what is generated after the prompt.
-            request_id: the router's. Asked again with it, it is the receive that is under way.
+            request_id: the router's. Asked again with it, it is the receive that is under way, with
+                one lease for both. It names this prompt in this namespace: others are refused.
 
         Raises:
             KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...;
@@ -423,7 +424,8 @@ class Node:
             release: as in ``Send.finish``.
             ttl_s: as in ``send``; ``keep_room`` prolongs it.
             takers: as in ``send``.
-            request_id: as in ``send``; the earlier call ends with ``cancelled``.
+            request_id: as in ``send``; the earlier call ends with ``cancelled``. With ``release``
+                the lease of this call ends too, though what is sent is the first one's.
 
         Returns as ``Send.finish``; a caller that goes away before ends the handoff.
 

@@ -17,7 +17,8 @@ from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.handoff.posts import no_event
 from kvd.core.handoff.pull import NO_ROOM
-from kvd.core.handoff.refusals import asked_again, rank_gone
+from kvd.core.handoff.refusals import asked_again, other_tokens, rank_gone
+from kvd.core.handoff.retries import ReceiveRetries, SendRetries, received_request, sends_prompt_of
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import locked_words
 from kvd.core.leases.admission import MemoryAsker, Waiter
@@ -88,7 +89,15 @@ class Engines:
         self._admission = node.admission
         self._sessions = node.sessions
         self._decoder = node.decoder
+        self._receives = node.receives
+        self._pulls = node.pulls
         self._prefiller = node.prefiller
+        self._sends = node.sends
+        self._receive_retries = ReceiveRetries(node.settings, node.decoder)
+        self._send_retries = SendRetries(
+            node.settings, node.leases, node.prefiller, node.kept_rooms, node.out
+        )
+
         self._drainer = node.drainer
         self._out = node.out
         self._name = node.settings.name
@@ -396,7 +405,7 @@ class Engines:
             self._sessions.by_id[session].dead_ranks.pop(message.rank, None)  # somebody speaks
             if lease.written_tokens > before:
                 tell_written(self._out, lease)
-            self._prefiller.lease_written(lease)
+            self._sends.lease_written(lease)
         return refusal
 
     def _release_lease(
@@ -408,7 +417,7 @@ class Engines:
         if lease.is_arena:
             why = f"its arena {lease.id} was closed"
             refusal = Refusal(Code.CANCELLED, why, side=self._name)
-            for attempt in self._decoder.lent(lease.id):
+            for attempt in self._receives.lent(lease.id):
                 self._decoder.cancel_attempt(attempt, refusal)
         self._release(session, message.call, lease)
         return None
@@ -476,7 +485,7 @@ class Engines:
         refusal = Refusal(Code.CANCELLED, "the engine no longer waits for it", side=self._name)
         self._admission.cancel(session, message.of, refusal)
         self._prefiller.cancel_call(session, message.of, refusal)
-        self._decoder.cancel_call(session, message.of, refusal)
+        self._pulls.cancel_call(session, message.of, refusal)
         self._out.answer(session, client.Done(message.call))
         return None
 
@@ -490,7 +499,8 @@ class Engines:
         refusal = self._bad_room(message.room)
         if refusal is not None:
             return refusal
-        before = self._decoder.asked_before(session, message)
+        request = received_request(message, tokens)
+        before = self._receive_retries.asked_before(session, message.room, request)
         if isinstance(before, Refusal):
             return before
         if before is not None and before.waiter is None:
@@ -501,14 +511,14 @@ class Engines:
         if refusal is None and (message.arena or message.pages):
             refusal = self._not_into_arena(session, message, tokens, before)
         if refusal is None:
-            self._decoder.receive(session, message, tokens)
+            self._receives.receive(session, message, tokens, request=request)
             # Behind the new one, so that no source hears that nobody wants the room.
             if before is not None:
                 self._decoder.cancel_attempt(before, asked_again(message, self._name))
             return None
         # The writers are told too: an engine may have opened a send for this room already.
         for source in message.source[:MAX_SOURCES]:
-            self._decoder.withdraw_room(
+            self._receives.withdraw_room(
                 message.room, self._node.peers.find(source) or source, refusal
             )
         return refusal
@@ -534,10 +544,10 @@ class Engines:
             return self._wrong("a receive into an arena has one source, no reserve and no tier")
         pages = Pages(message.pages)
         n_pages = self._leases.pages_for(n_tokens) - have // size
-        waiting = [one for one in self._decoder.lent(arena.id) if one.waiter and one is not before]
+        waiting = [one for one in self._receives.lent(arena.id) if one.waiter and one is not before]
         queued = [(f"receive {one.id}", one.waiter.claim.pages) for one in waiting if one.waiter]
         return bad_pages(arena, pages, n_pages, self._leases) or in_use(
-            arena.id, pages, [*queued, *self._prefiller.reads_of(arena)]
+            arena.id, pages, [*queued, *self._sends.reads_of(arena)]
         )
 
     def _pull(self, session: int, message: client.ReceiveRequest, tokens: Tokens) -> Refusal | None:
@@ -550,7 +560,7 @@ class Engines:
                 f"a receive without a room from {', '.join(message.source)}: one source is asked "
                 "what it has"
             )
-        return refusal or self._decoder.pull(session, message, tokens)
+        return refusal or self._pulls.pull(session, message, tokens)
 
     def _bad_receive(self, message: client.ReceiveRequest, tokens: Tokens) -> Refusal | None:
         if not tokens or message.reserve_tokens < 0 or message.step_tokens < 0:
@@ -579,14 +589,17 @@ class Engines:
 
     def _send(self, session: int, message: client.SendRequest, tokens: Tokens) -> Refusal | None:
         # Before its lease is looked at, which the first of them may have ended.
-        before = self._prefiller.asked_before(session, message)
+        before = self._send_retries.asked_before(session, message, tokens)
+        if isinstance(before, Refusal):
+            return before
         if before is not None:
-            return before if isinstance(before, Refusal) else None
+            self._send_retries.answer_again(before, message)
+            return None
         engine = self._sending_engine(session, message, tokens)
         if isinstance(engine, Refusal):
             return engine
         refusal = self._never_written(session, message.room, engine)
-        return refusal or self._prefiller.open_send(message, engine)
+        return refusal or self._sends.open_send(message, engine)
 
     def _never_written(self, session: int, room: int, engine: SendingEngine) -> Refusal | None:
         """Why a send would wait in vain: for the word of a rank that is gone."""
@@ -606,18 +619,42 @@ class Engines:
     def _hand_over(self, session: int, message: client.HandOver, tokens: Tokens) -> Refusal | None:
         if message.after and message.ends_lease:
             return self._wrong("a lease that ends before the event of its last tokens has come")
-        before = self._prefiller.asked_before(session, message)
+        before = self._send_retries.asked_before(session, message, tokens)
+        if isinstance(before, Refusal):
+            return before
         if before is not None:
-            return before if isinstance(before, Refusal) else None
+            return self._hand_over_again(session, message, before)
         engine = self._sending_engine(session, message, tokens)
         if isinstance(engine, Refusal):
             return engine
-        refusal = self._prefiller.hand_over(message, engine)
+        refusal = self._sends.hand_over(message, engine)
         if refusal is None:
             _say_of_lease(engine.lease, engine.prompt_tokens, message.after)
             if message.ends_lease:
                 self._end_sent(engine.lease)
         return refusal
+
+    def _hand_over_again(
+        self, session: int, message: client.HandOver, before: SendPart
+    ) -> Refusal | None:
+        """It is answered as the first; the lease that it brings is ended as it says."""
+        lease = None
+        # The first call may have ended it already: a call that is repeated word for word.
+        own = self._leases.leases.get(message.lease)
+        if message.ends_lease and own is not None and ENGINE in own.holders:
+            found = self._owners.running_lease_of(session, message.lease)
+            # What cannot be ended is not answered either: its engine would take it for ended.
+            if isinstance(found, Refusal):
+                return found
+            if found.is_arena:
+                return self._wrong("a send of an arena does not end the arena")
+            lease = found
+        n_tokens = before.request.n_tokens if before.request is not None else before.prompt_tokens
+        self._send_retries.answer_again(before, message)
+        if lease is not None:
+            _say_of_lease(lease, n_tokens, b"")
+            self._end_sent(lease)
+        return None
 
     def _sending_engine(
         self, session: int, message: client.SendRequest | client.HandOver, tokens: Tokens
@@ -632,19 +669,8 @@ class Engines:
         if isinstance(lease, Refusal):
             return lease
         tokens = tokens or lease.tokens
-        if (
-            not tokens
-            # Of other tokens the peer would cache KV under a prompt that it does not belong to.
-            or not lease.tokens.startswith(tokens)
-            or lease.namespace != message.namespace
-        ):
-            return Refusal(
-                Code.PROMPT_MISMATCH,
-                f"send of {count(tokens)} tokens in namespace {message.namespace!r} on lease "
-                f"{lease.id}, which holds other tokens ({count(lease.tokens)} in namespace "
-                f"{lease.namespace!r})",
-                side=self._name,
-            )
+        if not sends_prompt_of(lease, tokens, message.namespace):
+            return other_tokens(lease, tokens, message.namespace, self._name)
         digest = prompt_digest(tokens, message.namespace)
         return SendingEngine(session=session, lease=lease, tokens=tokens, digest=digest)
 
@@ -668,7 +694,7 @@ class Engines:
         part = self._part(session, message.send)
         if isinstance(part, Refusal):
             return part
-        refusal = self._prefiller.advance_send(part, message.upto_tokens, message.after)
+        refusal = self._sends.advance_send(part, message.upto_tokens, message.after)
         if refusal is None:
             # Only if the send took it: a refused number must not be a word about the lease.
             _say_of_lease(_lease_of(part), message.upto_tokens, message.after)
@@ -686,7 +712,7 @@ class Engines:
                 _say_of_lease(lease, failed.prompt_tokens, message.after)
             return part
         lease = _lease_of(part)  # a part that settles at once lets go of it
-        refusal = self._prefiller.finish_send(part, message.call, message.aux, message.after)
+        refusal = self._sends.finish_send(part, message.call, message.aux, message.after)
         if refusal is None:
             _say_of_lease(lease, part.prompt_tokens, message.after)
         return refusal
@@ -711,7 +737,7 @@ class Engines:
             self._prefiller.forget_failed(session, message.send)
             self._out.answer(session, _unsent(message.call, part))
         else:
-            refusal = self._prefiller.finish_send(part, message.call, message.aux)
+            refusal = self._sends.finish_send(part, message.call, message.aux)
             if refusal is not None:
                 return refusal
         _say_of_lease(lease, prompt_tokens, b"")
@@ -725,7 +751,7 @@ class Engines:
         self._sessions.end_lease(lease, "normal")
 
     def _keep_room(self, session: int, message: client.KeepRoom, _: Tokens) -> Refusal | None:
-        return self._prefiller.keep_room(session, message)
+        return self._node.kept_rooms.keep_room(session, message)
 
     def _abort_send(self, session: int, message: client.AbortSend, _: Tokens) -> Refusal | None:
         part = self._part(session, message.send)

@@ -18,8 +18,15 @@ from kvd.core.audit.containment import one_list
 from kvd.core.audit.invariants import faults
 from kvd.core.engines import Engines
 from kvd.core.handoff.drain import Drainer
+from kvd.core.handoff.kept import KeptRooms
+from kvd.core.handoff.offered import OfferReader
+from kvd.core.handoff.payload import Payload
+from kvd.core.handoff.pull import Pulls
+from kvd.core.handoff.pull_source import PullSource
 from kvd.core.handoff.receive import Decoder
+from kvd.core.handoff.receive_requests import ReceiveRequests
 from kvd.core.handoff.send import Prefiller
+from kvd.core.handoff.send_requests import SendRequests
 from kvd.core.handoff.transfers import Transfers
 from kvd.core.inspect.inquiries import Inquiries
 from kvd.core.leases.admission import OWN_TRANSFER, Admission
@@ -30,7 +37,7 @@ from kvd.core.leases.former_leases import FormerLeases
 from kvd.core.leases.lease_table import LeaseTable
 from kvd.core.leases.owners import Owners
 from kvd.core.leases.retraction import Retractor
-from kvd.core.leases.sessions import Sessions, SessionTable
+from kvd.core.leases.sessions import HandoffSides, Sessions, SessionTable
 from kvd.core.operators import Operators
 from kvd.core.outbox import Outbox
 from kvd.core.peers.hello import impostor
@@ -95,8 +102,7 @@ class NodeState:
         self.fetcher = Fetcher(
             settings, leases, self.owners, self.retractor, self.peers, self.copies, out
         )
-        self.decoder = Decoder(settings, leases, self.admission, self.peers, self.fetcher, out)
-        self.prefiller = Prefiller(settings, leases, self.peers, out)
+        self._make_handoffs(Payload(settings.spec, leases))
         self.transfers = Transfers(settings, self.prefiller, self.peers, out)
         self.sessions = Sessions(
             owners=self.owners,
@@ -104,8 +110,7 @@ class NodeState:
             admission=self.admission,
             retractor=self.retractor,
             fetcher=self.fetcher,
-            receiving=self.decoder,
-            sending=self.prefiller,
+            sides=HandoffSides(self.decoder, self.pulls, self.prefiller),
             out=out,
         )
         self.drainer = Drainer(
@@ -128,6 +133,21 @@ class NodeState:
         # Last: the handlers are methods of what was made above.
         self._handlers = self._input_handlers()
         self._from_peers = self._peer_handlers()
+
+    def _make_handoffs(self, payload: Payload) -> None:
+        """Both sides of handoffs: what is open, then who asks for it."""
+        settings, leases, peers, out = self.settings, self.leases, self.peers, self.out
+        admission = self.admission
+        self.decoder = Decoder(settings, payload, leases, admission, peers, self.fetcher, out)
+        self.receives = ReceiveRequests(settings, leases, admission, peers, self.decoder, out)
+        self.pulls = Pulls(settings, leases, admission, peers, self.decoder, self.receives, out)
+        self.prefiller = Prefiller(settings, payload, leases, peers, out)
+        self.kept_rooms = KeptRooms(settings, payload, leases, self.prefiller, out)
+        self.sends = SendRequests(
+            settings, payload, leases, peers, self.prefiller, self.kept_rooms, out
+        )
+        self.offers = OfferReader(settings, payload, peers, self.prefiller, self.kept_rooms, out)
+        self.pull_source = PullSource(settings, leases, self.prefiller, out)
 
     def _input_handlers(self) -> dict[type, Callable[[Any], None]]:
         """One handler per input type: Any, because each takes its own type of input."""
@@ -174,9 +194,9 @@ class NodeState:
         """One handler per message of a peer."""
         return {
             Offer: self._offered,
-            Abort: self.prefiller.aborted,
-            Withdrawn: self.prefiller.withdrawn,
-            Closed: self.prefiller.closed,
+            Abort: self.offers.aborted,
+            Withdrawn: self.offers.withdrawn,
+            Closed: self.offers.closed,
             Accept: self.decoder.accepted,
             Progress: self.decoder.progressed,
             Settled: self.decoder.settled,
@@ -185,7 +205,7 @@ class NodeState:
             AskStory: self.inquiries.asked,
             Story: self.inquiries.told,
             AskPrefix: self._prefix_asked,
-            PrefixFound: self.decoder.prefix_found,
+            PrefixFound: self.pulls.prefix_found,
         }
 
     def _checked_all(self, _: i.CheckedAll) -> None:
@@ -288,6 +308,7 @@ class NodeState:
         # anybody is admitted: a waiting receive may go to the same peer.
         if gone:
             self.decoder.writer_gone(gone)
+            self.pull_source.outlived(gone)
             self.prefiller.outlived(gone)
         elif peer.generation > generation > 0:
             self.transfers.generation_changed(peer)
@@ -295,10 +316,10 @@ class NodeState:
         self.admission.changed(peer.name)
 
     def _offered(self, peer: Any, message: Offer) -> None:
-        self.prefiller.offered(peer, message, self.drainer.refusal())
+        self.offers.offered(peer, message, self.drainer.refusal())
 
     def _prefix_asked(self, peer: Any, message: AskPrefix) -> None:
-        self.prefiller.prefix_asked(peer, message, self.drainer.refusal())
+        self.pull_source.prefix_asked(peer, message, self.drainer.refusal())
 
     def _pinged(self, peer: Any, message: Ping) -> None:
         self.peers.pulse.heard(peer, message)
@@ -351,10 +372,12 @@ class NodeState:
         lost = self.peers.age_peers()
         for peer in lost:
             self.decoder.peer_lost(peer)
+            self.pull_source.peer_lost(peer)
             self.prefiller.peer_lost(peer)
         if lost:
             self.admission.wake()  # what waits for them lets those behind it pass
         self.admission.expire()
+        self.pulls.tick()
         self.decoder.tick()
         self.decoder.quarantines.exempt()
         self.prefiller.tick()

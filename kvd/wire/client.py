@@ -178,7 +178,8 @@ class ReceiveRequest(msgspec.Struct, frozen=True, array_like=True, tag="receive"
     tier: Name | None = None
     step_tokens: Figure = 0
     request_id: Name = ""
-    """Asked again with the same one, by the same session, it is the same receive."""
+    """Asked again with the same one, by the same session, it is the same receive; it names one
+    prompt in one namespace, and any other is refused."""
     arena: int = 0
     """The KV lands in ``pages`` of it, one for each page of the tokens from ``have_tokens`` on."""
     pages: bytes = b""
@@ -211,7 +212,7 @@ class SendRequest(msgspec.Struct, frozen=True, array_like=True, tag="send"):
     takers: Figure = 0
     """So many receives end a kept room; 0: as many as come while it is kept."""
     request_id: Name = ""
-    """Asked again with the same one, by the same session, it is the same send."""
+    """Asked again with the same one, by the same session, it is the same send; see ``receive``."""
     pages: bytes = b""
     """Of an arena, which ``lease`` is then: one for each page of the tokens."""
 

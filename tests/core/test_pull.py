@@ -150,7 +150,7 @@ def test_whoever_gives_up_unlocks_the_source(kind):
     assert not received(world.d)
     assert nothing_held(world.p)
     assert nothing_held(world.d)
-    assert not world.d.node.decoder.pulls.by_id
+    assert not world.d.node.pulls.asks.by_id
 
 
 def test_a_session_that_ends_takes_its_pulls_with_it():
@@ -159,7 +159,7 @@ def test_a_session_that_ends_takes_its_pulls_with_it():
     world.lost = {PrefixFound}
     asked(world)
     world.d.hang_up()
-    assert not world.d.node.decoder.pulls.by_id
+    assert not world.d.node.pulls.asks.by_id
     world.lost = set()
     world.pass_time(31, tick_s=0.5)
     assert nothing_held(world.p)

@@ -418,7 +418,7 @@ def test_an_offer_of_an_older_generation_is_refused_before_anything_is_posted():
 @replaces_methods
 def test_an_offer_of_an_older_generation_leaves_nothing_stuck_even_if_it_were_taken(monkeypatch):
     """Its agent is destroyed already: a post through that would never be over."""
-    monkeypatch.setattr("kvd.core.handoff.send.outdated", lambda *_: None)
+    monkeypatch.setattr("kvd.core.handoff.offered.outdated", lambda *_: None)
     world = World()
 
     delayed_offer(world)

@@ -13,7 +13,7 @@ import pytest
 from kvd.core import inputs
 from kvd.core import node as node_module
 from kvd.core.cache.lease import Claimed
-from kvd.core.handoff.receive import ReceiveAsker
+from kvd.core.handoff.receive_requests import ReceiveAsker
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.layout.shards import Shard
 from kvd.core.leases.admission import Admission

@@ -25,7 +25,8 @@ Read in this order:
 2. ``parts``       ``ReceiveAttempt``, ``ReceivePart``, ``SendPart``: what either side remembers
 3. ``receive``     ``Decoder``: an edge of DECODE is a method, as ``_draining_to_closed``
 4. ``send``        ``Prefiller``: the same for PREFILL; ``settled`` for what follows SETTLED
-5. ``quarantine``  ``Quarantines``: which pages nobody gets, and what gives them back
+5. ``offered``     ``OfferReader``: an Offer's whole way in; ``offer`` has the checks of it
+6. ``quarantine``  ``Quarantines``: which pages nobody gets, and what gives them back
 
 Which pages are sent? ``payload`` (``Payload.grants``: which pages an Offer names, component by
 component), ``posts`` (``plan_part``: what of them a part sends; ``push_part``: what goes now). With
@@ -42,9 +43,14 @@ How does a quarantined page become free? ``receive._writer_over`` once the write
 ``quarantine.end_quarantine``: where bytes may still be under way it orders ``Quiesce`` and waits
 for ``quiet``. By no timer: ``fence_if_due`` may replace our transfer process, which is the proof.
 
+Who asks for it? ``receive_requests`` and ``send_requests`` are the verbs of engines, ``kept`` those
+of rooms that stay open, ``pull`` and ``pull_source`` the two sides of a receive without a room,
+``retries`` calls that come again; what they open is in ``receive`` and ``send``.
+
 The rest: ``offer`` writes and checks Offers, ``verify`` compares sums, ``outcomes`` answers a late
-Settled, ``rooms`` says who has a room, ``transfers`` takes reports of the transfer process,
-``drain`` stops beginning anything new, ``message_sizes`` and ``refusals`` are numbers and words.
+Settled, ``rooms`` says who has a room and ``served`` who has had it, ``transfers`` takes reports of
+the transfer process, ``drain`` stops beginning anything new, ``message_sizes`` and ``refusals`` are
+numbers and words.
 
 What must not live here: what a page is (``layout``), who has it (``cache``, ``leases``), whether a
 peer lives (``peers``); sockets, clocks and NIXL (``kvd.daemon``, ``kvd.transfer``).

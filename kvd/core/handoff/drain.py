@@ -25,8 +25,8 @@ import msgspec
 
 from kvd.core import effects
 from kvd.core.cache.lease import ENGINE
-from kvd.core.handoff.kept import takers_of
 from kvd.core.handoff.protocol import Prefill
+from kvd.core.handoff.rooms import takers_of
 from kvd.core.handoff.send import WRITING
 from kvd.core.peers.peer import DRAINING, LEAVING, SERVING, Life, PeerDrain, peer_drains
 from kvd.errors import Code, Refusal

@@ -1,4 +1,4 @@
-"""Rooms that an engine keeps, and rooms that were served: who may take them, and who has had them.
+"""Rooms that an engine keeps: who may take them, and who has had them.
 
 A kept room stays open behind ``finish``: its part waits for Offers until its time is over, and
 holds the pages all along. Each Offer that comes meanwhile is a taker: a part of its own behind it,
@@ -6,11 +6,7 @@ with its own ``decode_prefix_len``, its own hold of the pages and its own end. W
 concerns nobody else; the room is over when its time is, or when so many receives as it was opened
 for were committed. Who takes it then goes on to its end.
 
-A room that was served is remembered for as long as a decode side may ask for it, so that a receive
-that comes too late hears who has had it. A plain room may be opened anew at any time: a receive
-that was asked for after its end waits for the next engine.
-
-What must not live here: transitions (``send``).
+What must not live here: transitions (``send``), rooms that are over (``served``).
 """
 
 from __future__ import annotations
@@ -19,23 +15,30 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core.handoff.offer import disagreement
 from kvd.core.handoff.parts import Keeping, TakenBy
+from kvd.core.handoff.protocol import Prefill, PrefillTrigger
+from kvd.core.handoff.rooms import not_for, takers_of, turned_away
 from kvd.errors import Code, Refusal
 from kvd.wire import client
 
 if TYPE_CHECKING:
     from kvd.core.handoff.parts import SendPart
+    from kvd.core.handoff.payload import Payload
     from kvd.core.handoff.rooms import Rooms
+    from kvd.core.handoff.send import Prefiller
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.outbox import Outbox
     from kvd.core.settings import Settings
+    from kvd.wire.peer import Offer
+
+P, T = Prefill, PrefillTrigger
 
 MAX_TAKERS = 4096
 """Receives that a room can be opened for."""
 
 MAX_TAKING = 64
 """Receives of one room at a time."""
-
-MAX_SERVED_ROOMS = 4096
-"""Rooms remembered; the oldest is forgotten first."""
 
 
 def keeping_of(message: client.SendRequest | client.HandOver) -> Keeping | None:
@@ -57,11 +60,6 @@ def bad_keeping(message: client.SendRequest | client.HandOver, side: str) -> Ref
         side=side,
         numbers={"takers": message.takers},
     )
-
-
-def takers_of(keeper: SendPart, rooms: Rooms) -> list[SendPart]:
-    """The receives of a kept room that are under way."""
-    return [part for part in rooms.parts_of(keeper.room) if part.kept_by is keeper]
 
 
 def no_place(keeper: SendPart, rooms: Rooms, side: str) -> Refusal | None:
@@ -112,89 +110,6 @@ def told_keeping(part: SendPart, keeping: Keeping) -> str:
     return f"{who}, kept: received {keeping.takers}{limit} times" + (f" by {by}" if by else "")
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
-class ServedRoom:
-    """Who had a room last, and when."""
-
-    __slots__ = ("at_s", "peer", "request_id", "takers", "was_kept")
-
-    def __init__(
-        self, peer: str, at_s: float, *, request_id: str, takers: int, was_kept: bool
-    ) -> None:
-        self.peer = peer
-        self.at_s = at_s
-        self.request_id = request_id
-        self.takers = takers
-        self.was_kept = was_kept
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class ServedRooms:
-    """Rooms whose prompt was committed, for as long as a decode side may ask for them."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.by_room: dict[int, ServedRoom] = {}
-        """Oldest first: all of them are kept equally long."""
-        self._settings = settings
-
-    def remember(self, part: SendPart, at_s: float) -> None:
-        """A receive of that room was committed."""
-        # Out and in again: the dict stays in the order in which its rooms are forgotten.
-        self.by_room.pop(part.room, None)
-        keeper = part.kept_by
-        keeping = keeper.keeping if keeper is not None else None
-        self.by_room[part.room] = ServedRoom(
-            part.peer,
-            at_s,
-            request_id=(keeper or part).request_id,
-            takers=keeping.takers if keeping is not None else 1,
-            was_kept=keeping is not None,
-        )
-        if len(self.by_room) > MAX_SERVED_ROOMS:
-            # An Offer for it waits for an engine then, as if nothing had been remembered.
-            del self.by_room[next(iter(self.by_room))]
-
-    def forget(self, room: int) -> None:
-        """An engine opened it again."""
-        self.by_room.pop(room, None)
-
-    def refusal(self, room: int, asked_s: float, at_s: float) -> Refusal | None:
-        """Why an Offer for ``room`` comes too late; None where an engine may still come."""
-        served = self.by_room.get(room)
-        # A plain room is a number that its router may use again.
-        # One that was kept, or has a request id, is one request's alone.
-        is_own = served is not None and (served.was_kept or served.request_id)
-        if served is None or (asked_s >= served.at_s and not is_own):
-            return None
-        return self.served(room, at_s)
-
-    def served(self, room: int, at_s: float, request_id: str = "") -> Refusal | None:
-        """Who has had the room, and when, as a refusal; None where it is not known.
-
-        With ``request_id``: only where it was for that request.
-        """
-        served = self.by_room.get(room)
-        if served is None or (request_id and served.request_id != request_id):
-            return None
-        ago_s = at_s - served.at_s
-        times = f" as the last of {served.takers}" if served.takers > 1 else ""
-        return Refusal(
-            Code.DUPLICATE_ROOM,
-            f"room {room} was served {ago_s:.1f} s ago: {served.peer} has received it{times}; send "
-            "it again in a room of its own, or keep the room with ttl_s for who comes later",
-            side=self._settings.name,
-            numbers={"served_ago_s": round(ago_s, 3), "served_to": served.peer},
-        )
-
-    def expire(self, at_s: float) -> None:
-        """Forget what no Offer asks about any more."""
-        while self.by_room:
-            room, served = next(iter(self.by_room.items()))
-            if served.at_s + self._settings.max_deadline_s > at_s:
-                break
-            del self.by_room[room]
-
-
 def note_taken(keeper: SendPart, part: SendPart, at_s: float) -> bool:
     """One receive more was committed; whether it was the last that the room is open for."""
     keeping = keeper.keeping
@@ -202,3 +117,109 @@ def note_taken(keeper: SendPart, part: SendPart, at_s: float) -> bool:
     keeping.takers += 1
     keeping.taken.append(TakenBy(part, at_s))
     return keeping.takers == keeping.limit
+
+
+def follow_keeper(part: SendPart, keeper: SendPart) -> None:
+    """One that takes the room has all that its engine has said so far."""
+    part.cursor_tokens, part.after, part.aux = keeper.cursor_tokens, keeper.after, keeper.aux
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class KeptRooms:
+    """The verbs of rooms that stay open: keep or end one, and let receives in."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        payload: Payload,
+        leases: LeaseTable,
+        sends: Prefiller,
+        out: Outbox,
+    ) -> None:
+        self._settings = settings
+        self._payload = payload
+        self._leases = leases
+        self._sends = sends
+        self._out = out
+
+    def keep_room(self, session: int, message: client.KeepRoom) -> Refusal | None:
+        """Its engine keeps a room for so long from now on, or ends it."""
+        side, now_s = self._settings.name, self._out.at_s
+        part = self._sends.rooms.by_room.get(message.room)
+        if part is None or part.keeping is None or part.session != session:
+            served = self._sends.served_rooms.served(message.room, now_s)
+            what = f"no room {message.room} is kept here for this session: it is over, or was "
+            what += "opened without ttl_s and takers"
+            return served or Refusal(Code.UNKNOWN_HANDOFF, what, side=side)
+        if not message.ttl_s >= 0:  # not of a NaN either
+            return Refusal(Code.BAD_REQUEST, f"keep for {message.ttl_s:g} s", side=side)
+        part.keeping.ttl_s = message.ttl_s
+        if message.ttl_s:
+            until_s = self._sends.deadline_of(message.ttl_s)
+            # While its engine still writes, the deadline of that counts too.
+            part.deadline_s = until_s if part.aux is not None else max(part.deadline_s, until_s)
+            left_s = part.deadline_s - now_s
+            self._out.answer(
+                session, room_kept(message.call, left_s, part, self._sends.rooms, now_s)
+            )
+            return None
+        # Answered first: it tells who takes it now, and what ends with it comes behind.
+        self._out.answer(session, room_kept(message.call, 0.0, part, self._sends.rooms, now_s))
+        why = f"the prefill engine ended room {message.room}"
+        self._sends.end_kept(part, Refusal(Code.ABORTED, why, side=side))
+        return None
+
+    def answer_finish(self, part: SendPart) -> None:
+        """``finish`` of a room that is kept returns at once, and its time begins."""
+        if part.keeping is not None and part.finish_call is not None:
+            part.deadline_s = self._sends.deadline_of(part.keeping.ttl_s)
+            call, part.finish_call = part.finish_call, None
+            kept_s = part.deadline_s - self._out.at_s
+            self._out.answer(
+                part.session,
+                client.Finished(
+                    call=call,
+                    failure=None,
+                    decode_prefix_len=0,
+                    sent_pages=0,
+                    sent_bytes=0,
+                    kept_s=kept_s,
+                ),
+            )
+
+    def serve_waiting(self, keeper: SendPart) -> None:
+        """Offers that came before the engine of a room that is kept."""
+        if keeper.keeping is None:
+            return
+        for part in self._sends.rooms.parts_of(keeper.room):
+            offer = part.offer
+            if offer is None or part.state is not P.AWAIT_ENGINE:
+                continue
+            refusal = self.not_for_taker(keeper, part.peer, offer)
+            if refusal is None:
+                self.take_room(keeper, part)
+            else:
+                self._sends.refuse_part(part, refusal)
+
+    def not_for_taker(self, keeper: SendPart, peer: str, offer: Offer) -> Refusal | None:
+        """Why the Offer of this peer is not let into a kept room."""
+        side, engine = self._settings.name, keeper.engine
+        assert engine is not None
+        if not keeper.awaited.is_by(peer):
+            return not_for(keeper.room, keeper.awaited.destination, peer, side)
+        refusal = disagreement(offer, engine, self._payload, side)
+        if refusal is not None:
+            turned_away(keeper, peer, refusal, self._out.at_s)
+        return refusal or no_place(keeper, self._sends.rooms, side)
+
+    def take_room(self, keeper: SendPart, part: SendPart) -> None:
+        """One receive of a kept room begins: it has all that the engine has said so far."""
+        engine = keeper.engine
+        assert engine is not None
+        part.kept_by = keeper
+        part.engine, part.session, part.is_numbered = engine, keeper.session, False
+        part.prompt_tokens = engine.prompt_tokens
+        follow_keeper(part, keeper)
+        self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
+        keeper.history.add_line(self._out.at_s, f"{part.peer} receives it (send {part.id})")
+        self._sends.await_engine_or_await_offer_to_streaming(part, T.ENGINE_OPENED)

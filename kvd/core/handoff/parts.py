@@ -139,6 +139,37 @@ class HandoffPart:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
+class NamedRequest:
+    """A request id, and what it was asked for: a call for anything else is another one."""
+
+    __slots__ = ("digest", "id", "lease", "n_tokens", "namespace", "pages", "verb")
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        verb: str,
+        namespace: str,
+        digest: bytes,
+        n_tokens: int,
+        lease: int = 0,
+        pages: Pages = NO_PAGES,
+    ) -> None:
+        self.id = request_id
+        self.verb = verb
+        """``receive``, ``send`` or ``hand_over``."""
+        self.namespace = namespace
+        """With its epoch."""
+        self.digest = digest
+        """Of the whole prompt, with the namespace."""
+        self.n_tokens = n_tokens
+        self.lease = lease
+        """The lease that was sent, or the arena that is sent from or received into."""
+        self.pages = pages
+        """Of an arena."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ReceiveAttempt:
     """What an engine asked for with one ``receive``: one lease, filled by one part per source.
 
@@ -158,7 +189,7 @@ class ReceiveAttempt:
         "parts",
         "prefix_tokens",
         "prompt_tokens",
-        "request_id",
+        "request",
         "room",
         "session",
         "since_s",
@@ -175,7 +206,7 @@ class ReceiveAttempt:
         deadline_s: float,
         prompt_tokens: int,
         is_preloaded: bool,
-        request_id: str,
+        request: NamedRequest | None,
     ) -> None:
         self.id = attempt_id
         self.room = room
@@ -185,7 +216,8 @@ class ReceiveAttempt:
         self.prompt_tokens = prompt_tokens
         self.is_preloaded = is_preloaded
         """Whether its pages are to be in the device buffer too when the engine hears of it."""
-        self.request_id = request_id
+        self.request = request
+        """What its engine calls it; None: nothing."""
         self.is_pulled = False
         """Whether its source sends what it has cached, and no engine of it does."""
         self.prefix_tokens = 0
@@ -423,7 +455,7 @@ class SendPart(HandoffPart):
         "posted_pages",
         "posted_tokens",
         "prompt_tokens",
-        "request_id",
+        "request",
         "room",
         "session",
         "since_s",
@@ -451,8 +483,8 @@ class SendPart(HandoffPart):
         self.engine: SendingEngine | None = None
         self.offer: Offer | None = None
         self.awaited = Awaited()
-        self.request_id = ""
-        """What its engine calls it; empty: nothing."""
+        self.request: NamedRequest | None = None
+        """What its engine calls it; None: nothing."""
         self.keeping: Keeping | None = None
         self.kept_by: SendPart | None = None
         """The part that has the room, of one that takes it."""

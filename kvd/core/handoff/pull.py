@@ -15,41 +15,41 @@ Where the source has no more than is cached here, no room is named, and the leas
 before (``PullTickets``). Who has given up says ``Withdrawn`` for the room, and the lock over there
 goes at once; without that it goes at the deadline, or with the link.
 
-What must not live here: what a receive or a send does (``receive``, ``send``).
+This file is the decode side of it, ``pull_source`` the other.
+
+What must not live here: what a receive does (``receive_requests``, ``receive``).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from mypy_extensions import mypyc_attr
 
+from kvd.core.cache.lease import Claim
+from kvd.core.cache.lease_record import LeaseRecord
 from kvd.core.handoff.message_sizes import MESSAGE_BYTES
+from kvd.core.leases.admission import Admission, MemoryAsker, Waiter
 from kvd.errors import Code, Refusal
-from kvd.types import count
+from kvd.types import ID_BYTES, Tokens, count
+from kvd.wire import client
 from kvd.wire.peer import AskPrefix, PrefixFound, Withdrawn
 
 if TYPE_CHECKING:
-    from kvd.core.handoff.parts import SendPart
+    from kvd.core.handoff.receive import Decoder
+    from kvd.core.handoff.receive_requests import ReceiveRequests
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
-    from kvd.types import Tokens
-    from kvd.wire import client
 
 NO_ROOM: Final = 0
 """In a receive: there is none yet. In an answer: nothing is sent."""
 
-PULLER: Final = "pull"
-"""Who holds the lease of a source until its send does."""
-
 MOST_ASKS: Final = 1024
 """Of this node at a time; each keeps its prompt."""
-
-MOST_TICKETS: Final = 1024
-"""Of one peer at a time."""
 
 
 def unfit(leases: LeaseTable, side: str) -> Refusal | None:
@@ -63,9 +63,6 @@ def unfit(leases: LeaseTable, side: str) -> Refusal | None:
         "prefix of it cannot be pulled; have an engine of the source send it",
         side=side,
     )
-
-
-# ---- the decode side -----------------------------------------------------------------------------
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -198,6 +195,10 @@ class PullAsks:
         ask = self.by_id.get(message.ask)
         if ask is not None and ask.peer == peer.name:
             return self.by_id.pop(ask.id)
+        if ask is not None:
+            why = f"ask {ask.id} was put to {ask.peer}, and {peer.name} has answered it"
+            refusal = Refusal(Code.BAD_REQUEST, why, side=self._settings.name)
+            self._peers.reject(peer.link, peer.incarnation, refusal)
         if message.room != NO_ROOM:
             # The lock over there is for nobody.
             self.withdraw(peer, message.room, Code.CANCELLED.value)
@@ -249,46 +250,177 @@ class PullAsks:
         )
 
 
-# ---- the prefill side ----------------------------------------------------------------------------
+@mypyc_attr(allow_interpreted_subclasses=True)
+class CachedAsker(MemoryAsker):
+    """A pull for which nothing has to come: it waits for memory, and for nothing else."""
+
+    __slots__ = ("_call", "_pulls", "_receive", "_session")
+
+    def __init__(self, pulls: Pulls, session: int, call: int, receive: int) -> None:
+        self._pulls = pulls
+        self._session = session
+        self._call = call
+        self._receive = receive
+
+    def admitted(self, lease: LeaseRecord) -> None:
+        """Answer with the lease."""
+        self._pulls.received_cached(self._session, self._call, self._receive, lease)
+
+    def refused(self, refusal: Refusal) -> None:
+        """Answer with the reason."""
+        self._pulls.pull_refused(self._session, self._call, refusal)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class PullTicket:
-    """What a peer was told of one ask, and the send that it got; none where there is nothing."""
+class Pulls:
+    """What engines of this node pull: the question, and the receive that its answer makes of it."""
 
-    __slots__ = ("answer", "part")
+    def __init__(
+        self,
+        settings: Settings,
+        leases: LeaseTable,
+        admission: Admission,
+        peers: Peers,
+        receives: Decoder,
+        requests: ReceiveRequests,
+        out: Outbox,
+    ) -> None:
+        self.asks = PullAsks(settings, leases, peers, out)
+        self._settings = settings
+        self._leases = leases
+        self._admission = admission
+        self._receives = receives
+        self._requests = requests
+        self._out = out
 
-    def __init__(self, answer: PrefixFound, part: SendPart | None) -> None:
-        self.answer = answer
-        self.part = part
+    def pull(self, session: int, message: client.ReceiveRequest, tokens: Tokens) -> Refusal | None:
+        """The engine wants what one peer has cached of a prompt: ask it first."""
+        ask = self.asks.begin(session, message, tokens)
+        if isinstance(ask, Refusal):
+            return ask
+        self._say_pull(ask)
+        return None
+
+    def prefix_found(self, peer: Peer, message: PrefixFound) -> None:
+        """The source of a pull has said what it has, and waits for an Offer in that room."""
+        ask = self.asks.answered(peer, message)
+        if ask is None:
+            return
+        if message.refusal is not None:
+            why = message.refusal
+            said = f"{peer.name} sends nothing of the prompt: {why.message}"
+            self._end_pull(ask, Refusal(why.code, said, side=peer.name, numbers=why.numbers))
+            return
+        n_tokens, have_tokens = message.n_tokens, self.asks.have_tokens(ask)
+        refusal = self._no_prefix(ask, message)
+        if refusal is not None:
+            self.asks.withdraw(peer, message.room, refusal.code.value)
+            self._end_pull(ask, refusal)
+        elif message.room == NO_ROOM or n_tokens <= have_tokens:
+            if message.room != NO_ROOM:
+                self.asks.withdraw(peer, message.room, "it has come meanwhile")
+            self._receive_cached(ask, have_tokens)
+        else:
+            rest_s = ask.deadline_s - self._out.at_s
+            known = _upto(ask, n_tokens, message.room, rest_s)
+            tokens = Tokens(ask.tokens[: n_tokens * ID_BYTES])
+            self._requests.receive(ask.session, known, tokens, is_pulled=True)
+
+    def _no_prefix(self, ask: PullAsk, message: PrefixFound) -> Refusal | None:
+        """Why what the source sends is no first part of what it was asked for, in whole pages."""
+        n_tokens, most = message.n_tokens, count(ask.tokens)
+        size = self._leases.tree.match_page_tokens
+        if message.room == NO_ROOM or (n_tokens <= most and not n_tokens % size):
+            return None
+        what = f"of {most} that it was asked for, in whole pages of {size}"
+        return Refusal(
+            Code.BAD_PREFIX,
+            f"{ask.peer} sends {n_tokens} tokens {what}",
+            side=self._settings.name,
+            numbers={"n_tokens": n_tokens, "asked_tokens": most, "page_size": size},
+        )
+
+    def _say_pull(self, ask: PullAsk) -> None:
+        refusal = self.asks.say(ask)
+        if refusal is not None:
+            del self.asks.by_id[ask.id]
+            self._end_pull(ask, refusal)
+
+    def _end_pull(self, ask: PullAsk, refusal: Refusal) -> None:
+        self.pull_refused(ask.session, ask.message.call, refusal)
+
+    def pull_refused(self, session: int, call: int, refusal: Refusal) -> None:
+        """Nothing came of a pull, and nothing is held for it."""
+        self._out.answer(session, client.Failed(call, refusal))
+
+    def _receive_cached(self, ask: PullAsk, n_tokens: int) -> None:
+        """Nothing has to come: what is cached here is all there is, and the lease has it."""
+        message = _upto(ask, n_tokens, NO_ROOM, ask.deadline_s - self._out.at_s)
+        asker = CachedAsker(self, ask.session, message.call, self._receives.next_number())
+        claim = Claim(
+            session=ask.session,
+            call=message.call,
+            reason=f"pull from {ask.peer}",
+            room=NO_ROOM,
+            namespace=message.namespace,
+            tokens=Tokens(ask.tokens[: n_tokens * ID_BYTES]),
+            reserve_tokens=message.reserve_tokens,
+            priority=message.priority,
+            cache=message.cache,
+        )
+        lease = self._admission.at_once(claim)
+        if isinstance(lease, LeaseRecord):
+            asker.admitted(lease)
+        else:
+            self._admission.submit(Waiter(claim, ask.deadline_s, asker), lease)
+
+    def received_cached(self, session: int, call: int, receive: int, lease: LeaseRecord) -> None:
+        """The lease of a pull for which nothing had to come."""
+        # Less than when it was asked for, if it had to wait and others needed the room: what is not
+        # there any more it must not be said to know.
+        n_tokens = lease.prefix_tokens
+        lease.tokens = Tokens(lease.tokens[: n_tokens * ID_BYTES])
+        self._out.answer(
+            session,
+            client.Receiving(
+                call=call,
+                receive=receive,
+                prefix_tokens=lease.prefix_tokens,
+                prompt_tokens=n_tokens,
+            ),
+        )
+        self._out.answer(
+            session,
+            client.Received(receive=receive, lease=lease.id, pages=lease.page_table, aux=b""),
+        )
+
+    def cancel_call(self, session: int, call: int, refusal: Refusal) -> None:
+        """Nobody waits for what this call pulls."""
+        for ask in self.asks.take_of_session(session, call):
+            self._end_pull(ask, refusal)
+
+    def cancel_session(self, session: int, refusal: Refusal) -> int:
+        """End all pulls of a session that is over; how many they were."""
+        asks = self.asks.take_of_session(session)
+        for ask in asks:
+            self._end_pull(ask, refusal)
+        return len(asks)
+
+    def tick(self) -> None:
+        """Deadlines and repetitions."""
+        for ask in self.asks.overdue():
+            self._end_pull(ask, self.asks.late(ask))
+        for ask in self.asks.due():
+            self._say_pull(ask)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
-class PullTickets:
-    """The asks of other nodes that were answered, for as long as they may be repeated."""
-
-    def __init__(self) -> None:
-        self.by_incarnation: dict[str, dict[int, PullTicket]] = {}
-
-    def find(self, incarnation: str, ask: int) -> PullTicket | None:
-        """What was said to it, if it is remembered."""
-        return self.by_incarnation.get(incarnation, {}).get(ask)
-
-    def open(self, incarnation: str) -> list[SendPart]:
-        """The sends of one peer that wait for its Offer, or are under way."""
-        return [
-            one.part
-            for one in self.by_incarnation.get(incarnation, {}).values()
-            if one.part is not None
-        ]
-
-    def add(self, incarnation: str, ticket: PullTicket) -> None:
-        """Remember it; the oldest is forgotten first, and its repetition is a new ask."""
-        tickets = self.by_incarnation.setdefault(incarnation, {})
-        tickets[ticket.answer.ask] = ticket
-        if len(tickets) > MOST_TICKETS:
-            del tickets[next(iter(tickets))]
-
-    def forget_peer(self, incarnation: str) -> None:
-        """That process is over."""
-        self.by_incarnation.pop(incarnation, None)
+def _upto(ask: PullAsk, n_tokens: int, room: int, deadline_s: float) -> client.ReceiveRequest:
+    """A pull as a receive of the first tokens of its prompt, with room for the rest."""
+    rest = count(ask.tokens) - n_tokens
+    return msgspec.structs.replace(
+        ask.message,
+        room=room,
+        source=(ask.peer,),
+        reserve_tokens=ask.message.reserve_tokens + rest,
+        deadline_s=deadline_s,
+    )

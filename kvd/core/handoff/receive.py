@@ -23,48 +23,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 from mypy_extensions import mypyc_attr
 
-from kvd.core.cache.lease import ARRIVAL, Claim, Lent
-from kvd.core.cache.lease_record import LeaseRecord
+from kvd.core.cache.lease import ARRIVAL
 from kvd.core.effects import Doubt
-from kvd.core.handoff.message_sizes import page_bytes
 from kvd.core.handoff.offer import OfferWriter
 from kvd.core.handoff.outcomes import Outcomes
-from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, is_wanted
-from kvd.core.handoff.payload import Payload
 from kvd.core.handoff.protocol import Decode, DecodeTrigger, move_decode, tell_ended
-from kvd.core.handoff.pull import NO_ROOM, PullAsk, PullAsks
 from kvd.core.handoff.quarantine import Quarantines
 from kvd.core.handoff.refusals import (
     begun_elsewhere,
     bounded,
+    not_its_own,
     of_source,
     took_too_long,
     writer_restarted,
     writer_silent,
 )
 from kvd.core.handoff.verify import SumFinding, Verifying
-from kvd.core.leases.admission import Admission, MemoryAsker, Waiter
 from kvd.core.leases.arenas import RECEIVED
-from kvd.core.leases.receive_tier import DEVICE
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, NO_TOKENS, Pages, Tokens, count
+from kvd.types import NO_TOKENS, Pages
 from kvd.wire import client
 from kvd.wire.peer import (
     Abort,
     Accept,
-    Offer,
-    PrefixFound,
     Progress,
     ReceiveOutcome,
     Settled,
-    Withdrawn,
 )
 
 if TYPE_CHECKING:
+    from kvd.core.cache.lease_record import LeaseRecord
+    from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart
+    from kvd.core.handoff.payload import Payload
     from kvd.core.inputs import Verified
+    from kvd.core.leases.admission import Admission
     from kvd.core.leases.fetch import Fetch, Fetcher
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
@@ -85,55 +79,6 @@ WANTED = {*ASKING, D.VERIFYING}
 
 OPEN = {*WANTED, D.DRAINING}
 """States in which the writer's word is still to come."""
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class ReceiveAsker:
-    """A receive in the queue: it waits for memory, and for its sources."""
-
-    __slots__ = ("_attempt", "_call", "_decoder")
-
-    def __init__(self, decoder: Decoder, attempt: ReceiveAttempt, call: int) -> None:
-        self._decoder = decoder
-        self._attempt = attempt
-        self._call = call
-
-    def admitted(self, lease: LeaseRecord) -> None:
-        """There is room, and every source is ready."""
-        self._decoder.queued_to_offered(self._attempt, lease, self._call)
-
-    def refused(self, refusal: Refusal) -> None:
-        """There will be none."""
-        self._decoder.queued_to_closed(self._attempt, refusal, self._call)
-
-    def blocked(self) -> str | None:
-        """A source of it, unless the Offers can go out."""
-        return self._decoder.offers.blocked(self._attempt)
-
-    def awaits(self) -> tuple[str, ...]:
-        """The names of the same."""
-        return self._decoder.offers.awaits(self._attempt)
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class CachedAsker(MemoryAsker):
-    """A pull for which nothing has to come: it waits for memory, and for nothing else."""
-
-    __slots__ = ("_call", "_decoder", "_receive", "_session")
-
-    def __init__(self, decoder: Decoder, session: int, call: int, receive: int) -> None:
-        self._decoder = decoder
-        self._session = session
-        self._call = call
-        self._receive = receive
-
-    def admitted(self, lease: LeaseRecord) -> None:
-        """Answer with the lease."""
-        self._decoder.received_cached(self._session, self._call, self._receive, lease)
-
-    def refused(self, refusal: Refusal) -> None:
-        """Answer with the reason."""
-        self._decoder.pull_refused(self._session, self._call, refusal)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -162,13 +107,13 @@ class Decoder:
     def __init__(
         self,
         settings: Settings,
+        payload: Payload,
         leases: LeaseTable,
         admission: Admission,
         peers: Peers,
         fetcher: Fetcher,
         out: Outbox,
     ) -> None:
-        payload = Payload(settings.spec, leases)
         self.parts: dict[int, ReceivePart] = {}
         """By number: queued, under way, draining."""
         self.attempts: dict[int, ReceiveAttempt] = {}
@@ -181,7 +126,6 @@ class Decoder:
         self.verifying = Verifying(settings, payload, peers, out)
         self.quarantines = Quarantines(settings, leases, peers, out)
         self.outcomes = Outcomes(settings, out)
-        self.pulls = PullAsks(settings, leases, peers, out)
         self.delivered = self.failed = 0
         """Parts that were committed, and that ended otherwise after they were offered."""
         self.received_bytes = self.saved_bytes = 0
@@ -194,6 +138,16 @@ class Decoder:
         self._last_part = 0
         self._last_handoff = 0
 
+    def next_number(self) -> int:
+        """Of a part, and of the receive whose first part it is."""
+        self._last_part += 1
+        return self._last_part
+
+    def next_handoff(self) -> int:
+        """Of an Offer that goes out in this step."""
+        self._last_handoff += 1
+        return self._last_handoff
+
     def known(self) -> list[ReceivePart]:
         """Every part that is not over: those under way, then those that were delivered."""
         delivered = [part for one in self.ready.values() for part in one.parts]
@@ -201,199 +155,13 @@ class Decoder:
 
     # ---- the engine --------------------------------------------------------------------------
 
-    def pull(self, session: int, message: client.ReceiveRequest, tokens: Tokens) -> Refusal | None:
-        """The engine wants what one peer has cached of a prompt: ask it first."""
-        ask = self.pulls.begin(session, message, tokens)
-        if isinstance(ask, Refusal):
-            return ask
-        self._say_pull(ask)
-        return None
-
-    def prefix_found(self, peer: Peer, message: PrefixFound) -> None:
-        """The source of a pull has said what it has, and waits for an Offer in that room."""
-        ask = self.pulls.answered(peer, message)
-        if ask is None:
-            return
-        if message.refusal is not None:
-            why = message.refusal
-            said = f"{peer.name} sends nothing of the prompt: {why.message}"
-            self._end_pull(ask, Refusal(why.code, said, side=peer.name, numbers=why.numbers))
-            return
-        n_tokens, size = message.n_tokens, self._leases.tree.match_page_tokens
-        have_tokens = self.pulls.have_tokens(ask)
-        if message.room == NO_ROOM or not have_tokens < n_tokens <= count(ask.tokens):
-            if message.room != NO_ROOM:
-                self.pulls.withdraw(peer, message.room, "it has come meanwhile")
-            self._receive_cached(ask, have_tokens)
-        elif n_tokens % size:
-            self.pulls.withdraw(peer, message.room, Code.BAD_PREFIX.value)
-            said = f"{peer.name} sends {n_tokens} tokens, no whole pages of {size}"
-            self._end_pull(ask, Refusal(Code.BAD_PREFIX, said, side=self._settings.name))
-        else:
-            rest_s = ask.deadline_s - self._out.at_s
-            known = _upto(ask, n_tokens, message.room, rest_s)
-            tokens = Tokens(ask.tokens[: n_tokens * ID_BYTES])
-            self.receive(ask.session, known, tokens, is_pulled=True)
-
-    def _say_pull(self, ask: PullAsk) -> None:
-        refusal = self.pulls.say(ask)
-        if refusal is not None:
-            del self.pulls.by_id[ask.id]
-            self._end_pull(ask, refusal)
-
-    def _end_pull(self, ask: PullAsk, refusal: Refusal) -> None:
-        self.pull_refused(ask.session, ask.message.call, refusal)
-
-    def pull_refused(self, session: int, call: int, refusal: Refusal) -> None:
-        """Nothing came of a pull, and nothing is held for it."""
-        self._out.answer(session, client.Failed(call, refusal))
-
-    def _receive_cached(self, ask: PullAsk, n_tokens: int) -> None:
-        """Nothing has to come: what is cached here is all there is, and the lease has it."""
-        message = _upto(ask, n_tokens, NO_ROOM, ask.deadline_s - self._out.at_s)
-        self._last_part += 1
-        asker = CachedAsker(self, ask.session, message.call, self._last_part)
-        claim = Claim(
-            session=ask.session,
-            call=message.call,
-            reason=f"pull from {ask.peer}",
-            room=NO_ROOM,
-            namespace=message.namespace,
-            tokens=Tokens(ask.tokens[: n_tokens * ID_BYTES]),
-            reserve_tokens=message.reserve_tokens,
-            priority=message.priority,
-            cache=message.cache,
-        )
-        lease = self._admission.at_once(claim)
-        if isinstance(lease, LeaseRecord):
-            asker.admitted(lease)
-        else:
-            self._admission.submit(Waiter(claim, ask.deadline_s, asker), lease)
-
-    def received_cached(self, session: int, call: int, receive: int, lease: LeaseRecord) -> None:
-        """The lease of a pull for which nothing had to come."""
-        # Less than when it was asked for, if it had to wait and others needed the room: what is not
-        # there any more it must not be said to know.
-        n_tokens = lease.prefix_tokens
-        lease.tokens = Tokens(lease.tokens[: n_tokens * ID_BYTES])
-        self._out.answer(
-            session,
-            client.Receiving(
-                call=call,
-                receive=receive,
-                prefix_tokens=lease.prefix_tokens,
-                prompt_tokens=n_tokens,
-            ),
-        )
-        self._out.answer(
-            session,
-            client.Received(receive=receive, lease=lease.id, pages=lease.page_table, aux=b""),
-        )
-
-    def cancel_call(self, session: int, call: int, refusal: Refusal) -> None:
-        """Nobody waits for what this call pulls."""
-        for ask in self.pulls.take_of_session(session, call):
-            self._end_pull(ask, refusal)
-
-    def receive(
-        self,
-        session: int,
-        message: client.ReceiveRequest,
-        tokens: Tokens,
-        *,
-        is_pulled: bool = False,
-    ) -> None:
-        """The engine wants a prompt's KV from known peers: queue for room."""
-        attempt = self._new_attempt(session, message, count(tokens))
-        attempt.is_pulled = is_pulled
-        fresh = self._leases.components.fresh_tokens(attempt.prompt_tokens, cached=message.cache)
-        claim = Claim(
-            session=session,
-            call=message.call,
-            reason=f"{attempt.verb} from {attempt.sources}",
-            room=message.room,
-            namespace=message.namespace,
-            tokens=tokens,
-            reserve_tokens=message.reserve_tokens,
-            priority=message.priority,
-            cache=message.cache,
-            # Not ENGINE: until it is verified a remote writes these pages, and no call of the
-            # engine may touch, commit or retract them.
-            holder=ARRIVAL,
-            fresh_tokens=fresh,
-            step_tokens=message.step_tokens,
-        )
-        if message.arena:
-            claim = self._into_arena(claim, attempt, message)
-        # The common case, without the queue: its sources are ready, and there is room.
-        lease = None if self.offers.awaits(attempt) else self._admission.at_once(claim)
-        if isinstance(lease, LeaseRecord):
-            self.queued_to_offered(attempt, lease, message.call)
-            return
-        asker = ReceiveAsker(self, attempt, message.call)
-        # The waiter is what says that it is queued: set before ``submit``, which may refuse or
-        # admit it in this call.
-        attempt.waiter = Waiter(claim, attempt.deadline_s, asker)
-        self._admission.submit(attempt.waiter, lease)
-
-    def _into_arena(
-        self, claim: Claim, attempt: ReceiveAttempt, message: client.ReceiveRequest
-    ) -> Claim:
-        """The claim of pages that the engine has named, behind what it has already."""
-        first_page = message.have_tokens // self._leases.page_size
-        return msgspec.structs.replace(
-            claim,
-            reason=f"{claim.reason} into arena {message.arena}",
-            cache=False,
-            lent=Lent(message.arena, attempt.id, first_page),
-            pages=Pages(message.pages),
-        )
-
-    def lent(self, arena: int) -> list[ReceiveAttempt]:
-        """The receives of an arena that wait or are under way."""
-        found = []
-        for one in self.attempts.values():
-            lent = one.waiter.claim.lent if one.waiter is not None else None
-            if one.lease is not None:
-                lent = one.lease.lent
-            if lent is not None and lent.arena == arena:
-                found.append(one)
-        return found
-
-    def asked_before(
-        self, session: int, message: client.ReceiveRequest
-    ) -> ReceiveAttempt | Refusal | None:
-        """The receive that this session has asked for with the same request id, if it lives.
-
-        A refusal: it was delivered, and its engine has the lease.
-        """
-        if not message.request_id:
-            return None
-        asked = session, message.room, message.request_id
-        for one in self.attempts.values():
-            if (one.session, one.room, one.request_id) == asked and one.ended is None:
-                return one
-        for lease, one in self.ready.items():
-            if (one.session, one.room, one.request_id) == asked:
-                return Refusal(
-                    Code.DUPLICATE_ROOM,
-                    f"request {message.request_id} has received room {message.room} already: "
-                    f"lease {lease} has its KV until it is released",
-                    side=self._settings.name,
-                    numbers={"lease": lease},
-                )
-        return None
-
     def cancel_session(self, session: int, refusal: Refusal) -> int:
         """End all receives of a session that is over; how many they were."""
         # A list first: one that ends may leave ``attempts``.
         attempts = [one for one in self.attempts.values() if one.session == session]
         for one in attempts:
             self.cancel_attempt(one, refusal)
-        pulls = self.pulls.take_of_session(session)
-        for ask in pulls:
-            self._end_pull(ask, refusal)
-        return len(attempts) + len(pulls)
+        return len(attempts)
 
     def cancel_attempt(self, attempt: ReceiveAttempt, refusal: Refusal) -> None:
         """The engine, its death, or the operator ends the attempt."""
@@ -411,20 +179,11 @@ class Decoder:
         if attempt is not None:
             self._ready_to_closed(attempt, "")
 
-    def withdraw_room(self, room: int, source: str, why: Refusal) -> None:
-        """Nothing is offered: an engine that waits for it over there need not wait longer."""
-        peer = self._peers.by_name.get(source)
-        if peer and peer.incarnation and not is_wanted(room, source, self.parts.values()):
-            mine, code = self._settings.incarnation, why.code.value
-            self._out.send(
-                peer.link, Withdrawn(source=mine, target=peer.incarnation, room=room, reason=code)
-            )
-
     # ---- the peer ----------------------------------------------------------------------------
 
     def accepted(self, peer: Peer, message: Accept) -> None:
         """The prefill side has begun."""
-        part = self._part(peer, message.handoff)
+        part = self._part(peer, message)
         if part is None:
             return
         # Accept comes again with each repeated Offer, and may be late: then it changes nothing.
@@ -438,7 +197,7 @@ class Decoder:
 
     def progressed(self, peer: Peer, message: Progress) -> None:
         """Bytes that have landed so far; lossy: what is not heard is summed at the end."""
-        part = self._part(peer, message.handoff)
+        part = self._part(peer, message)
         # Not while it drains or is verified: what is told then is what Settled said.
         if part is not None and part.state in ASKING:
             self._moved(part, message.moved_bytes)
@@ -446,9 +205,10 @@ class Decoder:
 
     def settled(self, peer: Peer, message: Settled) -> None:
         """The writer's last word."""
-        part = self._part(peer, message.handoff)
+        part = self._part(peer, message)
         if part is None:
-            self.outcomes.answer_settled(peer, message.handoff)
+            if message.handoff not in self.by_handoff:
+                self.outcomes.answer_settled(peer, message.handoff)
             return
         if part.state is D.VERIFYING:
             return  # the first last word stays; Closed follows when the pages are verified
@@ -501,7 +261,7 @@ class Decoder:
                     part, T.WRITER_GONE, why, proof="new-incarnation", doubt=Doubt.SENT
                 )
             else:  # all of it has landed, and only our own transfer process is asked about it
-                self._move(part, T.WRITER_GONE, why)
+                self.move_part(part, T.WRITER_GONE, why)
         # Last: closing the parts above keeps outcomes that nobody will ask for.
         self.outcomes.forget_writer(incarnation)
 
@@ -515,7 +275,7 @@ class Decoder:
             elif part.state is not D.QUEUED:
                 # What is wanted stays open: the prefill side hears of the new generation, says
                 # Settled, and its reason reaches the engine.
-                self._move(part, T.FENCED, why)
+                self.move_part(part, T.FENCED, why)
         # Then the leases whose writers were over before: they only waited for quiet.
         self.quarantines.fenced()
 
@@ -546,10 +306,6 @@ class Decoder:
     def tick(self) -> None:
         """Deadlines and repetitions."""
         now_s = self._out.at_s
-        for ask in self.pulls.overdue():
-            self._end_pull(ask, self.pulls.late(ask))
-        for ask in self.pulls.due():
-            self._say_pull(ask)
         for part in list(self.parts.values()):
             # DRAINING has no deadline: its pages are not free before the writer is over, however
             # late.
@@ -557,77 +313,19 @@ class Decoder:
                 why = took_too_long(part.attempt, now_s, self._settings)
                 self._give_up(part.attempt, why)
             if part.state in WRITABLE and part.resend_s <= now_s:
-                self._resend(part)
+                self.resend(part)
 
     # ---- edges: from the queue ---------------------------------------------------------------
-
-    def queued_to_offered(self, attempt: ReceiveAttempt, lease: LeaseRecord, call: int) -> None:
-        """ADMITTED: prefix locked, delta pages held; send the Offers.
-
-        To CLOSED where an Offer, or the Settled that it asks for, would be longer than is read.
-        """
-        # First of all: with a waiter it counts as queued, and a cancel would withdraw it from a
-        # queue in which it is no longer.
-        attempt.waiter = None
-        attempt.lease = lease
-        attempt.prefix_tokens = lease.prefix_tokens
-        for part in attempt.parts:
-            part.incarnation = self._peers.by_name[part.peer].incarnation
-            # Assigned in the step in which the Offer goes out, so ids grow with the Offers and the
-            # floor (``offer_floor``) never passes one that is still to come.
-            self._last_handoff += 1
-            part.handoff = self._last_handoff
-        self.offers.write_offers(attempt, lease)
-        # Before anything is registered or sent: afterwards it could only be given up by draining.
-        refusal = self.offers.unsendable(attempt)
-        if refusal is not None:
-            # No Offer has left, so nobody can write: the pages are free at once.
-            attempt.lease = None
-            self._leases.release(lease, ARRIVAL, refusal.code.value)
-            self.queued_to_closed(attempt, refusal, call)
-            return
-        for part in attempt.parts:
-            self.by_handoff[part.handoff] = part
-        for part in attempt.parts:
-            self._move(part, T.ADMITTED, _wanted(part))
-        # Before the Offers among the effects: the engine knows the number before anybody can say
-        # anything about it.
-        answer = client.Receiving(
-            call=call,
-            receive=attempt.id,
-            prefix_tokens=attempt.prefix_tokens,
-            prompt_tokens=attempt.prompt_tokens if attempt.is_pulled else None,
-        )
-        self._out.answer(attempt.session, answer)
-        for part in attempt.parts:
-            part.resend_gap_s = self._settings.resend_s
-            self._resend(part)
-
-    def queued_to_closed(self, attempt: ReceiveAttempt, why: Refusal, call: int) -> None:
-        """GIVEN_UP before anything was held or offered."""
-        attempt.waiter = None
-        for part in attempt.parts:
-            self._move(part, T.GIVEN_UP, why.message)
-        self._out.answer(attempt.session, client.Failed(call, why))
-        # All leave ``parts`` before any room is withdrawn: withdrawing asks whether another
-        # receive of ours still wants that room, and these do not.
-        for part in attempt.parts:
-            del self.parts[part.id]
-        for part in attempt.parts:
-            self.withdraw_room(part.room, part.peer, why)
-            self._tell_ended(part, ReceiveOutcome.REFUSED, why)
-        del self.attempts[attempt.id]
-        attempt.parts = ()
 
     # ---- edges: the bytes arrive -------------------------------------------------------------
 
     def _offered_to_receiving(self, part: ReceivePart) -> None:
         """ACCEPTED. The Offer is repeated all the same: its Settled may be lost."""
-        self._move(part, T.ACCEPTED, "")
+        self.move_part(part, T.ACCEPTED, "")
 
     def _offered_or_receiving_to_verifying(self, part: ReceivePart, message: Settled) -> None:
         """DELIVERED: every byte has landed, says the writer; Accept may have been lost."""
-        self._move(part, T.DELIVERED, "")
+        self.move_part(part, T.DELIVERED, "")
         # The Settled of the other sources brings none, and must not erase it.
         if part.share.is_authoritative:
             part.attempt.aux = message.aux
@@ -667,7 +365,7 @@ class Decoder:
         Also where the engine has given up meanwhile: the bytes are good, so they are cached.
         """
         for part in attempt.parts:
-            self._move(part, T.VERIFIED, "")
+            self.move_part(part, T.VERIFIED, "")
             self.received_bytes += part.moved_bytes
         self.saved_bytes += self._leases.bytes_of(attempt.prefix_tokens)
         if lease.lent is not None:
@@ -720,7 +418,7 @@ class Decoder:
         self, part: ReceivePart, trigger: DecodeTrigger, refusal: Refusal
     ) -> None:
         """CORRUPTED, or DROPPED because another source failed: nothing of it is cached."""
-        self._move(part, trigger, refusal.message)
+        self.move_part(part, trigger, refusal.message)
         # An answer that is under way must find no ticket: the part is closed, its pages may be
         # others'.
         self.verifying.forget_part(part)
@@ -728,7 +426,7 @@ class Decoder:
     def _ready_to_closed(self, attempt: ReceiveAttempt, why: str) -> None:
         """RELEASED."""
         for part in attempt.parts:
-            self._move(part, T.RELEASED, why)
+            self.move_part(part, T.RELEASED, why)
         attempt.parts = ()
 
     # ---- edges: it ends without its bytes ----------------------------------------------------
@@ -748,7 +446,7 @@ class Decoder:
         # Every byte has landed and no writer is left to drain: the engine has heard, and what was
         # verified when the answer comes is cached for the next one.
         for part in attempt.in_state(D.VERIFYING):
-            self._move(part, T.GIVEN_UP, refusal.message)
+            self.move_part(part, T.GIVEN_UP, refusal.message)
             part.history.add_line(self._out.at_s, f"given up while verifying ({refusal.message})")
 
     def _end(
@@ -777,13 +475,13 @@ class Decoder:
         if asking and attempt.lease is not None:
             self.quarantines.begin_quarantine(attempt.lease, asking, refusal.message)
         for part in asking:
-            self._resend(part)
+            self.resend(part)
         for part in delivered:
             self._close(part, ReceiveOutcome.ABORTED, refusal)
 
     def _offered_or_receiving_to_draining(self, part: ReceivePart, refusal: Refusal) -> None:
         """GIVEN_UP: what is said to the writer from now on, until it settles, is Abort."""
-        self._move(part, T.GIVEN_UP, refusal.message)
+        self.move_part(part, T.GIVEN_UP, refusal.message)
         self.verifying.forget_part(part)
         part.unanswered = Abort(
             source=self._settings.incarnation,
@@ -799,14 +497,14 @@ class Decoder:
         self, part: ReceivePart, trigger: DecodeTrigger, why: str
     ) -> None:
         """SETTLED without the bytes, or WRITER_GONE; ``_end`` says what that means."""
-        self._move(part, trigger, why)
+        self.move_part(part, trigger, why)
         self.verifying.forget_part(part)
 
     def _draining_to_closed(
         self, part: ReceivePart, trigger: DecodeTrigger, why: str, *, proof: str, doubt: Doubt
     ) -> None:
         """DELIVERED, SETTLED, WRITER_GONE or FENCED: the writer is done."""
-        self._move(part, trigger, why)
+        self.move_part(part, trigger, why)
         self._writer_over(part, proof, doubt)
         self._close(part, ReceiveOutcome.ABORTED, part.ended)
 
@@ -844,7 +542,7 @@ class Decoder:
             self.delivered += 1
         else:
             self.failed += 1
-        self._tell_ended(part, outcome, reason)
+        self.tell_ended(part, outcome, reason)
         attempt = part.attempt
         # The last part takes the attempt along; before, ``cancel`` and ``why`` must still find it.
         if not any(one.id in self.parts for one in attempt.parts):
@@ -860,7 +558,7 @@ class Decoder:
 
     # ---- small things ------------------------------------------------------------------------
 
-    def _tell_ended(
+    def tell_ended(
         self, part: ReceivePart, outcome: ReceiveOutcome, reason: Refusal | None
     ) -> None:
         """Bytes that need not be sent are told with one part, that of the first component's end."""
@@ -875,39 +573,12 @@ class Decoder:
             out=self._out,
         )
 
-    def _resend(self, part: ReceivePart) -> None:
+    def resend(self, part: ReceivePart) -> None:
         """Say to the prefill side again what it has not answered, and when the next time is."""
         peer = self._peers.by_incarnation.get(part.incarnation)
         if peer is not None and part.unanswered is not None:
             self._out.send(peer.link, part.unanswered)
         part.plan_resend(self._out.at_s, self._settings)
-
-    def _new_attempt(
-        self, session: int, message: client.ReceiveRequest, n_tokens: int
-    ) -> ReceiveAttempt:
-        number, at_s = self._last_part + 1, self._out.at_s
-        attempt = ReceiveAttempt(
-            number,
-            room=message.room,
-            session=session,
-            since_s=at_s,
-            deadline_s=at_s + min(self._settings.max_deadline_s, message.deadline_s),
-            prompt_tokens=n_tokens,
-            is_preloaded=message.tier == DEVICE,
-            request_id=message.request_id,
-        )
-        parts = []
-        for source in message.source:
-            self._last_part += 1
-            # By its node name, which its Hello will bear, whatever address the engine wrote.
-            peer = self._peers.find(source) or source
-            part = ReceivePart(self._last_part, peer, attempt)
-            part.history.add_line(at_s, f"asked for by session {session}")
-            self.parts[part.id] = part
-            parts.append(part)
-        attempt.parts = tuple(parts)
-        self.attempts[number] = attempt
-        return attempt
 
     def _moved(self, part: ReceivePart, moved_bytes: int) -> None:
         """What the writer says has landed, as far as it can be."""
@@ -915,30 +586,15 @@ class Decoder:
         # known, never more than was granted.
         part.moved_bytes = min(max(part.moved_bytes, moved_bytes), part.total_bytes)
 
-    def _part(self, peer: Peer, handoff: int) -> ReceivePart | None:
+    def _part(self, peer: Peer, message: Accept | Progress | Settled) -> ReceivePart | None:
         # The id is ours, and any peer could name it: only whoever it was offered to speaks of it.
-        part = self.by_handoff.get(handoff)
-        return part if part is not None and part.incarnation == peer.incarnation else None
+        part = self.by_handoff.get(message.handoff)
+        if part is not None and part.incarnation != peer.incarnation:
+            refusal = not_its_own(part, peer, type(message).__name__, self._settings)
+            self._peers.reject(peer.link, peer.incarnation, refusal)
+            return None
+        return part
 
-    def _move(self, part: ReceivePart, trigger: DecodeTrigger, why: str) -> None:
+    def move_part(self, part: ReceivePart, trigger: DecodeTrigger, why: str) -> None:
+        """Apply ``trigger`` to a part of this side."""
         move_decode(part, trigger, why, self._out)
-
-
-def _upto(ask: PullAsk, n_tokens: int, room: int, deadline_s: float) -> client.ReceiveRequest:
-    """A pull as a receive of the first tokens of its prompt, with room for the rest."""
-    rest = count(ask.tokens) - n_tokens
-    return msgspec.structs.replace(
-        ask.message,
-        room=room,
-        source=(ask.peer,),
-        reserve_tokens=ask.message.reserve_tokens + rest,
-        deadline_s=deadline_s,
-    )
-
-
-def _wanted(part: ReceivePart) -> str:
-    """What it asks for."""
-    offer = part.unanswered
-    assert isinstance(offer, Offer)
-    n_pages = page_bytes(offer) // ID_BYTES
-    return f"has {part.attempt.prefix_tokens} tokens, {n_pages} pages wanted"

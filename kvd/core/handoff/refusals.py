@@ -9,10 +9,11 @@ import msgspec
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.peers.peer import LEAVING, lost_because
 from kvd.errors import Code, Refusal
-from kvd.types import short
+from kvd.types import Tokens, count, short
 from kvd.wire.peer import ReceiveOutcome, Settled
 
 if TYPE_CHECKING:
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, SendPart
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
@@ -53,6 +54,16 @@ def long_aux(part: SendPart, n_bytes: int, peer: Peer | None, mine: Settings) ->
     )
 
 
+def other_tokens(lease: LeaseRecord, tokens: Tokens, namespace: str, side: str) -> Refusal:
+    """The peer would cache KV under a prompt that it does not belong to."""
+    return Refusal(
+        Code.PROMPT_MISMATCH,
+        f"send of {count(tokens)} tokens in namespace {namespace!r} on lease {lease.id}, which "
+        f"holds other tokens ({count(lease.tokens)} in namespace {lease.namespace!r})",
+        side=side,
+    )
+
+
 def asked_again(message: client.ReceiveRequest | client.HandOver, side: str) -> Refusal:
     """A call whose request id has come again: the later call is the one that is waited for."""
     why = f"request {message.request_id} was asked for again (call {message.call})"
@@ -87,6 +98,41 @@ def writer_silent(peer: Peer, now_s: float, mine: Settings) -> Refusal:
         f"{lost_because(peer, now_s)}{limit}: the pages stay in quarantine until it settles",
         side=mine.name,
         numbers={"silent_s": round(silent_s, 3)},
+    )
+
+
+def reader_restarted(incarnation: str, mine: Settings) -> Refusal:
+    """The decode daemon is another process by now."""
+    return Refusal(
+        Code.PEER_LOST,
+        f"the decode daemon restarted (incarnation {short(incarnation)} is gone)",
+        side=mine.name,
+    )
+
+
+def reader_silent(peer: Peer, now_s: float, mine: Settings) -> Refusal:
+    """The decode daemon is lost."""
+    return Refusal(Code.PEER_LOST, lost_because(peer, now_s), side=mine.name)
+
+
+def never_delivered(part: SendPart, mine: Settings) -> Refusal:
+    """The peer says that it has committed what was never sent to its end."""
+    return Refusal(
+        Code.WRONG_STATE,
+        f"handoff {part.handoff} of {part.peer} ended here as {part.outcome.value}: nothing of it "
+        "was delivered, so nothing can be committed",
+        side=mine.name,
+        numbers={"handoff": part.handoff},
+    )
+
+
+def not_its_own(part: ReceivePart, peer: Peer, what: str, mine: Settings) -> Refusal:
+    """A peer speaks of a handoff that was offered to another one."""
+    return Refusal(
+        Code.UNKNOWN_HANDOFF,
+        f"{what} of {peer.name} for handoff {part.handoff}, which was offered to {part.peer}",
+        side=mine.name,
+        numbers={"handoff": part.handoff},
     )
 
 

@@ -254,6 +254,19 @@ class Rooms:
         return taken(part, self._side)
 
 
+def takers_of(keeper: SendPart, rooms: Rooms) -> list[SendPart]:
+    """The receives of a kept room that are under way; none of any other."""
+    if keeper.keeping is None:
+        return []
+    return [part for part in rooms.parts_of(keeper.room) if part.kept_by is keeper]
+
+
+def turned_away(part: SendPart, peer: str, refusal: Refusal, at_s: float) -> None:
+    """The Offer of this peer is not what the engine waits for, and it waits on."""
+    part.awaited.turned_away = f"the Offer of {peer} was refused: {refusal.message}"
+    part.history.add_line(at_s, part.awaited.turned_away)
+
+
 def taken(part: SendPart, side: str, whose: str = "") -> Refusal:
     """The room is another part's: in the words of who asks, a handoff or a send."""
     whose = whose or f"handoff {part.handoff} of {part.peer}"

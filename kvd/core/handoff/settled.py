@@ -26,6 +26,7 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core.handoff.message_sizes import page_bytes
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill, tell_ended
+from kvd.core.handoff.refusals import never_delivered
 from kvd.core.handoff.sources import span_of
 from kvd.core.peers.peer import as_told
 from kvd.errors import Code, Refusal
@@ -250,18 +251,26 @@ class SettledSends:
         )
 
     def closed(self, peer: Peer, message: Closed) -> SendPart | None:
-        """How it ended over there: what ``finish`` waits for; the part that is over with it."""
+        """How it ended over there, which ``finish`` waits for; the part if it was committed.
+
+        Only what was delivered here can be committed there: of an id that was aborted or refused a
+        peer may say anything, and it counts for nobody.
+        """
         part = self.find_part(peer.incarnation, message.handoff)
         # A Closed that comes twice, or before we have settled, changes nothing.
         if part is None or part.state is not Prefill.SETTLED:
             return None
+        is_committed = message.outcome is ReceiveOutcome.COMMITTED
+        if is_committed and part.outcome is not ReceiveOutcome.DELIVERED:
+            is_committed = False
+            self._peers.reject(peer.link, peer.incarnation, never_delivered(part, self._settings))
         refusal = None
-        if message.outcome is not ReceiveOutcome.COMMITTED:
+        if not is_committed:
             # What ended it here comes first: over there it is told as our failure, with fewer
             # words.
             refusal = part.ended or message.reason or Refusal(Code.ABORTED, message.outcome.value)
         self._settled_to_closed(part, PrefillTrigger.CLOSED, message.outcome.value, refusal)
-        return part
+        return part if is_committed else None
 
     def outlive_part(self, part: SendPart) -> None:
         """Nobody will say Closed: a new process is there, or a silence of ``linger_s``."""

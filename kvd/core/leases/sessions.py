@@ -104,6 +104,13 @@ class ReceivingSide(Protocol):
         """A delivered handoff behind that lease is over too."""
 
 
+class PullingSide(Protocol):
+    """Receives whose source has not answered yet, as far as the end of a session touches them."""
+
+    def cancel_session(self, session: int, why: Refusal) -> int:
+        """End all its pulls; how many they were."""
+
+
 class SendingSide(Protocol):
     """The prefill side, as far as the end of a session touches it."""
 
@@ -112,6 +119,19 @@ class SendingSide(Protocol):
 
     def rank_left(self, session: int, rank: int, ranks: int, why: str) -> int:
         """End the sends that wait for a word of a rank that nobody speaks for; how many."""
+
+
+class HandoffSides:
+    """What a session may have open with other nodes: receives, pulls and sends."""
+
+    __slots__ = ("pulling", "receiving", "sending")
+
+    def __init__(
+        self, receiving: ReceivingSide, pulling: PullingSide, sending: SendingSide
+    ) -> None:
+        self.receiving = receiving
+        self.pulling = pulling
+        self.sending = sending
 
 
 class SessionTable:
@@ -157,8 +177,7 @@ class Sessions:
         admission: Admission,
         retractor: Retractor,
         fetcher: Fetcher,
-        receiving: ReceivingSide,
-        sending: SendingSide,
+        sides: HandoffSides,
         out: Outbox,
     ) -> None:
         self.by_id = owners.sessions.by_id
@@ -168,8 +187,9 @@ class Sessions:
         self._admission = admission
         self._retractor = retractor
         self._fetcher = fetcher
-        self._receiving = receiving
-        self._sending = sending
+        self._receiving = sides.receiving
+        self._pulling = sides.pulling
+        self._sending = sides.sending
         self._former_leases = owners.former_leases
         self._out = out
 
@@ -275,9 +295,9 @@ class Sessions:
         """Its requests that wait and its handoffs; how many handoffs they were."""
         # The queue first: each page given back below may admit somebody, and not one of these.
         self._admission.withdraw_session(session.id)
-        return self._receiving.cancel_session(session.id, why) + self._sending.abandon_session(
-            session.id, why
-        )
+        ended = self._receiving.cancel_session(session.id, why)
+        ended += self._pulling.cancel_session(session.id, why)
+        return ended + self._sending.abandon_session(session.id, why)
 
     def _leases_of(self, session: Session) -> list[LeaseRecord]:
         """Those that its engine holds."""

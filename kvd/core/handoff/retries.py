@@ -1,0 +1,237 @@
+"""Calls that come again: a request id names what its engine asked for before.
+
+An engine, or the router before it, that does not know whether its call was heard makes it again
+with the same request id. It is answered with what the first one has opened, and nothing is opened
+twice. What an id names is one prompt in one namespace (with its epoch), asked for by one session
+with one verb in one room; a call that asks for anything else under it is refused, and hears what
+differs: the KV of one prompt must never answer for another.
+
+What must not live here: what a send or a receive does (``send_requests``, ``receive_requests``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mypy_extensions import mypyc_attr
+
+from kvd.core.handoff.offer import prompt_digest
+from kvd.core.handoff.parts import NamedRequest
+from kvd.core.handoff.refusals import asked_again, other_tokens
+from kvd.errors import Code, Number, Refusal
+from kvd.types import Pages, Tokens, count
+from kvd.wire import client
+
+if TYPE_CHECKING:
+    from kvd.core.cache.lease_record import LeaseRecord
+    from kvd.core.handoff.kept import KeptRooms
+    from kvd.core.handoff.parts import ReceiveAttempt, SendPart
+    from kvd.core.handoff.receive import Decoder
+    from kvd.core.handoff.send import Prefiller
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.outbox import Outbox
+    from kvd.core.settings import Settings
+
+
+def sent_request(
+    message: client.SendRequest | client.HandOver,
+    digest: bytes,
+    n_tokens: int,
+    lease: int,
+    pages: Pages,
+) -> NamedRequest | None:
+    """What a send or a hand-over is called; None: nothing."""
+    if not message.request_id:
+        return None
+    return NamedRequest(
+        message.request_id,
+        verb="hand_over" if type(message) is client.HandOver else "send",
+        namespace=message.namespace,
+        digest=digest,
+        n_tokens=n_tokens,
+        lease=lease,
+        pages=pages,
+    )
+
+
+def received_request(message: client.ReceiveRequest, tokens: Tokens) -> NamedRequest | None:
+    """What a receive is called; None: nothing."""
+    if not message.request_id:
+        return None
+    return NamedRequest(
+        message.request_id,
+        verb="receive",
+        namespace=message.namespace,
+        digest=prompt_digest(tokens, message.namespace),
+        n_tokens=count(tokens),
+        lease=message.arena,
+        pages=Pages(message.pages),
+    )
+
+
+def sends_prompt_of(lease: LeaseRecord, tokens: Tokens, namespace: str) -> bool:
+    """Whether these tokens are the lease's, or the first of them: no others may be sent of it."""
+    return bool(tokens) and lease.tokens.startswith(tokens) and lease.namespace == namespace
+
+
+def differs(first: NamedRequest, now: NamedRequest, room: int, side: str) -> Refusal | None:
+    """Why a call is not the one that its request id names; None: it is."""
+    numbers: dict[str, Number] = {"first_tokens": first.n_tokens, "tokens": now.n_tokens}
+    code, what = Code.PROMPT_MISMATCH, ""
+    if now.verb != first.verb:
+        code, what = Code.DUPLICATE_ROOM, f"it was a {first.verb}, this is a {now.verb}"
+        numbers |= {"first_verb": first.verb, "verb": now.verb}
+    elif now.namespace != first.namespace:
+        what = f"it was in namespace {first.namespace!r}, this is in {now.namespace!r}"
+        numbers |= {"first_namespace": first.namespace, "namespace": now.namespace}
+    elif now.n_tokens != first.n_tokens:
+        what = f"its prompt has {first.n_tokens} tokens, this one {now.n_tokens}"
+    elif now.digest != first.digest:
+        what = (
+            f"both prompts have {now.n_tokens} tokens, but other ones (digests "
+            f"{first.digest.hex()[:8]} and {now.digest.hex()[:8]})"
+        )
+        numbers |= {"first_digest": first.digest.hex(), "digest": now.digest.hex()}
+    # Of an arena the pages are the engine's word: what was sent from others, or lands in others, is
+    # no answer.
+    elif (now.pages or first.pages) and (now.lease, now.pages) != (first.lease, first.pages):
+        code, what = Code.BAD_PAGES, "it names other pages of an arena"
+        numbers |= {"first_pages": count(first.pages), "pages": count(now.pages)}
+    if not what:
+        return None
+    return Refusal(
+        code,
+        f"request {now.id} of room {room} was asked for before, and not so: {what}; give each "
+        "request an id of its own",
+        side=side,
+        numbers=numbers,
+    )
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class SendRetries:
+    """Sends and hand-overs that come again."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        leases: LeaseTable,
+        sends: Prefiller,
+        kept: KeptRooms,
+        out: Outbox,
+    ) -> None:
+        self._settings = settings
+        self._leases = leases
+        self._sends = sends
+        self._kept = kept
+        self._out = out
+
+    def asked_before(
+        self, session: int, message: client.SendRequest | client.HandOver, tokens: Tokens
+    ) -> SendPart | Refusal | None:
+        """The send that this session has opened with the same request id.
+
+        A refusal: it was served, or is not what is asked for now. None: there is none.
+        """
+        if not message.request_id:
+            return None
+        room, sends = message.room, self._sends
+        found = [sends.rooms.by_room.get(room), *sends.settled_sends.settled.values()]
+        for part in found:
+            if part is None or (part.session, part.room) != (session, room):
+                continue
+            first = part.request
+            if first is not None and first.id == message.request_id:
+                return self._other(first, message, session, tokens) or part
+        served = sends.served_rooms.by_room.get(room)
+        if served is None or served.request is None or served.request.id != message.request_id:
+            return None
+        return sends.served_rooms.served(room, self._out.at_s)
+
+    def _other(
+        self,
+        first: NamedRequest,
+        message: client.SendRequest | client.HandOver,
+        session: int,
+        tokens: Tokens,
+    ) -> Refusal | None:
+        """Why the call is another one than the first with its request id."""
+        # A lease that is over has taken its tokens along; its number is never given again, so it
+        # stands for the prompt that it had.
+        digest, n_tokens = first.digest, first.n_tokens
+        lease = self._leases.leases.get(message.lease)
+        if lease is not None and lease.session == session and not lease.is_arena:
+            tokens = tokens or lease.tokens
+            if not sends_prompt_of(lease, tokens, message.namespace):
+                return other_tokens(lease, tokens, message.namespace, self._settings.name)
+        if tokens:
+            digest, n_tokens = prompt_digest(tokens, message.namespace), count(tokens)
+        elif message.lease != first.lease:
+            return Refusal(
+                Code.UNKNOWN_LEASE,
+                f"lease {message.lease} is not one of this session's, and request "
+                f"{message.request_id} was asked for with lease {first.lease}",
+                side=self._settings.name,
+                numbers={"lease": message.lease, "first_lease": first.lease},
+            )
+        pages = Pages(message.pages)
+        now = sent_request(message, digest, n_tokens, message.lease, pages)
+        assert now is not None
+        return differs(first, now, message.room, self._settings.name)
+
+    def answer_again(self, part: SendPart, message: client.SendRequest | client.HandOver) -> None:
+        """The call is answered as the first one is."""
+        if type(message) is not client.HandOver:
+            self._out.answer(part.session, client.Sending(message.call, part.id))
+            return
+        # Its end is told once, to the call that came last.
+        if part.finish_call is not None:
+            earlier = asked_again(message, self._settings.name)
+            self._out.answer(part.session, client.Failed(part.finish_call, earlier))
+            if self._sends.handed_over.pop((part.session, part.finish_call), None) is not None:
+                self._sends.handed_over[part.session, message.call] = part
+        part.finish_call = message.call
+        self._kept.answer_finish(part)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class ReceiveRetries:
+    """Receives that come again."""
+
+    def __init__(self, settings: Settings, receives: Decoder) -> None:
+        self._settings = settings
+        self._receives = receives
+
+    def asked_before(
+        self, session: int, room: int, now: NamedRequest | None
+    ) -> ReceiveAttempt | Refusal | None:
+        """The receive that this session has asked for with the same request id, if it lives.
+
+        A refusal: it was delivered, and its engine has the lease, or it is another one.
+        """
+        if now is None:
+            return None
+        receives, side = self._receives, self._settings.name
+        for one in receives.attempts.values():
+            if one.ended is None and _is_named(one, session, room, now.id):
+                assert one.request is not None
+                return differs(one.request, now, room, side) or one
+        for lease, one in receives.ready.items():
+            if _is_named(one, session, room, now.id):
+                assert one.request is not None
+                return differs(one.request, now, room, side) or Refusal(
+                    Code.DUPLICATE_ROOM,
+                    f"request {now.id} has received room {room} already: lease {lease} has its KV "
+                    "until it is released",
+                    side=side,
+                    numbers={"lease": lease},
+                )
+        return None
+
+
+def _is_named(attempt: ReceiveAttempt, session: int, room: int, request_id: str) -> bool:
+    """Whether the receive is what this session calls so in that room."""
+    request = attempt.request
+    if request is None or request.id != request_id:
+        return False
+    return attempt.session == session and attempt.room == room

@@ -1,0 +1,202 @@
+"""A request id names one prompt of one session, asked for with one verb, and answers no other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvd.core.audit.invariants import faults
+from kvd.errors import Code, Refusal
+from kvd.wire import client
+from kvd.wire.peer import Closed
+from tests.core.engines import PROMPT
+from tests.core.world import PAGE, World, tokens
+
+if TYPE_CHECKING:
+    from tests.core.side import Side
+
+SAME_LENGTH = tokens((70_000, len(PROMPT) // 4))
+SHORTER = PROMPT[: 4 * 2 * PAGE]
+
+
+def receive(side: Side, toks: bytes = PROMPT, **fields: object) -> client.Reply | None:
+    asked = {"room": 7, "source": ("p",), "request_id": "r1", "deadline_s": 20.0, **fields}
+    return side.call(client.ReceiveRequest, toks, **asked)
+
+
+def send(side: Side, lease: int, toks: bytes = b"", **fields: object) -> client.Reply | None:
+    asked = {"room": 7, "lease": lease, "request_id": "r1", "deadline_s": 20.0, **fields}
+    return side.call(client.SendRequest, toks, **asked)
+
+
+def hand_over(side: Side, lease: int, toks: bytes = b"", **fields: object) -> client.Reply | None:
+    asked = {"room": 7, "lease": lease, "request_id": "r1", "deadline_s": 20.0, **fields}
+    return side.call(client.HandOver, toks, **asked)
+
+
+def written(side: Side, toks: bytes = PROMPT, **fields: object) -> int:
+    leased = side.lease(toks, **fields)
+    side.write(leased.pages, toks)
+    return leased.lease
+
+
+def refusal(reply: client.Reply | None) -> Refusal:
+    assert isinstance(reply, client.Failed), reply
+    return reply.refusal
+
+
+OTHERS = [
+    pytest.param(SAME_LENGTH, {}, "digests", id="other-tokens"),
+    pytest.param(SHORTER, {}, "tokens", id="shorter"),
+    pytest.param(PROMPT, {"namespace": "b"}, "namespace", id="other-namespace"),
+]
+
+
+@pytest.mark.parametrize(("toks", "fields", "said"), OTHERS)
+def test_a_receive_of_anything_else_is_not_answered_by_the_first(toks, fields, said):
+    world = World()
+    first = receive(world.d)
+
+    why = refusal(receive(world.d, toks, **fields))
+
+    assert why.code is Code.PROMPT_MISMATCH
+    assert said in why.message
+    assert why.numbers["first_tokens"] == len(PROMPT) // 4
+    assert why.numbers["tokens"] == len(toks) // 4
+    again = receive(world.d)
+    assert isinstance(again, client.Receiving)
+    assert again.receive == first.receive
+
+
+@pytest.mark.parametrize(("toks", "fields", "said"), OTHERS)
+def test_a_receive_in_the_queue_is_not_ended_by_another_one(toks, fields, said):
+    world = World(d_pages=16)
+    world.d.lease(tokens((5000, 200)))
+    assert receive(world.d) is None
+
+    assert said in refusal(receive(world.d, toks, **fields)).message
+
+    assert len(world.d.node.decoder.attempts) == 1
+    assert world.d.answer(1 + 1) is None
+
+
+@pytest.mark.parametrize(("toks", "fields", "said"), OTHERS)
+def test_a_delivered_receive_is_not_named_to_who_asks_for_another(toks, fields, said):
+    world = World()
+    receive(world.d)
+    hand_over(world.p, written(world.p))
+    why = refusal(receive(world.d, toks, **fields))
+    assert why.code is Code.PROMPT_MISMATCH
+    assert "lease" not in why.numbers
+    assert said in why.message
+
+
+def test_a_receive_into_other_pages_of_an_arena_is_not_answered_by_the_first():
+    world = World()
+    arena = world.d.call(client.OpenArena, n_pages=32)
+    n_pages = -(-len(PROMPT) // 4 // PAGE)
+    first, other = arena.pages[: 4 * n_pages], arena.pages[4 * n_pages : 8 * n_pages]
+    assert isinstance(receive(world.d, arena=arena.lease, pages=first), client.Receiving)
+
+    assert refusal(receive(world.d, arena=arena.lease, pages=other)).code is Code.BAD_PAGES
+    assert refusal(receive(world.d)).code is Code.BAD_PAGES
+    assert isinstance(receive(world.d, arena=arena.lease, pages=first), client.Receiving)
+
+
+def test_another_session_is_not_answered_by_the_first():
+    world = World()
+    first = receive(world.d)
+    world.d.attach()
+    other = receive(world.d, session=2)
+    assert isinstance(other, client.Receiving)
+    assert other.receive != first.receive
+
+    lease = written(world.p)
+    assert isinstance(send(world.p, lease), client.Sending)
+    world.p.attach()
+    own = written(world.p, session=2)
+    assert refusal(send(world.p, own, session=2)).code is Code.DUPLICATE_ROOM
+    assert refusal(hand_over(world.p, own, session=2)).code is Code.DUPLICATE_ROOM
+
+
+@pytest.mark.parametrize("verb", [send, hand_over])
+@pytest.mark.parametrize(("toks", "fields", "said"), OTHERS)
+def test_a_send_of_anything_else_is_not_answered_by_the_first(verb, toks, fields, said):
+    world = World()
+    verb(world.p, written(world.p))
+    own = written(world.p, toks, **fields)
+
+    why = refusal(verb(world.p, own, **fields))
+
+    assert (why.code, said in why.message) == (Code.PROMPT_MISMATCH, True)
+    assert own in world.p.node.leases.leases
+
+
+@pytest.mark.parametrize(("first", "other"), [(send, hand_over), (hand_over, send)])
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_the_other_verb_is_another_request(first, other, is_settled):
+    world = World()
+    lease = written(world.p)
+    first(world.p, lease, takers=0)
+    if is_settled:
+        world.lost.add(Closed)
+        (part,) = world.p.node.prefiller.known()
+        receive(world.d, request_id="")
+        if first is send:
+            world.p.call(client.Finish, send=part.id)
+    why = refusal(other(world.p, lease))
+    assert why.code is Code.DUPLICATE_ROOM
+    assert {why.numbers["verb"], why.numbers["first_verb"]} == {"send", "hand_over"}
+
+
+def test_a_send_whose_lease_is_unknown_is_not_answered():
+    world = World()
+    send(world.p, written(world.p))
+    assert refusal(send(world.p, 99)).code is Code.UNKNOWN_LEASE
+
+
+# ---- a retry that brings a lease of its own ------------------------------------------------------
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, 5.0])
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_lease_of_a_retry_ends_as_it_says(ends, ttl_s):
+    world = World()
+    hand_over(world.p, written(world.p), ends_lease=True, ttl_s=ttl_s)
+    own = written(world.p, reserve_tokens=10 * PAGE)
+
+    hand_over(world.p, own, ends_lease=ends, ttl_s=ttl_s)
+
+    assert (own in world.p.node.leases.leases) is not ends
+    assert not faults(world.p.node)
+    receive(world.d)
+    (got,) = [one for one in world.d.take() if isinstance(one, client.Received)]
+    assert world.d.holds(got.pages, PROMPT)
+
+
+def test_the_lease_of_a_retry_that_is_refused_stays():
+    world = World()
+    hand_over(world.p, written(world.p), ends_lease=True, ttl_s=5.0)
+    own = written(world.p, SAME_LENGTH)
+    refusal(hand_over(world.p, own, ends_lease=True, ttl_s=5.0))
+    assert own in world.p.node.leases.leases
+
+
+def test_tokens_that_are_not_of_the_lease_of_a_retry_are_refused_and_it_stays():
+    world = World()
+    hand_over(world.p, written(world.p), ends_lease=True, ttl_s=5.0)
+    own = written(world.p, SAME_LENGTH)
+    why = refusal(hand_over(world.p, own, PROMPT, ends_lease=True, ttl_s=5.0))
+    assert why.code is Code.PROMPT_MISMATCH
+    assert own in world.p.node.leases.leases
+
+
+def test_a_retry_with_the_lease_of_another_session_ends_nothing():
+    world = World()
+    hand_over(world.p, written(world.p), PROMPT, ends_lease=True, ttl_s=5.0)
+    world.p.attach()
+    foreign = written(world.p, session=2)
+    why = refusal(hand_over(world.p, foreign, PROMPT, ends_lease=True, ttl_s=5.0))
+    assert why.code is Code.UNKNOWN_LEASE
+    assert foreign in world.p.node.leases.leases
