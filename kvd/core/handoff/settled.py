@@ -112,6 +112,8 @@ class SettledSends:
         self.max_kept_bytes = max(MIN_KEPT_BYTES, KEPT_PROMPTS * longest)
         """Of the page ids of open Offers of one peer."""
         self.delivered = self.failed = 0
+        self.is_doubt_forgotten = False
+        """Whether bytes were in doubt of a handoff that nobody here knows any more."""
         self._settings = settings
         self._leases = leases
         self._peers = peers
@@ -304,6 +306,18 @@ class SettledSends:
             records.fold(floor)
             if not records.parts:
                 del self.records[incarnation]
+
+    def forget_peer(self, incarnation: str) -> None:
+        """It has been silent for so long that nothing is kept of it; it may come back all the same.
+
+        Then it says Abort of what it still waits for, and nobody knows whether bytes were in doubt.
+        """
+        records = self.records.get(incarnation)
+        # One answer for all peers and for good: to remember whose and which they were is what
+        # cannot be kept. What it costs is that an Abort which overtakes its Offer waits for quiet.
+        if records is not None and any(part.in_doubt for part in records.parts.values()):
+            self.is_doubt_forgotten = True
+        self.fold_tombstones(incarnation)
 
     def floor(self, peer: Peer) -> int:
         """Handoff ids of this peer below it are closed here, and no Offer of them can come.
