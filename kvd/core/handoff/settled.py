@@ -5,7 +5,8 @@ What happens from SETTLED on, and what is remembered of every handoff that has a
 ``Settled`` means *I will never again write for this handoff*, so it is said only when no post is
 outstanding. It is repeated until the decode side says Closed, or is replaced by a newer
 incarnation, or has been silent for ``linger_s``; then a small tombstone stays, until the decode
-side's floor has passed its id.
+side's floor has passed its id. One that is heard answers each Settled that reaches it: messages
+that are lost must not end that, so it is asked ``PATIENCE`` times as long.
 
 What the prefill side remembers of one decode incarnation: its handoffs, in the order of ids.
 
@@ -80,6 +81,10 @@ class HandoffRecords:
 
 FOREVER = 2**63
 """Above every id."""
+
+PATIENCE = 4
+"""Who is heard, and never says Closed, is asked so many times as long as who is silent: a peer that
+means no good would be asked for ever."""
 
 GRACE_S = 2.0
 """At least so long ``finish`` waits for Closed, even where its deadline has passed already."""
@@ -266,11 +271,12 @@ class SettledSends:
         return part
 
     def outlive_part(self, part: SendPart) -> None:
-        """Nobody will say Closed: a new process is there, or a silence of ``linger_s``."""
-        unknown = self._unknown(
-            "never said whether it committed: it restarted, or was silent for "
-            f"{self._settings.linger_s:.0f} s"
-        )
+        """Nobody will say Closed: a new process is there, or a silence, or it does not answer."""
+        limit_s = self._settings.linger_s
+        why = f"it restarted, or was silent for {limit_s:.0f} s"
+        if part.incarnation in self._peers.by_incarnation and self._silent_s(part) < limit_s:
+            why = f"it was heard, and did not answer for {PATIENCE * limit_s:.0f} s"
+        unknown = self._unknown(f"never said whether it committed: {why}")
         self._settled_to_closed(part, PrefillTrigger.OUTLIVED, "", part.ended or unknown)
 
     def _unknown(self, what: str) -> Refusal:
@@ -285,7 +291,7 @@ class SettledSends:
         now_s = self._out.at_s
         # A copy: who is outlived leaves.
         for part in list(self.settled.values()):
-            if part.linger_s <= now_s:
+            if part.linger_s <= now_s and self._is_in_vain(part):
                 self.outlive_part(part)
                 continue
             # Asked at every tick; the second time ``finish_call`` is None and nothing is answered.
@@ -295,6 +301,16 @@ class SettledSends:
                 )
             if part.resend_s <= now_s:
                 self.say_settled(part)
+
+    def _is_in_vain(self, part: SendPart) -> bool:
+        """Whether to ask no more; its time of silence is over since it settled."""
+        limit_s = self._settings.linger_s
+        asked_too_long = self._out.at_s >= part.linger_s + (PATIENCE - 1) * limit_s
+        return asked_too_long or self._silent_s(part) >= limit_s
+
+    def _silent_s(self, part: SendPart) -> float:
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        return float("inf") if peer is None else self._out.at_s - peer.heard_s
 
     def fold_tombstones(self, incarnation: str, floor: int = FOREVER) -> None:
         """Drop tombstones below the decode side's floor: they are never asked about again.
