@@ -402,7 +402,7 @@ class NodeState:
         # A lost peer gets no Ping: it would not be heard, and its Hello comes first when it is
         # back.
         elif self.peers.is_stale(peer) and not self._is_involved(peer):
-            self.prefiller.settled_sends.fold_tombstones(peer.incarnation)
+            self.prefiller.settled_sends.forget_peer(peer.incarnation)
             self.peers.forget_peer(peer)
 
     def _is_involved(self, peer: Peer) -> bool:

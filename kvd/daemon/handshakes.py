@@ -67,6 +67,8 @@ class Handshakes:
             case ConnectionFault.HUNG_UP | ConnectionFault.TOO_SLOW:
                 reason = CUT_SHORT
                 why = f"{address} connected to peers.listen and hung up or was silent"
+                if closed.fault is ConnectionFault.TOO_SLOW:
+                    why += ", or the network is too slow"
             case ConnectionFault.CROWDED:
                 reason = CROWDED
                 why = (
@@ -86,6 +88,12 @@ class Handshakes:
             why = f"{name} at {address} has no key: set peers.secret_key_file there"
             if keys is None:
                 why = f"{name} at {address} wants keys: set peers.secret_key_file and peers.keys"
+        elif closed.fault is ConnectionFault.TOO_SLOW:
+            reason = CUT_SHORT
+            why = (
+                f"{address} takes the connection and does not end the handshake: is it the kvd of "
+                f"{name}, and is it or the network overloaded?"
+            )
         elif keys is None:
             reason, why = CUT_SHORT, f"{address} hangs up or is silent: is it the kvd of {name}?"
         else:

@@ -43,8 +43,11 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
     max_message_bytes: int = 16 * 1024 * 1024
     """Of one message over all its frames; more is hung up on when its length is read."""
-    handshake_s: float = 2.0
-    """For a whole handshake."""
+    handshake_s: float = 10.0
+    """For a whole handshake. It takes up to four round trips, and a congested network may need
+    seconds for each: whoever had less time there could never come back after its link broke."""
+    refused_s: float = 2.0
+    """Until who is left waiting is hung up on: when it comes again, it may be welcome."""
     message_s: float = 30.0
     """From the first byte of a message to its last: 16 MiB take 13 s at 10 Mbit/s."""
     max_handshakes: int = 256

@@ -42,6 +42,8 @@ _LEFT_WAITING: Final = frozenset({ConnectionFault.UNKNOWN_KEY, ConnectionFault.M
 it finds out. It knows only what we say."""
 
 _CROWDED: Final = ConnectionClosed(ConnectionFault.CROWDED, "others needed its place")
+_SLOW_HANDSHAKE: Final = ConnectionClosed(ConnectionFault.TOO_SLOW, "its handshake took too long")
+_SLOW_MESSAGE: Final = ConnectionClosed(ConnectionFault.TOO_SLOW, "a message took too long")
 
 
 LAST_WORDS_S: Final = 0.5
@@ -209,6 +211,7 @@ class Listener(Owner):
         if closed.fault not in _LEFT_WAITING:
             return True
         self._host.failed(connection, closed)
+        self._coming[connection] = time.monotonic() + self.bounds.refused_s
         return False
 
     @override
@@ -234,12 +237,15 @@ class Listener(Owner):
         """End what took too long; the first of each comes first."""
         self._sweeper = None
         now_s = time.monotonic()
-        for waiting, what in ((self._coming, "its handshake"), (self._unfinished, "a message")):
-            while waiting:
-                connection, end_s = next(iter(waiting.items()))
-                if end_s > now_s:
-                    break
-                connection.end(ConnectionClosed(ConnectionFault.TOO_SLOW, f"{what} took too long"))
+        # All of these, which are few: who is left waiting has less time than who came before it.
+        for connection, end_s in list(self._coming.items()):
+            if end_s <= now_s:
+                connection.end(_SLOW_HANDSHAKE)
+        while self._unfinished:
+            connection, end_s = next(iter(self._unfinished.items()))
+            if end_s > now_s:
+                break
+            connection.end(_SLOW_MESSAGE)
         if self._heaviest > RELIEF_BYTES and self._weight < RELIEF_BYTES // 2:
             self._heaviest = 0
             self._batch.relieve()

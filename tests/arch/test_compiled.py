@@ -15,6 +15,8 @@ MODULES = [name.removeprefix("/") for name in HOOKS["wheel"]["hooks"]["mypyc"]["
 NOT_COMPILED = {"Struct", "NamedTuple"}
 WITHOUT_INSTANCES = {"Protocol", "Enum", "Exception", "ValueError"}
 """Bases of classes that a node keeps no plain instance of."""
+DECORATORS = {"property", "staticmethod", "classmethod", "override", "abc.abstractmethod"}
+"""What mypyc makes of a method as Python does, setters of properties aside."""
 
 
 def classes(name: str) -> list[ast.ClassDef]:
@@ -45,3 +47,33 @@ def test_a_class_of_a_compiled_module_may_be_made_empty(name):
         )
     ]
     assert not wrong, f"{name}: @mypyc_attr(allow_interpreted_subclasses=True) is missing: {wrong}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_method_of_a_compiled_module_has_no_decorator_that_the_compiler_drops(name):
+    """``functools.cached_property`` becomes a property there that keeps nothing: what is counted
+    once for a look is then counted for each thing that the look meets, and nothing says so.
+    """
+    wrong = [
+        f"{one.name}.{method.name}: @{ast.unparse(decorator)}"
+        for one in classes(name)
+        for method in one.body
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+        for decorator in method.decorator_list
+        if ast.unparse(decorator) not in {*DECORATORS, f"{method.name}.setter"}
+    ]
+    assert not wrong, f"{name}: keep it by hand: {wrong}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_class_of_a_compiled_module_shares_nothing_that_changes(name):
+    """What its body makes is made once in Python, and for each instance where it is compiled."""
+    shared = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.Call)
+    wrong = [
+        f"{one.name}: {ast.unparse(line)}"
+        for one in classes(name)
+        if not bases(one) & WITHOUT_INSTANCES
+        for line in one.body
+        if isinstance(line, ast.Assign | ast.AnnAssign) and isinstance(line.value, shared)
+    ]
+    assert not wrong, f"{name}: make it in __init__: {wrong}"

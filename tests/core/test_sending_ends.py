@@ -173,7 +173,9 @@ def test_an_offer_repeated_after_its_end_is_not_delivered_without_its_aux():
     world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=20.0)
     offer = offered(world)
     sender.finish()
+    world.cut = {"d"}
     world.pass_time(3.2)
+    world.cut = set()
     assert world.p.node.prefiller.settled_sends.settled == {}
     world.lost = set()
 

@@ -91,6 +91,48 @@ def test_a_destroyed_agent_keeps_the_pages_until_its_reset_has_arrived():
     assert totals(world.d) == PageTotals(free=63)
 
 
+@pytest.mark.parametrize("cut_s", [6.0, 45.0, 90.0])
+def test_who_forgets_a_peer_remembers_that_bytes_were_in_doubt(cut_s):
+    """It is asked again when the network is back, and knows of no handoff by then; nor may what its
+    dead process had sent be taken for nothing: that has waited for the network too."""
+    world = World(max_deadline_s=120.0)
+    world.hold_posts = world.hold_network = world.doubts = True
+    sender = Sender(world)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=100.0)
+    sender.advance(96)
+    world.cut = {"p"}
+    world.p.stop_transfer("killed")
+    world.p.start_transfer("again")
+    world.pass_time(cut_s)
+    is_forgotten = not world.p.node.peers.by_name
+    world.cut = set()
+    world.pass_time(3.0)
+    kept = totals(world.d)
+
+    world.flow()  # the late bytes, which nobody else's page may take
+    world.pass_time(1.0)
+
+    assert is_forgotten == (cut_s > world.p.node.settings.forget_s)
+    assert world.d.node.decoder.parts == {}, "it was asked, and has answered"
+    assert kept == PageTotals(free=63 - OWN, quarantined=OWN)
+    assert totals(world.d) == PageTotals(free=63)
+
+
+def test_who_has_forgotten_a_peer_without_doubt_gives_its_pages_back_at_once():
+    world = World(max_deadline_s=120.0)
+    world.hold_posts = True
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=100.0)
+    world.cut = {"p"}
+    world.pass_time(45.0)
+    assert world.p.node.peers.by_name == {}
+
+    world.cut = set()
+    world.pass_time(2.0)
+
+    assert totals(world.d) == PageTotals(free=63)
+    assert not any(isinstance(one, effects.Quiesce) for one in world.d.effects)
+
+
 def test_a_delivery_waits_for_no_connection():
     world = World(sources=("p", "q"))
     sender = Sender(world)

@@ -89,12 +89,18 @@ def test_settled_is_repeated_until_closed():
     assert sent(world, world.p, 2.0, Settled) == []
 
 
-def test_a_decode_side_that_never_says_closed_is_waited_for_until_linger():
-    world = World(linger_s=5.0, lost_s=100.0)
+def unanswered(world: World) -> None:
+    """All is sent, and no Closed comes."""
     send = sending(world, 7)
     world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
     world.lost = {Closed}
     world.p.call(client.Finish, send=send, aux=b"x")
+
+
+def test_a_decode_side_that_is_silent_is_waited_for_until_linger():
+    world = World(linger_s=5.0, lost_s=100.0)
+    unanswered(world)
+    world.cut = {"d"}
     world.pass_time(4.9)
     assert world.p.answer(4) is None
 
@@ -105,9 +111,58 @@ def test_a_decode_side_that_never_says_closed_is_waited_for_until_linger():
     assert finished.failure is not None
     assert finished.failure.code is Code.UNKNOWN_OUTCOME
     assert finished.failure.message == sentence_of(
-        "a decode side that never says closed is waited for until linger"
+        "a decode side that is silent is waited for until linger"
     )
     assert world.p.node.leases.leases == {}
+
+
+def test_lost_messages_cost_no_outcome_while_the_decode_side_is_heard():
+    """Whatever is lost: it answers as soon as a Settled and its Closed arrive."""
+    world = World(linger_s=3.0)
+    unanswered(world)
+    world.pass_time(8.0)
+    assert world.p.answer(4) is None
+
+    world.lost = set()
+    world.pass_time(1.1)
+
+    finished = world.p.answer(4)
+    assert isinstance(finished, client.Finished)
+    assert finished.failure is None
+
+
+def test_a_decode_side_that_is_heard_and_never_says_closed_is_not_asked_for_ever():
+    world = World(linger_s=3.0)
+    unanswered(world)
+    world.pass_time(11.9)
+    assert world.p.answer(4) is None
+
+    world.pass_time(0.2)
+
+    finished = world.p.answer(4)
+    assert isinstance(finished, client.Finished)
+    assert finished.failure is not None
+    assert finished.failure.message == sentence_of(
+        "a decode side that is heard and never says closed is not asked for ever"
+    )
+    assert sent(world, world.p, 2.0, Settled) == []
+
+
+def test_a_silence_before_the_end_is_no_silence_after_it():
+    """It counts from when it was heard last, and not from Settled: it is back in time."""
+    world = World(linger_s=3.0, lost_s=100.0)
+    unanswered(world)
+    world.cut = {"d"}
+    world.pass_time(2.5)
+    world.cut = set()
+    world.pass_time(1.0)
+    world.cut = {"d"}
+    world.pass_time(2.0)
+    assert world.p.answer(4) is None
+
+    world.pass_time(1.6)
+
+    assert isinstance(world.p.answer(4), client.Finished)
 
 
 @pytest.mark.parametrize(("deadline_s", "told"), [(0.5, "0.5"), (2.0, "2.0")])

@@ -55,6 +55,26 @@ async def test_no_byte_of_a_writer_that_was_killed_lands_in_pages_of_another_lea
     assert not all(one.is_delivered for one in found)
 
 
+@pytest.mark.slow
+async def test_a_node_that_restarts_behind_a_cut_is_met_again_over_a_slow_network(
+    tmp_path: Path,
+) -> None:
+    """A second for each round trip, and a handshake takes several: until it is over nobody says
+    that the writer is gone, and its pages are away."""
+    fault = "killed behind a cut"
+    attempt = _attempt(1, fault)._replace(
+        rate=10e6, order=Order.DELAYED, delay_s=0.5, after_s=0.0, pause_s=0.06, heals=True
+    )
+    try:
+        async with world(tmp_path, attempt.where, SEED) as made:
+            found = await Trial(made, attempt).run()
+    except NoNamespaces as why:
+        pytest.skip(f"a slow link needs two network namespaces: {why}")
+
+    assert found.is_good, str(found)
+    assert found.late_bytes > 0
+
+
 def test_a_plan_is_the_same_for_the_same_seed_and_has_every_fault() -> None:
     planned = plan(SEED, 200)
 

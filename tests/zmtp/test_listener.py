@@ -34,6 +34,21 @@ async def test_whoever_says_nothing_is_hung_up_on_when_its_time_is_up():
 
 
 @on_uvloop
+async def test_whoever_is_left_waiting_is_hung_up_on_sooner_and_others_keep_their_time():
+    """Not at once, because it would come again at once; but it may be welcome when it does."""
+    inn = Inn(bounds(handshake_s=NEVER_S, refused_s=0.1))
+    slow = inn.raw()
+    await until(lambda: inn.listener._coming)
+
+    other = await inn.raw().say(frames.greeting(b"CURVE", as_server=False))
+
+    assert await other.is_hung_up_on()
+    assert inn.host.turned_away == [ConnectionFault.MECHANISM]
+    await slow.say(ready())
+    await until(lambda: inn.host.came == 1)
+
+
+@on_uvloop
 async def test_a_long_frame_before_the_handshake_costs_no_memory():
     """Its length is all that is read of it."""
     inn = Inn()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.zmtp import frames
-from kvd.zmtp.bounds import COMMAND_BYTES, HANDSHAKE_BYTES, MAX_FRAMES, PIECE_BYTES
+from kvd.zmtp.bounds import BOUNDS, COMMAND_BYTES, HANDSHAKE_BYTES, MAX_FRAMES, PIECE_BYTES
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault, HandshakeDone
 from kvd.zmtp.frames import COMMAND, LONG, MORE
 from kvd.zmtp.mechanism import DEALER, ROUTER, Null, own_properties
@@ -54,6 +54,24 @@ def test_a_handshake_and_messages_survive_any_cut(make, size):
     assert (ready.routing_id, ready.socket_type) == (b"\0leading zero", b"DEALER")
     assert rest == messages
     assert pair.listening.held == 0
+
+
+SLOWEST_ROUND_TRIP_S = 2.0
+"""What a network may need whose buffers are full: then is when links break and are made again."""
+
+
+@both
+def test_a_handshake_over_the_slowest_network_has_time_enough(make):
+    pair, trips = make(), 0
+    machines = pair.listening, pair.dialing
+    while any(said := [b"".join(machine.to_send()) for machine in machines]):
+        trips += 1
+        for machine, heard in zip(machines, reversed(said), strict=True):
+            pair.give(machine, heard)
+
+    assert {machine.state for machine in machines} == {ProtocolState.TRAFFIC}
+    # One more, before the first: that the connection was taken has to be heard.
+    assert (1 + trips) * SLOWEST_ROUND_TRIP_S / 2 < BOUNDS.handshake_s
 
 
 @both

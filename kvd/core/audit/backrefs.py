@@ -6,7 +6,6 @@ Between two steps everything here is exact. It must not outlive the step in whic
 from __future__ import annotations
 
 from collections import Counter
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
@@ -25,57 +24,84 @@ if TYPE_CHECKING:
 class Backrefs:
     """The cross-references of one node at one moment. Each costs one pass, once."""
 
+    # Each is kept by hand: compiled, ``functools.cached_property`` is a plain property, which would
+    # count everything anew for every lease that a rule looks at.
     def __init__(self, node: NodeView) -> None:
         self._node = node
+        self._anchored: Counter[RadixNode | None] | None = None
+        self._needs: Needs | None = None
+        self._receives: dict[int, ReceivePart] | None = None
+        self._sends: dict[int, SendPart] | None = None
+        self._reads: Counter[int] | None = None
+        self._copies: Counter[int] | None = None
+        self._may_read_former: bool | None = None
+        self._queued: set[int] | None = None
 
-    @cached_property
+    @property
     def anchored(self) -> Counter[RadixNode | None]:
         """By tree node, the leases whose lock ends there."""
-        return Counter([lease.anchor for lease in self._node.leases.leases.values()])
+        if self._anchored is None:
+            leases = self._node.leases.leases.values()
+            self._anchored = Counter([lease.anchor for lease in leases])
+        return self._anchored
 
-    @cached_property
+    @property
     def needs(self) -> Needs:
         """For each component beside the first, by tree node, the leases that need what is there."""
-        return needs(self._node.leases)
+        if self._needs is None:
+            self._needs = needs(self._node.leases)
+        return self._needs
 
-    @cached_property
+    @property
     def receives(self) -> dict[int, ReceivePart]:
         """By lease id, the part whose pages it holds until the writer is over."""
-        parts = self._node.decoder.parts.values()
-        return {part.lease.id: part for part in parts if part.lease is not None}
+        if self._receives is None:
+            parts = self._node.decoder.parts.values()
+            self._receives = {part.lease.id: part for part in parts if part.lease is not None}
+        return self._receives
 
-    @cached_property
+    @property
     def sends(self) -> dict[int, SendPart]:
         """By send id, the parts that may still read their lease."""
-        return {part.id: part for part in self._node.prefiller.rooms.live()}
+        if self._sends is None:
+            self._sends = {part.id: part for part in self._node.prefiller.rooms.live()}
+        return self._sends
 
-    @cached_property
+    @property
     def reads(self) -> Counter[int]:
         """By lease id, the posts and the fetches under way that read its pages."""
-        found = Counter([one.lease.id for one in self._node.fetcher.copies.values()])
-        for part in self._node.prefiller.posts.parts.values():
-            if part.engine is not None:
-                found[part.engine.lease.id] += 1
-        return found
+        if self._reads is None:
+            found = Counter([copy.lease.id for copy in self._node.fetcher.copies.values()])
+            for part in self._node.prefiller.posts.parts.values():
+                if part.engine is not None:
+                    found[part.engine.lease.id] += 1
+            self._reads = found
+        return self._reads
 
-    @cached_property
+    @property
     def copies(self) -> Counter[int]:
         """By lease id, the copies to the saved area and back that are under way or still to be."""
-        retractor = self._node.retractor
-        # Those that wait for a process too: what they hold is held for a copy that is still to be
-        # ordered.
-        waiting = [*retractor.copies.leases(), *retractor.uncopied.values()]
-        return Counter([lease.id for lease in waiting])
+        if self._copies is None:
+            retractor = self._node.retractor
+            # Those that wait for a process too: what they hold is held for a copy that is still
+            # to be ordered.
+            waiting = [*retractor.copies.leases(), *retractor.uncopied.values()]
+            self._copies = Counter([lease.id for lease in waiting])
+        return self._copies
 
-    @cached_property
+    @property
     def may_read_former(self) -> bool:
         """Whether an engine may still read what it had before the restart."""
-        return self._node.former_leases.may_read()
+        if self._may_read_former is None:
+            self._may_read_former = self._node.former_leases.may_read()
+        return self._may_read_former
 
-    @cached_property
+    @property
     def queued(self) -> set[int]:
         """The waiters in the admission queue, by identity."""
-        return {id(waiter) for waiter in self._node.admission.queue}
+        if self._queued is None:
+            self._queued = {id(waiter) for waiter in self._node.admission.queue}
+        return self._queued
 
     def is_alive(self, session: int) -> bool:
         """Whether that session is open."""

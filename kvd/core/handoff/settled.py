@@ -5,7 +5,8 @@ What happens from SETTLED on, and what is remembered of every handoff that has a
 ``Settled`` means *I will never again write for this handoff*, so it is said only when no post is
 outstanding. It is repeated until the decode side says Closed, or is replaced by a newer
 incarnation, or has been silent for ``linger_s``; then a small tombstone stays, until the decode
-side's floor has passed its id.
+side's floor has passed its id. One that is heard answers each Settled that reaches it: messages
+that are lost must not end that, so it is asked ``PATIENCE`` times as long.
 
 What the prefill side remembers of one decode incarnation: its handoffs, in the order of ids.
 
@@ -82,6 +83,10 @@ class HandoffRecords:
 FOREVER = 2**63
 """Above every id."""
 
+PATIENCE = 4
+"""Who is heard, and never says Closed, is asked so many times as long as who is silent: a peer that
+means no good would be asked for ever."""
+
 GRACE_S = 2.0
 """At least so long ``finish`` waits for Closed, even where its deadline has passed already."""
 
@@ -113,6 +118,8 @@ class SettledSends:
         self.max_kept_bytes = max(MIN_KEPT_BYTES, KEPT_PROMPTS * longest)
         """Of the page ids of open Offers of one peer."""
         self.delivered = self.failed = 0
+        self.is_doubt_forgotten = False
+        """Whether bytes were in doubt of a handoff that nobody here knows any more."""
         self._settings = settings
         self._leases = leases
         self._peers = peers
@@ -273,11 +280,12 @@ class SettledSends:
         return part if is_committed else None
 
     def outlive_part(self, part: SendPart) -> None:
-        """Nobody will say Closed: a new process is there, or a silence of ``linger_s``."""
-        unknown = self._unknown(
-            "never said whether it committed: it restarted, or was silent for "
-            f"{self._settings.linger_s:.0f} s"
-        )
+        """Nobody will say Closed: a new process is there, or a silence, or it does not answer."""
+        limit_s = self._settings.linger_s
+        why = f"it restarted, or was silent for {limit_s:.0f} s"
+        if part.incarnation in self._peers.by_incarnation and self._silent_s(part) < limit_s:
+            why = f"it was heard, and did not answer for {PATIENCE * limit_s:.0f} s"
+        unknown = self._unknown(f"never said whether it committed: {why}")
         self._settled_to_closed(part, PrefillTrigger.OUTLIVED, "", part.ended or unknown)
 
     def _unknown(self, what: str) -> Refusal:
@@ -292,7 +300,7 @@ class SettledSends:
         now_s = self._out.at_s
         # A copy: who is outlived leaves.
         for part in list(self.settled.values()):
-            if part.linger_s <= now_s:
+            if part.linger_s <= now_s and self._is_in_vain(part):
                 self.outlive_part(part)
                 continue
             # Asked at every tick; the second time ``finish_call`` is None and nothing is answered.
@@ -302,6 +310,16 @@ class SettledSends:
                 )
             if part.resend_s <= now_s:
                 self.say_settled(part)
+
+    def _is_in_vain(self, part: SendPart) -> bool:
+        """Whether to ask no more; its time of silence is over since it settled."""
+        limit_s = self._settings.linger_s
+        asked_too_long = self._out.at_s >= part.linger_s + (PATIENCE - 1) * limit_s
+        return asked_too_long or self._silent_s(part) >= limit_s
+
+    def _silent_s(self, part: SendPart) -> float:
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        return float("inf") if peer is None else self._out.at_s - peer.heard_s
 
     def fold_tombstones(self, incarnation: str, floor: int = FOREVER) -> None:
         """Drop tombstones below the decode side's floor: they are never asked about again.
@@ -313,6 +331,18 @@ class SettledSends:
             records.fold(floor)
             if not records.parts:
                 del self.records[incarnation]
+
+    def forget_peer(self, incarnation: str) -> None:
+        """It has been silent for so long that nothing is kept of it; it may come back all the same.
+
+        Then it says Abort of what it still waits for, and nobody knows whether bytes were in doubt.
+        """
+        records = self.records.get(incarnation)
+        # One answer for all peers and for good: to remember whose and which they were is what
+        # cannot be kept. What it costs is that an Abort which overtakes its Offer waits for quiet.
+        if records is not None and any(part.in_doubt for part in records.parts.values()):
+            self.is_doubt_forgotten = True
+        self.fold_tombstones(incarnation)
 
     def floor(self, peer: Peer) -> int:
         """Handoff ids of this peer below it are closed here, and no Offer of them can come.
