@@ -8,6 +8,7 @@ from kvd.client.api import Connecting, FlushResult, Matched, Node, connect
 from kvd.client.arena import PageArena
 from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share, Taken, room_of
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
+from kvd.client.lease_key import LeaseKey
 from kvd.client.pending import PendingCall
 from kvd.client.pool import Pool
 from kvd.client.prompt import Prompt
@@ -35,6 +36,7 @@ __all__ = [
     "KeptRoom",
     "KvdError",
     "Lease",
+    "LeaseKey",
     "Matched",
     "Node",
     "Outcome",

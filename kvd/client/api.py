@@ -22,6 +22,7 @@ from kvd.client.device_event import handle_of
 from kvd.client.endpoint import client_endpoint
 from kvd.client.handoff import Receive, Send, keep_room, outcome, room_number
 from kvd.client.lease import Lease
+from kvd.client.lease_key import why_foreign, why_stale
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
 from kvd.client.port import Port, confused, within
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from kvd.client.attachment import Attachment
     from kvd.client.device_event import WhenWritten
     from kvd.client.handoff import KeptRoom, Outcome
+    from kvd.client.lease_key import LeaseKey
     from kvd.client.port import Channel
     from kvd.client.state import EventQueue, EventsLost
     from kvd.client.tokens import TokenIds
@@ -81,8 +83,8 @@ class Node:
     When the daemon ends, calls and handoffs under way end with ``unreachable``, and this object
     looks for the one that takes its place. If that has the same pool, everything goes on: mapped
     memory, leases of before (see ``Lease``), and new calls, which wait for it meanwhile. If it has
-    another, every call raises ``pool-changed``: connect anew. ``session``, ``token`` and
-    ``incarnation`` are those of now.
+    another, this node is over (``end``): every call raises ``pool-changed``, and no lease of it has
+    pages any more; connect anew. ``session``, ``token`` and ``incarnation`` are those of now.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Node:
         """Use ``connect`` or ``connect_sync``."""
         self._attachment = attachment
         self._port = Port(connection, channel, return_within_s)
-        self._pools = Pools(attachment)
+        self._pools = Pools(attachment, lambda: connection.end)
         self._is_subscribed = False
 
     @property
@@ -124,11 +126,53 @@ class Node:
         """Whether the daemon has ended and is not back yet, as far as has been noticed."""
         return self._port.connection.back is not None
 
+    @property
+    def end(self) -> KvdError | None:
+        """What every call raises from now on, as far as has been noticed; None while it is open.
+
+        The session is over then, for good, and with it each lease, receive, send and arena: their
+        page numbers are nobody's here. ``pool-changed``: the daemon is back with other memory, as
+        with a pool of the default backing after each restart; or what the daemon refuses this
+        session for. Close the node, connect anew, and map the pool again.
+        """
+        end = self._port.connection.end
+        return None if end is None else KvdError(end)
+
+    def check(self, key: LeaseKey) -> None:
+        """Refuse page numbers that are not this session's any more: for where they are copied.
+
+        It holds what ``key`` says against the session, the lease, and the pages that it has now, as
+        far as has been read; it asks nobody, and takes some microseconds.
+
+        Args:
+            key: ``Lease.key`` of when the numbers were read.
+
+        Raises:
+            KvdError: what ended the session; ``unknown-session`` or ``before-restart`` for a key of
+                another one or of another life of the daemon; ``unknown-lease`` for one that is
+                over; ``wrong-state`` where its pages have become others since.
+        """
+        connection = self._port.connection
+        if connection.end is not None:
+            raise KvdError(connection.end)
+        refusal = why_foreign(key, self._attachment.attached)
+        refusal = refusal or why_stale(key, connection.has_lease(key.lease))
+        if refusal is not None:
+            raise KvdError(refusal)
+
+    def owns(self, key: LeaseKey) -> bool:
+        """Whether ``check`` has nothing against it."""
+        try:
+            self.check(key)
+        except KvdError:
+            return False
+        return True
+
     def pool(self, name: str) -> Pool:
         """The pool of that name: what a page holds, and its memory.
 
         Raises:
-            KvdError: ``bad-request`` when there is none.
+            KvdError: ``bad-request`` when there is none; what ended the session, once it is over.
         """
         return self._pools.pool(name)
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvd.client.device_event import WhenWritten
     from kvd.client.handoff import Outcome
+    from kvd.client.lease_key import LeaseKey
     from kvd.client.pool import Pools
     from kvd.client.port import Port
     from kvd.client.prompt import Prompt
@@ -51,7 +52,6 @@ class PageArena:
         self._port = port
         self._pools = pools
         self._state = state
-        self._pages = state.pages
         self._lease = Lease(port, pools, state, PromptAddress(pools.match_page_tokens, ()))
 
     @property
@@ -61,13 +61,31 @@ class PageArena:
 
     @property
     def pages(self) -> NDArray[np.int32]:
-        """Its page ids, ``first_page`` and those behind it; read-only, int32, one dimension."""
-        return self._pages
+        """Its page ids, ``first_page`` and those behind it; read-only, int32, one dimension.
+
+        Raises:
+            KvdError: once they are not the engine's any more, as ``Lease.pages``: after ``close``,
+                when the session is over, when a daemon that is back has not kept them.
+        """
+        return self._lease.pages
+
+    @property
+    def key(self) -> LeaseKey:
+        """As ``Lease.key``.
+
+        Raises:
+            KvdError: as ``pages``.
+        """
+        return self._lease.key
 
     @property
     def first_page(self) -> int:
-        """The lowest of them: page ``i`` of the arena is page ``first_page + i`` of the pool."""
-        return int(self._pages[0])
+        """The lowest of them: page ``i`` of the arena is page ``first_page + i`` of the pool.
+
+        Raises:
+            KvdError: as ``pages``.
+        """
+        return int(self._lease.pages[0])
 
     @property
     def is_closed(self) -> bool:

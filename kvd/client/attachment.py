@@ -99,8 +99,7 @@ class Attachment:
             KvdError: ``bad-request`` when there is no such component or shard, or it has no bytes;
                 ``wrong-state`` after ``close``.
         """
-        if self._sock.fileno() < 0:
-            raise _failure(Code.WRONG_STATE, "this session was closed: map its memory before")
+        self.require_open()
         names = [(one.name, part.name, number) for one, part, number in _memories(self.attached)]
         for name, fd in zip(names, self._fds, strict=True):
             if name == (pool, component, shard):
@@ -109,6 +108,16 @@ class Attachment:
         which = f"shard {shard} of {pool}.{component}" if shard else f"{pool}.{component}"
         raise _failure(Code.BAD_REQUEST, f"{which} has no memory here; there is: {known or 'none'}")
 
+    def require_open(self) -> None:
+        """Refuse what needs the memory, or the right to its pages, once this process has left.
+
+        Raises:
+            KvdError: ``wrong-state`` after ``close``.
+        """
+        if self._sock.fileno() < 0:
+            why = "this session was closed: none of its pages is this process's; map memory before"
+            raise _failure(Code.WRONG_STATE, why)
+
     def on_device(self, pool: str, component: str, shard: int) -> DeviceMemory | None:
         """Where the memory lies of which no descriptor was passed; None for host memory."""
         wanted = pool, component, shard
@@ -116,6 +125,15 @@ class Attachment:
             if (one.pool, one.component, one.shard) == wanted:
                 return one
         return None
+
+    def has_hung_up(self) -> bool:
+        """Whether the daemon has, whoever else looks or reads; says nothing of why."""
+        fd = self._sock.fileno()
+        if fd < 0:
+            return True
+        look = select.poll()
+        look.register(fd, select.POLLRDHUP)
+        return bool(look.poll(0))
 
     def last_word(self) -> Refusal | None:
         """Why the daemon hung up; None while it has not, which takes 2 us to see at most."""

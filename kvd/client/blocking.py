@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 _DESCRIPTORS: Final = 4
 """Told of at once; a session has two, or one while the daemon is away."""
 
+CONNECT_WITHIN_S: Final = 0.5
+"""Waited at most, when a session is opened, for a handshake that takes a tenth of a millisecond."""
+
+MEET_WITHIN_S: Final = 0.005
+"""The same for a connection that was made again, once for each: by then a pump goes on with it."""
+
 _PUMP_TURNS: Final = 16
 """Of reading, at most, in one pump: a scheduler has a step to begin."""
 
@@ -96,12 +102,18 @@ class BlockingChannel:
         self._bell: SessionBell | None = None
         self._sockets = SessionSockets(endpoint, attachment, connection, name, self)
         self._sockets.open()
+        self._sockets.meet(CONNECT_WITHIN_S)
 
     # ---- as Channel ------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Send what the connection has queued; what the kernel does not take now is sent later."""
+        """Send what the connection has queued; what the kernel does not take now is sent later.
+
+        Nobody may pump for a while, so where the connection is a new one, or has broken since it
+        was read, this has the message leave all the same, within ``MEET_WITHIN_S``.
+        """
         self._sockets.flush()
+        self._sockets.mend(MEET_WITHIN_S)
 
     async def wait(self, slot: Slot[Any], within_s: float) -> None:
         """Say what the verb waits for; it goes on once ``slot`` is filled or the time is up."""

@@ -23,7 +23,8 @@ The daemon may end, and be back later in another life, which knows no call and n
 
 ``lost`` ends every call and every handoff, and leaves the leases to their engine: their pages stay
 its own, and ``unreleased`` names them to the daemon that is back. Their release is all that is
-possible then; while the daemon is away it takes effect by not being named.
+possible then; while the daemon is away it takes effect by not being named. ``fail_all`` ends the
+leases too: nobody keeps their pages for this engine any more.
 
 Invariants: each call is answered or failed at most once; a lease that the daemon granted is either
 in the hands of the caller, or its release is on the way; call numbers never repeat, in no life; no
@@ -249,6 +250,9 @@ class Connection:
             return
         self._end, self._away = refusal, None
         self._fail(refusal)
+        leases, self._leases = self._leases, {}
+        for lease in leases.values():
+            lease.over = refusal
         for queue in self._readers:
             queue.close(refusal)
         self._wake()
@@ -289,6 +293,10 @@ class Connection:
         lease.is_released = True
         was_kept = self._leases.pop(lease.number, None) is not None
         return was_kept and self._end is None and self._away is None
+
+    def has_lease(self, number: int) -> LeaseView | None:
+        """The lease of that number whose pages are this engine's, or are kept for it."""
+        return self._leases.get(number)
 
     def _fail(self, refusal: Refusal) -> None:
         """Every call and every handoff ends; a release has no less effect by being lost."""

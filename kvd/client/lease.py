@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvd.client.device_event import WhenWritten
+    from kvd.client.lease_key import LeaseKey
     from kvd.client.pool import Pools
     from kvd.client.port import Port
     from kvd.client.prompt_address import PromptAddress
@@ -68,6 +69,10 @@ class Lease:
     When the daemon is restarted, a lease of before keeps its pages for this engine, which may go on
     reading and writing them; ``release`` is all that can be asked for it then. Everything else
     raises ``before-restart``.
+
+    Once the session is over, or the daemon that is back has not kept the lease, its pages may be
+    another engine's: ``pages``, ``pages_of`` and ``key`` raise from then on. An array that they
+    gave before cannot be taken back, so read them anew for each use and keep none.
     """
 
     def __init__(self, port: Port, pools: Pools, state: LeaseView, prompt: PromptAddress) -> None:
@@ -123,10 +128,25 @@ class Lease:
 
         Raises:
             KvdError: ``unknown-lease`` after the release, ``wrong-state`` while it is retracted:
-                the pages are someone else's now.
+                the pages are someone else's now. ``before-restart`` where the daemon that is back
+                has not kept it; what ended the session once that is over: ``pool-changed``,
+                ``unknown-session``, ``client-gone``, or ``unreachable`` after ``Node.close``.
         """
         self._check_runs()
         return self._state.pages
+
+    @property
+    def key(self) -> LeaseKey:
+        """Of which session, life and lease ``pages`` are now: for an order to copy from or to them.
+
+        Send it with the page numbers, and have ``Worker.check`` or ``Node.check`` look at it where
+        the copy is made.
+
+        Raises:
+            KvdError: as ``pages``.
+        """
+        self._check_runs()
+        return self._pools.key_of(self.id, self._state.version)
 
     def pages_of(self, component: str) -> NDArray[np.int32]:
         """Page ids of one component: int32, one dimension, read-only; 0 means no page.
@@ -375,7 +395,8 @@ class Lease:
         Args:
             new_tokens: commit first: the known tokens and these; ``()`` for none beyond the known.
                 Left out: nothing is committed but whole pages of what was said to be ``written``.
-                A lease of before the daemon's restart commits nothing.
+                A lease of before the daemon's restart, or of a session that is over, commits
+                nothing.
             upto_tokens: commit first, and no further than this; as in ``commit``.
             keys: commit first: the known pages and those of these keys.
 
@@ -383,7 +404,7 @@ class Lease:
             KvdError: as ``commit``; then it is not released.
         """
         self._port.look()
-        if self._state.lost is not None:
+        if self._state.lost is not None or self._state.over is not None:
             await self._release_lost()
             return
         call = self._port.connection.next_call()
@@ -411,7 +432,13 @@ class Lease:
                 raise
 
     def _check_runs(self) -> None:
-        """Refuse what only a lease with pages can do."""
+        """Refuse what only a lease with pages can do.
+
+        What has come is not looked at here: no daemon gives pages of a lease away before this
+        process has come back to it, has left, or is dead.
+        """
+        if self._state.over is not None:
+            raise KvdError(_over(self.id, self._state.over))
         if self._state.is_released:
             raise KvdError(
                 Refusal(
@@ -452,6 +479,18 @@ class Lease:
                     side="client",
                 )
             )
+
+
+def _over(lease: int, why: Refusal) -> Refusal:
+    """Of a lease whose session has ended, whatever it was before."""
+    return msgspec.structs.replace(
+        why,
+        message=(
+            f"the session of lease {lease} is over, so its pages may be another engine's by now: "
+            f"{why.message}"
+        ),
+        numbers={**why.numbers, "lease": lease},
+    )
 
 
 def _no_row(lease: int, component: str, n_rows: int) -> KvdError:

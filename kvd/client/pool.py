@@ -9,16 +9,20 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from kvd.client.device_mapping import DeviceMapping
+from kvd.client.lease_key import key_of
 from kvd.client.mapping import Mapping
 from kvd.client.rows import Along, ComponentRow
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     import torch
     from numpy.typing import NDArray
 
     from kvd.client.attachment import Attachment
+    from kvd.client.lease_key import LeaseKey
     from kvd.wire.memory import ComponentMemory, PoolMemory, ShardPlace, TensorPlace
 
 
@@ -28,9 +32,13 @@ WHOLE = "whole"
 class Pool:
     """One pool. ``memory`` says what a page holds and where; views are the memory itself."""
 
-    def __init__(self, memory: PoolMemory, attachment: Attachment) -> None:
+    def __init__(
+        self, memory: PoolMemory, attachment: Attachment, end: Callable[[], Refusal | None]
+    ) -> None:
+        """``end``: why the session is over, once it is."""
         self.memory = memory
         self._attachment = attachment
+        self._end = end
         self._mappings: dict[tuple[str, int], Mapping | DeviceMapping] = {}
         """By component and shard."""
 
@@ -107,7 +115,7 @@ class Pool:
 
         Raises:
             KvdError: ``bad-request`` when there is no such layer, ``not-supported`` when the
-                component has no bytes.
+                component has no bytes. As ``view``.
         """
         return self.view(self.memory.components[0].name, layer=layer)
 
@@ -122,7 +130,9 @@ class Pool:
 
         Raises:
             KvdError: ``bad-request`` when there is no such component, layer or shard,
-                ``not-supported`` when the component has no bytes: the message says why.
+                ``not-supported`` when the component has no bytes: the message says why. What ended
+                the session, once it is over: no page of the pool is this process's then. Views of
+                before stay mapped, for whoever looks at them, and are not to be written.
         """
         return tuple(self.tensors(component, layer=layer, shard=shard).values())
 
@@ -163,6 +173,10 @@ class Pool:
         self, component: str, layer: int, shard: int
     ) -> tuple[Mapping | DeviceMapping, list[TensorPlace], int]:
         """Where the tensors of a layer lie, in what, and in how many pages."""
+        self._attachment.require_open()
+        end = self._end()
+        if end is not None:
+            raise KvdError(end)
         part = self.component(component)
         if not part.total_bytes:
             raise self._has_no_bytes(part)
@@ -210,15 +224,27 @@ class Pool:
 class Pools:
     """Every pool of one attachment."""
 
-    def __init__(self, attachment: Attachment) -> None:
-        self._pools = {one.name: Pool(one, attachment) for one in attachment.attached.pools}
+    def __init__(
+        self, attachment: Attachment, end: Callable[[], Refusal | None] = lambda: None
+    ) -> None:
+        """``end``: why the session is over, once it is."""
+        self._attachment = attachment
+        self._end = end
+        self._pools = {one.name: Pool(one, attachment, end) for one in attachment.attached.pools}
+
+    def key_of(self, lease: int, version: int) -> LeaseKey:
+        """The key of a lease, with the session and the life of the daemon that are now."""
+        return key_of(self._attachment.attached, lease, version)
 
     def pool(self, name: str) -> Pool:
         """The pool of that name.
 
         Raises:
-            KvdError: ``bad-request`` when there is none.
+            KvdError: ``bad-request`` when there is none; what ended the session, once it is over.
         """
+        end = self._end()
+        if end is not None:
+            raise KvdError(end)
         if name not in self._pools:
             raise _none(f"there is no pool {name!r}; there is {', '.join(self._pools) or 'none'}")
         return self._pools[name]

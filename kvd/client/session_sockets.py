@@ -1,7 +1,8 @@
 """The two sockets of a session and the way back to a daemon that has ended, in steps.
 
 What lives here: what to do when something has come, when the daemon has hung up, and when a time is
-there. What must not: waiting. A ``Watcher`` does that, which is an event loop or a blocking thread.
+there. What must not: waiting, but for a handshake of ``meet``. A ``Watcher`` does that, which is an
+event loop or a blocking thread.
 
 Theory of operation. The attach socket says whether the daemon lives, the client stream is only how
 it is spoken to. So where the stream breaks alone, it is dialed again; what the daemon cannot have
@@ -18,6 +19,8 @@ and is read before its calls are given up.
 
 from __future__ import annotations
 
+import select
+import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvd.client.endpoint import attach_path, socket_path
@@ -94,6 +97,8 @@ class SessionSockets:
         self._lost_calls: set[int] = set()
         self._is_writing_watched = False
         self._is_closed = False
+        self._may_meet = False
+        """Whether nobody has waited for the handshake of this connection."""
         self.stream = self._new_stream()
 
     def open(self) -> None:
@@ -137,6 +142,39 @@ class SessionSockets:
             self.write()
         else:
             self._watcher.write_soon()
+
+    def mend(self, within_s: float) -> None:
+        """Have what waits leave now, as far as it can; for a watcher that reads now and then only.
+
+        It would find out the next time that the stream has broken, or that the handshake is over.
+        ``within_s``: for a handshake, once for each connection.
+        """
+        stream = self.stream
+        if not stream.has_waiting or self._way is not None:
+            return
+        if stream.is_blocked:
+            self.write()
+        if stream.is_deaf:
+            self.read()
+        if self.stream.fileno() < 0 and self._way is None and self._connection.end is None:
+            self._dial()
+        self.meet(within_s)
+
+    def meet(self, within_s: float) -> None:
+        """Wait for a handshake under way, unless that was done for this connection before."""
+        end_s = time.monotonic() + within_s
+        ready = select.poll()
+        while self._may_meet and not self.stream.is_met and self.stream.fileno() >= 0:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                break
+            ready.register(self.stream.fileno(), select.POLLIN)
+            fd = self.stream.fileno()
+            ready.poll(left_s * 1000)
+            ready.unregister(fd)
+            self.read()
+            self.write()
+        self._may_meet = False
 
     def write(self) -> None:
         """Write what the kernel takes; the rest when it takes more."""
@@ -219,6 +257,7 @@ class SessionSockets:
 
     def _dial(self) -> None:
         if self.stream.dial():
+            self._may_meet = True
             self._watcher.watch(self.stream.fileno(), self.read)
             self.write()
         else:

@@ -87,19 +87,29 @@ class LeaseView:
         self.lost: Refusal | None = None
         self.condemned: Refusal | None = None
         """The daemon found it broken: its pages are not to be used any more."""
+        self.over: Refusal | None = None
+        """Why its session is: then its pages are nobody's here, whatever the daemon keeps."""
         self.is_kept = True
         self.is_row_known = True
+        self.version = 0
+        """Grows when pages that it had become others, so that numbers of before are wrong."""
         self._pages = pages
         self._beside = beside
 
     def replace(self, first: int, pages: bytes, beside: tuple[bytes, ...]) -> None:
         """The daemon's row from page index ``first`` on; the rows ``beside`` are whole."""
-        self._pages = self._pages[: first * ID_BYTES] + pages
+        former, former_beside = self._pages, self._beside
+        self._pages = former[: first * ID_BYTES] + pages
         self._beside = beside
+        if not self._pages.startswith(former) or any(
+            not now.startswith(before) for before, now in zip(former_beside, beside, strict=False)
+        ):
+            self.version += 1
 
     def retracted(self) -> None:
         """The daemon has taken the pages back."""
         self.is_retracted = True
+        self.version += 1
         self._pages = b""
         self._beside = ()
 
@@ -108,6 +118,7 @@ class LeaseView:
     ) -> None:
         """It has pages again."""
         self.is_retracted = False
+        self.version += 1
         self.prefix_tokens = prefix_tokens
         self.kv_tokens = kv_tokens
         self._pages = pages

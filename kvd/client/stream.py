@@ -64,7 +64,7 @@ class ClientStream:
         self._unsent: deque[WaitingMessage] = deque()
         self._unsent_bytes = 0
         self._written = 0
-        self._is_deaf = False
+        self.is_deaf = False
         """Whether the other side reads no more; what it said before may still be here."""
         self.is_met = False
         """Whether the handshake is over."""
@@ -88,7 +88,7 @@ class ClientStream:
         self._own.clear()
         self._written = 0
         self._unsent_bytes = sum(message.n_bytes for message in self._unsent)
-        self.is_met = self.is_blocked = self.is_left = self._is_deaf = False
+        self.is_met = self.is_blocked = self.is_left = self.is_deaf = False
         self.fault = None
         self._say_own()
         return True
@@ -117,6 +117,11 @@ class ClientStream:
         """Of all messages that wait."""
         return self._unsent_bytes
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether messages wait, be it for the handshake."""
+        return bool(self._unsent)
+
     def unsent_calls(self) -> set[int]:
         """Whose messages the other side cannot have read."""
         return {message.call for message in self._unsent}
@@ -133,7 +138,7 @@ class ClientStream:
         """Write what the kernel takes."""
         sock = self._sock
         queue = self._unsent if self.is_met else self._own
-        if sock is None or self._is_deaf:
+        if sock is None or self.is_deaf:
             return
         self.is_blocked = False
         try:
@@ -153,7 +158,7 @@ class ClientStream:
             self.is_blocked = True
         except OSError:
             # Not the end yet: what the other side said before it hung up is still to be read.
-            self._is_deaf = True
+            self.is_deaf = True
 
     def _is_full(self) -> bool:
         return len(self._unsent) >= BACKLOG_MESSAGES or self._unsent_bytes > BACKLOG_BYTES

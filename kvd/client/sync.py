@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvd.client.device_event import WhenWritten
     from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
+    from kvd.client.lease_key import LeaseKey
     from kvd.client.pending import CallDriver
     from kvd.client.pool import Pool
     from kvd.client.prompt import Prompt
@@ -91,6 +92,11 @@ class SyncLease:
     def pages(self) -> NDArray[np.int32]:
         """As ``Lease.pages``."""
         return self.wrapped.pages
+
+    @property
+    def key(self) -> LeaseKey:
+        """As ``Lease.key``."""
+        return self.wrapped.key
 
     def pages_of(self, component: str) -> NDArray[np.int32]:
         """As ``Lease.pages_of``."""
@@ -359,6 +365,11 @@ class SyncArena:
         return self.wrapped.pages
 
     @property
+    def key(self) -> LeaseKey:
+        """As ``PageArena.key``."""
+        return self.wrapped.key
+
+    @property
     def first_page(self) -> int:
         """As ``PageArena.first_page``."""
         return self.wrapped.first_page
@@ -519,6 +530,19 @@ class SyncNode:
     def is_away(self) -> bool:
         """As ``Node.is_away``."""
         return self.wrapped.is_away
+
+    @property
+    def end(self) -> KvdError | None:
+        """As ``Node.end``."""
+        return self.wrapped.end
+
+    def check(self, key: LeaseKey) -> None:
+        """As ``Node.check``."""
+        self.wrapped.check(key)
+
+    def owns(self, key: LeaseKey) -> bool:
+        """As ``Node.owns``."""
+        return self.wrapped.owns(key)
 
     def __enter__(self) -> SyncNode:
         return self

@@ -21,6 +21,7 @@ from kvd.client import blocking
 from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import attach_path, client_endpoint
+from kvd.client.lease_key import why_foreign
 from kvd.client.pool import Pools
 from kvd.client.rank_words import RankWords
 from kvd.client.returning import WayBack
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from kvd.client.attachment import Attachment
     from kvd.client.device_event import WhenWritten
+    from kvd.client.lease_key import LeaseKey
     from kvd.client.pool import Pool
     from kvd.client.rank_words import PendingWord
 
@@ -53,7 +55,7 @@ class Worker:
         self._path = path
         self._rank = rank
         self._ranks = ranks
-        self._pools = Pools(attachment)
+        self._pools = Pools(attachment, lambda: self.end)
         self._words = RankWords(attachment)
         self._events: deque[WhenWritten] = deque(maxlen=EVENTS_KEPT)
         self._closing = threading.Event()
@@ -76,6 +78,44 @@ class Worker:
     def session(self) -> int:
         """The number of the session that it has joined, as tables and events show it."""
         return self._attachment.attached.session
+
+    @property
+    def incarnation(self) -> str:
+        """The life of the daemon that this process is attached to; another one after a restart."""
+        return self._attachment.attached.incarnation
+
+    def check(self, key: LeaseKey) -> None:
+        """Refuse an order that is not of this process' session as it is now: right before the copy.
+
+        Page numbers outlive what they are numbers of: an order may come late, after the daemon was
+        restarted, or after this process has joined another session. This asks nobody, and takes a
+        few microseconds. Whether the lease lives is for the process that opened it to see to: it
+        releases none before the copies that it has ordered are done.
+
+        Args:
+            key: ``Lease.key``, read with the page numbers.
+
+        Raises:
+            KvdError: what ended the session; ``unknown-session`` for a key of another one;
+                ``before-restart`` for one of another life of the daemon; ``unreachable``, which is
+                retryable, while the daemon is away or this process is not back in its session yet.
+        """
+        if self.end is not None:
+            raise KvdError(self.end)
+        attached = self._attachment.attached
+        if self._attachment.has_hung_up():
+            raise KvdError(_not_back(attached.node))
+        refusal = why_foreign(key, attached)
+        if refusal is not None:
+            raise KvdError(refusal)
+
+    def owns(self, key: LeaseKey) -> bool:
+        """Whether ``check`` has nothing against it."""
+        try:
+            self.check(key)
+        except KvdError:
+            return False
+        return True
 
     def written(
         self, lease_id: int, upto_tokens: int, *, after: WhenWritten | bytes | None = None
@@ -119,6 +159,7 @@ class Worker:
         if self._closing.is_set():
             return
         self._closing.set()
+        self.end = self.end or _CLOSED
         os.eventfd_write(self._bell, 1)
         self._thread.join()
         self._words.closed(_CLOSED)
@@ -180,6 +221,15 @@ class Worker:
         found = ready.poll(None if within_s is None else within_s * 1000)
         if any(one == self._bell for one, _ in found) and not self._closing.is_set():
             os.eventfd_read(self._bell)
+
+
+def _not_back(node: str) -> Refusal:
+    return Refusal(
+        Code.UNREACHABLE,
+        f"{node} has ended or was restarted, and this process is not back in its session yet: "
+        "whose pages these are is not known here, so nothing is copied; order it anew",
+        side="client",
+    )
 
 
 _CLOSED: Final = Refusal(Code.UNREACHABLE, "this worker was closed: join again", side="client")

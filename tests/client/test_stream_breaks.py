@@ -14,6 +14,7 @@ import pytest
 
 import kvd.client
 from kvd.client import KvdError
+from kvd.client.sync import MISS
 from kvd.types import pack_ids
 from kvd.wire import client as wire
 
@@ -176,3 +177,51 @@ def test_more_than_the_kernel_takes_is_sent_by_a_thread_that_only_pumps(daemon: 
             assert time.monotonic() < end_s
 
         assert [call.result().tokens for call in calls] == [8] * 12
+
+
+# ---- begun, and nobody pumps ---------------------------------------------------------------------
+
+
+def until_asked(daemon: Daemon, kind: type, times: int = 1) -> None:
+    end_s = time.monotonic() + 5
+    while len(daemon.asked(kind)) < times:
+        assert time.monotonic() < end_s, f"{times} of {kind.__name__} did not come"
+        time.sleep(0.002)
+
+
+def test_the_first_begun_call_leaves_when_it_is_begun(daemon: Daemon) -> None:
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        node.begin_lease([1])
+        until_asked(daemon, wire.OpenLease)
+
+
+def test_the_first_begun_call_leaves_after_a_restart_too(daemon: Daemon) -> None:
+    daemon.script = script
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0", on_unreachable="miss") as node:
+        for life in (1, 2, 3):
+            node.begin_lease([1])
+            until_asked(daemon, wire.OpenLease, life)
+            daemon.hang_up()
+            daemon.restart()
+            end_s = time.monotonic() + 5
+            # Asking notices that it is away, and then that it is back; nothing is pumped.
+            while node.match([1]) == MISS or node.is_away:
+                assert time.monotonic() < end_s
+
+
+def test_a_begun_call_leaves_though_the_stream_has_broken_since(daemon: Daemon) -> None:
+    daemon.script = script
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        node.match([1])
+        daemon.break_stream()
+        daemon.listen_again()
+        node.begin_lease([1])
+        until_asked(daemon, wire.OpenLease)
+
+
+def test_a_begun_call_waits_for_no_daemon_that_takes_no_connection(deaf: Daemon) -> None:
+    with kvd.client.connect_sync(deaf.endpoint, name="decode-0") as node:
+        began_s = time.monotonic()
+        calls = [node.begin_match([number]) for number in range(100)]
+        assert time.monotonic() - began_s < 0.1
+        assert not any(call.is_done for call in calls)
