@@ -25,11 +25,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd.client import KvdError, connect_sync
 from kvd.connectors.vllm.identity import (
-    Indescribable,
-    Packing,
+    BlockPacking,
     adapter_rules,
     agreed,
-    digest_of,
     identity_of,
     packing_of,
 )
@@ -76,7 +74,7 @@ class KvdMetadata(KVConnectorMetadata):
 class KvdWorkerMetadata(KVConnectorWorkerMetadata):
     """What the workers have saved, of several ranks the least; and how they pack, said once."""
 
-    def __init__(self, report: StepReport, packings: tuple[Packing, ...] = ()) -> None:
+    def __init__(self, report: StepReport, packings: tuple[BlockPacking, ...] = ()) -> None:
         self.report = report
         self.packings = packings
 
@@ -91,7 +89,7 @@ class KvdWorkerMetadata(KVConnectorWorkerMetadata):
 class KvdHandshake(KVConnectorHandshakeMetadata):
     """How a worker packs blocks, for the scheduler's half, before there are requests."""
 
-    def __init__(self, packing: Packing) -> None:
+    def __init__(self, packing: BlockPacking) -> None:
         self.packing = packing
 
 
@@ -111,7 +109,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = vllm_config
         self._block_spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         block_size = self._block_spec.block_size
-        self._packing: Packing | None = None
+        self._packing: BlockPacking | None = None
         """How this worker packs, until the scheduler's half has heard of it."""
         self._is_named = False
         self._manager: KVCacheManager | None = None
@@ -119,9 +117,10 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._since_ns = process_began_ns()
-            self._rules = _rules_of(vllm_config)
             self._adapters = Adapters(
-                since_ns=self._since_ns, by_path=self._options.adapters == "path"
+                since_ns=self._since_ns,
+                rules=adapter_rules(vllm_config.lora_config),
+                by_path=self._options.adapters == "path",
             )
             self._scheduler = SchedulerHalf(
                 self._options,
@@ -175,11 +174,11 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _adapter(self, request: LoRARequest) -> str | None:
         """What its adapter is known by; None: its requests are neither cached nor looked up."""
-        known = self._adapters.known_as(request) if self._rules else None
+        known = self._adapters.known_as(request)
         while self._adapters.flaws:
             name, flaw = self._adapters.flaws.popitem()
             logger.warning("kvd does not cache what LoRA adapter %s computes: %s", name, flaw)
-        return f"{known}-{self._rules}" if known else None
+        return known
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -187,7 +186,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """How the workers pack; behind a connector of several this may be another one's."""
         self._name([told.packing for told in metadata.values() if isinstance(told, KvdHandshake)])
 
-    def _name(self, packings: list[Packing]) -> None:
+    def _name(self, packings: list[BlockPacking]) -> None:
         """Everything that decides what the engine's KV is of is known now."""
         packing = agreed(packings)
         if self._is_named or packing is None:
@@ -399,25 +398,16 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _rules_of(config: VllmConfig) -> str:
-    """What the engine makes of an adapter beside its weights; empty: nobody can say."""
-    try:
-        rules = adapter_rules(config.lora_config)
-    except Indescribable as error:
-        logger.warning("kvd caches nothing of LoRA adapters: %s", error)
-        return ""
-    return digest_of(rules)[:8] if rules else ""
-
-
 def _snapshot(name: str, revision: str | None, directory: str | None) -> str | None:
     """Where the cache of the Hugging Face hub has a repository; None: it has not."""
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - who has weights by path needs none
-
     try:
-        found: str = snapshot_download(
+        # As vLLM has found it itself; other versions do that elsewhere.
+        from vllm.transformers_utils.repo_utils import hf_api  # noqa: PLC0415
+
+        found: str = hf_api().snapshot_download(
             name, revision=revision, cache_dir=directory, local_files_only=True
         )
-    except (OSError, ValueError):
+    except (ImportError, OSError, ValueError):
         return None
     return found
 

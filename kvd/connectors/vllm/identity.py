@@ -41,7 +41,14 @@ SCHEME: Final = 1
 MEMBER: Final = "#"
 """Between a family and what tells its members apart."""
 
-MOST: Final = {"partition": 24, "model": 40, "revision": 10, "dtype": 8, "kv": 8}
+MOST: Final = {
+    "partition": 24,
+    "model": 40,
+    "revision": 10,
+    "dtype": 8,
+    "kv": 8,
+    "adapter": 16 + 1 + DIGEST_CHARS,
+}
 """Characters of what can be read in a name; the digest tells apart what was cut."""
 
 PLAIN: Final = re.compile(r"[^A-Za-z0-9._+-]+")
@@ -166,7 +173,7 @@ class Indescribable(TypeError):
     """There is no text that two equal values of this type both have."""
 
 
-class Packing(msgspec.Struct, frozen=True):
+class BlockPacking(msgspec.Struct, frozen=True):
     """How the workers pack a block, as they have found it in their layers.
 
     ``tag`` is for ``[pool] tag``. ``details``: what else decides the bytes, such as scales.
@@ -176,7 +183,7 @@ class Packing(msgspec.Struct, frozen=True):
     details: dict[str, str] = {}
 
 
-class Identity(msgspec.Struct, frozen=True):
+class EngineIdentity(msgspec.Struct, frozen=True):
     """Of an engine. ``alone``: why nobody else has its name, not even itself once restarted."""
 
     namespace: str
@@ -275,14 +282,14 @@ def attribute(value: Any, name: str) -> Any:
 def identity_of(
     config: Any,
     options: VllmOptions,
-    packing: Packing,
+    packing: BlockPacking,
     *,
     block_spec: object,
     version: str,
     since_ns: int,
     environment: Mapping[str, str],
     snapshot: Callable[[str, str | None, str | None], str | None],
-) -> Identity:
+) -> EngineIdentity:
     """What its KV is of.
 
     Args:
@@ -296,7 +303,7 @@ def identity_of(
         snapshot: where the hub's cache has a repository, by name, revision and cache directory;
             None: it has not.
     """
-    model, cache = config.model_config, config.cache_config
+    model = config.model_config
     gathered = _Parts()
 
     def files_of(model: Any, load: Any) -> str:
@@ -305,35 +312,37 @@ def identity_of(
     gathered.add("scheme", lambda: SCHEME)
     gathered.add("engine", lambda: f"vllm {series_of(version)}")
     gathered.add("namespace", lambda: options.namespace)
-    gathered.add("model", lambda: model_name(model))
     gathered.add("weights", lambda: files_of(model, config.load_config))
-    gathered.add("load", lambda: described(config.load_config, apart=LOAD_APART))
-    gathered.add("dtype", lambda: str(model.dtype))
-    gathered.add("config", lambda: described(model.hf_config))
-    gathered.add("text_config", lambda: described(model.hf_text_config))
-    gathered.add(
-        "quantization",
-        lambda: [model.quantization, described(model.quantization_config)],
-    )
-    gathered.add("model_options", lambda: described(model, apart=MODEL_APART))
-    gathered.add("multimodal", lambda: _multimodal(model.multimodal_config, since_ns))
-    gathered.add("kv_cache", lambda: described(cache, apart=CACHE_APART))
-    gathered.add("attention", lambda: described(config.attention_config))
-    gathered.add(
-        "context_parallel",
-        lambda: [attribute(config.parallel_config, name) for name in CONTEXT],
-    )
     gathered.add("draft", lambda: _draft(config, files_of))
-    gathered.add("further", lambda: [described(attribute(config, name)) for name in FURTHER])
+    gathered.add("multimodal", lambda: _multimodal(model.multimodal_config, since_ns))
     gathered.add(
         "environment", lambda: {n: environment[n] for n in ENVIRONMENT if n in environment}
     )
     gathered.add("blocks", lambda: described(block_spec, apart=BLOCK_APART))
     gathered.add("packing", lambda: packing.tag)
     gathered.add("packing_details", lambda: packing.details)
-    readable = _readable(model, cache, options)
+    _add_configuration(gathered, config)
     total = digest_of(json.dumps(gathered.found, sort_keys=True))
-    return Identity(f"{readable}:{total}", gathered.found, tuple(gathered.alone))
+    readable = _readable(model, config.cache_config, options)
+    return EngineIdentity(f"{readable}:{total}", gathered.found, tuple(gathered.alone))
+
+
+def _add_configuration(gathered: _Parts, config: Any) -> None:
+    """What the user, and the files of the model, have set."""
+    model = config.model_config
+    gathered.add("model", lambda: model_name(model))
+    gathered.add("dtype", lambda: str(model.dtype))
+    gathered.add("config", lambda: described(model.hf_config))
+    gathered.add("text_config", lambda: described(model.hf_text_config))
+    gathered.add("quantization", lambda: [model.quantization, described(model.quantization_config)])
+    gathered.add("model_options", lambda: described(model, apart=MODEL_APART))
+    gathered.add("load", lambda: described(config.load_config, apart=LOAD_APART))
+    gathered.add("kv_cache", lambda: described(config.cache_config, apart=CACHE_APART))
+    gathered.add("attention", lambda: described(attribute(config, "attention_config")))
+    gathered.add(
+        "context_parallel", lambda: [attribute(config.parallel_config, name) for name in CONTEXT]
+    )
+    gathered.add("further", lambda: [described(attribute(config, name)) for name in FURTHER])
 
 
 class _Parts:
@@ -346,7 +355,7 @@ class _Parts:
     def add(self, name: str, make: Callable[[], object]) -> None:
         try:
             part = make()
-        except (Indescribable, UnknownWeights) as error:
+        except (UnknownWeights, TypeError, ValueError) as error:
             self.alone.append(f"{name}: {error}")
             part = f"unknown {secrets.token_hex(8)}"
         self.found[name] = json.dumps(part, sort_keys=True)
@@ -453,14 +462,10 @@ def _draft(config: Any, files_of: Callable[[Any, Any], str]) -> object:
 
 
 def adapter_rules(lora_config: Any) -> str:
-    """What an engine makes of every adapter, as text; empty where it takes none.
-
-    Raises:
-        Indescribable: as ``described``.
-    """
-    if lora_config is None:
-        return ""
-    return json.dumps(described(lora_config, apart=LORA_APART), sort_keys=True)
+    """What an engine makes of every adapter; what cannot be described is its alone."""
+    gathered = _Parts()
+    gathered.add("lora", lambda: described(lora_config, apart=LORA_APART))
+    return gathered.found["lora"]
 
 
 def namespace_of(family: str, adapter: str | None, salt: str | None) -> str:
@@ -473,7 +478,10 @@ def namespace_of(family: str, adapter: str | None, salt: str | None) -> str:
     """
     members = []
     if adapter:
-        members.append(f"lora={plain(adapter, 2 * DIGEST_CHARS)}")
+        name = plain(adapter, MOST["adapter"])
+        if name != adapter:
+            name = f"{name[: -DIGEST_CHARS - 1]}-{digest_of(adapter)}"
+        members.append(f"lora={name}")
     if salt:
         members.append(f"salt={digest_of(salt)}")
     return f"{family}{MEMBER}{';'.join(members)}" if members else family
@@ -489,7 +497,7 @@ def packing_of(
     version: str,
     layout: str | None,
     cache_dtype: str,
-) -> Packing:
+) -> BlockPacking:
     """How this worker packs a block.
 
     Args:
@@ -509,7 +517,7 @@ def packing_of(
         "n_layers": str(len(layers)),
         "scales": digest_of(json.dumps(scales, sort_keys=True)),
     }
-    return Packing(" ".join(words), details)
+    return BlockPacking(" ".join(words), details)
 
 
 def _kernel(layer: Any) -> str:
@@ -528,7 +536,7 @@ def _scales(layer: Any) -> list[list[float]]:
     return found
 
 
-def agreed(packings: Iterable[Packing]) -> Packing | None:
+def agreed(packings: Iterable[BlockPacking]) -> BlockPacking | None:
     """What all ranks say; None: they pack differently, or there is none."""
     found = list(packings)
     return found[0] if found and all(one.tag == found[0].tag for one in found) else None

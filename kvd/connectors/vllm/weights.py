@@ -56,6 +56,9 @@ DIGEST_CHARS: Final = 24
 ADAPTER_WAIT_S: Final = 0.25
 """So long the first request with an adapter waits for its digest; reading goes on behind it."""
 
+MAX_ADAPTER_NAME: Final = 16
+"""Characters of an adapter's name in that of its namespace; its digest tells it from others."""
+
 MAX_ADAPTERS: Final = 4096
 """Those of an engine that are remembered; further ones are not cached."""
 
@@ -65,10 +68,7 @@ class UnknownWeights(Exception):
 
 
 class WeightFiles(msgspec.Struct, frozen=True):
-    """What is known of the files at one path.
-
-    ``by`` says how: ``content``, all of them; ``pieces``, with the times of their last change.
-    """
+    """What is known of the files at one path, and by what: by their content, or by pieces of it."""
 
     digest: str
     by: str
@@ -96,12 +96,13 @@ class _File(msgspec.Struct, frozen=True):
         return self.blob if len(self.blob) == 64 else ""
 
 
-def weight_files(path: Path, *, since_ns: int) -> WeightFiles:
+def weight_files(path: Path, *, since_ns: int, full_bytes: int = FULL_BYTES) -> WeightFiles:
     """What is known of the model or adapter at ``path``, a directory or one file.
 
     Args:
         path: of it.
         since_ns: when the engine that has read it began, as ``time.time_ns``.
+        full_bytes: so many are read in full.
 
     Raises:
         UnknownWeights: they cannot be read, or have changed since.
@@ -109,7 +110,7 @@ def weight_files(path: Path, *, since_ns: int) -> WeightFiles:
     try:
         files = _listed(path)
         _settled(path, files, since_ns)
-        found = _digest(files)
+        found = _digest(files, full_bytes)
         if _listed(path) != files:
             raise UnknownWeights(f"{path} changes while it is read")
     except OSError as error:
@@ -117,9 +118,9 @@ def weight_files(path: Path, *, since_ns: int) -> WeightFiles:
     return found
 
 
-def _digest(files: Sequence[_File]) -> WeightFiles:
+def _digest(files: Sequence[_File], full_bytes: int) -> WeightFiles:
     n_read = sum(file.n_bytes for file in files if not file.sha256)
-    is_full = n_read <= FULL_BYTES
+    is_full = n_read <= full_bytes
     total = hashlib.sha256()
     for file in files:
         if file.sha256 or is_full:
@@ -128,8 +129,12 @@ def _digest(files: Sequence[_File]) -> WeightFiles:
             known = f"{_pieces(file)} {file.changed_ns}"
         total.update(f"{file.name}\0{file.n_bytes}\0{known}\n".encode())
     n_bytes = sum(file.n_bytes for file in files)
-    by = "content" if is_full else "pieces and times"
-    return WeightFiles(total.hexdigest()[:DIGEST_CHARS], by, len(files), n_bytes)
+    return WeightFiles(
+        digest=total.hexdigest()[:DIGEST_CHARS],
+        by="content" if is_full else "pieces and times",
+        n_files=len(files),
+        n_bytes=n_bytes,
+    )
 
 
 def _sha256(file: _File) -> str:
@@ -175,7 +180,14 @@ def _listed(path: Path) -> list[_File]:
 def _walk(path: str, name: str) -> Iterator[_File]:
     here = os.stat(path)
     if not stat.S_ISDIR(here.st_mode):
-        yield _File(name, path, here.st_size, here.st_mtime_ns, here.st_ctime_ns, _blob(path))
+        yield _File(
+            name=name,
+            path=path,
+            n_bytes=here.st_size,
+            changed_ns=here.st_mtime_ns,
+            inode_ns=here.st_ctime_ns,
+            blob=_blob(path),
+        )
         return
     if name.count("/") > 8:  # a link that leads back
         raise UnknownWeights(f"{path} is too deep")
@@ -242,16 +254,18 @@ class Adapters:
 
     Args:
         since_ns: when the engine began.
+        rules: what the engine makes of every adapter.
         by_path: whoever runs it says that files at one path never change.
     """
 
-    def __init__(self, *, since_ns: int, by_path: bool = False) -> None:
+    def __init__(self, *, since_ns: int, rules: str, by_path: bool = False) -> None:
         self.since_ns = since_ns
+        self.rules = rules
         self.by_path = by_path
         self.flaws: dict[str, str] = {}
         """By name, why it is not known, once each; whoever tells takes them out."""
         self._paths: dict[int, str] = {}
-        """By number. One that had two may have the weights of either."""
+        """By number; of one that had two, none."""
         self._told: set[str] = set()
         self._reading: dict[str, Future[WeightFiles]] = {}
         self._reader = ThreadPoolExecutor(1, "kvd-adapters")
@@ -265,18 +279,17 @@ class Adapters:
                 self._told.add(adapter.lora_name)
                 self.flaws[adapter.lora_name] = str(error)
             return None
-        shape = "3d" if adapter.is_3d_lora_weight else "2d"
-        digest = hashlib.sha256(f"{known}\0{shape}".encode()).hexdigest()[:DIGEST_CHARS]
-        return f"{adapter.lora_name[:MAX_ADAPTER_NAME]}-{digest}"
+        whole = f"{known}\0{adapter.is_3d_lora_weight}\0{self.rules}"
+        digest = hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest()
+        return f"{adapter.lora_name[:MAX_ADAPTER_NAME]}-{digest[:DIGEST_CHARS]}"
 
     def _known(self, adapter: AdapterView) -> str:
         number, path = adapter.lora_int_id, os.path.expanduser(adapter.lora_path)
-        if adapter.load_inplace:
-            # Until now, and elsewhere, this number means other weights.
+        if number not in self._paths and len(self._paths) < MAX_ADAPTERS:
+            self._paths[number] = path
+        if adapter.load_inplace or self._paths.get(number) != path:
+            # Which path it is loaded from, or loaded again from, depends on when.
             self._paths[number] = ""
-        elif len(self._paths) < MAX_ADAPTERS:
-            self._paths.setdefault(number, path)
-        if self._paths.get(number) != path:
             raise UnknownWeights(
                 f"adapter {number} had weights of another path, or was loaded in place: which it "
                 "has now cannot be known"
@@ -306,7 +319,3 @@ class Adapters:
     def close(self) -> None:
         """Read no more."""
         self._reader.shutdown(wait=False, cancel_futures=True)
-
-
-MAX_ADAPTER_NAME: Final = 20
-"""Characters of an adapter's name in that of its namespace; its digest tells it from others."""
