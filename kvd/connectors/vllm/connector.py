@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from typing import TYPE_CHECKING, Any, Final
 
 import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -21,29 +24,40 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd.client import KvdError, connect_sync
+from kvd.connectors.vllm.identity import (
+    BlockPacking,
+    adapter_rules,
+    agreed,
+    identity_of,
+    packing_of,
+)
 from kvd.connectors.vllm.options import options_of
+from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.stats import KvdPromMetrics, KvdStats
+from kvd.connectors.vllm.weights import Adapters, process_began_ns
 from kvd.connectors.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvd.connectors.vllm.orders import StepOrders, StepReport
+    from kvd.connectors.vllm.orders import StepOrders
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.kvd")
+"""Below vLLM's own: what others log is shown by nobody in its processes."""
 
 NAME: Final = "KvdConnector"
 
-TESTED: Final = ((0, 32), (0, 33))
-"""First and last version, major and minor."""
+TESTED: Final = ((0, 32), (0, 32))
+"""First and last version that was run, major and minor."""
 
 
 class Unfit(RuntimeError):
@@ -58,15 +72,25 @@ class KvdMetadata(KVConnectorMetadata):
 
 
 class KvdWorkerMetadata(KVConnectorWorkerMetadata):
-    """What the workers have saved; of several ranks the least."""
+    """What the workers have saved, of several ranks the least; and how they pack, said once."""
 
-    def __init__(self, report: StepReport) -> None:
+    def __init__(self, report: StepReport, packings: tuple[BlockPacking, ...] = ()) -> None:
         self.report = report
+        self.packings = packings
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """What holds for both."""
         assert isinstance(other, KvdWorkerMetadata)
-        return KvdWorkerMetadata(self.report.with_rank(other.report))
+        return KvdWorkerMetadata(
+            self.report.with_rank(other.report), self.packings + other.packings
+        )
+
+
+class KvdHandshake(KVConnectorHandshakeMetadata):
+    """How a worker packs blocks, for the scheduler's half, before there are requests."""
+
+    def __init__(self, packing: BlockPacking) -> None:
+        self.packing = packing
 
 
 class KvdConnector(KVConnectorBase_V1, SupportsHMA):
@@ -82,14 +106,24 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         assert transfer is not None
         self._options = options_of(transfer.kv_connector_extra_config)
         _check(vllm_config, kv_cache_config, any_version=self._options.any_version)
-        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._config = vllm_config
+        self._block_spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        block_size = self._block_spec.block_size
+        self._packing: BlockPacking | None = None
+        """How this worker packs, until the scheduler's half has heard of it."""
+        self._is_named = False
         self._manager: KVCacheManager | None = None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
+            self._since_ns = process_began_ns()
+            self._adapters = Adapters(
+                since_ns=self._since_ns,
+                rules=adapter_rules(vllm_config.lora_config),
+                by_path=self._options.adapters == "path",
+            )
             self._scheduler = SchedulerHalf(
                 self._options,
-                base_namespace=_model_name(vllm_config),
                 block_size=block_size,
                 connect=lambda: connect_sync(
                     self._options.endpoint or None,
@@ -131,8 +165,51 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Look it up, so that the answer is here when it is scheduled."""
-        lora = request.lora_request.lora_name if request.lora_request is not None else None
-        self._half.arrived(request, lora=lora, extra=_extra_keys(request, self._half.block_size))
+        extra = _extra_keys(request, self._half.block_size) if self._is_named else None
+        lora = None
+        if request.lora_request is not None:
+            lora = self._adapter(request.lora_request)
+            extra = extra if lora is not None else None
+        self._half.arrived(request, lora=lora, extra=extra)
+
+    def _adapter(self, request: LoRARequest) -> str | None:
+        """What its adapter is known by; None: its requests are neither cached nor looked up."""
+        known = self._adapters.known_as(request)
+        while self._adapters.flaws:
+            name, flaw = self._adapters.flaws.popitem()
+            logger.warning("kvd does not cache what LoRA adapter %s computes: %s", name, flaw)
+        return known
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """How the workers pack; behind a connector of several this may be another one's."""
+        self._name([told.packing for told in metadata.values() if isinstance(told, KvdHandshake)])
+
+    def _name(self, packings: list[BlockPacking]) -> None:
+        """Everything that decides what the engine's KV is of is known now."""
+        packing = agreed(packings)
+        if self._is_named or packing is None:
+            return
+        found = identity_of(
+            self._config,
+            self._options,
+            packing,
+            block_spec=self._block_spec,
+            version=vllm.__version__,
+            since_ns=self._since_ns,
+            environment=os.environ,
+            snapshot=_snapshot,
+        )
+        self._half.name(found.namespace)
+        self._is_named = True
+        logger.info("kvd namespace %s is of %s", found.namespace, found.in_words())
+        for name, text in found.parts.items():
+            logger.debug("kvd namespace %s: %s=%s", found.namespace, name, text)
+        for why in found.alone:
+            logger.warning(
+                "kvd: what this engine caches is for itself alone, until it ends: %s", why
+            )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -160,6 +237,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers have done."""
         told = connector_output.kv_connector_worker_meta
+        if isinstance(told, KvdWorkerMetadata) and told.packings:
+            self._name(list(told.packings))
         self._half.reported(
             told.report if isinstance(told, KvdWorkerMetadata) else None,
             loaded=connector_output.finished_recving or (),
@@ -184,7 +263,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         """Drop what is cached of this model, for every engine of the node."""
-        return self._half.flush()
+        return self._half.flush() if self._is_named else True
 
     # ---- the workers' half -------------------------------------------------------------------
 
@@ -201,8 +280,16 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The blocks of each layer."""
+        cache = self._config.cache_config
+        self._packing = packing_of(
+            kv_caches,
+            self._config.compilation_config.static_forward_context,
+            version=vllm.__version__,
+            layout=cache.kv_cache_layout,
+            cache_dtype=cache.cache_dtype,
+        )
         try:
-            self._copier.register(kv_caches)
+            self._copier.register(kv_caches, tag=self._packing.tag)
         except KvdError as error:
             raise Unfit(str(error)) from None
 
@@ -228,9 +315,24 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What was saved."""
-        report = self._copier.take_report()
-        return KvdWorkerMetadata(report) if report is not None else None
+        """What was saved; and how blocks are packed, if that was not said before."""
+        report, packing = self._copier.take_report(), self._packing
+        if packing is None:
+            return KvdWorkerMetadata(report) if report is not None else None
+        self._packing = None
+        return KvdWorkerMetadata(report or StepReport({}, set()), (packing,))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """How blocks are packed.
+
+        A connector of several passes on the first answer to all of them, and those that take it for
+        theirs fail: there the first step says it.
+        """
+        is_alone = has_kv_transfer_group() and get_kv_transfer_group() is self
+        if self._packing is None or not is_alone:
+            return None
+        packing, self._packing = self._packing, None
+        return KvdHandshake(packing)
 
     # ---- both --------------------------------------------------------------------------------
 
@@ -260,6 +362,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """Leave the daemon."""
         if self._scheduler is not None:
             self._scheduler.close()
+            self._adapters.close()
         if self._worker is not None:
             self._worker.close()
 
@@ -273,12 +376,13 @@ def register_connector() -> None:
 def _check(config: VllmConfig, cache: KVCacheConfig, *, any_version: bool) -> None:
     """Refuse what cannot be served."""
     first, last = TESTED
+    tested = _dotted(first) if first == last else f"{_dotted(first)} to {_dotted(last)}"
     numbers = vllm.__version__.split(".")[:2]
     version = tuple(int("".join(filter(str.isdigit, one)) or 0) for one in numbers)
     if not any_version and not first <= version <= last:
         raise Unfit(
-            f"vLLM {vllm.__version__}: kvd's connector was tested with {_dotted(first)} to "
-            f'{_dotted(last)}; set "kvd.any_version": true to try'
+            f"vLLM {vllm.__version__}: kvd's connector was tested with {tested}; "
+            'set "kvd.any_version": true to try'
         )
     if len(cache.kv_cache_groups) != 1:
         names = sorted({type(one.kv_cache_spec).__name__ for one in cache.kv_cache_groups})
@@ -294,10 +398,18 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _model_name(config: VllmConfig) -> str:
-    """What isolates this model's KV from others': its name, and its revision."""
-    model = config.model_config
-    return f"{model.model}@{model.revision}" if model.revision else str(model.model)
+def _snapshot(name: str, revision: str | None, directory: str | None) -> str | None:
+    """Where the cache of the Hugging Face hub has a repository; None: it has not."""
+    try:
+        # As vLLM has found it itself; other versions do that elsewhere.
+        from vllm.transformers_utils.repo_utils import hf_api  # noqa: PLC0415
+
+        found: str = hf_api().snapshot_download(
+            name, revision=revision, cache_dir=directory, local_files_only=True
+        )
+    except (ImportError, OSError, ValueError):
+        return None
+    return found
 
 
 def _extra_keys(request: Request, block_size: int) -> dict[int, bytes] | None:

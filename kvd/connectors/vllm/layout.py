@@ -129,8 +129,13 @@ class _Memory:
         self._memory = memory
 
 
-def fitting(pool: Pool, layouts: Sequence[BlockLayout], *, block_size: int, ranks: int) -> None:
+def fitting(
+    pool: Pool, layouts: Sequence[BlockLayout], *, block_size: int, ranks: int, tag: str = ""
+) -> None:
     """Whether blocks of these layers are pages of this pool.
+
+    A pool may say less of who packs them than ``tag`` does, its first words or nothing: engines
+    that differ in the rest differ in their namespaces. It may not say anything else.
 
     Raises:
         KvdError: ``layout-mismatch``, with the key to change and its value.
@@ -151,6 +156,9 @@ def fitting(pool: Pool, layouts: Sequence[BlockLayout], *, block_size: int, rank
         page_bytes = int(np.prod(part.tensors[0].page_shape))
         if page_bytes != n_bytes:
             wrong.append(f"page_bytes = {n_bytes} (it is {page_bytes})")
+    told = pool.memory.tag
+    if told and tag and not f"{tag} ".startswith(f"{told} "):
+        wrong.append(f"tag = {tag!r} (it is {told!r})")
     if wrong:
         raise _unfit(
             f"pool {pool.name} does not fit this engine; its [pool] needs {', '.join(wrong)}"

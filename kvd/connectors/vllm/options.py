@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -13,8 +12,8 @@ if TYPE_CHECKING:
 PREFIX: Final = "kvd."
 """Keys of others, which a connector of several may be given too, are not looked at."""
 
-MAX_NAMESPACE: Final = 200
-"""Characters; a longer name is cut, and has its hash behind it."""
+SAVES: Final = ("all", "prompt", "none")
+KNOWN_BY: Final = ("content", "path")
 
 
 class VllmOptions(msgspec.Struct, frozen=True, rename=lambda name: PREFIX + name):
@@ -24,7 +23,14 @@ class VllmOptions(msgspec.Struct, frozen=True, rename=lambda name: PREFIX + name
     """Of the daemon's client socket; empty: where a daemon of this host listens."""
     pool: str = "main"
     namespace: str = ""
-    """What isolates equal tokens; empty: the name and the revision of the model."""
+    """A partition: engines of unlike ones share nothing. What tells models apart is added."""
+    weights: str = ""
+    """The name of the model's weights, where files cannot tell; empty: what files tell."""
+    adapters: str = "content"
+    """What LoRA adapters are known by: ``content`` of their files, or ``path``, where the files of
+    a path never change."""
+    handoffs: bool = True
+    """Hand prompts over to other nodes, and take them; false: cache only."""
     save: str = "all"
     """``all``: what is generated is cached too; ``prompt``: prompts alone; ``none``: nothing."""
     reserve_tokens: int = 256
@@ -58,20 +64,10 @@ def options_of(extra: Mapping[str, object]) -> VllmOptions:
         found = msgspec.convert(mine, VllmOptions)
     except msgspec.ValidationError as error:
         raise BadOptions(f"kv_connector_extra_config: {error}") from None
-    if found.save not in {"all", "prompt", "none"}:
-        raise BadOptions(f'kvd.save is {found.save!r}: it is "all", "prompt" or "none"')
+    for key, chosen, known_values in (
+        ("save", found.save, SAVES),
+        ("adapters", found.adapters, KNOWN_BY),
+    ):
+        if chosen not in known_values:
+            raise BadOptions(f"kvd.{key} is {chosen!r}: it is one of {', '.join(known_values)}")
     return found
-
-
-def namespace_of(base: str, lora: str | None, salt: str | None) -> str:
-    """Requests that share KV have one namespace: of model, LoRA adapter and cache salt."""
-    parts = [base]
-    if lora:
-        parts.append(f"lora={lora}")
-    if salt:
-        # A secret of its user, maybe: tables show namespaces.
-        parts.append(f"salt={hashlib.sha256(salt.encode()).hexdigest()[:24]}")
-    name = " ".join(parts)
-    if len(name) <= MAX_NAMESPACE:
-        return name
-    return f"{name[:MAX_NAMESPACE]} {hashlib.sha256(name.encode()).hexdigest()[:24]}"

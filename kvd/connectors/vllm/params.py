@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 VERSION: Final = 1
 
+OURS: Final = "kvd"
+"""The one key that is answered: behind a connector of several, another one's answer has its own."""
+
 
 class Meeting(msgspec.Struct, frozen=True):
     """Where a prompt's KV is: on node ``peer``, for who comes to ``room``, or in its cache.
@@ -53,7 +56,7 @@ def transfer_of(params: Mapping[str, object] | None) -> Transfer:
     if not params:
         return Transfer()
     sends = params.get("do_remote_decode") is True
-    told = params.get("kvd")
+    told = params.get(OURS)
     if told is None:
         return Transfer(sends=sends)
     try:
@@ -66,20 +69,12 @@ def transfer_of(params: Mapping[str, object] | None) -> Transfer:
 
 def kept_for_decode(node: str, room: int) -> dict[str, object]:
     """The answer of an engine that has prefilled: whoever decodes finds the KV there."""
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "kvd": msgspec.to_builtins(Meeting(node, str(room))),
-    }
+    return {OURS: msgspec.to_builtins(Meeting(node, str(room)))}
 
 
 def cached_at(node: str) -> dict[str, object]:
     """The answer of an engine that has decoded: the next turn may be pulled from there."""
-    return {
-        "do_remote_prefill": False,
-        "do_remote_decode": False,
-        "kvd": msgspec.to_builtins(Meeting(node)),
-    }
+    return {OURS: msgspec.to_builtins(Meeting(node))}
 
 
 def draw_room() -> int:

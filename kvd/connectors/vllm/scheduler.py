@@ -24,7 +24,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from kvd.client import Code, KvdError
-from kvd.connectors.vllm.options import namespace_of
+from kvd.connectors.vllm.identity import namespace_of
 from kvd.connectors.vllm.orders import CopyOrder, StepOrders
 from kvd.connectors.vllm.params import cached_at, draw_room, kept_for_decode, transfer_of
 
@@ -170,7 +170,8 @@ class SchedulerHalf:
 
     Args:
         options: what the user has set.
-        base_namespace: of the model, where the user has named none.
+        base_namespace: of the engine: see ``identity``. ``name`` says it later, where it is not
+            known yet; no request is to be found before.
         block_size: tokens of a block, and of a page.
         connect: opens a session, or raises ``KvdError``.
         block_ids: the blocks that vLLM has given a request.
@@ -181,7 +182,7 @@ class SchedulerHalf:
         self,
         options: VllmOptions,
         *,
-        base_namespace: str,
+        base_namespace: str = "",
         block_size: int,
         connect: Callable[[], SyncNode],
         block_ids: Callable[[str], Sequence[int]],
@@ -189,7 +190,7 @@ class SchedulerHalf:
     ) -> None:
         self.counts = Counts()
         self._options = options
-        self._base = options.namespace or base_namespace
+        self._base = base_namespace
         self.block_size = self._block = block_size
         self._connect = connect
         self._block_ids = block_ids
@@ -242,6 +243,10 @@ class SchedulerHalf:
         if node is not None:
             node.close()
 
+    def name(self, base_namespace: str) -> None:
+        """What the engine's KV is of is known now; said once, before any request is found."""
+        self._base = base_namespace
+
     def flush(self) -> bool:
         """Drop what is cached of this engine's namespace, as after new weights."""
         if self._node is None:
@@ -280,11 +285,11 @@ class SchedulerHalf:
 
         Args:
             request: vLLM's.
-            lora: the name of its adapter.
+            lora: what its adapter is known by.
             extra: by page, what it is found by beside its tokens; None: it cannot be found.
         """
         self._reconnect()
-        transfer = transfer_of(request.kv_transfer_params)
+        transfer = transfer_of(request.kv_transfer_params if self._options.handoffs else None)
         self.counts.odd_params += transfer.is_odd
         namespace = namespace_of(self._base, lora, request.cache_salt)
         tracked = self._tracked[request.request_id] = Tracked(request, transfer, namespace)

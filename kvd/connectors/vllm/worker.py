@@ -60,6 +60,7 @@ class WorkerHalf:
         self._block = block_size
         self._rank = rank
         self._ranks = ranks
+        self._tag = ""
         self._open = open_session or (lambda token: join(options.endpoint or None, token=token))
         self._layouts: list[layout.BlockLayout] = []
         self._blocks: list[Rows] = []
@@ -72,13 +73,14 @@ class WorkerHalf:
 
     # ---- the start ---------------------------------------------------------------------------
 
-    def register(self, layers: Mapping[str, Any]) -> None:
-        """These are the engine's blocks.
+    def register(self, layers: Mapping[str, Any], *, tag: str = "") -> None:
+        """These are the engine's blocks, and ``tag`` says who packs them.
 
         Raises:
             KvdError: ``layout-mismatch``: they are no pages of the pool. A daemon that is not there
                 is no reason to raise: the pool is looked at when it is.
         """
+        self._tag = tag
         self._layouts = layout.block_layouts(layers)
         self._blocks = [layout.rows_of(one, layers) for one in self._layouts]
         try:
@@ -89,7 +91,9 @@ class WorkerHalf:
             self._fit(node.pool(self._options.pool))
 
     def _fit(self, pool: Pool) -> None:
-        layout.fitting(pool, self._layouts, block_size=self._block, ranks=self._ranks)
+        layout.fitting(
+            pool, self._layouts, block_size=self._block, ranks=self._ranks, tag=self._tag
+        )
 
     def _join(self, token: bytes) -> None:
         """Be of the session whose pages are meant; map them."""

@@ -1,0 +1,321 @@
+"""What the weights of an engine are, by the files that they come from: of a model, of an adapter.
+
+Equal digests must mean equal weights, on another host and after a restart too. What a file holds
+is known by its content where that is cheap: small files are read, and blobs of the Hugging Face
+cache have the hash of theirs for a name. Of larger ones pieces are read, and the time of their last
+change counts too: a change of one number between two pieces would not be seen otherwise.
+
+An engine has read its weights before anybody asks here. So nothing is known of files that have
+changed since its process began: they may hold other weights than the engine has. Nothing here
+knows vLLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+FULL_BYTES: Final = 256 << 20
+"""Files of so many bytes together are read in full: a fifth of a second."""
+
+PIECES: Final = 16
+"""Of a larger file so many pieces of ``PIECE_BYTES`` are read, at even distances, both ends too."""
+
+PIECE_BYTES: Final = 64 << 10
+
+MAX_FILES: Final = 4096
+"""A directory of more is not that of one model."""
+
+READ_BYTES: Final = 1 << 20
+
+HUB_NAME: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""Blobs are named as git does, or where they are large by the SHA-256 of their content."""
+
+IRRELEVANT: Final = re.compile(
+    r"\..*|__pycache__|.*\.(md|lock|png|jpe?g|gif|svg|pdf)|(LICEN[CS]E|NOTICE)(\.txt)?"
+    r"|(tokenizer|vocab)[\w-]*\.(json|txt|model)|special_tokens_map\.json|added_tokens\.json"
+    r"|merges\.txt|chat_template\.(json|jinja)|generation_config\.json",
+    re.IGNORECASE,
+)
+"""Files that are in such directories, and change no KV of given tokens. Others count."""
+
+DIGEST_CHARS: Final = 24
+"""Of a SHA-256 in hexadecimal: 96 bits."""
+
+ADAPTER_WAIT_S: Final = 0.25
+"""So long the first request with an adapter waits for its digest; reading goes on behind it."""
+
+MAX_ADAPTER_NAME: Final = 16
+"""Characters of an adapter's name in that of its namespace; its digest tells it from others."""
+
+MAX_ADAPTERS: Final = 4096
+"""Those of an engine that are remembered; further ones are not cached."""
+
+
+class UnknownWeights(Exception):
+    """Nobody can say which weights these are, and why."""
+
+
+class WeightFiles(msgspec.Struct, frozen=True):
+    """What is known of the files at one path, and by what: by their content, or by pieces of it."""
+
+    digest: str
+    by: str
+    n_files: int
+    n_bytes: int
+
+    def in_words(self) -> str:
+        """The digest, and what it is of."""
+        return f"{self.digest} (by {self.by}, {self.n_files} files, {self.n_bytes / 1e6:.1f} MB)"
+
+
+class _File(msgspec.Struct, frozen=True):
+    name: str
+    """Below the directory."""
+    path: str
+    n_bytes: int
+    changed_ns: int
+    inode_ns: int
+    blob: str
+    """Its name in the cache of the hub; empty: it is not from there."""
+
+    @property
+    def sha256(self) -> str:
+        """Of its content, if its name says it."""
+        return self.blob if len(self.blob) == 64 else ""
+
+
+def weight_files(path: Path, *, since_ns: int, full_bytes: int = FULL_BYTES) -> WeightFiles:
+    """What is known of the model or adapter at ``path``, a directory or one file.
+
+    Args:
+        path: of it.
+        since_ns: when the engine that has read it began, as ``time.time_ns``.
+        full_bytes: so many are read in full.
+
+    Raises:
+        UnknownWeights: they cannot be read, or have changed since.
+    """
+    try:
+        files = _listed(path)
+        _settled(path, files, since_ns)
+        found = _digest(files, full_bytes)
+        if _listed(path) != files:
+            raise UnknownWeights(f"{path} changes while it is read")
+    except OSError as error:
+        raise UnknownWeights(f"{path} cannot be read: {error}") from None
+    return found
+
+
+def _digest(files: Sequence[_File], full_bytes: int) -> WeightFiles:
+    n_read = sum(file.n_bytes for file in files if not file.sha256)
+    is_full = n_read <= full_bytes
+    total = hashlib.sha256()
+    for file in files:
+        if file.sha256 or is_full:
+            known = file.sha256 or _sha256(file)
+        else:
+            known = f"{_pieces(file)} {file.changed_ns}"
+        total.update(f"{file.name}\0{file.n_bytes}\0{known}\n".encode())
+    n_bytes = sum(file.n_bytes for file in files)
+    return WeightFiles(
+        digest=total.hexdigest()[:DIGEST_CHARS],
+        by="content" if is_full else "pieces and times",
+        n_files=len(files),
+        n_bytes=n_bytes,
+    )
+
+
+def _sha256(file: _File) -> str:
+    found = hashlib.sha256()
+    with open(file.path, "rb", buffering=0) as source:
+        while data := source.read(READ_BYTES):
+            found.update(data)
+    return found.hexdigest()
+
+
+def _pieces(file: _File) -> str:
+    found = hashlib.sha256()
+    last = max(0, file.n_bytes - PIECE_BYTES)
+    with open(file.path, "rb", buffering=0) as source:
+        # The first of a safetensors file is its header: names, types and shapes.
+        found.update(source.read(READ_BYTES))
+        for k in range(1, PIECES):
+            source.seek(last * k // (PIECES - 1))
+            found.update(source.read(PIECE_BYTES))
+    return found.hexdigest()
+
+
+# ---- which files -------------------------------------------------------------------------------
+
+
+def _listed(path: Path) -> list[_File]:
+    """Those that count, in the order of their names.
+
+    Raises:
+        UnknownWeights: there are none, or too many.
+        OSError: as ``os.stat``.
+    """
+    found: list[_File] = []
+    for file in _walk(str(path), ""):
+        found.append(file)
+        if len(found) > MAX_FILES:
+            raise UnknownWeights(f"{path} has more than {MAX_FILES} files")
+    if not found:
+        raise UnknownWeights(f"{path} has no files")
+    return sorted(found, key=lambda file: file.name)
+
+
+def _walk(path: str, name: str) -> Iterator[_File]:
+    here = os.stat(path)
+    if not stat.S_ISDIR(here.st_mode):
+        yield _File(
+            name=name,
+            path=path,
+            n_bytes=here.st_size,
+            changed_ns=here.st_mtime_ns,
+            inode_ns=here.st_ctime_ns,
+            blob=_blob(path),
+        )
+        return
+    if name.count("/") > 8:  # a link that leads back
+        raise UnknownWeights(f"{path} is too deep")
+    for entry in os.listdir(path):
+        if not IRRELEVANT.fullmatch(entry):
+            yield from _walk(f"{path}/{entry}", f"{name}/{entry}" if name else entry)
+
+
+def _blob(path: str) -> str:
+    """The name that the hub's cache has given the content of this file; empty: it has not."""
+    directory, name = os.path.split(os.path.realpath(path))
+    is_blob = os.path.basename(directory) == "blobs" and HUB_NAME.fullmatch(name)
+    return name if is_blob else ""
+
+
+def _settled(path: Path, files: Sequence[_File], since_ns: int) -> None:
+    """Nothing of it has changed since; names by content need not be looked at.
+
+    Raises:
+        UnknownWeights: something has.
+    """
+    plain = [file for file in files if not file.blob]
+    if not plain:
+        return
+    newest = max(plain, key=lambda file: file.inode_ns)
+    if newest.inode_ns > since_ns:
+        raise UnknownWeights(
+            f"{newest.path} has changed since this engine began, which may have read it before"
+        )
+    # A directory that was moved here, or a link that leads elsewhere now, has older files.
+    for place in (path, *path.parents):
+        here = os.lstat(place)
+        if (place == path or stat.S_ISLNK(here.st_mode)) and here.st_ctime_ns > since_ns:
+            raise UnknownWeights(f"{place} has changed since this engine began")
+
+
+def process_began_ns() -> int:
+    """When this process began, as ``time.time_ns``: none of its weights was read before."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as source:
+        ticks = int(source.read().rpartition(")")[2].split()[19])
+    booted_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    return booted_ns + ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+# ---- adapters ----------------------------------------------------------------------------------
+
+
+class AdapterView(Protocol):
+    """What is read of a LoRA request of vLLM's."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool
+    is_3d_lora_weight: bool
+
+
+class Adapters:
+    """What the adapters of one engine are known by.
+
+    vLLM loads an adapter when it is first used, drops it, and loads it again, by a number and a
+    path; no word of that comes here. So an adapter is known by its files only while these are as
+    they were when the engine began.
+
+    Args:
+        since_ns: when the engine began.
+        rules: what the engine makes of every adapter.
+        by_path: whoever runs it says that files at one path never change.
+    """
+
+    def __init__(self, *, since_ns: int, rules: str, by_path: bool = False) -> None:
+        self.since_ns = since_ns
+        self.rules = rules
+        self.by_path = by_path
+        self.flaws: dict[str, str] = {}
+        """By name, why it is not known, once each; whoever tells takes them out."""
+        self._paths: dict[int, str] = {}
+        """By number; of one that had two, none."""
+        self._told: set[str] = set()
+        self._reading: dict[str, Future[WeightFiles]] = {}
+        self._reader = ThreadPoolExecutor(1, "kvd-adapters")
+
+    def known_as(self, adapter: AdapterView) -> str | None:
+        """A name that stands for these weights, and for no others; None: nobody knows."""
+        try:
+            known = self._known(adapter)
+        except UnknownWeights as error:
+            if str(error) and adapter.lora_name not in self._told:
+                self._told.add(adapter.lora_name)
+                self.flaws[adapter.lora_name] = str(error)
+            return None
+        whole = f"{known}\0{adapter.is_3d_lora_weight}\0{self.rules}"
+        digest = hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest()
+        return f"{adapter.lora_name[:MAX_ADAPTER_NAME]}-{digest[:DIGEST_CHARS]}"
+
+    def _known(self, adapter: AdapterView) -> str:
+        number, path = adapter.lora_int_id, os.path.expanduser(adapter.lora_path)
+        if number not in self._paths and len(self._paths) < MAX_ADAPTERS:
+            self._paths[number] = path
+        if adapter.load_inplace or self._paths.get(number) != path:
+            # Which path it is loaded from, or loaded again from, depends on when.
+            self._paths[number] = ""
+            raise UnknownWeights(
+                f"adapter {number} had weights of another path, or was loaded in place: which it "
+                "has now cannot be known"
+            )
+        if self.by_path:
+            return f"path {path}"
+        if not os.path.isdir(path):
+            raise UnknownWeights(f"{path} is no directory of this host")
+        # Of each request: what was read is as it was.
+        try:
+            _settled(Path(path), _listed(Path(path)), self.since_ns)
+        except OSError as error:
+            raise UnknownWeights(f"{path} cannot be read: {error}") from None
+        reading, wait_s = self._reading.get(path), 0.0
+        if reading is None:
+            reading, wait_s = self._reader.submit(self._read, Path(path)), ADAPTER_WAIT_S
+            self._reading[path] = reading
+        try:
+            return reading.result(wait_s).digest
+        except TimeoutError:
+            # It goes on behind this request; a later one finds it.
+            raise UnknownWeights("") from None
+
+    def _read(self, path: Path) -> WeightFiles:
+        return weight_files(path, since_ns=self.since_ns)
+
+    def close(self) -> None:
+        """Read no more."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
