@@ -40,7 +40,6 @@ import array
 import contextlib
 import itertools
 import socket
-import struct
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -78,7 +77,7 @@ from kvd.wire.attach import (
 from kvd.wire.client import SayWritten
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS, SPEAKERS
 from kvd.wire.memory import DeviceMemory
-from kvd.zmtp.acceptor import PAUSE_S, Acceptor
+from kvd.zmtp.acceptor import PAUSE_S, Acceptor, peer_credentials
 
 if TYPE_CHECKING:
     import asyncio
@@ -228,7 +227,7 @@ class AttachServer:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REPLY_BUFFER_BYTES)
         # Its start is read now, while it certainly lives: later the number may be another
         # process's.
-        pid, uid = _peer_credentials(sock)
+        pid, uid = peer_credentials(sock)
         number = next(self._numbers)
         connection = AttachConnection(sock, process_now(pid), uid=uid, number=number)
         self._connections.add(connection)
@@ -831,13 +830,6 @@ def _hear_out(connection: AttachConnection) -> None:
             return
         if isinstance(ATTACH_REQUESTS.decode(packet), Leave):
             connection.has_left = True
-
-
-def _peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """Who connected, as the kernel says: its pid, 0 in another pid namespace, and its user."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
-    pid, uid, _ = struct.unpack("iII", credentials)
-    return pid, uid
 
 
 def device_memory(spec: PoolSpec, shared: Iterable[SharedRegion]) -> tuple[DeviceMemory, ...]:

@@ -94,9 +94,10 @@ class ClientPort(ListenerOwner):
     def over(self, session: int) -> None:
         """The session is over."""
         connection = self._at.pop(session, None)
-        # The connection may outlive its session: it is of none from now on.
+        # The connection may outlive its session: it is of none from now on, and none that stays.
         if connection is not None:
             self._session_of.pop(connection, None)
+            self.listener.let_go(connection)
         self._calls.pop(session, None)
         self._subscribers.pop(session, None)
 
@@ -156,6 +157,11 @@ class ClientPort(ListenerOwner):
         await super().close()
 
     @override
+    def knows(self, connection: ZmtpConnection) -> bool:
+        # Until its routing id is that of a session it has shown nothing but that it may connect.
+        return False
+
+    @override
     def welcome(self, connection: ZmtpConnection) -> bool:
         route = connection.routing_id
         # The first keeps it: whoever has the token too would otherwise read another process's
@@ -187,7 +193,7 @@ class ClientPort(ListenerOwner):
         if session is not None and self._at.get(session) is not connection:
             self._session_of[connection] = session
             self._at[session] = connection
-            self.listener.keep(connection)
+            self.listener.keep(connection, f"session {session}")
         return session
 
     @override

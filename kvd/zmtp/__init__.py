@@ -10,6 +10,7 @@ The map of this room, from the wire to the loop::
     turns       what all connections of one loop share: nobody waits for a flood
     connection  a machine on a socket
     acceptor    connections as they come to a listening socket
+    shares      whose connections and bytes they are, and who pays when it is too much
     listener    takes connections; keeps their number and their weight in bounds
     dialer      one connection that is made again for ever
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import socket
+import struct
 from typing import TYPE_CHECKING, Any, Final
 
 from mypy_extensions import mypyc_attr
 
 if TYPE_CHECKING:
     import asyncio
-    import socket
     from collections.abc import Callable
 
 _ACCEPTS: Final = 4
@@ -67,3 +68,13 @@ class Acceptor:
                 continue
             sock.setblocking(False)  # noqa: FBT003 - its only form
             self._welcome(sock, address)
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Who connected to a unix socket, as the kernel says: its pid, and its user.
+
+    The pid is 0 for a process of another pid namespace.
+    """
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
+    pid, uid, _ = struct.unpack("iII", credentials)
+    return pid, uid

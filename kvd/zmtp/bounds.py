@@ -54,9 +54,13 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """Connections in handshake at once; the oldest makes place for the next."""
     max_connections: int = 4096
     """All of a listener; who has been silent for longest, and is not kept, makes place."""
-    budget_bytes: int = 32 * 1024 * 1024
-    """Kept by a listener for all its connections: unfinished messages, and what they do not read.
-    Above it the connection that keeps most is hung up on."""
+    key_bytes: int = 32 * 1024 * 1024
+    """Kept by a listener for one key on all its connections: unfinished messages, and what it does
+    not read; at least two of the longest messages. Above it the connection of that key that keeps
+    most is hung up on. Strangers have so much for all of them together."""
+    total_bytes: int = 256 * 1024 * 1024
+    """The same of all keys together; at least four times ``key_bytes``. Above it the key that keeps
+    most pays, unless each has less than one of the longest messages: then who took longest."""
     backlog_messages: int = 4096
     """Waiting to be written to one connection; a reader this far behind is not reading."""
     backlog_bytes: int = 16 * 1024 * 1024

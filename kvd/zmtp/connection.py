@@ -87,6 +87,8 @@ class ZmtpConnection:
         self.routing_id = b""
         self.peer = ""
         """The address of the other side, where it has one."""
+        self.origin = ""
+        """What it is told apart by before it has proven anything: its address, or its process."""
         self.weight = 0
         """Bytes kept for it, as its owner was last told."""
         self.is_over = False
@@ -135,6 +137,11 @@ class ZmtpConnection:
     def unsent_bytes(self) -> int:
         """Bytes that wait to be written."""
         return self._unsent_bytes
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the kernel takes no more of it: the other side does not read."""
+        return self._is_blocked
 
     def _is_full(self) -> bool:
         bounds = self._bounds
@@ -228,7 +235,8 @@ class ZmtpConnection:
                 if event is None:
                     self._is_left = False
                     break
-                is_fresh = True
+                # A heartbeat between two frames ends no message: the time of that goes on.
+                is_fresh = is_fresh or not machine.is_within_message
                 self._deal(event)
                 if not machine.held:
                     self._is_left = False

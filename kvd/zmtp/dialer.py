@@ -17,7 +17,7 @@ from kvd.types import Sent
 from kvd.zmtp.bounds import BOUNDS, TURN_S
 from kvd.zmtp.connection import Owner, ZmtpConnection
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault
-from kvd.zmtp.protocol import Protocol
+from kvd.zmtp.protocol import TRAFFIC, Protocol
 from kvd.zmtp.turns import FairTurns
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ CONNECT_S: Final = 5.0
 """For a name to be found and a connection to be taken."""
 
 _TOO_SLOW: Final = ConnectionClosed(ConnectionFault.TOO_SLOW, "its handshake took too long")
+_UNFINISHED: Final = ConnectionClosed(ConnectionFault.TOO_SLOW, "a message took too long")
 
 
 class Dialer(Owner):
@@ -74,6 +75,8 @@ class Dialer(Owner):
         self._waiting_bytes = 0
         self._connection: ZmtpConnection | None = None
         self._is_met = False
+        self._unfinished: asyncio.TimerHandle | None = None
+        """Runs from the first byte of a message to its last."""
         self._over = asyncio.Event()
         self._run = batch.loop.create_task(self._dial())
 
@@ -164,7 +167,22 @@ class Dialer(Owner):
         self._on_message(frames)
 
     @override
+    def weighs(self, connection: ZmtpConnection, before: int, *, is_fresh: bool) -> None:
+        """As ``Owner``: what it keeps is bounded by one message and the backlog; so is its time."""
+        machine = connection.machine
+        if self._unfinished is not None and (is_fresh or not machine.held):
+            self._unfinished.cancel()
+            self._unfinished = None
+        if self._unfinished is None and machine.held and machine.state is TRAFFIC:
+            self._unfinished = self._batch.loop.call_later(
+                self.bounds.message_s, connection.end, _UNFINISHED
+            )
+
+    @override
     def over(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
+        if self._unfinished is not None:
+            self._unfinished.cancel()
+            self._unfinished = None
         self._connection = None
         self._over.set()
         if not self._is_met and closed.fault is not ConnectionFault.ENDED:

@@ -1,8 +1,13 @@
 """Takes connections on a bound socket, as a ROUTER does; keeps number, time and weight in bounds.
 
 Whoever costs something and says nothing gives way first: of those in handshake the oldest, of the
-others who has been silent for longest, of those that make us keep bytes the one with most. So an
-honest peer gets in beside any number of others, and stays.
+others who has been silent for longest, of those that make us keep bytes the one with most. All of
+this is decided between keys before it is decided between connections (``shares``), and for those
+who have proven nothing yet apart from those who have. So an honest peer gets in beside any number
+of others, and stays, and its messages become whole.
+
+Whose a connection is: of the listed key that it has proven, of the session that it speaks for
+(``keep``); else of the process that the kernel names, or where there is none, of its address.
 """
 
 from __future__ import annotations
@@ -16,13 +21,14 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
-from kvd.zmtp.acceptor import Acceptor
+from kvd.zmtp.acceptor import Acceptor, peer_credentials
 from kvd.zmtp.bounds import BOUNDS, COMING_S, RELIEF_BYTES, TURN_S
 from kvd.zmtp.connection import Owner, ZmtpConnection
 from kvd.zmtp.curve import CurveServer
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault
 from kvd.zmtp.mechanism import Null
 from kvd.zmtp.protocol import TRAFFIC, Protocol
+from kvd.zmtp.shares import Budget, Places
 from kvd.zmtp.turns import FairTurns
 
 if TYPE_CHECKING:
@@ -69,6 +75,11 @@ class ListenerOwner:
         """Stop serving; what was answered still goes out."""
         await self.listener.close(linger_s=LAST_WORDS_S)
 
+    def knows(self, connection: ZmtpConnection) -> bool:
+        """Whether it is somebody once its handshake is over; else it is a stranger until kept."""
+        del connection
+        return True
+
     def welcome(self, connection: ZmtpConnection) -> bool:
         """Whether to let in whoever has ended its handshake."""
         del connection
@@ -109,23 +120,49 @@ class Listener(Owner):
         self._connections: set[ZmtpConnection] = set()
         self._coming: dict[ZmtpConnection, float] = {}
         """In handshake, and until when; oldest first."""
-        self._silent: dict[ZmtpConnection, None] = {}
-        """Let in and not kept: who has been silent for longest comes first."""
+        self._at_door = Places()
+        """The same ones, by process or address."""
+        self._silent = Places()
+        """Let in and not kept."""
         self._unfinished: dict[ZmtpConnection, float] = {}
         """Of whom a message has begun, and until when it must be whole; oldest first."""
-        self._budget = max(bounds.budget_bytes, 2 * bounds.max_message_bytes)
-        self._weight = 0
+        longest = bounds.max_message_bytes
+        of_key = max(bounds.key_bytes, 2 * longest)
+        # Strangers have one share for all of them together: there may be any number.
+        self._strangers = Budget(key_bytes=of_key, safe_bytes=0, total_bytes=of_key)
+        self._known = Budget(
+            key_bytes=of_key,
+            safe_bytes=longest,
+            total_bytes=max(bounds.total_bytes, 4 * of_key),
+        )
         self._heaviest = 0
-        """Of ``_weight`` since memory was given back."""
+        """Kept at most since memory was given back."""
         self._sweeper: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._empty = asyncio.Event()
         self._acceptor = Acceptor(batch.loop, sock, self._take_in, self._make_place)
 
-    def keep(self, connection: ZmtpConnection) -> None:
-        """It stays, however silent it is."""
-        self._silent.pop(connection, None)
+    def keep(self, connection: ZmtpConnection, key: str) -> None:
+        """It stays, however silent it is, and is no stranger: what is kept for it is ``key``'s."""
+        self._silent.remove(connection)
         connection.turns = self._to_keep
+        self._strangers.remove(connection)
+        self._known.remove(connection)
+        self._known.add(connection, key)
+
+    def let_go(self, connection: ZmtpConnection) -> None:
+        """It is a stranger again, like any other of the process that it is."""
+        if connection.is_over:
+            return
+        self._known.remove(connection)
+        self._strangers.add(connection, connection.origin)
+        self._silent.add(connection, connection.origin)
+        connection.turns = self._turns
+
+    @property
+    def kept_bytes(self) -> int:
+        """Kept for all that are let in."""
+        return self._strangers.weight + self._known.weight
 
     async def close(self, *, linger_s: float = 0.0) -> None:
         """Hang up on everybody; what was sent has ``linger_s`` to go out. Repeatable."""
@@ -142,8 +179,10 @@ class Listener(Owner):
     # ---- coming ----------------------------------------------------------------------------------
 
     def _take_in(self, sock: socket.socket, address: tuple[str, int] | str) -> None:
-        if len(self._coming) >= self.bounds.max_handshakes:
-            next(iter(self._coming)).end(_CROWDED)
+        if len(self._at_door) >= self.bounds.max_handshakes:
+            oldest = self._at_door.least_missed()
+            if oldest is not None:
+                oldest.end(_CROWDED)
         if len(self._connections) >= self.bounds.max_connections and not self._make_place():
             sock.close()
             return
@@ -154,15 +193,19 @@ class Listener(Owner):
         machine = Protocol(mechanism, self.bounds.max_message_bytes)
         connection = ZmtpConnection(sock, machine, self, self._batch, self._to_come)
         connection.peer = address[0] if isinstance(address, tuple) else ""
+        connection.origin = connection.peer or _process_behind(sock)
         self._connections.add(connection)
+        self._at_door.add(connection, connection.origin)
+        # From here on, whatever it says: no step of a handshake gives it more time.
         self._coming[connection] = time.monotonic() + self.bounds.handshake_s
         self._sweep_later()
 
     def _make_place(self) -> bool:
         """Hang up on whoever is missed least."""
-        for waiting in (self._silent, self._coming):
-            if waiting:
-                next(iter(waiting)).end(_CROWDED)
+        for waiting in (self._silent, self._at_door):
+            least = waiting.least_missed()
+            if least is not None:
+                least.end(_CROWDED)
                 return True
         return False
 
@@ -170,25 +213,25 @@ class Listener(Owner):
 
     @override
     def met(self, connection: ZmtpConnection) -> bool:
-        self._silent[connection] = None
+        key = f"the key of {connection.name}" if connection.name else connection.origin
+        self._silent.add(connection, key)
         connection.turns = self._turns
+        budget = self._known if self._host.knows(connection) else self._strangers
+        budget.add(connection, key)
         if not self._host.welcome(connection):
             return False
         del self._coming[connection]
+        self._at_door.remove(connection)
         return True
 
     @override
     def message(self, connection: ZmtpConnection, frames: Frames) -> None:
-        if connection in self._silent:
-            del self._silent[connection]
-            self._silent[connection] = None
+        self._silent.spoke(connection)
         self._host.take(connection, frames)
 
     @override
     def weighs(self, connection: ZmtpConnection, before: int, *, is_fresh: bool) -> None:
-        """As ``Owner``: the heaviest goes when all together are too heavy."""
-        self._weight += connection.weight - before
-        self._heaviest = max(self._heaviest, self._weight)
+        """As ``Owner``: whoever is beyond its share is hung up on, and nobody else."""
         machine = connection.machine
         if machine.state is TRAFFIC:
             if is_fresh or not machine.held:
@@ -196,14 +239,15 @@ class Listener(Owner):
             if machine.held and connection not in self._unfinished:
                 self._unfinished[connection] = time.monotonic() + self.bounds.message_s
                 self._sweep_later()
-        while self._weight > self._budget:
-            heaviest = max(self._connections, key=_weight_of)
-            heaviest.end(
-                ConnectionClosed(
-                    ConnectionFault.TOO_HEAVY,
-                    f"{heaviest.weight} bytes were kept for it, of {self._weight} for all",
-                )
-            )
+        more = connection.weight - before
+        # Whoever does not read is no younger for what it says meanwhile.
+        is_fresh = is_fresh and not connection.is_blocked
+        for budget in (self._known, self._strangers):
+            budget.weigh(connection, more, is_fresh=is_fresh)
+            while (found := budget.beyond(connection)) is not None:
+                heaviest, why = found
+                heaviest.end(ConnectionClosed(ConnectionFault.TOO_HEAVY, why))
+        self._heaviest = max(self._heaviest, self.kept_bytes)
 
     @override
     def ends(self, connection: ZmtpConnection, closed: ConnectionClosed) -> bool:
@@ -217,9 +261,11 @@ class Listener(Owner):
     @override
     def over(self, connection: ZmtpConnection, closed: ConnectionClosed) -> None:
         self._connections.discard(connection)
-        self._silent.pop(connection, None)
+        self._silent.remove(connection)
+        self._at_door.remove(connection)
         self._unfinished.pop(connection, None)
-        self._weight -= connection.weight
+        self._known.remove(connection)
+        self._strangers.remove(connection)
         if self._coming.pop(connection, None) is None:
             self._host.gone(connection, closed)
         elif not connection.is_ignored and closed.fault is not ConnectionFault.ENDED:
@@ -246,12 +292,14 @@ class Listener(Owner):
             if end_s > now_s:
                 break
             connection.end(_SLOW_MESSAGE)
-        if self._heaviest > RELIEF_BYTES and self._weight < RELIEF_BYTES // 2:
+        if self._heaviest > RELIEF_BYTES and self.kept_bytes < RELIEF_BYTES // 2:
             self._heaviest = 0
             self._batch.relieve()
         if self._coming or self._unfinished or self._heaviest > RELIEF_BYTES:
             self._sweep_later()
 
 
-def _weight_of(connection: ZmtpConnection) -> int:
-    return connection.weight
+def _process_behind(sock: socket.socket) -> str:
+    """Of a unix socket; a process of another pid namespace has number 0."""
+    pid, uid = peer_credentials(sock)
+    return f"pid {pid} of uid {uid}"

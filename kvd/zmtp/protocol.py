@@ -84,8 +84,16 @@ class Protocol:
 
     @property
     def held(self) -> int:
-        """Bytes kept of what is not a whole message yet, or was not asked for."""
-        return len(self._buffer) - self._at + self._body_bytes + self._bytes
+        """Bytes kept of what is not a whole message yet, or was not asked for.
+
+        A frame counts for one more than is in it: an empty one is the begin of a message too.
+        """
+        return len(self._buffer) - self._at + self._body_bytes + self._bytes + len(self._frames)
+
+    @property
+    def is_within_message(self) -> bool:
+        """Whether a frame has come whose message is not whole."""
+        return bool(self._frames)
 
     def receive(self, came: bytes) -> None:
         """Take what came in."""

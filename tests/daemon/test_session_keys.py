@@ -182,7 +182,7 @@ async def test_one_who_waits_and_says_more_waits_no_more(daemon: Daemon) -> None
 @with_daemon()
 async def test_the_key_of_another_user_is_another_key(daemon: Daemon) -> None:
     """The kernel says whose process connects; here every second one is somebody else's."""
-    real, calls = attach_module._peer_credentials, []
+    real, calls = attach_module.peer_credentials, []
 
     def credentials(sock):
         pid, uid = real(sock)
@@ -190,7 +190,7 @@ async def test_the_key_of_another_user_is_another_key(daemon: Daemon) -> None:
         return pid, uid + len(calls) % 2
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attach_module, "_peer_credentials", credentials)
+        patch.setattr(attach_module, "peer_credentials", credentials)
         await each_joins_its_own(daemon)
 
 

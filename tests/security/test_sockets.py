@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import pytest
 
+from kvd.client import connect_sync
 from kvd.wire import admin, client
 from kvd.wire.codec import (
     ADMIN_REPLIES,
@@ -118,6 +120,38 @@ def test_a_message_without_an_end_of_a_listed_key_is_hung_up_on(keyed):
                 break
         assert one.is_hung_up_on()
     assert keyed.pair.prefill.is_running
+
+
+MIB = 2**20
+
+
+def test_no_listed_key_ends_the_message_of_another(keyed):
+    """One on 44 connections, and a message of four MiB that comes in two halves beside them."""
+    daemon = keyed.pair.prefill
+    before = peak_bytes(daemon)
+    with contextlib.ExitStack() as own:
+        eve = own.enter_context(Speaker(daemon.peers, by_key(keyed.eve, keyed.server)))
+        said = []
+        eve.machine._mechanism.wrap(said, bytes(4 * MIB), 0)
+        whole = b"".join(said)
+        eve.sock.sendall(whole[: 2 * MIB])
+        for _ in range(44):
+            one = own.enter_context(Speaker(daemon.peers, by_key(keyed.mallory, keyed.server)))
+            one.pours(frames.header(MIB, 0) + bytes(MIB - 1), 1)
+        eve.sock.sendall(whole[2 * MIB :])
+        assert isinstance(PEER_MESSAGES.decode(eve.hears()), Reject)
+    assert peak_bytes(daemon) < before + (32 + 40) * MIB
+
+
+def test_strangers_at_the_client_socket_end_no_call_of_an_engine(bare):
+    """Fifty of them keep as much as they can, while an engine says how its prompt goes."""
+    with contextlib.ExitStack() as own:
+        node = own.enter_context(connect_sync(bare.client, name="honest"))
+        for _ in range(50):
+            one = own.enter_context(Speaker(endpoint(bare, "client"), nobody()))
+            one.pours(frames.header(MIB, 0) + bytes(MIB - 1), 1)
+        for length in (10, 100_000, 1_000_000):
+            assert node.match(np.arange(length, dtype=np.int32)).tokens == 0
 
 
 @pytest.mark.parametrize("which", ["client", "admin", "peers"])

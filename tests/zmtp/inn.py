@@ -64,7 +64,11 @@ class Raw:
     """A connection that says any bytes."""
 
     def __init__(self, address):
-        self.sock = socket.create_connection(address)
+        if isinstance(address, str):
+            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock.connect(address)
+        else:
+            self.sock = socket.create_connection(address)
         self.sock.setblocking(False)
 
     async def say(self, data):

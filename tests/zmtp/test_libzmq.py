@@ -6,14 +6,18 @@ import asyncio
 import os
 import random
 import socket
+import time
 
 import pytest
 import zmq
+from msgspec import structs
 
 from kvd import curve
 from kvd.cli.doctor.peers import be_client
 from kvd.sockets import open_router
 from kvd.types import Sent
+from kvd.zmtp import frames
+from kvd.zmtp.bounds import BOUNDS
 from kvd.zmtp.curve import CurveClient, KeyRing
 from kvd.zmtp.dialer import Dialer
 from kvd.zmtp.events import ConnectionFault
@@ -142,7 +146,7 @@ async def test_a_dealer_comes_back_when_it_was_hung_up_on():
 class Dialed:
     """Our dialer, and what it heard."""
 
-    def __init__(self, port, mechanism, host="127.0.0.1"):
+    def __init__(self, port, mechanism, host="127.0.0.1", bounds=BOUNDS):
         self.got, self.failed = [], []
         self.dialer = Dialer(
             host,
@@ -151,6 +155,7 @@ class Dialed:
             WriteBatch(asyncio.get_running_loop()),
             on_message=self.got.append,
             on_failed=lambda closed: self.failed.append(closed.fault),
+            bounds=bounds,
         )
 
 
@@ -217,6 +222,26 @@ async def test_our_dialer_keeps_so_much_for_nobody_and_no_more():
         assert taken == one.dialer.bounds.backlog_messages
         assert one.dialer.send([b"x"]) is Sent.FULL
         await one.dialer.close()
+
+
+@on_uvloop
+async def test_whom_we_dialed_must_end_a_message_in_time_too():
+    """Heartbeats between its frames give it no more, and then the address is dialed again."""
+    inn = Inn()
+    ping = frames.command(b"PING", b"\0\0")
+    one = Dialed(inn.address[1], dealing, bounds=structs.replace(BOUNDS, message_s=0.4))
+    await until(lambda: inn.host.came == 1)
+    began_s = time.monotonic()
+    (connection,) = inn.host.here
+    connection._put([b"\1\1a"])
+    while inn.host.came == 1:
+        connection._put([ping])
+        await asyncio.sleep(0.02)
+        assert time.monotonic() - began_s < WITHIN_S
+    connection, *_ = inn.host.here
+    connection.send([b"whole"])
+    await until(lambda: one.got == [[b"whole"]])
+    await one.dialer.close()
 
 
 @on_uvloop

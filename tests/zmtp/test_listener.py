@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import os
 
 import msgspec
 import pytest
@@ -56,7 +58,7 @@ async def test_a_long_frame_before_the_handshake_costs_no_memory():
 
     assert await raw.is_hung_up_on()
     await until(lambda: inn.host.turned_away == [ConnectionFault.TOO_LARGE])
-    assert inn.listener._weight == 0
+    assert inn.listener.kept_bytes == 0
 
 
 @on_uvloop
@@ -75,7 +77,7 @@ async def test_whoever_is_silent_for_longest_makes_place_and_who_is_kept_stays()
     inn = Inn(bounds(max_connections=4))
     guests = [await inn.guest() for _ in range(4)]
     kept, spoke = inn.host.here[0], inn.host.here[1]
-    inn.listener.keep(kept)
+    inn.listener.keep(kept, "kept")
     await guests[1].say(b"\0\1a")
     await until(lambda: inn.host.got == [[b"a"]])
 
@@ -91,7 +93,7 @@ async def test_nobody_is_let_in_where_all_places_are_kept():
     inn = Inn(bounds(max_connections=2))
     for _ in range(2):
         await inn.guest()
-        inn.listener.keep(inn.host.here[-1])
+        inn.listener.keep(inn.host.here[-1], "kept")
 
     assert await inn.raw().is_hung_up_on()
     assert len(inn.host.here) == 2
@@ -149,7 +151,7 @@ async def test_what_was_answered_before_a_fault_is_heard_before_the_hang_up():
 
 @on_uvloop
 async def test_whoever_makes_us_keep_most_goes_when_it_is_too_much_for_all():
-    inn = Inn(bounds(max_message_bytes=100_000, budget_bytes=300_000))
+    inn = Inn(bounds(max_message_bytes=100_000, key_bytes=300_000))
     guests = [await inn.guest() for _ in range(8)]
     for number, guest in enumerate(guests):
         size = 99_000 - 1000 * ((number * 3) % 8)
@@ -157,10 +159,10 @@ async def test_whoever_makes_us_keep_most_goes_when_it_is_too_much_for_all():
     await until(lambda: inn.host.went)
 
     assert set(inn.host.went) == {ConnectionFault.TOO_HEAVY}
-    assert inn.listener._weight <= 400_000
-    assert inn.listener._weight == sum(one.weight for one in inn.host.here)
+    assert inn.listener.kept_bytes <= 400_000
+    assert inn.listener.kept_bytes == sum(one.weight for one in inn.host.here)
     await inn.listener.close()
-    assert inn.listener._weight == 0
+    assert inn.listener.kept_bytes == 0
 
 
 @on_uvloop
@@ -169,14 +171,136 @@ async def test_what_is_kept_is_given_back_when_it_is_whole_or_over():
     guests = [await inn.guest() for _ in range(5)]
     for guest in guests:
         await guest.say(frames.header(5_000, MORE) + bytes(4_000))
-    await until(lambda: inn.listener._weight == 5 * 4_009)
+    await until(lambda: inn.listener.kept_bytes == 5 * 4_009)
     for guest in guests[:3]:
         await guest.say(bytes(1_000) + b"\0\0")
     for guest in guests[3:]:
         guest.close()
 
-    await until(lambda: inn.listener._weight == 0)
+    await until(lambda: inn.listener.kept_bytes == 0)
     assert [len(b"".join(one)) for one in inn.host.got] == [5_000] * 3
+
+
+PING = frames.command(b"PING", b"\0\0" + bytes(16))
+
+
+@on_uvloop
+@pytest.mark.parametrize("begun", [b"\1\0", b"\1\1a", frames.header(9_000, MORE) + bytes(9_000)])
+async def test_heartbeats_between_its_frames_give_a_message_no_more_time(begun):
+    inn = Inn(bounds(message_s=0.5))
+    guest = await inn.guest()
+    await guest.say(begun)
+    began_s = asyncio.get_running_loop().time()
+    with contextlib.suppress(OSError):
+        while not inn.host.went:
+            await guest.say(PING)
+            await asyncio.sleep(0.03)
+            assert asyncio.get_running_loop().time() - began_s < 5
+    assert inn.host.went == [ConnectionFault.TOO_SLOW]
+
+
+@on_uvloop
+async def test_heartbeats_between_messages_keep_nobody_within_one():
+    inn = Inn(bounds(message_s=0.3))
+    guest = await inn.guest()
+    for _ in range(30):
+        await guest.say(PING[:7])
+        await asyncio.sleep(0.02)
+        await guest.say(PING[7:])
+    assert inn.host.went == []
+
+
+@on_uvloop
+async def test_no_step_of_a_handshake_gives_it_more_time():
+    inn = Inn(bounds(handshake_s=0.5))
+    slow = inn.raw()
+    began_s = asyncio.get_running_loop().time()
+    with contextlib.suppress(OSError):
+        for byte in itertools.chain(GREETING, itertools.repeat(COMMAND)):
+            if inn.host.turned_away:
+                break
+            await slow.say(bytes((byte,)))
+            await asyncio.sleep(0.02)
+    assert inn.host.turned_away == [ConnectionFault.TOO_SLOW]
+    assert asyncio.get_running_loop().time() - began_s < 3
+
+
+# ---- shares --------------------------------------------------------------------------------------
+
+LONGEST = 100_000
+
+
+def unfinished(size):
+    """A message of the longest that lacks something, and ``size`` bytes of it."""
+    return frames.header(LONGEST, 0) + bytes(size)
+
+
+def shares(**changes):
+    return bounds(
+        **{"max_message_bytes": LONGEST, "key_bytes": 300_000, "total_bytes": 1_200_000} | changes
+    )
+
+
+@on_uvloop
+async def test_strangers_cannot_end_the_message_of_one_who_is_known():
+    """However many there are: they have one share for all of them together."""
+    inn = Inn(shares())
+    inn.host.knows = lambda connection: False
+    honest = await inn.guest(b"session")
+    inn.listener.keep(inn.host.here[0], "session 1")
+    await honest.say(unfinished(99_000))
+    for _ in range(30):
+        await (await inn.guest()).say(unfinished(50_000))
+    await until(lambda: len(inn.host.went) >= 24)
+    assert inn.listener.kept_bytes < 300_000 + LONGEST
+
+    await honest.say(bytes(1_000))
+
+    await until(lambda: [len(one[0]) for one in inn.host.got] == [LONGEST])
+    assert set(inn.host.went) == {ConnectionFault.TOO_HEAVY}
+    assert inn.host.here[0].routing_id == b"session"
+
+
+@on_uvloop
+async def test_a_key_cannot_end_the_message_of_another():
+    """One on a hundred connections, however light each is, and others with few."""
+    inn = Inn(shares())
+    honest = await inn.guest(b"honest")
+    hostile = [await inn.guest() for _ in range(100)]
+    for number, connection in enumerate(inn.host.here):
+        inn.listener.keep(connection, "hostile" if number else "honest")
+    await honest.say(unfinished(99_000))
+    for guest in hostile:
+        await guest.say(unfinished(9_000))
+    await until(lambda: len(inn.host.went) >= 60)
+
+    await honest.say(bytes(1_000))
+
+    await until(lambda: [len(one[0]) for one in inn.host.got] == [LONGEST])
+    assert inn.listener.kept_bytes <= 300_000
+
+
+@on_uvloop
+async def test_whose_session_is_over_is_a_stranger_again_and_makes_place():
+    inn = Inn(shares(max_connections=3))
+    inn.host.knows = lambda connection: False
+    for _ in range(3):
+        await inn.guest()
+        inn.listener.keep(inn.host.here[-1], "session")
+    inn.listener.let_go(inn.host.here[1])
+    gone = inn.host.here[1]
+
+    await inn.guest()
+
+    assert inn.host.went == [ConnectionFault.CROWDED]
+    assert gone.is_over
+
+
+@on_uvloop
+async def test_processes_of_one_host_are_told_apart(tmp_path):
+    inn = Inn(shares(), path=str(tmp_path / "inn"))
+    await inn.guest()
+    assert inn.host.here[0].origin == f"pid {os.getpid()} of uid {os.getuid()}"
 
 
 # ---- out -----------------------------------------------------------------------------------------
@@ -194,12 +318,12 @@ async def test_whoever_reads_nothing_is_full_and_is_not_hung_up_on():
             await asyncio.sleep(0)
     assert sent is Sent.FULL
     assert taken >= 50
-    assert inn.listener._weight >= 1_000_000, "what the kernel has not taken"
+    assert inn.listener.kept_bytes >= 1_000_000, "what the kernel has not taken"
 
     heard = 0
     while heard < taken * 100_009:
         heard += len(await guest.hears())
-    await until(lambda: inn.listener._weight == 0)
+    await until(lambda: inn.listener.kept_bytes == 0)
     assert connection.send([b"again"]) is Sent.TAKEN
 
 

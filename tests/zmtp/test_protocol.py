@@ -240,7 +240,7 @@ def test_a_long_command_is_hung_up_on_when_its_length_is_read():
 
 def test_what_is_held_is_what_came_and_is_not_whole():
     pair = listening(GREETING, READY, frames.header(500, MORE) + bytes(500), b"\0\x09abc")
-    assert pair.listening.held == 505
+    assert pair.listening.held == 506, "and one for the frame that is whole"
 
 
 def test_a_frame_that_comes_byte_by_byte_is_kept_in_few_pieces():
