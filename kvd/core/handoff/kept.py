@@ -169,6 +169,16 @@ class KeptRooms:
         self._sends.end_kept(part, Refusal(Code.ABORTED, why, side=side))
         return None
 
+    def note_received(self, keeper: SendPart) -> None:
+        """Somebody has had a room that is open for any number: who comes yet has no right to it.
+
+        Its pages stay as long as nobody needs them.
+        """
+        keeping, engine = keeper.keeping, keeper.engine
+        assert keeping is not None
+        if not keeping.limit and engine is not None and keeping.takers == 1:
+            self._leases.let_give_way(engine.lease, f"send {keeper.id}")
+
     def answer_finish(self, part: SendPart) -> None:
         """``finish`` of a room that is kept returns at once, and its time begins."""
         if part.keeping is not None and part.finish_call is not None:
