@@ -248,6 +248,17 @@ def test_all_peers_together_lock_no_more_than_their_share():
     assert refusal(two.ask(prompts[3])).numbers["limit"] == 30
 
 
+def test_the_tokens_of_open_pulls_are_bounded_as_are_those_of_prompts():
+    world, peer = asking(max_prompt_tokens=N_PAGES * PAGE, pull_share=1.0, peer_pull_share=1.0)
+    cached(world.p, PROMPT)
+    assert all(peer.ask().room for _ in range(4))
+    assert refusal(peer.ask()).numbers == {
+        "tokens": 5 * N_PAGES * PAGE,
+        "limit": 4 * N_PAGES * PAGE,
+        "open": 4,
+    }
+
+
 def test_one_alone_may_lock_more():
     world, peer = asking(p_pages=12, peer_pull_share=0.1, pull_share=0.1)
     cached(world.p, PROMPT)

@@ -38,6 +38,9 @@ P = Prefill
 PULLER: Final = "pull"
 """Who holds the lease of a source until its send does."""
 
+MOST_PROMPTS: Final = 4
+"""The open pulls of one peer have no more tokens than so many of the longest prompts."""
+
 MOST_TICKETS: Final = 1024
 """Of one peer at a time: answers that are remembered, of which few have a room."""
 
@@ -142,7 +145,7 @@ class PullSource:
         if n_tokens <= message.have_tokens:
             answer = self._prefix(peer, message.ask, n_tokens=n_tokens)
             return PullTicket(answer, peer.incarnation, None)
-        refusal = self._too_many(peer)
+        refusal = self._too_many(peer, n_tokens)
         if refusal is not None:
             return refusal
         tokens = Tokens(tokens[: n_tokens * ID_BYTES])
@@ -168,12 +171,23 @@ class PullSource:
         self._open.append(ticket)
         return ticket
 
-    def _too_many(self, peer: Peer) -> Refusal | None:
+    def _too_many(self, peer: Peer, n_tokens: int) -> Refusal | None:
         """Why no further pull is opened."""
         opened, mine = self.open_pulls(), self._settings
-        own = sum([one.incarnation == peer.incarnation for one in opened])
+        own = [one for one in opened if one.incarnation == peer.incarnation]
+        # Each keeps its tokens here.
+        kept = sum([one.part.prompt_tokens for one in own if one.part is not None])
+        most = MOST_PROMPTS * mine.max_prompt_tokens
+        if kept + n_tokens > most:
+            return Refusal(
+                Code.NO_ROOM,
+                f"pulls of {peer.name} have {kept} tokens open at {mine.name}, {n_tokens} more "
+                f"are above the limit of {most}: compute it, or ask again when one of them is over",
+                side=mine.name,
+                numbers={"tokens": kept + n_tokens, "limit": most, "open": len(own)},
+            )
         for n_open, limit, whose in (
-            (own, mine.max_peer_pulls, peer.name),
+            (len(own), mine.max_peer_pulls, peer.name),
             (len(opened), mine.max_pulls, "all peers"),
         ):
             if n_open >= limit:
