@@ -274,6 +274,15 @@ def test_a_pull_that_is_refused_locks_nothing():
     assert locked(world) == N_PAGES
 
 
+def test_who_pulls_is_not_remembered_as_who_had_a_room():
+    """Nobody asks for such a room again; that of an engine must not be forgotten for it."""
+    world = World()
+    cached(world.p, PROMPT)
+    world.d.call(client.ReceiveRequest, PROMPT, room=0, source=("p",))
+    assert [one for one in world.d.take() if isinstance(one, client.Received)]
+    assert world.p.node.prefiller.served_rooms.by_room == {}
+
+
 def test_an_engine_whose_pull_is_refused_hears_the_numbers():
     world = World(max_peer_pulls=1)
     cached(world.p, PROMPT, other(1))
@@ -364,6 +373,17 @@ def test_what_is_being_sent_does_not_give_way():
     (got,) = [one for one in world.d.take() if isinstance(one, client.Received)]
     assert world.d.holds(got.pages, PROMPT)
     assert isinstance(world.p.answer(world.p.calls), client.Leased)
+
+
+def test_what_has_been_offered_does_not_give_way_before_its_first_post_either():
+    world = World(p_pages=21)
+    cached(world.p, PROMPT)
+    world.p.node.prefiller.posts.push_part = lambda _: None  # as where no agent is there yet
+    world.d.call(client.ReceiveRequest, PROMPT, room=0, source=("p",))
+    (part,) = open_rooms(world)
+    assert (part.state, part.outstanding) == (Prefill.FLUSHING, set())
+    assert world.p.call(client.OpenLease, other(1, 15), deadline_s=5.0) is None
+    assert open_rooms(world) == [part]
 
 
 def test_the_puller_hears_that_its_pages_were_needed():
