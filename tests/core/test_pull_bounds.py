@@ -111,6 +111,21 @@ def test_a_pull_without_an_offer_is_over_soon_however_long_its_deadline():
     assert locked(world) == 0
 
 
+def test_who_offers_too_late_hears_how_long_it_was_kept():
+    world = World(pull_offer_s=OFFER_S)
+    cached(world.p, PROMPT)
+    world.lost = {Offer}
+    world.d.call(client.ReceiveRequest, PROMPT, room=0, source=("p",), deadline_s=20.0)
+    world.pass_time(OFFER_S + 0.2)
+    world.lost = set()
+    world.pass_time(1)
+    (told,) = [one for one in world.d.take() if isinstance(one, client.ReceiveFailed)]
+    assert told.refusal.code is Code.DEADLINE
+    assert told.refusal.numbers["offer_s"] == OFFER_S
+    assert "d offered no pages for it" in told.refusal.message
+    assert not world.d.node.leases.leases
+
+
 def test_its_own_deadline_ends_it_sooner():
     world, peer = asking()
     cached(world.p, PROMPT)

@@ -70,7 +70,7 @@ class ExpiredRooms:
         """Oldest first: all of them are kept equally long."""
         self._settings = settings
 
-    def remember(self, room: int, why: Refusal, at_s: float) -> None:
+    def remember_engines(self, room: int, why: Refusal, at_s: float) -> None:
         """The engine of ``room`` gave up."""
         refusal = Refusal(
             why.code,
@@ -78,9 +78,13 @@ class ExpiredRooms:
             side=self._settings.name,
             numbers=why.numbers,
         )
+        self.remember(room, refusal, at_s)
+
+    def remember(self, room: int, refusal: Refusal, at_s: float) -> None:
+        """Whoever offers pages for ``room`` is told this."""
         # Out and in again: the dict stays in the order in which its rooms are forgotten.
         self.by_room.pop(room, None)
-        late_s = 0.0 if why.code is Code.DEADLINE else LATE_S
+        late_s = 0.0 if refusal.code is Code.DEADLINE else LATE_S
         self.by_room[room] = ExpiredRoom(
             at_s + self._settings.max_deadline_s, at_s + late_s, refusal
         )

@@ -341,7 +341,10 @@ class Prefiller:
         for taker in takers:
             self.give_up_send(taker, refusal)
         if refusal.side == self._settings.name:  # not where the decode side gave up
-            self.expired_rooms.remember(part.room, refusal, self._out.at_s)
+            remember = self.expired_rooms.remember_engines
+            if not part.session:  # of a pull, which no engine has opened
+                remember = self.expired_rooms.remember
+            remember(part.room, refusal, self._out.at_s)
         self.settled_sends.end_forgotten(part, refusal)
 
     def refuse_part(self, part: SendPart, refusal: Refusal) -> None:
