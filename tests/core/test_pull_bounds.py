@@ -118,12 +118,16 @@ def test_who_offers_too_late_hears_how_long_it_was_kept():
     world.d.call(client.ReceiveRequest, PROMPT, room=0, source=("p",), deadline_s=20.0)
     world.pass_time(OFFER_S + 0.2)
     world.lost = set()
-    world.pass_time(1)
+    world.pass_time(2)
     (told,) = [one for one in world.d.take() if isinstance(one, client.ReceiveFailed)]
     assert told.refusal.code is Code.DEADLINE
     assert told.refusal.numbers["offer_s"] == OFFER_S
     assert "d offered no pages for it" in told.refusal.message
     assert not world.d.node.leases.leases
+    expired = world.p.node.prefiller.expired_rooms
+    assert (len(expired.by_room), len(expired.pulled)) == (0, 1)
+    world.pass_time(world.p.config.max_deadline_s, tick_s=1.0)
+    assert not expired.pulled
 
 
 def test_its_own_deadline_ends_it_sooner():

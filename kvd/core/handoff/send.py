@@ -341,10 +341,11 @@ class Prefiller:
         for taker in takers:
             self.give_up_send(taker, refusal)
         if refusal.side == self._settings.name:  # not where the decode side gave up
-            remember = self.expired_rooms.remember_engines
-            if not part.session:  # of a pull, which no engine has opened
-                remember = self.expired_rooms.remember
-            remember(part.room, refusal, self._out.at_s)
+            now_s = self._out.at_s
+            if part.session:
+                self.expired_rooms.remember_engines(part.room, refusal, now_s)
+            else:
+                self.expired_rooms.remember(part.room, refusal, now_s, is_pulled=True)
         self.settled_sends.end_forgotten(part, refusal)
 
     def refuse_part(self, part: SendPart, refusal: Refusal) -> None:
