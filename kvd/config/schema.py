@@ -142,6 +142,21 @@ class AdmissionSection(msgspec.Struct, frozen=True):
     Keep it 10 s below TimeoutStopSec of the unit."""
 
 
+class PullSection(msgspec.Struct, frozen=True):
+    """What other nodes pull from this one's cache, beside this node's own engines."""
+
+    offer_s: Annotated[float, Meta(ge=0.1, le=600)] = 10.0
+    """How long a pull locks what is cached before the other node has offered pages for it."""
+    max_open: Annotated[int, Meta(ge=1, le=65536)] = 512
+    """Pulls that wait for their Offer or are being sent, of all nodes; the next is refused."""
+    max_open_per_peer: Annotated[int, Meta(ge=1, le=1000)] = 128
+    """The same of one node."""
+    share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Share of the pool's pages that all of them may lock together; one alone may lock more."""
+    share_per_peer: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    """The same of one node."""
+
+
 class TransferSection(msgspec.Struct, frozen=True):
     """The transfer process, which moves the bytes."""
 
@@ -247,6 +262,7 @@ class Config(msgspec.Struct, frozen=True):
     engine: EngineSection
     radix: RadixSection
     admission: AdmissionSection
+    pull: PullSection
     transfer: TransferSection
     audit: AuditSection
     console: ConsoleSection

@@ -225,6 +225,8 @@ class NodeState:
         # asks first, because it is nearly always so.
         if self.admission.line:
             self.admission.pump()
+        if self.leases.gave_way:
+            self.prefiller.end_given_way()
         if self.drainer.drain is not None:
             self.drainer.end_if_over()
         if self.misgiven:

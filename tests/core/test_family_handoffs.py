@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvd.core.audit.invariants import faults
 from kvd.core.components.tail import tail_start
 from kvd.core.layout.spec import (
     Buffer,
@@ -420,3 +421,34 @@ def test_a_prefix_in_the_middle_of_a_large_page_is_gone_on_from():
     assert [world.d.memory[page] for page in page_ids(offer.grants[0].pages)] == [
         f"kv:{unit // 4}/{unit % 4}" for unit in range(5, 13)
     ]
+
+
+# ---- a lease that is released while its prompt is sent -------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["kept", "gives way"])
+@pytest.mark.parametrize(
+    "spec",
+    [swa(), recurrent(), indexed(64, 16), indexed(64, 16, is_host=True)],
+    ids=["swa", "recurrent", "index", "hisparse"],
+)
+def test_the_reserve_of_a_released_lease_goes_back_and_its_prompt_is_sent(spec, how):
+    world = World(spec=spec)
+    table = world.p.node.leases
+    leased = world.p.lease(PROMPT, reserve_tokens=640)
+    before = table.budgets.headroom("kv")
+    asked = {"room": ROOM, "lease": leased.lease, "ends_lease": True, "ttl_s": 20.0}
+    world.p.call(client.HandOver, PROMPT, **asked)
+
+    assert table.budgets.headroom("kv") >= before + 640 // spec.components[0].page_size
+    assert faults(world.p.node) == []
+    world.d.call(client.ReceiveRequest, PROMPT, room=ROOM, source=("p",))
+    assert [one for one in world.d.take() if isinstance(one, client.Received)]
+    if how == "gives way":
+        n_tokens = table.capacity_pages * table.page_size
+        world.p.call(client.OpenLease, tokens((50_000, n_tokens)), step_tokens=64, deadline_s=5.0)
+        assert world.p.node.prefiller.rooms.by_room == {}
+    else:
+        world.p.call(client.KeepRoom, room=ROOM, ttl_s=0.0)
+    assert faults(world.p.node) == []
+    assert leased.lease not in table.leases

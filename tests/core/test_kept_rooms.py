@@ -14,9 +14,10 @@ from kvd.core.replay.freeze import freeze
 from kvd.core.replay.thaw import thaw
 from kvd.errors import Code, Refusal
 from kvd.wire import admin, client, events
-from tests.core.engines import PROMPT, Sender, cached
+from kvd.wire.peer import Closed
+from tests.core.engines import FULL, PROMPT, Sender, cached
 from tests.core.side import spec
-from tests.core.world import Side, World, tokens
+from tests.core.world import PAGE, Side, World, tokens
 
 OTHER = tokens((1, 99), (7, 1))
 
@@ -235,6 +236,192 @@ def test_a_kept_room_that_names_a_node_is_no_others():
     assert refused(e).refusal.code is Code.DUPLICATE_ROOM
     receive(d)
     received(d)
+
+
+@pytest.mark.parametrize("takers", [1, 2, 3])
+def test_no_more_are_let_in_than_are_left(takers):
+    names = ("d", "e", "f", "g")
+    world = World(names=names)
+    world.hold_posts = True
+    hand_over(world, takers=takers)
+    for name in names:
+        receive(world.sides[name], deadline_s=20.0)
+    states = [part.state for part in world.p.node.prefiller.rooms.parts_of(7)]
+    assert states == [Prefill.AWAIT_OFFER] + [Prefill.FLUSHING] * takers
+    told = [refused(world.sides[name]).refusal for name in names[takers:]]
+    assert [one.numbers for one in told] == [{"taking": takers, "limit": takers}] * len(told)
+
+
+def test_who_has_all_of_it_has_its_place_before_it_has_said_so():
+    world, d, e = three()
+    hand_over(world, takers=2)
+    world.lost = {Closed}
+    receive(d)
+    receive(d, cache=False)
+    assert len(world.p.node.prefiller.settled_sends.settled) == 2
+
+    receive(e)
+
+    assert refused(e).refusal.numbers == {"taking": 2, "limit": 2}
+    world.lost = set()
+    world.pass_time(2)
+    assert world.p.node.prefiller.rooms.by_room == {}
+    assert locked(world) == 0
+
+
+def test_one_that_was_received_lets_in_those_that_are_left():
+    world, d, e = three()
+    hand_over(world, takers=2)
+    receive(d)
+    world.hold_posts = True
+    receive(d, cache=False)
+    receive(e)
+    assert refused(e).refusal.numbers == {"taking": 1, "limit": 1}
+
+
+# ---- its pages -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{"ttl_s": 5.0}, {"takers": 1, "ttl_s": 0.0}, {"ttl_s": 0.0}])
+def test_a_released_lease_keeps_what_is_sent_of_it_and_no_reserve(fields):
+    world = World()
+    leased = world.p.lease(PROMPT, reserve_tokens=256)
+    world.p.write(leased.pages, PROMPT)
+    free = world.p.node.leases.headroom_pages
+
+    asked = {"room": 7, "lease": leased.lease, "ends_lease": True, **fields}
+    world.p.call(client.HandOver, PROMPT, **asked)
+
+    assert world.p.node.leases.headroom_pages == free + 16
+    assert faults(world.p.node) == []
+    receive(world.d)
+    assert world.d.holds(received(world.d).pages, PROMPT)
+
+
+def test_the_longest_prompt_that_is_sent_of_it_stays():
+    world = World()
+    leased = world.p.lease(PROMPT, reserve_tokens=256)
+    world.p.write(leased.pages, PROMPT)
+    for room, toks in ((7, PROMPT), (8, FULL)):
+        world.p.call(client.HandOver, toks, room=room, lease=leased.lease, deadline_s=20.0)
+    world.p.call(client.ReleaseLease, lease=leased.lease)
+    assert len(world.p.node.leases.leases[leased.lease].page_table) == 4 * 7
+    receive(world.d)
+    assert world.d.holds(received(world.d).pages, PROMPT)
+    receive(world.d, FULL, room=8, cache=False)
+    assert world.d.holds(received(world.d).pages, FULL)
+    assert faults(world.p.node) == []
+
+
+def test_a_dead_engine_leaves_no_reserve_behind_what_is_being_sent():
+    world = World()
+    leased = world.p.lease(PROMPT, reserve_tokens=256)
+    world.p.write(leased.pages, PROMPT)
+    world.hold_posts = True
+    receive(world.d)
+    world.p.call(client.HandOver, PROMPT, room=7, lease=leased.lease)
+    world.p.hang_up(1)
+    assert faults(world.p.node) == []
+    lease = world.p.node.leases.leases[leased.lease]
+    assert (len(lease.page_table), lease.held_pages) == (4 * 7, 1)  # six are cached
+
+
+@pytest.mark.parametrize("takers", [1, 2])
+def test_when_the_last_has_it_nothing_is_locked_and_the_prompt_stays_cached(takers):
+    world = World()
+    hand_over(world, takers=takers, ttl_s=20.0)
+    for _ in range(takers):
+        receive(world.d, cache=False)
+        received(world.d)
+    assert locked(world) == 0
+    assert world.p.node.leases.leases == {}
+    assert world.p.node.leases.tree.probe(PROMPT, "") == 96
+
+
+def filling(side: Side) -> client.Reply | None:
+    """An engine of the node wants every page of it."""
+    pages = side.node.leases.capacity_pages
+    return side.call(client.OpenLease, tokens((50_000, pages * PAGE)), deadline_s=5.0)
+
+
+def test_a_room_for_any_number_gives_way_when_one_has_had_it():
+    world, d, e = three()
+    hand_over(world, ttl_s=20.0)
+    receive(d)
+    received(d)
+    receive(d, cache=False)
+    received(d)
+
+    assert isinstance(filling(world.p), client.Leased)
+
+    assert world.p.node.prefiller.rooms.by_room == {}
+    assert faults(world.p.node) == []
+    receive(e)
+    refusal = refused(e).refusal
+    assert refusal.code is Code.NO_ROOM
+    assert refusal.numbers == {"pages": 7}
+    assert "needed by an engine of p" in refusal.message
+    world.pass_time(2)
+    receive(e)
+    assert refused(e).refusal.numbers["served_to"] == "d"
+
+
+def test_a_room_that_nobody_has_had_does_not_give_way():
+    world = World()
+    hand_over(world, ttl_s=20.0)
+    assert filling(world.p) is None
+    receive(world.d)
+    assert world.d.holds(received(world.d).pages, PROMPT)
+
+
+def test_who_waits_has_the_pages_when_the_first_has_received_them():
+    world = World()
+    hand_over(world, ttl_s=20.0)
+    assert filling(world.p) is None
+    call = world.p.calls
+    receive(world.d)
+    received(world.d)
+    assert isinstance(world.p.answer(call), client.Leased)
+    assert faults(world.p.node) == []
+
+
+def test_a_room_for_so_many_keeps_its_pages_for_the_last():
+    world, d, e = three()
+    hand_over(world, takers=2, ttl_s=20.0)
+    receive(d)
+    received(d)
+    assert filling(world.p) is None
+    receive(e)
+    assert e.holds(received(e).pages, PROMPT)
+
+
+def test_who_is_receiving_is_not_disturbed_by_who_needs_the_pages():
+    world, d, e = three()
+    hand_over(world, ttl_s=20.0)
+    receive(d)
+    received(d)
+    world.hold_posts = True
+    receive(e)
+    assert filling(world.p) is None
+    assert faults(world.p.node) == []
+    world.hold_posts = False
+    world.land_posts()
+    assert e.holds(received(e).pages, PROMPT)
+    assert isinstance(world.p.answer(world.p.calls), client.Leased)
+
+
+def test_a_lease_that_its_engine_still_has_does_not_give_way():
+    world = World()
+    leased = world.p.lease(PROMPT)
+    world.p.write(leased.pages, PROMPT)
+    world.p.call(client.HandOver, PROMPT, room=7, lease=leased.lease, ttl_s=20.0)
+    receive(world.d)
+    received(world.d)
+    assert filling(world.p) is None
+    call = world.p.calls
+    world.p.call(client.ReleaseLease, lease=leased.lease)
+    assert isinstance(world.p.answer(call), client.Leased)
+    assert faults(world.p.node) == []
 
 
 # ---- its ends ------------------------------------------------------------------------------------

@@ -58,6 +58,37 @@ def test_it_goes_on_and_goes_another_way():
     assert about(side, client.MatchPrefix, 5, 5 * PAGE).refusal.code is Code.PROMPT_UNKNOWN
 
 
+@pytest.mark.parametrize("known_pages", [0, 1, 2, 5])
+def test_a_shorter_one_is_no_more_than_was_asked_about(known_pages):
+    """Its engine has gone back in it: what is kept behind that is no part of what it asks."""
+    side = World().d
+    cached(side, PROMPT)
+    about(side, client.MatchPrefix, 5, 0, PROMPT)
+    n_tokens = known_pages * PAGE
+
+    assert about(side, client.MatchPrefix, 5, n_tokens).tokens == n_tokens
+    about(side, client.MatchPrefix, 6, 0, PROMPT)
+    leased = about(side, client.OpenLease, 6, n_tokens, reserve_tokens=PAGE)
+
+    assert side.node.leases.leases[leased.lease].tokens == PROMPT[: 4 * n_tokens]
+    assert len(leased.pages) == 4 * (known_pages + 1)
+    assert about(side, client.MatchPrefix, 6, 6 * PAGE).refusal.code is Code.PROMPT_UNKNOWN
+
+
+def test_a_shorter_one_is_what_is_received_and_sent():
+    world = World()
+    short = Tokens(PROMPT[: 4 * 2 * PAGE])
+    for side in (world.p, world.d):
+        about(side, client.MatchPrefix, 5, 0, PROMPT)
+    leased = world.p.lease(PROMPT)
+    world.p.write(leased.pages, PROMPT)
+    about(world.d, client.ReceiveRequest, 5, 2 * PAGE, room=7, source=("p",))
+    about(world.p, client.HandOver, 5, 2 * PAGE, room=7, lease=leased.lease)
+    (got,) = [one for one in world.d.take() if isinstance(one, client.Received)]
+    assert world.d.node.leases.leases[got.lease].tokens == short
+    assert len(got.pages) == 4 * 2
+
+
 def test_what_is_not_kept_is_told_from_its_start_and_nothing_was_done():
     world = World()
     side = world.d

@@ -10,6 +10,7 @@ import pytest
 
 from kvd.core.cache.eviction import Policy
 from kvd.core.cache.lease import Quarantine, Shortage, Writer
+from kvd.core.cache.lease_record import LeaseSends
 from kvd.core.layout.spec import Component, PageOrder, PoolSpec, Raw, Tail
 from kvd.core.leases.lease_table import LeaseTable
 from kvd.core.outbox import Outbox
@@ -316,7 +317,8 @@ def test_a_slide_to_token_1000_with_a_window_of_100(cache, start):
 
 def test_pages_that_a_send_still_needs_are_not_slid_past(table):
     lease = opened(table, claim(tokens((1, 40)), reserve=8))
-    lease.sent_from = 16
+    lease.sends = LeaseSends()
+    lease.sends.window_from = 16
 
     table.slide(lease, 40)
 

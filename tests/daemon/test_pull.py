@@ -174,3 +174,68 @@ async def test_a_source_that_is_killed_ends_the_pull_with_its_name(own_pair):
             await receive.done()
         assert caught.value.code in {"peer-lost", "peer-stale"}
         assert (await d.match(tokens)).tokens == 0
+
+
+async def test_pulls_that_wait_at_their_puller_leave_the_source_to_its_engines(tmp_path):
+    settings = {**SHAPE, "pull.offer_s": "1.5", "pull.max_open_per_peer": "5"}
+    with two_daemons(tmp_path, settings) as both:
+        async with (
+            kvd.client.connect(both.prefill.client, name="p") as p,
+            kvd.client.connect(both.decode.client, name="d") as d,
+        ):
+            pages = (await p.snapshot()).pools[0].total_pages - 1
+            tokens = tokens_of((pages - 8) * PAGE, seed=90)
+            await cached(p, tokens)
+            # So none of them can offer pages for what it pulls.
+            full = await d.lease(tokens_of((pages - 8) * PAGE, seed=91))
+            pulls = [asyncio.create_task(pulled(d, tokens)) for _ in range(40)]
+
+            async def asked():
+                return len(both.prefill.snapshot().rooms) == 5
+
+            await until(asked)
+            # It needs what they lock, and does not wait for their time to be over.
+            lease = await p.lease(tokens_of((pages - 8) * PAGE, seed=92), deadline_s=1.0)
+            assert not both.prefill.snapshot().rooms
+            await lease.release()
+            both.decode.kill()
+            ends = await asyncio.gather(*pulls)
+            assert {"no-room"} < set(ends)
+            assert not both.prefill.snapshot().leases
+        assert full.id
+
+
+async def pulled(node, tokens):
+    """How a pull ends."""
+    try:
+        receive = await node.receive(tokens, source="p", deadline_s=20.0)
+        await receive.done()
+    except KvdError as error:
+        return error.code
+    return "received"
+
+
+async def test_a_pull_without_an_offer_ends_at_its_source_by_itself(tmp_path):
+    with two_daemons(tmp_path, {**SHAPE, "pull.offer_s": "0.5"}) as both:
+        async with (
+            kvd.client.connect(both.prefill.client, name="p") as p,
+            kvd.client.connect(both.decode.client, name="d") as d,
+        ):
+            pages = (await p.snapshot()).pools[0].total_pages - 1
+            tokens = tokens_of(40 * PAGE, seed=93)
+            await cached(p, tokens)
+            full = await d.lease(tokens_of(pages * PAGE, seed=94))
+            waiting = asyncio.create_task(pulled(d, tokens))
+
+            async def is_open():
+                return bool(both.prefill.snapshot().rooms)
+
+            async def is_over():
+                return not both.prefill.snapshot().leases
+
+            await until(is_open)
+            await until(is_over, within_s=3.0)
+            # The puller has room at last, and hears that nobody waits for its pages any more.
+            await full.release(())
+            assert await waiting == "deadline"
+            assert (await p.match(tokens)).tokens == 40 * PAGE

@@ -671,6 +671,7 @@ class SchedulerHalf:
                 namespace=tracked.namespace,
                 deadline_s=self._options.deadline_s,
                 ttl_s=self._options.keep_s,
+                takers=1,  # one decode engine has it; then its pages are not locked any more
                 release=True,
             )
             return

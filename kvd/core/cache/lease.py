@@ -30,6 +30,9 @@ RESTORE = "restore"
 FETCH = "fetch"
 """The holder while pages are copied to its device buffer: it reads the lease's, writes those."""
 
+COPIES = frozenset({SAVE, RESTORE, FETCH})
+"""Those that read or write pages for a copy."""
+
 UNPROVEN = "unproven"
 """The holder of pages that only leases of before a restart may still read."""
 

@@ -29,6 +29,21 @@ if TYPE_CHECKING:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
+class LeaseSends:
+    """What the sends of a lease need, all together."""
+
+    __slots__ = ("gives_way", "upto_tokens", "window_from")
+
+    def __init__(self) -> None:
+        self.window_from: int | None = None
+        """First token whose window pages a send may still need."""
+        self.upto_tokens = 0
+        """So many of its first tokens are sent, by the longest of them."""
+        self.gives_way: tuple[str, ...] = ()
+        """Sends for whose sake the lease stays only while nobody needs its pages."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LeaseRecord:
     """One claim. Read it; only ``LeaseTable`` and its saved area write it."""
 
@@ -57,7 +72,7 @@ class LeaseRecord:
         "room_tokens",
         "said",
         "saved",
-        "sent_from",
+        "sends",
         "session",
         "since_s",
         "state",
@@ -104,8 +119,8 @@ class LeaseRecord:
         """First page of which its engine still uses its own, which is among ``deferred``."""
         self.is_whole = False
         """Whether nothing was computed beyond what is committed; said with the last commit."""
-        self.sent_from: int | None = None
-        """First token whose window pages a send of its prompt may still need."""
+        self.sends: LeaseSends | None = None
+        """What its sends need of it; None: there is none."""
         self.quarantine: Quarantine | None = None
         self.is_arena = False
         """Whether an engine alone says what is in its pages (``arenas``)."""

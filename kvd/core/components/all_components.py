@@ -119,6 +119,11 @@ class AllComponentPages:
         for one in self.each:
             one.extend(lease, room_tokens)
 
+    def shorten(self, lease: LeaseRecord, room_tokens: int) -> None:
+        """The lease keeps so many tokens, and is only read from now on."""
+        for one in self.each:
+            one.shorten(lease, room_tokens)
+
     def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on; or why nothing was changed."""
         # All are asked before the first slides: what that gave back could not be had again.

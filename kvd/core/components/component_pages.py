@@ -194,6 +194,9 @@ class ComponentPages:
     def extend(self, lease: LeaseRecord, room_tokens: int) -> None:
         """Take them."""
 
+    def shorten(self, lease: LeaseRecord, room_tokens: int) -> None:
+        """Give back what lies behind so many tokens, of a lease that nobody computes any more."""
+
     def unslidable(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """Why the engine cannot compute from there on; changes nothing."""
         return None

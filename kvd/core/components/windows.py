@@ -254,9 +254,10 @@ class WindowPages(ComponentPages):
     def _slid_floor(self, held: LeaseWindow, lease: LeaseRecord, upto_tokens: int) -> int:
         """First page that stays mapped when ``upto_tokens`` is computed next."""
         behind = slid_start(upto_tokens, self._window, self._page, cached=lease.cache)
-        if lease.sent_from is not None:
+        sends = lease.sends
+        if sends is not None and sends.window_from is not None:
             # A send of its prompt still reads the windows from there on.
-            behind = min(behind, lease.sent_from)
+            behind = min(behind, sends.window_from)
         return min(max(held.floor, behind // self._page), held.top)
 
     @override
@@ -299,6 +300,20 @@ class WindowPages(ComponentPages):
         held.room = max(held.room, self._pages(room_tokens))
         top = min(self._top(held, held.upto), held.top + count(held.spare))
         held.map_up_to(max(held.top, top))
+
+    @override
+    def shorten(self, lease: LeaseRecord, room_tokens: int) -> None:
+        """Pages behind it, and those that were spare for what would have been computed."""
+        held = self.held[lease.id]
+        held.room = room = self._pages(room_tokens)
+        if held.top > room:
+            first_own = max(held.floor, held.start, room)
+            held.spare = Pages(held.spare + held.mapped(first_own, held.top))
+            held.top = max(room, held.start)
+            held.floor = min(held.floor, held.top)
+            held.pages = slice_pages(held.pages, 0, held.top - held.floor)
+        self.pool.return_pages(held.spare)
+        held.spare = NO_PAGES
 
     @override
     def page_table(self, lease: LeaseRecord) -> Pages:

@@ -6,6 +6,9 @@ with its own ``decode_prefix_len``, its own hold of the pages and its own end. W
 concerns nobody else; the room is over when its time is, or when so many receives as it was opened
 for were committed. Who takes it then goes on to its end.
 
+A room that is open for any number gives way once it was received: its pages stay while nobody needs
+them (``LeaseTable.let_give_way``). One that is open for so many keeps them for the last.
+
 What must not live here: transitions (``send``), rooms that are over (``served``).
 """
 
@@ -21,8 +24,11 @@ from kvd.core.handoff.protocol import Prefill, PrefillTrigger
 from kvd.core.handoff.rooms import not_for, takers_of, turned_away
 from kvd.errors import Code, Refusal
 from kvd.wire import client
+from kvd.wire.peer import ReceiveOutcome
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvd.core.handoff.parts import SendPart
     from kvd.core.handoff.payload import Payload
     from kvd.core.handoff.rooms import Rooms
@@ -62,11 +68,20 @@ def bad_keeping(message: client.SendRequest | client.HandOver, side: str) -> Ref
     )
 
 
-def no_place(keeper: SendPart, rooms: Rooms, side: str) -> Refusal | None:
+def no_place(
+    keeper: SendPart, rooms: Rooms, settled: Iterable[SendPart], side: str
+) -> Refusal | None:
     """Why one more receive of a kept room is not served now."""
     keeping = keeper.keeping
     assert keeping is not None
     taking = takers_of(keeper, rooms)
+    if keeping.limit:
+        # All is there, and its node is about to say whether it was committed: its place is taken.
+        taking += [
+            part
+            for part in settled
+            if part.kept_by is keeper and part.outcome is ReceiveOutcome.DELIVERED
+        ]
     limit = min(keeping.limit - keeping.takers, MAX_TAKING) if keeping.limit else MAX_TAKING
     if len(taking) < limit:
         return None
@@ -116,7 +131,7 @@ def note_taken(keeper: SendPart, part: SendPart, at_s: float) -> bool:
     assert keeping is not None
     keeping.takers += 1
     keeping.taken.append(TakenBy(part, at_s))
-    return keeping.takers == keeping.limit
+    return bool(keeping.limit) and keeping.takers >= keeping.limit
 
 
 def follow_keeper(part: SendPart, keeper: SendPart) -> None:
@@ -169,6 +184,16 @@ class KeptRooms:
         self._sends.end_kept(part, Refusal(Code.ABORTED, why, side=side))
         return None
 
+    def note_received(self, keeper: SendPart) -> None:
+        """Somebody has had a room that is open for any number: who comes yet has no right to it.
+
+        Its pages stay as long as nobody needs them.
+        """
+        keeping, engine = keeper.keeping, keeper.engine
+        assert keeping is not None
+        if not keeping.limit and engine is not None and keeping.takers == 1:
+            self._leases.let_give_way(engine.lease, f"send {keeper.id}")
+
     def answer_finish(self, part: SendPart) -> None:
         """``finish`` of a room that is kept returns at once, and its time begins."""
         if part.keeping is not None and part.finish_call is not None:
@@ -210,7 +235,9 @@ class KeptRooms:
         refusal = disagreement(offer, engine, self._payload, side)
         if refusal is not None:
             turned_away(keeper, peer, refusal, self._out.at_s)
-        return refusal or no_place(keeper, self._sends.rooms, side)
+        return refusal or no_place(
+            keeper, self._sends.rooms, self._sends.settled_sends.settled.values(), side
+        )
 
     def take_room(self, keeper: SendPart, part: SendPart) -> None:
         """One receive of a kept room begins: it has all that the engine has said so far."""

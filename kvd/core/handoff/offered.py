@@ -103,6 +103,9 @@ class OfferReader:
         if keeper is not None:
             self._kept.take_room(keeper, part)
         elif part.state is P.AWAIT_OFFER:
+            if not part.session:
+                # A pull waits for its Offer for a while, and from now on as long as who receives.
+                part.deadline_s = self._sends.deadline_of(message.deadline_s)
             self._sends.await_engine_or_await_offer_to_streaming(part, T.OFFERED)
 
     def _unserved(self, peer: Peer, offer: Offer, part: SendPart | None) -> Refusal | None:
@@ -120,8 +123,8 @@ class OfferReader:
             # By when the receiver began to wait, not by when this Offer came: it may be a
             # repetition.
             now_s, asked_s = self._out.at_s, self._out.at_s - offer.waited_s
-            served = self._sends.served_rooms.refusal(offer.room, asked_s, now_s)
-            return served or self._sends.expired_rooms.refusal(offer.room, asked_s)
+            expired = self._sends.expired_rooms.refusal(offer.room, asked_s)
+            return expired or self._sends.served_rooms.refusal(offer.room, asked_s, now_s)
         if part.keeping is not None:
             return self._kept.not_for_taker(part, peer.name, offer)
         refusal = disagreement(offer, part.engine, self._payload, self._settings.name)
@@ -186,12 +189,16 @@ class OfferReader:
         # Of a pull no engine opened the room, and nobody will ask who has had it.
         if part is None or not part.session:
             return
-        keeper, part_room = part.kept_by, self._sends.rooms.by_room.get(part.room)
+        keeper, has_room = part.kept_by, self._sends.rooms.by_room.get(part.room)
         now_s = self._out.at_s
         is_last = keeper is not None and note_taken(keeper, part, now_s)
         self._sends.served_rooms.remember(part, now_s)
         part.kept_by = None
         # It may be over already, by its time or its engine.
-        if keeper is not None and is_last and part_room is keeper:
+        if keeper is None or has_room is not keeper:
+            return
+        if not is_last:
+            self._kept.note_received(keeper)
+        else:
             why = f"room {part.room} was received by all that it was open for"
             self._sends.end_kept(keeper, Refusal(Code.ABORTED, why, side=self._settings.name))

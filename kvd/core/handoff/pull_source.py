@@ -20,11 +20,12 @@ from kvd.core.handoff.pull import NO_ROOM, unfit
 from kvd.core.handoff.refusals import reader_restarted, reader_silent
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
-from kvd.types import ID_BYTES, MAX_ROOM, Tokens
+from kvd.types import ID_BYTES, MAX_ROOM, Tokens, count
 from kvd.wire.codec import check_tokens
 from kvd.wire.peer import AskPrefix, PrefixFound
 
 if TYPE_CHECKING:
+    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.handoff.parts import SendPart
     from kvd.core.handoff.send import Prefiller
     from kvd.core.leases.lease_table import LeaseTable
@@ -37,19 +38,33 @@ P = Prefill
 PULLER: Final = "pull"
 """Who holds the lease of a source until its send does."""
 
+MOST_PROMPTS: Final = 4
+"""The open pulls of one peer have no more tokens than so many of the longest prompts."""
+
 MOST_TICKETS: Final = 1024
-"""Of one peer at a time."""
+"""Of one peer at a time: answers that are remembered, of which few have a room."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PullTicket:
     """What a peer was told of one ask, and the send that it got; none where there is nothing."""
 
-    __slots__ = ("answer", "part")
+    __slots__ = ("answer", "incarnation", "part")
 
-    def __init__(self, answer: PrefixFound, part: SendPart | None) -> None:
+    def __init__(self, answer: PrefixFound, incarnation: str, part: SendPart | None) -> None:
         self.answer = answer
+        self.incarnation = incarnation
         self.part = part
+
+    @property
+    def is_open(self) -> bool:
+        """Whether pages are locked for it: it waits for its Offer, or is being sent."""
+        return self.part is not None and self.part.engine is not None
+
+    @property
+    def is_void(self) -> bool:
+        """Whether its room is over and no Offer has come: an ask that comes again is a new one."""
+        return self.part is not None and self.part.state is P.FORGOTTEN
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -60,23 +75,17 @@ class PullTickets:
         self.by_incarnation: dict[str, dict[int, PullTicket]] = {}
 
     def find(self, incarnation: str, ask: int) -> PullTicket | None:
-        """What was said to it, if it is remembered."""
-        return self.by_incarnation.get(incarnation, {}).get(ask)
+        """What was said to it, if it is remembered and still true."""
+        ticket = self.by_incarnation.get(incarnation, {}).get(ask)
+        return None if ticket is None or ticket.is_void else ticket
 
-    def open(self, incarnation: str) -> list[SendPart]:
-        """The sends of one peer that wait for its Offer, or are under way."""
-        return [
-            one.part
-            for one in self.by_incarnation.get(incarnation, {}).values()
-            if one.part is not None
-        ]
-
-    def add(self, incarnation: str, ticket: PullTicket) -> None:
-        """Remember it; the oldest is forgotten first, and its repetition is a new ask."""
-        tickets = self.by_incarnation.setdefault(incarnation, {})
+    def add(self, ticket: PullTicket) -> None:
+        """Remember it; the oldest that has no lock is forgotten first."""
+        tickets = self.by_incarnation.setdefault(ticket.incarnation, {})
         tickets[ticket.answer.ask] = ticket
         if len(tickets) > MOST_TICKETS:
-            del tickets[next(iter(tickets))]
+            # There is one: a peer has fewer pulls open than so many tickets.
+            del tickets[next(ask for ask, one in tickets.items() if not one.is_open)]
 
     def forget_peer(self, incarnation: str) -> None:
         """That process is over."""
@@ -85,17 +94,29 @@ class PullTickets:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PullSource:
-    """What is pulled from this node."""
+    """What is pulled from this node, and how much of it at a time.
+
+    What a pull locks is bounded: so many pulls, and so many pages, of one peer and of all. A lock
+    ends with its Offer's handoff, with its peer, or ``pull_offer_s`` after the ask where no Offer
+    has come, and until that comes it gives way to engines of this node.
+    """
 
     def __init__(
         self, settings: Settings, leases: LeaseTable, sends: Prefiller, out: Outbox
     ) -> None:
         self.tickets = PullTickets()
+        self._open: list[PullTicket] = []
+        """Those with a lock, and some whose lock is over."""
         self._settings = settings
         self._leases = leases
         self._sends = sends
         self._out = out
         self._last_room = MAX_ROOM
+
+    def open_pulls(self) -> list[PullTicket]:
+        """Those that lock pages now, oldest first."""
+        self._open = [one for one in self._open if one.is_open]
+        return self._open
 
     def prefix_asked(self, peer: Peer, message: AskPrefix, not_serving: Refusal | None) -> None:
         """What is cached here of a prompt, and a room in which it is sent; or why it is not."""
@@ -103,8 +124,9 @@ class PullSource:
         if ticket is None:
             found = not_serving or self._unpulled(message) or self._open_pull(peer, message)
             if isinstance(found, Refusal):
-                found = PullTicket(self._prefix(peer, message.ask, refusal=found), None)
-            self.tickets.add(peer.incarnation, ticket := found)
+                answer = self._prefix(peer, message.ask, refusal=found)
+                found = PullTicket(answer, peer.incarnation, None)
+            self.tickets.add(ticket := found)
         self._out.send(peer.link, ticket.answer)
 
     def _unpulled(self, message: AskPrefix) -> Refusal | None:
@@ -121,36 +143,113 @@ class PullSource:
         tokens = Tokens(message.tokens)
         n_tokens = self._leases.tree.probe(tokens, message.namespace)
         if n_tokens <= message.have_tokens:
-            return PullTicket(self._prefix(peer, message.ask, n_tokens=n_tokens), None)
+            answer = self._prefix(peer, message.ask, n_tokens=n_tokens)
+            return PullTicket(answer, peer.incarnation, None)
+        refusal = self._too_many(peer, n_tokens)
+        if refusal is not None:
+            return refusal
+        tokens = Tokens(tokens[: n_tokens * ID_BYTES])
+        lease = self._lock(peer, tokens, message.namespace)
+        if isinstance(lease, Refusal):
+            return lease
+        part = self._sends.new_part(lease.room, P.AWAIT_OFFER)
+        self._sends.rooms.add_part(part)
+        part.history.add_line(self._out.at_s, f"opened by a pull of {peer.name}")
+        part.awaited.destination = peer.name
+        digest = prompt_digest(tokens, message.namespace)
+        part.engine = SendingEngine(session=0, lease=lease, tokens=tokens, digest=digest)
+        part.prompt_tokens = part.cursor_tokens = n_tokens
+        wait_s = min(message.deadline_s, self._settings.pull_offer_s)
+        part.deadline_s = self._sends.deadline_of(wait_s)
+        part.is_numbered, part.aux = False, b""
+        holder = f"send {part.id}"
+        self._leases.hold_for_send(lease, holder, n_tokens)
+        self._leases.release(lease, PULLER, "pull")
+        self._leases.let_give_way(lease, holder)
+        answer = self._prefix(peer, message.ask, room=lease.room, n_tokens=n_tokens)
+        ticket = PullTicket(answer, peer.incarnation, part)
+        self._open.append(ticket)
+        return ticket
+
+    def _too_many(self, peer: Peer, n_tokens: int) -> Refusal | None:
+        """Why no further pull is opened."""
+        opened, mine = self.open_pulls(), self._settings
+        own = [one for one in opened if one.incarnation == peer.incarnation]
+        # Each keeps its tokens here.
+        kept = sum([one.part.prompt_tokens for one in own if one.part is not None])
+        most = MOST_PROMPTS * mine.max_prompt_tokens
+        if kept + n_tokens > most:
+            return Refusal(
+                Code.NO_ROOM,
+                f"pulls of {peer.name} have {kept} tokens open at {mine.name}, {n_tokens} more "
+                f"are above the limit of {most}: compute it, or ask again when one of them is over",
+                side=mine.name,
+                numbers={"tokens": kept + n_tokens, "limit": most, "open": len(own)},
+            )
+        for n_open, limit, whose in (
+            (len(own), mine.max_peer_pulls, peer.name),
+            (len(opened), mine.max_pulls, "all peers"),
+        ):
+            if n_open >= limit:
+                return Refusal(
+                    Code.NO_ROOM,
+                    f"{n_open} pulls of {whose} are open at {mine.name}, the limit is {limit}: "
+                    "compute it, or ask again when one of them is over",
+                    side=mine.name,
+                    numbers={"open": n_open, "limit": limit},
+                )
+        return None
+
+    def _lock(self, peer: Peer, tokens: Tokens, namespace: str) -> LeaseRecord | Refusal:
+        """A lease of these cached tokens, if no more than its share is locked with it."""
         claim = Claim(
             session=0,
             call=0,
             reason=f"pull of {peer.name}",
             room=self._pull_room(),
-            namespace=message.namespace,
-            tokens=Tokens(tokens[: n_tokens * ID_BYTES]),
+            namespace=namespace,
+            tokens=tokens,
             reserve_tokens=0,
             priority=0,
             cache=True,
             holder=PULLER,
         )
+        evictable_pages = self._leases.tree.evictable_pages
         lease = self._leases.open_prefix(claim)
         if isinstance(lease, Shortage):  # of what is cached nothing is short
             why = f"{lease.needed_pages} pages of {lease.budget} are short"
             return Refusal(Code.NO_ROOM, why, side=self._settings.name)
-        part = self._sends.new_part(claim.room, P.AWAIT_OFFER)
-        self._sends.rooms.add_part(part)
-        part.history.add_line(self._out.at_s, f"opened by a pull of {peer.name}")
-        part.awaited.destination = peer.name
-        digest = prompt_digest(claim.tokens, claim.namespace)
-        part.engine = SendingEngine(session=0, lease=lease, tokens=claim.tokens, digest=digest)
-        part.prompt_tokens = part.cursor_tokens = n_tokens
-        part.deadline_s = self._sends.deadline_of(message.deadline_s)
-        part.is_numbered, part.aux = False, b""
-        self._leases.hold_for_send(lease, f"send {part.id}", n_tokens)
-        self._leases.release(lease, PULLER, "pull")
-        answer = self._prefix(peer, message.ask, room=claim.room, n_tokens=n_tokens)
-        return PullTicket(answer, part)
+        # What is locked by others already is locked by this one at no cost: so are prefixes that
+        # many peers pull at once.
+        if self._leases.tree.evictable_pages == evictable_pages:
+            return lease
+        refusal = self._too_large(peer, lease)
+        if refusal is not None:
+            self._leases.release(lease, PULLER, refusal.code.value)
+            return refusal
+        return lease
+
+    def _too_large(self, peer: Peer, lease: LeaseRecord) -> Refusal | None:
+        """Why pulls would lock too much with this lease; where nothing else is open it may."""
+        mine, pages = self._settings, self._leases.capacity_pages
+        opened = self.open_pulls()
+        own = [one for one in opened if one.incarnation == peer.incarnation]
+        for others, share, whose in (
+            (own, mine.peer_pull_share, peer.name),
+            (opened, mine.pull_share, "all peers"),
+        ):
+            leases = [one.part.engine.lease for one in others if one.part and one.part.engine]
+            locked = locked_pages([*leases, lease])
+            limit = int(share * pages)
+            if others and locked > limit:
+                return Refusal(
+                    Code.NO_ROOM,
+                    f"pulls of {whose} would lock {locked} of {pages} pages of {mine.name}, the "
+                    f"limit is {limit}: compute it, or ask again when one of them is over",
+                    side=mine.name,
+                    numbers={"locked_pages": locked, "limit": limit, "open": len(others)},
+                )
+        return None
 
     def _prefix(
         self,
@@ -188,7 +287,21 @@ class PullSource:
 
     def _end_pulls(self, incarnation: str, refusal: Refusal) -> None:
         """A peer that has not offered pages for what it pulls will not."""
-        for part in self.tickets.open(incarnation):
-            if part.state is P.AWAIT_OFFER:
+        for ticket in self.open_pulls():
+            part = ticket.part
+            is_its = part is not None and ticket.incarnation == incarnation
+            if is_its and part is not None and part.state is P.AWAIT_OFFER:
                 self._sends.give_up_send(part, refusal)
         self.tickets.forget_peer(incarnation)
+
+
+def locked_pages(leases: list[LeaseRecord]) -> int:
+    """Pages of the tree that these lock together, each counted once."""
+    seen, n_pages = set(), 0
+    for lease in leases:
+        step = lease.anchor
+        while step is not None and step.parent is not None and step.id not in seen:
+            seen.add(step.id)
+            n_pages += count(step.pages)
+            step = step.parent
+    return n_pages

@@ -195,6 +195,15 @@ def _not_offered(part: SendPart) -> str:
 def too_late(part: SendPart, now_s: float, mine: Settings) -> Refusal:
     """The send passed its deadline: what it waited for."""
     waited_s = now_s - part.since_s
+    if part.state is Prefill.AWAIT_OFFER and not part.session:
+        return Refusal(
+            Code.DEADLINE,
+            f"{mine.name} kept what is pulled in room {part.room} for {waited_s:.1f} s, and "
+            f"{part.awaited.destination} offered no pages for it (pull.offer_s="
+            f"{mine.pull_offer_s:g} there): compute it, or pull it again",
+            side=mine.name,
+            numbers={"waited_s": round(waited_s, 3), "offer_s": mine.pull_offer_s},
+        )
     what = {
         Prefill.AWAIT_ENGINE: "no engine here called send() for it",
         Prefill.AWAIT_OFFER: _not_offered(part),

@@ -68,9 +68,12 @@ class ExpiredRooms:
     def __init__(self, settings: Settings) -> None:
         self.by_room: dict[int, ExpiredRoom] = {}
         """Oldest first: all of them are kept equally long."""
+        self.pulled: dict[int, ExpiredRoom] = {}
+        """Those that no engine ever opens, apart: a peer that pulls makes none of these be forgotten
+        before its time but its own kind."""
         self._settings = settings
 
-    def remember(self, room: int, why: Refusal, at_s: float) -> None:
+    def remember_engines(self, room: int, why: Refusal, at_s: float) -> None:
         """The engine of ``room`` gave up."""
         refusal = Refusal(
             why.code,
@@ -78,15 +81,25 @@ class ExpiredRooms:
             side=self._settings.name,
             numbers=why.numbers,
         )
+        self.remember(room, refusal, at_s)
+
+    def remember(
+        self, room: int, refusal: Refusal, at_s: float, *, is_pulled: bool = False
+    ) -> None:
+        """Whoever offers pages for ``room`` is told this.
+
+        ``is_pulled``: no receive is asked for after the end of such a room.
+        """
+        rooms = self.pulled if is_pulled else self.by_room
         # Out and in again: the dict stays in the order in which its rooms are forgotten.
-        self.by_room.pop(room, None)
-        late_s = 0.0 if why.code is Code.DEADLINE else LATE_S
-        self.by_room[room] = ExpiredRoom(
-            at_s + self._settings.max_deadline_s, at_s + late_s, refusal
-        )
-        if len(self.by_room) > MAX_EXPIRED_ROOMS:
+        rooms.pop(room, None)
+        late_s = 0.0 if refusal.code is Code.DEADLINE else LATE_S
+        until_s = at_s + self._settings.max_deadline_s
+        asked_until_s = until_s if is_pulled else at_s + late_s
+        rooms[room] = ExpiredRoom(until_s, asked_until_s, refusal)
+        if len(rooms) > MAX_EXPIRED_ROOMS:
             # An Offer for it waits for an engine then, as if nothing had been remembered.
-            del self.by_room[next(iter(self.by_room))]
+            del rooms[next(iter(rooms))]
 
     def forget(self, room: int) -> None:
         """An engine opened it again."""
@@ -94,17 +107,18 @@ class ExpiredRooms:
 
     def refusal(self, room: int, asked_s: float) -> Refusal | None:
         """What an Offer for ``room`` is told; None where an engine may still come."""
-        expired = self.by_room.get(room)
+        expired = self.by_room.get(room) or self.pulled.get(room)
         return expired.refusal if expired is not None and asked_s <= expired.asked_until_s else None
 
     def expire(self, at_s: float) -> None:
         """Forget what no Offer asks about any more."""
-        # In the order of their ends (see ``by_room``), so this stops at the first that is not due.
-        while self.by_room:
-            room, expired = next(iter(self.by_room.items()))
-            if expired.until_s > at_s:
-                break
-            del self.by_room[room]
+        for rooms in (self.by_room, self.pulled):
+            # In the order of their ends, so this stops at the first that is not due.
+            while rooms:
+                room, expired = next(iter(rooms.items()))
+                if expired.until_s > at_s:
+                    break
+                del rooms[room]
 
 
 MAX_WAITING = 64

@@ -115,6 +115,24 @@ class Prefiller:
         self.rooms.remove_part(part)
         self.settled_sends.let_go(part, "kept-room-over")
 
+    def end_given_way(self) -> None:
+        """Leases have gone because their pages were needed: so have the rooms that held them."""
+        gone, self._leases.gave_way = self._leases.gave_way, []
+        for part in self.rooms.live():
+            engine = part.engine
+            if engine is None or engine.lease not in gone:
+                continue
+            side, n_pages = self._settings.name, self._leases.pages_for(part.prompt_tokens)
+            why = f"room {part.room} was open for whoever comes, and its {n_pages} pages were "
+            why += f"needed by an engine of {side}: what is cached of them can be pulled"
+            refusal = Refusal(Code.NO_ROOM, why, side=side, numbers={"pages": n_pages})
+            part.engine = None  # nothing may read what others have now, nor release it again
+            if part.keeping is None:
+                self.give_up_send(part, refusal)
+            else:
+                self.end_kept(part, refusal)
+                self.expired_rooms.remember(part.room, refusal, self._out.at_s)
+
     # ---- how it ends for the engine ----------------------------------------------------------
 
     def abandon_send(self, part: SendPart, refusal: Refusal) -> None:
@@ -229,6 +247,8 @@ class Prefiller:
         self, part: SendPart, trigger: PrefillTrigger
     ) -> None:
         """ENGINE_OPENED or OFFERED: both halves are here and agree."""
+        if part.engine is not None:
+            self._leases.keep_for(part.engine.lease, f"send {part.id}")
         self.move_part(part, trigger, f"decode has {part.decode_prefix_len} tokens")
         peer = self._peers.by_incarnation.get(part.incarnation)
         engine, numbered = part.engine, part.kept_by or part
@@ -321,7 +341,11 @@ class Prefiller:
         for taker in takers:
             self.give_up_send(taker, refusal)
         if refusal.side == self._settings.name:  # not where the decode side gave up
-            self.expired_rooms.remember(part.room, refusal, self._out.at_s)
+            now_s = self._out.at_s
+            if part.session:
+                self.expired_rooms.remember_engines(part.room, refusal, now_s)
+            else:
+                self.expired_rooms.remember(part.room, refusal, now_s, is_pulled=True)
         self.settled_sends.end_forgotten(part, refusal)
 
     def refuse_part(self, part: SendPart, refusal: Refusal) -> None:

@@ -419,7 +419,7 @@ class Admission:
         """False where matching it again cannot find room: as much is lacking, nothing is cached."""
         table = self._leases
         # When more is cached than then, what it lacked then says nothing.
-        if not waiter.budget or waiter.seen_growth != table.growth:
+        if not waiter.budget or waiter.seen_growth != table.growth or table.giving_way:
             return True
         taken = promised[table.budgets.names.index(waiter.budget)]
         return waiter.needed_pages <= table.budgets.headroom(waiter.budget) - taken

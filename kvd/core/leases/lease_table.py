@@ -12,6 +12,11 @@ takes. The order of a ``Demand`` is theirs: the first component, then each of ``
 
 A retracted lease has given back pages and lock; its bytes are in the saved area (``saved``).
 
+A lease may be held for nobody's sake who would miss it at once: a prompt that a peer has asked for
+and not come for yet, a room that has been received. Such a lease **gives way**: where a claim finds
+no room, those leases go, oldest first, until there is. Who held them is told in the same step
+(``gave_way``), before anything could read their pages.
+
 Invariants: null + free + held + cached + quarantined = total (I1); no page in two leases.
 """
 
@@ -24,8 +29,8 @@ import msgspec
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.eviction import eviction_order
-from kvd.core.cache.lease import ENGINE, Claimed, Demand, Shortage
-from kvd.core.cache.lease_record import LeaseRecord
+from kvd.core.cache.lease import COPIES, ENGINE, Claimed, Demand, Shortage
+from kvd.core.cache.lease_record import LeaseRecord, LeaseSends
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.cache.moved_pages import MovedPages
 from kvd.core.cache.pages import PagePool
@@ -124,6 +129,10 @@ class LeaseTable:
         """Pages that exist, the null page not counted."""
         self.page_bytes = lockstep_bytes(spec)
         self.leases: dict[int, LeaseRecord] = {}
+        self.giving_way: dict[int, LeaseRecord] = {}
+        """Those with a holder that gives way, in the order in which they go."""
+        self.gave_way: list[LeaseRecord] = []
+        """Those that went in this step; whoever ends what held them clears it."""
         self.releases = 0
         """Grows whenever headroom may have grown: a blocked request need not look before.
 
@@ -177,7 +186,7 @@ class LeaseTable:
         if short > 0 and not pool.doomed_pages and short * ID_BYTES <= tree.evictable_bytes:
             self.evict(short, "room")
         elif short > 0 or pool.doomed_pages:
-            obtainable = self.headroom_pages
+            obtainable = self._obtain(needed)
             if needed > obtainable:
                 tree.unlock(anchor)
                 return Shortage(needed, obtainable, pool.name)
@@ -232,7 +241,7 @@ class LeaseTable:
             # Nothing beside can shorten the match here, so it is locked as it is walked.
             anchor = tree.hold(claim.tokens, claim.namespace, claim.match_tokens)
             needed = total - anchor.end_tokens // self.page_size
-            obtainable = self.headroom_pages - promised[0]
+            obtainable = self._obtain(needed + promised[0]) - promised[0]
             if needed <= obtainable:
                 return Claimed(claim, anchor, (needed,))
             tree.unlock(anchor)
@@ -240,7 +249,7 @@ class LeaseTable:
         anchor = components.lock_prefix(claim)
         needed = total - anchor.end_tokens // self.page_size
         demand = (needed, *components.demand(claim, anchor.end_tokens))
-        shortage = self.budgets.shortage(demand, promised)
+        shortage = self._shortage(demand, promised)
         if shortage is None:
             return Claimed(claim, anchor, demand)
         # Under the tree's lock still: without it the node could be evicted with what lies at it.
@@ -314,7 +323,7 @@ class LeaseTable:
             # Every budget before the first page: what was taken of one could not be given back
             # without a gap in the row when another one is short.
             demand = (needed, *self.components.growth(lease, room_tokens))
-            shortage = self.budgets.shortage(demand, self.budgets.nothing)
+            shortage = self._shortage(demand, self.budgets.nothing)
             if shortage is not None:
                 return shortage
             self._have_room(demand)
@@ -493,6 +502,7 @@ class LeaseTable:
 
     def open_arena(self, claim: Claim, n_pages: int) -> LeaseRecord | None:
         """So many pages that follow each other; None: no run of free ones is so long."""
+        self._obtain(n_pages)
         self._make_room(n_pages)
         run = self.pool.take_run(n_pages)
         if run is None:
@@ -586,12 +596,16 @@ class LeaseTable:
     def hold_for_send(self, lease: LeaseRecord, holder: str, prompt_tokens: int) -> None:
         """One more holder, which lets go when the prompt is sent; the last one ends the lease."""
         lease.holders.add(holder)
+        sends = lease.sends
+        if sends is None:
+            sends = lease.sends = LeaseSends()
+        sends.upto_tokens = max(sends.upto_tokens, prompt_tokens)
         needs = self.components.fresh_tokens(prompt_tokens, cached=True)
         if needs is not None:
             # Sends of one lease may begin their windows at different tokens: the earliest keeps
             # them for all.
-            known = lease.sent_from
-            lease.sent_from = needs if known is None else min(known, needs)
+            known = sends.window_from
+            sends.window_from = needs if known is None else min(known, needs)
 
     def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on: windows behind it go back."""
@@ -635,6 +649,8 @@ class LeaseTable:
         if lease.said and holder == ENGINE:
             self._keep_written(lease)
         lease.holders.discard(holder)
+        if lease.sends is not None:
+            self.keep_for(lease, holder)
         # Noted before its lock goes: by its anchor the journal knows whether it kept anything.
         if self._journal is not None and holder == ENGINE:
             self._journal.note_ended(lease)
@@ -642,10 +658,13 @@ class LeaseTable:
         if lease.holders:
             if lease.holders == {ENGINE}:
                 # The last send is over: the next slide may give back what was kept for it.
-                lease.sent_from = None
+                lease.sends = None
             elif holder == ENGINE and self._journal is not None:
                 # Only a transfer or a copy is left, and those end with this process.
                 self._journal.note_freed(lease.held)
+            if ENGINE not in lease.holders:
+                self._cut_reserve(lease)
+                self._may_go(lease)
             return
         if self.components.each:
             # Under the lock, as in ``vacate``.
@@ -654,6 +673,91 @@ class LeaseTable:
         was_locked = self._unlock(lease)
         self.saved.drop(lease)
         self._forget(lease, cause, self._give_up(lease, lease.held, cause), was_locked)
+
+    def _cut_reserve(self, lease: LeaseRecord) -> None:
+        """No engine writes it any more: only the prompts that are sent of it are read."""
+        # A copy reads or writes what it was begun with; of an arena the engine names pages.
+        if lease.sends is None or lease.is_arena or lease.holders & COPIES:
+            return
+        kept = max(lease.owned, self.pages_for(lease.sends.upto_tokens))
+        rest = slice_pages(lease.page_table, kept)
+        if not rest:
+            return
+        lease.page_table = slice_pages(lease.page_table, 0, kept)
+        lease.room_tokens = min(lease.room_tokens, kept * self.page_size)
+        # A send reads below its prompt's end, so no post is under way to these.
+        self.return_pages(rest, lease)
+        self.components.shorten(lease, kept * self.page_size)
+        self.releases += 1
+        lease_events.tell_extended(self._out, lease)
+
+    # ---- leases that give way ----------------------------------------------------------------
+
+    def let_give_way(self, lease: LeaseRecord, holder: str) -> None:
+        """From now on the lease is not in the way for that holder's sake."""
+        assert lease.sends is not None  # the holder is one of them
+        lease.sends.gives_way = (*lease.sends.gives_way, holder)
+        self.giving_way[lease.id] = lease
+        self._may_go(lease)
+
+    def keep_for(self, lease: LeaseRecord, holder: str) -> None:
+        """That holder needs it after all: its pages are going to be read."""
+        sends = lease.sends
+        if sends is None or holder not in sends.gives_way:
+            return
+        sends.gives_way = tuple([one for one in sends.gives_way if one != holder])
+        if not sends.gives_way:
+            del self.giving_way[lease.id]
+
+    def _may_go(self, lease: LeaseRecord) -> None:
+        """Somebody may have waited for pages that can be had from now on."""
+        self.releases += self._is_idle(lease)
+
+    def _is_idle(self, lease: LeaseRecord) -> bool:
+        """Whether all who hold it give way, and nothing reads its pages."""
+        sends = lease.sends
+        if sends is None or not sends.gives_way or lease.reads:
+            return False
+        return lease.holders.issubset(sends.gives_way)
+
+    def _obtain(self, n_pages: int) -> int:
+        """Pages obtainable of the first component, after leases have given way for so many."""
+        obtainable = self.headroom_pages
+        if n_pages <= obtainable or not self.giving_way:
+            return obtainable
+        idle = [one for one in self.giving_way.values() if self._is_idle(one)]
+        # Not in vain: of leases that lie on one path this counts more than there is to gain.
+        if sum([count(one.page_table) for one in idle]) < n_pages - obtainable:
+            return obtainable
+        for lease in idle:
+            self._go(lease)
+            obtainable = self.headroom_pages
+            if n_pages <= obtainable:
+                break
+        return obtainable
+
+    def _shortage(self, demand: Demand, promised: Demand) -> Shortage | None:
+        """What is short of a demand when all that can has given way for it."""
+        shortage = self.budgets.shortage(demand, promised)
+        if shortage is None or not self.giving_way:
+            return shortage
+        for lease in [one for one in self.giving_way.values() if self._is_idle(one)]:
+            self._go(lease)
+            shortage = self.budgets.shortage(demand, promised)
+            if shortage is None:
+                break
+        return shortage
+
+    def _go(self, lease: LeaseRecord) -> None:
+        lease.holders = set()
+        self.gave_way.append(lease)
+        if self.components.each:
+            self.components.end_lease(lease)
+            self.growth += 1
+        was_locked = self._unlock(lease)
+        self._forget(lease, "gave-way", self._give_up(lease, lease.held, "gave-way"), was_locked)
+        # They are others' from here on.
+        lease.page_table, lease.owned = NO_PAGES, 0
 
     def _keep_written(self, lease: LeaseRecord) -> None:
         """Whole pages of what its engine has said to be written join the tree."""
@@ -742,6 +846,8 @@ class LeaseTable:
 
     def _forget(self, lease: LeaseRecord, cause: str, freed_pages: int, was_locked: int) -> None:
         del self.leases[lease.id]
+        if lease.sends is not None and lease.sends.gives_way:
+            del self.giving_way[lease.id]
         self.releases += 1
         self.released += 1
         lease_events.tell_released(self._out, lease, cause, freed_pages, was_locked)

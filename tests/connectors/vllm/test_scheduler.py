@@ -184,7 +184,7 @@ def test_a_prompt_is_kept_for_who_decodes_it_its_last_page_too(node, engine):
     ((room, _, how),) = node.handed
     # A connector beside this one may answer the router's own keys: equal ones end the engine.
     assert told == {"kvd": {"v": 1, "peer": "n0", "room": str(room)}}
-    assert (how["ttl_s"], how["namespace"]) == (120.0, "model")
+    assert (how["ttl_s"], how["takers"], how["namespace"]) == (120.0, 1, "model")
     assert engine.saves[-1].upto_tokens == len(PROMPT)
 
 
