@@ -147,6 +147,7 @@ def test_a_writer_that_is_over_while_no_process_serves_here_can_write_nothing():
     world.pass_time(1.0)
 
     assert totals(world.d) == PageTotals(free=63)
+    assert not any(isinstance(one, effects.Quiesce) for one in world.d.effects)
 
 
 def test_another_look_does_not_ask_again_for_what_a_peer_has_claimed_since_the_first():
