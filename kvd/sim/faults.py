@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from kvd.sim.host import SimHost
     from kvd.sim.world import World
 
-LONGEST_TROUBLE_S = 4.0
-"""Of a partition, a suspension or a daemon that is down: longer than it takes to be lost."""
-
 
 class Faults:
     """Draws a fault now and then, and does it."""
@@ -55,7 +52,7 @@ class Faults:
         self.schedule()
 
     def _a_while_s(self) -> float:
-        return 0.1 + LONGEST_TROUBLE_S * self._rng.random() ** 2
+        return 0.1 + self._world.profile.longest_trouble_s * self._rng.random() ** 2
 
     # ---- hosts -------------------------------------------------------------------------------
 

@@ -99,6 +99,11 @@ class SimHost(NodeShell):
                 )
             )
 
+    def is_held_back(self, sender: str) -> bool:
+        """Whether what that host writes to us waits for the end of a partition."""
+        world = self.world
+        return world.profile.cuts_data and world.network.is_cut(sender, self.name)
+
     def crash(self) -> None:
         """The daemon dies with its engines and its transfer process."""
         self.is_up = False

@@ -76,6 +76,10 @@ class Network:
         if both_ways:
             self._cut.add((other, one))
 
+    def is_cut(self, sender: str, to: str) -> bool:
+        """Whether nothing passes."""
+        return (sender, to) in self._cut
+
     def mend(self, one: str, other: str) -> None:
         """Messages pass again."""
         self._cut -= {(one, other), (other, one)}

@@ -35,6 +35,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     longest_delay_s: float = 0.3
     faults_per_s: float = 0.0
     faults: tuple[str, ...] = FAULTS
+    longest_trouble_s: float = 4.0
+    """Of a partition, a suspension or a daemon that is down: longer than it takes to be lost."""
+    forget_s: float = 20.0
+    """When a lost peer that came to a node is forgotten there."""
+    cuts_data: bool = False
+    """Whether a partition holds back what is written, too: it arrives when that is over."""
     failing_posts: float = 0.0
     stalled_posts: float = 0.0
     slow_posts: float = 0.0
@@ -87,6 +93,17 @@ PROFILES = {
         faults_per_s=0.5,
         faults=("partition", "partition", "isolate", "suspend", "reconnect"),
         stalled_posts=0.01,
+    ),
+    "away": Profile(
+        loss=0.01,
+        faults_per_s=0.6,
+        faults=("isolate", "isolate", "partition", "transfer", "engine"),
+        longest_trouble_s=24.0,
+        forget_s=2.0,
+        cuts_data=True,
+        slow_posts=0.7,
+        doubts=0.8,
+        requests_per_s=3.0,
     ),
     "crash": Profile(
         repeats=0.02,

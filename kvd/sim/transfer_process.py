@@ -87,6 +87,10 @@ class Flight:
 
 PIECE_S = 0.3
 """At most, between two pieces of what was left behind."""
+RETRY_S = 4.0
+"""At most, between two tries of a kernel whose bytes a partition holds back: they come behind what
+is said once it is over.
+"""
 SILENT = 0.03
 """Of the ends: the network or the sender's host is silent, and keepalive finds out."""
 KEEPALIVE_S = 10.0
@@ -125,6 +129,9 @@ class Inbound(InboundStreams):
 
     def _arrive(self, stream: Stream) -> None:
         if not self.is_alive:
+            return
+        if self._process.host.is_held_back(stream.name.partition(".")[0]):
+            self._agenda.after(RETRY_S * self._random(), self._arrive, stream)
             return
         if not stream.left:
             self.end(stream)
@@ -359,6 +366,9 @@ class SimTransferProcess:
             return  # its agent is destroyed, or this process is dead
         if not flight.is_reachable:
             self._fail(flight, "the receiving process is gone")
+            return
+        if flight.to.is_held_back(self.host.name):
+            self._agenda.after(RETRY_S * self._random(), self._land, flight)
             return
         world = self.host.world
         dice = self._random()

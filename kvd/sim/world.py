@@ -121,7 +121,7 @@ class World:
             pool_of(self.profile, name, self.rng),
             suspect_s=1.0,
             lost_s=2.0,
-            forget_s=20.0,
+            forget_s=self.profile.forget_s,
             max_deadline_s=6.0,
             overtakers=self.rng.choice((0, 0, 3)),
             stall_s=1.5,

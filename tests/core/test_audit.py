@@ -9,7 +9,14 @@ from kvd.core.audit.audit import EVERY_S
 from kvd.core.audit.invariants import faults
 from kvd.core.node import NodeState
 from kvd.wire import admin, client, events
-from tests.core.breakage import BREAKAGES, busy, engine_lease, lost_page, lost_unlock
+from tests.core.breakage import (
+    BREAKAGES,
+    busy,
+    engine_lease,
+    lost_page,
+    lost_unlock,
+    quarantined,
+)
 from tests.core.breakage_beside import BESIDE_BREAKAGES, busy_beside, window_page_in_two_places
 from tests.core.families import SPECS, Engine, settings_of
 from tests.core.side import settings
@@ -44,6 +51,22 @@ def test_a_busy_world_has_no_findings(work):
         assert sweep(world, side.node, work) == []
         assert side.node.audit.state().findings == 0
         assert side.node.audit.refuted == 0
+
+
+def test_a_quarantine_that_breaks_is_found_by_the_sweep_after_the_next_pause():
+    """The next sweep begins a pause after the last one began, whatever that has found."""
+    world = busy()
+    node = world.d.node
+    sweep(world, node)
+    lease = quarantined(node)
+    lease.quarantine = None
+    broken_s = world.now_s
+
+    while not node.audit.state().findings:
+        world.now_s += EVERY_S / 8
+        node.step(inputs.AuditTurn(world.now_s, WHOLE))
+
+    assert world.now_s - broken_s <= EVERY_S
 
 
 @pytest.mark.parametrize("name", BREAKAGES)

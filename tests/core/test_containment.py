@@ -23,6 +23,7 @@ from tests.core.world import World, tokens
 
 if TYPE_CHECKING:
     from kvd.core.node import NodeState
+    from tests.core.side import Side
 
 WHOLE = 1_000_000
 
@@ -286,6 +287,7 @@ def test_a_lease_that_is_lost_while_it_waits_to_be_restored_gives_all_back_as_it
     d.start_transfer("again")
     world.run()
     assert not d.copies, "nothing is copied over pages that are condemned"
+    assert is_told_that_it_is_lost(d, d.calls)
     d.call(client.ReleaseLease, lease=lease)
 
     assert d.node.leases.leases == {}
@@ -293,6 +295,25 @@ def test_a_lease_that_is_lost_while_it_waits_to_be_restored_gives_all_back_as_it
     saved = d.node.leases.saved.pools["kv"]
     assert saved.free_pages == saved.total_pages - 1
     assert not d.node.leases.tree.protected_pages
+
+
+def test_a_lease_that_is_lost_while_it_is_restored_is_not_said_to_run():
+    world = World(p_pages=30, d_pages=30)
+    d = world.d
+    lease = in_the_middle(world, "restoring")
+    d.node.audit.findings.saw(Fault("I4", "row", "found wrong by hand", lease=lease), 1)
+    d.feed(inputs.AuditTurn(world.now_s, 1))
+
+    d.finish_copy()
+    world.run()
+
+    assert is_told_that_it_is_lost(d, d.calls)
+    assert not [one for one in d.answers if isinstance(one, client.Resumed)]
+
+
+def is_told_that_it_is_lost(side: Side, call: int) -> bool:
+    answer = side.answer(call)
+    return isinstance(answer, client.Failed) and answer.refusal.code is Code.CONDEMNED
 
 
 def in_the_middle(world: World, standing: str) -> int:

@@ -38,6 +38,19 @@ def test_a_room_goes_on_after_the_connection_was_reset():
     assert lives == [Life.UP, Life.UP]
 
 
+def test_a_silent_peer_is_suspect_and_lost_when_its_times_are_over():
+    world = World(suspect_s=1.0, lost_s=3.0, heartbeat_s=0.1)
+    peer = world.p.node.peers.by_name["d"]
+    world.cut = {"d"}
+    seen = []
+    for _ in range(40):
+        world.pass_time(0.1)
+        seen.append((round(world.now_s - peer.heard_s, 1), peer.life))
+
+    assert min(silent_s for silent_s, life in seen if life is Life.SUSPECT) == 1.0
+    assert min(silent_s for silent_s, life in seen if life is Life.LOST) == 3.0
+
+
 def test_a_lost_peer_that_came_to_us_is_not_pinged_and_forgotten_in_the_end():
     world = World()
     world.cut = {"d"}

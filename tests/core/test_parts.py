@@ -522,3 +522,25 @@ def test_a_share_that_is_none_is_refused(change, code, words):
     refusal = failed(world).refusal
     assert refusal.code is code
     assert words in refusal.message
+
+
+def test_the_source_that_is_done_first_waits_for_closed_as_long_as_the_others_may_take():
+    """Its decode side says nothing before all have settled; and may be silent meanwhile."""
+    world = World(sources=TWO, linger_s=2.0, lost_s=100.0)
+    receive(world)
+    first, last = senders(world)
+    last.advance(0)
+    first.finish()
+    world.cut = {"d"}
+    world.pass_time(15.0)
+    assert closed_yet(world, "p") == []
+
+    world.cut = set()
+    last.finish()
+    world.pass_time(2.0)
+
+    assert [closed(world, name).outcome for name in TWO] == ["committed", "committed"]
+
+
+def closed_yet(world: World, name: str) -> list[events.HandoffEnded]:
+    return [one for one in world.sides[name].events if isinstance(one, events.HandoffEnded)]

@@ -133,6 +133,41 @@ def test_who_has_forgotten_a_peer_without_doubt_gives_its_pages_back_at_once():
     assert not any(isinstance(one, effects.Quiesce) for one in world.d.effects)
 
 
+def test_a_writer_that_is_over_while_no_process_serves_here_can_write_nothing():
+    """Nobody would ever answer that it is quiet; and nothing can land."""
+    world = World()
+    world.hold_posts = world.doubts = True
+    sender = Sender(world)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
+    sender.advance(96)
+    world.d.stop_transfer("killed")
+
+    (flight,) = world.p.flights.values()
+    world.p.fail(flight, "transport error")
+    world.pass_time(1.0)
+
+    assert totals(world.d) == PageTotals(free=63)
+    assert not any(isinstance(one, effects.Quiesce) for one in world.d.effects)
+
+
+def test_another_look_does_not_ask_again_for_what_a_peer_has_claimed_since_the_first():
+    """A ping that left after the first look is late enough, however often it is looked."""
+    world = left_behind(sources=("p", "q"))
+    world.flow()
+    world.pass_time(1.0)
+    quarantines = world.d.node.decoder.quarantines
+    ((lease, awaited),) = quarantines.awaited.items()
+
+    world.pass_time(2.0)
+    more = (*awaited.streams, "b>c")
+    world.d.feed(inputs.Awaiting(world.now_s, (lease,), more))
+
+    again = quarantines.awaited[lease]
+    assert again.streams == more
+    assert (again.since_s, again.last_ping) == (awaited.since_s, awaited.last_ping)
+    assert world.d.node.peers.pulse.last_ping > awaited.last_ping
+
+
 def test_a_delivery_waits_for_no_connection():
     world = World(sources=("p", "q"))
     sender = Sender(world)

@@ -34,12 +34,14 @@ PROMPT = tokens((1, 2 * PAGE + 5))
 HIT = PROMPT[: 2 * PAGE * ID_BYTES]
 """What the decode side may have already: then nothing is posted."""
 
-QUICK = {"drain_s": 1.0, "linger_s": 3.0, "stall_s": 4.0}
+QUICK = {"drain_s": 1.0, "linger_s": 3.0, "stall_s": 4.0, "forget_s": 4.0}
 """So that what ends by a clock ends while the calm lasts."""
 
 SENDING = {"send", "advance", "finish", "hand over", "send kept", "hand over kept"}
 """What a prefill engine does."""
 
+SILENCE_S = 6.0
+"""Longer than it takes to be lost, to be answered for no more, and to be forgotten."""
 CALM_S = 3.0
 GONE_S = 5.0
 TICK_S = 0.5
@@ -275,6 +277,7 @@ def _reports(case: Case) -> Iterator[Choice]:
 
 def _faults(case: Case) -> Iterator[Choice]:
     yield from _faults_of_the_wire(case)
+    yield Choice("a long silence", _silence, is_fault=True)
     for name, side in case.world.sides.items():
         yield Choice(f"transfer process of {name} killed", _on(name, _kill), is_fault=True)
         yield Choice(f"{name} restarts", lambda one, name=name: _restart(one, name), is_fault=True)
@@ -350,6 +353,15 @@ def _duplicate(case: Case, name: str) -> None:
 def _remove(case: Case, letter: Letter) -> None:
     wire = case.world.wire
     del wire[next(at for at, one in enumerate(wire) if one is letter)]
+
+
+def _silence(case: Case) -> None:
+    """Nothing that is said arrives for so long that who came to a node is forgotten there."""
+    world = case.world
+    world.wire.clear()
+    world.cut = set(world.sides)
+    world.pass_time(SILENCE_S, TICK_S)
+    world.cut = set()
 
 
 def _end_connection(side: Side) -> None:
@@ -455,9 +467,9 @@ def start(name: str) -> Case:
         case.script = ("make room", *case.script)
         return case
     for step in BEFORE[name]:
-        case = case.after(next(one for one in choices(case, 1) if one.name == step))
+        case = case.after(next(one for one in choices(case, 9, 9) if one.name == step))
     case.path, case.faults, case.ticks = (), 0, 0
-    case.is_promised = name != "draining"
+    case.is_promised = name not in {"draining", "forgotten"}
     return case
 
 
@@ -484,6 +496,13 @@ BEFORE = {
     "streaming": (*OPENED, "engine: advance"),
     "flushing": (*OPENED, *WRITTEN, "engine: finish"),
     "draining": (*OPENED, *WRITTEN, "receive cancelled"),
+    # What its dead process had sent has not arrived, and d asks how it ended.
+    "forgotten": (
+        *(*OPENED, *WRITTEN, "transfer process of p killed", "a long silence", "tick"),
+        # They greet each other anew, the Abort comes again, and its answer is the next that comes.
+        *("deliver to p", "deliver to p", "tick", "tick", "deliver to p", "deliver to p"),
+        *("deliver to d",) * 5,
+    ),
     "settled": (*OPENED, *SENT, *("deliver to d",) * 2),
     "verifying": (*OPENED, *SENT, *("deliver to d",) * 3),
     "kept": ("engine: hand over kept", "engine: receive", "deliver to p"),

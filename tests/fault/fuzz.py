@@ -32,6 +32,9 @@ from tests.fault.fuzz_target import (
 )
 from tests.fault.fuzz_wire import Clients, Operators, Strangers
 
+ROUNDS = 2
+"""A daemon keeps what its largest moment took, which may come late. What leaks is taken again by as
+many frames more."""
 WARM_FRAMES = 50_000
 """A fifth of fewer does not fill the rings and tables that a daemon bounds."""
 SIEGES = (Clients, Strangers, Attachers, Operators, Peers, Browsers, Streams)
@@ -75,13 +78,16 @@ def besiege(target: Target, siege_type, frames: int, seed: int) -> Row:
     siege.storm(frames // 5)
     siege.calm()
     troubles = target.wait_at_rest()
-    before = target.sizes()
-    siege.again()
-    siege.storm(frames - frames // 5)
-    siege.calm()
+    grown, before = (0, 0, 0), target.sizes()
+    for _ in range(ROUNDS):
+        siege.again()
+        siege.storm(frames - frames // 5)
+        siege.calm()
+        troubles += target.wait_at_rest()
+        grown, before = growth(before, after := target.sizes()), after
+        if not grew(grown, frames):
+            break
     seconds = time.monotonic() - began_s
-    troubles += target.wait_at_rest()
-    after = target.sizes()
     seen = target.healthy_until_handoff()
     troubles += siege.tally.troubles + seen.troubles + target.faults()
     row = Row(
@@ -95,7 +101,7 @@ def besiege(target: Target, siege_type, frames: int, seed: int) -> Row:
         max(seen.calls_ms, default=0.0),
         len(seen.handoffs_ms),
         len(seen.retried),
-        *growth(before, after),
+        *grown,
         dict(siege.tally.codes),
         troubles,
     )
@@ -123,6 +129,20 @@ def growth(before: tuple[Size, Size], after: tuple[Size, Size]) -> tuple[int, in
     )
 
 
+def grew(grown: tuple[int, int, int], frames: int) -> list[str]:
+    """Which of these is too much, in words."""
+    daemon_bytes, transfer_bytes, fds = grown
+    most_bytes = MOST_GROWTH_BYTES if frames >= WARM_FRAMES else 4 * MOST_GROWTH_BYTES
+    found = []
+    if daemon_bytes > most_bytes:
+        found.append(f"the daemon grew by {daemon_bytes} bytes")
+    if transfer_bytes > most_bytes:
+        found.append(f"the transfer process grew by {transfer_bytes} bytes")
+    if fds > MOST_FDS:
+        found.append(f"{fds} more descriptors are open")
+    return found
+
+
 def besiege_in_memory(name: str, frames: int, seed: int) -> Row:
     """A siege of what needs no daemon: whatever it raises ends the run."""
     began_s = time.monotonic()
@@ -137,13 +157,8 @@ def judge(row: Row, retried: list[str]) -> None:
         row.troubles.append(f"a call of the healthy engine took {row.max_ms:.0f} ms")
     if not row.handoffs:
         row.troubles.append("no handoff between the daemons was delivered meanwhile")
-    most_bytes = MOST_GROWTH_BYTES if row.frames >= WARM_FRAMES else 4 * MOST_GROWTH_BYTES
-    if row.daemon_growth_bytes > most_bytes:
-        row.troubles.append(f"the daemon grew by {row.daemon_growth_bytes} bytes")
-    if row.transfer_growth_bytes > most_bytes:
-        row.troubles.append(f"the transfer process grew by {row.transfer_growth_bytes} bytes")
-    if row.fds_growth > MOST_FDS:
-        row.troubles.append(f"{row.fds_growth} more descriptors are open")
+    grown = row.daemon_growth_bytes, row.transfer_growth_bytes, row.fds_growth
+    row.troubles += grew(grown, row.frames)
     if retried and row.socket != "admin":
         row.troubles += retried
 

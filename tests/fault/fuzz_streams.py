@@ -14,6 +14,7 @@ from kvd.client.blocking import attach
 from kvd.errors import KvdError, Refusal
 from kvd.wire.attach import Attach, AttachRequest, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
+from kvd.zmtp.bounds import BOUNDS
 from tests.fault.fuzz_values import Maker, kinds_of
 from tests.fault.fuzz_wire import ANSWER_S, Tally
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 IDLE_CONNECTIONS = 30
 """Left open without a word while a siege lasts."""
+SWEPT_S = 0.5
+"""How late the end of a time is noticed, at most."""
 CROWD = 300
 """Sessions at once; limits.max_clients is 256."""
 STATUS_LINE = re.compile(rb"HTTP/1\.1 (\d{3}) ")
@@ -248,7 +251,9 @@ class Streams:
     def calm(self) -> None:
         for one in self._idle:
             one.close()
-        time.sleep(0.2)  # libzmq's own thread closes what has hung up
+        # Who wants another mechanism is left waiting, and not heard: that it has hung up is seen
+        # when its time is up.
+        time.sleep(BOUNDS.refused_s + SWEPT_S)
 
     def _frame(self) -> bytes:
         """A ZMTP frame: flags, length, body; each of them may lie."""

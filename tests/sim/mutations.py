@@ -70,6 +70,13 @@ def trusts_a_host_that_is_not_quiet(settings, at_s):
     return node
 
 
+def forgets_that_bytes_were_in_doubt(settings, at_s):
+    """A peer that was silent for long is forgotten, and its handoffs with all that they knew."""
+    node = NodeState(settings, at_s)
+    node.prefiller.settled_sends.forget_peer = node.prefiller.settled_sends.fold_tombstones
+    return node
+
+
 def waits_only_for_what_has_arrived(settings, at_s):
     """What a writer that is over has sent, and is still on its way, is not waited for."""
     node = NodeState(settings, at_s)

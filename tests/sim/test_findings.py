@@ -32,6 +32,7 @@ def found(make_node, profile, steps=1500):
         (mutations.trusts_a_host_that_is_not_quiet, "transfer", "ended"),
         (mutations.waits_only_for_what_has_arrived, "transfer", "ended"),
         (mutations.believes_any_claim, "transfer", "ended"),
+        (mutations.forgets_that_bytes_were_in_doubt, "away", "ended"),
         (mutations.frees_duplicates_under_a_post, "transfer", "was overwritten while post"),
         (mutations.never_repeats_its_last_word, "lossy", "40 s of calm have not ended"),
         (mutations.keeps_a_dead_engines_receives, "storm", ""),

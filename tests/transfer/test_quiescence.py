@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import subprocess
@@ -82,6 +83,37 @@ def asleep():
     thread.join()
 
 
+LONG = 2_000_000
+"""So many rounds of a hash take a second: what a test does meanwhile takes some milliseconds."""
+
+
+@pytest.fixture
+def computing():
+    """The number of a thread that computes, as NIXL's does while it stores what it has read."""
+    over, begun = threading.Event(), []
+
+    def compute() -> None:
+        begun.append(threading.get_native_id())
+        while not over.is_set():
+            # Without the lock of the interpreter: it does not sleep to get that.
+            hashlib.pbkdf2_hmac("sha256", b"", b"", LONG)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    while not begun or quiescence._sleeps(begun[0]):
+        pass
+    yield begun[0]
+    over.set()
+    thread.join()
+
+
+def has_computed(thread, longer_ns):
+    """When it has, for so much longer than until now."""
+    end_ns = quiescence._cpu_ns(thread) + longer_ns
+    while quiescence._cpu_ns(thread) < end_ns:
+        time.sleep(0.001)
+
+
 class Asked:
     """A question that was looked at once."""
 
@@ -156,6 +188,28 @@ def test_what_has_only_arrived_is_waited_for_without_its_end(far, asleep):
     assert not before
     assert asked.until_quiet()
     assert asked.said == [Quiet(UNSTAMPED, 1)]
+
+
+def test_what_has_been_read_is_stored_by_a_thread_that_sleeps_or_has_computed_for_long(computing):
+    """Nothing stands in a socket; the thread may be in the middle of a copy all the same."""
+    asked = Asked(computing)
+    at_once = asked.is_quiet
+    has_computed(computing, quiescence._STORED_AFTER_NS)
+
+    assert not at_once
+    assert asked.until_quiet()
+
+
+def test_what_the_thread_computed_before_it_had_read_the_last_says_nothing(far, computing):
+    far.send()
+    asked = Asked(computing, Doubt.ARRIVED)
+    has_computed(computing, 2 * quiescence._STORED_AFTER_NS)
+    far.ours.recv(1000)
+    as_it_was_read = asked.look()
+    has_computed(computing, quiescence._STORED_AFTER_NS)
+
+    assert not as_it_was_read
+    assert asked.until_quiet()
 
 
 def test_a_connection_that_came_later_is_not_waited_for(asleep):

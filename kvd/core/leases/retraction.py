@@ -329,7 +329,10 @@ class Retractor:
         # Before ``end_restore``, which drops what is saved; so is ``kv_tokens`` above.
         spared_bytes = lease.saved_bytes - n_bytes
         self._leases.saved.end_restore(lease)
-        if caller is not None:
+        if caller is not None and lease.lost is not None:
+            # Its row is cut: what was copied back stands in pages that nobody uses any more.
+            self._out.answer(caller.session, client.Failed(caller.call, lease.lost))
+        elif caller is not None:
             self._told_resumed(lease, caller, kv_tokens, n_bytes, spared_bytes)
 
     def _refused(self, lease: LeaseRecord, why: str) -> None:
@@ -377,6 +380,7 @@ class Retractor:
             # that it is over: it stays until its engine lets go of it (``lease_ends``).
             if lease.lost is not None:
                 self.uncopied[lease.id] = lease
+                self._answer_failed(lease, lease.lost)
                 continue
             moved = self._leases.saved.to_restore(lease)
             assert not isinstance(moved, Refusal), "it was looked at when it was admitted"
