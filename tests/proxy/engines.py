@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 from contextlib import asynccontextmanager
@@ -166,7 +167,7 @@ class RawEngine:
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
-            writer.close()
+            await _closed(writer)
 
 
 def http_answer(body: bytes, *fields: str, status: str = "200 OK") -> bytes:
@@ -233,7 +234,13 @@ async def say(url: str, *pieces: bytes, wait_s: float = 5.0) -> bytes:
             await writer.drain()
         return await asyncio.wait_for(reader.read(), wait_s)
     finally:
-        writer.close()
+        await _closed(writer)
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+        await writer.wait_closed()
 
 
 def post(path: str, body: bytes, *fields: str, version: str = "1.1") -> bytes:
