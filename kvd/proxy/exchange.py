@@ -76,12 +76,14 @@ class EngineCall:
         target: path and query, as they go on the wire.
         headers: all but those that the HTTP client says itself.
         body: bytes, an upload that can be sent once, or nothing.
+        anew: on a connection of its own.
     """
 
     method: str
     target: str
     headers: CIMultiDict[str]
     body: bytes | Upload | None = None
+    anew: bool = False
 
 
 class EngineClient:
@@ -123,7 +125,7 @@ class EngineClient:
             yield answer
 
     async def _open(self, engine: ProxiedEngine, call: EngineCall) -> aiohttp.ClientResponse:
-        if not isinstance(call.body, bytes | None):
+        if call.anew or not isinstance(call.body, bytes | None):
             # What is sent once must not meet a connection that was closed meanwhile.
             return await _send(self._fresh, engine, call)
         met: dict[str, bool] = {}

@@ -145,7 +145,7 @@ class ProxyServer:
             "handler_cancellation": True,
             "keepalive_timeout": self.limits.head_s,
             "auto_decompress": False,
-            "lingering_time": LINGER_S,
+            "lingering_time": min(LINGER_S, self.limits.head_s),
             "access_log": None,
             "logger": quiet,
         }
@@ -182,7 +182,7 @@ class ProxyServer:
         headers = own_request_headers(CIMultiDict())
         if engine.address.authorization:
             headers["authorization"] = engine.address.authorization
-        asks = EngineCall(method="GET", target="/health", headers=headers)
+        asks = EngineCall(method="GET", target="/health", headers=headers, anew=True)
         until_s = clock() + self.limits.health_s
         try:
             async with self._client.asked(engine, asks, until_s=until_s) as answer:
