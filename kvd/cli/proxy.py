@@ -8,7 +8,7 @@ from kvd.cli.exits import NotInstalled
 from kvd.errors import KvdError
 from kvd.parts import missing
 
-ENGINE = "URL[,daemon=ENDPOINT]"
+ENGINE = "URL[,daemon=ENDPOINT,namespace=NAME]"
 
 
 @click.command()
@@ -35,7 +35,29 @@ ENGINE = "URL[,daemon=ENDPOINT]"
     metavar="HOST:PORT",
     help="For clients.",
 )
-def proxy_command(prefills: tuple[str, ...], decodes: tuple[str, ...], listen: str) -> None:
+@click.option(
+    "--pass-path",
+    "also",
+    multiple=True,
+    metavar="/PATH",
+    help="A path that goes on to engines beside those of the HTTP API; with a slash at its end, "
+    "all below it. May be given many times.",
+)
+@click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    metavar="NAME=NUMBER",
+    help="A bound of time in seconds or of size in bytes, such as prefill_s=60; a wrong name shows "
+    "all of them. May be given many times.",
+)
+def proxy_command(
+    prefills: tuple[str, ...],
+    decodes: tuple[str, ...],
+    listen: str,
+    also: tuple[str, ...],
+    limits: tuple[str, ...],
+) -> None:
     """Serve the HTTP API of OpenAI for engines that prefill and engines that decode.
 
     A request goes to the engine where its prompt would be there soonest: what its node lacks of it,
@@ -46,12 +68,17 @@ def proxy_command(prefills: tuple[str, ...], decodes: tuple[str, ...], listen: s
     if lacking := missing("proxy"):
         raise NotInstalled("kvd proxy", "proxy", lacking)
     from kvd.proxy.engines import EngineRole, parse_engine  # noqa: PLC0415 - needs no HTTP to fail
+    from kvd.proxy.limits import parse_limits  # noqa: PLC0415 - of an extra
     from kvd.proxy.server import run  # noqa: PLC0415 - of an extra
 
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise click.BadParameter(f"{listen!r} is no HOST:PORT", param_hint="--listen")
+    for path in also:
+        if not path.startswith("/"):
+            raise click.BadParameter(f"{path!r} does not begin with /", param_hint="--pass-path")
     try:
+        bounds = parse_limits(limits)
         addresses = [
             *(parse_engine(EngineRole.PREFILL, text) for text in prefills),
             *(parse_engine(EngineRole.DECODE, text) for text in decodes),
@@ -59,4 +86,4 @@ def proxy_command(prefills: tuple[str, ...], decodes: tuple[str, ...], listen: s
     except KvdError as error:
         raise click.UsageError(str(error)) from error
     click.echo(f"kvd proxy: http://{host}:{port} for {len(prefills)} + {len(decodes)} engines")
-    run(addresses, host.strip("[]"), int(port))
+    run(addresses, host.strip("[]"), int(port), bounds, also)

@@ -2,11 +2,16 @@
 
 It speaks the HTTP API of OpenAI to clients and to engines. The map of this room::
 
-    engines   where each is, whether it answers, and to which one a request goes
-    bodies    what is said to a prefill engine, to a decode engine, and to a client that errs
-    lookup    the tokens of a prompt, and how many of them each node has, asked or guessed
-    relay     one request: prefill, then decode, streamed
-    server    the HTTP side of it, health and metrics
+    paths      which requests go on, and how their paths may be spelled
+    headers    which headers go through, in both directions
+    bodies     what is read of a client, what engines and clients are told
+    limits     how long and how large anything may be
+    engines    where each is, what is known of it, to which one a request goes
+    lookup     the tokens of a prompt, and how many of them each node has, asked or guessed
+    exchange   one request to one engine: connections, and what may go wrong
+    relay      one request of a client: prefill, then decode, streamed
+    metrics    what is counted
+    server     the HTTP side of it, and health
 
 What must not live here: how an engine moves KV (``kvd.connectors``). The proxy hands on what the
 prefill engine says; engines and connectors of others work behind it as well.

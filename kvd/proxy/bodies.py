@@ -1,17 +1,27 @@
-"""What is said to a prefill engine, to a decode engine, and to a client that errs.
+"""The bodies that pass through a proxy: what is read of clients, what they and engines are told.
+
+JSON is read strictly, as one value with one meaning, and written anew for each engine: what was
+judged is what goes on. Where KV lies is between engines and the proxy. A client that could say it
+would have an engine fetch from a node of the client's choice, so the names in ``NOT_OF_CLIENTS``
+are dropped from every body, at every depth.
 
 The parameters of a transfer are those that engines and their routers use already: the prefill
 engine is told ``do_remote_decode``, and what it answers in ``kv_transfer_params`` goes to the
-decode engine as it is. kvd's own keys are in one entry, ``kvd``, which others ignore.
+decode engine as it is. The room of kvd's own handoff is the prefill engine's, and in that answer.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import secrets
-from typing import Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvd.errors import Code, KvdError, Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
 Body = dict[str, object]
 """A request of the HTTP API: any JSON object; what the proxy does not know goes through."""
@@ -21,28 +31,82 @@ ROOM_BITS: Final = 62
 
 TRANSFER: Final = "kv_transfer_params"
 
+NOT_OF_CLIENTS: Final = frozenset(
+    {
+        *(TRANSFER, "ec_transfer_params"),
+        # SGLang's words for it.
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+    }
+)
+
+MAX_DEPTH: Final = 200
+"""Of a body; a request with tools has some twenty."""
+
 _ONE_TOKEN: Final = ("max_tokens", "max_completion_tokens")
 _NOT_FOR_PREFILL: Final = ("stream_options", "min_tokens", "n", "best_of", "use_beam_search")
 """They speak of an answer, of which a prefill engine gives one token."""
 
+_NAMES: Final = re.compile("|".join(sorted(NOT_OF_CLIENTS)).encode(), re.IGNORECASE)
+_NAME_BYTES: Final = max(len(name) for name in NOT_OF_CLIENTS)
+_STRINGS_AND_BRACKETS: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
+"""A string without an end is taken to the end of the body, so that each byte is read once."""
+
+_LEAST_SNIFFED: Final = 4
+
+
+def parse_json(raw: bytes) -> object:
+    """One JSON value in UTF-8, without the names that are not for clients to say.
+
+    Raises:
+        KvdError: ``bad-request``: it is none, or one that two readers would take for two values.
+    """
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
+        _check_depth(raw)
+    try:
+        found = json.loads(
+            raw.decode(),
+            object_pairs_hook=_object,
+            parse_float=_number,
+            parse_constant=_no_number,
+        )
+    except UnicodeDecodeError as error:
+        raise _bad("the body is no UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"the body is not JSON: {str(error)[:200]}") from error
+    if b"\\ud" in raw.lower():
+        # Half a surrogate pair stands for no character, and no engine could be told of it.
+        json_bytes(found)
+    return found
+
 
 def parse_body(raw: bytes) -> Body:
-    """The JSON object of a request.
+    """The JSON object of a request, as ``parse_json`` reads it.
 
     Raises:
         KvdError: ``bad-request``: it is none.
     """
-    try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise _bad(f"the body is not JSON: {error}") from error
+    body = parse_json(raw)
     if not isinstance(body, dict):
         raise _bad("the body must be a JSON object")
     return body
 
 
+def json_bytes(value: object) -> bytes:
+    """JSON in UTF-8, for an engine.
+
+    Raises:
+        KvdError: ``bad-request``: it has half a surrogate pair.
+    """
+    try:
+        return json.dumps(
+            value, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        ).encode()
+    except UnicodeEncodeError as error:
+        raise _bad("the body has half of a surrogate pair, which is no character") from error
+
+
 def new_room() -> str:
-    """A room for one handoff, in words: some who hand it on keep 53 bits of a number."""
+    """A name for one handoff, in words: some who hand it on keep 53 bits of a number."""
     return str(1 + secrets.randbelow((1 << ROOM_BITS) - 1))
 
 
@@ -52,7 +116,11 @@ def new_traceparent() -> str:
 
 
 def prefill_body(body: Body, room: str) -> Body:
-    """The same prompt for one token, whose KV another engine will decode from."""
+    """The same prompt for one token, whose KV another engine will decode from.
+
+    ``room`` is for engines whose router has to name the transfer. kvd's connector draws a room of
+    its own and answers it, with its node: nobody else knows where the KV is.
+    """
     told = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     told["stream"] = False
     for key in _ONE_TOKEN:
@@ -65,19 +133,26 @@ def prefill_body(body: Body, room: str) -> Body:
         "remote_block_ids": None,
         "remote_host": None,
         "remote_port": None,
-        "kvd": {"v": 1, "room": room},
+        "transfer_id": room,
     }
     return told
 
 
 def transfer_in(answer: bytes) -> Body | None:
-    """What a prefill engine says of where the KV is; None if it says nothing."""
+    """What a prefill engine says of where the KV is; None if it says nothing.
+
+    Raises:
+        ValueError: the answer is no JSON object, so no engine of this API has given it.
+    """
     try:
-        said = json.loads(answer)
-    except ValueError:
-        return None
-    found = said.get(TRANSFER) if isinstance(said, dict) else None
-    return found if isinstance(found, dict) else None
+        said = json.loads(answer, parse_float=_number, parse_constant=_no_number)
+        found = said.get(TRANSFER)
+        if isinstance(found, dict):
+            json_bytes(found)
+            return found
+    except (RecursionError, AttributeError, KvdError) as error:
+        raise ValueError(f"its answer is no JSON object: {error}") from error
+    return None
 
 
 def decode_body(body: Body, transfer: Body | None) -> Body:
@@ -92,11 +167,17 @@ def prompt_bytes(body: Body) -> bytes:
     """The prompt of a request, as bytes that begin alike where prompts do."""
     prompt = body["messages"] if "messages" in body else body.get("prompt", "")
     if isinstance(prompt, str):
-        return prompt.encode()
+        return prompt.encode(errors="replace")
     tokens = token_ids(prompt)
     if tokens is not None:
-        return b"".join(one.to_bytes(4, "little") for one in tokens)
+        return b"".join(token.to_bytes(4, "little") for token in tokens)
     return json.dumps(prompt, separators=(",", ":")).encode()
+
+
+def is_one_prompt(body: Body) -> bool:
+    """The request has one prompt, whose KV can be handed over; of several each has its own."""
+    prompt = body.get("prompt")
+    return not isinstance(prompt, list) or len(prompt) == 1 or token_ids(prompt) is not None
 
 
 def token_ids(prompt: object) -> list[int] | None:
@@ -106,10 +187,111 @@ def token_ids(prompt: object) -> list[int] | None:
     return prompt if all(type(one) is int and 0 <= one < 1 << 31 for one in prompt) else None
 
 
-def error_body(message: str, kind: str, code: int) -> bytes:
+def error_json(message: str, kind: str, code: int) -> Body:
     """An error as clients of the HTTP API read it."""
-    said = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    return json.dumps(said).encode()
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def error_body(message: str, kind: str, code: int) -> bytes:
+    """The same as the body of an answer."""
+    return json.dumps(error_json(message, kind, code)).encode()
+
+
+class Upload:
+    """A body that is no JSON on its way to an engine, piece by piece, unchanged.
+
+    Engines read a body as JSON whatever its Content-Type says, so one that begins like JSON goes no
+    further. Of parts of a form only those are stopped that have a name in ``NOT_OF_CLIENTS``; the
+    engine is then hung up on in the middle of the body, and has not got a request.
+
+    Args:
+        next_piece: of the client's body; empty at its end.
+        is_form: ``multipart/form-data``, which begins with a boundary.
+    """
+
+    def __init__(self, next_piece: Callable[[], Awaitable[bytes]], *, is_form: bool) -> None:
+        self._next_piece = next_piece
+        self._is_form = is_form
+        self._head = b""
+        self._rest = b""
+        self.error: Exception | None = None
+        """Why it broke off, where that was not the engine's doing."""
+
+    async def begin(self) -> None:
+        """Read the first bytes, by which it is judged.
+
+        Raises:
+            KvdError: ``bad-request``: it may not go on.
+        """
+        while len(self._head) < _LEAST_SNIFFED and (piece := await self._next_piece()):
+            self._head += piece
+        if self._is_form and not self._head.lstrip(b"\r\n").startswith(b"--"):
+            raise _bad("a form (multipart/form-data) begins with its boundary")
+        if looks_like_json(self._head):
+            raise _bad("this body begins like JSON: say so in Content-Type")
+        self._check_names(self._head)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """All of it, as it comes."""
+        try:
+            yield self._head
+            self._head = b""
+            while piece := await self._next_piece():
+                self._check_names(piece)
+                yield piece
+        except Exception as error:
+            # The HTTP client makes an error of the connection out of whatever ends this.
+            self.error = error
+            raise
+
+    def _check_names(self, piece: bytes) -> None:
+        seen = self._rest + piece
+        if found := _NAMES.search(seen):
+            raise _bad(f"{found[0].decode().lower()} is not for clients to say")
+        self._rest = seen[1 - _NAME_BYTES :]
+
+
+def looks_like_json(head: bytes) -> bool:
+    """A body with these first bytes may be a JSON object or list, in any encoding of Unicode."""
+    begun = head.lstrip(b" \t\r\n\0\xff\xfe\xef\xbb\xbf")
+    return bool(head) and (not begun or begun[:1] in {b"{", b"["})
+
+
+def _object(pairs: list[tuple[str, object]]) -> Body:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has a name twice")
+    for name in NOT_OF_CLIENTS.intersection(map(_plain, found)):
+        found = {key: value for key, value in found.items() if _plain(key) != name}
+    return found
+
+
+def _plain(name: str) -> str:
+    """A name as a lenient reader may take it."""
+    return name.strip().lower().replace("-", "_")
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:40]} is above what a number can be")
+    return number
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _check_depth(raw: bytes) -> None:
+    depth = 0
+    for found in _STRINGS_AND_BRACKETS.finditer(raw):
+        mark = found[0]
+        if mark in {b"[", b"{"}:
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise _bad(f"the body is nested deeper than {MAX_DEPTH}")
+        elif mark in {b"]", b"}"}:
+            depth -= 1
 
 
 def _bad(why: str) -> KvdError:

@@ -1,17 +1,26 @@
-"""The engines behind a proxy: where they are, whether they answer, which one a request goes to.
+"""The engines behind a proxy: where they are, what is known of each, which one a request goes to.
 
-That is the one where its prompt would be there soonest. What waits at an engine and what its node
-lacks of the prompt are both work of the same kind, so both count in tokens. To take the longest
-match alone sends everyone to the node that has the system prompt; to look at the load alone
-computes each conversation anew. ``kvd sim --trace`` compares the three on a recorded load.
+A request goes to the engine where its prompt would be there soonest. What waits at an engine and
+what its node lacks of the prompt are both work of the same kind, so both count in tokens. To take
+the longest match alone sends everyone to the node that has the system prompt; to look at the load
+alone computes each conversation anew. ``kvd sim --trace`` compares the three on a recorded load.
+
+What is known comes from two sides: every few seconds an engine is asked for ``/health``, and every
+request that it serves or fails is told. An engine that is busy answers late, which is no death::
+
+    UP        it answered last, whatever it was asked
+    DOUBTED   it was late, or broke a request; it gets those that nobody else takes
+    DOWN      it refuses connections, or says that it is unwell; it gets nothing until it answers
 """
 
 from __future__ import annotations
 
+import base64
 import enum
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from kvd.errors import Code, KvdError, Refusal
 
@@ -19,6 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 OPTIONS: Final = ("daemon", "namespace")
+
+DOUBTED_S: Final = 5.0
+"""For each request in a row that an engine failed, whatever it says of its health meanwhile."""
+
+MOST_DOUBTED_S: Final = 60.0
 
 
 class EngineRole(enum.StrEnum):
@@ -28,21 +42,42 @@ class EngineRole(enum.StrEnum):
     DECODE = "decode"
 
 
+class EngineState(enum.IntEnum):
+    """What is thought of an engine; a lower one is preferred."""
+
+    UP = 0
+    DOUBTED = 1
+    DOWN = 2
+
+
 @dataclass(frozen=True)
 class EngineAddress:
     """One engine, as the command line names it.
 
     Attributes:
         role: what it does of a request.
-        url: ``http://host:port``, without a slash at the end.
+        url: ``http://host:port``, without a slash at the end; a user and password in it become
+            ``authorization`` and are in no text of the proxy.
         daemon: the client socket of its node's daemon; empty where the proxy cannot reach it.
         namespace: of that daemon, in which the engine keeps its prompts.
+        authorization: what the proxy says to it in the header of that name; empty: what its client
+            says.
     """
 
     role: EngineRole
     url: str
     daemon: str = ""
     namespace: str = ""
+    authorization: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        user, mark, host = parts.netloc.rpartition("@")
+        if mark:
+            name, _, password = user.partition(":")
+            said = base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
+            object.__setattr__(self, "url", parts._replace(netloc=host).geturl())
+            object.__setattr__(self, "authorization", self.authorization or f"Basic {said}")
 
 
 @dataclass(eq=False)
@@ -50,26 +85,63 @@ class ProxiedEngine:
     """One engine as the proxy knows it now.
 
     Attributes:
-        is_up: it answered when it was last asked.
         waiting_tokens: of prompts that it was sent and has not begun to answer; without those that
             its node had already.
         open_requests: sent to it and not ended.
-        why_down: the last failure, for ``/health``.
+        sent_requests: since the proxy began.
+        is_refusing: the last connection failed, or it said that it is unwell.
+        is_late: it has not answered ``/health`` in time since it last answered anything.
+        failed_in_a_row: requests.
+        doubted_until_s: by the clock of the loop, because of them.
+        answered_s: by the same clock, when it last answered anything; minus infinity: never.
+        failed_s: when it last did not.
+        why: the last failure; empty after an answer.
     """
 
     address: EngineAddress
-    is_up: bool = False
     waiting_tokens: int = 0
     open_requests: int = 0
-    why_down: str = "not asked yet"
+    sent_requests: int = 0
+    is_refusing: bool = False
+    is_late: bool = False
+    failed_in_a_row: int = 0
+    doubted_until_s: float = -math.inf
+    answered_s: float = -math.inf
+    failed_s: float = -math.inf
+    why: str = "not asked yet"
 
-    def went_down(self, why: str) -> None:
-        """It did not answer: nothing is sent there until it does."""
-        self.is_up, self.why_down = False, why
+    def state(self, now_s: float) -> EngineState:
+        """What is thought of it."""
+        if self.is_refusing:
+            return EngineState.DOWN
+        never = self.answered_s == -math.inf
+        if never or self.is_late or now_s < self.doubted_until_s:
+            return EngineState.DOUBTED
+        return EngineState.UP
 
-    def came_up(self) -> None:
-        """It answered."""
-        self.is_up, self.why_down = True, ""
+    def served(self, now_s: float) -> None:
+        """A request was answered, or goes on being answered."""
+        self.said_well(now_s)
+        self.failed_in_a_row, self.doubted_until_s = 0, -math.inf
+
+    def said_well(self, now_s: float) -> None:
+        """It answered, though no request for a client: it is there."""
+        self.is_refusing = self.is_late = False
+        self.answered_s, self.why = now_s, ""
+
+    def was_late(self, now_s: float, why: str) -> None:
+        """It did not say in time how it is: busy, or hung."""
+        self.is_late, self.failed_s, self.why = True, now_s, why
+
+    def refused(self, now_s: float, why: str) -> None:
+        """Nobody is there, or it says itself that it is unwell."""
+        self.is_refusing, self.failed_s, self.why = True, now_s, why
+
+    def failed(self, now_s: float, why: str) -> None:
+        """A request broke there, or had no answer in time."""
+        self.failed_in_a_row += 1
+        doubted_s = min(MOST_DOUBTED_S, DOUBTED_S * self.failed_in_a_row)
+        self.doubted_until_s, self.failed_s, self.why = now_s + doubted_s, now_s, why
 
 
 class EngineChoice(NamedTuple):
@@ -80,46 +152,78 @@ class EngineChoice(NamedTuple):
 
 
 def soonest(
-    engines: Iterable[ProxiedEngine], cached: Mapping[ProxiedEngine, int], n_tokens: int
+    engines: Iterable[ProxiedEngine],
+    cached: Mapping[ProxiedEngine, int],
+    n_tokens: int,
+    now_s: float,
 ) -> EngineChoice | None:
-    """The engine that answers, and would have the prompt first; None if none answers.
+    """The engine that would have the prompt first; None if all are down.
 
-    Among equals it is the one with the fewest open requests, then the first that was named.
+    One that is doubted is taken where no other is up. Among equals it is the one with the fewest
+    open requests, then with the fewest that it was ever sent, then the first that was named.
     ``cached``: of the prompt's ``n_tokens``, how many each node has; none where it is not known.
     """
+    states = {engine: engine.state(now_s) for engine in engines}
     choices = [
-        EngineChoice(one, max(0, n_tokens - cached.get(one, 0))) for one in engines if one.is_up
+        EngineChoice(engine, max(0, n_tokens - cached.get(engine, 0)))
+        for engine, state in states.items()
+        if state is not EngineState.DOWN
     ]
     return min(
         choices,
-        key=lambda one: (
-            one.engine.waiting_tokens + one.lacking_tokens,
-            one.engine.open_requests,
+        key=lambda choice: (
+            states[choice.engine],
+            choice.engine.waiting_tokens + choice.lacking_tokens,
+            choice.engine.open_requests,
+            choice.engine.sent_requests,
         ),
         default=None,
     )
 
 
 def parse_engine(role: EngineRole, text: str) -> EngineAddress:
-    """``URL[,daemon=ENDPOINT][,namespace=NAME]``.
+    """``URL[,daemon=ENDPOINT,namespace=NAME]``.
 
     Raises:
         KvdError: ``bad-request``; says what is wrong with which part.
     """
     url, *options = text.split(",")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query:
-        raise _wrong(role, text, f"{url!r} is no address such as http://127.0.0.1:8100")
+    # What is wrong is said without the password that may be in it.
+    shown = url.rpartition("@")[2]
+    try:
+        parts = urlsplit(url)
+        is_address = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not parts.query
+            and not parts.fragment
+            and url.isascii()
+            and not any(char.isspace() for char in url)
+        )
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise _wrong(role, shown, f"{shown!r} is no address such as http://127.0.0.1:8100")
     said: dict[str, str] = {}
     for option in options:
         key, is_given, value = option.partition("=")
         if not is_given or key not in OPTIONS or key in said:
-            raise _wrong(role, text, f"{option!r} is none of {', '.join(OPTIONS)}, each once")
+            raise _wrong(role, shown, f"{option!r} is none of {', '.join(OPTIONS)}, each once")
         said[key] = value
-    if "namespace" in said and "daemon" not in said:
-        raise _wrong(role, text, "a namespace is of a daemon: give daemon=ENDPOINT too")
+    if "namespace" in said and not said.get("daemon"):
+        raise _wrong(role, shown, "a namespace is of a daemon: give daemon=ENDPOINT too")
+    if said.get("daemon") and "namespace" not in said:
+        raise _wrong(
+            role,
+            shown,
+            "a daemon is asked in one namespace, and no prompt is found in another: give "
+            "namespace=NAME too. Engines of vLLM keep theirs in that of their model, which `kvd "
+            "tree` shows on their node; namespace= with nothing behind it is the one without a "
+            "name",
+        )
     return EngineAddress(role=role, url=url.rstrip("/"), **said)
 
 
-def _wrong(role: EngineRole, text: str, why: str) -> KvdError:
-    return KvdError(Refusal(Code.BAD_REQUEST, f"--{role} {text}: {why}", side="proxy"))
+def _wrong(role: EngineRole, shown: str, why: str) -> KvdError:
+    return KvdError(Refusal(Code.BAD_REQUEST, f"--{role} {shown}: {why}", side="proxy"))

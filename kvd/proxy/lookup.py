@@ -11,20 +11,26 @@ import contextlib
 import json
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import aiohttp
+from multidict import CIMultiDict
 
 import kvd.client
-from kvd.errors import KvdError
-from kvd.proxy.bodies import prompt_bytes, token_ids
+from kvd.errors import Code, KvdError
+from kvd.proxy.bodies import json_bytes, prompt_bytes, token_ids
+from kvd.proxy.engines import soonest
+from kvd.proxy.exchange import EngineCall, EngineFault, Fault, whole_of
+from kvd.proxy.headers import own_request_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvd.proxy.bodies import Body
     from kvd.proxy.engines import ProxiedEngine
+    from kvd.proxy.exchange import EngineClient
+    from kvd.proxy.headers import Headers
 
 ASK_S: Final = 0.1
 """For the answer of a daemon."""
@@ -33,14 +39,38 @@ TOKENIZE_S: Final = 1.0
 """For the tokens of a prompt."""
 
 AGAIN_S: Final = 5.0
-"""After a daemon did not answer."""
+"""After a daemon answered nobody, or an engine gave no tokens in time."""
 
+LONG_TOKENS: Final = 20_000
+LONG_BYTES: Final = 4 * LONG_TOKENS
+"""A prompt above that may have no answer in time where all others have."""
+
+SESSION_OVER: Final = frozenset(
+    code.value
+    for code in (
+        *(Code.UNKNOWN_SESSION, Code.BEFORE_RESTART, Code.POOL_CHANGED, Code.SHUTTING_DOWN),
+        *(Code.CLIENT_GONE, Code.VERSIONS_DIFFER),
+    )
+)
+"""Refusals that are not of a prompt."""
+
+TOKENIZED: Final = ("model", "prompt", "messages", "tools", "chat_template_kwargs")
+"""Of a request, what its tokens depend on."""
+
+MOST_TOKENIZED_BYTES: Final = 4 * 2**20
+"""A longer text is not worth an engine's time for this."""
+
+MOST_TOKENS_BYTES: Final = 32 * 2**20
+OK: Final = 200
 
 BLOCK_BYTES: Final = 256
 """What is remembered as one; some 64 tokens."""
 
 BYTES_A_TOKEN: Final = 4
 """Of text, about; of token ids exactly."""
+
+MOST_NOTED_BYTES: Final = 4 * 2**20
+"""Of one prompt; behind it all are alike."""
 
 MOST_BLOCKS: Final = 200_000
 """Of one engine: prompts of some 13 million tokens in some 25 MB."""
@@ -88,17 +118,26 @@ class ServedPrefixes:
 
 
 class DaemonLink:
-    """A session with one daemon, opened when it is first asked."""
+    """A session with one daemon, opened when it is first asked.
+
+    A prompt that the daemon refuses is a matter of that prompt. One that it does not answer in time
+    may be too: a long one, or one of many at once. Only while it answers nobody at all is it asked
+    less often.
+    """
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._node: kvd.client.Node | None = None
         self._again_s = float("-inf")
+        self._answered_s = float("-inf")
         self._opening = asyncio.Lock()
+        self.why = ""
+        """It is not asked now because of this."""
 
     async def cached_tokens(self, tokens: Sequence[int], namespace: str) -> int | None:
         """How much of the prompt is cached there; None if it did not say in time."""
-        if time.monotonic() < self._again_s:
+        began_s = time.monotonic()
+        if began_s < self._again_s:
             return None
         try:
             async with asyncio.timeout(ASK_S):
@@ -107,11 +146,33 @@ class DaemonLink:
                         self._node = await kvd.client.connect(
                             self._endpoint, name="proxy", return_within_s=ASK_S
                         ).__aenter__()
-                return (await self._node.match(tokens, namespace=namespace)).tokens
-        except (KvdError, TimeoutError, OSError):
-            self._again_s = time.monotonic() + AGAIN_S
-            await self.close()
+                found = (await self._node.match(tokens, namespace=namespace)).tokens
+        except KvdError as error:
+            if error.code == Code.UNREACHABLE.value:
+                await self._was_silent(began_s, len(tokens), str(error))
+            elif error.code in SESSION_OVER:
+                await self._leave(str(error))
+            else:
+                self._answered_s = time.monotonic()
             return None
+        except (TimeoutError, OSError, RuntimeError) as error:
+            why = str(error) or f"no answer within {ASK_S} s"
+            await self._was_silent(began_s, len(tokens), why)
+            return None
+        self._answered_s = time.monotonic()
+        self.why = ""
+        return found
+
+    async def _was_silent(self, began_s: float, n_tokens: int, why: str) -> None:
+        # A long prompt may well take longer than it is given; that says nothing of the next one.
+        since_s = began_s - (AGAIN_S if n_tokens > LONG_TOKENS else 0.0)
+        if self._answered_s < since_s:
+            await self._leave(why)
+
+    async def _leave(self, why: str) -> None:
+        self._again_s = time.monotonic() + AGAIN_S
+        self.why = why
+        await self.close()
 
     async def close(self) -> None:
         """End the session; the next question opens one."""
@@ -121,69 +182,137 @@ class DaemonLink:
                 await node.close()
 
 
+@dataclass
+class LookupCounts:
+    """What came of the questions for the prompts of one engine.
+
+    Attributes:
+        asked: prompts that its daemon was asked for.
+        answered: of them, in time and without a refusal.
+        tokens: of the prompts answered.
+        cached_tokens: of these, how many were cached.
+    """
+
+    asked: int = 0
+    answered: int = 0
+    tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Tokenizers:
+    """The tokens of prompts, by engines that serve ``/tokenize``."""
+
+    def __init__(self, client: EngineClient, engines: Sequence[ProxiedEngine], wait_s: float):
+        self._client = client
+        self._engines = engines
+        self._wait_s = wait_s
+        self._again_s: dict[ProxiedEngine, float] = {}
+
+    async def tokens_of(self, body: Body, headers: CIMultiDict[str]) -> list[int] | None:
+        """The prompt in tokens; None if no engine says it in time."""
+        given = token_ids(body.get("prompt"))
+        if given is not None:
+            return given
+        now_s = asyncio.get_running_loop().time()
+        able = [one for one in self._engines if self._again_s.get(one, now_s) <= now_s]
+        chosen = soonest(able, {}, 0, now_s)
+        if chosen is None:
+            return None
+        told = {key: body[key] for key in TOKENIZED if key in body}
+        raw = json_bytes(told)
+        if len(raw) > MOST_TOKENIZED_BYTES:
+            return None
+        asks = EngineCall(method="POST", target="/tokenize", headers=headers, body=raw)
+        try:
+            return await self._ask(chosen.engine, asks, now_s + self._wait_s)
+        except EngineFault as error:
+            if error.fault is not Fault.SLOW or len(raw) <= LONG_BYTES:
+                # It is asked again soon, but does not hold every request meanwhile.
+                self._again_s[chosen.engine] = asyncio.get_running_loop().time() + AGAIN_S
+            return None
+
+    async def _ask(
+        self, engine: ProxiedEngine, asks: EngineCall, until_s: float
+    ) -> list[int] | None:
+        if engine.address.authorization:
+            asks.headers["authorization"] = engine.address.authorization
+        async with self._client.asked(engine, asks, until_s=until_s) as answer:
+            raw = await whole_of(answer, until_s=until_s, most_bytes=MOST_TOKENS_BYTES)
+            if answer.status != OK:
+                return None
+        try:
+            found = json.loads(raw)
+        except (ValueError, RecursionError):
+            return None
+        return token_ids(found.get("tokens")) if isinstance(found, dict) else None
+
+
 class PromptLookup:
     """How many tokens of a prompt each node has."""
 
-    def __init__(self, session: aiohttp.ClientSession, engines: Iterable[ProxiedEngine]) -> None:
-        self._session = session
+    def __init__(
+        self,
+        client: EngineClient,
+        engines: Iterable[ProxiedEngine],
+        tokenize_s: float = TOKENIZE_S,
+    ) -> None:
         self._engines = tuple(engines)
-        self._served = {one: ServedPrefixes() for one in self._engines}
-        daemons = {one.address.daemon for one in self._engines} - {""}
+        self._tokenizers = Tokenizers(client, self._engines, tokenize_s)
+        self._served = {engine: ServedPrefixes() for engine in self._engines}
+        daemons = {engine.address.daemon for engine in self._engines} - {""}
         self._links = {endpoint: DaemonLink(endpoint) for endpoint in daemons}
+        self.counts = {engine: LookupCounts() for engine in self._engines if engine.address.daemon}
 
     async def close(self) -> None:
         """End all sessions."""
         for link in self._links.values():
             await link.close()
 
+    def why_not_asked(self, engine: ProxiedEngine) -> str:
+        """Why its daemon is not asked now; empty if it is."""
+        link = self._links.get(engine.address.daemon)
+        return link.why if link is not None else ""
+
     def note(self, engine: ProxiedEngine, body: Body) -> None:
         """The prompt was sent to that engine."""
         self._served[engine].note(prompt_bytes(body))
 
-    async def cached(self, body: Body) -> CachedPrompt:
-        """Of the prompt of this request, at each engine."""
+    async def cached(self, body: Body, headers: Headers | None = None) -> CachedPrompt:
+        """Of the prompt of this request, at each engine.
+
+        ``headers``: what an engine that is asked for the tokens is told beside it.
+        """
         prompt = prompt_bytes(body)
-        tokens = await self._tokens_of(body) if self._links else None
+        tokens = None
+        if self._links:
+            told = own_request_headers(headers if headers is not None else CIMultiDict())
+            tokens = await self._tokenizers.tokens_of(body, told)
         n_tokens = len(prompt) // BYTES_A_TOKEN if tokens is None else len(tokens)
-        cached = {one: self._served[one].cached_tokens(prompt) for one in self._engines}
+        cached = {engine: self._served[engine].cached_tokens(prompt) for engine in self._engines}
         if tokens is not None:
-            asked = [one for one in self._engines if one.address.daemon]
+            asked = list(self.counts)
             answers = await asyncio.gather(
                 *(
-                    self._links[one.address.daemon].cached_tokens(tokens, one.address.namespace)
-                    for one in asked
+                    self._links[engine.address.daemon].cached_tokens(
+                        tokens, engine.address.namespace
+                    )
+                    for engine in asked
                 )
             )
-            cached |= {
-                one: found for one, found in zip(asked, answers, strict=True) if found is not None
-            }
+            for engine, found in zip(asked, answers, strict=True):
+                counts = self.counts[engine]
+                counts.asked += 1
+                if found is not None:
+                    counts.answered += 1
+                    counts.tokens += n_tokens
+                    counts.cached_tokens += found
+                    cached[engine] = found
         return CachedPrompt(n_tokens, cached)
-
-    async def _tokens_of(self, body: Body) -> list[int] | None:
-        """The prompt in tokens, by the tokenizer of an engine; None if none would say."""
-        given = token_ids(body.get("prompt"))
-        if given is not None:
-            return given
-        kept = ("model", "prompt", "messages", "tools", "chat_template_kwargs")
-        told = {key: body[key] for key in kept if key in body}
-        limit = aiohttp.ClientTimeout(total=TOKENIZE_S)
-        for engine in self._engines:
-            if not engine.is_up:
-                continue
-            try:
-                async with self._session.post(
-                    f"{engine.address.url}/tokenize", json=told, timeout=limit
-                ) as answer:
-                    found = json.loads(await answer.read()) if answer.status == 200 else {}
-            except (aiohttp.ClientError, TimeoutError, ValueError):
-                return None
-            return token_ids(found.get("tokens")) if isinstance(found, dict) else None
-        return None
 
 
 def _blocks(prompt: bytes) -> Iterator[bytes]:
     """Each whole block by a digest of all up to its end."""
     digest = blake2b(digest_size=16)
-    for at in range(0, len(prompt) - BLOCK_BYTES + 1, BLOCK_BYTES):
+    for at in range(0, min(len(prompt), MOST_NOTED_BYTES) - BLOCK_BYTES + 1, BLOCK_BYTES):
         digest.update(prompt[at : at + BLOCK_BYTES])
         yield digest.digest()

@@ -6,42 +6,123 @@
       |          decode, which computes the prompt itself                another engine, likewise
       +-- nobody decodes: 503
 
-Whoever asked may hang up at any time; then the engine's request is hung up on too.
+A client is told nothing before the first byte of an answer is there, so until then another engine
+can be tried: after 429 and 503, after a connection that failed or broke, after nonsense, and after
+silence. Whoever asked may hang up at any time; then the engine's request is hung up on too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Final, NamedTuple
+import socket
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-import aiohttp
 from aiohttp import web
 
-from kvd.proxy.bodies import decode_body, error_body, new_room, prefill_body, transfer_in
-from kvd.proxy.engines import EngineRole, soonest
+from kvd.proxy.bodies import (
+    decode_body,
+    error_body,
+    is_one_prompt,
+    json_bytes,
+    new_room,
+    prefill_body,
+    transfer_in,
+)
+from kvd.proxy.engines import EngineRole, EngineState, soonest
+from kvd.proxy.exchange import EngineCall, EngineFault, Fault, pieces_of, whole_of
+from kvd.proxy.headers import answer_headers, media_type, own_request_headers, request_headers
+from kvd.proxy.metrics import RequestEnd
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
 
-    from kvd.proxy.bodies import Body
+    import aiohttp
+    from multidict import CIMultiDict
+
+    from kvd.proxy.bodies import Body, Upload
     from kvd.proxy.engines import ProxiedEngine
+    from kvd.proxy.exchange import EngineClient
+    from kvd.proxy.limits import ProxyLimits
     from kvd.proxy.lookup import CachedPrompt, PromptLookup
-    from kvd.proxy.server import ProxyMetrics
+    from kvd.proxy.metrics import ProxyMetrics
 
 JSON: Final = "application/json"
-UNAVAILABLE: Final = 503
-SERVER_ERROR: Final = 500
+EVENTS: Final = "text/event-stream"
+
 OK: Final = 200
+NO_CONTENT: Final = 204
+REDIRECTS: Final = frozenset({300, 301, 302, 303, 305, 307, 308})
+BUSY: Final = frozenset({429, 503})
+"""What an engine says that cannot take one more, or none at all; another one may."""
+CLIENT_ERROR: Final = 400
+SERVER_ERROR: Final = 500
+BAD_GATEWAY: Final = 502
+UNAVAILABLE: Final = 503
+TOO_LATE: Final = 504
 
-KEPT_HEADERS: Final = ("content-type", "x-request-id", "retry-after")
-"""Of an engine's answer; the rest is of its connection, or of nobody's interest."""
+MOST_BROKEN: Final = 3
+"""Engines that may break, or hang, on one request, which may be what breaks them."""
+
+MOST_HELD_BYTES: Final = 256 * 1024
+"""Of an answer in JSON, before any of it goes to the client: an end that lies shows by then."""
+
+MOST_PREFILL_BYTES: Final = 64 * 2**20
 
 
-class EngineAnswer(NamedTuple):
-    """What a prefill engine said: a status and a body that its client may need to see."""
+@dataclass(frozen=True)
+class HeardAnswer:
+    """An engine's answer that is there as a whole."""
 
     status: int
+    headers: CIMultiDict[str]
     body: bytes
+
+    def for_client(self) -> web.Response:
+        """The same, for whoever asked."""
+        return web.Response(status=self.status, headers=self.headers, body=self.body)
+
+
+class Tries:
+    """What came of the engines that one request was tried at.
+
+    Attributes:
+        until_s: by the clock of the loop, when an answer must have ended.
+        is_for_tokens: an answer is a JSON object or a stream of events.
+        without: engines that are not tried again.
+        busy: the answer of one that takes no more now.
+        faults: of the others.
+    """
+
+    def __init__(self, until_s: float, *, is_for_tokens: bool) -> None:
+        self.until_s = until_s
+        self.is_for_tokens = is_for_tokens
+        self.without: set[ProxiedEngine] = set()
+        self.busy: HeardAnswer | None = None
+        self.faults: list[EngineFault] = []
+
+    def note_busy(self, engine: ProxiedEngine, answer: HeardAnswer) -> None:
+        """It said 429 or 503."""
+        self.without.add(engine)
+        self.busy = answer
+
+    def note_fault(self, engine: ProxiedEngine, fault: EngineFault) -> None:
+        """It failed."""
+        self.without.add(engine)
+        self.faults.append(fault)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Another engine may be tried."""
+        faults = [one.fault for one in self.faults]
+        broken = len(faults) - faults.count(Fault.UNREACHABLE)
+        return broken < MOST_BROKEN and Fault.OURS not in faults
+
+
+class ClientAway(Exception):
+    """Whoever asked is gone, or does not read on."""
 
 
 class Relay:
@@ -49,121 +130,296 @@ class Relay:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        client: EngineClient,
         engines: tuple[ProxiedEngine, ...],
         lookup: PromptLookup,
         metrics: ProxyMetrics,
+        limits: ProxyLimits,
+        name: str,
     ) -> None:
-        self._session = session
+        self._client = client
         self._engines = engines
         self._lookup = lookup
         self._metrics = metrics
+        self._limits = limits
+        self._name = name
+        self._now_s = asyncio.get_running_loop().time
 
     async def serve(
-        self, request: web.Request, body: Body, headers: Mapping[str, str]
+        self, request: web.Request, target: str, body: Body, trace: str
     ) -> web.StreamResponse:
         """Answer one request for tokens."""
-        prompt = await self._lookup.cached(body)
-        answer = await self._prefilled(request.path, body, headers, prompt)
-        # What the client did wrong the decode engine would refuse alike.
-        if answer is not None and OK < answer.status < SERVER_ERROR:
-            return web.Response(status=answer.status, body=answer.body, content_type=JSON)
-        transfer = transfer_in(answer.body) if answer is not None else None
-        tried: set[ProxiedEngine] = set()
-        while (
-            chosen := soonest(self._of(EngineRole.DECODE, tried), prompt.cached, prompt.n_tokens)
-        ) is not None:
-            told = decode_body(body, transfer)
-            with self._at(chosen.engine, chosen.lacking_tokens) as begun:
-                self._lookup.note(chosen.engine, body)
-                served = await self._stream(request, chosen.engine, told, headers, begun)
-            if served is not None:
-                return served
-            tried.add(chosen.engine)
-            # The room was that engine's: it may have taken it before it went.
-            transfer = None
-        return unavailable(self._engines)
+        headers = request_headers(request.headers, self._name, trace, "")
+        prompt = await self._lookup.cached(body, headers)
+        transfer, refusal = None, None
+        if is_one_prompt(body):
+            transfer, refusal = await self._prefilled(target, body, headers, prompt)
+        if refusal is not None:
+            return self._ended(RequestEnd.ANSWERED, refusal.for_client())
+        tries = self._tries(is_for_tokens=True)
+        while tries.may_go_on:
+            chosen = soonest(
+                self._of(EngineRole.DECODE, tries.without),
+                prompt.cached,
+                prompt.n_tokens,
+                self._now_s(),
+            )
+            if chosen is None:
+                break
+            engine = chosen.engine
+            told = own_request_headers(headers)
+            for kept in ("accept", "accept-encoding"):
+                # The answer goes through as it is, so it is the client's that counts.
+                told.popall(kept)
+                told.extend((kept, value) for value in headers.getall(kept, ()))
+            call = EngineCall(
+                method="POST",
+                target=target,
+                headers=self._with_credentials(told, engine),
+                body=json_bytes(decode_body(body, transfer)),
+            )
+            with self._at(engine, chosen.lacking_tokens) as begun:
+                self._lookup.note(engine, body)
+                response = await self._tried(request, engine, call, tries, begun)
+            if response is not None:
+                return response
+            if tries.faults and tries.faults[-1].fault is not Fault.UNREACHABLE:
+                # The room was that engine's: it may have taken it before it went.
+                transfer = None
+        return self._no_answer(tries)
 
-    async def forward(self, request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
+    async def forward(
+        self, request: web.Request, target: str, body: bytes | Upload | None, trace: str
+    ) -> web.StreamResponse:
         """Hand on a request that is not for tokens, as it is, to an engine that decodes."""
-        raw = await request.read()
-        for engine in self._of(EngineRole.DECODE, set()):
-            if not engine.is_up:
-                continue
-            try:
-                async with self._session.request(
-                    request.method,
-                    f"{engine.address.url}{request.path_qs}",
-                    data=raw or None,
-                    headers={**headers, "content-type": request.content_type},
-                ) as answer:
-                    return web.Response(
-                        status=answer.status, body=await answer.read(), headers=_kept(answer)
-                    )
-            except aiohttp.ClientConnectionError as error:
-                engine.went_down(str(error))
-        return unavailable(self._engines)
+        headers = request_headers(request.headers, self._name, trace, "")
+        if not isinstance(body, bytes | None) and request.content_length is not None:
+            headers["content-length"] = str(request.content_length)
+        tries = self._tries(is_for_tokens=False)
+        while tries.may_go_on:
+            chosen = soonest(self._of(EngineRole.DECODE, tries.without), {}, 0, self._now_s())
+            if chosen is None:
+                break
+            call = EngineCall(
+                method=request.method,
+                target=target,
+                headers=self._with_credentials(headers, chosen.engine),
+                body=body,
+            )
+            with self._at(chosen.engine, 0) as begun:
+                response = await self._tried(request, chosen.engine, call, tries, begun)
+            if response is not None:
+                return response
+            if not isinstance(body, bytes | None):
+                # What was sent on was not kept.
+                break
+        return self._no_answer(tries)
 
     async def _prefilled(
-        self, path: str, body: Body, headers: Mapping[str, str], prompt: CachedPrompt
-    ) -> EngineAnswer | None:
-        """What a prefill engine said of the prompt; None if there is none or it failed."""
-        chosen = soonest(self._of(EngineRole.PREFILL, set()), prompt.cached, prompt.n_tokens)
-        if chosen is None:
-            return None
-        engine = chosen.engine
-        with self._at(engine, chosen.lacking_tokens):
-            self._lookup.note(engine, body)
-            try:
-                async with self._session.post(
-                    f"{engine.address.url}{path}",
-                    json=prefill_body(body, new_room()),
-                    headers=headers,
-                ) as answer:
-                    said = EngineAnswer(answer.status, await answer.read())
-            except aiohttp.ClientConnectorError as error:
-                engine.went_down(str(error))
-                said = EngineAnswer(UNAVAILABLE, b"")
-            except (aiohttp.ClientError, TimeoutError):
-                said = EngineAnswer(UNAVAILABLE, b"")
-        if said.status >= SERVER_ERROR:
+        self, target: str, body: Body, headers: CIMultiDict[str], prompt: CachedPrompt
+    ) -> tuple[Body | None, HeardAnswer | None]:
+        """Where a prefill engine says that the KV is, or its refusal, which is for the client."""
+        tries = self._tries(is_for_tokens=True)
+        while tries.may_go_on:
+            chosen = soonest(
+                self._of(EngineRole.PREFILL, tries.without),
+                prompt.cached,
+                prompt.n_tokens,
+                self._now_s(),
+            )
+            if chosen is None:
+                break
+            engine = chosen.engine
+            call = EngineCall(
+                method="POST",
+                target=target,
+                headers=self._with_credentials(own_request_headers(headers), engine),
+                body=json_bytes(prefill_body(body, new_room())),
+            )
+            with self._at(engine, chosen.lacking_tokens):
+                self._lookup.note(engine, body)
+                try:
+                    answer = await self._heard(engine, call)
+                    if answer.status == OK:
+                        transfer = _transfer_of(answer)
+                        engine.served(self._now_s())
+                        return transfer, None
+                except EngineFault as fault:
+                    self._note_fault(engine, fault)
+                    tries.note_fault(engine, fault)
+                    if fault.fault is Fault.SLOW:
+                        # Where it is decoded it may well be computed sooner than at another one.
+                        break
+                    continue
+            if answer.status < SERVER_ERROR and answer.status not in BUSY:
+                # What the client did wrong the decode engine would refuse alike.
+                engine.served(self._now_s())
+                return None, answer
+            self._note_status(engine, answer.status)
+            tries.note_busy(engine, answer)
+        if tries.without:
             self._metrics.prefill_failed.inc()
-            return None
-        return said
+        return None, None
 
-    async def _stream(
+    async def _heard(self, engine: ProxiedEngine, call: EngineCall) -> HeardAnswer:
+        """The answer of a prefill engine, as a whole."""
+        until_s = self._now_s() + self._limits.prefill_s
+        async with self._client.asked(engine, call, until_s=until_s) as answer:
+            self._check_head(answer)
+            raw = await whole_of(answer, until_s=until_s, most_bytes=MOST_PREFILL_BYTES)
+            return HeardAnswer(answer.status, self._headers_of(answer), raw)
+
+    async def _tried(
         self,
         request: web.Request,
         engine: ProxiedEngine,
-        body: Body,
-        headers: Mapping[str, str],
+        call: EngineCall,
+        tries: Tries,
         begun: contextlib.ExitStack,
     ) -> web.StreamResponse | None:
-        """The engine's answer as it comes; None if the engine is gone before it began one."""
+        """The engine's answer, gone to the client; None if another engine may be tried."""
+        first_until_s = min(self._now_s() + self._limits.first_byte_s, tries.until_s)
         try:
-            answer = await self._session.post(
-                f"{engine.address.url}{request.path}", json=body, headers=headers
-            )
-        except aiohttp.ClientConnectionError as error:
-            engine.went_down(str(error))
-            self._metrics.decode_failed.inc()
-            return None
-        async with answer:
-            response = web.StreamResponse(status=answer.status, headers=_kept(answer))
-            await response.prepare(request)
-            try:
-                async for piece in answer.content.iter_any():
+            async with self._client.asked(engine, call, until_s=first_until_s) as answer:
+                self._check_head(answer)
+                pieces = pieces_of(
+                    answer,
+                    first_until_s=first_until_s,
+                    idle_s=self._limits.idle_s,
+                    until_s=tries.until_s,
+                )
+                async with contextlib.aclosing(pieces):
+                    held, is_whole = await _held(answer, pieces)
                     begun.close()
-                    await response.write(piece)
-            except aiohttp.ClientError as error:
-                # In the middle of an answer, which cannot be taken back: the client must see that
-                # it is cut, so the connection ends without an end of the answer.
-                self._metrics.cut.inc()
-                if request.transport is not None:
-                    request.transport.abort()
-                raise ConnectionResetError(f"{engine.address.url}: {error}") from error
-            await response.write_eof()
+                    headers = self._headers_of(answer)
+                    if answer.status in BUSY and is_whole:
+                        self._note_status(engine, answer.status)
+                        tries.note_busy(engine, HeardAnswer(answer.status, headers, held))
+                        return None
+                    if tries.is_for_tokens and answer.status == OK:
+                        _check_tokens(answer, held)
+                    engine.served(self._now_s())
+                    if is_whole and request.method != "HEAD":
+                        headers.popall("content-length", None)
+                        whole = HeardAnswer(answer.status, headers, held)
+                        return self._ended(RequestEnd.ANSWERED, whole.for_client())
+                    return await self._streamed(request, engine, answer, headers, held, pieces)
+        except EngineFault as fault:
+            self._note_fault(engine, fault)
+            self._metrics.decode_failed.inc()
+            tries.note_fault(engine, fault)
+            return None
+
+    async def _streamed(
+        self,
+        request: web.Request,
+        engine: ProxiedEngine,
+        answer: aiohttp.ClientResponse,
+        headers: CIMultiDict[str],
+        held: bytes,
+        pieces: AsyncGenerator[bytes, None],
+    ) -> web.StreamResponse:
+        """Pass an answer on as it comes."""
+        response = web.StreamResponse(status=answer.status, headers=headers)
+        end = b""
+        try:
+            await self._to_client(response.prepare(request))
+            if held:
+                await self._to_client(response.write(held))
+                end = held[-2:]
+            async for piece in pieces:
+                engine.served(self._now_s())
+                await self._to_client(response.write(piece))
+                end = (end + piece)[-2:]
+            await self._to_client(response.write_eof())
+        except EngineFault as fault:
+            # In the middle of an answer, which cannot be taken back: the client must see that it is
+            # cut, so the connection ends without an end of the answer.
+            self._note_fault(engine, fault)
+            self._metrics.cut.inc()
+            self._count(RequestEnd.CUT)
+            await self._cut(request, response, engine, fault, is_between=end == b"\n\n")
+        except (ClientAway, ConnectionError):
+            self._count(RequestEnd.CLIENT_GONE)
+            _abort(request)
+        else:
+            self._count(RequestEnd.ANSWERED)
         return response
+
+    async def _cut(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        engine: ProxiedEngine,
+        fault: EngineFault,
+        *,
+        is_between: bool,
+    ) -> None:
+        is_plain = response.headers.get("content-encoding", "identity") == "identity"
+        if is_between and is_plain and media_type(response.headers) == EVENTS:
+            said = error_body(
+                f"the answer broke off: {engine.address.role} engine: {fault.why}",
+                "engine_error",
+                BAD_GATEWAY,
+            )
+            with contextlib.suppress(ClientAway, ConnectionError):
+                await self._to_client(response.write(b"data: " + said + b"\n\n"))
+        elif not {"transfer-encoding", "content-length"} & {
+            one.lower() for one in response.headers
+        }:
+            # To a client of HTTP/1.0 the end of the connection is the end of the answer, unless the
+            # connection is reset.
+            _reset(request)
+            return
+        request.protocol.force_close()
+
+    async def _to_client(self, step: Awaitable[object]) -> None:
+        """Whatever is written has an end: a client that reads nothing holds an engine."""
+        try:
+            async with asyncio.timeout(self._limits.write_s):
+                await step
+        except TimeoutError as error:
+            raise ClientAway from error
+
+    def _check_head(self, answer: aiohttp.ClientResponse) -> None:
+        """What no engine says to a request of this proxy."""
+        if answer.status in REDIRECTS:
+            raise EngineFault(
+                Fault.LIED, f"it sends the request elsewhere ({answer.status}), which is not done"
+            )
+        if answer.status < OK:
+            raise EngineFault(Fault.LIED, f"its status is {answer.status}")
+
+    def _headers_of(self, answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
+        try:
+            return answer_headers(answer.headers, self._name)
+        except ValueError as error:
+            raise EngineFault(Fault.LIED, str(error)) from error
+
+    def _with_credentials(
+        self, headers: CIMultiDict[str], engine: ProxiedEngine
+    ) -> CIMultiDict[str]:
+        if engine.address.authorization:
+            headers = headers.copy()
+            headers["authorization"] = engine.address.authorization
+        return headers
+
+    def _note_fault(self, engine: ProxiedEngine, fault: EngineFault) -> None:
+        address = engine.address
+        self._metrics.faults.labels(address.role.value, address.url, fault.fault.value).inc()
+        if fault.fault is Fault.UNREACHABLE:
+            engine.refused(self._now_s(), fault.why)
+        elif fault.fault is not Fault.OURS:
+            engine.failed(self._now_s(), fault.why)
+
+    def _note_status(self, engine: ProxiedEngine, status: int) -> None:
+        """It answered, so it is there; it is not well, or has enough to do."""
+        address = engine.address
+        self._metrics.faults.labels(address.role.value, address.url, f"said-{status}").inc()
+        engine.said_well(self._now_s())
+
+    def _tries(self, *, is_for_tokens: bool) -> Tries:
+        return Tries(self._now_s() + self._limits.answer_s, is_for_tokens=is_for_tokens)
 
     def _of(self, role: EngineRole, without: set[ProxiedEngine]) -> list[ProxiedEngine]:
         return [one for one in self._engines if one.address.role is role and one not in without]
@@ -172,6 +428,7 @@ class Relay:
     def _at(self, engine: ProxiedEngine, lacking_tokens: int) -> Iterator[contextlib.ExitStack]:
         """While a request is at an engine: what is given is closed when its answer begins."""
         engine.open_requests += 1
+        engine.sent_requests += 1
         engine.waiting_tokens += lacking_tokens
 
         def began() -> None:
@@ -184,19 +441,97 @@ class Relay:
         finally:
             engine.open_requests -= 1
 
+    def _count(self, end: RequestEnd) -> None:
+        self._metrics.ended.labels(end.value).inc()
 
-def unavailable(engines: tuple[ProxiedEngine, ...]) -> web.Response:
-    """Nobody is there who could decode; what each engine's last failure was."""
-    down = "; ".join(
-        f"{one.address.role} {one.address.url}: {one.why_down or 'up'}" for one in engines
-    )
+    def _ended(self, end: RequestEnd, response: web.StreamResponse) -> web.StreamResponse:
+        self._count(end)
+        return response
+
+    def _no_answer(self, tries: Tries) -> web.StreamResponse:
+        """What a client is told that no engine answered."""
+        if tries.busy is not None:
+            return self._ended(RequestEnd.OVERLOADED, tries.busy.for_client())
+        faults = {one.fault for one in tries.faults}
+        if Fault.SLOW in faults:
+            last = tries.faults[-1]
+            return self._ended(
+                RequestEnd.TIMED_OUT,
+                failed(TOO_LATE, f"a decode engine did not answer: {last.why}"),
+            )
+        if faults & {Fault.BROKE, Fault.LIED}:
+            whys = "; ".join(dict.fromkeys(one.why for one in tries.faults))
+            return self._ended(
+                RequestEnd.BROKEN, failed(BAD_GATEWAY, f"no decode engine answered: {whys}")
+            )
+        if Fault.OURS in faults:
+            return self._ended(
+                RequestEnd.INTERNAL,
+                failed(UNAVAILABLE, "the proxy's host has no descriptor or port left; try again"),
+            )
+        down = "; ".join(
+            f"{engine.address.role} {engine.address.url}: {self._shown(engine)}"
+            for engine in self._engines
+        )
+        return self._ended(
+            RequestEnd.UNAVAILABLE, failed(UNAVAILABLE, f"no decode engine answers ({down})")
+        )
+
+    def _shown(self, engine: ProxiedEngine) -> str:
+        state = engine.state(self._now_s())
+        return "up" if state is EngineState.UP else f"{state.name.lower()}, {engine.why}"
+
+
+def failed(status: int, why: str) -> web.Response:
+    """An answer of the proxy itself that no engine could be had to answer."""
+    kind = "service_unavailable" if status == UNAVAILABLE else "engine_error"
+    headers = {"retry-after": "1"} if status == UNAVAILABLE else None
     return web.Response(
-        status=UNAVAILABLE,
-        body=error_body(f"no decode engine answers ({down})", "service_unavailable", UNAVAILABLE),
-        content_type=JSON,
-        headers={"retry-after": "1"},
+        status=status, body=error_body(why, kind, status), content_type=JSON, headers=headers
     )
 
 
-def _kept(answer: aiohttp.ClientResponse) -> dict[str, str]:
-    return {name: answer.headers[name] for name in KEPT_HEADERS if name in answer.headers}
+async def _held(answer: aiohttp.ClientResponse, pieces: AsyncIterator[bytes]) -> tuple[bytes, bool]:
+    """The beginning of an answer, before its client hears of it; whether that is all of it.
+
+    Of JSON all that is not long, so that one which breaks off can be asked elsewhere; of all else
+    the first piece.
+    """
+    is_json = media_type(answer.headers) == JSON or answer.status >= CLIENT_ERROR
+    held = bytearray()
+    async for piece in pieces:
+        held += piece
+        if not is_json or len(held) > MOST_HELD_BYTES:
+            return bytes(held), False
+    return bytes(held), True
+
+
+def _check_tokens(answer: aiohttp.ClientResponse, held: bytes) -> None:
+    media = media_type(answer.headers)
+    if media == EVENTS or (held.lstrip()[:1] == b"{" and media in {JSON, ""}):
+        return
+    if answer.headers.get("content-encoding", "identity") != "identity" and media == JSON:
+        return
+    raise EngineFault(
+        Fault.LIED, f"its answer is {media[:40] or 'nothing'!r} and no JSON object or event stream"
+    )
+
+
+def _transfer_of(answer: HeardAnswer) -> Body | None:
+    try:
+        return transfer_in(answer.body)
+    except ValueError as error:
+        raise EngineFault(Fault.LIED, str(error)[:200]) from error
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _reset(request: web.Request) -> None:
+    if request.transport is not None:
+        connection = request.transport.get_extra_info("socket")
+        if connection is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        request.transport.abort()

@@ -106,7 +106,7 @@ HOMES = {
     "rich": ("kvd/cli/", "kvd/demo/", "kvd/bench/", "benchmarks/", "tui/"),
     "structlog": ("kvd/observe/",),
     "prometheus_client": (
-        *("kvd/observe/", "kvd/proxy/server.py"),
+        *("kvd/observe/", "kvd/proxy/metrics.py"),
         "kvd/connectors/vllm/stats.py",
     ),
     "vllm": ("kvd/connectors/vllm/connector.py", "kvd/connectors/vllm/stats.py"),

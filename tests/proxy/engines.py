@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,7 +16,9 @@ from kvd.proxy.engines import EngineAddress, EngineRole
 from kvd.proxy.server import ProxyServer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from kvd.proxy.limits import ProxyLimits
 
 HERE = "127.0.0.1"
 
@@ -64,8 +68,8 @@ class FakeEngine:
             )
         told = body.get("kv_transfer_params") or {}
         if told.get("do_remote_decode"):
-            room = told["kvd"]["room"]
-            answered = {"do_remote_prefill": True, "kvd": {"v": 1, "peer": "p0", "room": room}}
+            # As kvd's connector does: the room is the engine's own.
+            answered = {"do_remote_prefill": True, "kvd": {"v": 1, "peer": "p0", "room": "77"}}
             return web.json_response({"choices": [], "kv_transfer_params": answered})
         if not body.get("stream"):
             return web.json_response({"choices": [{"text": self.name}]})
@@ -90,8 +94,9 @@ class FakeEngine:
         return response
 
 
-async def _serve(app: web.Application) -> tuple[web.AppRunner, str]:
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+async def _serve(app: web.Application, **options: Any) -> tuple[web.AppRunner, str]:
+    options = {"handler_cancellation": True, **options}
+    runner = web.AppRunner(app, shutdown_timeout=0.1, **options)
     await runner.setup()
     site = web.TCPSite(runner, HERE, 0)
     await site.start()
@@ -109,19 +114,143 @@ async def running(engine: FakeEngine) -> AsyncIterator[FakeEngine]:
         await runner.cleanup()
 
 
+@dataclass
+class RawRequest:
+    """What came at a ``RawEngine``, and how to answer it."""
+
+    line: str
+    headers: dict[str, str]
+    body: bytes
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    of_connection: int
+    """Its number among those of its connection, from 0."""
+
+    async def says(self, *pieces: bytes) -> None:
+        """Write them, as they are."""
+        for piece in pieces:
+            self.writer.write(piece)
+            await self.writer.drain()
+
+
+class RawEngine:
+    """An engine that says any bytes: ``/health`` is answered well, all else by ``answer``.
+
+    The connection ends when ``answer`` raises ``ConnectionError`` or returns True.
+    """
+
+    def __init__(self, answer: Callable[[RawRequest], Awaitable[bool | None]]) -> None:
+        self._answer = answer
+        self.requests: list[RawRequest] = []
+        self.connections = 0
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection."""
+        self.connections += 1
+        try:
+            for number in itertools.count():
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                line, *fields = head.split("\r\n")[:-2]
+                headers = {
+                    name.lower(): value.strip()
+                    for name, _, value in (field.partition(":") for field in fields)
+                }
+                if line.startswith("GET /health"):
+                    writer.write(WELL)
+                    continue
+                body = await reader.readexactly(int(headers.get("content-length", "0")))
+                request = RawRequest(line, headers, body, reader, writer, number)
+                self.requests.append(request)
+                if await self._answer(request):
+                    break
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            await _closed(writer)
+
+
+def http_answer(body: bytes, *fields: str, status: str = "200 OK") -> bytes:
+    """A whole answer; the fields stand before those of a JSON body."""
+    lines = [f"HTTP/1.1 {status}", *fields, "Content-Type: application/json"]
+    lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+WELL = http_answer(b"{}")
+
+
+@asynccontextmanager
+async def raw(answer: Callable[[RawRequest], Awaitable[bool | None]]) -> AsyncIterator[RawEngine]:
+    """A ``RawEngine`` that can be reached."""
+    engine = RawEngine(answer)
+    tasks = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())
+        await engine.serve(reader, writer)
+
+    server = await asyncio.start_server(serve, HERE, 0)
+    engine.url = f"http://{HERE}:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield engine
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 @asynccontextmanager
 async def proxy_for(
-    prefills: list[str], decodes: list[str], **options: str
+    prefills: list[str],
+    decodes: list[str],
+    limits: ProxyLimits | None = None,
+    also: tuple[str, ...] = (),
 ) -> AsyncIterator[tuple[ProxyServer, str]]:
-    """A proxy for engines at these addresses; ``options`` are those of each."""
+    """A proxy for engines at these addresses, served as ``kvd proxy`` does."""
     server = ProxyServer(
         [
-            *(EngineAddress(EngineRole.PREFILL, url, **options) for url in prefills),
-            *(EngineAddress(EngineRole.DECODE, url, **options) for url in decodes),
-        ]
+            *(EngineAddress(EngineRole.PREFILL, url) for url in prefills),
+            *(EngineAddress(EngineRole.DECODE, url) for url in decodes),
+        ],
+        limits,
+        also,
     )
-    runner, url = await _serve(server.application())
+    runner, url = await _serve(server.application(), **server.http_options())
     try:
         yield server, url
     finally:
         await runner.cleanup()
+
+
+async def say(url: str, *pieces: bytes, wait_s: float = 5.0) -> bytes:
+    """Send these bytes to a proxy and read all that it says until it hangs up."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        return await asyncio.wait_for(reader.read(), wait_s)
+    finally:
+        await _closed(writer)
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+        await writer.wait_closed()
+
+
+def post(path: str, body: bytes, *fields: str, version: str = "1.1") -> bytes:
+    """A whole request with a JSON body, after which the connection is to end."""
+    lines = [f"POST {path} HTTP/{version}", "Host: x", *fields, f"Content-Length: {len(body)}"]
+    if not any(field.lower().startswith("content-type") for field in fields):
+        lines.append("Content-Type: application/json")
+    return "\r\n".join([*lines, "Connection: close"]).encode() + b"\r\n\r\n" + body
+
+
+def status_of(answer: bytes) -> int:
+    """Of what ``say`` read; 0: nothing."""
+    return int(answer.split(b" ", 2)[1]) if answer else 0

@@ -6,43 +6,93 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.errors import Code, KvdError
-from kvd.proxy.bodies import (
-    decode_body,
-    parse_body,
-    prefill_body,
-    prompt_bytes,
-    transfer_in,
+from kvd.errors import KvdError
+from kvd.proxy.engines import (
+    EngineAddress,
+    EngineRole,
+    EngineState,
+    ProxiedEngine,
+    parse_engine,
+    soonest,
 )
-from kvd.proxy.engines import EngineAddress, EngineRole, ProxiedEngine, parse_engine, soonest
 from kvd.proxy.lookup import BLOCK_BYTES, ServedPrefixes
+
+NOW_S = 100.0
 
 
 def engine(number, **state):
     address = EngineAddress(EngineRole.DECODE, f"http://127.0.0.1:{8000 + number}")
-    return ProxiedEngine(address, **{"is_up": True, **state})
+    return ProxiedEngine(address, **{"answered_s": NOW_S, **state})
+
+
+def chosen(engines, cached, n_tokens):
+    return soonest(engines, cached, n_tokens, NOW_S)
 
 
 def test_a_long_match_wins_where_nobody_waits():
     one, two = engine(1), engine(2)
-    chosen = soonest([one, two], {two: 900}, 1000)
-    assert (chosen.engine, chosen.lacking_tokens) == (two, 100)
+    found = chosen([one, two], {two: 900}, 1000)
+    assert (found.engine, found.lacking_tokens) == (two, 100)
 
 
 def test_a_long_match_loses_to_an_idle_engine_when_more_waits_there_than_it_saves():
     one, two = engine(1), engine(2, waiting_tokens=901)
-    assert soonest([one, two], {two: 900}, 1000).engine is one
+    assert chosen([one, two], {two: 900}, 1000).engine is one
     two.waiting_tokens = 899
-    assert soonest([one, two], {two: 900}, 1000).engine is two
+    assert chosen([one, two], {two: 900}, 1000).engine is two
 
 
-def test_among_equals_the_one_with_fewer_open_requests_then_the_first():
+def test_among_equals_the_one_with_fewer_open_requests_then_with_fewer_ever_then_the_first():
     one, two, three = engine(1, open_requests=2), engine(2), engine(3)
-    assert soonest([one, two, three], {}, 10).engine is two
+    assert chosen([one, two, three], {}, 10).engine is two
+    two.sent_requests = 1
+    assert chosen([one, two, three], {}, 10).engine is three
 
 
 def test_an_engine_that_is_down_gets_nothing():
-    assert soonest([engine(1, is_up=False)], {}, 10) is None
+    assert chosen([engine(1, is_refusing=True)], {}, 10) is None
+
+
+def test_an_engine_that_is_doubted_gets_what_nobody_else_takes():
+    late, idle = engine(1, is_late=True), engine(2, waiting_tokens=10**6)
+    assert chosen([late, idle], {late: 10}, 10).engine is idle
+    assert chosen([late], {}, 10).engine is late
+    never = engine(3, answered_s=float("-inf"))
+    assert chosen([never], {}, 10).engine is never
+
+
+def test_a_slow_health_is_no_death_and_any_answer_ends_the_doubt():
+    one = engine(1)
+    for _ in range(100):
+        one.was_late(NOW_S, "late")
+    assert one.state(NOW_S) is EngineState.DOUBTED
+    one.served(NOW_S)
+    assert (one.state(NOW_S), one.why) == (EngineState.UP, "")
+
+
+def test_requests_that_break_are_doubted_for_longer_each_and_health_alone_does_not_end_that():
+    one = engine(1)
+    one.failed(NOW_S, "broke")
+    one.said_well(NOW_S)
+    assert one.state(NOW_S + 4.9) is EngineState.DOUBTED
+    assert one.state(NOW_S + 5.0) is EngineState.UP
+    for _ in range(50):
+        one.failed(NOW_S, "broke")
+    assert one.state(NOW_S + 59.9) is EngineState.DOUBTED
+    assert one.state(NOW_S + 60.0) is EngineState.UP
+    one.failed(NOW_S, "broke")
+    one.served(NOW_S)
+    assert one.state(NOW_S) is EngineState.UP
+
+
+def test_who_refuses_connections_is_down_until_it_answers():
+    one = engine(1)
+    one.refused(NOW_S, "refused")
+    assert one.state(NOW_S + 10**6) is EngineState.DOWN
+    one.was_late(NOW_S, "late")
+    assert one.state(NOW_S) is EngineState.DOWN
+    one.said_well(NOW_S)
+    assert one.state(NOW_S) is EngineState.UP
 
 
 def test_a_guess_is_whole_blocks_of_what_was_sent():
@@ -66,69 +116,6 @@ def test_what_is_remembered_is_bounded_and_always_a_beginning(numbers, most):
     assert served.cached_tokens(newest) == min(most, 1 + last) * BLOCK_BYTES // 4
 
 
-def test_a_prefill_asks_for_one_token_and_names_a_room():
-    body = {
-        "model": "m",
-        "prompt": "hi",
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "max_completion_tokens": 40,
-        "min_tokens": 4,
-        "n": 2,
-        "temperature": 0.5,
-    }
-    assert prefill_body(body, "77") == {
-        "model": "m",
-        "prompt": "hi",
-        "stream": False,
-        "max_tokens": 1,
-        "max_completion_tokens": 1,
-        "temperature": 0.5,
-        "kv_transfer_params": {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-            "kvd": {"v": 1, "room": "77"},
-        },
-    }
-
-
-def test_a_client_s_own_transfer_parameters_go_no_further():
-    body = {"prompt": "hi", "kv_transfer_params": {"do_remote_prefill": True}}
-    assert decode_body(body, None) == {"prompt": "hi"}
-    assert decode_body(body, {"a": 1}) == {"prompt": "hi", "kv_transfer_params": {"a": 1}}
-
-
-@pytest.mark.parametrize("answer", [b"", b"[]", b"{", b"{}", b'{"kv_transfer_params": null}'])
-def test_an_answer_that_names_no_place_is_none(answer):
-    assert transfer_in(answer) is None
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ({"prompt": "abc"}, b"abc"),
-        ({"prompt": [1, 256]}, b"\x01\0\0\0\0\x01\0\0"),
-        ({"prompt": ["a", "b"]}, b'["a","b"]'),
-        ({"prompt": [True, -1]}, b"[true,-1]"),
-        ({"messages": [{"role": "user"}]}, b'[{"role":"user"}]'),
-        ({}, b""),
-    ],
-)
-def test_prompts_as_bytes(body, expected):
-    assert prompt_bytes(body) == expected
-
-
-@pytest.mark.parametrize("raw", [b"", b"[1]", b"{", b"\xff"])
-def test_a_body_that_is_no_object_is_refused(raw):
-    with pytest.raises(KvdError) as caught:
-        parse_body(raw)
-    assert caught.value.code == Code.BAD_REQUEST.value
-
-
 def test_an_engine_on_the_command_line():
     text = "http://h:81/,daemon=ipc:///run/kvd/client.sock,namespace=m"
     assert parse_engine(EngineRole.PREFILL, text) == EngineAddress(
@@ -136,15 +123,42 @@ def test_an_engine_on_the_command_line():
     )
 
 
+def test_the_namespace_without_a_name_is_said_too():
+    text = "http://h:81,daemon=ipc:///run/kvd/client.sock,namespace="
+    assert parse_engine(EngineRole.DECODE, text).namespace == ""
+
+
+def test_a_daemon_without_a_namespace_finds_nothing_and_is_refused_with_what_to_say():
+    with pytest.raises(KvdError, match="give namespace=NAME"):
+        parse_engine(EngineRole.DECODE, "http://h:81,daemon=ipc:///run/kvd/client.sock")
+
+
+def test_a_password_is_in_no_text_of_an_engine():
+    address = parse_engine(EngineRole.PREFILL, "http://user:hunter%322@h:81/")
+    assert (address.url, address.authorization) == ("http://h:81", "Basic dXNlcjpodW50ZXIyMg==")
+    assert "dXNl" not in repr(address)
+    with pytest.raises(KvdError) as caught:
+        parse_engine(EngineRole.PREFILL, "ftp://user:hunter2@h:81")
+    assert "hunter2" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "h:81",
+        "http://",
+        "http://[::1",
+        "http://h:port",
+        "http://h:99999",
+        "http://h:81?x",
+        "http://h:81#x",
+        "http://h 1",
+        "http://h:81,daemon=,namespace=m",
         "ftp://h",
         "http://h:81,peer=x",
         "http://h:81,daemon",
         "http://h:81,namespace=m",
-        "http://h,daemon=a,daemon=b",
+        "http://h,daemon=a,daemon=b,namespace=m",
     ],
 )
 def test_an_engine_that_cannot_be_read_is_refused_in_words(text):

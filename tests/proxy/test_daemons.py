@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
 
-import aiohttp
 import pytest
 
 import kvd.client
 from kvd.harness.daemons import one_daemon
 from kvd.proxy.bodies import prompt_bytes
 from kvd.proxy.engines import EngineAddress, EngineRole, ProxiedEngine
-from kvd.proxy.lookup import PromptLookup
+from kvd.proxy.exchange import EngineClient
+from kvd.proxy.limits import ProxyLimits
+from kvd.proxy.lookup import DaemonLink, PromptLookup
+from kvd.proxy.metrics import ProxyMetrics
 from tests.proxy.engines import FakeEngine, running
 
-SHAPE = {"pool.layers": "1", "pool.heads": "1", "pool.head_dim": "8", "pool.pages": "64"}
+LIMIT_TOKENS = 2000
+SHAPE = {
+    "limits.max_prompt_tokens": str(LIMIT_TOKENS),
+    "pool.layers": "1",
+    "pool.heads": "1",
+    "pool.head_dim": "8",
+    "pool.pages": "64",
+}
 TOKENS = list(range(100, 180))
 
 
@@ -28,21 +38,22 @@ def daemon(tmp_path):
 
 def engine(daemon, url="http://127.0.0.1:9", namespace=""):
     address = EngineAddress(EngineRole.DECODE, url, daemon.client, namespace)
-    return ProxiedEngine(address, is_up=True)
+    return ProxiedEngine(address, answered_s=0.0)
 
 
 @pytest.fixture
 async def lookup_for():
-    async with aiohttp.ClientSession() as session:
-        made = []
+    client = EngineClient(ProxyLimits(), ProxyMetrics([], time.monotonic))
+    made = []
 
-        def make(*engines):
-            made.append(PromptLookup(session, engines))
-            return made[-1]
+    def make(*engines):
+        made.append(PromptLookup(client, engines))
+        return made[-1]
 
-        yield make
-        for one in made:
-            await one.close()
+    yield make
+    for lookup in made:
+        await lookup.close()
+    await client.close()
 
 
 async def test_the_daemon_says_what_is_cached_in_the_engines_namespace(daemon, lookup_for):
@@ -83,3 +94,40 @@ async def test_a_daemon_that_hangs_costs_one_tenth_of_a_second_once(daemon, look
         os.kill(daemon.pid, signal.SIGCONT)
     assert took_s[0] < 1.0
     assert took_s[1] < 0.05
+
+
+async def test_a_prompt_that_the_daemon_refuses_blinds_nobody(daemon):
+    async with kvd.client.connect(daemon.client, name="engine") as node:
+        await (await node.lease(TOKENS)).release(())
+    link = DaemonLink(daemon.client)
+    assert await link.cached_tokens(TOKENS, "") == 80
+    for namespace, tokens in (("", range(LIMIT_TOKENS + 1)), ("n" * 10_000, TOKENS)):
+        assert await link.cached_tokens(list(tokens), namespace) is None
+        assert await link.cached_tokens(TOKENS, "") == 80
+    assert link.why == ""
+    await link.close()
+
+
+async def test_many_at_once_are_all_answered(daemon):
+    link = DaemonLink(daemon.client)
+    answers = await asyncio.gather(*(link.cached_tokens(TOKENS, "") for _ in range(200)))
+    assert answers == [0] * 200
+    await link.close()
+
+
+async def test_a_daemon_that_is_not_there_is_asked_seldom_and_says_why(tmp_path):
+    link = DaemonLink(f"ipc://{tmp_path}/client.sock")
+    assert await link.cached_tokens(TOKENS, "") is None
+    assert link.why
+    began_s = time.monotonic()
+    assert [await link.cached_tokens(TOKENS, "") for _ in range(20)] == [None] * 20
+    assert time.monotonic() - began_s < 0.05
+
+
+async def test_what_came_of_lookups_is_counted(daemon, lookup_for):
+    there = engine(daemon, namespace="nobody keeps anything here")
+    lookup = lookup_for(there)
+    await lookup.cached({"prompt": TOKENS})
+    await lookup.cached({"prompt": list(range(LIMIT_TOKENS + 1))})
+    counts = lookup.counts[there]
+    assert (counts.asked, counts.answered, counts.tokens, counts.cached_tokens) == (2, 1, 80, 0)
