@@ -25,7 +25,7 @@ from kvd.client.lease import Lease
 from kvd.client.lease_key import why_foreign, why_stale
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
-from kvd.client.port import Port, confused, within
+from kvd.client.port import ANSWER_WITHIN_S, Port, confused, within
 from kvd.client.prompt import Prompt, address_of, perform_about
 from kvd.client.prompt_address import PromptAddress
 from kvd.client.returning import RETURN_WITHIN_S
@@ -98,6 +98,7 @@ class Node:
         """Use ``connect`` or ``connect_sync``."""
         self._attachment = attachment
         self._port = Port(connection, channel, return_within_s)
+        self._port.called = f"session {attachment.attached.session} of {attachment.attached.node}"
         self._pools = Pools(attachment, lambda: connection.end)
         self._is_subscribed = False
 
@@ -250,7 +251,8 @@ class Node:
             namespace: what isolates equal token ids: model, LoRA, cache salt.
             reserve_tokens: pages for so many more are held at once.
             priority: higher is admitted earlier.
-            deadline_s: longest wait for room; 0 is answered at once.
+            deadline_s: longest wait for room; 0 is answered at once, and raises ``deadline`` after
+                50 ms of a daemon that does not answer.
             cache: whether a commit puts its pages into the prefix cache.
             step_tokens: where the pool has window pages: how far ahead of the last ``slide`` they
                 are mapped. A lease then takes a fixed number of them, whatever its length, and
@@ -403,12 +405,13 @@ class Node:
 
         Raises:
             KvdError: ``unknown-lease``, ``duplicate-room``, ``prompt-mismatch`` ...;
-                ``layout-mismatch`` where the pages of node ``to`` do not fit.
+                ``layout-mismatch`` where the pages of node ``to`` do not fit; ``bad-request`` for a
+                lease of another node.
         """
         request = wire.SendRequest(
             call=self._port.connection.next_call(),
             room=room_number(room),
-            lease=lease.id,
+            lease=lease.number_at(self._port),
             namespace=namespace,
             deadline_s=deadline_s,
             peer=to,
@@ -417,12 +420,17 @@ class Node:
             request_id=request_id,
         )
         prompt = self._sent_prompt(room, tokens, keys, extra_keys)
-        call = await perform_about(self._port, request, prompt, about=lease.record)
+        within_s = within(deadline_s)
+        call = await perform_about(
+            self._port,
+            request,
+            prompt,
+            about=lease.record,
+            within_s=min(within_s, ANSWER_WITHIN_S),
+        )
         if call.send is None:
             raise confused(request, call.answer.value)
-        return Send(
-            self._port, call.send, lease.record, room=request.room, within_s=within(deadline_s)
-        )
+        return Send(self._port, call.send, lease.record, room=request.room, within_s=within_s)
 
     async def keep_room(self, room: int, ttl_s: float) -> KeptRoom:
         """Keep a room that this session has opened for ``ttl_s`` from now on; 0 ends it.
@@ -480,7 +488,7 @@ class Node:
         request = wire.HandOver(
             call=self._port.connection.next_call(),
             room=room_number(room),
-            lease=lease.id,
+            lease=lease.number_at(self._port),
             namespace=namespace,
             deadline_s=deadline_s,
             peer=to,

@@ -126,6 +126,22 @@ class Attachment:
                 return one
         return None
 
+    def require_own(self) -> None:
+        """Refuse what uses the sockets, in a process that was forked from the one that attached.
+
+        Both would read one socket, and each would take answers of the other.
+
+        Raises:
+            KvdError: ``wrong-state``.
+        """
+        if os.getpid() != self._pid:
+            raise KvdError(forked(self._pid))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the process that attached, and none that was forked from it."""
+        return os.getpid() == self._pid
+
     def has_hung_up(self) -> bool:
         """Whether the daemon has, whoever else looks or reads; says nothing of why."""
         fd = self._sock.fileno()
@@ -201,7 +217,7 @@ class Attachment:
 
         A forked child that closes its copy does not speak for the process that attached.
         """
-        if self._sock.fileno() >= 0 and os.getpid() == self._pid:
+        if self._sock.fileno() >= 0 and self.is_own:
             leave(self._sock)
         self._sock.close()
         for fd in self._fds:
@@ -328,6 +344,17 @@ def take_answer(sock: socket.socket) -> Attachment | None:
             os.close(fd)
         raise
     return Attachment(sock, attached, list(fds))
+
+
+def forked(pid: int) -> Refusal:
+    """Why this process has no part in a session: ``pid`` attached, and this one is a fork of it."""
+    return Refusal(
+        Code.WRONG_STATE,
+        f"this process ({os.getpid()}) was forked from the one that attached ({pid}), and two "
+        "processes cannot share the sockets of a session: connect or join here, after the fork",
+        side="client",
+        numbers={"pid": pid},
+    )
 
 
 def leave(sock: socket.socket) -> None:

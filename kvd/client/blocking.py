@@ -188,6 +188,7 @@ class BlockingChannel:
 
     def pump(self) -> list[PendingCall[Any]]:
         """Do all that there is to do now; the begun calls that have ended since they were told."""
+        self._sockets.require_own()
         self._is_pumping = True
         try:
             if self._bell is not None:
@@ -229,6 +230,7 @@ class BlockingChannel:
 
     def _turn(self, within_s: float) -> bool:
         """Do what there is to do, once something has come, or the time is up; whether there was."""
+        self._sockets.require_own()
         if self._is_read_left:
             self._is_read_left = False
             self._sockets.read()

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.client.device_event import handle_of
-from kvd.client.port import within
+from kvd.client.port import foreign, within
 from kvd.client.rows import Along, ComponentRow, along, page_frame, swapped
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
@@ -86,6 +86,16 @@ class Lease:
     @property
     def id(self) -> int:
         """The lease's number, as ``kvd why lease`` takes it."""
+        return self._state.number
+
+    def number_at(self, port: Port) -> int:
+        """Its number, for the node that speaks through ``port``.
+
+        Raises:
+            KvdError: ``bad-request`` where that is not its own: the number is another lease there.
+        """
+        if port is not self._port:
+            raise KvdError(foreign(port, "lease", "send it from the node that opened it"))
         return self._state.number
 
     @property

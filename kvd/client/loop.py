@@ -88,17 +88,22 @@ class LoopChannel:
         """Suspend until ``slot`` is filled or the time is up."""
         if slot.value is not None:
             return
+        short: asyncio.TimerHandle | None = None
         future: asyncio.Future[None] = self._loop.create_future()
         wake = partial(_wake, future)
         slot.wake_with(wake)
         self._until_s[future] = self._loop.time() + within_s
-        if self._alarm is None:
+        if within_s < LOOK_EVERY_S:
+            short = self._loop.call_later(within_s, _wake, future)
+        elif self._alarm is None:
             self._alarm = self._loop.call_later(LOOK_EVERY_S, self._wake_late)
         try:
             await future
         finally:
             del self._until_s[future]
             slot.forget(wake)
+            if short is not None:
+                short.cancel()
 
     def look(self) -> None:
         """The loop tells of a hang-up, but not before it has a turn."""

@@ -28,6 +28,10 @@ ANSWER_WITHIN_S = 10.0
 MARGIN_S = 5.0
 """Added to a request's own deadline: the daemon answers at that deadline, and says more than we."""
 
+AT_ONCE_S = 0.05
+"""The margin of a deadline of 0, for whoever must not wait: a daemon that is well needs a tenth of
+a millisecond. That of a longer deadline is ten times the deadline, up to ``MARGIN_S``."""
+
 MAX_DEADLINE_S = 24 * 3600.0
 
 
@@ -58,6 +62,8 @@ class Port:
         self, connection: Connection, channel: Channel, return_within_s: float = RETURN_WITHIN_S
     ) -> None:
         """``return_within_s``: how long a call waits for a daemon that is away."""
+        self.called = "this one"
+        """The session, for refusals."""
         self.connection = connection
         self._channel = channel
         self._return_within_s = return_within_s
@@ -190,7 +196,8 @@ def within(deadline_s: float) -> float:
                 side="client",
             )
         )
-    return min(deadline_s, MAX_DEADLINE_S) + MARGIN_S
+    longest_s = min(deadline_s, MAX_DEADLINE_S)
+    return longest_s + min(MARGIN_S, max(AT_ONCE_S, 10 * longest_s))
 
 
 def confused(request: wire.Request, answer: object) -> KvdError:
@@ -202,6 +209,16 @@ def confused(request: wire.Request, answer: object) -> KvdError:
             "the same version of kvd on both sides",
             side="client",
         )
+    )
+
+
+def foreign(port: Port, what: str, fix: str) -> Refusal:
+    """Why a handle of another node is of no use at this one: its number means nothing here."""
+    return Refusal(
+        Code.BAD_REQUEST,
+        f"this {what} was made by another node than {port.called}, which knows nothing of it: "
+        f"{fix}",
+        side="client",
     )
 
 
@@ -230,8 +247,8 @@ def _silent(what: str, within_s: float) -> KvdError:
     return KvdError(
         Refusal(
             Code.DEADLINE,
-            f"no answer from the daemon within {within_s:.1f} s ({what}): it is alive, but stuck "
-            "or overloaded; look at `kvd status`",
+            f"no answer from the daemon within {within_s:.3g} s ({what}): it is stopped, stuck or "
+            "overloaded; look at `kvd status`",
             side="client",
             numbers={"within_s": within_s},
         )

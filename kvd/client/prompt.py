@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from kvd.client.connection import KnownPrompt
-from kvd.client.port import ANSWER_WITHIN_S
+from kvd.client.port import ANSWER_WITHIN_S, foreign
 from kvd.client.prompt_address import PromptAddress
 from kvd.errors import Code, KvdError, Refusal
 from kvd.types import ID_BYTES, NO_TOKENS, Tokens, count
@@ -65,6 +65,10 @@ class Prompt:
             self._told_tokens = 0
             forget = wire.ForgetPrompts(self._port.connection.next_call(), (self._number,))
             self._port.tell(forget)
+
+    def is_of(self, port: Port) -> bool:
+        """Whether it was made by the node that speaks through ``port``."""
+        return self._port is port
 
     def address(self) -> PromptAddress:
         """As it is now, for a lease of it, which goes its own way."""
@@ -125,8 +129,14 @@ async def perform_about(
     about: Record | None = None,
     within_s: float = ANSWER_WITHIN_S,
 ) -> Call:
-    """``Port.perform`` with a prompt, told or named; with none, about that of the lease."""
+    """``Port.perform`` with a prompt, told or named; with none, about that of the lease.
+
+    Raises:
+        KvdError: as ``Port.perform``; ``bad-request`` for a ``Prompt`` of another node.
+    """
     frame = prompt.frame if prompt is not None else NO_TOKENS
     if prompt is not None and prompt.handle is not None:
+        if not prompt.handle.is_of(port):
+            raise KvdError(foreign(port, "Prompt", "make one with prompt() of this node"))
         return await prompt.handle.perform(request, frame, about=about, within_s=within_s)
     return await port.perform(request, tokens=frame, about=about, within_s=within_s)

@@ -126,8 +126,9 @@ class RankWords:
         """Say it.
 
         Raises:
-            KvdError: the daemon is away, or does not read.
+            KvdError: the daemon is away, or does not read; ``wrong-state`` in a forked child.
         """
+        self._attachment.require_own()
         with self._state:
             if self._end is not None:
                 raise KvdError(self._end)
@@ -147,6 +148,7 @@ class RankWords:
 
     def read(self) -> None:
         """Take what has come, unless somebody waits for it: then that one takes it."""
+        self._attachment.require_own()
         if self._reading.acquire(blocking=False):
             try:
                 self._take()
@@ -171,6 +173,7 @@ class RankWords:
 
     def wait_for(self, word: PendingWord, within_s: float) -> None:
         """Block until it is answered, or the time is up."""
+        self._attachment.require_own()
         end_s = time.monotonic() + within_s
         if not self._reading.acquire(timeout=within_s):
             return

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from kvd.client.attachment import Attachment, ask, dial, leave, take_answer
+from kvd.client.attachment import Attachment, ask, dial, forked, leave, take_answer
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Attach
 
@@ -72,7 +72,7 @@ class WayBack:
 
     def abandon(self) -> None:
         """Give it up because the engine is done with the pool; repeatable."""
-        if self.sock is not None:
+        if self.sock is not None and os.getpid() == self._pid:
             leave(self.sock)
         self.close()
 
@@ -84,7 +84,7 @@ class WayBack:
 
     def _find(self) -> Attachment | None:
         if os.getpid() != self._pid:
-            raise KvdError(_forked(self._pid))
+            raise KvdError(forked(self._pid))
         if self.sock is None:
             self.sock = dial(self._path)
             if self.sock is None:
@@ -130,14 +130,4 @@ def _pool_changed(former: Attachment, why: str) -> Refusal:
         f"{former.attached.node} was restarted and {why}: {mapped}; close this node, connect anew, "
         "and map the pool again",
         side="client",
-    )
-
-
-def _forked(pid: int) -> Refusal:
-    return Refusal(
-        Code.WRONG_STATE,
-        f"the daemon was restarted, and this process ({os.getpid()}) was forked from the one that "
-        f"had attached ({pid}): connect or join here, after the fork",
-        side="client",
-        numbers={"pid": pid},
     )

@@ -116,6 +116,9 @@ class SessionSockets:
         if self._is_closed:
             return
         self._is_closed = True
+        if not self._attachment.is_own:
+            self._close_copies()
+            return
         self._forget_stream()
         if self._way is None:
             self._unwatch_attachment()
@@ -124,10 +127,33 @@ class SessionSockets:
             self._way.abandon()
         self._attachment.close()
 
+    def _close_copies(self) -> None:
+        """A forked child lets go of its descriptors.
+
+        Nothing is said, and nothing is unwatched: what watches may be its parent's, too.
+        """
+        self.stream.hang_up()
+        if self._way is not None:
+            self._way.close()
+        self._attachment.close()
+
+    def require_own(self) -> None:
+        """Refuse a process that was forked from the one whose session it is.
+
+        Raises:
+            KvdError: ``wrong-state``.
+        """
+        self._attachment.require_own()
+
     # ---- out -------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Have written what the connection has queued; a call that cannot be sent fails."""
+        """Have written what the connection has queued; a call that cannot be sent fails.
+
+        In a forked child nothing is sent.
+        """
+        if not self._attachment.is_own:
+            return
         stream = self.stream
         for outgoing in self._connection.take_outgoing():
             sent = stream.send(outgoing.frames, outgoing.call)
@@ -150,7 +176,7 @@ class SessionSockets:
         ``within_s``: for a handshake, once for each connection.
         """
         stream = self.stream
-        if not stream.has_waiting or self._way is not None:
+        if not stream.has_waiting or self._way is not None or not self._attachment.is_own:
             return
         if stream.is_blocked:
             self.write()
@@ -204,7 +230,12 @@ class SessionSockets:
         return came
 
     def look(self) -> None:
-        """See whether the daemon has hung up; then it is away, or all is over."""
+        """See whether the daemon has hung up; then it is away, or all is over.
+
+        Raises:
+            KvdError: ``wrong-state`` in a forked child.
+        """
+        self._attachment.require_own()
         if self._way is not None or self._connection.end is not None:
             return
         why = self._attachment.last_word()

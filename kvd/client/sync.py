@@ -820,7 +820,8 @@ def connect_sync(
         on_unreachable: what a call does once the daemon has ended. ``wait``: it waits for the next
             one, for ``return_within_s`` at most. ``miss``: it costs no more than a look. ``match``
             then finds nothing, everything else raises ``unreachable`` at once, and the node goes
-            back by itself, a step with each call and each ``pump``.
+            back by itself, a step with each call and each ``pump``. To other memory it does not go
+            back: then every call, ``match`` too, raises ``pool-changed``, see ``Node.end``.
 
     Raises:
         KvdError: as for ``connect``.

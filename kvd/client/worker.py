@@ -96,12 +96,14 @@ class Worker:
             key: ``Lease.key``, read with the page numbers.
 
         Raises:
-            KvdError: what ended the session; ``unknown-session`` for a key of another one;
+            KvdError: what ended the session; ``wrong-state`` in a process that was forked from the
+                one that joined; ``unknown-session`` for a key of another one;
                 ``before-restart`` for one of another life of the daemon; ``unreachable``, which is
                 retryable, while the daemon is away or this process is not back in its session yet.
         """
         if self.end is not None:
             raise KvdError(self.end)
+        self._attachment.require_own()
         attached = self._attachment.attached
         if self._attachment.has_hung_up():
             raise KvdError(_not_back(attached.node))
@@ -160,9 +162,11 @@ class Worker:
             return
         self._closing.set()
         self.end = self.end or _CLOSED
-        os.eventfd_write(self._bell, 1)
-        self._thread.join()
-        self._words.closed(_CLOSED)
+        # A forked child has no such thread, and the bell and the words are its parent's too.
+        if self._attachment.is_own:
+            os.eventfd_write(self._bell, 1)
+            self._thread.join()
+            self._words.closed(_CLOSED)
         self._pools.close()
         self._attachment.close()
         os.close(self._bell)
@@ -210,10 +214,7 @@ class Worker:
         return Join(token, rank=self._rank, ranks=self._ranks)
 
     def _sleep(self, fd: int, within_s: float | None, event: int = select.POLLIN) -> None:
-        """Until ``event`` of ``fd``, the time is up, or the bell rings; -1: no descriptor.
-
-        A forked child that closes its copy of this worker rings the bell of its parent, too.
-        """
+        """Until ``event`` of ``fd``, the time is up, or the bell rings; -1: no descriptor."""
         ready = select.poll()
         ready.register(self._bell, select.POLLIN)
         if fd >= 0:
