@@ -124,6 +124,11 @@ class Node:
         """Whether the daemon has ended and is not back yet, as far as has been noticed."""
         return self._port.connection.back is not None
 
+    @property
+    def end(self) -> Refusal | None:
+        """Why this session is over for good, as far as has been noticed; None while it is not."""
+        return self._port.connection.end
+
     def pool(self, name: str) -> Pool:
         """The pool of that name: what a page holds, and its memory.
 

@@ -520,6 +520,11 @@ class SyncNode:
         """As ``Node.is_away``."""
         return self.wrapped.is_away
 
+    @property
+    def end(self) -> Refusal | None:
+        """As ``Node.end``."""
+        return self.wrapped.end
+
     def __enter__(self) -> SyncNode:
         return self
 

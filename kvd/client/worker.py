@@ -77,6 +77,11 @@ class Worker:
         """The number of the session that it has joined, as tables and events show it."""
         return self._attachment.attached.session
 
+    @property
+    def incarnation(self) -> str:
+        """The daemon's life that it is of: another one after it has come back from a restart."""
+        return self._attachment.attached.incarnation
+
     def written(
         self, lease_id: int, upto_tokens: int, *, after: WhenWritten | bytes | None = None
     ) -> None:
