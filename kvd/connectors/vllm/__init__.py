@@ -9,7 +9,10 @@ Read in this order:
 - ``params``: what a router's ``kv_transfer_params`` say;
 - ``orders``: what the scheduler's half tells the workers' in each step, and what these answer;
 - ``tracked``: one request, as the scheduler's half knows it;
-- ``scheduler``: that half. It knows nothing of tensors;
+- ``scheduler``: that half. It knows nothing of tensors. Its rooms: ``sessions`` (who is spoken to),
+  ``lookup`` (until a prompt is found), ``moves`` (what is copied in a step), ``endings`` (until a
+  lease is given back);
+- ``beside``, ``log``: work in threads, and lines in the engine's log;
 - ``layout``: which bytes of vLLM's cache are which page of the pool;
 - ``worker``: the half that copies;
 - ``connector``: the two behind vLLM's interface. This module and ``stats`` import vLLM.

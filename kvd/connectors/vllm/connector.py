@@ -248,14 +248,18 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, object] | None]:
-        """VLLM's blocks are free at once: the KV lies in the pages of the request's lease."""
-        return False, self._half.finished(request)
+        """VLLM's blocks are free at once: the KV lies in the pages of the request's lease.
+
+        But those of a prompt that another node decodes, while it is not there yet.
+        """
+        told = self._half.finished(request)
+        return self._half.holds_blocks(request.request_id), told
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, object] | None]:
         """As ``request_finished``."""
-        return False, self._half.finished(request)
+        return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
         """Whether a step is needed though nothing is to be computed."""
@@ -312,7 +316,11 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Whose blocks are filled, and of whom they are not."""
         loaded, failed = self._copier.take_results()
-        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+        return KVConnectorTransferResults(
+            finished_sending=self._copier.take_freed(),
+            finished_recving=loaded,
+            failed_recving=failed,
+        )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What was saved; and how blocks are packed, if that was not said before."""

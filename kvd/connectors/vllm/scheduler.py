@@ -1,74 +1,58 @@
 """The scheduler's half: which tokens the cache has, whose pages they are, and what is copied when.
 
-One request goes through::
-
-    PROBING --answered--> FOUND --blocks, of which kvd fills some--> CLAIMING --lease--> LOADING
-    MEETING --delivered----^ '---blocks, of which it fills none--> COMPUTING <---copied-----'
-    whatever fails: ALONE, it is computed as if kvd were not there
-
 A probe owns nothing: ``match`` is asked when the request comes, and its answer is most often here
 when the scheduler wants it. Pages are locked once vLLM has given the request blocks. While
 it computes, whole blocks are copied to the pages of its lease, and said to be written; at its end
 the lease is released, with what was generated. KV is never said to be written before the workers
-have said that it is.
+have said that it is, in a report of the session that the lease is of.
 
-Nothing here waits for the daemon but ``_glance``: a millisecond at most, and not while others run.
-Whatever fails ends in computing; no error leaves this module.
+A step waits for the daemon ``kvd.probe_wait_s`` in all, and a request no longer than
+``ANSWER_WITHIN_S`` for what the daemon of its own node can say at once. Whatever fails ends in
+computing; no error leaves this module.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import time
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client import Code, KvdError
+from kvd.connectors.vllm.beside import in_thread
+from kvd.connectors.vllm.endings import Endings
 from kvd.connectors.vllm.identity import namespace_of
-from kvd.connectors.vllm.orders import CopyOrder, StepOrders
+from kvd.connectors.vllm.log import ConnectorLog
+from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE, SILENT, LookUps
+from kvd.connectors.vllm.moves import Moves
+from kvd.connectors.vllm.orders import StepOrders
 from kvd.connectors.vllm.params import cached_at, draw_room, kept_for_decode, transfer_of
+from kvd.connectors.vllm.sessions import UNFIT_RETRY_S, Sessions, StepBudget
+from kvd.connectors.vllm.tracked import RequestStage, Tracked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
-    from kvd.client import PendingCall, Prompt, SyncLease, SyncNode, SyncReceive
+    from kvd.client import PendingCall, SyncNode
+    from kvd.connectors.vllm.beside import Start
     from kvd.connectors.vllm.options import VllmOptions
-    from kvd.connectors.vllm.orders import StepReport
-    from kvd.connectors.vllm.params import Transfer
-
-T = TypeVar("T")
+    from kvd.connectors.vllm.orders import CopyOrder, StepReport
+    from kvd.connectors.vllm.sessions import NodeLink
+    from kvd.connectors.vllm.tracked import RequestView
 
 Extra = dict[int, bytes]
 """By page of a prompt, what it is found by beside its tokens."""
 
-OVER: Final = frozenset({Code.POOL_CHANGED.value, Code.UNKNOWN_SESSION.value})
-"""Of these the session is over; another one may be opened."""
+FULL: Final = frozenset({Code.DEADLINE.value, Code.NO_ROOM.value, Code.TOO_LARGE.value})
+"""With these a lease is refused whose pages are not free now."""
 
-AWAY: Final = frozenset({Code.UNREACHABLE.value, *OVER})
-"""Nobody answers now."""
+HELD_S: Final = 1.0
+"""So long vLLM keeps the blocks of a prompt that is over, until they are copied for who decodes."""
 
-SENT_WITHIN_S: Final = 0.1
-"""So long a step waits at most for the pages of a prompt that another node will decode."""
+AFTER_A_MISTAKE: Final = "after a mistake"
+"""Where nothing more can be done about one."""
 
-RETRY_S: Final = 1.0
-"""A daemon that is not there is looked for so often."""
-
-
-class RequestView(Protocol):
-    """What is read of a request of vLLM's."""
-
-    request_id: str
-    prompt_token_ids: Sequence[int] | None
-    kv_transfer_params: Mapping[str, object] | None
-    cache_salt: str | None
-    num_tokens: int
-    num_computed_tokens: int
-    num_prompt_tokens: int
-
-    @property
-    def all_token_ids(self) -> Sequence[int]:
-        """The prompt and what was generated."""
-        ...
+NOBODY: Final = "no session with a daemon"
+RESTARTED: Final = "the daemon was restarted, or its session ended"
 
 
 class Counts:
@@ -81,88 +65,12 @@ class Counts:
         """Of these, sent by another node."""
         self.failed_loads = 0
         """Requests that were computed after all."""
+        self.went_alone = 0
+        """Requests that were computed without kvd, or went on without it, for whatever reason."""
         self.failures = 0
         """Calls that ended in an error."""
         self.odd_params = 0
         """Requests with ``kv_transfer_params`` that made no sense."""
-
-
-class RequestStage(enum.Enum):
-    """What a request waits for, or does."""
-
-    PROBING = "probing"
-    MEETING = "meeting"
-    FOUND = "found"
-    CLAIMING = "claiming"
-    LOADING = "loading"
-    COMPUTING = "computing"
-    ALONE = "alone"
-
-
-class Tracked:
-    """One request."""
-
-    __slots__ = (
-        "call",
-        "claim",
-        "extension",
-        "found_tokens",
-        "is_received",
-        "lease",
-        "loads_to",
-        "namespace",
-        "ordered_tokens",
-        "prompt",
-        "receive",
-        "request",
-        "room",
-        "saved_tokens",
-        "stage",
-        "started_tokens",
-        "transfer",
-        "why_alone",
-    )
-
-    def __init__(self, request: RequestView, transfer: Transfer, namespace: str) -> None:
-        self.request = request
-        self.transfer = transfer
-        self.namespace = namespace
-        self.stage = RequestStage.PROBING
-        self.prompt: Prompt | None = None
-        self.call: PendingCall[Any] | None = None
-        """The look-up, or the request for a meeting."""
-        self.receive: SyncReceive | None = None
-        self.claim: PendingCall[SyncLease] | None = None
-        self.lease: SyncLease | None = None
-        self.extension: PendingCall[SyncLease] | None = None
-        self.found_tokens = 0
-        """The KV of so many is in the cache, or in the pages of its own lease."""
-        self.started_tokens = 0
-        """vLLM has those below itself, and loads from here up to ``loads_to``."""
-        self.loads_to = 0
-        self.ordered_tokens = 0
-        """The pages of its lease have the KV up to here, once what was ordered is done."""
-        self.saved_tokens = 0
-        """The workers have done it up to here."""
-        self.room = 0
-        """Where the prompt will be handed over; 0: nowhere."""
-        self.is_received = False
-        self.why_alone = ""
-
-    @property
-    def id(self) -> str:
-        """The number that vLLM gave it."""
-        return self.request.request_id
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of the prompt."""
-        return self.request.num_prompt_tokens
-
-    @property
-    def waits_for_load(self) -> bool:
-        """Whether vLLM keeps blocks for it until it hears that they are filled."""
-        return self.stage in {RequestStage.CLAIMING, RequestStage.LOADING}
 
 
 class SchedulerHalf:
@@ -173,9 +81,13 @@ class SchedulerHalf:
         base_namespace: of the engine: see ``identity``. ``name`` says it later, where it is not
             known yet; no request is to be found before.
         block_size: tokens of a block, and of a page.
-        connect: opens a session, or raises ``KvdError``.
+        connect: opens a session, or raises ``KvdError``; it is called in a thread of its own.
         block_ids: the blocks that vLLM has given a request.
         now_s: a clock.
+        start: has work done beside the step; for tests, which do it at once.
+
+    Raises:
+        KvdError: ``layout-mismatch``: the pool of the daemon that is there does not fit.
     """
 
     def __init__(
@@ -187,61 +99,89 @@ class SchedulerHalf:
         connect: Callable[[], SyncNode],
         block_ids: Callable[[str], Sequence[int]],
         now_s: Callable[[], float] = time.monotonic,
+        start: Start = in_thread,
     ) -> None:
         self.counts = Counts()
         self._options = options
         self._base = base_namespace
         self.block_size = self._block = block_size
-        self._connect = connect
-        self._block_ids = block_ids
         self._now_s = now_s
-        self._node: SyncNode | None = None
-        self._next_try_s = 0.0
+        self._log = ConnectorLog(now_s)
+        self._sessions = Sessions(connect, self._log, now_s=now_s, start=start)
+        self._key = ""
+        """Of the session's life that requests are looked up in."""
+        self._key_since = 0
+        """Steps up to this one were of another."""
+        self._have_copied = False
+        """Whether the workers are known to be of the session."""
+        self._budget = StepBudget(options.probe_wait_s)
+        self._look_ups = LookUps(options, self._budget, now_s)
+        self._moves = Moves(options, block_size=block_size, block_ids=block_ids)
+        self._number = 0
+        """Of the last step."""
         self._tracked: dict[str, Tracked] = {}
         self._claiming: dict[str, Tracked] = {}
         """Those whose lease has not come yet."""
         self._loading: dict[str, Tracked] = {}
         """Those whose lease is here, and whose blocks are to be filled with the next step."""
-        self._ending: dict[str, Tracked] = {}
-        """Those that are over, while copies to their pages are under way."""
+        self._held: dict[str, Tracked] = {}
+        """Those that are over, and whose blocks vLLM keeps until they are copied."""
+        self._ending = Endings(options)
         self._failed: list[str] = []
         """To be reported as not loaded, with the next step."""
-        self._quiet: list[PendingCall[Any]] = []
-        """Calls whose outcome nobody waits for."""
+        self._freed: list[str] = []
+        """To be reported as copied, with the next step."""
+        self._handles: list[PendingCall[Any]] = []
+        """Calls of a session that was given up."""
         self._is_idle = True
         """Whether the last step had nothing to compute."""
-        self._reconnect()
+        self._sessions.open_first()
+        self._look()
 
     # ---- the daemon --------------------------------------------------------------------------
 
-    def _reconnect(self) -> None:
-        """Open a session, if there is none and it is time to try.
+    def _look(self) -> NodeLink | None:
+        """See what has become of the session; the one that can be asked now, if there is one."""
+        sessions = self._sessions
+        sessions.look()
+        self.counts.failures, sessions.failures = self.counts.failures + sessions.failures, 0
+        if sessions.key != self._key:
+            self._life_is_over()
+        handles, self._handles = self._handles, []
+        sessions.close_left(handles)
+        return sessions.link if self._key else None
 
-        A pool that does not fit raises at the first try, which is when the engine starts.
-        """
-        if self._node is not None or self._now_s() < self._next_try_s:
-            return
-        is_first = not self._next_try_s
-        self._next_try_s = self._now_s() + RETRY_S
+    def _life_is_over(self) -> None:
+        """What requests hold is of a session that ended, or of a life of before a restart."""
+        self._key, self._key_since = self._sessions.key, self._number
+        self._have_copied = False
+        self._ending.life_is_over(self._sessions.link)
+        for tracked in [*self._tracked.values(), *self._held.values()]:
+            if tracked.key != self._key:
+                self._alone(tracked, RESTARTED)
+
+    def _give_up(self, why: str, *, retry_s: float = 0.0) -> None:
+        """The session is of no use any more, whatever is under way in it."""
+        self._sessions.give_up(why, retry_s=retry_s)
+        self._life_is_over()
+
+    @contextlib.contextmanager
+    def _kept_in(self, where: str) -> Generator[None, None, None]:
+        """A mistake here is told, and nothing is done with the session any more; vLLM goes on."""
         try:
-            self._node = self._connect()
-        except KvdError as error:
-            if is_first and error.code == Code.LAYOUT_MISMATCH.value:
-                raise
-
-    def _lost(self, error: KvdError) -> None:
-        """A call has failed: of some failures the session is over, and another one is opened."""
-        self.counts.failures += 1
-        if error.code in OVER and self._node is not None:
-            node, self._node = self._node, None
-            with contextlib.suppress(KvdError):
-                node.close()
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the engine
+            self.counts.failures += 1
+            self._log.bug(where, error)
+            if where != AFTER_A_MISTAKE:
+                with self._kept_in(AFTER_A_MISTAKE):
+                    self._give_up(f"a bug of the connector's ({type(error).__name__})")
 
     def close(self) -> None:
         """Leave; whatever is held goes back."""
-        node, self._node = self._node, None
-        if node is not None:
-            node.close()
+        self._log.tell(is_last=True)
+        self._sessions.close()
+        self._key = ""
 
     def name(self, base_namespace: str) -> None:
         """What the engine's KV is of is known now; said once, before any request is found."""
@@ -249,34 +189,11 @@ class SchedulerHalf:
 
     def flush(self) -> bool:
         """Drop what is cached of this engine's namespace, as after new weights."""
-        if self._node is None:
+        link = self._look()
+        if link is None:
             return False
-        return self._begin(lambda node: self._quiet.append(node.begin_flush(self._base)))
-
-    def _begin(self, verb: Callable[[SyncNode], object]) -> bool:
-        """Ask the daemon for something; whether it could be asked."""
-        node = self._node
-        if node is None:
-            return False
-        try:
-            verb(node)
-        except KvdError as error:
-            self._lost(error)
-            return False
+        link.quietly(link.node.begin_flush, self._base)
         return True
-
-    def _came(self, call: PendingCall[T], *, waits: bool, within_s: float = 0.0) -> T | None:
-        """The outcome of a call, if it is here, or comes within a moment.
-
-        Raises:
-            KvdError: it ended in it.
-        """
-        found = call.poll()
-        if found is not None or not waits:
-            return found
-        with contextlib.suppress(KvdError):
-            call.result(max(within_s, self._options.probe_wait_s))
-        return call.poll() if call.is_done else None
 
     # ---- a request comes ---------------------------------------------------------------------
 
@@ -288,316 +205,287 @@ class SchedulerHalf:
             lora: what its adapter is known by.
             extra: by page, what it is found by beside its tokens; None: it cannot be found.
         """
-        self._reconnect()
+        with self._kept_in("a request comes"):
+            self._arrived(request, lora, extra)
+
+    def _arrived(self, request: RequestView, lora: str | None, extra: Extra | None) -> None:
+        link = self._look()
+        former = self._tracked.pop(request.request_id, None)
+        if former is not None:
+            self._let_go(former)
         transfer = transfer_of(request.kv_transfer_params if self._options.handoffs else None)
         self.counts.odd_params += transfer.is_odd
         namespace = namespace_of(self._base, lora, request.cache_salt)
-        tracked = self._tracked[request.request_id] = Tracked(request, transfer, namespace)
-        node, tokens = self._node, request.prompt_token_ids
-        if node is None or tokens is None or extra is None:
-            self._alone(tracked, "nobody to ask" if node is None else "nothing to find it by")
-            return
-        try:
-            tracked.prompt = node.prompt(tokens, extra_keys=extra or None)
-            self._look_up(node, tracked)
-        except KvdError as error:
-            self._lost(error)
-            self._alone(tracked, str(error))
-
-    def _look_up(self, node: SyncNode, tracked: Tracked) -> None:
-        meeting = tracked.transfer.meeting
-        if meeting is None or meeting.peer == node.name:
-            tracked.stage = RequestStage.PROBING
-            tracked.call = node.begin_match(tracked.prompt, namespace=tracked.namespace)
-            return
-        # Where there is a room somebody keeps the prompt for us; without, what is cached there.
-        tracked.stage = RequestStage.MEETING
-        tracked.call = node.begin_receive(
-            meeting.number or None,
-            tracked.prompt,
-            meeting.peer,
-            namespace=tracked.namespace,
-            reserve_tokens=self._reserve,
-            deadline_s=self._options.deadline_s,
-            request_id=tracked.id if meeting.number else "",
-        )
-
-    @property
-    def _reserve(self) -> int:
-        return self._options.reserve_tokens if self._options.save == "all" else 0
+        tracked = Tracked(request, transfer, namespace, born=self._number + 1)
+        self._tracked[request.request_id] = tracked
+        tokens = request.prompt_token_ids
+        if link is None:
+            self._alone(tracked, NOBODY)
+        elif link.is_silent:
+            self._alone(tracked, SILENT)
+        elif not tokens or extra is None:
+            self._alone(tracked, "no tokens that it could be found by")
+        else:
+            tracked.link, tracked.key, tracked.known_tokens = link, self._key, len(tokens)
+            try:
+                tracked.prompt = link.node.prompt(tokens, extra_keys=extra or None)
+                self._look_ups.begin(link, tracked)
+            except KvdError as error:
+                self._alone(tracked, _told(error))
 
     def matched(self, request: RequestView, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind those that vLLM has itself can be loaded; None: not known yet.
 
-        Owns nothing and changes nothing that a later call would miss; vLLM may ask every step.
+        Owns nothing and changes nothing that a later call would miss; vLLM may ask every step. At
+        least one token is left to be computed: for a request that has none vLLM would ask for ever.
         """
+        with self._kept_in("a request is to be scheduled"):
+            return self._matched(request, local_tokens)
+        return 0, False
+
+    def _matched(self, request: RequestView, local_tokens: int) -> tuple[int | None, bool]:
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.stage is RequestStage.ALONE:
+        if tracked is None or tracked.link is None:
             return 0, False
-        try:
-            if tracked.stage is RequestStage.PROBING and not self._probed(tracked):
-                return None, False
-            if tracked.stage is RequestStage.MEETING and not self._met(tracked):
-                return None, False
-        except KvdError as error:
-            self._lost(error)
-            self._look_again(tracked, error)
-            return (None, False) if tracked.stage is RequestStage.PROBING else (0, False)
+        if not self._is_looked_up(tracked.link, tracked):
+            return None, False
+        if tracked.stage is RequestStage.ALONE:
+            return 0, False
         if tracked.lease is not None:
             # Preempted, or received: what lies in its own pages needs no look-up.
             whole = tracked.saved_tokens // self._block * self._block
             tracked.found_tokens = max(tracked.found_tokens, whole)
-        n_tokens = min(tracked.found_tokens, request.num_tokens) - local_tokens
+        tracked.local_tokens = local_tokens
+        n_tokens = min(tracked.found_tokens, request.num_tokens - 1) - local_tokens
         return (n_tokens, True) if n_tokens > 0 else (0, False)
 
-    def _probed(self, tracked: Tracked) -> bool:
-        assert tracked.call is not None
-        found = self._came(tracked.call, waits=True)
-        if found is None:
-            return False
-        tracked.call = None
-        tracked.found_tokens = found.tokens
-        tracked.stage = RequestStage.FOUND
-        return True
-
-    def _met(self, tracked: Tracked) -> bool:
-        """Whether the prompt is here."""
-        if tracked.receive is None:
-            assert tracked.call is not None
-            tracked.receive = self._came(tracked.call, waits=self._is_idle)
-            if tracked.receive is None:
-                return False
-            tracked.call = tracked.receive.begin_done()
-        assert tracked.call is not None
-        lease = self._came(tracked.call, waits=self._is_idle)
-        if lease is None:
-            return False
-        tracked.call, tracked.lease, tracked.is_received = None, lease, True
-        self.counts.received_tokens += tracked.receive.n_tokens - tracked.receive.prefix_len
-        # All of it, its last partial page too; that page is written again when it is full.
-        tracked.found_tokens = tracked.receive.n_tokens
-        tracked.ordered_tokens = tracked.saved_tokens = tracked.found_tokens
-        tracked.stage = RequestStage.FOUND
-        return True
-
-    def _look_again(self, tracked: Tracked, error: KvdError) -> None:
-        """What was to come from another node does not: what is cached here may be enough."""
-        was_meeting = tracked.stage is RequestStage.MEETING
-        tracked.call = tracked.receive = None
-        node = self._node
-        if not was_meeting or node is None or error.code in AWAY:
-            self._alone(tracked, str(error))
-            return
+    def _is_looked_up(self, link: NodeLink, tracked: Tracked) -> bool:
+        """Whether nobody waits for its look-up any more."""
+        if tracked.stage not in {RequestStage.PROBING, RequestStage.MEETING}:
+            return True
         try:
-            tracked.stage = RequestStage.PROBING
-            tracked.call = node.begin_match(tracked.prompt, namespace=tracked.namespace)
-        except KvdError as again:
-            self._lost(again)
-            self._alone(tracked, str(again))
+            is_over = self._look_ups.is_over(link, tracked, is_idle=self._is_idle)
+        except KvdError as error:
+            self._alone(tracked, _told(error))
+            return True
+        received, self._look_ups.received_tokens = self._look_ups.received_tokens, 0
+        self.counts.received_tokens += received
+        if is_over and tracked.is_unsure:
+            self._count_alone(LATE)
+        return is_over
 
     # ---- it gets blocks ----------------------------------------------------------------------
 
     def given_blocks(self, request: RequestView, external_tokens: int) -> None:
         """It has blocks; vLLM waits until those of ``external_tokens`` are filled, if any.
 
-        This is said again, with 0, when they are.
+        This is said again, with 0, when they are. It is said with 0 whatever was found where vLLM
+        computes all of a prompt, as for its logprobs.
         """
+        with self._kept_in("a request gets blocks"):
+            self._given_blocks(request, external_tokens)
+            return
+        if external_tokens and request.request_id not in self._failed:
+            self._failed.append(request.request_id)
+
+    def _given_blocks(self, request: RequestView, external_tokens: int) -> None:
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.stage is RequestStage.ALONE:
+        if tracked is None or tracked.link is None or tracked.stage is RequestStage.ALONE:
             if external_tokens:
                 self._failed.append(request.request_id)
             return
         if external_tokens:
-            tracked.loads_to = min(tracked.found_tokens, request.num_tokens)
-            tracked.started_tokens = tracked.loads_to - external_tokens
-            tracked.stage = RequestStage.CLAIMING
+            tracked.started_tokens = tracked.local_tokens
+            tracked.loads_to = tracked.local_tokens + external_tokens
+            tracked.stage, tracked.asked_s = RequestStage.CLAIMING, self._now_s()
             self.counts.hit_tokens += external_tokens
+        elif tracked.stage in {RequestStage.PROBING, RequestStage.MEETING}:
+            self._look_ups.drop(tracked.link, tracked)
+            tracked.stage = RequestStage.COMPUTING
         elif tracked.stage is RequestStage.FOUND:
             tracked.stage = RequestStage.COMPUTING
         if tracked.lease is not None:
             if external_tokens:
                 self._load(tracked)
         elif tracked.claim is None and (external_tokens or self._options.save != "none"):
-            self._claim(tracked)
+            self._claim(tracked.link, tracked, is_whole=self._options.save != "none")
 
-    def _claim(self, tracked: Tracked) -> None:
+    def _claim(self, link: NodeLink, tracked: Tracked, *, is_whole: bool) -> None:
         """Lock what is cached, and take pages for the rest; never waits for room."""
-        saves = self._options.save != "none"
-
-        def begin(node: SyncNode) -> None:
-            tracked.claim = node.begin_lease(
+        try:
+            tracked.claim = link.ask(
+                link.node.begin_lease,
                 tracked.prompt,
-                hold="all" if saves else "prefix",
+                hold="all" if is_whole else "prefix",
                 namespace=tracked.namespace,
-                reserve_tokens=self._reserve if saves else 0,
+                reserve_tokens=self._look_ups.reserve_tokens if is_whole else 0,
                 deadline_s=0.0,
             )
+        except KvdError as error:
+            self._alone(tracked, _told(error))
+            return
+        tracked.claims_all = is_whole
+        self._claiming[tracked.id] = tracked
 
-        if self._begin(begin):
-            self._claiming[tracked.id] = tracked
-        else:
-            self._unclaimed(tracked, "nobody to ask")
-
-    def _take_claim(self, tracked: Tracked) -> bool:
-        """Whether its lease has come, or will not."""
-        assert tracked.claim is not None
+    def _take_claim(self, tracked: Tracked) -> None:
+        """Take its lease, if it has come; give it up, if it will not, or not in time."""
+        link, claim = tracked.link, tracked.claim
+        assert link is not None
+        assert claim is not None
         try:
             # Waited for: a short request has no later step in which it could be saved.
-            # Longer where another node is to have it: the prompt would be computed for nothing.
-            within_s = SENT_WITHIN_S if tracked.transfer.sends else 0.0
-            lease = self._came(tracked.claim, waits=True, within_s=within_s)
+            lease = self._budget.answered(link, claim)
         except KvdError as error:
             tracked.claim = None
-            if error.code == Code.DEADLINE.value and tracked.waits_for_load:
+            del self._claiming[tracked.id]
+            if error.code in FULL and tracked.claims_all and tracked.waits_for_load:
                 # A full pool serves what is in it: without pages of its own nothing is saved.
-                if self._begin(lambda node: self._hold(node, tracked)):
-                    return False
+                self._claim(link, tracked, is_whole=False)
             else:
-                self._lost(error)
-            self._unclaimed(tracked, str(error))
-            return True
+                self._alone(tracked, _told(error))
+            return
         if lease is None:
-            return False
-        tracked.claim, tracked.lease = None, lease
-        tracked.ordered_tokens = tracked.saved_tokens = lease.prefix_len
+            if tracked.waits_for_load and self._now_s() - tracked.asked_s >= ANSWER_WITHIN_S:
+                link.doubt(self._now_s())
+                self._alone(tracked, LATE)
+            return
+        tracked.claim = None
+        del self._claiming[tracked.id]
+        known_tokens = tracked.known_tokens if tracked.claims_all else lease.prefix_len
+        tracked.took(lease, known_tokens=known_tokens, filled_tokens=lease.prefix_len)
         if tracked.stage is RequestStage.CLAIMING:
-            if lease.prefix_len < tracked.loads_to:  # evicted since it was looked up
-                self._unclaimed(tracked, "evicted meanwhile")
+            if lease.prefix_len < tracked.loads_to:
+                self._alone(tracked, "evicted between look-up and lease")
             else:
                 self._load(tracked)
-        return True
-
-    def _hold(self, node: SyncNode, tracked: Tracked) -> None:
-        tracked.claim = node.begin_lease(
-            tracked.prompt, hold="prefix", namespace=tracked.namespace, deadline_s=0.0
-        )
 
     def _load(self, tracked: Tracked) -> None:
         tracked.stage = RequestStage.LOADING
         self._loading[tracked.id] = tracked
 
-    def _unclaimed(self, tracked: Tracked, why: str) -> None:
-        """There is no lease, or it has not what was promised: its blocks are not filled."""
-        if tracked.waits_for_load:
-            self._failed.append(tracked.id)
-            self.counts.failed_loads += 1
-        self._alone(tracked, why)
-
     def _alone(self, tracked: Tracked, why: str) -> None:
         """It is computed as if kvd were not there."""
+        if tracked.stage is RequestStage.ALONE:
+            return
+        if tracked.waits_for_load:
+            self.counts.failed_loads += 1
+        self._not_loaded(tracked)
         tracked.stage, tracked.why_alone = RequestStage.ALONE, why
-        self._claiming.pop(tracked.id, None)
-        self._loading.pop(tracked.id, None)
         self._let_go(tracked)
+        self._count_alone(why)
+
+    def _count_alone(self, why: str) -> None:
+        self.counts.went_alone += 1
+        self._log.alone(why)
+
+    def _not_loaded(self, tracked: Tracked) -> None:
+        """Whoever waits for its blocks hears that nobody fills them; the workers say it of others.
+
+        ``_loading`` has those of which the workers have not been told.
+        """
+        is_untold = self._loading.pop(tracked.id, None) is not None
+        if is_untold or tracked.stage is RequestStage.CLAIMING:
+            self._failed.append(tracked.id)
 
     def _let_go(self, tracked: Tracked) -> None:
         """Nothing is held for it any more; nothing of it is shared that was not before."""
-        lease, tracked.lease = tracked.lease, None
-        for call in (tracked.call, tracked.claim):
-            if call is not None:
-                call.cancel()
-        tracked.call = tracked.claim = None
-        if tracked.receive is not None and lease is None:
-            self._quietly(tracked.receive.begin_cancel)
-        if lease is not None:
-            self._quietly(lease.begin_release)
-
-    def _quietly(self, begin: Callable[..., PendingCall[Any]], *args: Any, **more: Any) -> None:
-        """Begin a call whose outcome nobody waits for."""
-        try:
-            self._quiet.append(begin(*args, **more))
-        except KvdError as error:
-            self._lost(error)
+        self._claiming.pop(tracked.id, None)
+        link, claim, tracked.claim = tracked.link, tracked.claim, None
+        if link is None:
+            return
+        if link is not self._sessions.link:
+            # Its session is being closed, in a thread that cancels these first.
+            calls = (tracked.call, tracked.probe, claim, tracked.extension)
+            self._handles += [call for call in calls if call is not None]
+            tracked.call = tracked.probe = tracked.extension = tracked.receive = None
+            tracked.lease = None
+            return
+        self._look_ups.drop(link, tracked)
+        if claim is not None:
+            link.cancel(claim)
+        self._ending.add(tracked, link, shares=False, now_s=self._now_s())
 
     # ---- a step ------------------------------------------------------------------------------
 
     def step(self, computed: Mapping[str, int]) -> StepOrders:
         """What the workers copy in this step; ``computed``: how far each request is behind it."""
-        self._is_idle = not computed
-        self._reconnect()
-        node = self._node
-        if node is not None:
-            try:
-                node.pump()
-            except KvdError as error:
-                self._lost(error)
-        self._sweep()
-        for tracked in list(self._claiming.values()):
-            if self._take_claim(tracked):
-                self._claiming.pop(tracked.id, None)
-        loads = [self._load_order(one) for one in self._loading.values()]
-        self._loading.clear()
-        saves = [self._save_order(request, upto) for request, upto in computed.items()]
+        self._number += 1
+        # What was ordered before a mistake goes out all the same: of a session that was given up
+        # the workers copy nothing, and say so.
+        loads: list[CopyOrder] = []
+        saves: list[CopyOrder] = []
+        with self._kept_in("a step"):
+            self._step(computed, loads, saves)
         failed, self._failed = tuple(self._failed), []
+        freed, self._freed = tuple(self._freed), []
+        self._budget.renew()
         return StepOrders(
-            token=self._node.token if self._node is not None else b"",
+            number=self._number,
+            token=self._sessions.token,
+            session=self._key,
             loads=tuple(loads),
-            saves=tuple([one for one in saves if one is not None]),
+            saves=tuple(saves),
             failed=failed,
+            freed=freed,
         )
 
-    def _sweep(self) -> None:
-        """Take note of calls that nobody waits for."""
-        left = []
-        for call in self._quiet:
-            try:
-                if call.poll() is None:
-                    left.append(call)
-            except KvdError as error:
-                self._lost(error)
-        self._quiet = left
+    def _step(
+        self, computed: Mapping[str, int], loads: list[CopyOrder], saves: list[CopyOrder]
+    ) -> None:
+        self._is_idle = not computed
+        self._look()
+        self._log.tell()
+        for tracked in list(self._claiming.values()):
+            self._take_claim(tracked)
+        for tracked in list(self._loading.values()):
+            loads += self._load_order(tracked)
+        for tracked in list(self._held.values()):
+            saves += self._go_on(tracked)
+        for request_id, upto in computed.items():
+            running = self._tracked.get(request_id)
+            if running is not None and running.stage is RequestStage.COMPUTING:
+                saves += self._save_order(running, upto)
+        self._ending.settle()
+        if self._ending.are_overdue(self._now_s()):
+            self._give_up("the workers do not answer what they were ordered")
 
-    def _load_order(self, tracked: Tracked) -> CopyOrder:
-        assert tracked.lease is not None
-        first = tracked.started_tokens // self._block
-        return self._copy(tracked, tracked.lease, first, tracked.loads_to)
+    def _load_order(self, tracked: Tracked) -> list[CopyOrder]:
+        try:
+            order = self._moves.load(tracked)
+        except KvdError as error:
+            self._alone(tracked, _told(error))
+            return []
+        del self._loading[tracked.id]
+        tracked.is_load_ordered = True
+        return [order]
 
-    def _copy(self, tracked: Tracked, lease: SyncLease, first: int, upto: int) -> CopyOrder:
-        last = -(-upto // self._block)
-        return CopyOrder(
-            request=tracked.id,
-            lease=lease.id,
-            pages=tuple(lease.pages[first:last].tolist()),
-            blocks=tuple(self._block_ids(tracked.id)[first:last]),
-            upto_tokens=upto,
-        )
+    def _save_order(self, tracked: Tracked, computed_tokens: int) -> list[CopyOrder]:
+        if tracked.lease is None or tracked.link is None:
+            return []
+        try:
+            order = self._moves.save(tracked.link, tracked, computed_tokens, self._number)
+        except KvdError as error:
+            self._alone(tracked, _told(error))
+            return []
+        return [] if order is None else [order]
 
-    def _save_order(self, request_id: str, computed_tokens: int) -> CopyOrder | None:
-        """Whole blocks that this step completes, and the last, partial one of a prompt to be sent.
-
-        Only of tokens that are known: what is speculated on may be taken back.
-        """
-        tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.stage is not RequestStage.COMPUTING or tracked.lease is None:
-            return None
-        lease, prompt_tokens = tracked.lease, tracked.prompt_tokens
-        upto = min(computed_tokens, tracked.request.num_tokens)
-        if self._options.save == "none":
-            return None
-        if self._options.save == "prompt":
-            upto = min(upto, prompt_tokens)
-        n_pages = self._pages_of(tracked, lease, upto)
-        whole = min(upto // self._block, n_pages) * self._block
-        if tracked.transfer.sends and whole <= prompt_tokens <= min(upto, n_pages * self._block):
-            whole = prompt_tokens
-        if whole <= tracked.ordered_tokens:
-            return None
-        first, tracked.ordered_tokens = tracked.ordered_tokens // self._block, whole
-        return self._copy(tracked, lease, first, whole)
-
-    def _pages_of(self, tracked: Tracked, lease: SyncLease, upto: int) -> int:
-        """How many pages its lease has; more are asked for when the last is reached."""
-        if tracked.extension is not None:
-            try:
-                if tracked.extension.poll() is not None:
-                    tracked.extension = None
-            except KvdError as error:
-                # A full pool: what is generated further is not saved. It is asked for once.
-                self._lost(error)
-        n_pages = len(lease.pages)
-        if tracked.extension is None and upto // self._block >= n_pages and self._reserve:
-            tracked.extension = lease.begin_extend(max(self._reserve, self._block))
-        return n_pages
+    def _go_on(self, held: Tracked) -> list[CopyOrder]:
+        """Have the blocks of a prompt copied that is over, and is to be decoded elsewhere."""
+        if held.stage is not RequestStage.ALONE and held.lease is not None:
+            saves = self._save_order(held, held.request.num_computed_tokens)
+            is_saved = held.saved_tokens >= held.prompt_tokens
+            if saves or (not is_saved and self._now_s() - held.asked_s < HELD_S):
+                return saves
+        elif held.claim is not None and self._now_s() - held.asked_s < HELD_S:
+            return []
+        del self._held[held.id]
+        self._freed.append(held.id)
+        if held.stage is RequestStage.ALONE:
+            return []
+        if held.saved_tokens < held.prompt_tokens:
+            self._count_alone("a prompt was not copied in time for who decodes it")
+        self._end(held)
+        return []
 
     # ---- what the workers say ----------------------------------------------------------------
 
@@ -605,81 +493,142 @@ class SchedulerHalf:
         self, report: StepReport | None, *, loaded: Collection[str], failed: Collection[str]
     ) -> None:
         """What the workers have done: ``loaded`` and ``failed`` are vLLM's words of the same."""
-        for request_id in loaded:
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and request_id in failed:
-                self.counts.failed_loads += tracked.stage is RequestStage.LOADING
-                self._alone(tracked, "the workers could not copy it")
-            elif tracked is not None and tracked.stage is RequestStage.LOADING:
-                tracked.stage = RequestStage.COMPUTING
-        for request_id, upto in report.saved.items() if report is not None else ():
-            self._saved(request_id, upto)
-        for request_id in report.lost if report is not None else ():
-            tracked = self._tracked.get(request_id) or self._ending.pop(request_id, None)
-            if tracked is not None:
-                self._alone(tracked, "the workers could not save it")
+        with self._kept_in("what the workers say"):
+            self._loaded(loaded, failed)
+            if report is not None:
+                self._reported(report)
+            self._ending.settle()
 
-    def _saved(self, request_id: str, upto_tokens: int) -> None:
-        tracked = self._tracked.get(request_id) or self._ending.get(request_id)
-        if tracked is None or tracked.lease is None or upto_tokens <= tracked.saved_tokens:
+    def _loaded(self, loaded: Collection[str], failed: Collection[str]) -> None:
+        for request_id in loaded:
+            self._ending.loaded(request_id)
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            tracked.is_load_ordered = False
+            if tracked.stage is RequestStage.LOADING and request_id in failed:
+                self._alone(tracked, "the workers could not load it")
+            elif tracked.stage is RequestStage.LOADING:
+                tracked.stage = RequestStage.COMPUTING
+
+    def _reported(self, report: StepReport) -> None:
+        number = self._number if report.number is None else report.number
+        self._ending.answered(number)
+        if number <= self._key_since:
+            return  # of pages of another session, or of before a restart
+        for request_id, upto in report.saved.items():
+            self._saved(request_id, upto, number)
+        for request_id in report.again:
+            tracked = self._find(request_id, number)
+            if tracked is not None:
+                # Later steps may have gone on from what was not copied: their word is no use.
+                tracked.ordered_tokens = tracked.saved_tokens
+                tracked.believed_from = tracked.last_order + 1
+        for request_id in report.lost:
+            tracked = self._find(request_id, number)
+            if tracked is not None and tracked.lease is not None:
+                self._alone(tracked, "the workers could not save it")
+        if report.unfit:
+            self._give_up(report.unfit, retry_s=UNFIT_RETRY_S)
+
+    def _find(self, request_id: str, number: int) -> Tracked | None:
+        """The request of that name for which something was ordered in that step."""
+        for requests in (self._tracked, self._held):
+            tracked = requests.get(request_id)
+            if tracked is not None and tracked.born <= number:
+                return tracked
+        return self._ending.find(request_id, number)
+
+    def _saved(self, request_id: str, upto_tokens: int, number: int) -> None:
+        self._have_copied = True
+        tracked = self._find(request_id, number)
+        if tracked is None or upto_tokens <= tracked.saved_tokens:
+            return
+        if number < tracked.believed_from:
             return
         tracked.saved_tokens = upto_tokens
-        if request_id in self._ending:
-            self._end_if_done(tracked)
-        elif upto_tokens <= tracked.prompt_tokens:
+        link, lease = tracked.link, tracked.lease
+        if lease is None or link is None or upto_tokens > tracked.prompt_tokens:
+            return
+        if request_id in self._tracked:
             # Its chunks are there for others while it goes on.
-            self._quietly(tracked.lease.begin_commit, (), upto_tokens, swap=False)
+            more = tracked.unknown_tokens(upto_tokens)
+            tracked.known_tokens = max(tracked.known_tokens, upto_tokens)
+            link.quietly(lease.begin_commit, more, upto_tokens, swap=False)
 
     # ---- it is over --------------------------------------------------------------------------
 
     def finished(self, request: RequestView) -> dict[str, object] | None:
         """It is done, or was aborted; what its client, or the next node, is told of its KV."""
+        with self._kept_in("a request is over"):
+            return self._finished(request)
+        return None
+
+    def holds_blocks(self, request_id: str) -> bool:
+        """Whether vLLM must keep the blocks of a request that is over, until it hears of them."""
+        return request_id in self._held
+
+    def _finished(self, request: RequestView) -> dict[str, object] | None:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
-        if tracked.stage is RequestStage.CLAIMING:
-            # vLLM keeps its blocks until it hears of them, and nobody fills them any more.
-            self._failed.append(tracked.id)
-        lease, node = tracked.lease, self._node
-        if lease is None or node is None or tracked.stage is not RequestStage.COMPUTING:
-            self._alone(tracked, "it is over")
+        link = tracked.link
+        if link is None or tracked.stage is not RequestStage.COMPUTING:
+            self._not_loaded(tracked)
+            if tracked.stage is not RequestStage.ALONE:
+                tracked.stage, tracked.why_alone = RequestStage.ALONE, "it is over"
+                self._let_go(tracked)
             return None
         told: dict[str, object] | None = None
-        is_whole = tracked.ordered_tokens >= tracked.prompt_tokens
-        if tracked.transfer.sends and is_whole:
+        if self._can_be_handed_over(tracked):
             tracked.room = draw_room()
-            told = kept_for_decode(node.name, tracked.room)
-        elif tracked.transfer.meeting is not None:
-            told = cached_at(node.name)
-        self._ending[tracked.id] = tracked
-        self._end_if_done(tracked)
+            told = kept_for_decode(link.name, tracked.room)
+        elif tracked.transfer.meeting is not None and tracked.lease is not None:
+            told = cached_at(link.name)
+        if tracked.room and not (
+            self._have_copied and tracked.ordered_tokens >= tracked.prompt_tokens
+        ):
+            tracked.asked_s = self._now_s()
+            self._held[tracked.id] = tracked
+        else:
+            self._end(tracked)
         return told
 
-    def _end_if_done(self, tracked: Tracked) -> None:
-        """Let go of its lease, if no copy to its pages is under way; what is saved is shared."""
-        lease = tracked.lease
-        if lease is None or tracked.saved_tokens < tracked.ordered_tokens:
-            return
-        del self._ending[tracked.id]
-        upto, prompt_tokens = tracked.saved_tokens, tracked.prompt_tokens
-        if tracked.room and self._node is not None:
-            self._quietly(lease.begin_commit, (), prompt_tokens, swap=False)
-            self._quietly(
-                self._node.begin_hand_over,
-                tracked.room,
-                lease=lease,
-                namespace=tracked.namespace,
-                deadline_s=self._options.deadline_s,
-                ttl_s=self._options.keep_s,
-                takers=1,  # one decode engine has it; then its pages are not locked any more
-                release=True,
-            )
-            return
-        # Only whole pages of what was saved, whatever was generated behind it.
-        generated = tracked.request.all_token_ids[prompt_tokens:upto]
-        self._quietly(lease.begin_release, list(generated), upto)
+    def _can_be_handed_over(self, tracked: Tracked) -> bool:
+        """Whether who decodes it can be told that its KV is here, or is about to be."""
+        prompt_tokens = tracked.prompt_tokens
+        if not tracked.transfer.sends or self._options.save == "none" or prompt_tokens < 2:
+            return False
+        if tracked.request.num_computed_tokens < prompt_tokens:
+            return False  # aborted
+        if tracked.lease is not None:
+            return self._moves.has_pages_for_prompt(tracked)
+        return tracked.claim is not None and not tracked.is_unsure
+
+    def _end(self, tracked: Tracked) -> None:
+        """Let go of its lease, once no copy to its pages is under way; what is saved is shared."""
+        assert tracked.link is not None
+        if tracked.lease is None:
+            self._let_go(tracked)
+        else:
+            self._claiming.pop(tracked.id, None)
+            self._ending.add(tracked, tracked.link, shares=True, now_s=self._now_s())
 
     @property
     def has_work(self) -> bool:
         """Whether vLLM must go on stepping: blocks wait for a word, or pages for a copy."""
-        return bool(self._failed or self._ending)
+        return bool(self._failed or self._freed or self._held or len(self._ending))
+
+
+def _told(error: KvdError) -> str:
+    """Why a request goes on alone, in the words that are counted."""
+    return f"{error.code}: {_WHY[error.code]}" if error.code in _WHY else error.code
+
+
+_WHY: Final = {
+    Code.DEADLINE.value: "no pages are free",
+    Code.NO_ROOM.value: "no pages are free",
+    Code.TOO_LARGE.value: "the pool is smaller than the prompt",
+    Code.UNREACHABLE.value: "the daemon has ended",
+    Code.POOL_CHANGED.value: "the daemon was restarted with other memory",
+}

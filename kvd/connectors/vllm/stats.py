@@ -20,6 +20,7 @@ COUNTERS = {
     "hit_tokens": "Prompt tokens whose KV came from kvd.",
     "received_tokens": "Of these, sent by another node.",
     "failed_loads": "Requests that were computed after kvd had promised their KV.",
+    "went_alone": "Requests that were computed without kvd, or went on without it.",
     "failures": "Calls to the daemon that failed.",
     "odd_params": "Requests with kv_transfer_params of kvd's that made no sense.",
     "loaded_bytes": "Copied from kvd's pages to blocks.",

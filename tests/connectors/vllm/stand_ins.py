@@ -140,6 +140,8 @@ class StandInNode:
 
     def __init__(self, name="n0"):
         self.name, self.token = name, b"token"
+        self.incarnation, self.session = "life", 1
+        self.end, self.is_away = None, False
         self.holds = self.is_dead = self.is_full = False
         self.pending, self.receives, self.released, self.handed = [], [], [], []
         self.cached = []
@@ -256,6 +258,7 @@ class MiniEngine:
             connect=self.connect,
             block_ids=lambda request: self.blocks[request],
             now_s=lambda: self.clock_s,
+            start=lambda work: work(),
         )
         self.requests = {}
         self.blocks = {}
@@ -263,6 +266,7 @@ class MiniEngine:
         self.local = {}
         self.loads, self.saves = [], []
         self.told = {}
+        self.kept = set()
         self.delays = False
         self.breaks = set()
         self.late = []
@@ -312,6 +316,8 @@ class MiniEngine:
     def work(self, orders):
         """The worker's half, and what vLLM makes of its word."""
         loaded, failed = set(orders.failed), set(orders.failed)
+        for one in orders.freed:
+            self.kept.remove(one)
         self.loads += orders.loads
         self.saves += orders.saves
         for copy in orders.loads:
@@ -323,7 +329,8 @@ class MiniEngine:
             assert len(copy.pages) == len(copy.blocks)
         saved = {one.request: one.upto_tokens for one in orders.saves}
         lost = saved.keys() & self.breaks
-        report = StepReport({one: n for one, n in saved.items() if one not in lost}, set(lost))
+        done = {one: n for one, n in saved.items() if one not in lost}
+        report = StepReport(done, set(lost), number=orders.number)
         for one in loaded:
             self.told[one] = self.told.get(one, 0) + 1
             upto = self.remote.pop(one, None)
@@ -360,7 +367,10 @@ class MiniEngine:
             if request in queue:
                 queue.remove(request)
         self.gone.add(request.request_id)
-        return self.half.finished(request)
+        told = self.half.finished(request)
+        if self.half.holds_blocks(request.request_id):
+            self.kept.add(request.request_id)
+        return told
 
     def settle(self):
         """Nothing is under way any more."""

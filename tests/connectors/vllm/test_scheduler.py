@@ -209,7 +209,7 @@ def test_an_aborted_prefill_promises_nothing(node, engine):
 def test_who_decodes_gets_all_of_it_without_holding_blocks(node, engine):
     node.holds = True
     request = engine.add(Request(1, PROMPT, MEETS))
-    assert node.asked == [(77, "p", "r1")]
+    assert node.asked == [(77, "p", "r1"), "model"]
     engine.step()
     assert not engine.blocks
     node.holds = False
@@ -217,7 +217,7 @@ def test_who_decodes_gets_all_of_it_without_holding_blocks(node, engine):
     for _ in range(3):
         engine.step()
     (load,) = engine.loads
-    assert load.upto_tokens == len(PROMPT)
+    assert (load.upto_tokens, len(load.blocks)) == (len(PROMPT) - 1, 8)
     assert request.num_computed_tokens == len(PROMPT)
     told = engine.finish(request)
     assert told == {"kvd": {"v": 1, "peer": "n0", "room": ""}}

@@ -1,0 +1,72 @@
+"""What the connector says in the engine's log, by the logger ``kvd.connectors.vllm``.
+
+One line for a change, never one for a request: requests that were computed after all are counted,
+and told of together. The how-to lists the lines.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("kvd.connectors.vllm")
+
+TOLD_EVERY_S: Final = 10.0
+"""Between two lines about requests that were computed after all, or about one kind of bug."""
+
+
+class ConnectorLog:
+    """What was said, so that it is not said again.
+
+    Args:
+        now_s: a clock.
+    """
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._said: dict[str, str] = {}
+        self._alone: Counter[str] = Counter()
+        self._alone_from_s = 0.0
+        self._bugs_until_s: dict[str, float] = {}
+
+    def changed(self, subject: str, level: int, message: str) -> None:
+        """Something is otherwise than when it was last spoken of; said again it is no change."""
+        if self._said.get(subject) != message:
+            self._said[subject] = message
+            logger.log(level, "%s", message)
+
+    def alone(self, why: str) -> None:
+        """A request goes on without kvd."""
+        if not self._alone:
+            self._alone_from_s = self._now_s()
+        self._alone[why] += 1
+
+    def tell(self, *, is_last: bool = False) -> None:
+        """Tell of those requests, if it is time to."""
+        now_s = self._now_s()
+        if not self._alone or (now_s - self._alone_from_s < TOLD_EVERY_S and not is_last):
+            return
+        counts, self._alone = self._alone, Counter()
+        reasons = "; ".join(f"{n}: {why}" for why, n in counts.most_common())
+        logger.warning(
+            "%d requests of the last %.0f s went on without kvd, and were computed: %s",
+            counts.total(),
+            now_s - self._alone_from_s,
+            reasons,
+        )
+
+    def bug(self, where: str, error: BaseException) -> None:
+        """A mistake of the connector's own, with its traceback; the engine goes on without kvd."""
+        now_s = self._now_s()
+        if now_s < self._bugs_until_s.get(where, now_s):
+            return
+        self._bugs_until_s[where] = now_s + TOLD_EVERY_S
+        logger.error(
+            "a bug in kvd's connector (%s): requests under way are computed without kvd",
+            where,
+            exc_info=error,
+        )

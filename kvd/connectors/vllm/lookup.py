@@ -1,0 +1,215 @@
+"""How a prompt is looked up: in the cache of the node, or where another node keeps it.
+
+What lives here: PROBING and MEETING, until the request is FOUND. What must not: its blocks, and the
+lease that it takes for them. Nothing here waits longer than a step's budget. A request waits for
+what its own daemon can say at once ``ANSWER_WITHIN_S`` at most, and for bytes of another node as
+long as the user has said, unless its own daemon does not answer meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kvd.client import Code, KvdError
+from kvd.connectors.vllm.tracked import RequestStage, Tracked
+from kvd.errors import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.client import PendingCall, SyncLease
+    from kvd.connectors.vllm.options import VllmOptions
+    from kvd.connectors.vllm.sessions import NodeLink, StepBudget
+
+T = TypeVar("T")
+
+ANSWER_WITHIN_S: Final = 0.05
+"""A look-up or a lease that is not answered by then is not waited for."""
+
+PULL_WITHIN_S: Final = 0.5
+"""So long for the word of another node, what of a prompt it has cached."""
+
+LATE: Final = "no answer of the daemon in time"
+SILENT: Final = "the daemon does not answer"
+
+
+class LookUps:
+    """Those of all requests of one engine.
+
+    Args:
+        options: what the user has set.
+        budget: what a step may wait.
+        now_s: a clock.
+    """
+
+    def __init__(
+        self, options: VllmOptions, budget: StepBudget, now_s: Callable[[], float]
+    ) -> None:
+        self.received_tokens = 0
+        """Sent by other nodes, since somebody asked."""
+        self._options = options
+        self._budget = budget
+        self._now_s = now_s
+
+    @property
+    def reserve_tokens(self) -> int:
+        """So many tokens behind a prompt it has pages for."""
+        return self._options.reserve_tokens if self._options.save == "all" else 0
+
+    def begin(self, link: NodeLink, tracked: Tracked) -> None:
+        """Look it up.
+
+        Raises:
+            KvdError: nobody can be asked.
+        """
+        meeting = tracked.transfer.meeting
+        # Of one token nothing can be loaded: the last one is computed in any case.
+        if meeting is None or meeting.peer == link.name or tracked.prompt_tokens < 2:
+            self._probe(link, tracked)
+            return
+        # Where there is a room somebody keeps the prompt for us; without, what is cached there.
+        tracked.stage, tracked.asked_s = RequestStage.MEETING, self._now_s()
+        tracked.call = link.ask(
+            link.node.begin_receive,
+            meeting.number or None,
+            tracked.prompt,
+            meeting.peer,
+            namespace=tracked.namespace,
+            reserve_tokens=self.reserve_tokens,
+            deadline_s=self._options.deadline_s,
+            request_id=tracked.id if meeting.number else "",
+        )
+        if meeting.number:
+            tracked.probe = link.ask(
+                link.node.begin_match, tracked.prompt, namespace=tracked.namespace
+            )
+
+    def _probe(self, link: NodeLink, tracked: Tracked) -> None:
+        tracked.stage, tracked.asked_s = RequestStage.PROBING, self._now_s()
+        tracked.call = link.ask(link.node.begin_match, tracked.prompt, namespace=tracked.namespace)
+
+    def is_over(self, link: NodeLink, tracked: Tracked, *, is_idle: bool) -> bool:
+        """Whether it is FOUND, were it with 0 tokens.
+
+        Args:
+            link: of its session.
+            tracked: it is PROBING or MEETING.
+            is_idle: the engine has nothing else to do, so it may wait for another node too.
+
+        Raises:
+            KvdError: it cannot be looked up.
+        """
+        if tracked.stage is RequestStage.MEETING and not self._is_met(link, tracked, is_idle):
+            return False
+        return tracked.stage is not RequestStage.PROBING or self._is_probed(link, tracked)
+
+    def drop(self, link: NodeLink, tracked: Tracked) -> None:
+        """It is not wanted any more; what it has got goes back."""
+        for call in (tracked.call, tracked.probe):
+            if call is not None:
+                link.cancel(call)
+        receive, tracked.call, tracked.probe, tracked.receive = tracked.receive, None, None, None
+        if receive is not None and tracked.lease is None:
+            link.quietly(receive.begin_cancel)
+
+    # ---- in the cache of the node ------------------------------------------------------------
+
+    def _is_probed(self, link: NodeLink, tracked: Tracked) -> bool:
+        assert tracked.call is not None
+        found = self._budget.answered(link, tracked.call)
+        if found is None and self._is_late(link, tracked.asked_s, ANSWER_WITHIN_S):
+            found = link.poll(tracked.call)
+            if found is None:
+                # What it computes may be saved all the same, once the daemon is well.
+                link.cancel(tracked.call)
+                self._found(tracked, 0)
+                tracked.is_unsure = True
+                return True
+        if found is None:
+            return False
+        self._found(tracked, found.tokens)
+        return True
+
+    def _is_late(self, link: NodeLink, asked_s: float, within_s: float) -> bool:
+        """Whether an answer is overdue, after all that has come was read."""
+        now_s = self._now_s()
+        if now_s - asked_s < within_s:
+            return False
+        link.look(now_s)
+        link.doubt(now_s)
+        return True
+
+    def _found(self, tracked: Tracked, n_tokens: int) -> None:
+        tracked.call = tracked.probe = None
+        tracked.found_tokens = n_tokens
+        tracked.stage = RequestStage.FOUND
+
+    # ---- where another node keeps it ---------------------------------------------------------
+
+    def _is_met(self, link: NodeLink, tracked: Tracked, is_idle: bool) -> bool:  # noqa: FBT001
+        """Whether it is delivered; or is probed from now on, since it is not going to be."""
+        assert tracked.call is not None
+        try:
+            if tracked.receive is None:
+                tracked.receive = self._heard(link, tracked.call, is_idle)
+                if tracked.receive is None:
+                    return self._is_admitted_late(link, tracked)
+                tracked.call = link.ask(tracked.receive.begin_done)
+            lease = self._heard(link, tracked.call, is_idle)
+        except KvdError:
+            # What was to come does not: what is cached here may be enough.
+            self._look_again(link, tracked)
+            return True
+        if lease is not None:
+            self._delivered(link, tracked, lease)
+            return True
+        if link.is_silent:
+            raise _given_up(SILENT)
+        if self._now_s() - tracked.asked_s >= ANSWER_WITHIN_S:
+            link.doubt(self._now_s())
+        return False
+
+    def _heard(self, link: NodeLink, call: PendingCall[T], is_idle: bool) -> T | None:  # noqa: FBT001
+        return self._budget.answered(link, call) if is_idle else link.poll(call)
+
+    def _is_admitted_late(self, link: NodeLink, tracked: Tracked) -> bool:
+        """Whether the meeting is given up, since the daemon has no pages for it now.
+
+        It answers in the order in which it was asked, and a receive that has its pages at once.
+        So one behind which a look-up is answered waits for room, or for its peer.
+        """
+        if tracked.probe is not None:
+            found = link.poll(tracked.probe)
+            assert tracked.call is not None
+            if found is not None:
+                tracked.receive = link.poll(tracked.call)
+                if tracked.receive is not None:
+                    return False  # both have come with one read; the next look goes on from here
+                link.cancel(tracked.call)
+                self._found(tracked, found.tokens)
+                return True
+        within_s = PULL_WITHIN_S if tracked.probe is None else ANSWER_WITHIN_S
+        if not self._is_late(link, tracked.asked_s, within_s):
+            return False
+        self.drop(link, tracked)
+        self._found(tracked, 0)
+        tracked.is_unsure = True
+        return True
+
+    def _delivered(self, link: NodeLink, tracked: Tracked, lease: SyncLease) -> None:
+        receive = tracked.receive
+        assert receive is not None
+        if tracked.probe is not None:
+            link.cancel(tracked.probe)
+        self.received_tokens += receive.n_tokens - receive.prefix_len
+        # All of it, its last partial page too; that page is written again when it is full.
+        self._found(tracked, receive.n_tokens)
+        tracked.took(lease, known_tokens=receive.n_tokens, filled_tokens=receive.n_tokens)
+
+    def _look_again(self, link: NodeLink, tracked: Tracked) -> None:
+        self.drop(link, tracked)
+        self._probe(link, tracked)
+
+
+def _given_up(why: str) -> KvdError:
+    return KvdError(Refusal(Code.DEADLINE, why, side="client"))

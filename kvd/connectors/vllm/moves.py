@@ -1,0 +1,117 @@
+"""What is copied for a request in a step: which pages of its lease, and which of vLLM's blocks.
+
+Only of tokens that are known: what is speculated on may be taken back. A lease has pages for its
+prompt and a reserve; more are asked for when the last is reached, and those of a prompt of which
+another node had a part only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvd.client import KvdError
+from kvd.connectors.vllm.orders import CopyOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvd.client import SyncLease
+    from kvd.connectors.vllm.options import VllmOptions
+    from kvd.connectors.vllm.sessions import NodeLink
+    from kvd.connectors.vllm.tracked import Tracked
+
+
+class Moves:
+    """Makes the orders of one engine.
+
+    Args:
+        options: what the user has set.
+        block_size: tokens of a block, and of a page.
+        block_ids: the blocks that vLLM has given a request.
+    """
+
+    def __init__(
+        self,
+        options: VllmOptions,
+        *,
+        block_size: int,
+        block_ids: Callable[[str], Sequence[int]],
+    ) -> None:
+        self._save = options.save
+        self._reserve = options.reserve_tokens if options.save == "all" else 0
+        self._block = block_size
+        self._block_ids = block_ids
+
+    def load(self, tracked: Tracked) -> CopyOrder:
+        """Fill the blocks that wait, from its pages.
+
+        Raises:
+            KvdError: its lease has no pages any more.
+        """
+        assert tracked.lease is not None
+        first = tracked.started_tokens // self._block
+        return self._copy(tracked, tracked.lease, first, tracked.loads_to)
+
+    def save(
+        self, link: NodeLink, tracked: Tracked, computed_tokens: int, number: int
+    ) -> CopyOrder | None:
+        """Whole blocks that step ``number`` completes, and the last, partial one of a sent prompt.
+
+        Raises:
+            KvdError: as ``load``.
+        """
+        lease = tracked.lease
+        if self._save == "none" or lease is None:
+            return None
+        prompt_tokens = tracked.prompt_tokens
+        upto = min(computed_tokens, tracked.request.num_tokens)
+        if self._save == "prompt":
+            upto = min(upto, prompt_tokens)
+        n_pages = self._pages_of(link, tracked, lease, upto)
+        whole = min(upto // self._block, n_pages) * self._block
+        if tracked.transfer.sends and whole <= prompt_tokens <= min(upto, n_pages * self._block):
+            whole = prompt_tokens
+        if whole <= tracked.ordered_tokens:
+            return None
+        order = self._copy(tracked, lease, tracked.ordered_tokens // self._block, whole)
+        tracked.ordered_tokens, tracked.last_order = whole, number
+        return order
+
+    def has_pages_for_prompt(self, tracked: Tracked) -> bool:
+        """Whether its lease can have all of its prompt."""
+        try:
+            lease = tracked.lease
+            return lease is not None and len(lease.pages) * self._block >= tracked.prompt_tokens
+        except KvdError:
+            return False
+
+    def _pages_of(self, link: NodeLink, tracked: Tracked, lease: SyncLease, upto: int) -> int:
+        """How many pages its lease has; more are asked for when the last is reached."""
+        if tracked.extension is not None:
+            try:
+                if link.poll(tracked.extension) is not None:
+                    tracked.extension = None
+            except KvdError:
+                # A full pool: what comes behind is not saved. It is asked for once.
+                tracked.extension, tracked.is_full = None, True
+        n_pages = len(lease.pages)
+        lacking = max(0, max(upto, tracked.prompt_tokens) - n_pages * self._block)
+        if (
+            tracked.extension is None
+            and not tracked.is_full
+            and upto // self._block >= n_pages
+            and lacking + self._reserve > 0
+        ):
+            tracked.extension = link.ask(lease.begin_extend, lacking + self._reserve)
+        return n_pages
+
+    def _copy(self, tracked: Tracked, lease: SyncLease, first: int, upto: int) -> CopyOrder:
+        last = -(-upto // self._block)
+        return CopyOrder(
+            request=tracked.id,
+            session=tracked.key,
+            lease=lease.id,
+            pages=tuple(lease.pages[first:last].tolist()),
+            blocks=tuple(self._block_ids(tracked.id)[first:last]),
+            upto_tokens=upto,
+        )

@@ -1,0 +1,381 @@
+"""The session with the daemon: opened, lost, found again and left beside the engine's steps.
+
+What lives here: one session's sockets as the connector uses them, so that whatever they raise is a
+``KvdError`` and known to be of that session, and which session there is now. What must not: leases
+and requests; who holds handles of a session that is over is told so, and drops them.
+
+A life of a session has a key. It changes when the daemon was restarted, also where it came back
+with the same memory: leases of before can be released then, and nothing else::
+
+    nobody --opened--> here --the daemon ended--> away --with the same memory--> here, another key
+       ^                 '--- over ---.             '--- with other memory ---.
+       '------ left, closed beside <--'---------------------------------------'
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+
+from kvd.client import Code, KvdError
+from kvd.connectors.vllm.beside import BesideTask, in_thread
+from kvd.connectors.vllm.orders import session_key
+from kvd.errors import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvd.client import PendingCall, SyncNode
+    from kvd.connectors.vllm.beside import Start
+    from kvd.connectors.vllm.log import ConnectorLog
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+OVER: Final = frozenset({Code.POOL_CHANGED.value, Code.UNKNOWN_SESSION.value})
+"""Of these the session is over, whatever call ends in them."""
+
+BROKEN: Final = (OSError, ValueError, RuntimeError)
+"""What sockets and an ``epoll`` raise that were closed under a call."""
+
+RETRY_S: Final = 1.0
+"""A daemon that is not there is looked for so often."""
+
+UNFIT_RETRY_S: Final = 60.0
+"""So often where its pool does not fit: that changes by a restart with another configuration."""
+
+OPEN_WITHIN_S: Final = 1.0
+"""An engine that starts waits so long at most for its session."""
+
+SILENT_S: Final = 0.25
+"""A daemon that has not answered a look-up for so long is stopped, or overloaded."""
+
+PAUSE_S: Final = 50e-6
+"""Between two looks for an answer that is waited for."""
+
+
+class StepBudget:
+    """How long one step of the engine may wait for answers, all of them together."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = self._left_s = wait_s
+
+    def renew(self) -> None:
+        """The next step begins."""
+        self._left_s = self._wait_s
+
+    def answered(self, link: NodeLink, call: PendingCall[T]) -> T | None:
+        """The outcome of a call, if it is here, or comes while there is time left.
+
+        Raises:
+            KvdError: it ended in it.
+        """
+        found = link.poll(call)
+        if found is not None or self._left_s <= 0:
+            return found
+        began_s = time.perf_counter()
+        end_s = began_s + self._left_s
+        while found is None and time.perf_counter() < end_s:
+            time.sleep(PAUSE_S)
+            found = link.poll(call)
+        self._left_s -= time.perf_counter() - began_s
+        return found
+
+
+class NodeLink:
+    """One session, as long as its ``SyncNode`` lives: whatever it raises is of this one alone."""
+
+    def __init__(self, node: SyncNode) -> None:
+        self.node = node
+        self.name = node.name
+        self.failures = 0
+        """Calls that ended in an error, since somebody asked."""
+        self.is_broken = False
+        """It can be used no more."""
+        self.is_silent = False
+        """The daemon lives, and does not answer."""
+        self.was_silent = False
+        """Whether that was told."""
+        self._ping: PendingCall[Any] | None = None
+        self._ping_s = 0.0
+        self._quiet: list[tuple[PendingCall[Any], Callable[[], object] | None]] = []
+
+    def ask(
+        self, begin: Callable[P, PendingCall[T]], *args: P.args, **more: P.kwargs
+    ) -> PendingCall[T]:
+        """Begin a call.
+
+        Raises:
+            KvdError: it cannot be begun.
+        """
+        try:
+            return begin(*args, **more)
+        except KvdError as error:
+            self._note(error)
+            raise
+        except BROKEN as error:
+            raise self._broke(error) from error
+
+    def poll(self, call: PendingCall[T]) -> T | None:
+        """The outcome of a call; None while there is none.
+
+        Raises:
+            KvdError: it ended in it.
+        """
+        try:
+            return call.poll()
+        except KvdError as error:
+            self._note(error)
+            raise
+        except BROKEN as error:
+            raise self._broke(error) from error
+
+    def cancel(self, call: PendingCall[Any]) -> None:
+        """Nobody wants its outcome: what it gets is given back."""
+        try:
+            call.cancel()
+        except KvdError as error:
+            self._note(error)
+        except BROKEN as error:
+            self._broke(error)
+
+    def quietly(
+        self,
+        begin: Callable[..., PendingCall[Any]],
+        *args: Any,
+        otherwise: Callable[[], object] | None = None,
+        **more: Any,
+    ) -> None:
+        """Begin a call whose outcome nobody waits for; ``otherwise``: what to do if it fails."""
+        try:
+            self._quiet.append((self.ask(begin, *args, **more), otherwise))
+        except KvdError:
+            if otherwise is not None:
+                otherwise()
+
+    def look(self, now_s: float) -> None:
+        """Read and write what there is, and take note of calls that nobody waits for."""
+        try:
+            self.node.pump()
+        except KvdError as error:
+            self._note(error)
+        except BROKEN as error:
+            self._broke(error)
+        quiet, self._quiet = self._quiet, []
+        for call, otherwise in quiet:
+            try:
+                if self.poll(call) is None:
+                    self._quiet.append((call, otherwise))
+            except KvdError:
+                if otherwise is not None:
+                    otherwise()
+        self._hear(now_s)
+
+    def doubt(self, now_s: float) -> None:
+        """Something was not answered in time: find out whether anything is."""
+        if self._ping is None:
+            try:
+                self._ping = self.ask(self.node.begin_match, [0])
+                self._ping_s = now_s
+            except KvdError:
+                return
+
+    def _hear(self, now_s: float) -> None:
+        if self._ping is None:
+            return
+        try:
+            is_answered = self.poll(self._ping) is not None
+        except KvdError:
+            is_answered = True
+        if is_answered:
+            self._ping, self.is_silent = None, False
+        elif now_s - self._ping_s >= SILENT_S:
+            self.is_silent = True
+
+    def _note(self, error: KvdError) -> None:
+        self.failures += 1
+        self.is_broken = self.is_broken or error.code in OVER
+
+    def _broke(self, error: Exception) -> KvdError:
+        self.failures += 1
+        self.is_broken = True
+        why = f"the session's sockets are closed ({error}): it is over"
+        return KvdError(Refusal(Code.UNREACHABLE, why, side="client"))
+
+
+class Sessions:
+    """Which session there is now: one at a time.
+
+    Args:
+        connect: opens one, or raises ``KvdError``; may take long.
+        log: where changes are told.
+        now_s: a clock.
+        start: has work done beside the step.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], SyncNode],
+        log: ConnectorLog,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        start: Start = in_thread,
+    ) -> None:
+        self.link: NodeLink | None = None
+        """Of the daemon that is there, or is looked for by its session itself."""
+        self.key = ""
+        """Of the session's life now; empty while there is nobody to ask."""
+        self.failures = 0
+        self._connect = connect
+        self._log = log
+        self._now_s = now_s
+        self._start = start
+        self._opening: BesideTask[SyncNode] | None = None
+        self._next_try_s = now_s()
+        self._left: list[NodeLink] = []
+
+    @property
+    def token(self) -> bytes:
+        """Of the session that there is, or that may come back; empty: there is none."""
+        return self.link.node.token if self.link is not None else b""
+
+    def open_first(self) -> None:
+        """Open a session as the engine starts; wait for it, but not for a daemon that hangs.
+
+        Raises:
+            KvdError: ``layout-mismatch``: the pool does not fit.
+        """
+        self._open()
+        if self._opening is not None:
+            self._opening.ended(OPEN_WITHIN_S)
+        self._take_opened(is_first=True)
+        if self.link is None:
+            self._log.changed(
+                "session",
+                logging.WARNING,
+                "the daemon has not answered yet: requests are computed without kvd until it does",
+            )
+
+    def look(self) -> None:
+        """See what has become of the session; never waits."""
+        now_s = self._now_s()
+        link = self.link
+        if link is None:
+            self._take_opened()
+            if self.link is None and self._opening is None and now_s >= self._next_try_s:
+                self._open()
+            return
+        link.look(now_s)
+        self.failures, link.failures = self.failures + link.failures, 0
+        if link.is_silent or link.was_silent:
+            link.was_silent = link.is_silent
+            told = (
+                "does not answer: requests are computed without kvd"
+                if link.is_silent
+                else ("answers again")
+            )
+            self._log.changed("silence", logging.WARNING, f"the daemon {link.name} {told}")
+        end = link.node.end
+        if end is not None or link.is_broken:
+            self.give_up("its session is over" if end is None else str(end))
+        elif link.node.is_away:
+            if self.key:
+                self.key = ""
+                self._say(f"the daemon {link.name} has ended", "and it is looked for")
+        elif self._key_of(link) != self.key:
+            link.is_silent = False
+            self.key = self._key_of(link)
+            self._log.changed(
+                "session",
+                logging.INFO,
+                f"session {link.node.session} with daemon {link.name}: it is back, with the same "
+                "memory",
+            )
+
+    def give_up(self, why: str, *, retry_s: float = 0.0) -> None:
+        """The session is of no use: leave it, and open another one.
+
+        It is closed by ``close_left``, once nobody uses handles of it.
+        """
+        link, self.link, self.key = self.link, None, ""
+        if link is not None:
+            self._left.append(link)
+            self._next_try_s = self._now_s() + retry_s
+            self._say(f"the session with daemon {link.name} is over: {why}", "and one is opened")
+
+    def close_left(self, handles: Iterable[PendingCall[Any]] = ()) -> None:
+        """Close sessions that were given up, beside the step; ``handles``: their calls."""
+        left, self._left = self._left, []
+        calls = list(handles)
+        if left:
+            self._start(lambda: _close(left, calls))
+
+    def close(self) -> None:
+        """Leave, for good."""
+        if self._opening is not None:
+            self._opening.abandon()
+            self._opening = None
+        link, self.link, self.key = self.link, None, ""
+        self._next_try_s = float("inf")
+        if link is not None:
+            _close([link], ())
+
+    def _say(self, what: str, then: str) -> None:
+        self._log.changed(
+            "session", logging.WARNING, f"{what}; requests are computed without kvd, {then}"
+        )
+
+    def _key_of(self, link: NodeLink) -> str:
+        return session_key(link.node.incarnation, link.node.session)
+
+    def _open(self) -> None:
+        self._opening = BesideTask(self._connect, _leave, self._start)
+
+    def _take_opened(self, *, is_first: bool = False) -> None:
+        opening = self._opening
+        if opening is None or not opening.ended():
+            return
+        self._opening = None
+        self._next_try_s = self._now_s() + RETRY_S
+        try:
+            node = opening.take()
+        except (KvdError, *BROKEN) as error:
+            is_unfit = isinstance(error, KvdError) and error.code == Code.LAYOUT_MISMATCH.value
+            if is_unfit and is_first:
+                raise
+            self._not_opened(error, is_unfit=is_unfit)
+            return
+        self.link = NodeLink(node)
+        self.key = self._key_of(self.link)
+        self._log.changed(
+            "session", logging.INFO, f"session {node.session} with daemon {node.name} is open"
+        )
+
+    def _not_opened(self, error: Exception, *, is_unfit: bool) -> None:
+        self.failures += 1
+        if is_unfit:
+            self._next_try_s = self._now_s() + UNFIT_RETRY_S
+        every_s = UNFIT_RETRY_S if is_unfit else RETRY_S
+        self._log.changed(
+            "session",
+            logging.ERROR if is_unfit else logging.WARNING,
+            f"no session: {error}; requests are computed without kvd, and it is tried again every "
+            f"{every_s:.0f} s",
+        )
+
+
+def _leave(node: SyncNode) -> None:
+    node.close()
+
+
+def _close(links: Iterable[NodeLink], calls: Iterable[PendingCall[Any]]) -> None:
+    """Cancel what is under way and leave; nobody else uses them any more."""
+    calls = list(calls)
+    for link in links:
+        for call in calls:
+            link.cancel(call)
+        try:
+            link.node.close()
+        except (KvdError, *BROKEN):
+            continue

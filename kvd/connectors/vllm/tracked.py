@@ -1,0 +1,166 @@
+"""One request, as the scheduler's half knows it.
+
+It goes through::
+
+    PROBING --answered--> FOUND --blocks, of which kvd fills some--> CLAIMING --lease--> LOADING
+    MEETING --delivered----^ '---blocks, of which it fills none--> COMPUTING <---copied-----'
+    whatever fails: ALONE, it is computed as if kvd were not there
+
+A request is of the session in which it was looked up. When that is over, or the daemon begins
+another life, the request is ALONE: the numbers of its pages mean nothing any more.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvd.client import PendingCall, Prompt, SyncLease, SyncReceive
+    from kvd.connectors.vllm.params import Transfer
+    from kvd.connectors.vllm.sessions import NodeLink
+
+
+class RequestView(Protocol):
+    """What is read of a request of vLLM's."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int] | None
+    kv_transfer_params: Mapping[str, object] | None
+    cache_salt: str | None
+    num_tokens: int
+    num_computed_tokens: int
+    num_prompt_tokens: int
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """The prompt and what was generated."""
+        ...
+
+
+class RequestStage(enum.Enum):
+    """What a request waits for, or does."""
+
+    PROBING = "probing"
+    MEETING = "meeting"
+    FOUND = "found"
+    CLAIMING = "claiming"
+    LOADING = "loading"
+    COMPUTING = "computing"
+    ALONE = "alone"
+
+
+class Tracked:
+    """One request."""
+
+    __slots__ = (
+        "asked_s",
+        "believed_from",
+        "born",
+        "call",
+        "claim",
+        "claims_all",
+        "extension",
+        "found_tokens",
+        "is_full",
+        "is_load_ordered",
+        "is_unsure",
+        "key",
+        "known_tokens",
+        "last_order",
+        "lease",
+        "link",
+        "loads_to",
+        "local_tokens",
+        "namespace",
+        "ordered_tokens",
+        "probe",
+        "prompt",
+        "receive",
+        "request",
+        "room",
+        "saved_tokens",
+        "stage",
+        "started_tokens",
+        "transfer",
+        "why_alone",
+    )
+
+    def __init__(
+        self, request: RequestView, transfer: Transfer, namespace: str, *, born: int
+    ) -> None:
+        self.request = request
+        self.transfer = transfer
+        self.namespace = namespace
+        self.born = born
+        """Steps before this one knew nothing of it, and what is reported of them is another's."""
+        self.stage = RequestStage.PROBING
+        self.link: NodeLink | None = None
+        self.key = ""
+        """The session, and the life of its daemon, that all handles here are of."""
+        self.prompt: Prompt | None = None
+        self.call: PendingCall[Any] | None = None
+        """The look-up, or the request for a meeting."""
+        self.probe: PendingCall[Any] | None = None
+        """Asked behind the request for a meeting: answered before it, that one waits for room."""
+        self.receive: SyncReceive | None = None
+        self.claim: PendingCall[SyncLease] | None = None
+        self.claims_all = False
+        """Whether it claims pages for all of its prompt, or those that are cached alone."""
+        self.asked_s = 0.0
+        """When what it waits for was asked."""
+        self.is_unsure = False
+        """The daemon did not answer in time when it was looked up."""
+        self.lease: SyncLease | None = None
+        self.known_tokens = 0
+        """So many tokens the lease knows; a commit of more has to say them."""
+        self.extension: PendingCall[SyncLease] | None = None
+        self.is_full = False
+        """The pool had no more pages for it."""
+        self.local_tokens = 0
+        """vLLM had so many itself when it last asked."""
+        self.found_tokens = 0
+        """The KV of so many is in the cache, or in the pages of its own lease."""
+        self.started_tokens = 0
+        """vLLM has those below itself, and loads from here up to ``loads_to``."""
+        self.loads_to = 0
+        self.is_load_ordered = False
+        """The workers read the pages of its lease, until they have said that they do not."""
+        self.ordered_tokens = 0
+        """The pages of its lease have the KV up to here, once what was ordered is done."""
+        self.saved_tokens = 0
+        """The workers have done it up to here."""
+        self.last_order = 0
+        """The last step in which something was to be copied to its pages."""
+        self.believed_from = 0
+        """What was saved in steps before this one has a hole in front of it."""
+        self.room = 0
+        """Where the prompt will be handed over; 0: nowhere."""
+        self.why_alone = ""
+
+    @property
+    def id(self) -> str:
+        """The number that vLLM gave it."""
+        return self.request.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the prompt."""
+        return self.request.num_prompt_tokens
+
+    @property
+    def waits_for_load(self) -> bool:
+        """Whether vLLM keeps blocks for it until it hears that they are filled."""
+        return self.stage in {RequestStage.CLAIMING, RequestStage.LOADING}
+
+    def unknown_tokens(self, upto_tokens: int) -> list[int]:
+        """Those below ``upto_tokens`` that its lease does not know."""
+        return list(self.request.all_token_ids[self.known_tokens : upto_tokens])
+
+    def took(self, lease: SyncLease, *, known_tokens: int, filled_tokens: int) -> None:
+        """It has a lease, whose pages have the KV of its first tokens."""
+        self.lease = lease
+        self.known_tokens = known_tokens
+        self.ordered_tokens = self.saved_tokens = filled_tokens

@@ -1,0 +1,289 @@
+"""The daemon is killed and replaced, in whatever state a request is: whose pages are written then?
+
+Pages of a session are written by orders of that session alone, and no token is computed from KV
+that is not its own: ``world`` looks at the bytes.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvd.connectors.vllm.tracked import RequestStage
+from tests.connectors.vllm.stand_ins import Request
+from tests.connectors.vllm.world import World, WorldEngine
+
+PROMPT = list(range(1, 31))
+SENDS = {"do_remote_decode": True, "do_remote_prefill": False}
+MEETS = {"do_remote_prefill": True, "kvd": {"v": 1, "peer": "p", "room": "77"}}
+
+
+def warm(engine):
+    """The workers are of the session, and a prompt is cached."""
+    request = engine.add(Request(900, PROMPT))
+    engine.steps(8)
+    engine.finish(request)
+    engine.steps(2)
+    assert engine.world.cached
+
+
+def probing(engine):
+    engine.world.holds = True
+    engine.add(Request(1, PROMPT))
+    engine.step()
+
+
+def meeting(engine):
+    engine.world.holds = True
+    engine.add(Request(1, PROMPT, MEETS))
+    engine.step()
+
+
+def delivered(engine):
+    engine.world.rooms.add(77)
+    engine.has_no_blocks = True
+    engine.add(Request(1, [7, *PROMPT], MEETS))
+    engine.steps(3)
+    assert engine.half._tracked["r1"].lease is not None
+
+
+def found(engine):
+    engine.has_no_blocks = True
+    engine.add(Request(1, PROMPT))
+    engine.step()
+
+
+def claiming(engine):
+    engine.has_no_blocks = True
+    engine.add(Request(1, PROMPT))
+    engine.step()
+    engine.has_no_blocks, engine.world.holds = False, True
+    engine.step()
+
+
+def loading(engine):
+    engine.is_slow = True
+    engine.add(Request(1, PROMPT))
+    engine.steps(2)
+
+
+def computing(engine):
+    engine.add(Request(1, [5, *PROMPT]))
+    engine.steps(2)
+
+
+def saving(engine):
+    engine.is_slow = True
+    engine.add(Request(1, [5, *PROMPT]))
+    engine.steps(2)
+    assert any(orders.saves for orders, _ in engine.queue)
+
+
+def claiming_to_save(engine):
+    engine.has_no_blocks = True
+    engine.add(Request(1, [5, *PROMPT]))
+    engine.step()
+    engine.has_no_blocks, engine.world.holds = False, True
+    engine.steps(2)
+    assert engine.half._tracked["r1"].claim is not None
+
+
+def extending(engine):
+    request = engine.add(Request(1, [5, *PROMPT]))
+    engine.steps(5)
+    for token in range(12):
+        engine.world.holds = True
+        request.all_token_ids.append(1000 + token)
+        engine.step()
+    assert engine.half._tracked["r1"].extension is not None
+
+
+def preempted(engine):
+    request = engine.add(Request(1, [5, *PROMPT]))
+    engine.steps(5)
+    engine.has_no_blocks = True
+    engine.preempt(request)
+    engine.step()
+
+
+def alone(engine):
+    engine.add(Request(1, PROMPT), extra=None)
+    engine.step()
+
+
+def ending(engine):
+    engine.is_slow = True
+    request = engine.add(Request(1, [5, *PROMPT]))
+    engine.steps(5)
+    engine.finish(request)
+    assert len(engine.half._ending)
+
+
+def ending_while_it_loads(engine):
+    loading(engine)
+    engine.finish(engine.requests["r1"])
+    assert len(engine.half._ending)
+
+
+def handing_over(engine):
+    engine.is_slow = True
+    request = engine.add(Request(1, [5, *PROMPT], SENDS))
+    engine.steps(5)
+    assert engine.finish(request) is not None
+
+
+def held(engine):
+    engine.has_no_blocks = True
+    request = engine.add(Request(1, [5, *PROMPT], SENDS))
+    engine.step()
+    engine.has_no_blocks, engine.world.holds = False, True
+    engine.steps(5)
+    assert engine.finish(request) is not None
+    assert engine.held == {"r1"}
+
+
+STATES = {
+    probing: RequestStage.PROBING,
+    meeting: RequestStage.MEETING,
+    delivered: RequestStage.FOUND,
+    found: RequestStage.FOUND,
+    claiming: RequestStage.CLAIMING,
+    loading: RequestStage.LOADING,
+    computing: RequestStage.COMPUTING,
+    saving: RequestStage.COMPUTING,
+    claiming_to_save: RequestStage.COMPUTING,
+    extending: RequestStage.COMPUTING,
+    preempted: RequestStage.COMPUTING,
+    alone: RequestStage.ALONE,
+    ending: None,
+    ending_while_it_loads: None,
+    handing_over: None,
+    held: None,
+}
+
+
+@pytest.mark.parametrize("same_memory", [False, True], ids=["other", "same"])
+@pytest.mark.parametrize("are_workers_late", [False, True], ids=["noticed", "late"])
+@pytest.mark.parametrize("state", STATES, ids=lambda one: one.__name__)
+def test_the_daemon_is_replaced_while_a_request_is(state, same_memory, are_workers_late):
+    world = World()
+    engine = WorldEngine(world, reserve_tokens=8)
+    warm(engine)
+    state(engine)
+    tracked = engine.half._tracked.get("r1")
+    assert (tracked.stage if tracked is not None else None) == STATES[state]
+
+    world.are_workers_late = are_workers_late
+    world.kill()
+    engine.step()
+    world.start(same_memory=same_memory)
+    world.take_all()
+    world.holds = world.is_hung = False
+    engine.steps(3)
+    engine.clock_s += 1.5  # a session is looked for once a second
+    engine.steps(3)
+    world.check_foreign()
+    engine.is_slow = engine.has_no_blocks = False
+    engine.steps(3)
+    world.check_foreign()
+    world.are_workers_late = False
+    request = engine.requests["r1"]
+    if request in engine.running:
+        for token in range(20):
+            request.all_token_ids.append(2000 + token)
+            engine.step()
+    world.check_foreign()
+
+    assert not world.handed or state not in {handing_over, held}
+    world.give_back()
+    again = engine.add(Request(2, [6, *PROMPT]))
+    engine.steps(8)
+    engine.finish(again)
+    engine.steps(2)
+    fresh = engine.add(Request(3, [6, *PROMPT]))
+    before = engine.loaded_tokens
+    engine.steps(3)
+    assert engine.loaded_tokens - before == 28, "the session after it is used"
+    engine.finish(fresh)
+    engine.settle()
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda one: one.__name__)
+def test_the_daemon_hangs_while_a_request_is(state):
+    """Whoever waits is computed after 50 ms, or 250 where another node was to send it."""
+    world = World()
+    engine = WorldEngine(world, reserve_tokens=8)
+    warm(engine)
+    state(engine)
+    world.is_hung = True
+    engine.is_slow = engine.has_no_blocks = False
+    engine.steps(120)
+    request = engine.requests["r1"]
+    assert request in engine.running or "r1" in engine.over
+    assert not engine.held
+    late = engine.add(Request(2, [9, *PROMPT]))
+    engine.steps(8)
+    assert late.num_computed_tokens > 0
+    engine.finish(late)
+    engine.settle()
+
+
+def walk(seed):
+    rng = random.Random(seed)
+    world = World()
+    engine = WorldEngine(world, chunk=rng.choice([4, 8, 64]), reserve_tokens=rng.choice([0, 8]))
+    world.rooms.add(77)
+    for number in range(1, 90):
+        deed = rng.random()
+        live = [*engine.waiting, *engine.running]
+        if deed < 0.35 and len(live) < 6:
+            prompt = [rng.randint(1, 2)] * rng.randint(1, 4) * 4 + PROMPT[: rng.randint(0, 9)]
+            engine.add(Request(number, prompt, rng.choice([None, None, SENDS, MEETS])))
+        elif deed < 0.55 and engine.running:
+            request = rng.choice(engine.running)
+            for token in range(rng.randint(1, 5)):
+                request.all_token_ids.append(9000 + token)
+                engine.step()
+        elif deed < 0.62 and engine.running and not engine.queue:
+            engine.preempt(rng.choice(engine.running))
+        elif deed < 0.75 and live:
+            engine.finish(rng.choice(live))
+        elif deed < 0.8 and engine.remote:
+            engine.finish(engine.requests[rng.choice(list(engine.remote))])
+        elif deed < 0.87 and not world.is_down:
+            world.kill()
+        elif deed < 0.9:
+            engine.clock_s += 1.5
+        if world.is_down and rng.random() < 0.5:
+            world.start(same_memory=rng.random() < 0.4)
+            if rng.random() < 0.7:
+                world.take_all()
+        if rng.random() < 0.15:
+            world.give_back()
+        world.holds = rng.random() < 0.3
+        world.is_hung = rng.random() < 0.1
+        world.are_workers_late = rng.random() < 0.2
+        world.refuses_rooms = rng.random() < 0.3
+        world.rooms = {77} if rng.random() < 0.7 else set()
+        engine.is_slow = rng.random() < 0.4
+        engine.has_no_blocks = rng.random() < 0.2
+        engine.step()
+        world.check_foreign()
+    if world.is_down:
+        world.start(same_memory=False)
+    engine.settle()
+    return engine.loaded_tokens
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happens_no_page_is_written_by_orders_of_another_session(seed):
+    walk(seed)
+
+
+def test_walks_do_load(record_property):
+    """The negative control: what is looked for above does happen."""
+    seed = random.SystemRandom().randrange(1000, 1_000_000)
+    record_property("seed", seed)
+    print("seeds from", seed)
+    assert sum(walk(seed + n) for n in range(10)) > 0

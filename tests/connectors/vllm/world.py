@@ -1,0 +1,610 @@
+"""A daemon that can be replaced, and an engine whose blocks have bytes: the real workers copy them.
+
+The KV of a token is a hash of all tokens up to it, so whose KV a page or a block has can be read
+from its bytes. The daemon checks what is committed, the engine what was loaded, and another engine
+of the node fills all pages that it can get with bytes of its own, which nobody else may change.
+
+A daemon is replaced by one with other memory, in which the same page numbers are free again, or by
+one with the same, which keeps the leases of before for who holds them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from types import SimpleNamespace
+
+import numpy as np
+
+from kvd.client import Code, KvdError
+from kvd.connectors.vllm.options import VllmOptions
+from kvd.connectors.vllm.scheduler import SchedulerHalf
+from kvd.connectors.vllm.worker import WorkerHalf
+from kvd.errors import Refusal
+
+BLOCK = 4
+LAYERS = 2
+PAGES = 48
+BLOCKS = 200
+FOREIGN = 0x55
+SLOT = 4
+"""Bytes of the KV of one token, in one layer."""
+
+
+def refusal(code: Code) -> KvdError:
+    return KvdError(Refusal(code, "no"))
+
+
+def kv_of(tokens, layer) -> bytes:
+    """Of the last of them."""
+    return zlib.crc32(repr((layer, tuple(tokens))).encode()).to_bytes(SLOT, "little")
+
+
+def kv_rows(tokens, first, layer):
+    """The bytes of tokens ``first`` to the last, one after the other."""
+    return b"".join(kv_of(tokens[: n + 1], layer) for n in range(first, len(tokens)))
+
+
+class WorldCall:
+    """A call that is answered when the daemon reads it."""
+
+    def __init__(self, node, make, undo=None):
+        self.node, self.make, self.undo = node, make, undo
+        self.value = self.error = None
+        self.is_over = False
+        node.pending.append(self)
+        node.serve()
+
+    def come(self):
+        if self.is_over:
+            return
+        self.is_over = True
+        try:
+            self.value = self.make()
+        except KvdError as error:
+            self.error = error
+
+    def fail(self, error):
+        if not self.is_over:
+            self.is_over, self.error = True, error
+
+    def poll(self):
+        self.node.serve()
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def cancel(self):
+        if self.is_over and self.value is not None and self.undo is not None:
+            self.undo(self.value)
+        self.is_over = True
+
+
+class WorldLease:
+    def __init__(self, node, tokens, pages, prefix_len, namespace):
+        world = node.world
+        world.last += 1
+        self.node, self.id, self.life = node, world.last, world.life
+        self.tokens, self.prefix_len, self.namespace = list(tokens), prefix_len, namespace
+        self.row = pages
+        world.leases[self.id] = self
+
+    @property
+    def pages(self):
+        return np.array(self.row, dtype=np.int32)
+
+    def _check(self):
+        self.node.alive()
+        if self.life != self.node.world.life:
+            raise refusal(Code.BEFORE_RESTART)
+        if self.id not in self.node.world.leases:
+            raise refusal(Code.UNKNOWN_LEASE)
+
+    def _share(self, new_tokens, upto_tokens):
+        tokens = self.tokens + list(new_tokens)
+        if not 0 <= upto_tokens <= len(tokens) or upto_tokens > len(self.row) * BLOCK:
+            raise refusal(Code.BAD_REQUEST)
+        self.tokens = tokens
+        self.node.world.share(self, upto_tokens)
+
+    def begin_commit(self, new_tokens=(), upto_tokens=None, *, swap=True):
+        def commit():
+            self._check()
+            self._share(new_tokens, upto_tokens)
+            return self
+
+        return WorldCall(self.node, commit)
+
+    def begin_extend(self, n_tokens):
+        def extend():
+            self._check()
+            self.row = self.row + self.node.world.take(-(-n_tokens // BLOCK))
+            return self
+
+        return WorldCall(self.node, extend)
+
+    def begin_release(self, new_tokens=None, upto_tokens=None):
+        def release():
+            world = self.node.world
+            if self.life == world.life:
+                self._check()
+                if new_tokens is not None:
+                    self._share(new_tokens, upto_tokens)
+            world.drop(self)
+            return self
+
+        return WorldCall(self.node, release)
+
+
+class WorldReceive:
+    def __init__(self, node, room, tokens, namespace):
+        self.node, self.room, self.tokens, self.namespace = node, room, tokens, namespace
+        self.prefix_len, self.n_tokens = 0, len(tokens)
+        world = node.world
+        self.lease = WorldLease(node, tokens, world.take(len(tokens) // BLOCK + 3), 0, namespace)
+        self.call = None
+
+    def begin_done(self):
+        def done():
+            world = self.node.world
+            if self.room not in world.rooms:
+                raise refusal(Code.ABORTED)
+            world.fill(self.lease.row, self.tokens)
+            return self.lease
+
+        self.call = WorldCall(self.node, done)
+        return self.call
+
+    def begin_cancel(self):
+        return WorldCall(self.node, lambda: self.node.world.drop(self.lease) or self)
+
+
+class WorldNode:
+    """One session."""
+
+    def __init__(self, world):
+        self.world, self.name = world, "n0"
+        self.session = len(world.nodes) + 1
+        self.token = f"token {self.session}".encode()
+        self.life = world.life
+        self.pending, self.workers = [], []
+        self.is_closed = False
+        self.end = None
+        world.nodes.append(self)
+
+    @property
+    def incarnation(self):
+        return f"life {self.life}"
+
+    @property
+    def is_away(self):
+        return self.end is None and self.life != self.world.life
+
+    def alive(self):
+        if self.is_closed:
+            raise ValueError("I/O operation on closed epoll object")
+        if self.end is not None:
+            raise self.end
+        if self.is_away or self.world.is_down:
+            raise refusal(Code.UNREACHABLE)
+
+    def serve(self):
+        if self.is_closed or self.world.is_hung:
+            return
+        if self.world.holds and not self.world.is_down:
+            return
+        pending, self.pending = self.pending, []
+        for call in pending:
+            call.come()
+
+    def pump(self):
+        if self.is_closed:
+            raise ValueError("I/O operation on closed epoll object")
+        if self.life != self.world.life and not self.world.is_down:
+            if self.world.memory is self.world.memory_of[self.life]:
+                self.life = self.world.life
+            else:
+                self.end = refusal(Code.POOL_CHANGED)
+        self.serve()
+        return []
+
+    def close(self):
+        self.is_closed = True
+        self.world.left(self)
+
+    def prompt(self, tokens, *, extra_keys=None):
+        self.alive()
+        return SimpleNamespace(tokens=list(tokens), extra=extra_keys)
+
+    def begin_match(self, prompt, *, namespace=""):
+        self.alive()
+        tokens = getattr(prompt, "tokens", prompt)
+
+        def match():
+            self.alive()
+            return SimpleNamespace(tokens=len(self.world.found(tokens, namespace)) * BLOCK)
+
+        return WorldCall(self, match)
+
+    def begin_lease(self, prompt, *, hold, namespace, deadline_s, reserve_tokens=0):
+        self.alive()
+        assert deadline_s == 0, "a scheduler never waits for room"
+
+        def lease():
+            self.alive()
+            found = self.world.found(prompt.tokens, namespace)
+            n_pages = -(-(len(prompt.tokens) + reserve_tokens) // BLOCK)
+            more = [] if hold == "prefix" else self.world.take(n_pages - len(found), keep=found)
+            known = prompt.tokens if hold == "all" else prompt.tokens[: len(found) * BLOCK]
+            return WorldLease(self, known, found + more, len(found) * BLOCK, namespace)
+
+        return WorldCall(self, lease, lambda one: one.begin_release())
+
+    def begin_receive(self, room, prompt, source, *, namespace, **how):
+        self.alive()
+        return WorldCall(
+            self,
+            lambda: WorldReceive(self, room, prompt.tokens, namespace),
+            lambda one: one.begin_cancel(),
+        )
+
+    def begin_hand_over(self, room, *, lease, release, **how):
+        def hand_over():
+            lease._check()
+            if self.world.refuses_rooms:
+                raise refusal(Code.DRAINING)
+            self.world.check(lease.row, lease.tokens)
+            self.world.handed.append(room)
+            self.world.drop(lease)
+            return room
+
+        assert release
+        return WorldCall(self, hand_over)
+
+    def begin_flush(self, namespace):
+        return WorldCall(self, lambda: self.world.cached.clear() or True)
+
+
+class WorldWorker:
+    """One rank's part in a session."""
+
+    def __init__(self, world, node):
+        self.world, self.node, self.memory = world, node, world.memory
+        self.life, self.session = world.life, node.session
+        self.is_closed = False
+        self._end = None
+
+    @property
+    def incarnation(self):
+        return f"life {self.life}"
+
+    @property
+    def end(self):
+        self.notice()
+        return self._end
+
+    def notice(self):
+        world = self.world
+        if self.life != world.life and not world.is_down and not world.are_workers_late:
+            if self.memory is world.memory:
+                self.life = world.life
+            else:
+                self._end = Refusal(Code.POOL_CHANGED, "other memory")
+
+    def pool(self, name):
+        tensors = [SimpleNamespace(layer=n, page_shape=(BLOCK * SLOT,)) for n in range(LAYERS)]
+        return SimpleNamespace(
+            name=name,
+            page_size=BLOCK,
+            shards=(),
+            memory=SimpleNamespace(
+                family="raw", components=[SimpleNamespace(name="kv", tensors=tensors)]
+            ),
+            arrays=lambda part, *, layer, shard: {"raw": self.memory[layer]},
+        )
+
+    def close(self):
+        self.is_closed = True
+        self.node.workers.remove(self)
+        self.world.left(self.node)
+
+
+class World:
+    """The daemon of a node, in one life after the other."""
+
+    def __init__(self):
+        self.life, self.last = 1, 0
+        self.nodes, self.foreign, self.handed = [], [], []
+        self.rooms = set()
+        self.is_hung = self.is_down = self.holds = False
+        self.are_workers_late = self.refuses_rooms = False
+        self.memory_of = {}
+        self._fresh()
+
+    def _fresh(self):
+        self.memory = [np.zeros((PAGES, BLOCK * SLOT), np.uint8) for _ in range(LAYERS)]
+        self.memory_of[self.life] = self.memory
+        self.cached, self.leases, self.foreign = {}, {}, []
+
+    # ---- its ends ----
+
+    def kill(self):
+        self.is_down = True
+        self.life += 1
+        self.memory_of[self.life] = None
+        for node in self.nodes:
+            for call in node.pending:
+                call.fail(refusal(Code.UNREACHABLE))
+            node.pending.clear()
+
+    def start(self, *, same_memory):
+        self.is_down = False
+        if same_memory:
+            self.memory_of[self.life] = self.memory
+        else:
+            self._fresh()
+
+    def take_all(self):
+        """Another engine has every page that is free, and writes its KV there."""
+        self.foreign = self.take(len(self._free()))
+        for layer in self.memory:
+            layer[self.foreign] = FOREIGN
+
+    def give_back(self):
+        self.foreign = []
+
+    def check_foreign(self):
+        for layer in self.memory:
+            wrong = [one for one in self.foreign if (layer[one] != FOREIGN).any()]
+            assert not wrong, f"pages {wrong} of another engine were written"
+
+    # ---- pages ----
+
+    def _free(self):
+        held = set(self.foreign)
+        held.update(page for lease in self.leases.values() for page in lease.row)
+        return [page for page in range(1, PAGES) if page not in held]
+
+    def take(self, n, keep=()):
+        free = [page for page in self._free() if page not in keep]
+        if len(free) < n:
+            raise refusal(Code.DEADLINE)
+        cached = set(self.cached.values())
+        free.sort(key=lambda page: page in cached)
+        taken = free[: max(0, n)]
+        self.cached = {key: page for key, page in self.cached.items() if page not in taken}
+        return taken
+
+    def drop(self, lease):
+        self.leases.pop(lease.id, None)
+
+    def left(self, node):
+        if node.is_closed and not node.workers:
+            self.leases = {n: one for n, one in self.leases.items() if one.node is not node}
+
+    def found(self, tokens, namespace):
+        pages = []
+        while len(tokens) >= (len(pages) + 1) * BLOCK:
+            key = (namespace, *tokens[: (len(pages) + 1) * BLOCK])
+            if key not in self.cached:
+                break
+            pages.append(self.cached[key])
+        return pages
+
+    def fill(self, pages, tokens):
+        for n in range(0, len(tokens), BLOCK):
+            for layer, memory in enumerate(self.memory):
+                kv = kv_rows(tokens[: n + BLOCK], n, layer)
+                memory[pages[n // BLOCK], : len(kv)] = np.frombuffer(kv, np.uint8)
+
+    def check(self, pages, tokens):
+        """The KV of these tokens, and no other, is in these pages."""
+        for n in range(0, len(tokens), BLOCK):
+            for layer, memory in enumerate(self.memory):
+                kv = kv_rows(tokens[: n + BLOCK], n, layer)
+                assert memory[pages[n // BLOCK]].tobytes()[: len(kv)] == kv, (
+                    f"page {pages[n // BLOCK]} has other KV than that of its tokens"
+                )
+
+    def share(self, lease, upto_tokens):
+        whole = upto_tokens // BLOCK * BLOCK
+        self.check(lease.row, lease.tokens[:whole])
+        for n in range(whole // BLOCK):
+            key = (lease.namespace, *lease.tokens[: (n + 1) * BLOCK])
+            self.cached.setdefault(key, lease.row[n])
+
+    # ---- who comes ----
+
+    def connect(self):
+        if self.is_down or self.is_hung:
+            raise refusal(Code.UNREACHABLE)
+        return WorldNode(self)
+
+    def join(self, token):
+        for node in self.nodes:
+            if node.token == token and not self.is_down and not self.is_hung:
+                if node.is_closed and not node.workers:
+                    break
+                worker = WorldWorker(self, node)
+                node.workers.append(worker)
+                return worker
+        raise refusal(Code.UNKNOWN_SESSION)
+
+
+class Layer:
+    """As a tensor: blocks, and the bytes of each."""
+
+    def __init__(self):
+        self.array = np.zeros((BLOCKS, BLOCK * SLOT), np.uint8)
+        self.shape = self.array.shape
+
+    def stride(self):
+        return self.array.strides
+
+    def element_size(self):
+        return 1
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+
+class WorldEngine:
+    """vLLM's scheduler and one worker of it, a step at a time; blocks are given to others at once.
+
+    ``is_slow``: what is ordered is done some steps later, in order, as with steps that overlap.
+    """
+
+    def __init__(self, world, chunk=8, **options):
+        self.world, self.chunk = world, chunk
+        self.clock_s = 0.0
+        self.half = SchedulerHalf(
+            VllmOptions(probe_wait_s=0.0, **options),
+            base_namespace="model",
+            block_size=BLOCK,
+            connect=world.connect,
+            block_ids=lambda request: self.blocks[request],
+            now_s=lambda: self.clock_s,
+            start=lambda work: work(),
+        )
+        self.layers = {f"layer {n}": Layer() for n in range(LAYERS)}
+        self.worker = WorkerHalf(
+            VllmOptions(endpoint="ipc:///nowhere/kvd/client.sock"),
+            block_size=BLOCK,
+            open_session=world.join,
+            now_s=lambda: self.clock_s,
+            start=lambda work: work(),
+        )
+        self.worker.register(self.layers)
+        self.requests, self.blocks = {}, {}
+        self.waiting, self.running, self.remote = [], [], {}
+        self.held, self.over = set(), set()
+        self.queue = []
+        self.is_slow = self.has_no_blocks = False
+        self.loaded_tokens = 0
+
+    def add(self, request, extra=()):
+        """``extra`` None: it cannot be found."""
+        self.requests[request.request_id] = request
+        self.half.arrived(request, lora=None, extra=None if extra is None else dict(extra))
+        self.waiting.append(request)
+        return request
+
+    def step(self):
+        self.clock_s += 0.01
+        for request in list(self.waiting):
+            self._schedule(request)
+        scheduled = {}
+        for request in self.running:
+            left = request.num_tokens - request.num_computed_tokens
+            scheduled[request.request_id] = min(left, self.chunk)
+        behind = {one: self.requests[one].num_computed_tokens + n for one, n in scheduled.items()}
+        orders = self.half.step(behind)
+        written = [
+            (self.blocks[one], list(self.requests[one].all_token_ids[:upto]), upto - scheduled[one])
+            for one, upto in behind.items()
+        ]
+        for one, upto in behind.items():
+            self.requests[one].num_computed_tokens = upto
+        self.queue.append((orders, written))
+        while self.queue and not self.is_slow:
+            self._work(*self.queue.pop(0))
+
+    def steps(self, n):
+        for _ in range(n):
+            self.step()
+
+    def _schedule(self, request):
+        n_tokens, is_async = self.half.matched(request, 0)
+        if n_tokens is None or self.has_no_blocks:
+            return
+        assert is_async == bool(n_tokens)
+        assert n_tokens < request.num_tokens, "nothing is left to compute"
+        n_blocks = request.num_tokens // BLOCK + 12
+        used = {block for row in self.blocks.values() for block in row}
+        free = [block for block in range(BLOCKS) if block not in used]
+        assert len(free) >= n_blocks, "blocks are lost"
+        self.blocks[request.request_id] = free[:n_blocks]
+        self.half.given_blocks(request, n_tokens)
+        self.waiting.remove(request)
+        if n_tokens:
+            self.remote[request.request_id] = n_tokens
+        else:
+            request.num_computed_tokens = 0
+            self.running.append(request)
+
+    def _work(self, orders, written):
+        for blocks, tokens, first in written:
+            for n in range(first, len(tokens)):
+                for layer, one in enumerate(self.layers.values()):
+                    at = n % BLOCK * SLOT
+                    kv = np.frombuffer(kv_of(tokens[: n + 1], layer), np.uint8)
+                    one.array[blocks[n // BLOCK], at : at + SLOT] = kv
+        self.worker.load(orders)
+        self.worker.save(orders)
+        loaded, failed = self.worker.take_results()
+        for one in self.worker.take_freed():
+            self.held.remove(one)
+            del self.blocks[one]
+        self.half.reported(self.worker.take_report(), loaded=loaded, failed=failed)
+        for one in loaded:
+            upto = self.remote.pop(one)
+            request = self.requests[one]
+            if one in self.over:
+                del self.blocks[one]
+            elif one in failed:
+                del self.blocks[one]
+                self.waiting.append(request)
+            else:
+                self._check_loaded(request, upto)
+                request.num_computed_tokens = upto
+                self.half.given_blocks(request, 0)
+                self.running.append(request)
+
+    def _check_loaded(self, request, upto):
+        self.loaded_tokens += upto
+        tokens = list(request.all_token_ids[:upto])
+        for n in range(upto):
+            for layer, one in enumerate(self.layers.values()):
+                at = n % BLOCK * SLOT
+                found = one.array[self.blocks[request.request_id][n // BLOCK], at : at + SLOT]
+                assert found.tobytes() == kv_of(tokens[: n + 1], layer), (
+                    f"token {n} of {request.request_id} is computed from KV that is not its own"
+                )
+
+    def preempt(self, request):
+        self.running.remove(request)
+        del self.blocks[request.request_id]
+        request.num_computed_tokens = 0
+        self.waiting.append(request)
+
+    def finish(self, request):
+        one = request.request_id
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+        self.over.add(one)
+        told = self.half.finished(request)
+        if self.half.holds_blocks(one):
+            self.held.add(one)
+        elif one not in self.remote:
+            self.blocks.pop(one, None)
+        return told
+
+    def settle(self):
+        """The daemon is well, and nothing is under way any more: nothing may be left anywhere."""
+        world = self.world
+        world.holds = world.is_hung = world.are_workers_late = self.is_slow = False
+        self.has_no_blocks = False
+        for _ in range(12):
+            self.clock_s += 2.0
+            self.step()
+        for request in [*self.waiting, *self.running]:
+            self.finish(request)
+        for _ in range(12):
+            self.clock_s += 2.0
+            self.step()
+        world.check_foreign()
+        assert not self.remote, "blocks wait for ever"
+        assert not self.held, "blocks are held for ever"
+        assert not self.blocks, "blocks are lost"
+        assert not self.half.has_work
+        assert not world.leases, "a lease is kept"
