@@ -20,6 +20,7 @@ import msgspec
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import Claim, Shortage
+from kvd.core.cache.namespaces import family_of
 from kvd.core.handoff.kept import (
     ServedRooms,
     bad_keeping,
@@ -379,6 +380,27 @@ class Prefiller:
         why = f"the prefill engine ended room {message.room}"
         self._end_kept(part, Refusal(Code.ABORTED, why, side=side))
         return None
+
+    def waiting_of_family(self, family: str) -> list[SendPart]:
+        """The sends of a family of namespaces that nobody has begun to receive."""
+        return [
+            part
+            for part in self.rooms.live()
+            if part.state is P.AWAIT_OFFER
+            and part.engine is not None
+            and family_of(part.engine.namespace) == family
+        ]
+
+    def end_family(self, family: str, why: Refusal) -> None:
+        """It has new weights: what was computed with the old ones is sent to nobody who comes now.
+
+        Who receives it already goes on.
+        """
+        for part in self.waiting_of_family(family):
+            if part.keeping is None:
+                self.give_up_send(part, why)
+            else:
+                self._end_kept(part, why)
 
     def _answer_kept(self, part: SendPart) -> None:
         """``finish`` of a room that is kept returns at once, and its time begins."""
