@@ -210,7 +210,7 @@ class Engines:
             return replace(message, request=about)
         if not isinstance(message, client.ABOUT_PROMPTS):
             return message
-        key = self._epochs.key(message.namespace)
+        key = self._epochs.internal(message.namespace)
         if isinstance(key, Refusal):
             return key
         return message if key == message.namespace else replace(message, namespace=key)
@@ -218,7 +218,7 @@ class Engines:
     def _flush_namespace(
         self, session: int, message: client.FlushNamespace, _: Tokens
     ) -> Refusal | None:
-        key = self._epochs.key(message.namespace)
+        key = self._epochs.internal(message.namespace)
         if isinstance(key, Refusal):
             return key
         self._out.answer(session, self._flush(message.call, message.namespace))

@@ -243,10 +243,13 @@ class SchedulerHalf:
             node.close()
 
     def flush(self) -> bool:
-        """Drop what is cached of this engine's namespace, as after new weights."""
+        """New weights: nothing of this model that was cached until now is found again.
+
+        With every salt and adapter. Requests that run go on in the epoch that they began in.
+        """
         if self._node is None:
             return False
-        return self._begin(lambda node: self._quiet.append(node.begin_flush(self._base)))
+        return self._begin(lambda node: self._quiet.append(node.begin_new_epoch(self._base)))
 
     def _begin(self, verb: Callable[[SyncNode], object]) -> bool:
         """Ask the daemon for something; whether it could be asked."""

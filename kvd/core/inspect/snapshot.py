@@ -47,7 +47,7 @@ def snapshot(node: NodeView) -> Snapshot:
         recorder=node.recorded.state,
         audit=node.audit.state(),
         drain=node.drainer.state(),
-        epochs=dict(sorted(node.epochs.by_family.items())),
+        epochs=dict(sorted(node.epochs.by_namespace.items())),
     )
 
 

@@ -64,21 +64,21 @@ class Epochs:
     ``plain`` are names that are their own keys, so that most requests cost one look.
     """
 
-    __slots__ = ("by_family", "is_first", "name", "plain")
+    __slots__ = ("by_namespace", "is_first", "name", "plain")
 
     def __init__(self, name: str) -> None:
         self.name = name
         """This node's."""
-        self.by_family: dict[str, int] = {}
+        self.by_namespace: dict[str, int] = {}
         self.plain: set[str] = set()
         self.is_first = False
         """Whether no daemon before this one kept epochs here."""
 
     def now(self, namespace: str) -> int:
         """The epoch that a namespace is in."""
-        return self.by_family.get(family_of(namespace), 0)
+        return self.by_namespace.get(family_of(namespace), 0)
 
-    def key(self, namespace: str) -> str | Refusal:
+    def internal(self, namespace: str) -> str | Refusal:
         """What the tree calls it now."""
         refusal = bad_name(namespace, self.name)
         if refusal is not None:
@@ -95,7 +95,7 @@ class Epochs:
         """The same for a node that asks in ``epoch``: only one that is in ours is told anything."""
         now = self.now(namespace)
         if epoch == now:
-            return self.key(namespace)
+            return self.internal(namespace)
         return Refusal(
             Code.PROMPT_MISMATCH,
             f"{peer} asks in epoch {epoch} of {family_of(namespace)!r}, {self.name} is in {now}: "
@@ -122,7 +122,7 @@ class Epochs:
                 side=self.name,
                 numbers={"epoch": after, "now": before},
             )
-        if family not in self.by_family and len(self.by_family) >= MOST_EPOCHS:
+        if family not in self.by_namespace and len(self.by_namespace) >= MOST_EPOCHS:
             return Refusal(
                 Code.TOO_LARGE,
                 f"{MOST_EPOCHS} families of namespaces have an epoch: use fewer names, each with "
@@ -139,7 +139,7 @@ class Epochs:
     def begin(self, namespace: str, epoch: int) -> None:
         """Its family is in this epoch from now on; ``flaw`` was asked."""
         if epoch:
-            self.by_family[family_of(namespace)] = epoch
+            self.by_namespace[family_of(namespace)] = epoch
             self.plain.clear()
 
     # ---- over restarts -----------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Epochs:
         The highest epoch of each family counts: more than what is on disk where that was lost, or
         where the daemon ended while it wrote.
         """
-        before = dict(self.by_family)
+        before = dict(self.by_namespace)
         for key in keys:
             if SEPARATOR in key:
                 self._at_least(name_in(key), epoch_in(key))
@@ -164,7 +164,7 @@ class Epochs:
                 # Which epoch that was cannot be believed, anybody could call a namespace so. That
                 # its family had one can: nothing of before is found in the next.
                 self._at_least(key.rpartition(FORMER_MARK)[0], 1)
-        return self.by_family != before
+        return self.by_namespace != before
 
     def _at_least(self, namespace: str, epoch: int) -> None:
         if self.now(namespace) < epoch <= MAX_EPOCH and self.flaw(namespace, epoch) is None:
@@ -270,7 +270,7 @@ class EpochAnswers:
 
     def answer(self, answer: EpochAnswer) -> None:
         """Tell it now if its epoch is on disk, else when it is."""
-        epochs = self._epochs.by_family
+        epochs = self._epochs.by_namespace
         if self.kept.get(answer.family, 0) == epochs.get(answer.family, 0):
             self._tell(answer, None)
             return
@@ -282,7 +282,7 @@ class EpochAnswers:
         if self.writing is not None:
             return
         self._last += 1
-        self.writing = dict(self._epochs.by_family)
+        self.writing = dict(self._epochs.by_namespace)
         self.in_write, self.waiting = self.waiting, []
         self._out.effects.append(effects.KeepEpochs(self._last, dict(self.writing)))
 
@@ -298,7 +298,7 @@ class EpochAnswers:
         for answer in done:
             self._tell(answer, refusal)
         # Also where whoever has said it waits no more. What failed is not tried again by itself.
-        if self.waiting or (refusal is None and self.kept != self._epochs.by_family):
+        if self.waiting or (refusal is None and self.kept != self._epochs.by_namespace):
             self.write()
 
     def tick(self) -> None:
