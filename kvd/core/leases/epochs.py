@@ -167,7 +167,8 @@ class Epochs:
         return self.by_namespace != before
 
     def _at_least(self, namespace: str, epoch: int) -> None:
-        if self.now(namespace) < epoch <= MAX_EPOCH and self.flaw(namespace, epoch) is None:
+        # A flaw of it is that it is lower than what is known, too.
+        if self.flaw(namespace, epoch) is None:
             self.begin(namespace, epoch)
 
     def over(self, keys: Iterable[str]) -> tuple[str, ...]:
