@@ -67,7 +67,7 @@ def must_not_refuse(report: Report, advice: str) -> None:
 
 @click.command()
 @click.option("--strict", is_flag=True, help="Change nothing at all if any cached page is locked.")
-@click.option("--namespace", help="Of this one alone; all of them without.")
+@click.option("--namespace", help="Of this one, of a family all members; without, all of them.")
 @with_target
 @with_format
 @with_rehearsal
@@ -83,14 +83,18 @@ def flush_command(
 
 @click.command()
 @click.argument("namespace")
-@click.argument("epoch", type=click.IntRange(0, 2**53 - 1))
+@click.argument("epoch", type=click.IntRange(0, 2**53 - 1), required=False)
 @with_target
 @with_format
 @with_rehearsal
-def epoch_command(target: Target, form: str, rehearsal: bool, namespace: str, epoch: int) -> None:
+def epoch_command(
+    target: Target, form: str, rehearsal: bool, namespace: str, epoch: int | None
+) -> None:
     """Say that the weights behind NAMESPACE are number EPOCH: nothing of before is found again.
 
-    An epoch goes up only. Leases of before keep their pages until they are released.
+    Without EPOCH they are the next ones. It is of a family: llama, and every llama#... with it. An
+    epoch goes up only, and the next daemon begins in it. Leases of before keep their pages until
+    they are released; sends that nobody has begun to receive end.
     """
     carry_out(target, admin.RaiseEpoch(CALL, namespace, epoch), form, rehearsal=rehearsal)
 

@@ -120,6 +120,20 @@ class TextTable:
         return Group(*lines)
 
 
+MAX_FAMILIES = 8
+"""Families of namespaces in a status; --format json has all."""
+
+
+def _epochs(by_family: dict[str, int]) -> str:
+    """The epoch of each family that was told of new weights."""
+    first = [
+        clean(f"{family or '(no name)'} {epoch}")
+        for family, epoch in list(by_family.items())[:MAX_FAMILIES]
+    ]
+    more = len(by_family) - len(first)
+    return f"{len(by_family)}  {', '.join(first)}{f' and {more} more' if more else ''}"
+
+
 def nothing(what: str) -> Text:
     """The line that stands where a table would be empty."""
     return Text(f"no {what}", style="dim")
@@ -161,6 +175,7 @@ def status(shot: Snapshot) -> RenderableType:
         ("rooms", f"{len(shot.rooms)}  {_tally(one.side for one in shot.rooms)}"),
         ("peers", f"{len(shot.peers)}  {_tally(one.state for one in shot.peers)}"),
         ("handoffs", handoffs),
+        *([("epochs", _epochs(shot.epochs))] if shot.epochs else []),
         ("audit", _audit_summary(shot.audit)),
         ("recorder", _recorder(shot.recorder)),
     ):

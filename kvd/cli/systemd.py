@@ -60,6 +60,7 @@ SERVICE_VALUES: Final[dict[str, str]] = {
     "sockets.client": "ipc:///run/kvd/client.sock",
     "sockets.admin": "ipc:///run/kvd/admin.sock",
     "pool.backing": "shm",
+    "cache.epochs_directory": "/var/lib/kvd",
     "recorder.directory": "/var/lib/kvd/recordings",
 }
 """What the configuration of a service says where the defaults suit a daemon started by hand."""

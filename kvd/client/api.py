@@ -69,12 +69,14 @@ class Matched(msgspec.Struct, frozen=True):
 class FlushResult(msgspec.Struct, frozen=True):
     """Pages that a flush dropped, pages that it kept since they are locked, and who has those.
 
-    ``kept`` is a sentence for each of the first locked nodes of the tree.
+    ``kept`` is a sentence for each of the first locked nodes of the tree. ``epoch`` is that in
+    which the namespace is now.
     """
 
     freed_pages: int
     kept_pages: int
     kept: tuple[str, ...]
+    epoch: int = 0
 
 
 class Node:
@@ -528,33 +530,53 @@ class Node:
         return Matched(found.tokens, found.load, found.free)
 
     async def flush(self, namespace: str = "") -> FlushResult:
-        """Drop what is cached of a namespace and not locked; for all engines of the node."""
+        """Drop what is cached of a namespace now and not locked; for all engines of the node.
+
+        What is locked stays and is found again, and so is what leases of now commit later: after
+        new weights say ``new_epoch``.
+
+        Args:
+            namespace: of a family (no ``#`` in it): all its members too. ``llama`` drops ``llama``
+                and every ``llama#...``, ``llama#salt=1`` that alone.
+        """
         return await self._flushed(
             wire.FlushNamespace(self._port.connection.next_call(), namespace)
         )
 
-    async def new_epoch(self, namespace: str, epoch: int) -> FlushResult:
-        """The weights behind a namespace have changed: nothing of before is found in it again.
+    async def new_epoch(self, namespace: str, epoch: int | None = None) -> FlushResult:
+        """The weights of a model have changed: nothing of it that was cached is found again.
+
+        An epoch is of a family of namespaces: ``llama``, and every ``llama#...`` that a salt or an
+        adapter makes of it. It counts for every call behind this one, and is answered when it is on
+        disk: the next daemon of this node begins in it. Each engine of a node may say the same
+        number: the first one counts.
 
         What is not locked is dropped now. Leases of before keep their pages and may go on; what
-        they commit is found by nobody. A handoff between nodes in different epochs is refused as
-        ``prompt-mismatch``. Each engine of a node may say the same epoch: the first one counts.
+        they commit is found by nobody. Sends that nobody has begun to receive end, kept rooms too;
+        what is being received is received. Handoffs and pulls between nodes in different epochs are
+        refused as ``prompt-mismatch``, with both numbers.
 
         Args:
-            namespace: as in ``lease``. It is in epoch 0 at first.
-            epoch: the number of the weights; it goes up only.
+            namespace: of any member of the family. It is in epoch 0 at first.
+            epoch: the number of the weights; it goes up only. None: the next one; the answer says
+                which that is.
 
         Raises:
-            KvdError: ``wrong-state`` for an epoch below that of now, with both.
+            KvdError: ``wrong-state`` for an epoch below that of now, with both; ``aborted`` where
+                it cannot be written down: it counts until the daemon ends.
         """
-        request = wire.BeginEpoch(
-            self._port.connection.next_call(), namespace, operator.index(epoch)
-        )
+        number = None if epoch is None else operator.index(epoch)
+        request = wire.BeginEpoch(self._port.connection.next_call(), namespace, number)
         return await self._flushed(request)
 
     async def _flushed(self, request: wire.FlushNamespace | wire.BeginEpoch) -> FlushResult:
         found = await self._port.ask(request, wire.FlushReport)
-        return FlushResult(found.freed_pages, found.kept_pages, found.kept)
+        return FlushResult(
+            freed_pages=found.freed_pages,
+            kept_pages=found.kept_pages,
+            kept=found.kept,
+            epoch=found.epoch,
+        )
 
     async def snapshot(self) -> Snapshot:
         """The daemon's whole state: what ``kvd status --format json`` prints."""

@@ -743,7 +743,7 @@ class SyncNode:
         """Begin ``Node.flush``."""
         return PendingCall(self._channel, self.wrapped.flush(namespace))
 
-    def begin_new_epoch(self, namespace: str, epoch: int) -> PendingCall[FlushResult]:
+    def begin_new_epoch(self, namespace: str, epoch: int | None = None) -> PendingCall[FlushResult]:
         """Begin ``Node.new_epoch``."""
         return PendingCall(self._channel, self.wrapped.new_epoch(namespace, epoch))
 

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
 from kvd.config.host import has_group
 from kvd.config.pool_rules import RULES, over
+from kvd.core.cache.namespaces import bad_name
 from kvd.core.handoff.message_sizes import MESSAGE_BYTES
 from kvd.core.layout.spec import MAX_TAG_CHARS
+from kvd.core.peers.allowed import OF, allowed_by_name
 from kvd.curve import KeyFlaw, is_key, read_pair
 from kvd.families import FAMILIES, POOLS, Breach
 from kvd.families.budget import size_bytes
 from kvd.families.family import TextRule, text_rule
 from kvd.families.sharding import layers_of, ranks_of
+from kvd.wire.bounds import NAMESPACE_CHARS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -109,6 +112,12 @@ def _matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
 
 
+def _is_allowed(text: str) -> bool:
+    name, _, namespace = text.partition(OF)
+    known = NAME.fullmatch(name) is not None and len(namespace) <= NAMESPACE_CHARS
+    return known and bad_name(namespace, name) is None
+
+
 _NAME = text_rule(_matches(NAME.pattern), "choose a plain name like decode-0")
 _SIZE = text_rule(lambda text: size_bytes(text) is not None, "write for example 256MiB")
 
@@ -121,7 +130,7 @@ _TEXTS: dict[str, TextRule] = {
     ),
     "sockets.group": _group,
     "peers.listen": text_rule(_is_listener, "write for example tcp://127.0.0.1:7402"),
-    "peers.allow": _NAME,
+    "peers.allow": text_rule(_is_allowed, "write a plain name like decode-0, or decode-0:llama"),
     "peers.connect": text_rule(_is_reachable, "write for example tcp://10.0.0.5:7402"),
     "peers.secret_key_file": text_rule(
         lambda text: text.startswith("/") and not text.endswith("/") and text.isprintable(),
@@ -150,6 +159,7 @@ _TEXTS: dict[str, TextRule] = {
         _is_loopback,
         "write 127.0.0.1:7480; to be scraped from elsewhere put a proxy in front of it",
     ),
+    "cache.epochs_directory": text_rule(lambda text: text.startswith("/"), "begin it with /"),
     "recorder.directory": text_rule(lambda text: text.startswith("/"), "begin it with /"),
 } | {f"pool.{key}": rule for row in POOLS.values() for key, rule in row.texts.items()}
 
@@ -250,7 +260,7 @@ def _all_have_keys(config: Config) -> Iterator[Breach]:
         if name not in peers.keys:
             fix = f"set peers.keys.{name} to its public key"
             yield Breach("peers.connect", rule, fix, entry=name)
-    for name in peers.allow:
+    for name in allowed_by_name(peers.allow):
         if name not in peers.keys:
             fix = f"set peers.keys.{name}, or remove it"
             yield Breach("peers.allow", f"names {name}, which {rule}", fix)
@@ -279,12 +289,17 @@ def _others(config: Config) -> Iterator[Breach]:
 
 @over("peers.allow")
 def _allowed(config: Config) -> Iterator[Breach]:
-    """Whoever is a source must be let in."""
-    allow = config.peers.allow
-    for name in config.peers.connect if allow else ():
-        if name not in allow:
+    """Whoever is a source must be let in, and each either reads everything or what is named."""
+    entries = config.peers.allow
+    allowed = allowed_by_name(entries)
+    for name in config.peers.connect if allowed else ():
+        if name not in allowed:
             fix = f"add {name} to peers.allow"
             yield Breach("peers.connect", "is not in peers.allow", fix, entry=name)
+    for name, namespaces in allowed.items():
+        if namespaces and name in entries:
+            rule = f"names {name} alone, which lets it pull everything, and with namespaces"
+            yield Breach("peers.allow", rule, f"remove {name}, or what names a namespace of it")
 
 
 @over("sockets.client", "sockets.admin")

@@ -70,9 +70,14 @@ class PeersSection(msgspec.Struct, frozen=True):
     """Talk to other hosts without encryption or authentication. Only on a network where every host
     is trusted."""
     allow: Annotated[
-        tuple[str, ...], rule("a list of node names"), example(["prefill-0", "prefill-1"])
+        tuple[str, ...],
+        rule("a list of NAME or NAME:NAMESPACE"),
+        example(["prefill-0", "decode-1:llama"]),
     ] = ()
-    """Names of the nodes whose Hello is accepted. Empty: any node that can reach peers.listen."""
+    """Names of the nodes whose Hello is accepted. Empty: any node that can reach peers.listen. A
+    name alone may pull what is cached in any namespace; with namespaces behind it, an entry for
+    each, in these alone and in their members (llama means llama#... too). Rooms are not restricted:
+    an engine opens each, and whoever takes it has the whole prompt."""
     connect: Annotated[
         dict[str, str],
         rule('a table of NAME = "tcp://HOST:PORT"'),
@@ -101,6 +106,11 @@ class CacheSection(msgspec.Struct, frozen=True):
     """radix keeps committed KV for later prompts; off matches and inserts nothing; prefill-only has
     no KV anywhere: tokens are counted, no byte is taken, and whatever would read, write, send or
     cache KV is refused. Never chosen by itself."""
+    epochs_directory: Annotated[str | None, rule("an absolute path"), example("/var/lib/kvd")] = (
+        None
+    )
+    """Where NAME.epochs is kept, which tells the next daemon of this node the epoch of each family
+    of namespaces. Left out: beside sockets.client, which a restart of the host empties."""
 
 
 class EngineSection(msgspec.Struct, frozen=True):
@@ -231,6 +241,10 @@ class LimitsSection(msgspec.Struct, frozen=True):
     """Longest aux that a prefill engine may hand over."""
     max_clients: Annotated[int, Meta(ge=1, le=65536)] = 256
     """Engine sessions at a time."""
+    max_told_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
+    """Tokens of prompts with a number that are kept for all sessions together, 4 bytes each; of one
+    session 32 MiB at most. Above it the session with most forgets its oldest, and tells it anew
+    when it asks about it again."""
 
 
 class RecorderSection(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from kvd.console.view import View, lease_holder, state_of
 from kvd.core.cache.eviction import peek
+from kvd.core.cache.namespaces import told
 from kvd.core.inspect.schema import StateField
 from kvd.core.inspect.why import beside
 from kvd.types import ID_BYTES, count
@@ -171,7 +172,7 @@ def tokens_in_short(node: RadixNode) -> str:
 def name_of(node: RadixNode) -> str:
     """A root is its namespace, any other node its first tokens."""
     if node.parent is None:
-        return node.namespace or NO_NAMESPACE
+        return told(node.namespace) or NO_NAMESPACE
     return tokens_in_short(node)
 
 
@@ -209,7 +210,7 @@ _ALL: tuple[StateField[TreeRow], ...] = (
     StateField("frees", "pages", "", "with all before it"),
     StateField("skipped", "text", _skipped, "why it is passed"),
     StateField("why", "text"),
-    StateField("namespace", "text", lambda _, one: one.node.namespace or NO_NAMESPACE),
+    StateField("namespace", "text", lambda _, one: told(one.node.namespace) or NO_NAMESPACE),
     StateField("start", "tokens", lambda _, one: start_of(one.node), "tokens before"),
     StateField("name", "text", lambda _, one: name_of(one.node), "its first tokens"),
     StateField("tokens", "tokens", lambda _, one: count(one.node.edge)),

@@ -237,6 +237,13 @@ class NoteEnded(msgspec.Struct, frozen=True, tag="NoteEnded"):
     lease: int
 
 
+class KeepEpochs(msgspec.Struct, frozen=True, tag="KeepEpochs"):
+    """Write down the epoch of each family, for the next daemon of this node; say ``EpochsKept``."""
+
+    ticket: int
+    by_family: dict[str, int]
+
+
 TransferOrder = (
     LoadAgent
     | DropAgent
@@ -264,6 +271,7 @@ Effect = (
     | NoteCached
     | NoteFreed
     | NoteEnded
+    | KeepEpochs
 )
 
 

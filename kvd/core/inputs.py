@@ -93,7 +93,7 @@ class FormerSession(msgspec.Struct, frozen=True):
 
 
 class PoolAdopted(TimedInput, frozen=True, tag="Adopted"):
-    """What the pool held before the restart, and was proven; the first input, or none.
+    """What the pool held before the restart, and was proven; before anything happens, or never.
 
     ``branches``: parents first, otherwise the least recently used first; a parent was used when the
     last branch behind it was. ``unproven``: pages that an engine of before may still read, and that
@@ -328,6 +328,23 @@ class Tick(TimedInput, frozen=True, tag="Tick"):
     """Time passed: repetitions, deadlines, heartbeats."""
 
 
+class EpochsFound(TimedInput, frozen=True, tag="EpochsFound"):
+    """The epochs of families that the daemon before has kept; before ``PoolAdopted``.
+
+    ``is_first``: none has kept any, so its namespaces may bear epochs in their names.
+    """
+
+    by_family: dict[str, int]
+    is_first: bool = False
+
+
+class EpochsKept(TimedInput, frozen=True, tag="EpochsKept"):
+    """What ``KeepEpochs`` asked for is on disk; with ``why`` it is not."""
+
+    ticket: int
+    why: str = ""
+
+
 class AuditTurn(TimedInput, frozen=True, tag="AuditTurn"):
     """The standing audit may look at so much: ``work`` units, about a microsecond each.
 
@@ -403,6 +420,8 @@ Input = (
     | HungUpOn
     | ClientCameBack
     | PoolAdopted
+    | EpochsFound
+    | EpochsKept
     | FromClient
     | FromWorker
     | RankLeft

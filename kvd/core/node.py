@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
 from mypy_extensions import mypyc_attr
 
 from kvd.core import inputs as i
@@ -31,7 +32,7 @@ from kvd.core.handoff.transfers import Transfers
 from kvd.core.inspect.inquiries import Inquiries
 from kvd.core.leases.admission import OWN_TRANSFER, Admission
 from kvd.core.leases.copies import Copies
-from kvd.core.leases.epochs import Epochs
+from kvd.core.leases.epochs import EpochAnswers, Epochs
 from kvd.core.leases.fetch import Fetcher
 from kvd.core.leases.former_leases import FormerLeases
 from kvd.core.leases.lease_table import LeaseTable
@@ -44,7 +45,7 @@ from kvd.core.peers.hello import impostor
 from kvd.core.peers.peer import Life
 from kvd.core.peers.registry import Peers
 from kvd.core.recorded import RecorderFacts
-from kvd.errors import Code
+from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire import events
 from kvd.wire.peer import (
@@ -90,7 +91,7 @@ class NodeState:
         )
         # Each is made with what it reads, so their order is given, and nothing is set afterwards.
         out, leases = self.out, self.leases
-        open_sessions = SessionTable(settings.name, out)
+        open_sessions = SessionTable(settings.name, settings.max_told_bytes, out)
         self.former_leases = FormerLeases(settings, leases, open_sessions, out)
         self.owners = Owners(settings.name, leases, open_sessions, self.former_leases, out)
         self.admission = Admission(settings, leases, self.owners, out)
@@ -124,6 +125,7 @@ class NodeState:
             out,
         )
         self.epochs = Epochs(settings.name)
+        self.epoch_answers = EpochAnswers(self.epochs, out)
         self.engines = Engines(self)
         self.inquiries = Inquiries(self)
         self.operators = Operators(self)
@@ -160,6 +162,8 @@ class NodeState:
             i.HungUpOn: self.sessions.hung_up_on,
             i.ClientCameBack: self.sessions.returned,
             i.PoolAdopted: self._pool_adopted,
+            i.EpochsFound: self._epochs_found,
+            i.EpochsKept: self.epoch_answers.written,
             i.FromOperator: self.operators.request,
             i.StopAsked: self.drainer.stop_node,
             i.FromPeer: self._from_peer,
@@ -235,7 +239,17 @@ class NodeState:
 
     def _pool_adopted(self, got: i.PoolAdopted) -> None:
         self.former_leases.take_over(got)
-        self.epochs.learn(self.leases.tree.roots)
+        epochs, roots = self.epochs, self.leases.tree.roots
+        if epochs.learn(roots):
+            self.epoch_answers.write()
+        # Nobody asks for them any more, and nobody should wait until they are the oldest.
+        over = epochs.over(roots)
+        if over:
+            self.leases.flush(over)
+
+    def _epochs_found(self, got: i.EpochsFound) -> None:
+        self.epochs.found(got)
+        self.epoch_answers.found(got)
 
     def _unreadable(self, got: i.Unreadable) -> None:
         self.refused += 1
@@ -253,7 +267,7 @@ class NodeState:
 
         Every other figure of ``settings`` stays as it was when the node was made.
         """
-        self.peers.allow = got.allow
+        self.peers.allow(got.allow)
         self.admission.retune(max_queue=got.max_queue, overtakers=got.overtakers)
         self.out.emit(events.ConfigReloaded(changed=got.changed, needs_restart=got.needs_restart))
 
@@ -321,7 +335,19 @@ class NodeState:
         self.offers.offered(peer, message, self.drainer.refusal())
 
     def _prefix_asked(self, peer: Any, message: AskPrefix) -> None:
-        self.pull_source.prefix_asked(peer, message, self.drainer.refusal())
+        # Before it is looked up whether it was answered before: an answer of another epoch must
+        # not be repeated in this one.
+        namespace, epoch = message.namespace, message.epoch
+        key = self.peers.not_to_read(peer.name, namespace) or self.epochs.key_for_peer(
+            peer.name, namespace, epoch
+        )
+        if isinstance(key, Refusal):
+            mine = self.settings.incarnation
+            told = PrefixFound(mine, peer.incarnation, ask=message.ask, refusal=key)
+            self.out.send(peer.link, told)
+            return
+        named = structs.replace(message, namespace=key)
+        self.pull_source.prefix_asked(peer, named, self.drainer.refusal())
 
     def _pinged(self, peer: Any, message: Ping) -> None:
         self.peers.pulse.heard(peer, message)
@@ -384,6 +410,7 @@ class NodeState:
         self.decoder.quarantines.exempt()
         self.prefiller.tick()
         self.inquiries.tick()
+        self.epoch_answers.tick()
         self.drainer.tick()
         if self.peers.pulse.is_due():
             self.decoder.quarantines.fence_if_due()

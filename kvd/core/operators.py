@@ -15,7 +15,7 @@ later, as when a peer settles, is not in the figures; a note says what is waited
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,6 +24,7 @@ from kvd.core import effects
 from kvd.core.audit.invariants import faults
 from kvd.core.cache.eviction import victims
 from kvd.core.cache.lease import ENGINE
+from kvd.core.cache.namespaces import bad_name, family_of, keys_meant, quoted
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.handoff.receive import ASKING
 from kvd.core.handoff.send import WRITING
@@ -32,9 +33,10 @@ from kvd.core.inspect.page_states import pools_of
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import holders
 from kvd.core.layout.spec import device_number, has_bytes
+from kvd.core.leases.epochs import EpochAnswer, begin_epoch
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, short
-from kvd.wire import admin, events
+from kvd.wire import admin
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
@@ -67,6 +69,16 @@ class Operators:
         answer = self._answer(got.message)
         if isinstance(answer, Refusal):
             answer = admin.AdminFailed(got.message.call, answer)
+        elif isinstance(got.message, admin.RaiseEpoch) and isinstance(answer, admin.Report):
+            self._node.epoch_answers.answer(
+                EpochAnswer(
+                    family_of(got.message.namespace),
+                    self._out.at_s,
+                    report=answer,
+                    operator=got.operator,
+                )
+            )
+            return
         self._out.effects.append(effects.AnswerOperator(got.operator, answer))
 
     def _answer(self, message: Any) -> admin.AdminReply | Refusal:
@@ -152,56 +164,67 @@ def flush(node: NodeView, got: admin.Flush) -> VerbPlan | Refusal:
             f"flush mode {got.mode!r} is none of {UNLOCKED}, {STRICT}",
             side=node.settings.name,
         )
-    namespace = got.namespace
+    keys, namespace = None, got.namespace
     if namespace is not None:
-        internal = node.epochs.internal(namespace)
-        if isinstance(internal, Refusal):
-            return internal
-        namespace = internal
-    kept = why.locked_words(node, namespace)
+        refusal = bad_name(namespace, node.settings.name)
+        if refusal is not None:
+            return refusal
+        keys = keys_meant(namespace, node.leases.tree.roots)
+    kept = why.locked_words(node, keys)
     if got.mode == STRICT and kept:
         return VerbPlan(admin.Report(got.call, {"freed_pages": 0}, kept), _nothing)
-    changed = _flushed_pages(node, namespace)
-    return VerbPlan(admin.Report(got.call, changed, kept), lambda: node.leases.flush(namespace))
+    changed = _flushed_pages(node, keys)
+    return VerbPlan(
+        admin.Report(got.call, changed, kept), lambda: node.leases.flush(keys, namespace)
+    )
 
 
 def raise_epoch(node: NodeView, got: admin.RaiseEpoch) -> VerbPlan | Refusal:
-    """What is cached in a namespace is never found again, and dropped as far as nobody locks it."""
+    """What is cached of a family is never found again, and dropped as far as nobody locks it."""
     epochs = node.epochs
     refusal = epochs.flaw(got.namespace, got.epoch)
     if refusal is not None:
         return refusal
-    former = epochs.internal(got.namespace)
-    assert isinstance(former, str)  # ``flaw`` found nothing
-    before = epochs.by_namespace.get(got.namespace, 0)
-    if got.epoch == before:
-        note = f"namespace {got.namespace!r} is in epoch {before} already"
+    family, epoch = family_of(got.namespace), epochs.after(got.namespace, got.epoch)
+    before = epochs.now(family)
+    if epoch == before:
+        note = f"{family!r} is in epoch {before} already"
         return VerbPlan(admin.Report(got.call, {"freed_pages": 0}, (), notes=(note,)), _nothing)
-    note = f"namespace {got.namespace!r} goes from epoch {before} to {got.epoch}"
-    locked = why.locked_words(node, former)
-    notes = (note, *_bounded(list(locked[:MAX_NOTES]), len(locked)))
-    report = admin.Report(got.call, _flushed_pages(node, former), (), notes=notes)
+    keys = keys_meant(family, node.leases.tree.roots)
+    sends = node.prefiller.waiting_of_family(family)
+    notes = [f"{family!r} and its members ({family}#...) go from epoch {before} to {epoch}"]
+    notes += [f"{_said_of_send(part, _freed_by_sender(part))}: it ends" for part in sends]
+    # Of these a lease ends that nobody else has, and what it locks is dropped.
+    ending = {f"send {part.id}" for part in sends}
+    over = {lease.id for lease in node.leases.leases.values() if lease.holders <= ending}
+    notes += why.locked_words(node, keys, over)
+    report = admin.Report(
+        got.call, _flushed_pages(node, keys, over), (), notes=_bounded(notes, len(notes))
+    )
 
     def begin() -> None:
-        epochs.begin(got.namespace, got.epoch)
-        node.out.emit(
-            events.EpochBegan(namespace=got.namespace, epoch=got.epoch, who="an operator")
-        )
-        node.leases.flush(former)
+        who = "an operator"
+        begin_epoch(epochs, node.prefiller, node.out, family=family, epoch=epoch, who=who)
+        node.leases.flush(keys, family)
 
     return VerbPlan(report, begin)
 
 
-def _flushed_pages(node: NodeView, namespace: str | None) -> dict[str, int]:
+def _flushed_pages(
+    node: NodeView, keys: Collection[str] | None, over: Collection[int] = ()
+) -> dict[str, int]:
+    """Pages that a flush drops and keeps; ``over``: the leases that have ended by then."""
     tree = node.leases.tree
-    if namespace is None:
+    if keys is None:
         return {"freed_pages": tree.evictable_pages, "locked_pages": tree.protected_pages}
-    edges = list(tree.nodes(namespace))
-    locked = sum([edge.n_pages for edge in edges if edge.lock_ref])
-    return {
-        "freed_pages": sum([edge.n_pages for edge in edges]) - locked,
-        "locked_pages": locked,
-    }
+    by_edge = holders(node.leases) if over else {}
+    edges = list(tree.nodes(keys))
+    locked = 0
+    for edge in edges:
+        left = [lease for lease in by_edge.get(edge.id, []) if lease.id not in over]
+        if edge.lock_ref if not over else left:
+            locked += edge.n_pages
+    return {"freed_pages": sum([edge.n_pages for edge in edges]) - locked, "locked_pages": locked}
 
 
 def evict(node: NodeView, got: admin.Evict) -> VerbPlan:
@@ -225,7 +248,7 @@ def evict(node: NodeView, got: admin.Evict) -> VerbPlan:
 def _said_of_victim(node: NodeView, edge: RadixNode) -> str:
     return (
         f"node {edge.id} goes, {edge.n_pages} pages, tokens to {edge.end_tokens}"
-        f"{f' of namespace {edge.namespace!r}' if edge.namespace else ''}, "
+        f"{f' of namespace {quoted(edge.namespace)}' if edge.namespace else ''}, "
         f"last used {node.out.at_s - edge.touched_at:.1f} s ago"
     )
 

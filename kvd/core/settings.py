@@ -31,7 +31,8 @@ class Settings(msgspec.Struct, frozen=True):
     build: str = ""
     """Behind the version in what is told of this node: ``+compiled`` where its core is."""
     allow: tuple[str, ...] = ()
-    """Node names that may exchange KV with us; empty: every one that can reach the socket."""
+    """Nodes that may exchange KV with us, as in ``peers.allowed``; empty: every one that can reach
+    the socket."""
     heartbeat_s: float = 0.5
     suspect_s: float = 1.25
     lost_s: float = 2.5
@@ -43,6 +44,8 @@ class Settings(msgspec.Struct, frozen=True):
     """How many requests may go past one that does not fit; 0: it blocks those behind it."""
     max_prompt_tokens: int = 1_048_576
     max_aux_bytes: int = 65_536
+    max_told_bytes: int = 2**28
+    """Prompts with a number that are kept, of all sessions together."""
     max_frame_bytes: int = MAX_PEER_BYTES
     """The longest message of a peer that is read here."""
     resend_s: float = 0.2

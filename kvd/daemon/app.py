@@ -26,6 +26,7 @@ from kvd.daemon.auditor import Auditor
 from kvd.daemon.beats import Beats
 from kvd.daemon.clients import ClientPort
 from kvd.daemon.consoles import BACKLOG_FRAMES, Consoles
+from kvd.daemon.epochs_file import EpochKeeper, EpochsFile, epochs_path
 from kvd.daemon.heap import give_back, spare_what_stays
 from kvd.daemon.http_pages import exposition_of, http_pages
 from kvd.daemon.launch import launch
@@ -133,6 +134,7 @@ class Daemon:
         await self.transfer.start("start")
         # After the transfer process, which sums what was left, and before any socket: an engine
         # that comes back must find its leases.
+        self._find_epochs()
         await self._take_over(reading)
         self._listeners = Listeners(config, self._up, self.systemd.passed)
         self._batch = WriteBatch(self._loop, give_back)
@@ -181,6 +183,14 @@ class Daemon:
         self.recording.bug(task, error)
 
     # ---- parts -------------------------------------------------------------------------------
+
+    def _find_epochs(self) -> None:
+        """Before the pool is taken over: what is found in it is found in an epoch."""
+        keeper = EpochKeeper(EpochsFile(epochs_path(self.config)), self.reactor)
+        self._up.push_async_callback(keeper.close)
+        # Before its first input, which may ask for a write.
+        self.reactor.perform[effects.KeepEpochs] = keeper.keep
+        keeper.begin()
 
     async def _take_over(self, reading: Reading | None) -> None:
         """What the daemon before left is this one's now, as far as it was proven."""

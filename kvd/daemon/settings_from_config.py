@@ -50,6 +50,7 @@ def settings_of(
         fence_after_s=config.transfer.fence_after_s,
         max_prompt_tokens=config.limits.max_prompt_tokens,
         max_aux_bytes=config.limits.max_aux_bytes,
+        max_told_bytes=config.limits.max_told_bytes,
         # What peers are told must be what is read of them, whatever clients may send.
         max_frame_bytes=min(config.limits.max_frame_bytes, MAX_PEER_BYTES),
         integrity=Integrity(config.transfer.integrity),

@@ -106,6 +106,8 @@ class NodeShell:
                 self.send_message(effect)
             case effects.RestartTransfer():
                 self.restart_transfer(effect.why)
+            case effects.KeepEpochs():
+                self.keep_epochs(effect)
             case (
                 effects.LoadAgent()
                 | effects.DropAgent()
@@ -137,6 +139,14 @@ class NodeShell:
     def restart_transfer(self, why: str) -> None:
         """A fence; carried out once the effects of the running step are."""
         raise NotImplementedError
+
+    def keep_epochs(self, effect: effects.KeepEpochs) -> None:
+        """Have the next life of this node begin with these; in this world no disk is slow or full.
+
+        Raises:
+            Violated: no node here has epochs.
+        """
+        raise Violated(f"{self.name}: this world has no epochs: {effect}")
 
     def order(self, order: effects.TransferOrder) -> None:
         """For the transfer process that serves now."""

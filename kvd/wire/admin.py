@@ -78,14 +78,15 @@ class Flush(OperatorRequest, frozen=True, tag="flush"):
 
     mode: Name = "unlocked"
     namespace: Namespace | None = None
-    """Of this one alone, in its epoch; None: all of them."""
+    """Of this one, and of its members where it is a family; None: all of them."""
 
 
 class RaiseEpoch(OperatorRequest, frozen=True, tag="epoch"):
-    """A namespace has new weights: what is cached in it is never found again. ``Report``."""
+    """A family has new weights: what is cached of it is never found again. ``Report``."""
 
     namespace: Namespace
-    epoch: Figure
+    epoch: Figure | None = None
+    """None: the next one."""
 
 
 class Evict(OperatorRequest, frozen=True, tag="evict"):

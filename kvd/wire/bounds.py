@@ -40,7 +40,9 @@ MAX_SOURCES = 64
 MAX_PROMPTS = 4096
 """Prompts that one message forgets."""
 
-Namespace = Annotated[str, Meta(max_length=256)]
+NAMESPACE_CHARS = 256
+
+Namespace = Annotated[str, Meta(max_length=NAMESPACE_CHARS)]
 
 SessionKey = Annotated[str, Meta(max_length=256)]
 """What the processes of one engine share, drawn by their launcher; empty: none."""

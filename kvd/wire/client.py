@@ -402,21 +402,26 @@ class ForgetPrompts(msgspec.Struct, frozen=True, array_like=True, tag="forget-pr
 
 
 class FlushNamespace(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
-    """Drop what is cached of a namespace and not locked. Answer: ``FlushReport``."""
+    """Drop what is cached of a namespace now and not locked. Answer: ``FlushReport``.
+
+    The name of a family (without ``#``) means all its members.
+    """
 
     call: Call
     namespace: Namespace = ""
 
 
 class BeginEpoch(msgspec.Struct, frozen=True, array_like=True, tag="epoch"):
-    """A namespace has new weights: what is cached in it is never found again.
+    """A family of namespaces has new weights: what is cached of it is never found again.
 
-    ``epoch`` goes up only; the one that it is in changes nothing. Answer: ``FlushReport``.
+    ``epoch`` goes up only; the one that it is in changes nothing, None is the next one. Answer,
+    when the next daemon would know it too: ``FlushReport``.
     """
 
     call: Call
     namespace: Namespace
-    epoch: Figure
+    """Of any member."""
+    epoch: Figure | None = None
 
 
 class OpenArena(msgspec.Struct, frozen=True, array_like=True, tag="arena"):
@@ -590,6 +595,8 @@ class FlushReport(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):
     kept_pages: int
     kept: tuple[str, ...] = ()
     """One sentence for each of the first locked nodes."""
+    epoch: Figure = 0
+    """That the namespace is in."""
 
 
 class Snapshotted(msgspec.Struct, frozen=True, array_like=True, tag="snapshotted"):

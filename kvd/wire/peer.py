@@ -81,7 +81,8 @@ class Hello(PeerMessage, frozen=True, tag="hello"):
 
     Sent only after the sender has reaped every older transfer process of its own: a Hello with a
     new incarnation is the proof that the old writer is gone. ``max_frame_bytes``: the longest
-    message that it reads. ``serves_pulls``: it answers ``AskPrefix``.
+    message that it reads. ``serves_pulls``: it answers ``AskPrefix``. ``knows_epochs``: it reads
+    the epoch in ``Offer`` and ``AskPrefix``.
     """
 
     node: Name
@@ -93,6 +94,7 @@ class Hello(PeerMessage, frozen=True, tag="hello"):
     protocol: Figure = PROTOCOL
     max_frame_bytes: Counter = OLD_PEER_BYTES
     serves_pulls: bool = False
+    knows_epochs: bool = False
 
 
 class Ping(PeerMessage, frozen=True, tag="ping"):
@@ -160,6 +162,7 @@ class Offer(PeerMessage, frozen=True, tag="offer"):
     ``integrity``: the sums that Settled(DELIVERED) must bring; the decode side decides.
     ``waited_s``: how long ago the engine asked for it. A peer that does not say has asked just now.
     ``share``: which part of it this source sends; the grants are for that part alone.
+    ``epoch``: of the prompt's namespace; the digest covers it too.
     """
 
     handoff: Counter
@@ -173,6 +176,7 @@ class Offer(PeerMessage, frozen=True, tag="offer"):
     integrity: Integrity = Integrity.OFF
     waited_s: float = 0.0
     share: SourceShare = ALL
+    epoch: Counter = 0
 
 
 class Abort(PeerMessage, frozen=True, tag="abort"):
@@ -290,6 +294,7 @@ class AskPrefix(PeerMessage, frozen=True, tag="ask-prefix"):
     """Decode to prefill: what have you cached of this prompt? Send it, from what I have on.
 
     Answer: ``PrefixFound``; to a repetition the same. ``have_tokens`` are cached over here.
+    ``epoch``: of the namespace; one that is in another epoch over there is refused.
     """
 
     ask: Counter
@@ -297,6 +302,7 @@ class AskPrefix(PeerMessage, frozen=True, tag="ask-prefix"):
     tokens: PromptBytes
     have_tokens: Figure
     deadline_s: float
+    epoch: Counter = 0
 
 
 class PrefixFound(PeerMessage, frozen=True, tag="prefix-found"):

@@ -67,6 +67,22 @@ def test_status_says_who_has_not_come_back_after_a_restart(run, daemon, snapshot
     ) in lines
 
 
+def test_status_says_the_epochs_where_there_are_any(run, daemon, snapshot):
+    assert "epochs" not in run("status").stdout
+    whole = daemon.answer
+    epochs = {"": 2, "llama": 7, **{f"m{number}": 1 for number in range(9)}}
+    daemon.answer = lambda request: msgspec.structs.replace(
+        whole(request), snapshot=msgspec.structs.replace(snapshot, epochs=epochs)
+    )
+
+    lines = run("status").stdout.splitlines()
+
+    (line,) = [line for line in lines if line.startswith("epochs")]
+    assert (
+        line == "epochs    11  (no name) 2, llama 7, m0 1, m1 1, m2 1, m3 1, m4 1, m5 1 and 3 more"
+    )
+
+
 def test_status_says_how_the_audit_stands_and_shows_findings_on_top(run, daemon, snapshot):
     found = Finding(
         *("I1", "page-lost", "page 9 is nowhere", "broken", 0, 0, "", 0, 0, 1, (9,), 2.0, 0.1, ())

@@ -150,6 +150,25 @@ def test_rules_want_peers_to_be_others_each_once_and_let_in() -> None:
     ]
 
 
+def test_a_peer_is_let_in_with_the_namespaces_that_it_may_pull() -> None:
+    sets = ["peers.connect.b=tcp://127.0.0.1:2", "peers.connect.c=tcp://127.0.0.1:3"]
+    assert findings(*sets, "peers.allow=b:llama,b:qwen#salt=1,c:") == []
+    assert findings(*sets, "peers.allow=b:llama,c,b") == [
+        (
+            "peers.allow",
+            "names b alone, which lets it pull everything, and with namespaces",
+            "remove b, or what names a namespace of it",
+        )
+    ]
+
+
+@pytest.mark.parametrize("entry", ["b:a\tb", "b:\x1f7", ":llama", "b c:llama", f"b:{'x' * 257}"])
+def test_an_entry_with_a_namespace_that_nobody_can_have_is_refused(entry: str) -> None:
+    (found,) = findings(f"peers.allow={entry}")
+    assert found[0] == "peers.allow"
+    assert "decode-0:llama" in found[2]
+
+
 def test_rules_want_three_sockets_at_three_paths() -> None:
     assert findings(
         "sockets.client=ipc:///x/attach.sock", "sockets.admin=ipc:///x/attach.sock"

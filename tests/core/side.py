@@ -175,6 +175,11 @@ class Side(NodeShell):
         self.calls = 0
         self.connection = ""
         """Of this side's dialed link, as those see it who accept it."""
+        self.disk: dict[str, int] | None = None
+        """The epochs that outlive a process; None: no process has kept any."""
+        self.disk_fails = ""
+        """Why nothing can be written there; empty: it can."""
+        self.hold_disk = False
         self.memory: dict[int, str] = {}
         self.landed: set[tuple[Grant, int, int]] = set()
         """By whom pages of ours were written, where shards are told apart."""
@@ -222,6 +227,9 @@ class Side(NodeShell):
         """So many agents will fail to load."""
         self.grants: dict[int, Grant] = {}
         self.generation = 0
+        self.unkept: list[effects.KeepEpochs] = []
+        if self.disk is not None:
+            self.feed(inputs.EpochsFound(self.born_s, dict(self.disk)))
 
     @property
     def incarnation(self) -> str:
@@ -255,6 +263,23 @@ class Side(NodeShell):
             assert effect.call not in self.answered, f"answered twice: {effect}"
             self.answered.add(effect.call)
             self.told_workers.append(effect)
+
+    @override
+    def keep_epochs(self, effect: effects.KeepEpochs) -> None:
+        if self.hold_disk:
+            self.unkept.append(effect)
+            return
+        if not self.disk_fails:
+            self.disk = dict(effect.by_family)
+        self.inbox.append(inputs.EpochsKept(0.0, effect.ticket, self.disk_fails))
+
+    def let_disk_go(self) -> None:
+        """What was to be written is."""
+        self.hold_disk = False
+        unkept, self.unkept = self.unkept, []
+        for effect in unkept:
+            self.keep_epochs(effect)
+        self.world.run()
 
     @override
     def tell_operator(self, effect: effects.AnswerOperator) -> None:

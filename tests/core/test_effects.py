@@ -207,6 +207,7 @@ def test_the_first_hello_is_answered_and_an_agent_is_made(world):
         max_aux_bytes=65_536,
         max_frame_bytes=16_777_216,
         serves_pulls=True,
+        knows_epochs=True,
     )
     assert from_peer(world.p, "in:x", hello) == [
         effects.LoadAgent(incarnation("x", 1), 3, b"theirs"),

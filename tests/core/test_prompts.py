@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases import prompts as rules
-from kvd.core.leases.prompts import ToldPrompts
+from kvd.core.leases.prompts import PromptBudget, ToldPrompts
 from kvd.core.replay.freeze import freeze
 from kvd.core.replay.thaw import thaw
 from kvd.errors import RETRYABLE, Code, Refusal
@@ -113,6 +113,70 @@ def test_it_is_of_its_session_and_ends_with_it():
     assert [one.prompts for one in snapshot(side.node).clients if one.session == other] == [0]
     side.hang_up(own)
     assert not [one for one in snapshot(side.node).clients if one.prompts]
+
+
+def kept_bytes(side):
+    return {one.session: one.prompt_bytes for one in snapshot(side.node).clients}
+
+
+def test_all_sessions_together_have_a_bound_and_whoever_keeps_most_forgets():
+    page = 4 * PAGE
+    side = World(max_told_bytes=10 * page).d
+    small, large = 1, side.attach("large")
+    about(side, client.MatchPrefix, 1, 0, tokens((1, 2 * PAGE)))
+    for number in range(5):
+        prompt = tokens((100 * number, 2 * PAGE))
+        said = side.calls + 1
+        side.call(
+            client.AboutPrompt,
+            prompt,
+            session=large,
+            prompt=number,
+            known_tokens=0,
+            request=client.MatchPrefix(call=said),
+        )
+        assert sum(kept_bytes(side).values()) <= 10 * page
+    assert kept_bytes(side) == {small: 2 * page, large: 8 * page}
+    # It is the oldest of the large one that is told anew; of the small one nothing.
+    assert about(side, client.MatchPrefix, 1, 2 * PAGE).tokens == 0
+    mine = side.node.sessions.by_id[large].prompts
+    assert list(mine.by_number) == [1, 2, 3, 4]
+    side.hang_up(large)
+    assert side.node.owners.sessions.prompts.n_bytes == 2 * page
+    assert len(side.node.owners.sessions.prompts.sessions) == 1
+
+
+def test_the_prompt_that_is_asked_about_stays_however_low_the_bound_is():
+    side = World(max_told_bytes=0).d
+    other = side.attach("other")
+    about(side, client.MatchPrefix, 1, 0, PROMPT)
+    assert about(side, client.MatchPrefix, 1, 6 * PAGE).tokens == 0
+    about(side, client.MatchPrefix, 2, 0, PROMPT)
+    assert kept_bytes(side) == {1: len(PROMPT), other: 0}
+    assert about(side, client.MatchPrefix, 1, PAGE).refusal.code is Code.PROMPT_UNKNOWN
+
+
+TOLD = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 9), st.booleans()), max_size=80
+)
+
+
+@given(TOLD, st.integers(0, 80))
+def test_the_sum_of_all_is_what_it_says(steps, limit):
+    budget = PromptBudget(limit)
+    sessions = [ToldPrompts(budget) for _ in range(4)]
+    for who, number, n_tokens, ends in steps:
+        if ends and len(budget.sessions) > 1 and sessions[who] in budget.sessions:
+            sessions[who].end()
+        if sessions[who] not in budget.sessions:
+            sessions[who] = ToldPrompts(budget)
+        told = sessions[who].told(number, 0, tokens((1, n_tokens)), most=100)
+        assert not isinstance(told, Refusal)
+        assert sessions[who].by_number[number] == told
+        sums = [sum(map(len, one.by_number.values())) for one in budget.sessions]
+        assert sums == [one.n_bytes for one in budget.sessions]
+        assert budget.n_bytes == sum(sums)
+        assert budget.n_bytes <= max(limit, len(told))
 
 
 def test_a_forgotten_one_is_unknown():

@@ -396,7 +396,7 @@ def test_flush_of_one_namespace_leaves_the_others():
     tree.match(text(64), "a")
     put(tree, text(64), 20, "b")
 
-    flushed = tree.flush("a")
+    flushed = tree.flush({"a"})
 
     assert (sorted(page_ids(flushed.pages)), flushed.kept_pages) == ([1, 2, 3, 4, 5, 6, 7, 8], 0)
     assert (tree.probe(text(64), "a"), tree.probe(text(64), "b")) == (0, 64)

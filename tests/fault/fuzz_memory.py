@@ -279,8 +279,8 @@ class CoreSiege:
                 self._later.append(inputs.Quiet(0.0, lease))
             case effects.SendToPeer(message=peer.Offer(handoff=handoff)):
                 self.make.known["handoff"] = [*self.make.known["handoff"][-30:], handoff]
-            case effects.Copy(ticket=ticket):
-                self._later.append(self._copied(ticket))
+            case effects.Copy() | effects.KeepEpochs():
+                self._later.append(self._done(effect))
             case effects.SendToPeer() | effects.RestartTransfer() | effects.Forget():
                 pass  # no peer answers here; ``_feed`` restarts; each post is answered in a moment
             case _:
@@ -298,10 +298,13 @@ class CoreSiege:
             return inputs.PostFailed(0.0, post, "reset")
         return inputs.PostDone(0.0, post, 4096)
 
-    def _copied(self, ticket: int) -> inputs.Input:
-        if self.make.rng.random() < 0.2:
-            return inputs.CopyFailed(0.0, ticket, COPY_REFUSED)
-        return inputs.Copied(0.0, ticket, 4096)
+    def _done(self, order: effects.Copy | effects.KeepEpochs) -> inputs.Input:
+        fails = self.make.rng.random() < 0.2
+        if isinstance(order, effects.KeepEpochs):
+            return inputs.EpochsKept(0.0, order.ticket, "no space" if fails else "")
+        if fails:
+            return inputs.CopyFailed(0.0, order.ticket, COPY_REFUSED)
+        return inputs.Copied(0.0, order.ticket, 4096)
 
     def _hear(self, answer: effects.AnswerEngine) -> None:
         message = answer.message

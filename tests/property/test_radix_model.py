@@ -224,11 +224,12 @@ class Machine:
 
     def flush(self) -> None:
         namespace = self.random.choice([None, *NAMESPACES])
-        flushed = self.tree.flush(namespace)
+        names = None if namespace is None else {namespace}
+        flushed = self.tree.flush(names)
         gone = set(page_ids(flushed.pages))
         self.model = {key: page for key, page in self.model.items() if page not in gone}
         self.pool.return_pages(flushed.pages)
-        left = list(self.tree.nodes(namespace))
+        left = list(self.tree.nodes(names))
         assert all(node.lock_ref for node in left)
         assert flushed.kept_pages == sum(count(node.pages) for node in left)
 

@@ -25,6 +25,7 @@ from kvd.cli.exits import Unreachable
 from kvd.cli.link import CALL, Target, ask
 from kvd.config.address import ipc_path, tcp_address
 from kvd.config.pool import pool_spec
+from kvd.core.peers.allowed import allowed_by_name
 from kvd.core.peers.compatibility import layout_match
 from kvd.curve import KeyFlaw, read_pair
 from kvd.errors import Refusal
@@ -305,7 +306,8 @@ def _listed(config: Config) -> list[DoctorFinding]:
         what = "peers.keys lists no other node, so nobody can connect"
         return [poor("peers", what, "list the public key of every peer in peers.keys")]
     out = [good("peers", f"authenticated and encrypted; {len(others)} listed: {', '.join(others)}")]
-    shut_out = [name for name in others if peers.allow and name not in peers.allow]
+    allowed = allowed_by_name(peers.allow)
+    shut_out = [name for name in others if allowed and name not in allowed]
     if shut_out:
         what = (
             f"{', '.join(shut_out)}: has a key, and is refused because peers.allow has other names"

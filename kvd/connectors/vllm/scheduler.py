@@ -188,11 +188,14 @@ class SchedulerHalf:
         self._base = base_namespace
 
     def flush(self) -> bool:
-        """Drop what is cached of this engine's namespace, as after new weights."""
+        """New weights: nothing of this model that was cached until now is found again.
+
+        With every salt and adapter. Requests that run go on in the epoch that they began in.
+        """
         link = self._look()
         if link is None:
             return False
-        link.quietly(link.node.begin_flush, self._base)
+        link.quietly(link.node.begin_new_epoch, self._base)
         return True
 
     # ---- a request comes ---------------------------------------------------------------------

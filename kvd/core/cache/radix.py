@@ -39,7 +39,7 @@ from kvd.core.cache.tree_changes import EvictedNodes, Extension, FlushedNodes
 from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from kvd.core.cache.eviction import EvictionOrder
 
@@ -206,9 +206,10 @@ class RadixTree:
         """The tokens from the root to the end of ``node``."""
         return Tokens(b"".join([step.edge for step in reversed(path_between(None, node))]))
 
-    def nodes(self, namespace: str | None = None) -> Iterator[RadixNode]:
-        """Every node but the roots, parents first; of one namespace, or of all."""
-        stack = [root for name, root in self.roots.items() if namespace in {None, name}]
+    def nodes(self, namespaces: Collection[str] | None = None) -> Iterator[RadixNode]:
+        """Every node but the roots, parents first; of these namespaces, or of all."""
+        roots = self.roots.items()
+        stack = [root for name, root in roots if namespaces is None or name in namespaces]
         while stack:
             node = stack.pop()
             if node.parent is not None:
@@ -467,12 +468,12 @@ class RadixTree:
             pages_at_nodes.dropped(victims)
         return EvictedNodes(pages, victims)
 
-    def flush(self, namespace: str | None = None) -> FlushedNodes:
-        """Drops every unlocked node, of one namespace or of all; what is locked stays."""
+    def flush(self, namespaces: Collection[str] | None = None) -> FlushedNodes:
+        """Drops every unlocked node, of these namespaces or of all; what is locked stays."""
         pieces, gone, kept = [], [], 0
         # Parents come first, and a node below a locked one may go while that stays: a list, because
         # the walk goes by the children that are taken out.
-        for node in list(self.nodes(namespace)):
+        for node in list(self.nodes(namespaces)):
             if node.lock_ref:
                 kept += len(node.pages)
             else:

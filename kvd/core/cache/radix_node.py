@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core.cache.namespaces import quoted
 from kvd.types import ID_BYTES, Pages, Tokens
 
 
@@ -66,7 +67,7 @@ class RadixNode:
 
     @property
     def namespace(self) -> str:
-        """The namespace of the root above; a dropped node still knows it."""
+        """The key of the root above; a dropped node still knows it."""
         node = self
         while node.parent is not None:
             node = node.parent
@@ -80,7 +81,7 @@ class RadixNode:
     def describe(self) -> str:
         """The node in words, for messages: id, namespace, end, pages, locks."""
         return (
-            f"node {self.id} ({self.namespace!r}, ends at token {self.end_tokens}, "
+            f"node {self.id} ({quoted(self.namespace)}, ends at token {self.end_tokens}, "
             f"{len(self.pages) // ID_BYTES} pages, lock_ref {self.lock_ref})"
         )
 

@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 from mypy_extensions import mypyc_attr
 
+from kvd.core.cache.namespaces import epoch_in, name_in
 from kvd.core.components.tail import tail_start
 from kvd.core.handoff.message_sizes import is_short, long_offer, long_settled
 from kvd.core.handoff.payload import pieces_of, routes_of
@@ -27,6 +28,7 @@ from kvd.core.handoff.refusals import of_source
 from kvd.core.handoff.sources import PrefillSource, TokenSpan, bad_share, is_whole, shares, span_of
 from kvd.core.layout.spec import PerRequest, Tail, shards_of
 from kvd.core.leases.admission import OWN_TRANSFER
+from kvd.core.leases.epochs import other_epoch
 from kvd.core.peers.peer import peer_drains
 from kvd.errors import Code, Number, Refusal
 from kvd.types import ID_BYTES, MAX_ROOM, NULL_PAGE, count
@@ -46,21 +48,17 @@ if TYPE_CHECKING:
     from kvd.types import Tokens
     from kvd.wire.peer import Grant, SourceShare
 
-FIRST_EPOCH = 0
-"""The generation of a namespace; a weight update will raise it."""
-
-
 MARKS_PER_ID = 8
 """Up to this many bytes are marked for a page id of an Offer; beyond that its ids are sorted."""
 
 
-def prompt_digest(tokens: Tokens, namespace: str) -> bytes:
-    """128 bits over namespace, epoch and every token.
+def prompt_digest(tokens: Tokens, key: str) -> bytes:
+    """128 bits over the namespace and the epoch that ``key`` means, and every token.
 
     Both daemons are trusted, so a fast hash is enough: it finds misalignment, not malice (xxh3
     takes 2 us for 32k tokens where sha256 takes 73).
     """
-    head = f"{FIRST_EPOCH}\0{namespace}\0".encode()
+    head = f"{epoch_in(key)}\0{name_in(key)}\0".encode()
     digest = xxhash.xxh3_128(head)
     digest.update(tokens)
     return digest.digest()
@@ -211,6 +209,7 @@ class OfferWriter:
                 integrity=mine.integrity,
                 waited_s=now_s - attempt.since_s,
                 share=share,
+                epoch=epoch_in(lease.namespace),
             )
             part.routes = routes_of(offer, self._peers.by_name[part.peer].incoming)
             part.total_bytes = self._payload.granted_bytes(grants, part.routes)
@@ -413,6 +412,8 @@ def disagreement(
     offer: Offer, engine: SendingEngine, payload: Payload, side: str
 ) -> Refusal | None:
     """How the two sides' prompts differ; None when they are the same, and there to be sent."""
+    if offer.epoch != epoch_in(engine.namespace):
+        return other_epoch(engine.namespace, offer.epoch, side)
     if offer.prompt_tokens != engine.prompt_tokens:
         difference = (
             f"the decode side has a prompt of {offer.prompt_tokens} tokens, "
@@ -434,6 +435,7 @@ _REPEATED = {
     "generation": Code.POST_FAILED,
     "prompt_tokens": Code.PROMPT_MISMATCH,
     "digest": Code.PROMPT_MISMATCH,
+    "epoch": Code.PROMPT_MISMATCH,
     "decode_prefix_len": Code.BAD_PREFIX,
     "integrity": Code.BAD_REQUEST,
     "share": Code.BAD_REQUEST,

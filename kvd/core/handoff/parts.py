@@ -328,7 +328,7 @@ def is_wanted(room: int, peer: str, parts: Iterable[ReceivePart]) -> bool:
 class SendingEngine:
     """The engine's half of a send: who, which pages, and the prompt it has. It never changes."""
 
-    __slots__ = ("digest", "lease", "pages", "prompt_tokens", "session", "tokens")
+    __slots__ = ("digest", "lease", "namespace", "pages", "prompt_tokens", "session", "tokens")
 
     def __init__(
         self,
@@ -337,9 +337,13 @@ class SendingEngine:
         tokens: Tokens,
         digest: bytes,
         pages: Pages = NO_PAGES,
+        namespace: str | None = None,
     ) -> None:
         self.session = session
         self.lease = lease
+        # An arena has none of its own: what its pages hold is told with each send.
+        self.namespace = lease.namespace if namespace is None else namespace
+        """The key of it."""
         self.pages = pages
         """Of an arena: those of the prompt; none: those of the lease's row."""
         self.tokens = tokens

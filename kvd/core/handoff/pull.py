@@ -29,6 +29,7 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import Claim
 from kvd.core.cache.lease_record import LeaseRecord
+from kvd.core.cache.namespaces import epoch_in, name_in, quoted
 from kvd.core.handoff.message_sizes import MESSAGE_BYTES
 from kvd.core.leases.admission import Admission, MemoryAsker, Waiter
 from kvd.errors import Code, Refusal
@@ -158,10 +159,11 @@ class PullAsks:
             source=self._settings.incarnation,
             target=peer.incarnation,
             ask=ask.id,
-            namespace=ask.message.namespace,
+            namespace=name_in(ask.message.namespace),
             tokens=ask.tokens,
             have_tokens=self.have_tokens(ask),
             deadline_s=ask.deadline_s - self._out.at_s,
+            epoch=epoch_in(ask.message.namespace),
         )
         self._out.send(peer.link, ask_for)
         return None
@@ -177,6 +179,14 @@ class PullAsks:
                 Code.NOT_SUPPORTED,
                 f"{peer.name} cannot be asked for a prefix, its kvd is older than that: receive in "
                 "a room that an engine there sends to",
+                side=side,
+            )
+        # It would look for what it has in epoch 0, of whatever weights that is.
+        if not peer.knows_epochs and epoch_in(ask.message.namespace):
+            return Refusal(
+                Code.NOT_SUPPORTED,
+                f"{peer.name} cannot be asked for a prefix of {quoted(ask.message.namespace)}, its "
+                "kvd is older than epochs that nodes tell each other: upgrade it",
                 side=side,
             )
         n_bytes = MESSAGE_BYTES + len(ask.tokens)

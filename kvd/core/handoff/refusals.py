@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.core.cache.namespaces import epoch_in, quoted
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.peers.peer import LEAVING, lost_because
 from kvd.errors import Code, Refusal
@@ -58,9 +59,10 @@ def other_tokens(lease: LeaseRecord, tokens: Tokens, namespace: str, side: str) 
     """The peer would cache KV under a prompt that it does not belong to."""
     return Refusal(
         Code.PROMPT_MISMATCH,
-        f"send of {count(tokens)} tokens in namespace {namespace!r} on lease {lease.id}, which "
-        f"holds other tokens ({count(lease.tokens)} in namespace {lease.namespace!r})",
+        f"send of {count(tokens)} tokens in namespace {quoted(namespace)} on lease {lease.id}, "
+        f"which holds other tokens ({count(lease.tokens)} in namespace {quoted(lease.namespace)})",
         side=side,
+        numbers={"lease_epoch": epoch_in(lease.namespace), "epoch": epoch_in(namespace)},
     )
 
 

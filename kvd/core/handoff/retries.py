@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core.cache.namespaces import quoted, told
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import NamedRequest
 from kvd.core.handoff.refusals import asked_again, other_tokens
@@ -82,8 +83,8 @@ def differs(first: NamedRequest, now: NamedRequest, room: int, side: str) -> Ref
         code, what = Code.DUPLICATE_ROOM, f"it was a {first.verb}, this is a {now.verb}"
         numbers |= {"first_verb": first.verb, "verb": now.verb}
     elif now.namespace != first.namespace:
-        what = f"it was in namespace {first.namespace!r}, this is in {now.namespace!r}"
-        numbers |= {"first_namespace": first.namespace, "namespace": now.namespace}
+        what = f"it was in namespace {quoted(first.namespace)}, this is in {quoted(now.namespace)}"
+        numbers |= {"first_namespace": told(first.namespace), "namespace": told(now.namespace)}
     elif now.n_tokens != first.n_tokens:
         what = f"its prompt has {first.n_tokens} tokens, this one {now.n_tokens}"
     elif now.digest != first.digest:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from mypy_extensions import mypyc_attr
 
+from kvd.core.cache.namespaces import family_of
 from kvd.core.handoff.parts import FailedSend, SendPart
 from kvd.core.handoff.posts import Posts
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
@@ -100,6 +101,27 @@ class Prefiller:
         return ended
 
     # ---- rooms that are kept -----------------------------------------------------------------
+
+    def waiting_of_family(self, family: str) -> list[SendPart]:
+        """The sends of a family of namespaces that nobody has begun to receive."""
+        return [
+            part
+            for part in self.rooms.live()
+            if part.state is P.AWAIT_OFFER
+            and part.engine is not None
+            and family_of(part.engine.namespace) == family
+        ]
+
+    def end_family(self, family: str, why: Refusal) -> None:
+        """It has new weights: what was computed with the old ones is sent to nobody who comes now.
+
+        Who receives it already goes on.
+        """
+        for part in self.waiting_of_family(family):
+            if part.keeping is None:
+                self.give_up_send(part, why)
+            else:
+                self.end_kept(part, why)
 
     def end_kept(self, part: SendPart, refusal: Refusal) -> None:
         """Its time is over, its engine ends it, or the last that it was open for has it."""

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from kvd.core.cache.lease_state import LeaseStage
+from kvd.core.cache.namespaces import told
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.windows import WindowPages
 from kvd.core.handoff.parts import ReceivePart, SendPart
@@ -311,7 +312,7 @@ LEASE: StateTable[LeaseRecord, LeaseState] = StateTable(
     StateField("away_since", "since", _away_since, "in quarantine or retracted"),
     StateField("saved", "pages", "saved_pages", "kept for it in host memory"),
     StateField("priority", "count"),
-    StateField("namespace", "text"),
+    StateField("namespace", "text", lambda _, one: told(one.namespace)),
     # What the snapshot alone has, or says in another way than a table does.
     StateField("", "text", lambda node, one: owner_of(node, one.session)[0], wire="owner"),
     StateField("", "count", lambda _, one: one.anchor.id if one.anchor else 0, wire="locked_node"),

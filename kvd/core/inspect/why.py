@@ -18,6 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvd.core.cache.lease_state import LeaseStage
+from kvd.core.cache.namespaces import quoted, told
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import WindowPages
@@ -35,7 +36,7 @@ from kvd.types import ID_BYTES, NULL_PAGE, count, pack_ids, page_ids, short
 from kvd.wire.admin import Because, Beside, Mark, TreeNode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix import RadixTree
@@ -99,15 +100,24 @@ def holders(table: LeaseTable) -> dict[int, list[LeaseRecord]]:
     return found
 
 
-def locked_words(node: NodeView, namespace: str | None = None) -> tuple[str, ...]:
-    """What a flush keeps, a sentence for each locked node: whose lease it is under."""
+def locked_words(
+    node: NodeView, keys: Collection[str] | None = None, over: Collection[int] = ()
+) -> tuple[str, ...]:
+    """What a flush keeps, a sentence for each locked node: whose lease it is under.
+
+    Args:
+        node: to look at.
+        keys: of the tree; None: all of them.
+        over: leases that have ended by then.
+    """
     by_edge = holders(node.leases)
-    return tuple(
-        f"node {edge.id} kept, {edge.n_pages} pages: "
-        + "; ".join(describe_holder(node, lease) for lease in by_edge.get(edge.id, []))
-        for edge in node.leases.tree.nodes(namespace)
-        if edge.lock_ref
-    )
+    said = []
+    for edge in node.leases.tree.nodes(keys):
+        left = [lease for lease in by_edge.get(edge.id, []) if lease.id not in over]
+        if left or (edge.lock_ref and not over):
+            by = "; ".join(describe_holder(node, lease) for lease in left)
+            said.append(f"node {edge.id} kept, {edge.n_pages} pages: {by}")
+    return tuple(said)
 
 
 def in_display_order(tree: RadixTree) -> list[RadixNode]:
@@ -136,7 +146,7 @@ def tree_node(node: NodeView, edge: RadixNode, crossing: list[LeaseRecord]) -> T
     return TreeNode(
         id=edge.id,
         parent=parent.id if parent is not None and parent.parent is not None else 0,
-        namespace=edge.namespace,
+        namespace=told(edge.namespace),
         start_tokens=edge.end_tokens - tokens.size,
         end_tokens=edge.end_tokens,
         pages=len(edge.pages) // 4,
@@ -237,7 +247,7 @@ def _root(node: NodeView, namespace: str) -> Explanation:
     root = node.leases.tree.roots[namespace]
     crossing = holders(node.leases).get(root.id, [])
     first = [describe_holder(node, lease) for lease in crossing[:MAX_LINKS]]
-    of = f"namespace {namespace!r}" if namespace else "no namespace"
+    of = f"namespace {quoted(namespace)}" if namespace else "no namespace"
     by = f"{len(crossing)} leases" if crossing else "nobody"
     return Explanation(
         f"node {root.id} (the root of {of}, {len(root.children)} children), locked by {by}",
@@ -255,9 +265,10 @@ def _more(n_leases: int) -> list[str]:
 def _edge(node: NodeView, edge: RadixNode) -> Explanation:
     crossing = holders(node.leases).get(edge.id, [])
     shown = tree_node(node, edge, crossing[:MAX_LINKS])
+    of = f" of namespace {quoted(edge.namespace)}" if edge.namespace else ""
     where = (
-        f"node {edge.id} (tokens {shown.start_tokens} to {shown.end_tokens}"
-        f"{f' of namespace {edge.namespace!r}' if edge.namespace else ''}, {shown.pages} pages)"
+        f"node {edge.id} (tokens {shown.start_tokens} to {shown.end_tokens}{of}, "
+        f"{shown.pages} pages)"
     )
     used = f"hits: {edge.hits}, last used {node.out.at_s - edge.touched_at:.1f} s ago"
     if edge.lock_ref:

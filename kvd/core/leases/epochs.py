@@ -1,92 +1,328 @@
-"""Generations of namespaces: what was cached before new weights is never found again.
+"""Generations of families of namespaces: what was cached before new weights is never found again.
 
-A namespace in epoch 3 is a namespace of its own to the tree, to leases and to handoffs: its name
-has the number behind it. So a request that says ``llama`` means ``llama @epoch 3``, a lease of
-before keeps the name that it began with, and two nodes in different epochs have different prompts.
-Epoch 0 is the name alone: a node that was never told of an epoch looks at none.
+A namespace in epoch 3 is a namespace of its own to the tree, to leases and to handoffs: its key has
+the number behind it (``cache.namespaces``). So a request that says ``llama`` means ``llama`` in the
+epoch of now, a lease of before keeps the key that it began with, and two nodes in different epochs
+have different prompts. Epoch 0 is the name alone: a node that was never told of an epoch looks at
+none. An epoch is of a whole family: ``llama`` and every ``llama#...``.
+
+An epoch counts from the step in which it is said, and is answered when it is on disk: whoever has
+heard of it finds the next daemon of this node in it too (``EpochAnswers``)::
+
+    said --> begun here --> KeepEpochs --> EpochsKept --> answered
+                                |
+                                +--> it could not be written: refused; the node stays in it
+
+What must not live here: what a new epoch drops and ends (``engines``, ``operators``).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core import effects
+from kvd.core.cache.namespaces import (
+    MEMBER,
+    SEPARATOR,
+    bad_name,
+    epoch_in,
+    family_of,
+    key_of,
+    name_in,
+    quoted,
+)
 from kvd.errors import Code, Refusal
+from kvd.wire import admin, client, events
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MARK: Final = " @epoch "
-"""Between a namespace and its epoch."""
+    from kvd.core.inputs import EpochsFound, EpochsKept
+    from kvd.core.outbox import Outbox
 
 MOST_EPOCHS: Final = 4096
-"""Namespaces that may have one at a time; each costs some hundred bytes for the daemon's life."""
+"""Families that may have one at a time; each costs some hundred bytes, here and on disk."""
 
 MAX_EPOCH: Final = 2**53 - 1
-MAX_NAMESPACE: Final = 256
-"""Characters, its epoch included: as long as any on the wire."""
+
+MOST_PLAIN: Final = 4096
+"""Names of which is remembered that they are good, and in epoch 0."""
+
+KEEP_WITHIN_S: Final = 10.0
+"""Whoever waits so long for a disk is told."""
+
+FORMER_MARK: Final = " @epoch "
+"""Between name and epoch in journals of daemons that kept no epochs; anybody could write it."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Epochs:
-    """The epoch of each namespace that has one."""
+    """The epoch of each family that has one.
 
-    __slots__ = ("by_namespace", "name")
+    ``plain`` are names that are their own keys, so that most requests cost one look.
+    """
+
+    __slots__ = ("by_namespace", "is_first", "name", "plain")
 
     def __init__(self, name: str) -> None:
         self.name = name
         """This node's."""
         self.by_namespace: dict[str, int] = {}
+        self.plain: set[str] = set()
+        self.is_first = False
+        """Whether no daemon before this one kept epochs here."""
+
+    def now(self, namespace: str) -> int:
+        """The epoch that a namespace is in."""
+        return self.by_namespace.get(family_of(namespace), 0)
 
     def internal(self, namespace: str) -> str | Refusal:
         """What the tree calls it now."""
-        if MARK in namespace:
-            return Refusal(
-                Code.BAD_REQUEST,
-                f"namespace {namespace!r} names an epoch itself: leave {MARK!r} out, the epoch is "
-                "that of the node",
-                side=self.name,
-            )
-        epoch = self.by_namespace.get(namespace, 0)
-        return f"{namespace}{MARK}{epoch}" if epoch else namespace
+        refusal = bad_name(namespace, self.name)
+        if refusal is not None:
+            return refusal
+        epoch = self.now(namespace)
+        if epoch:
+            return key_of(namespace, epoch)
+        if len(self.plain) >= MOST_PLAIN:
+            self.plain.clear()
+        self.plain.add(namespace)
+        return namespace
 
-    def flaw(self, namespace: str, epoch: int) -> Refusal | None:
-        """Why this epoch cannot be that of the namespace; the one that it has is no flaw."""
-        before = self.by_namespace.get(namespace, 0)
-        if not before <= epoch <= MAX_EPOCH:
+    def key_for_peer(self, peer: str, namespace: str, epoch: int) -> str | Refusal:
+        """The same for a node that asks in ``epoch``: only one that is in ours is told anything."""
+        now = self.now(namespace)
+        if epoch == now:
+            return self.internal(namespace)
+        return Refusal(
+            Code.PROMPT_MISMATCH,
+            f"{peer} asks in epoch {epoch} of {family_of(namespace)!r}, {self.name} is in {now}: "
+            "KV of other weights is not sent; say the same epoch on both",
+            side=self.name,
+            numbers={"epoch": now, "peer_epoch": epoch},
+        )
+
+    def flaw(self, namespace: str, epoch: int | None) -> Refusal | None:
+        """Why this epoch cannot be that of the family; the one that it has is no flaw.
+
+        None: the next one.
+        """
+        refusal = bad_name(namespace, self.name)
+        if refusal is not None:
+            return refusal
+        family, before = family_of(namespace), self.now(namespace)
+        after = before + 1 if epoch is None else epoch
+        if not before <= after <= MAX_EPOCH:
             return Refusal(
                 Code.WRONG_STATE,
-                f"epoch {epoch} of namespace {namespace!r}, which is in {before}: an epoch goes up "
-                f"only, to {MAX_EPOCH} at most; take the number of the weights",
+                f"epoch {after} of {family!r}, which is in {before}: an epoch goes up only, to "
+                f"{MAX_EPOCH} at most; take the number of the weights, or none for the next one",
                 side=self.name,
-                numbers={"epoch": epoch, "now": before},
+                numbers={"epoch": after, "now": before},
             )
-        if MARK in namespace or len(f"{namespace}{MARK}{epoch}") > MAX_NAMESPACE:
-            return Refusal(
-                Code.BAD_REQUEST,
-                f"namespace {namespace!r} cannot have an epoch: with it a name has at most "
-                f"{MAX_NAMESPACE} characters, and {MARK!r} once",
-                side=self.name,
-            )
-        if namespace not in self.by_namespace and len(self.by_namespace) >= MOST_EPOCHS:
+        if family not in self.by_namespace and len(self.by_namespace) >= MOST_EPOCHS:
             return Refusal(
                 Code.TOO_LARGE,
-                f"{MOST_EPOCHS} namespaces have an epoch: use fewer names, or restart this node",
+                f"{MOST_EPOCHS} families of namespaces have an epoch: use fewer names, each with "
+                f"its members behind {MEMBER!r}",
                 side=self.name,
                 numbers={"limit": MOST_EPOCHS},
             )
         return None
 
-    def begin(self, namespace: str, epoch: int) -> None:
-        """It is in this epoch from now on; ``flaw`` was asked."""
-        if epoch:
-            self.by_namespace[namespace] = epoch
+    def after(self, namespace: str, epoch: int | None) -> int:
+        """The number that is meant; None is the next one."""
+        return self.now(namespace) + 1 if epoch is None else epoch
 
-    def learn(self, names: Iterable[str]) -> None:
-        """What the tree of before a restart says: the latest epoch of each."""
-        for name in names:
-            namespace, is_marked, number = name.rpartition(MARK)
-            if is_marked and number.isdecimal():
-                known = self.by_namespace.get(namespace, 0)
-                self.by_namespace[namespace] = max(known, int(number))
+    def begin(self, namespace: str, epoch: int) -> None:
+        """Its family is in this epoch from now on; ``flaw`` was asked."""
+        if epoch:
+            self.by_namespace[family_of(namespace)] = epoch
+            self.plain.clear()
+
+    # ---- over restarts -----------------------------------------------------------------------
+
+    def found(self, got: EpochsFound) -> None:
+        """What the daemon before has kept; before anything else happens."""
+        for family, epoch in got.by_family.items():
+            self.begin(family, epoch)
+        self.is_first = got.is_first
+
+    def learn(self, keys: Iterable[str]) -> bool:
+        """What the tree of before a restart has beyond that; whether there was anything.
+
+        The highest epoch of each family counts: more than what is on disk where that was lost, or
+        where the daemon ended while it wrote.
+        """
+        before = dict(self.by_namespace)
+        for key in keys:
+            if SEPARATOR in key:
+                self._at_least(name_in(key), epoch_in(key))
+            elif self.is_first and FORMER_MARK in key:
+                # Which epoch that was cannot be believed, anybody could call a namespace so. That
+                # its family had one can: nothing of before is found in the next.
+                self._at_least(key.rpartition(FORMER_MARK)[0], 1)
+        return self.by_namespace != before
+
+    def _at_least(self, namespace: str, epoch: int) -> None:
+        # A flaw of it is that it is lower than what is known, too.
+        if self.flaw(namespace, epoch) is None:
+            self.begin(namespace, epoch)
+
+    def over(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Those of the tree's keys that no request means any more."""
+        return tuple(
+            key
+            for key in keys
+            if epoch_in(key) != self.now(key) or (self.is_first and FORMER_MARK in key)
+        )
+
+
+class SendsOfFamilies(Protocol):
+    """The prefill side, as far as a new epoch touches it."""
+
+    def end_family(self, family: str, why: Refusal) -> None:
+        """End the sends of a family of namespaces that nobody has begun to receive."""
+
+
+def begin_epoch(
+    epochs: Epochs, sends: SendsOfFamilies, out: Outbox, *, family: str, epoch: int, who: str
+) -> None:
+    """A family is in this epoch from now on; the caller drops what is cached, and answers."""
+    before = epochs.now(family)
+    epochs.begin(family, epoch)
+    out.emit(events.EpochBegan(namespace=family, epoch=epoch, who=who))
+    # What is being received goes on: it was asked for before, and the decode side keeps it in its
+    # own epoch. What nobody has come for yet would be received from now on.
+    why = Refusal(
+        Code.PROMPT_MISMATCH,
+        f"{epochs.name} is in epoch {epoch} of {family!r} now, and this was sent in {before}: "
+        "compute and send it again",
+        side=epochs.name,
+        numbers={"epoch": epoch, "sent_in_epoch": before},
+    )
+    sends.end_family(family, why)
+
+
+def other_epoch(key: str, peer_epoch: int, side: str) -> Refusal:
+    """Why a prompt of ours is not the one that a peer offers pages for."""
+    mine = epoch_in(key)
+    return Refusal(
+        Code.PROMPT_MISMATCH,
+        f"the decode side asks in epoch {peer_epoch}, the prompt here is of {quoted(key)}"
+        f"{'' if mine else ', epoch 0'}: KV of other weights is not sent; say the same epoch on "
+        "both",
+        side=side,
+        numbers={"epoch": mine, "peer_epoch": peer_epoch},
+    )
+
+
+# ---- answered when it is kept ------------------------------------------------------------------
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class EpochAnswer:
+    """Who is told of an epoch once it is on disk: an engine, or an operator."""
+
+    __slots__ = ("family", "operator", "report", "session", "since_s")
+
+    def __init__(
+        self,
+        family: str,
+        since_s: float,
+        *,
+        report: client.FlushReport | admin.Report,
+        session: int = 0,
+        operator: bytes = b"",
+    ) -> None:
+        self.family = family
+        self.since_s = since_s
+        self.report = report
+        self.session = session
+        self.operator = operator
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class EpochAnswers:
+    """The answers that wait for a disk. One write at a time: what is said meanwhile is the next.
+
+    Invariant: while anybody waits a write is under way.
+    """
+
+    __slots__ = ("_epochs", "_last", "_out", "in_write", "kept", "waiting", "writing")
+
+    def __init__(self, epochs: Epochs, out: Outbox) -> None:
+        self.kept: dict[str, int] = {}
+        """What is on disk."""
+        self.writing: dict[str, int] | None = None
+        """What is being written; None: nothing is."""
+        self.in_write: list[EpochAnswer] = []
+        self.waiting: list[EpochAnswer] = []
+        """Of those, whose epoch is not in ``writing``."""
+        self._epochs = epochs
+        self._out = out
+        self._last = 0
+
+    def found(self, got: EpochsFound) -> None:
+        """What is on disk from the start."""
+        self.kept = dict(got.by_family)
+
+    def answer(self, answer: EpochAnswer) -> None:
+        """Tell it now if its epoch is on disk, else when it is."""
+        epochs = self._epochs.by_namespace
+        if self.kept.get(answer.family, 0) == epochs.get(answer.family, 0):
+            self._tell(answer, None)
+            return
+        self.waiting.append(answer)
+        self.write()
+
+    def write(self) -> None:
+        """Have the epochs of now written down, unless a write is under way."""
+        if self.writing is not None:
+            return
+        self._last += 1
+        self.writing = dict(self._epochs.by_namespace)
+        self.in_write, self.waiting = self.waiting, []
+        self._out.effects.append(effects.KeepEpochs(self._last, dict(self.writing)))
+
+    def written(self, got: EpochsKept) -> None:
+        """The write is over, well or not."""
+        if self.writing is None or got.ticket != self._last:
+            return
+        refusal = self._unkept(f"could not be written: {got.why}") if got.why else None
+        if refusal is None:
+            self.kept = self.writing
+        self.writing = None
+        done, self.in_write = self.in_write, []
+        for answer in done:
+            self._tell(answer, refusal)
+        # Also where whoever has said it waits no more. What failed is not tried again by itself.
+        if self.waiting or (refusal is None and self.kept != self._epochs.by_namespace):
+            self.write()
+
+    def tick(self) -> None:
+        """Whoever has waited too long hears so; the write goes on, and counts when it is done."""
+        late_s = self._out.at_s - KEEP_WITHIN_S
+        for answers in (self.in_write, self.waiting):
+            for answer in [one for one in answers if one.since_s <= late_s]:
+                answers.remove(answer)
+                self._tell(answer, self._unkept(f"are not written after {KEEP_WITHIN_S:g} s"))
+
+    def _unkept(self, why: str) -> Refusal:
+        return Refusal(
+            Code.ABORTED,
+            f"the epochs of {self._epochs.name} {why}. Nothing of before is found, and a restart "
+            "may undo that: see to the directory (cache.epochs_directory), and say the epoch again",
+            side=self._epochs.name,
+        )
+
+    def _tell(self, answer: EpochAnswer, refusal: Refusal | None) -> None:
+        report = answer.report
+        if isinstance(report, client.FlushReport):
+            told = report if refusal is None else client.Failed(report.call, refusal)
+            self._out.answer(answer.session, told)
+            return
+        said = report if refusal is None else admin.AdminFailed(report.call, refusal)
+        self._out.effects.append(effects.AnswerOperator(answer.operator, said))

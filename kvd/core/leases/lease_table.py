@@ -48,6 +48,8 @@ from kvd.types import ID_BYTES, NO_PAGES, NO_TOKENS, Pages, Tokens, count, slice
 from kvd.wire import client, events
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from kvd.core.cache.eviction import Policy
     from kvd.core.cache.lease import Claim, Demand, Lent, Quarantine, Writer
     from kvd.core.cache.radix_node import RadixNode
@@ -811,12 +813,19 @@ class LeaseTable:
         tell_evicted(self._out, n_freed, len(evicted.victims), reason)
         return n_freed
 
-    def flush(self, namespace: str | None = None) -> tuple[int, int]:
-        """Drop every unlocked cached page, of one namespace or of all.
+    def flush(
+        self, keys: Collection[str] | None = None, namespace: str | None = None
+    ) -> tuple[int, int]:
+        """Drop every unlocked cached page, of these keys of the tree or of all.
 
-        Returns pages freed and pages kept by a lock.
+        Args:
+            keys: None: all of them.
+            namespace: what these are called for whoever watches.
+
+        Returns:
+            Pages freed, and pages kept by a lock.
         """
-        flushed = self.tree.flush(namespace)
+        flushed = self.tree.flush(keys)
         self.evicted_filter.left(flushed.nodes)
         n_freed = count(flushed.pages)
         self.return_pages(flushed.pages)

@@ -24,7 +24,7 @@ import msgspec
 
 from kvd.core.cache.lease import ENGINE
 from kvd.core.cache.lease_state import LeaseStage
-from kvd.core.leases.prompts import ToldPrompts
+from kvd.core.leases.prompts import PromptBudget, ToldPrompts
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 
@@ -75,7 +75,9 @@ class Session:
         *("dead_ranks", "hang_up", "id", "is_former", "name", "pids", "prompts", "since_s"),
     )
 
-    def __init__(self, session_id: int, name: str, since_s: float) -> None:
+    def __init__(
+        self, session_id: int, name: str, since_s: float, budget: PromptBudget | None = None
+    ) -> None:
         self.id = session_id
         self.name = name
         self.pids: list[int] = []
@@ -84,7 +86,7 @@ class Session:
         """By rank; one that speaks again is none."""
         self.is_former = False
         """Whether it is of before the restart, and its engine has not come back yet."""
-        self.prompts = ToldPrompts()
+        self.prompts = ToldPrompts(budget)
         self.hang_up: HangUp | None = None
         """Of the daemon on it, while processes of it live; ``pids`` are those then."""
 
@@ -137,23 +139,33 @@ class HandoffSides:
 class SessionTable:
     """The living sessions, by number."""
 
-    def __init__(self, name: str, out: Outbox) -> None:
+    def __init__(self, name: str, max_told_bytes: int, out: Outbox) -> None:
         self.by_id: dict[int, Session] = {}
         self.name = name
         """This node's."""
+        self.prompts = PromptBudget(max_told_bytes)
         self._out = out
+
+    def _open(self, number: int, name: str) -> Session:
+        session = self.by_id[number] = Session(number, name, self._out.at_s, self.prompts)
+        return session
+
+    def end(self, session: Session) -> None:
+        """It is none of them any more, and what was kept of its prompts goes."""
+        if self.by_id.pop(session.id, None) is not None:
+            session.prompts.end()
 
     def joined(self, got: ClientJoined) -> None:
         """A process opened the session or joined it."""
         session = self.by_id.get(got.session)
         if session is None:
-            session = self.by_id[got.session] = Session(got.session, got.name, got.at_s)
+            session = self._open(got.session, got.name)
         session.saw(got.pid)
         self._out.emit(events.ClientAttached(session=session.id, name=session.name, pid=got.pid))
 
     def awaits(self, former: FormerSession) -> None:
         """It was there before the restart; its engine may come back."""
-        session = self.by_id[former.id] = Session(former.id, former.name, self._out.at_s)
+        session = self._open(former.id, former.name)
         # At least one: what is told of its end names the last.
         session.pids = list(former.pids) or [0]
         session.is_former = True
@@ -180,6 +192,7 @@ class Sessions:
         sides: HandoffSides,
         out: Outbox,
     ) -> None:
+        self._open = owners.sessions
         self.by_id = owners.sessions.by_id
         """Those of the table: read them."""
         self._name = owners.sessions.name
@@ -264,7 +277,7 @@ class Sessions:
             f"the last process of {session.name} (pid {session.pids[-1]}) is gone",
             side=self._name,
         )
-        del self.by_id[session.id]  # first: nobody is told what becomes of its requests
+        self._open.end(session)  # first: nobody is told what becomes of its requests
         self._over(session, self._give_up(session, why))
         self._admission.wake()
 
@@ -309,7 +322,7 @@ class Sessions:
 
     def _over(self, session: Session, handoffs: int) -> None:
         """No process of it writes any more."""
-        self.by_id.pop(session.id, None)
+        self._open.end(session)
         # By its holder and not by the session alone: what only a send or a copy holds ends with
         # that.
         leases = self._leases_of(session)

@@ -54,7 +54,7 @@ def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusa
             numbers={"theirs": message.protocol, "ours": PROTOCOL},
         )
     # Before its name is looked up or kept: who may not speak leaves no trace but this refusal.
-    if peers.allow and message.node not in peers.allow:
+    if peers.allowed and message.node not in peers.allowed:
         return Refusal(
             Code.PEER_UNKNOWN,
             f"{message.node!r} is not in peers.allow of {mine.name}",

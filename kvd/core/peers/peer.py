@@ -99,6 +99,8 @@ class Peer:
     max_frame_bytes: int = 0
     serves_pulls: bool = False
     """Whether it can be asked what it has of a prompt."""
+    knows_epochs: bool = False
+    """Whether it reads which epoch that is of."""
     life: Life = Life.LOST
     heard_s: float = 0.0
     layout: Layout = UNREAD

@@ -21,6 +21,7 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core.layout.spec import fingerprint
 from kvd.core.peers.agents import Agents
+from kvd.core.peers.allowed import allowed_by_name, unreadable
 from kvd.core.peers.compatibility import read_layout
 from kvd.core.peers.hello import unwelcome
 from kvd.core.peers.peer import NO_CLAIM, UNSAID, Dialed, Life, Peer, lost_because
@@ -47,8 +48,8 @@ class Peers:
         self.generation = 0
         """Of our own receiving transfer process; 0: none serves now."""
         self.metadata = b""
-        self.allow = settings.allow
-        """Who may say Hello; an operator may change it."""
+        self.allowed = allowed_by_name(settings.allow)
+        """Who may say Hello, and what each may pull; nobody named: everybody, everything."""
         self._settings = settings
         self._layout = fingerprint(settings.spec)
         self._out = out
@@ -201,6 +202,7 @@ class Peers:
         peer.max_aux_bytes = message.max_aux_bytes
         peer.max_frame_bytes = message.max_frame_bytes
         peer.serves_pulls = message.serves_pulls
+        peer.knows_epochs = message.knows_epochs
         # With the generation, not with each Hello: only a new transfer process can bring another
         # pool.
         read_layout(peer, message.layout, self._settings)
@@ -235,6 +237,7 @@ class Peers:
                 max_aux_bytes=mine.max_aux_bytes,
                 max_frame_bytes=mine.max_frame_bytes,
                 serves_pulls=True,
+                knows_epochs=True,
             ),
         )
 
@@ -273,6 +276,16 @@ class Peers:
         peer = self.current(incarnation, generation)
         if peer is not None:
             self.agents.drop(peer, why)
+
+    # ---- who may what ------------------------------------------------------------------------
+
+    def allow(self, entries: tuple[str, ...]) -> None:
+        """An operator has changed ``peers.allow``: it holds for what is asked from now on."""
+        self.allowed = allowed_by_name(entries)
+
+    def not_to_read(self, peer: str, namespace: str) -> Refusal | None:
+        """Why a peer may not pull what is cached in a namespace."""
+        return unreadable(self.allowed, peer, namespace, self._settings.name)
 
     # ---- finding one -------------------------------------------------------------------------
 

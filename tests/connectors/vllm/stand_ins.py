@@ -217,7 +217,8 @@ class StandInNode:
         assert how["release"]
         return lease.begin_release()
 
-    def begin_flush(self, namespace):
+    def begin_new_epoch(self, namespace):
+        self.epochs.append(namespace)
         self.cached.clear()
         return Call(self, lambda: True)
 

@@ -260,7 +260,7 @@ class WorldNode:
         assert release
         return WorldCall(self, hand_over)
 
-    def begin_flush(self, namespace):
+    def begin_new_epoch(self, namespace):
         return WorldCall(self, lambda: self.world.cached.clear() or True)
 
 

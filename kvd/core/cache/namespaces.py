@@ -1,0 +1,84 @@
+"""What the tree calls a namespace: its name, and behind it the epoch that it is in.
+
+    llama            epoch 0, the name alone
+    llama<US>7       epoch 7; US is the control character "unit separator"
+
+No name from outside may have a control character, so no name is another one in some epoch: what was
+cached before an epoch begins can never be found in it, whatever it was called. What is shown to
+anybody is ``told``. The *family* of a namespace is what stands before its first ``#``: ``llama``
+and ``llama#salt=1`` are of one family, and a family has one epoch (``leases.epochs``).
+
+What must not live here: which epoch a family is in.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from kvd.errors import Code, Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SEPARATOR: Final = "\x1f"
+"""Between a name and its epoch."""
+
+MEMBER: Final = "#"
+"""Behind it stands what tells the members of a family apart."""
+
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
+
+
+def key_of(namespace: str, epoch: int) -> str:
+    """What the tree calls a namespace in this epoch."""
+    return f"{namespace}{SEPARATOR}{epoch}" if epoch else namespace
+
+
+def name_in(key: str) -> str:
+    """The namespace that is meant."""
+    return key.partition(SEPARATOR)[0]
+
+
+def epoch_in(key: str) -> int:
+    """The epoch that is meant; 0 for a key that no daemon has made."""
+    number = key.partition(SEPARATOR)[2]
+    return int(number) if number.isascii() and number.isdigit() else 0
+
+
+def family_of(namespace: str) -> str:
+    """The family of a namespace, given by its name or its key."""
+    return name_in(namespace).partition(MEMBER)[0]
+
+
+def keys_meant(namespace: str, keys: Iterable[str]) -> tuple[str, ...]:
+    """Those of ``keys`` that a flush of ``namespace`` is about, in whatever epoch.
+
+    The name of a family means all its members, the name of a member that one alone.
+    """
+    return tuple(key for key in keys if namespace in {name_in(key), family_of(key)})
+
+
+def told(key: str) -> str:
+    """For people: ``llama``, or ``llama, epoch 7``."""
+    epoch = epoch_in(key)
+    return f"{name_in(key)}, epoch {epoch}" if epoch else name_in(key)
+
+
+def quoted(key: str) -> str:
+    """For a sentence: ``'llama'``, or ``'llama', epoch 7``."""
+    epoch = epoch_in(key)
+    return f"{name_in(key)!r}, epoch {epoch}" if epoch else repr(name_in(key))
+
+
+def bad_name(namespace: str, side: str) -> Refusal | None:
+    """Why nobody may call a namespace so."""
+    found = _CONTROL.search(namespace)
+    if found is None:
+        return None
+    return Refusal(
+        Code.BAD_REQUEST,
+        f"namespace {namespace!r} has the control character {found[0]!r}: give it letters, digits "
+        "and signs alone, or the hex of its hash",
+        side=side,
+    )

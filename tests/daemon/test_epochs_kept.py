@@ -1,0 +1,144 @@
+"""The epochs of a daemon in the one after it: the file, and daemons that are stopped and killed."""
+
+from __future__ import annotations
+
+import json
+import stat
+import tempfile
+
+import pytest
+
+import kvd.client
+from kvd.client import KvdError
+from kvd.daemon.epochs_file import EpochsFile, KeptEpochs
+from kvd.daemon.socket_activation import UnfitConfig
+from tests.daemon.kv import PAGE, SHAPE, tokens_of
+from tests.support.daemons import Daemon, two_daemons
+
+# ---- the file ----------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read_and_a_half_of_it_never_is(tmp_path):
+    file = EpochsFile(tmp_path / "below" / "n.epochs")
+    assert file.read() is None
+    file.write({})
+    assert file.read() == KeptEpochs({})
+    # Of a daemon that was killed in the middle of it.
+    (tmp_path / "below" / "n.epochs.new").write_text('{"epochs":{"m')
+    file.write({"m": 2**53 - 1, "": 1, "ü#": 2})
+    assert file.read() == KeptEpochs({"m": 2**53 - 1, "": 1, "ü#": 2})
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+    assert [one.name for one in file.path.parent.iterdir()] == ["n.epochs"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", '{"epochs":[]}', '{"epochs":{"m":-1}}', '{"epochs":{"m":9007199254740992}}',
+        '{"epochs":{"m":"7"}}', '{"epochs":{},"format":2}', '{"epochs":{},"more":1}', "\xff",
+    ],
+)  # fmt: skip
+def test_a_damaged_one_is_not_guessed_at(tmp_path, text):
+    path = tmp_path / "n.epochs"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UnfitConfig, match=r"n\.epochs, which says the epochs.*kvd epoch"):
+        EpochsFile(path).read()
+
+
+def test_one_that_others_can_write_and_a_link_are_not_believed(tmp_path):
+    file = EpochsFile(tmp_path / "n.epochs")
+    file.write({"m": 1})
+    file.path.chmod(0o620)
+    with pytest.raises(UnfitConfig, match="others can write it"):
+        file.read()
+    file.path.rename(tmp_path / "other")
+    file.path.symlink_to(tmp_path / "other")
+    with pytest.raises(UnfitConfig, match="cannot be read"):
+        file.read()
+
+
+# ---- real daemons ------------------------------------------------------------------------------
+
+
+def again(daemon: Daemon, *, killed: bool) -> None:
+    daemon.kill() if killed else daemon.stop()
+    daemon.start()
+    daemon.wait_ready()
+
+
+@pytest.fixture(params=["anon", "shm"])
+def daemon(request, tmp_path):
+    with tempfile.TemporaryDirectory(prefix="kvd-test-", dir="/dev/shm") as memory:
+        own = {"pool.directory": memory} if request.param == "shm" else {}
+        one = Daemon("n", tmp_path, {**SHAPE, "pool.backing": request.param, **own})
+        one.start()
+        one.wait_ready()
+        yield one
+        one.stop()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_daemon_begins_in_the_epoch_that_the_one_before_has_answered(daemon, killed):
+    tokens = tokens_of(3 * PAGE, seed=5)
+    with kvd.client.connect_sync(daemon.client, name="e") as node:
+        for namespace in ("m#a", "x"):
+            lease = node.lease(tokens, namespace=namespace)
+            lease.commit()
+            if namespace == "m#a":
+                kept = lease
+        assert node.new_epoch("m", 7).epoch == 7
+        assert node.new_epoch("empty").epoch == 1
+        kept.release(())
+    again(daemon, killed=killed)
+    with kvd.client.connect_sync(daemon.client, name="e") as node:
+        assert node.snapshot().epochs == {"empty": 1, "m": 7}
+        assert node.match(tokens, namespace="m#a").tokens == 0
+        with pytest.raises(KvdError) as caught:
+            node.new_epoch("m", 6)
+        assert caught.value.numbers == {"epoch": 6, "now": 7}
+        assert node.new_epoch("m").epoch == 8
+
+
+def test_what_cannot_be_written_is_refused_with_the_file_and_the_reason(daemon):
+    with kvd.client.connect_sync(daemon.client, name="e") as node:
+        path = daemon.directory / "n.epochs"
+        blocked = daemon.directory / "n.epochs.new"
+        blocked.mkdir()  # which no file can take the place of
+        with pytest.raises(KvdError) as caught:
+            node.new_epoch("m", 3)
+        assert caught.value.code == "aborted"
+        assert "n.epochs" in str(caught.value)
+        assert json.loads(path.read_text())["epochs"] == {}
+        # It counts until the daemon ends.
+        assert node.snapshot().epochs == {"m": 3}
+        blocked.rmdir()
+        assert node.new_epoch("m", 3).epoch == 3
+        assert json.loads(path.read_text())["epochs"] == {"m": 3}
+
+
+def test_a_daemon_with_a_damaged_file_does_not_start(tmp_path):
+    one = Daemon("n", tmp_path, SHAPE)
+    (one.directory / "n.epochs").write_text("{")
+    one.start()
+    one._process.wait(30)
+    assert one._process.returncode == 78
+    assert "n.epochs, which says the epochs of namespaces, is damaged" in one.quoted_log()
+
+
+def test_a_peer_pulls_what_its_entry_names(tmp_path):
+    tokens = tokens_of(3 * PAGE, seed=6)
+    with (
+        two_daemons(tmp_path, {**SHAPE, "peers.allow": "p,d:llama"}) as pair,
+        kvd.client.connect_sync(pair.prefill.client, name="p") as p,
+        kvd.client.connect_sync(pair.decode.client, name="d") as d,
+    ):
+        for namespace in ("llama#1", "qwen"):
+            p.lease(tokens, namespace=namespace).release(())
+        pulled = d.receive(tokens, source="p", namespace="llama#1")
+        pulled.done()
+        assert pulled.n_tokens == 3 * PAGE
+        pulled.lease.release()
+        with pytest.raises(KvdError) as caught:
+            d.receive(tokens, source="p", namespace="qwen").done()
+        assert caught.value.code == "not-supported"
+        assert "d:qwen" in str(caught.value)
