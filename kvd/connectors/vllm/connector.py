@@ -189,6 +189,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def _name(self, packings: list[BlockPacking]) -> None:
         """Everything that decides what the engine's KV is of is known now."""
         packing = agreed(packings)
+        if packings and packing is None:
+            tags = ", ".join(sorted({one.tag for one in packings}))
+            logger.warning("kvd caches nothing: ranks of this engine pack unlike blocks: %s", tags)
         if self._is_named or packing is None:
             return
         found = identity_of(
