@@ -253,6 +253,30 @@ def test_beside_a_connector_that_hands_over(forks, daemon, models, order, handof
     assert again["cached"] == CACHED
 
 
+METRICS = """
+from types import SimpleNamespace
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from kvd.connectors.vllm.stats import KvdPromMetrics, KvdStats
+
+types = {one: one for one in (Counter, Gauge, Histogram)}
+config = SimpleNamespace(kv_transfer_config=None)
+metrics = KvdPromMetrics(config, types, ["engine"], {0: ["0"]})
+first = KvdStats(data={"hit_tokens": 3}).with_namespace("model:float32:1")
+both = first.aggregate(KvdStats(data={"hit_tokens": 4}))
+assert both.reduce() == {"hit_tokens": 7}
+metrics.observe(both.data)
+metrics.observe({"hit_tokens": 1})
+labels = {"engine": "0", "namespace": "model:float32:1"}
+assert REGISTRY.get_sample_value("vllm:kvd_namespace_info", labels) == 1
+assert REGISTRY.get_sample_value("vllm:kvd_hit_tokens_total", {"engine": "0"}) == 8
+"""
+
+
+def test_the_namespace_is_a_label_of_a_metric():
+    done = subprocess.run([PYTHON, "-c", METRICS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_configuration_was_recorded_from_these_classes():
     found = subprocess.run(
         [PYTHON, str(HERE / "vllm_record.py")], capture_output=True, check=True, text=True
