@@ -134,7 +134,7 @@ DRAFT_APART: Final = frozenset(
 )
 """Of ``SpeculativeConfig``."""
 
-WITHOUT_KV: Final = frozenset({None, "ngram", "ngram_gpu", "suffix", "custom_class"})
+WITHOUT_KV: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Ways to speculate that have no model, and so no KV."""
 
 LORA_APART: Final = frozenset({"max_loras", "max_cpu_loras", "specialize_active_lora"})
@@ -363,7 +363,7 @@ class _Parts:
     def add(self, name: str, make: Callable[[], object]) -> None:
         try:
             part = make()
-        except (UnknownWeights, TypeError, ValueError) as error:
+        except (UnknownWeights, AttributeError, TypeError, ValueError) as error:
             self.alone.append(f"{name}: {error}")
             part = f"unknown {secrets.token_hex(8)}"
         self.found[name] = json.dumps(part, sort_keys=True)
@@ -471,6 +471,8 @@ def _draft(config: Any, files_of: Callable[[Any, Any], str]) -> object:
     if speculation is None or speculation.method in WITHOUT_KV:
         return None
     model = speculation.draft_model_config
+    if model is None:
+        return described(speculation, apart=DRAFT_APART)
     return [
         described(speculation, apart=DRAFT_APART),
         described(model.hf_config),

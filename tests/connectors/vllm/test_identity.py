@@ -319,6 +319,11 @@ def test_a_model_that_drafts_has_kv_of_its_own(model, tmp_path):
     assert engine(model, speculates(other, "eagle3")).namespace != drafted.namespace
     assert engine(model, speculates(other, "ngram")).namespace == plain.namespace
 
+    def by_a_class(config):
+        config.speculative_config = CLASSES["SpeculativeConfig"](method="custom_class")
+
+    assert engine(model, by_a_class).namespace != plain.namespace
+
 
 def test_where_a_configuration_was_read_is_in_no_name(model):
     def change(config):
