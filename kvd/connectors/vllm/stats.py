@@ -59,19 +59,23 @@ class KvdStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Begin anew."""
-        self.data: dict[str, Any] = {}
+        self.data: dict[str, float | str] = {}
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """Without the namespace."""
+        return {name: n for name, n in self.data.items() if not isinstance(n, str)}
 
     def aggregate(self, other: KVConnectorStats) -> KvdStats:
         """The sums of both."""
-        names = {*self.data, *other.data} - {NAMESPACE}
-        sums: dict[str, Any] = {n: self.data.get(n, 0) + other.data.get(n, 0) for n in names}
-        told = other.data.get(NAMESPACE) or self.data.get(NAMESPACE)
-        return KvdStats(data={**sums, NAMESPACE: told} if told else sums)
+        assert isinstance(other, KvdStats)
+        mine, others = self.sums, other.sums
+        sums = {name: mine.get(name, 0) + others.get(name, 0) for name in {*mine, *others}}
+        return KvdStats(data=self.data | other.data | sums)
 
     def reduce(self) -> dict[str, int | float]:
         """For a log line."""
-        names = sorted(self.data.keys() - {NAMESPACE})
-        return {name: round(self.data[name], 4) for name in names}
+        return {name: round(n, 4) for name, n in sorted(self.sums.items())}
 
     def is_empty(self) -> bool:
         """Whether nothing has happened."""
@@ -104,7 +108,7 @@ class KvdPromMetrics(KVConnectorPromMetrics):
             labelnames=[*labelnames, NAMESPACE],
         )
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+    def observe(self, transfer_stats_data: dict[str, float | str], engine_idx: int = 0) -> None:
         """Add what has come."""
         told = transfer_stats_data.get(NAMESPACE)
         if told is not None:
