@@ -55,9 +55,11 @@ wheel: setup
 wheel-pure: setup
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build -o dist
 
-# With KVD_VLLM_PYTHON: the interpreter of an environment that has vLLM for the CPU, and kvd.
+# With KVD_VLLM_PYTHON: the interpreter of an environment that has vLLM for the CPU, and kvd. What it
+# lacks is said before anything starts, and how to make one.
 test-engines: setup
-	$(BIN)/python -m pytest -q tests/engines
+	$(BIN)/python -m tests.engines.environment
+	$(BIN)/python -m pytest -q tests/engines $(ARGS)
 
 # kvd as the wheel has it, in a place of its own: no compiled module comes into this checkout.
 test-compiled: wheel

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import re
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.engines.environment import PYTHON
 from tests.support.daemons import two_daemons
-
-PYTHON = os.environ.get("KVD_VLLM_PYTHON", "")
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="KVD_VLLM_PYTHON names no environment with vLLM"),
@@ -34,24 +33,6 @@ POOL = {
     "pool.pages": "400",
 }
 
-MODEL = """
-import sys
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(
-    hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,
-    num_key_value_heads=4, vocab_size=4096, max_position_embeddings=4096,
-    tie_word_embeddings=False,
-))
-with torch.no_grad():
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.mul_(3)  # logits far enough apart that every prompt has tokens of its own
-model.save_pretrained(sys.argv[1])
-"""
-
 TO_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -65,16 +46,23 @@ TO_DECODE = {
 class Engine:
     """One vLLM process; ``endpoint`` of its daemon, or none."""
 
-    def __init__(self, model: Path, endpoint: str | None) -> None:
+    def __init__(self, model: Path, endpoint: str | None, log: Path) -> None:
+        self.log = log
         command = [PYTHON, str(PROCESS), str(model)]
         if endpoint is not None:
             command += [
                 "--options",
                 json.dumps({"kvd.endpoint": endpoint, "kvd.namespace": "tests"}),
             ]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=model.parent
-        )
+        with log.open("w") as target:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=target,
+                text=True,
+                cwd=model.parent,
+            )
 
     def ready(self) -> None:
         assert self._read() == "ready"
@@ -86,6 +74,12 @@ class Engine:
         self._process.stdin.flush()
         (answer,) = self._read()
         return answer
+
+    @property
+    def namespace(self) -> str:
+        """What it says that its KV is of."""
+        (found,) = set(re.findall(r"kvd namespace (\S+) is of", self.log.read_text()))
+        return found
 
     def _read(self):
         assert self._process.stdout is not None
@@ -104,16 +98,17 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory):
+def engines(models, tmp_path_factory):
     """One engine for each of two daemons, and one without kvd."""
-    directory = tmp_path_factory.mktemp("vllm")
-    model = directory / "model"
-    subprocess.run([PYTHON, "-c", MODEL, str(model)], check=True, cwd=directory)
+    directory, model = tmp_path_factory.mktemp("vllm"), models / "model"
     with two_daemons(directory, POOL) as pair, contextlib.ExitStack() as stack:
         found = {
-            "p": Engine(model, pair.prefill.client),
-            "d": Engine(model, pair.decode.client),
-            "alone": Engine(model, None),
+            name: Engine(model, endpoint, directory / f"{name}.log")
+            for name, endpoint in (
+                ("p", pair.prefill.client),
+                ("d", pair.decode.client),
+                ("alone", None),
+            )
         }
         for engine in found.values():
             stack.callback(engine.close)
@@ -163,14 +158,17 @@ def test_a_page_that_is_damaged_is_noticed_by_the_tokens(engines):
         "import kvd.client, sys\n"
         "with kvd.client.connect_sync(sys.argv[1], name='damage') as node:\n"
         "    lease = node.lease(list(map(int, sys.argv[2].split(','))), hold='prefix',\n"
-        "                       namespace='tests')\n"
+        "                       namespace=sys.argv[3])\n"
         "    assert lease.prefix_len == 672, lease.prefix_len\n"
         "    for layer in range(8):\n"
         "        (raw,) = node.pool('main').arrays('kv', layer=layer).values()\n"
         "        raw[lease.pages[3]] = 0\n"
     )
     subprocess.run(
-        [PYTHON, "-c", damage, pair.decode.client, ",".join(map(str, ids))],
+        [
+            *(PYTHON, "-c", damage, pair.decode.client, ",".join(map(str, ids))),
+            found["d"].namespace,
+        ],
         check=True,
         cwd="/",
     )

@@ -112,6 +112,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._packing: BlockPacking | None = None
         """How this worker packs, until the scheduler's half has heard of it."""
         self._is_named = False
+        self._untold = ""
+        """What the metrics have not heard yet: the namespace."""
         self._manager: KVCacheManager | None = None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -189,6 +191,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def _name(self, packings: list[BlockPacking]) -> None:
         """Everything that decides what the engine's KV is of is known now."""
         packing = agreed(packings)
+        if packings and packing is None:
+            tags = ", ".join(sorted({one.tag for one in packings}))
+            logger.warning("kvd caches nothing: ranks of this engine pack unlike blocks: %s", tags)
         if self._is_named or packing is None:
             return
         found = identity_of(
@@ -202,7 +207,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             snapshot=_snapshot,
         )
         self._half.name(found.namespace)
-        self._is_named = True
+        self._is_named, self._untold = True, found.namespace
         logger.info("kvd namespace %s is of %s", found.namespace, found.in_words())
         for name, text in found.parts.items():
             logger.debug("kvd namespace %s: %s=%s", found.namespace, name, text)
@@ -348,7 +353,11 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """What has come of it since the last time."""
         if self._worker is not None:
             return KvdStats.of_copies(self._worker.counts)
-        return KvdStats.of_requests(self._half.counts)
+        found, untold = KvdStats.of_requests(self._half.counts), self._untold
+        if not untold:
+            return found
+        self._untold = ""
+        return (found or KvdStats(data={})).with_namespace(untold)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> KvdStats | None:

@@ -134,7 +134,7 @@ DRAFT_APART: Final = frozenset(
 )
 """Of ``SpeculativeConfig``."""
 
-WITHOUT_KV: Final = frozenset({None, "ngram", "ngram_gpu", "suffix", "custom_class"})
+WITHOUT_KV: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Ways to speculate that have no model, and so no KV."""
 
 LORA_APART: Final = frozenset({"max_loras", "max_cpu_loras", "specialize_active_lora"})
@@ -260,12 +260,20 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
     # Of transformers, whose configurations have more than their fields; and of pydantic.
     for method in ("to_dict", "model_dump"):
         if method in methods:
-            found: Mapping[Any, Any] = getattr(value, method)()
-            return {key: item for key, item in found.items() if key not in CONFIG_APART}
+            found: Mapping[Any, Any] = _without_places(getattr(value, method)())
+            return found
     if dataclasses.is_dataclass(value):
         kind = {"": type(value).__name__}
         return kind | {one.name: attribute(value, one.name) for one in dataclasses.fields(value)}
     return None
+
+
+def _without_places(found: Any) -> Any:
+    """Where a configuration was read, and by what: one within another has that too."""
+    if not isinstance(found, Mapping):
+        return found
+    left = {key: item for key, item in found.items() if key not in CONFIG_APART}
+    return {key: _without_places(item) for key, item in left.items()}
 
 
 def attribute(value: Any, name: str) -> Any:
@@ -312,7 +320,7 @@ def identity_of(
     gathered.add("scheme", lambda: SCHEME)
     gathered.add("engine", lambda: f"vllm {series_of(version)}")
     gathered.add("namespace", lambda: options.namespace)
-    gathered.add("weights", lambda: files_of(model, config.load_config))
+    gathered.add("weights", lambda: _lasting(config, options, files_of))
     gathered.add("draft", lambda: _draft(config, files_of))
     gathered.add("multimodal", lambda: _multimodal(model.multimodal_config, since_ns))
     gathered.add(
@@ -355,7 +363,7 @@ class _Parts:
     def add(self, name: str, make: Callable[[], object]) -> None:
         try:
             part = make()
-        except (UnknownWeights, TypeError, ValueError) as error:
+        except (UnknownWeights, AttributeError, TypeError, ValueError) as error:
             self.alone.append(f"{name}: {error}")
             part = f"unknown {secrets.token_hex(8)}"
         self.found[name] = json.dumps(part, sort_keys=True)
@@ -385,6 +393,20 @@ def series_of(version: str) -> str:
     """What of a version decides how blocks are packed: of a release the first two numbers."""
     release = re.fullmatch(r"(\d+\.\d+)(\.\d+)*(\+.*)?", version)
     return release[1] if release else version
+
+
+def _lasting(config: Any, options: VllmOptions, files_of: Callable[[Any, Any], str]) -> str:
+    """Of the model, unless they are to be replaced while it runs.
+
+    Raises:
+        UnknownWeights: they are; or nobody can say which they are.
+    """
+    if attribute(config, "weight_transfer_config") is not None and not options.weights:
+        raise UnknownWeights(
+            "this engine has a weight_transfer_config, by which its weights are replaced while it "
+            "runs; name the weights by kvd.weights"
+        )
+    return files_of(config.model_config, config.load_config)
 
 
 def _weights(
@@ -449,6 +471,8 @@ def _draft(config: Any, files_of: Callable[[Any, Any], str]) -> object:
     if speculation is None or speculation.method in WITHOUT_KV:
         return None
     model = speculation.draft_model_config
+    if model is None:
+        return described(speculation, apart=DRAFT_APART)
     return [
         described(speculation, apart=DRAFT_APART),
         described(model.hf_config),

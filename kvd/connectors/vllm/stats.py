@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -30,8 +30,16 @@ COUNTERS = {
 }
 
 
+NAMESPACE = "namespace"
+"""Beside the counters, once: what the engine's KV is of."""
+
+
 class KvdStats(KVConnectorStats):
-    """Sums since the last time; every field is one of ``COUNTERS``."""
+    """Sums since the last time, one of ``COUNTERS`` each; and ``NAMESPACE``, once it is known."""
+
+    def with_namespace(self, namespace: str) -> KvdStats:
+        """The same, and that."""
+        return KvdStats(data={**self.data, NAMESPACE: namespace})
 
     @classmethod
     def of_requests(cls, counts: Counts) -> KvdStats | None:
@@ -52,16 +60,23 @@ class KvdStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Begin anew."""
-        self.data: dict[str, float] = {}
+        self.data: dict[str, float | str] = {}
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """Without the namespace."""
+        return {name: n for name, n in self.data.items() if not isinstance(n, str)}
 
     def aggregate(self, other: KVConnectorStats) -> KvdStats:
         """The sums of both."""
-        names = {*self.data, *other.data}
-        return KvdStats(data={n: self.data.get(n, 0) + other.data.get(n, 0) for n in names})
+        assert isinstance(other, KvdStats)
+        mine, others = self.sums, other.sums
+        sums = {name: mine.get(name, 0) + others.get(name, 0) for name in {*mine, *others}}
+        return KvdStats(data=self.data | other.data | sums)
 
     def reduce(self) -> dict[str, int | float]:
         """For a log line."""
-        return {name: round(value, 4) for name, value in sorted(self.data.items())}
+        return {name: round(n, 4) for name, n in sorted(self.sums.items())}
 
     def is_empty(self) -> bool:
         """Whether nothing has happened."""
@@ -88,8 +103,18 @@ class KvdPromMetrics(KVConnectorPromMetrics):
                 engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
             }
 
-    def observe(self, transfer_stats_data: dict[str, float], engine_idx: int = 0) -> None:
+        self._namespace = metric_types[Gauge](
+            name="vllm:kvd_namespace_info",
+            documentation="1 for the namespace of what this engine caches.",
+            labelnames=[*labelnames, NAMESPACE],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, float | str], engine_idx: int = 0) -> None:
         """Add what has come."""
+        told = transfer_stats_data.get(NAMESPACE)
+        if told is not None:
+            of_engine = self.per_engine_labelvalues[engine_idx]
+            self._namespace.labels(*of_engine, told).set(1)
         for name, value in transfer_stats_data.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(value)

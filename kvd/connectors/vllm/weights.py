@@ -217,11 +217,32 @@ def _settled(path: Path, files: Sequence[_File], since_ns: int) -> None:
         raise UnknownWeights(
             f"{newest.path} has changed since this engine began, which may have read it before"
         )
-    # A directory that was moved here, or a link that leads elsewhere now, has older files.
+    _in_place(path, since_ns)
+
+
+def _in_place(path: Path, since_ns: int) -> None:
+    """The way to it leads where it led: what was moved there since has older files.
+
+    Raises:
+        UnknownWeights: it does not.
+    """
     for place in (path, *path.parents):
         here = os.lstat(place)
-        if (place == path or stat.S_ISLNK(here.st_mode)) and here.st_ctime_ns > since_ns:
+        if here.st_ctime_ns > since_ns and (place == path or stat.S_ISLNK(here.st_mode)):
             raise UnknownWeights(f"{place} has changed since this engine began")
+
+
+def _as_read(path: Path, files: Sequence[_File], since_ns: int) -> None:
+    """What was read is still there, and the same; for each request, so no more is looked at.
+
+    Raises:
+        UnknownWeights: it is not.
+    """
+    for file in files:
+        if os.stat(file.path).st_ctime_ns != file.inode_ns:
+            raise UnknownWeights(f"{file.path} has changed since this engine began")
+    if not all(file.blob for file in files):
+        _in_place(path, since_ns)
 
 
 def process_began_ns() -> int:
@@ -243,6 +264,14 @@ class AdapterView(Protocol):
     lora_path: str
     load_inplace: bool
     is_3d_lora_weight: bool
+
+
+class _ReadAdapter(msgspec.Struct, frozen=True):
+    """What was found at a path, and of which files."""
+
+    digest: str
+    path: Path
+    files: tuple[_File, ...]
 
 
 class Adapters:
@@ -267,7 +296,7 @@ class Adapters:
         self._paths: dict[int, str] = {}
         """By number; of one that had two, none."""
         self._told: set[str] = set()
-        self._reading: dict[str, Future[WeightFiles]] = {}
+        self._reading: dict[str, Future[_ReadAdapter]] = {}
         self._reader = ThreadPoolExecutor(1, "kvd-adapters")
 
     def known_as(self, adapter: AdapterView) -> str | None:
@@ -298,23 +327,24 @@ class Adapters:
             return f"path {path}"
         if not os.path.isdir(path):
             raise UnknownWeights(f"{path} is no directory of this host")
-        # Of each request: what was read is as it was.
-        try:
-            _settled(Path(path), _listed(Path(path)), self.since_ns)
-        except OSError as error:
-            raise UnknownWeights(f"{path} cannot be read: {error}") from None
         reading, wait_s = self._reading.get(path), 0.0
         if reading is None:
             reading, wait_s = self._reader.submit(self._read, Path(path)), ADAPTER_WAIT_S
             self._reading[path] = reading
         try:
-            return reading.result(wait_s).digest
+            found = reading.result(wait_s)
+            _as_read(found.path, found.files, self.since_ns)
         except TimeoutError:
             # It goes on behind this request; a later one finds it.
             raise UnknownWeights("") from None
+        except OSError as error:
+            raise UnknownWeights(f"{path} cannot be read: {error}") from None
+        return found.digest
 
-    def _read(self, path: Path) -> WeightFiles:
-        return weight_files(path, since_ns=self.since_ns)
+    def _read(self, path: Path) -> _ReadAdapter:
+        files = _listed(path)
+        digest = weight_files(path, since_ns=self.since_ns).digest
+        return _ReadAdapter(digest, path, tuple(files))
 
     def close(self) -> None:
         """Read no more."""

@@ -189,7 +189,11 @@ UNLIKE = {
     "what an older version lacks": {"change": a_part_less},
 }
 
-UNKNOWN = {"a function", "an odd configuration"}
+UNLIKE["weights that are replaced"] = {
+    "change": lambda config: setattr(config, "weight_transfer_config", {"backend": "nccl"})
+}
+
+UNKNOWN = {"weights that are replaced", "a function", "an odd configuration"}
 
 
 @pytest.mark.parametrize("what", UNLIKE)
@@ -314,6 +318,25 @@ def test_a_model_that_drafts_has_kv_of_its_own(model, tmp_path):
     (other / "model.safetensors").write_bytes(b"others")
     assert engine(model, speculates(other, "eagle3")).namespace != drafted.namespace
     assert engine(model, speculates(other, "ngram")).namespace == plain.namespace
+
+    def by_a_class(config):
+        config.speculative_config = CLASSES["SpeculativeConfig"](method="custom_class")
+
+    assert engine(model, by_a_class).namespace != plain.namespace
+
+
+def test_where_a_configuration_was_read_is_in_no_name(model):
+    def change(config):
+        inner = {"hidden_size": 7, "_name_or_path": "/a", "transformers_version": "1"}
+        config.model_config.hf_config.vision_config = inner
+        config.model_config.hf_config._name_or_path = "/a"
+
+    def elsewhere(config):
+        change(config)
+        config.model_config.hf_config.vision_config["_name_or_path"] = "/b"
+        config.model_config.hf_config._name_or_path = "/b"
+
+    assert engine(model, change).namespace == engine(model, elsewhere).namespace
 
 
 def test_how_a_picture_is_made_an_embedding_of(model):

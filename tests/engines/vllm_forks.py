@@ -1,0 +1,100 @@
+"""vLLM imported once; an engine for each line of JSON, in a process that is forked for it.
+
+An engine so starts in a few seconds. Run by the interpreter of an environment that has vLLM. In:
+``{"engine": {...}, "asks": [{"ids": [...], "lora": [name, number, path]}], "log": PATH}``, with
+what ``LLM`` takes. Out: the answer of each, or ``{"error": ...}`` if the engine does not start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    OMP_NUM_THREADS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_STREAM="ext://sys.stderr",
+    HF_HUB_OFFLINE="1",
+)
+
+
+def answers_of(asked):
+    """What one engine says."""
+    from vllm import LLM, SamplingParams  # noqa: PLC0415 - reads the environment
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
+
+    how = {
+        "dtype": "float32",
+        "block_size": 32,
+        "max_model_len": 2048,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    engine = LLM(
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        disable_log_stats=True,
+        distributed_executor_backend="uni",
+        **how | asked["engine"],
+    )
+    found = []
+    for ask in asked["asks"]:
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=8,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": ask["params"]} if ask.get("params") else None,
+        )
+        lora = LoRARequest(*ask["lora"]) if ask.get("lora") else None
+        (out,) = engine.generate(
+            [{"prompt_token_ids": ask["ids"]}], sampling, use_tqdm=False, lora_request=lora
+        )
+        found.append(
+            {
+                "tokens": list(out.outputs[0].token_ids),
+                "cached": out.num_cached_tokens,
+                "params": out.kv_transfer_params,
+            }
+        )
+    engine.llm_engine.engine_core.shutdown()
+    return found
+
+
+def serve_one(asked, answers):
+    """In the forked process; it does not come back."""
+    log = os.open(asked["log"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        told = answers_of(asked)
+    except BaseException as error:  # noqa: BLE001 - it is the answer
+        traceback.print_exc()
+        told = {"error": str(error)}
+    answers.write(json.dumps(told) + "\n")
+    answers.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever an engine prints is no answer
+    import torch  # noqa: PLC0415 - before the fork, once
+    import vllm.v1.engine.llm_engine  # noqa: PLC0415
+    import vllm.v1.worker.cpu_worker  # noqa: F401, PLC0415
+
+    torch.set_num_threads(1)
+    while line := sys.stdin.readline():
+        child = os.fork()
+        if not child:
+            serve_one(json.loads(line), answers)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
