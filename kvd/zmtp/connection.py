@@ -33,6 +33,11 @@ _TAKEN: Final = Sent.TAKEN
 _FULL: Final = Sent.FULL
 _GONE: Final = Sent.GONE
 
+UNHEARD_S: Final = 10.0
+"""A TCP connection ends when nothing of what it has sent is acknowledged for so long. The kernel
+tries again ever later: after a cut of minutes for minutes more, where a new connection is there at
+once."""
+
 _PIECES: Final = 512
 """Given to the kernel at once; it takes 1024."""
 _JOIN_BYTES: Final = 64 * 1024
@@ -112,6 +117,10 @@ class ZmtpConnection:
         self._is_left = False
         """Whether something came that was not dealt with yet."""
         self._lingering: asyncio.TimerHandle | None = None
+        if sock.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):  # it has hung up already
+                most_ms = int(1000 * UNHEARD_S)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)
         self._watch()
         self._say_own()
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
-from kvd.core import inputs
+from kvd.core import effects, inputs
 from kvd.core.audit.audit import EVERY_S
 from kvd.core.audit.invariants import violations
+from kvd.core.node import NodeState
 from kvd.wire import client
-from tests.core.world import Side, World, tokens
+from tests.core.families import Engine, settings_of
+from tests.core.world import PAGE, World, spec, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvd.core.node import NodeState
+    from kvd.core.settings import Settings
 
 FEW, MANY = 25, 100
 MOST_TIMES = 6
@@ -67,6 +70,7 @@ def registers_of(node: NodeState) -> list[Counted]:
         *counted(node.leases, "leases"),
         *counted(node.decoder, "parts", "by_handoff", "ready"),
         *counted(node.decoder.quarantines, "leases"),
+        *counted(node.retractor.copies, "by_ticket"),
         *counted(node.prefiller, "by_send"),
         *counted(node.prefiller.rooms, "by_room"),
         *counted(node.prefiller.posts, "parts"),
@@ -82,24 +86,24 @@ def prompt(number: int) -> bytes:
     return tokens((100_000 + 100 * number, 32))
 
 
-def with_leases(n: int) -> Side:
+def with_leases(n: int) -> NodeState:
     """Of an engine, half of them committed."""
     world = World(d_pages=4 * n, max_queue=n)
     for k in range(n):
         lease = world.d.lease(prompt(k))
         if k % 2:
             world.d.call(client.CommitLease, lease=lease.lease)
-    return world.d
+    return world.d.node
 
 
-def with_waiting(n: int) -> Side:
+def with_waiting(n: int) -> NodeState:
     """Receives from a peer that is silent."""
     world = World(d_pages=4 * n, max_queue=n)
     world.cut = {"p"}
     world.pass_time(4)
     for k in range(n):
         world.d.call(client.ReceiveRequest, prompt(k), room=k + 1, source=("p",), deadline_s=1e3)
-    return world.d
+    return world.d.node
 
 
 def handoffs(n: int) -> World:
@@ -116,39 +120,81 @@ def handoffs(n: int) -> World:
     return world
 
 
-def with_sends(n: int) -> Side:
-    return handoffs(n).p
+def with_sends(n: int) -> NodeState:
+    return handoffs(n).p.node
 
 
-def with_receives(n: int) -> Side:
-    return handoffs(n).d
+def with_receives(n: int) -> NodeState:
+    return handoffs(n).d.node
 
 
-def with_quarantines(n: int) -> Side:
+def with_quarantines(n: int) -> NodeState:
     """What was received is not wanted any more, and its writer says nothing."""
     world = handoffs(n)
     world.cut = {"p"}
     for receive in list(world.d.node.decoder.attempts):
         world.d.call(client.CancelReceive, receive=receive)
-    return world.d
+    return world.d.node
 
 
-WORLDS = (with_leases, with_waiting, with_sends, with_receives, with_quarantines)
+def with_copies(n: int) -> NodeState:
+    """Leases that are being saved."""
+    roomy = msgspec.structs.replace(spec(4 * n), saved_pages=(4 * n,))
+    world = World(spec=roomy)
+    world.hold_copies = True
+    for k in range(n):
+        lease = world.d.lease(prompt(k), cache=False)
+        world.d.call(client.RetractLease, lease=lease.lease)
+    assert len(world.d.node.retractor.copies.by_ticket) == n
+    return world.d.node
+
+
+def with_windows(n: int) -> NodeState:
+    """Leases that go on from what is cached, windows and all."""
+    each = 2 * n * PAGE
+    pages = (each, 4 * each, each, 2 * n, each)
+    roomy = msgspec.structs.replace(settings_of("everything"), max_queue=n)
+    node = Engine(NodeState(roomy_pools(roomy, pages), 0.0), 1).node
+    for k in range(n):
+        for call in (2 * k, 2 * k + 1):
+            opened = inputs.FromClient(1.0, 1, client.OpenLease(call), prompt(k))
+            step = node.step(opened)
+            if call % 2 == 0:
+                (leased,) = [
+                    one.message
+                    for one in step.effects
+                    if isinstance(one, effects.AnswerEngine)
+                    and isinstance(one.message, client.Leased)
+                ]
+                done = client.CommitAndRelease(10_000 + k, leased.lease)
+                node.step(inputs.FromClient(1.0, 1, done, b""))
+    assert len(node.leases.leases) == n
+    return node
+
+
+def roomy_pools(settings: Settings, pages: tuple[int, ...]) -> Settings:
+    bigger = msgspec.structs.replace(settings.spec, pages=pages)
+    return msgspec.structs.replace(settings, spec=bigger)
+
+
+WORLDS = (
+    *(with_leases, with_waiting, with_sends, with_receives, with_quarantines),
+    *(with_copies, with_windows),
+)
 
 
 # ---- how it is looked at -------------------------------------------------------------------------
 
 
-def check(side: Side) -> None:
+def check(node: NodeState) -> None:
     """As ``kvd audit`` does."""
-    assert violations(side.node) == []
+    assert violations(node) == []
 
 
-def sweep(side: Side) -> None:
+def sweep(node: NodeState) -> None:
     """As the standing audit does, if its turns were long."""
-    node = side.node
     before = node.audit.sweeps
-    at_s = side.world.now_s + EVERY_S
+    at_s = node.out.at_s + EVERY_S
     while node.audit.sweeps == before:
         node.step(inputs.AuditTurn(at_s, 1_000_000))
     assert node.audit.state().findings == 0
@@ -157,13 +203,13 @@ def sweep(side: Side) -> None:
 @pytest.mark.parametrize("look", [check, sweep])
 @pytest.mark.parametrize("made", WORLDS)
 def test_four_times_as_much_costs_about_four_times_as_many_visits(
-    made: Callable[[int], Side], look: Callable[[Side], None]
+    made: Callable[[int], NodeState], look: Callable[[NodeState], None]
 ):
     visits = []
     for n in (FEW, MANY):
-        side = made(n)
-        registers = registers_of(side.node)
-        look(side)
+        node = made(n)
+        registers = registers_of(node)
+        look(node)
         visits.append(sum(one.visits for one in registers))
 
     few, many = visits

@@ -10,11 +10,12 @@ import pytest
 
 from kvd.core import effects, inputs
 from kvd.core.effects import Doubt
+from kvd.core.handoff import settled
 from kvd.core.handoff.protocol import Decode
 from kvd.core.peers.peer import Agent
 from kvd.sim.violation import Violated
 from kvd.wire import admin, client
-from kvd.wire.peer import MAX_STREAMS, Ping
+from kvd.wire.peer import MAX_STREAMS, Abort, Offer, Ping
 from tests.core.engines import PROMPT, PageTotals, Sender, totals
 from tests.core.world import World, tokens
 
@@ -91,8 +92,8 @@ def test_a_destroyed_agent_keeps_the_pages_until_its_reset_has_arrived():
     assert totals(world.d) == PageTotals(free=63)
 
 
-@pytest.mark.parametrize("cut_s", [6.0, 45.0, 90.0])
-def test_who_forgets_a_peer_remembers_that_bytes_were_in_doubt(cut_s):
+@pytest.mark.parametrize(("cut_s", "twice"), [(6.0, False), (45.0, False), (45.0, True)])
+def test_who_forgets_a_peer_remembers_that_bytes_were_in_doubt(cut_s, twice):
     """It is asked again when the network is back, and knows of no handoff by then; nor may what its
     dead process had sent be taken for nothing: that has waited for the network too."""
     world = World(max_deadline_s=120.0)
@@ -105,7 +106,13 @@ def test_who_forgets_a_peer_remembers_that_bytes_were_in_doubt(cut_s):
     world.p.start_transfer("again")
     world.pass_time(cut_s)
     is_forgotten = not world.p.node.peers.by_name
-    world.cut = set()
+    if twice:  # it says Hello, and no more
+        world.cut, world.lost = set(), {Abort}
+        world.pass_time(1.0)
+        assert world.p.node.peers.by_name
+        world.cut = {"p"}
+        world.pass_time(cut_s)
+    world.cut = world.lost = set()
     world.pass_time(3.0)
     kept = totals(world.d)
 
@@ -116,6 +123,51 @@ def test_who_forgets_a_peer_remembers_that_bytes_were_in_doubt(cut_s):
     assert world.d.node.decoder.parts == {}, "it was asked, and has answered"
     assert kept == PageTotals(free=63 - OWN, quarantined=OWN)
     assert totals(world.d) == PageTotals(free=63)
+
+
+def test_what_a_peer_that_was_forgotten_offers_later_is_not_in_doubt():
+    """Only what it offered before: an Abort that overtakes its Offer waits for nothing."""
+    world = World(max_deadline_s=120.0)
+    world.hold_posts = world.doubts = True
+    sender = Sender(world)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=100.0)
+    sender.advance(96)
+    world.cut = {"p"}
+    world.p.stop_transfer("killed")
+    world.p.start_transfer("again")
+    world.pass_time(45.0)
+    world.cut = set()
+    world.pass_time(3.0)
+    settled_sends = world.p.node.prefiller.settled_sends
+    assert totals(world.d) == PageTotals(free=63)
+    assert settled_sends.doubted == {}, "its floor has passed what was in doubt"
+    world.d.effects.clear()
+
+    world.lost = {Offer}
+    reply = world.d.call(client.ReceiveRequest, PROMPT, room=8, source=("p",), deadline_s=100.0)
+    world.d.call(client.CancelReceive, receive=reply.receive)
+    world.pass_time(0.5)
+
+    assert totals(world.d) == PageTotals(free=63)
+    assert not any(isinstance(one, effects.Quiesce) for one in world.d.effects)
+
+
+def test_more_forgotten_doubts_than_are_remembered_are_doubts_of_all(monkeypatch):
+    monkeypatch.setattr(settled, "MAX_DOUBTED", 0)
+    world = World(max_deadline_s=120.0)
+    world.hold_posts = world.doubts = True
+    sender = Sender(world)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=100.0)
+    sender.advance(96)
+    world.cut = {"p"}
+    world.p.stop_transfer("killed")
+    world.p.start_transfer("again")
+    world.pass_time(45.0)
+
+    settled_sends = world.p.node.prefiller.settled_sends
+    assert settled_sends.doubted == {}
+    assert settled_sends.is_doubtful(world.d.incarnation, 1)
+    assert settled_sends.is_doubtful("anybody", 1)
 
 
 def test_who_has_forgotten_a_peer_without_doubt_gives_its_pages_back_at_once():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kvd.zmtp.connection import UNHEARD_S
 from tests.fault.late_bytes import plan
 from tests.fault.late_trial import Found, Trial
 from tests.fault.late_world import FAULTS, Attempt, Where, world
-from tests.fault.shuttle import Order
+from tests.fault.shuttle import Command, Order
+from tests.fault.slow_link import FAST
 from tests.support.netns import NoNamespaces
 
 if TYPE_CHECKING:
@@ -73,6 +77,30 @@ async def test_a_node_that_restarts_behind_a_cut_is_met_again_over_a_slow_networ
 
     assert found.is_good, str(found)
     assert found.late_bytes > 0
+
+
+CUT_S = 1.4 * UNHEARD_S
+AT_ONCE_S = 3.0
+
+
+@pytest.mark.slow
+async def test_a_link_is_there_again_soon_after_a_cut_and_not_as_long_after_as_that_was(
+    tmp_path: Path,
+) -> None:
+    """Its kernel would try the old connections again when as much time has passed once more."""
+    try:
+        async with world(tmp_path, Where(9000, "wide"), SEED) as made:
+            await made.linked()
+            made.link.carry(Command(FAST, is_cut=True))
+            await asyncio.sleep(CUT_S)
+            made.link.carry(Command(FAST))
+            healed_s = time.monotonic()
+            await made.linked()
+            away_s = time.monotonic() - healed_s
+    except NoNamespaces as why:
+        pytest.skip(f"a slow link needs two network namespaces: {why}")
+
+    assert away_s < AT_ONCE_S
 
 
 def test_a_plan_is_the_same_for_the_same_seed_and_has_every_fault() -> None:

@@ -18,6 +18,7 @@ from kvd.sockets import open_router
 from kvd.types import Sent
 from kvd.zmtp import frames
 from kvd.zmtp.bounds import BOUNDS
+from kvd.zmtp.connection import UNHEARD_S
 from kvd.zmtp.curve import CurveClient, KeyRing
 from kvd.zmtp.dialer import Dialer
 from kvd.zmtp.events import ConnectionFault
@@ -257,6 +258,22 @@ async def test_our_dialer_tells_why_a_handshake_failed():
         assert set(to_other.failed) == {ConnectionFault.HUNG_UP}
         await to_bare.dialer.close()
         await to_other.dialer.close()
+
+
+@on_uvloop
+async def test_both_ends_are_given_up_by_the_kernel_when_nothing_is_acknowledged():
+    """Else they would be tried ever later, and a link be away for as long again as a cut was."""
+    inn = Inn()
+    one = Dialed(inn.address[1], dealing)
+    await until(lambda: inn.host.here)
+
+    ends = [one.dialer._connection, inn.host.here[0]]
+    asked = [
+        end._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in ends if end
+    ]
+
+    assert asked == [1000 * UNHEARD_S] * 2
+    await one.dialer.close()
 
 
 @pytest.mark.parametrize("keyed", [False, True], ids=["null", "curve"])

@@ -147,7 +147,7 @@ class OfferReader:
             if self._sends.settled_sends.is_full(peer, message.handoff):
                 return
             part = self._sends.new_part(message.room, P.AWAIT_ENGINE)
-            part.in_doubt = self._sends.settled_sends.is_doubt_forgotten
+            part.in_doubt = self._sends.settled_sends.is_doubtful(peer.incarnation, message.handoff)
             self._sends.join_peer(part, peer, message.handoff)
         if part.state in {P.AWAIT_ENGINE, P.STREAMING, P.FLUSHING}:
             # Set before the edge: from AWAIT_ENGINE it settles in this call, and Settled tells the

@@ -93,6 +93,9 @@ GRACE_S = 2.0
 MAX_RECORDS = 16_384
 """Of one peer, tombstones included: half a minute of 500 handoffs a second."""
 
+MAX_DOUBTED = 1024
+"""Peers that were forgotten, and may ask about bytes in doubt: as many as may be known at once."""
+
 MAX_OPEN = 4096
 """Of one peer, tombstones not included: each may keep an Offer with its pages."""
 
@@ -118,8 +121,10 @@ class SettledSends:
         self.max_kept_bytes = max(MIN_KEPT_BYTES, KEPT_PROMPTS * longest)
         """Of the page ids of open Offers of one peer."""
         self.delivered = self.failed = 0
-        self.is_doubt_forgotten = False
-        """Whether bytes were in doubt of a handoff that nobody here knows any more."""
+        self.doubted: dict[str, int] = {}
+        """By decode incarnation that was forgotten: the last handoff whose bytes were in doubt."""
+        self.is_all_doubted = False
+        """Whether there were more of these than are remembered: any unknown handoff may be one."""
         self._settings = settings
         self._leases = leases
         self._peers = peers
@@ -331,18 +336,28 @@ class SettledSends:
             records.fold(floor)
             if not records.parts:
                 del self.records[incarnation]
+        if self.doubted and self.doubted.get(incarnation, FOREVER) < floor:
+            del self.doubted[incarnation]
 
     def forget_peer(self, incarnation: str) -> None:
         """It has been silent for so long that nothing is kept of it; it may come back all the same.
 
-        Then it says Abort of what it still waits for, and nobody knows whether bytes were in doubt.
+        Then it says Abort of what it still waits for, and must not hear that nothing can land.
         """
         records = self.records.get(incarnation)
-        # One answer for all peers and for good: to remember whose and which they were is what
-        # cannot be kept. What it costs is that an Abort which overtakes its Offer waits for quiet.
-        if records is not None and any(part.in_doubt for part in records.parts.values()):
-            self.is_doubt_forgotten = True
+        parts = records.parts if records is not None else {}
+        # It may have been forgotten before, and have asked for nothing yet.
+        before = self.doubted.get(incarnation, 0)
+        last = max([before, *(number for number, part in parts.items() if part.in_doubt)])
         self.fold_tombstones(incarnation)
+        if last and len(self.doubted) < MAX_DOUBTED:
+            self.doubted[incarnation] = last
+        elif last:
+            self.is_all_doubted = True
+
+    def is_doubtful(self, incarnation: str, handoff: int) -> bool:
+        """Whether bytes may be in doubt of a handoff that nobody here knows."""
+        return self.is_all_doubted or handoff <= self.doubted.get(incarnation, 0)
 
     def floor(self, peer: Peer) -> int:
         """Handoff ids of this peer below it are closed here, and no Offer of them can come.
