@@ -260,7 +260,8 @@ class NodeState:
         lost = self.peers.is_lost(message.source)
         peer = self.peers.sender(got.link, message)
         if peer is None:
-            self._out_of_place(got.link, message)
+            if not self.peers.is_answer(got.link, message):
+                self._out_of_place(got.link, message)
             return
         if lost:
             self.admission.changed(peer.name)
@@ -273,12 +274,13 @@ class NodeState:
         code, why = Code.PEER_STALE, f"{kind} of {source} is for another life of this node"
         if message.source not in self.peers.by_incarnation:
             code, why = Code.PEER_UNKNOWN, f"{kind} of {source}, which has not said Hello"
-        self.out.emit(events.MessageRefused(socket="peers", sender=link, code=code.value, why=why))
+        self.peers.complaints.tell(link, message.source, code, why, what=kind)
 
     def _hello(self, link: str, message: Hello) -> None:
         # Read before the Hello is taken, which overwrites it.
         known = self.peers.by_incarnation.get(message.source)
         generation = known.generation if known else 0
+        was_up = known is not None and known.life is Life.UP
         taken = self.peers.take_hello(link, message)
         if taken is None:
             self.refused += 1
@@ -292,7 +294,10 @@ class NodeState:
         elif peer.generation > generation > 0:
             self.transfers.generation_changed(peer)
         self.drainer.greet(peer)
-        self.admission.changed(peer.name)
+        # A Hello that says nothing new wakes nobody: it may be repeated at any rate, and there may
+        # be a thousand who wait.
+        if not was_up or peer.generation > generation:
+            self.admission.changed(peer.name)
 
     def _offered(self, peer: Any, message: Offer) -> None:
         self.prefiller.offered(peer, message, self.drainer.refusal())
@@ -308,13 +313,7 @@ class NodeState:
         self.prefiller.settled_sends.fold_tombstones(peer.incarnation, peer.offer_floor)
 
     def _rejected(self, peer: Any, message: Reject) -> None:
-        self.out.emit(
-            events.PeerRefused(
-                peer=peer.name,
-                code=message.refusal.code.value,
-                why=f"it refused our message: {message.refusal.message}",
-            )
-        )
+        self.peers.refused_by(peer, message.refusal)
 
     # ---- the transfer process ----------------------------------------------------------------
 

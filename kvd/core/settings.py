@@ -28,6 +28,8 @@ class Settings(msgspec.Struct, frozen=True):
     incarnation: Incarnation
     spec: PoolSpec
     policy: Policy = Policy.LRU
+    home: str = ""
+    """Where this node keeps the births of its processes in order; empty: it does not say."""
     build: str = ""
     """Behind the version in what is told of this node: ``+compiled`` where its core is."""
     allow: tuple[str, ...] = ()

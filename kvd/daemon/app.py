@@ -107,9 +107,7 @@ class Daemon:
         # First in, so last out: memory and lock go when nobody is left who could use them.
         self._up.callback(launched.close)
         self.pool, spec = launched.pool, launched.spec
-        settings = settings_of(
-            config, spec, launched.incarnation, is_journaled=self.pool.is_journaled
-        )
+        settings = settings_of(config, launched)
         self.node = NodeState(settings, self._clock())
         self.bus = Bus()
         self.metrics = Metrics(spec.name)

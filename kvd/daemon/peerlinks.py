@@ -13,6 +13,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
 
 INWARD: Final = "in:"
 OUTWARD: Final = "out:"
+SILENT_LIMITS: Final = 4
+"""Times ``peers.lost_s``: so long whom we dialed may say nothing before it is dialed anew."""
+_NOT_MEANT: Final = frozenset({Code.PEER_UNKNOWN, Code.PEER_STALE, Code.VERSIONS_DIFFER})
+"""By these a Hello is refused whose sender is not who was meant to answer."""
 NO_NAME: Final = ""
 """Whose key a message came with, where links need no keys."""
 
@@ -64,6 +69,10 @@ class PeerLinks(ListenerOwner):
         self.batch = batch
         self._keys = keys
         self._bounds = bounds
+        # Whoever lives says something with every heartbeat; a host that lost its power says nothing
+        # at its end, and its connection would stay for a quarter of an hour.
+        silent_s = SILENT_LIMITS * reactor.node.settings.lost_s
+        self._dialed_bounds = msgspec.structs.replace(bounds, silent_s=silent_s)
         self._ring = None
         if keys is not None:
             names = {raw(key): name for name, key in keys.of.items()}
@@ -100,7 +109,8 @@ class PeerLinks(ListenerOwner):
                 self.batch,
                 on_message=partial(self._read, link, proven),
                 on_failed=partial(self._handshakes.dialed_them, link, name, address),
-                bounds=self._bounds,
+                on_unreachable=partial(self._handshakes.not_reached, link, name, address),
+                bounds=self._dialed_bounds,
             )
             self._reactor.feed(
                 LinkDialed(at_s=self._reactor.clock(), link=link, name=name, address=address)
@@ -120,9 +130,14 @@ class PeerLinks(ListenerOwner):
     def send(self, effect: effects.SendToPeer) -> None:
         """Carry out ``SendToPeer``; lost if nobody is there, repeated by who needs an answer."""
         frame = PEER_MESSAGES.encode(effect.message)
-        at = self._dialers.get(effect.link) or self._inward.get(effect.link)
+        dialer = self._dialers.get(effect.link)
+        at = dialer or self._inward.get(effect.link)
         if at is not None:
             at.send([frame])
+        # A name may have several addresses, and another node answers at this one.
+        said = effect.message
+        if dialer is not None and isinstance(said, Reject) and said.refusal.code in _NOT_MEANT:
+            dialer.turn_away()
 
     @override
     def welcome(self, connection: ZmtpConnection) -> bool:

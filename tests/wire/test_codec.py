@@ -54,8 +54,8 @@ KEPT = [
     ),
     (
         PEER_MESSAGES,
-        peer.Hello("1", "2", "p", "[]", 3, b"m", 4, 5, 1, 6, True),
-        "9ca568656c6c6fa131a132a170a25b5d03c4016d04050106c3",
+        peer.Hello("1", "2", "p", "[]", 3, b"m", 4, 5, 1, 6, True, "h"),
+        "9da568656c6c6fa131a132a170a25b5d03c4016d04050106c3a168",
     ),
     (
         PEER_MESSAGES,
@@ -110,6 +110,11 @@ EARLIER = [
         "97a473656e64010703a16ecb403e000000000000a164",
     ),
     (CLIENT_REQUESTS, client.Finish(4, 2, b"\x05"), "94a666696e6973680402c40105"),
+    (
+        PEER_MESSAGES,
+        peer.Hello("1", "2", "p", "[]", 3, b"m", 4, 5, 1, 6, True),
+        "9ca568656c6c6fa131a132a170a25b5d03c4016d04050106c3",
+    ),
     (PEER_MESSAGES, peer.Accept("1", "2", 7), "94a6616363657074a131a13207"),
     (PEER_MESSAGES, peer.Ping("1", "2", 3, 0, 5, 6), "97a470696e67a131a13203000506"),
     (

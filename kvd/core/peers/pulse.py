@@ -77,6 +77,21 @@ class Pulse:
         )
         self._out.send(peer.link, ping)
 
+    def ask(self, link: str, incarnation: str) -> int:
+        """Ping somebody who is no peer yet; returns the number that its echo must name."""
+        self.last_ping += 1
+        mine = self._settings.incarnation
+        ping = Ping(
+            source=mine,
+            target=incarnation,
+            number=self.last_ping,
+            echo=0,
+            offer_floor=0,
+            settled_floor=0,
+        )
+        self._out.send(link, ping)
+        return self.last_ping
+
     def heard(self, peer: Peer, message: Ping) -> None:
         """Take the floors; answer a ping, or take what an echo of our own says."""
         # Pings may overtake each other, and a floor never goes back.
