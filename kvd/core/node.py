@@ -294,6 +294,10 @@ class NodeState:
         elif peer.generation > generation > 0:
             self.transfers.generation_changed(peer)
         self.drainer.greet(peer)
+        address = self.peers.named(link)
+        if address:
+            self.decoder.rename(address, peer.name)
+            self.admission.changed(address)
         # A Hello that says nothing new wakes nobody: it may be repeated at any rate, and there may
         # be a thousand who wait.
         if not was_up or peer.generation > generation:
@@ -364,6 +368,7 @@ class NodeState:
             for peer in list(self.peers.by_name.values()):
                 self._beat(peer)
             self.peers.redial()
+            self.peers.hang_up_idle(self._is_used)
 
     def _beat(self, peer: Peer) -> None:
         if peer.life is not Life.LOST:
@@ -380,6 +385,16 @@ class NodeState:
         elif self.peers.is_stale(peer) and not self._is_involved(peer):
             self.prefiller.settled_sends.fold_tombstones(peer.incarnation)
             self.peers.forget_peer(peer)
+
+    def _is_used(self, name: str) -> bool:
+        """Whether anything is open with a node of that name, or waits for it."""
+        peer = self.peers.by_name.get(name)
+        waits = (
+            *[part.peer for part in self.decoder.parts.values()],
+            *[ask.peer for ask in self.decoder.pulls.by_id.values()],
+            *[part.awaited.destination for part in self.prefiller.by_send.values()],
+        )
+        return name in waits or (peer is not None and self._is_involved(peer))
 
     def _is_involved(self, peer: Peer) -> bool:
         """Whether anything is open with it, or it may still ask how something ended."""

@@ -253,6 +253,7 @@ class Daemon:
             effects.AnswerWorker: self.attach.answer,
             effects.AnswerOperator: self.admins.report,
             effects.SendToPeer: self.links.send,
+            effects.HangUpLink: self.links.hang_up,
             **dict.fromkeys(get_args(effects.TransferOrder), self.transfer.order),
             effects.RestartTransfer: self.transfer.restart,
             effects.Recall: self.auditor.recall,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvd.config.address import IPC
 from kvd.core.cache import radix
 from kvd.core.cache.eviction import Policy
-from kvd.core.settings import CacheMode, Settings
+from kvd.core.settings import CacheMode, DialRule, Settings
 from kvd.curve import KeyFlaw, PeerKeys, read_pair
 from kvd.daemon.attach import AttachLimits
 from kvd.daemon.socket_activation import UnfitConfig
@@ -33,6 +33,7 @@ def settings_of(config: Config, launched: Launch) -> Settings:
         policy=Policy(config.radix.policy),
         build="" if str(radix.__file__).endswith(".py") else "+compiled",
         allow=config.peers.allow,
+        dials=_dials(config),
         heartbeat_s=config.peers.heartbeat_s,
         suspect_s=config.peers.suspect_s,
         lost_s=config.peers.lost_s,
@@ -50,6 +51,14 @@ def settings_of(config: Config, launched: Launch) -> Settings:
         cache_mode=CacheMode(config.cache.mode),
         is_journaled=launched.pool.is_journaled,
     )
+
+
+def _dials(config: Config) -> DialRule:
+    peers = config.peers
+    if peers.secret_key_file is not None:
+        others = peers.keys.keys() - {config.node.name}
+        return DialRule.ANY if others else DialRule.NONE
+    return DialRule.ANY if peers.insecure else DialRule.LOOPBACK
 
 
 def attach_limits(config: Config) -> AttachLimits:

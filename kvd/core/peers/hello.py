@@ -134,7 +134,8 @@ def _unexpected_name(message: Hello, link: str, peers: Peers, side: str) -> Refu
     dialed = peers.dialed.get(link)
     # Whoever answers at a configured address must be whom the operator named there: else a wrong
     # address would have a room's pages written by another node.
-    if dialed is not None and dialed.name != message.node:
+    is_nameless = dialed is not None and dialed.name == dialed.address  # an engine gave that alone
+    if dialed is not None and dialed.name != message.node and not is_nameless:
         return Refusal(
             Code.PEER_UNKNOWN,
             f"the daemon at {dialed.address} calls itself {message.node!r}, "

@@ -158,6 +158,10 @@ class Dialed:
     name: str
     address: str
     answered: bool = False
+    by_address: bool = False
+    """Whether an engine named the address, and no configuration: its name is the address until its
+    Hello says another, and it is hung up on when nothing is open on it."""
+    used_s: float = 0.0
     trouble: str = ""
     """Why the last handshake on it failed, and when."""
     trouble_s: float = 0.0

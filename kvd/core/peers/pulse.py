@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
-from kvd.core.peers.peer import SERVING, StreamClaim
+from kvd.core.peers.peer import LEAVING, SERVING, StreamClaim
 from kvd.wire.peer import MAX_STREAMS, Ping
 
 if TYPE_CHECKING:
@@ -74,6 +74,21 @@ class Pulse:
             settled_floor=settled_floor,
             state=self.state,
             why=self.why,
+        )
+        self._out.send(peer.link, ping)
+
+    def leave(self, peer: Peer, why: str) -> None:
+        """Say goodbye to one peer: its link ends, and this node does not."""
+        mine = self._settings.incarnation
+        ping = Ping(
+            source=mine,
+            target=peer.incarnation,
+            number=0,
+            echo=0,
+            offer_floor=0,
+            settled_floor=0,
+            state=LEAVING,
+            why=why,
         )
         self._out.send(peer.link, ping)
 

@@ -15,28 +15,47 @@ handoffs.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core import effects
 from kvd.core.layout.spec import fingerprint
 from kvd.core.peers.agents import Agents
 from kvd.core.peers.claims import NameClaims, replace
 from kvd.core.peers.compatibility import read_layout
-from kvd.core.peers.hello import NEWS_AT_ONCE, NEWS_PER_S, unwelcome
+from kvd.core.peers.hello import NEWS_AT_ONCE, NEWS_PER_S, NODE, unwelcome
 from kvd.core.peers.peer import NO_CLAIM, UNHEARD, UNSAID, Dialed, Heard, Life, Peer, lost_because
 from kvd.core.peers.pulse import Pulse
+from kvd.core.settings import DialRule
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 from kvd.wire.peer import Hello, Message, Ping, Reject
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvd.core.inputs import HandshakeFailed, LinkDialed
     from kvd.core.outbox import Outbox
     from kvd.core.settings import Settings
 
 
 TELL_AGAIN_S: Final = 60.0
+
+BY_ADDRESS: Final = "at:"
+"""Links that were dialed by an address begin with it; what follows is what the engine called it."""
+
+MAX_BY_ADDRESS: Final = 64
+"""Links that engines made this node dial, at once."""
+
+IDLE_S: Final = 60.0
+"""Nothing was open on it for so long: it is hung up on."""
+
+ADDRESS: Final = re.compile(
+    r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?):[1-9]\d{0,4}"
+)
+LOOPBACK: Final = re.compile(r"localhost|\[::1\]|127(?:\.\d{1,3}){3}")
 
 MAX_TOLD: Final = 1024
 """Kept at most; strangers may invent any number. Above it all are told anew."""
@@ -381,6 +400,73 @@ class Peers:
         if peer is not None:
             self.agents.drop(peer, why)
 
+    # ---- by address --------------------------------------------------------------------------
+
+    def dial_address(self, source: str) -> Refusal | None:
+        """Dial who is called by an address that no configuration has; None: it is under way.
+
+        Its name is the address until it has said its own, or what stands before an ``@`` there.
+        """
+        side = self._settings.name
+        name, _, address = source.rpartition("@")
+        found = ADDRESS.fullmatch(address)
+        if found is None or (name and not NODE.fullmatch(name)):
+            known = ", ".join(self.names()) or "none"
+            return Refusal(
+                Code.PEER_UNKNOWN,
+                f"no peer is called {source!r} (known: {known}): add it to peers.connect, or give "
+                "its address as tcp://HOST:PORT",
+                side=side,
+            )
+        rule, is_here = self._settings.dials, LOOPBACK.fullmatch(found[1]) is not None
+        if rule is DialRule.NONE or (rule is DialRule.LOOPBACK and not is_here):
+            why = (
+                "no other node's key is in peers.keys"
+                if rule is DialRule.NONE
+                else "without keys nothing leaves this host: set peers.secret_key_file and "
+                "peers.keys, or peers.insecure"
+            )
+            return Refusal(Code.PEER_UNKNOWN, f"{side} does not dial {address}: {why}", side=side)
+        passing = sum(one.by_address for one in self.dialed.values())
+        if passing >= MAX_BY_ADDRESS:
+            return Refusal(
+                Code.PEER_UNKNOWN,
+                f"{side} has dialed {passing} peers by their addresses, {MAX_BY_ADDRESS} are its "
+                "limit: add those that are used all the time to peers.connect",
+                side=side,
+                numbers={"dialed": passing, "limit": MAX_BY_ADDRESS},
+            )
+        link = BY_ADDRESS + source
+        self.dialed[link] = Dialed(name or address, address, by_address=True, used_s=self._out.at_s)
+        self._say_hello(link, "")
+        return None
+
+    def named(self, link: str) -> str:
+        """What a node was called before its first Hello on this link, if that was its address."""
+        dialed = self.dialed.get(link)
+        if dialed is None or dialed.name != dialed.address:
+            return ""
+        peer = next((one for one in self.by_name.values() if one.link == link), None)
+        if peer is None:
+            return ""
+        dialed.name = peer.name
+        return dialed.address
+
+    def hang_up_idle(self, is_used: Callable[[str], bool]) -> None:
+        """End the links that were dialed by address, and that nothing has been open on for long."""
+        for link, dialed in list(self.dialed.items()):
+            if not dialed.by_address:
+                continue
+            if is_used(dialed.name):
+                dialed.used_s = self._out.at_s
+            elif self._out.at_s - dialed.used_s >= IDLE_S:
+                del self.dialed[link]
+                peer = self.by_name.get(dialed.name)
+                if peer is not None and peer.link == link:
+                    self.pulse.leave(peer, "nothing is open on a link that was dialed by address")
+                    self.forget_peer(peer)
+                self._out.effects.append(effects.HangUpLink(link))
+
     # ---- finding one -------------------------------------------------------------------------
 
     def current(self, incarnation: str, generation: int) -> Peer | None:
@@ -393,7 +479,7 @@ class Peers:
         if source in self.by_name:
             return source
         for dialed in self.dialed.values():
-            if source in {dialed.name, dialed.address}:
+            if source in {dialed.name, dialed.address, f"{dialed.name}@{dialed.address}"}:
                 return dialed.name
         return None
 
