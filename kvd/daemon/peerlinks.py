@@ -52,10 +52,11 @@ NO_NAME: Final = ""
 """Whose key a message came with, where links need no keys."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Answering:
     """Whose key is expected at an address of no known node: one after another of those listed."""
 
-    def __init__(self, names: list[str], is_proven: bool) -> None:  # noqa: FBT001
+    def __init__(self, names: list[str], *, is_proven: bool) -> None:
         self._names = names
         self._is_proven = is_proven
         self._at = 0
@@ -155,7 +156,7 @@ class PeerLinks(ListenerOwner):
             names = [one for one in names or listed if listed.get(one, own) != own]
             if not names:
                 return None  # and the core hears from nobody
-        answering = Answering(names or [NO_NAME], self._keys is not None)
+        answering = Answering(names or [NO_NAME], is_proven=self._keys is not None)
         dialer = self._dialers[link] = Dialer(
             place.host,
             place.port,
