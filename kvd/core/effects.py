@@ -62,6 +62,12 @@ class SendToPeer(msgspec.Struct, frozen=True, tag="Send"):
     message: Message
 
 
+class HangUpLink(msgspec.Struct, frozen=True, tag="HangUpLink"):
+    """End a link that was dialed by its address: nothing is open on it any more."""
+
+    link: str
+
+
 class LoadAgent(msgspec.Struct, frozen=True, tag="LoadAgent"):
     """Make a sending agent towards this incarnation and generation."""
 
@@ -263,6 +269,7 @@ Effect = (
     | AnswerWorker
     | AnswerOperator
     | SendToPeer
+    | HangUpLink
     | TransferOrder
     | RestartTransfer
     | Recall

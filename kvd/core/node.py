@@ -296,7 +296,8 @@ class NodeState:
         lost = self.peers.is_lost(message.source)
         peer = self.peers.sender(got.link, message)
         if peer is None:
-            self._out_of_place(got.link, message)
+            if not self.peers.is_answer(got.link, message):
+                self._out_of_place(got.link, message)
             return
         if lost:
             self.admission.changed(peer.name)
@@ -309,12 +310,13 @@ class NodeState:
         code, why = Code.PEER_STALE, f"{kind} of {source} is for another life of this node"
         if message.source not in self.peers.by_incarnation:
             code, why = Code.PEER_UNKNOWN, f"{kind} of {source}, which has not said Hello"
-        self.out.emit(events.MessageRefused(socket="peers", sender=link, code=code.value, why=why))
+        self.peers.complaints.tell(link, message.source, code, why, what=kind)
 
     def _hello(self, link: str, message: Hello) -> None:
         # Read before the Hello is taken, which overwrites it.
         known = self.peers.by_incarnation.get(message.source)
         generation = known.generation if known else 0
+        was_up = known is not None and known.life is Life.UP
         taken = self.peers.take_hello(link, message)
         if taken is None:
             self.refused += 1
@@ -329,7 +331,14 @@ class NodeState:
         elif peer.generation > generation > 0:
             self.transfers.generation_changed(peer)
         self.drainer.greet(peer)
-        self.admission.changed(peer.name)
+        address = self.peers.named(link)
+        if address:
+            self.decoder.rename(address, peer.name)
+            self.admission.changed(address)
+        # A Hello that says nothing new wakes nobody: it may be repeated at any rate, and there may
+        # be a thousand who wait.
+        if not was_up or peer.generation > generation:
+            self.admission.changed(peer.name)
 
     def _offered(self, peer: Any, message: Offer) -> None:
         self.offers.offered(peer, message, self.drainer.refusal())
@@ -357,13 +366,7 @@ class NodeState:
         self.prefiller.settled_sends.fold_tombstones(peer.incarnation, peer.offer_floor)
 
     def _rejected(self, peer: Any, message: Reject) -> None:
-        self.out.emit(
-            events.PeerRefused(
-                peer=peer.name,
-                code=message.refusal.code.value,
-                why=f"it refused our message: {message.refusal.message}",
-            )
-        )
+        self.peers.refused_by(peer, message.refusal)
 
     # ---- the transfer process ----------------------------------------------------------------
 
@@ -417,6 +420,7 @@ class NodeState:
             for peer in list(self.peers.by_name.values()):
                 self._beat(peer)
             self.peers.redial()
+            self.peers.hang_up_idle(self._is_used)
 
     def _beat(self, peer: Peer) -> None:
         if peer.life is not Life.LOST:
@@ -433,6 +437,16 @@ class NodeState:
         elif self.peers.is_stale(peer) and not self._is_involved(peer):
             self.prefiller.settled_sends.forget_peer(peer.incarnation)
             self.peers.forget_peer(peer)
+
+    def _is_used(self, name: str) -> bool:
+        """Whether anything is open with a node of that name, or waits for it."""
+        peer = self.peers.by_name.get(name)
+        waits = (
+            *[part.peer for part in self.decoder.parts.values()],
+            *[ask.peer for ask in self.decoder.pulls.by_id.values()],
+            *[part.awaited.destination for part in self.prefiller.by_send.values()],
+        )
+        return name in waits or (peer is not None and self._is_involved(peer))
 
     def _is_involved(self, peer: Peer) -> bool:
         """Whether anything is open with it, or it may still ask how something ended."""

@@ -21,6 +21,17 @@ class CacheMode(enum.Enum):
     PREFILL_ONLY = "prefill-only"
 
 
+class DialRule(enum.Enum):
+    """Which addresses of no configured peer this node dials when an engine names one."""
+
+    NONE = "none"
+    """It has a key, and lists nobody else's: whoever answered would not be believed."""
+    LOOPBACK = "loopback"
+    """It has no key, so nothing leaves the host."""
+    ANY = "any"
+    """Keys say who answers; or ``peers.insecure`` says that anybody may."""
+
+
 class Settings(msgspec.Struct, frozen=True):
     """Who this node is, what its pool holds, and how long anything may take (seconds)."""
 
@@ -28,11 +39,14 @@ class Settings(msgspec.Struct, frozen=True):
     incarnation: Incarnation
     spec: PoolSpec
     policy: Policy = Policy.LRU
+    home: str = ""
+    """Where this node keeps the births of its processes in order; empty: it does not say."""
     build: str = ""
     """Behind the version in what is told of this node: ``+compiled`` where its core is."""
     allow: tuple[str, ...] = ()
     """Nodes that may exchange KV with us, as in ``peers.allowed``; empty: every one that can reach
     the socket."""
+    dials: DialRule = DialRule.NONE
     heartbeat_s: float = 0.5
     suspect_s: float = 1.25
     lost_s: float = 2.5

@@ -108,9 +108,7 @@ class Daemon:
         # First in, so last out: memory and lock go when nobody is left who could use them.
         self._up.callback(launched.close)
         self.pool, spec = launched.pool, launched.spec
-        settings = settings_of(
-            config, spec, launched.incarnation, is_journaled=self.pool.is_journaled
-        )
+        settings = settings_of(config, launched)
         self.node = NodeState(settings, self._clock())
         self.bus = Bus()
         self.metrics = Metrics(spec.name)
@@ -265,6 +263,7 @@ class Daemon:
             effects.AnswerWorker: self.attach.answer,
             effects.AnswerOperator: self.admins.report,
             effects.SendToPeer: self.links.send,
+            effects.HangUpLink: self.links.hang_up,
             **dict.fromkeys(get_args(effects.TransferOrder), self.transfer.order),
             effects.RestartTransfer: self.transfer.restart,
             effects.Recall: self.auditor.recall,

@@ -28,6 +28,10 @@ CUT_SHORT: Final = "cut-short"
 CROWDED: Final = "crowded"
 MALFORMED: Final = "malformed"
 REFUSED: Final = "refused"
+UNREACHABLE: Final = "unreachable"
+
+TELL_AFTER_S: Final = 5.0
+"""A daemon that restarts is not there for moments: that is told of who stays away."""
 
 
 class Handshakes:
@@ -43,6 +47,8 @@ class Handshakes:
         """When a reason was told last, by its link."""
         self._times: Counter[tuple[str, str]] = Counter()
         """How often it has happened since."""
+        self._away: dict[str, tuple[str, float]] = {}
+        """Why nobody is reached on a link, and since when; told ones have been away for ever."""
 
     def dialed_us(self, address: str, closed: ConnectionClosed) -> None:
         """Somebody at ``address`` came, and got no further."""
@@ -103,6 +109,32 @@ class Handshakes:
                 f"must be in its peers.keys, and its own must be that of peers.keys.{name} here"
             )
         self._failed(link, address, reason, why)
+
+    def not_reached(self, link: str, name: str, address: str, why: str) -> None:
+        """Nobody takes a connection; ``why`` empty: somebody does again. Told once for a reason."""
+        if not why:
+            self._away.pop(link, None)
+            return
+        self._count(UNREACHABLE)
+        now_s = self._reactor.clock()
+        before, since_s = self._away.get(link, ("", now_s))
+        is_told = since_s == float("inf")
+        if before != why and is_told:
+            since_s, is_told = now_s - TELL_AFTER_S, False
+        self._away[link] = (why, since_s)
+        if is_told or now_s - since_s < TELL_AFTER_S:
+            return
+        self._away[link] = (why, float("inf"))
+        self._reactor.feed(
+            HandshakeFailed(
+                at_s=now_s,
+                link=link,
+                address=address,
+                reason=UNREACHABLE,
+                why=f"{why}: is kvd up there, and is peers.connect.{name} its address?",
+                times=1,
+            )
+        )
 
     def _failed(self, link: str, address: str, reason: str, why: str) -> None:
         """Count it; tell it unless the same was told a moment ago."""

@@ -42,6 +42,7 @@ class Launch:
         spec: what the pool holds.
         pool: its memory.
         incarnation: of this life.
+        home: whose processes' births are in order.
         first: the transfer process to begin with.
     """
 
@@ -56,9 +57,11 @@ class Launch:
         """Use ``launch``."""
         self.spec = spec
         self.pool = pool
-        # The birth in front, so that incarnations of a node compare by age; the rest is nobody's to
+        birth = lock.next_birth(lock_fd, lock_path(config))
+        # The birth in front, so that incarnations of a home compare by age; the rest is nobody's to
         # guess.
-        self.incarnation = Incarnation(f"{lock.next_birth(lock_fd):016x}{secrets.token_hex(8)}")
+        self.incarnation = Incarnation(f"{birth.at_ns:016x}{secrets.token_hex(8)}")
+        self.home = birth.home
         self._lock_fd = lock_fd
         self._environment = config.transfer.ucx
         in_huge_pages = config.pool.huge_pages == "collapse" and config.pool.backing != "hugetlbfs"
@@ -114,6 +117,11 @@ def _check_devices(devices: dict[int, int]) -> None:
     raise UnfitConfig(why)
 
 
+def lock_path(config: Config) -> str:
+    """The lock file of a daemon, beside its sockets."""
+    return config.sockets.client.removeprefix(IPC) + ".lock"
+
+
 def launch(config: Config, systemd: Systemd, child: WorkerChild | None = None) -> Launch:
     """Take the lock, find or make the memory, and tell the transfer process of both.
 
@@ -129,7 +137,7 @@ def launch(config: Config, systemd: Systemd, child: WorkerChild | None = None) -
     for endpoint in (sockets.client, sockets.admin):
         own_directory(Path(endpoint.removeprefix(IPC)).parent, sockets.group)
     # Before any memory is looked at: until then the daemon before may still write it.
-    lock_fd = lock.take(sockets.client.removeprefix(IPC) + ".lock")
+    lock_fd = lock.take(lock_path(config))
     try:
         spec = pool_spec(config)
         size = f"{sum(reserved_bytes(spec).values()) / 2**30:.1f} GiB"

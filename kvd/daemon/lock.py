@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import secrets
 import time
+from typing import Final, NamedTuple
 
 WAIT_S = 3.0
 """A killed daemon's transfer process ends within milliseconds; three seconds is somebody alive."""
 
 LOOK_S = 0.02
+
+_BIRTH: Final = ".birth"
+_HOME: Final = re.compile("[0-9a-f]{32}")
 
 
 class AlreadyRunning(Exception):
@@ -49,19 +55,67 @@ def take(path: str) -> int:
     return descriptor
 
 
-def next_birth(descriptor: int) -> int:
-    """When this process was born, ns since the epoch, and later than every one before it here.
+class Birth(NamedTuple):
+    """When a process was born, ns since the epoch, and in which home: births of one are ordered.
 
-    The lock file remembers the last birth, so that a clock set back cannot make a new process look
-    older than its predecessor.
+    A home is a lock: of the processes that share one, each has reaped the one before. It is made
+    anew where its file is gone, as after a reboot that emptied ``/run``: who was born there before
+    is then in no order with us.
     """
-    kept = os.pread(descriptor, 64, 0).decode(errors="replace").split()
-    last = int(kept[1]) if len(kept) > 1 and kept[1].isdecimal() else 0
+
+    at_ns: int
+    home: str
+
+
+def next_birth(descriptor: int, path: str) -> Birth:
+    """The birth of this process, later than every one before it in this home.
+
+    ``descriptor``: of the lock file ``path``, which stays as it is, because whoever holds the lock
+    has it open. The last birth is remembered beside it, in a file that is whole or not there, so
+    that neither a clock that was set back nor a process that is killed here can make a new process
+    look older than its predecessor.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    last = _last_birth(descriptor, path)
+    home = last.home or secrets.token_hex(16)
     # Peers refuse an incarnation that is older than one they know.
-    birth = max(time.time_ns(), last + 1)
-    line = f"{os.getpid()} {birth}\n".encode()
-    # Written over the last one and cut behind it: emptied first, a process that is killed between
-    # the two would leave no birth behind, and a clock set back could go unseen.
+    birth = Birth(max(time.time_ns(), last.at_ns + 1), home)
+    _write_whole(f"{path}{_BIRTH}", f"{birth.at_ns} {birth.home}\n".encode())
+    # For people, and for versions of kvd that look for births here.
+    line = f"{os.getpid()} {birth.at_ns}\n".encode()
     os.pwrite(descriptor, line, 0)
     os.ftruncate(descriptor, len(line))
     return birth
+
+
+def _last_birth(descriptor: int, path: str) -> Birth:
+    """Of the process before; 0 and no home where there was none, or nothing of it can be read."""
+    kept = os.pread(descriptor, 64, 0).decode(errors="replace").split()
+    in_lock = int(kept[1]) if len(kept) > 1 and kept[1].isdecimal() else 0
+    try:
+        with open(f"{path}{_BIRTH}", "rb") as file:
+            at_ns, home = file.read(128).decode("ascii").split()
+    except (FileNotFoundError, ValueError):
+        return Birth(in_lock, "")
+    if not at_ns.isdecimal() or not _HOME.fullmatch(home):
+        return Birth(in_lock, "")
+    return Birth(max(int(at_ns), in_lock), home)
+
+
+def _write_whole(path: str, data: bytes) -> None:
+    """``data`` is all that is in ``path``, on the disk too, or what was there before is."""
+    passing = f"{path}.new"
+    descriptor = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(passing, path)
+    directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -13,11 +13,13 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvd.config.address import tcp_address
 from kvd.core.inputs import FromPeer, LinkDialed, Unreadable
+from kvd.core.peers.registry import BY_ADDRESS
 from kvd.curve import PeerKeys, raw
 from kvd.daemon.handshakes import Handshakes
 from kvd.errors import Code, Refusal
@@ -42,8 +44,38 @@ if TYPE_CHECKING:
 
 INWARD: Final = "in:"
 OUTWARD: Final = "out:"
+SILENT_LIMITS: Final = 4
+"""Times ``peers.lost_s``: so long whom we dialed may say nothing before it is dialed anew."""
+_NOT_MEANT: Final = frozenset({Code.PEER_UNKNOWN, Code.PEER_STALE, Code.VERSIONS_DIFFER})
+"""By these a Hello is refused whose sender is not who was meant to answer."""
 NO_NAME: Final = ""
 """Whose key a message came with, where links need no keys."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Answering:
+    """Whose key is expected at an address of no known node: one after another of those listed."""
+
+    def __init__(self, names: list[str], *, is_proven: bool) -> None:
+        self._names = names
+        self._is_proven = is_proven
+        self._at = 0
+
+    @property
+    def name(self) -> str:
+        """Whom the handshake under way is made for."""
+        return self._names[self._at]
+
+    @property
+    def proven(self) -> str:
+        """Whose key has answered."""
+        return self.name if self._is_proven else NO_NAME
+
+    def next(self, tell: Callable[[], None]) -> None:
+        """It was not the one: expect the next, and ``tell`` when it was none of all."""
+        self._at = (self._at + 1) % len(self._names)
+        if self._at == 0:
+            tell()
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -64,12 +96,17 @@ class PeerLinks(ListenerOwner):
         self.batch = batch
         self._keys = keys
         self._bounds = bounds
+        # Whoever lives says something with every heartbeat; a host that lost its power says nothing
+        # at its end, and its connection would stay for a quarter of an hour.
+        silent_s = SILENT_LIMITS * reactor.node.settings.lost_s
+        self._dialed_bounds = msgspec.structs.replace(bounds, silent_s=silent_s)
         self._ring = None
         if keys is not None:
             names = {raw(key): name for name, key in keys.of.items()}
             self._ring = KeyRing(raw(keys.own.secret), names)
         self._handshakes = Handshakes(reactor, keys, count_failed)
         self._dialers: dict[str, Dialer] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self._inward: dict[str, ZmtpConnection] = {}
         self._link_of: dict[ZmtpConnection, str] = {}
         self._came = 0
@@ -100,11 +137,48 @@ class PeerLinks(ListenerOwner):
                 self.batch,
                 on_message=partial(self._read, link, proven),
                 on_failed=partial(self._handshakes.dialed_them, link, name, address),
-                bounds=self._bounds,
+                on_unreachable=partial(self._handshakes.not_reached, link, name, address),
+                bounds=self._dialed_bounds,
             )
             self._reactor.feed(
                 LinkDialed(at_s=self._reactor.clock(), link=link, name=name, address=address)
             )
+
+    def _dial_address(self, link: str) -> Dialer | None:
+        """Connect to an address that an engine has named; the core has said that it may be."""
+        name, _, address = link.removeprefix(BY_ADDRESS).rpartition("@")
+        place = tcp_address(address)
+        if place is None:
+            return None
+        names = [name] if name else []
+        if self._keys is not None:
+            own, listed = self._keys.own.public, self._keys.of
+            names = [one for one in names or listed if listed.get(one, own) != own]
+            if not names:
+                return None  # and the core hears from nobody
+        answering = Answering(names or [NO_NAME], is_proven=self._keys is not None)
+        dialer = self._dialers[link] = Dialer(
+            place.host,
+            place.port,
+            lambda: self._mechanism(answering.name),
+            self.batch,
+            on_message=lambda frames: self._read(link, answering.proven, frames),
+            on_failed=lambda closed: answering.next(
+                lambda: self._handshakes.dialed_them(link, name or address, address, closed)
+            ),
+            on_unreachable=partial(self._handshakes.not_reached, link, name or address, address),
+            bounds=self._dialed_bounds,
+        )
+        return dialer
+
+    def hang_up(self, effect: effects.HangUpLink) -> None:
+        """Carry out ``HangUpLink``; what was said last still goes out."""
+        dialer = self._dialers.pop(effect.link, None)
+        if dialer is not None:
+            task = self.batch.loop.create_task(dialer.close(linger_s=LAST_WORDS_S))
+            # Kept, or nothing would hold it until it is done.
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
 
     def _mechanism(self, name: str) -> Mechanism:
         if self._keys is None or self._ring is None:
@@ -115,14 +189,21 @@ class PeerLinks(ListenerOwner):
     async def close(self) -> None:
         """Close every link; the last words still go out."""
         dialers = [one.close(linger_s=LAST_WORDS_S) for one in self._dialers.values()]
-        await asyncio.gather(super().close(), *dialers)
+        await asyncio.gather(super().close(), *dialers, *self._ending)
 
     def send(self, effect: effects.SendToPeer) -> None:
         """Carry out ``SendToPeer``; lost if nobody is there, repeated by who needs an answer."""
         frame = PEER_MESSAGES.encode(effect.message)
-        at = self._dialers.get(effect.link) or self._inward.get(effect.link)
+        dialer = self._dialers.get(effect.link)
+        if dialer is None and effect.link.startswith(BY_ADDRESS):
+            dialer = self._dial_address(effect.link)
+        at = dialer or self._inward.get(effect.link)
         if at is not None:
             at.send([frame])
+        # A name may have several addresses, and another node answers at this one.
+        said = effect.message
+        if dialer is not None and isinstance(said, Reject) and said.refusal.code in _NOT_MEANT:
+            dialer.turn_away()
 
     @override
     def welcome(self, connection: ZmtpConnection) -> bool:

@@ -9,31 +9,31 @@ from typing import TYPE_CHECKING
 from kvd.config.address import IPC
 from kvd.core.cache import radix
 from kvd.core.cache.eviction import Policy
-from kvd.core.settings import CacheMode, Settings
+from kvd.core.settings import CacheMode, DialRule, Settings
 from kvd.curve import KeyFlaw, PeerKeys, read_pair
 from kvd.daemon.attach import AttachLimits
 from kvd.daemon.socket_activation import UnfitConfig
-from kvd.types import Incarnation, NodeName
+from kvd.types import NodeName
 from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.peer import Integrity
 from kvd.zmtp.bounds import BOUNDS, Bounds
 
 if TYPE_CHECKING:
     from kvd.config import Config
-    from kvd.core.layout.spec import PoolSpec
+    from kvd.daemon.launch import Launch
 
 
-def settings_of(
-    config: Config, spec: PoolSpec, incarnation: Incarnation, *, is_journaled: bool
-) -> Settings:
-    """The figures of the core. ``is_journaled``: the pool outlives this daemon."""
+def settings_of(config: Config, launched: Launch) -> Settings:
+    """The figures of the core, for this life."""
     return Settings(
         name=NodeName(config.node.name),
-        incarnation=incarnation,
-        spec=spec,
+        incarnation=launched.incarnation,
+        spec=launched.spec,
+        home=launched.home,
         policy=Policy(config.radix.policy),
         build="" if str(radix.__file__).endswith(".py") else "+compiled",
         allow=config.peers.allow,
+        dials=_dials(config),
         heartbeat_s=config.peers.heartbeat_s,
         suspect_s=config.peers.suspect_s,
         lost_s=config.peers.lost_s,
@@ -55,8 +55,16 @@ def settings_of(
         max_frame_bytes=min(config.limits.max_frame_bytes, MAX_PEER_BYTES),
         integrity=Integrity(config.transfer.integrity),
         cache_mode=CacheMode(config.cache.mode),
-        is_journaled=is_journaled,
+        is_journaled=launched.pool.is_journaled,
     )
+
+
+def _dials(config: Config) -> DialRule:
+    peers = config.peers
+    if peers.secret_key_file is not None:
+        others = peers.keys.keys() - {config.node.name}
+        return DialRule.ANY if others else DialRule.NONE
+    return DialRule.ANY if peers.insecure else DialRule.LOOPBACK
 
 
 def attach_limits(config: Config) -> AttachLimits:

@@ -104,6 +104,8 @@ class NodeShell:
                 self.tell_operator(effect)
             case effects.SendToPeer():
                 self.send_message(effect)
+            case effects.HangUpLink():
+                pass  # here a link costs nothing, and whoever is left says goodbye
             case effects.RestartTransfer():
                 self.restart_transfer(effect.why)
             case effects.KeepEpochs():

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import resource
 import socket
 import struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -50,6 +51,9 @@ DEFAULT_ENVIRONMENT: Final = {
 PROGRESS_DELAY_US: Final = 500_000
 """A safety tick; the thread wakes by event, so it costs no latency (85 us for 4 KiB either way).
 At rest its wakes are most of what the process does: 12 a second with 100 ms, 4 with this."""
+
+SPARE_DESCRIPTORS: Final = 24
+"""UCX takes so many for one agent, measured: with 24 in all of a process it fails in the middle."""
 
 _BINDINGS: Final = ("nixl_cu13", "nixl_cu12")
 _LINGER_NONE: Final = struct.pack("ii", 1, 0)
@@ -124,6 +128,38 @@ class Binding:
             raise NixlUnusable(msg) from exc
 
 
+def no_backend() -> str:
+    """What keeps UCX from beginning, as far as this process can see it, and what to do."""
+    open_now = len(os.listdir("/proc/self/fd"))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit - open_now < SPARE_DESCRIPTORS:
+        return (
+            f"{open_now} of {limit} descriptors are open, and it needs {SPARE_DESCRIPTORS}: raise "
+            "LimitNOFILE of the unit, or ulimit -n"
+        )
+    devices = {*_listed("/sys/class/net"), *_listed("/sys/class/infiniband")}
+    chosen = os.environ.get("UCX_NET_DEVICES", "all").split(",")
+    # As UCX writes them: mlx5_0:1 is a port, ^eth0 is all but that.
+    named = {one.strip().partition(":")[0] for one in chosen if not one.startswith("^")}
+    missing = sorted(named - devices - {"", "all"})
+    if missing:
+        return (
+            f"UCX_NET_DEVICES names {', '.join(missing)}, and this host has "
+            f"{', '.join(sorted(devices))}: correct it in [transfer.ucx] or in the environment"
+        )
+    tls = os.environ.get("UCX_TLS")
+    if tls is not None:
+        return f"UCX_TLS is {tls!r}: try without it, and see kvd doctor"
+    return "see what UCX says above, and kvd doctor"
+
+
+def _listed(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
 class ReceivingAgent:
     """The passive agent: registered regions that peers write into."""
 
@@ -131,7 +167,12 @@ class ReceivingAgent:
         threads = _threads()
         with binding.translating(f"creating the receiving agent {name!r}"):
             self._agent = binding.agent(name, progress_delay_us=PROGRESS_DELAY_US)
-            self._agent.createBackend("UCX", {})
+            try:
+                self._agent.createBackend("UCX", {})
+            except binding.errors as exc:
+                # NIXL says that its backend failed, and UCX why, in lines of their own or not.
+                msg = f"UCX does not begin for the receiving agent {name!r}: {exc}; {no_backend()}"
+                raise NixlUnusable(msg) from exc
             binding.register(self._agent, spans)
             self.blob: bytes = self._agent.getLocalMD()
         # NIXL does not say which thread is its own; ``quiescence`` has to watch it.

@@ -82,7 +82,8 @@ class Hello(PeerMessage, frozen=True, tag="hello"):
     Sent only after the sender has reaped every older transfer process of its own: a Hello with a
     new incarnation is the proof that the old writer is gone. ``max_frame_bytes``: the longest
     message that it reads. ``serves_pulls``: it answers ``AskPrefix``. ``knows_epochs``: it reads
-    the epoch in ``Offer`` and ``AskPrefix``.
+    the epoch in ``Offer`` and ``AskPrefix``. ``home``: processes of one home never live at once,
+    and their incarnations compare by age; of an older version, empty.
     """
 
     node: Name
@@ -95,6 +96,7 @@ class Hello(PeerMessage, frozen=True, tag="hello"):
     max_frame_bytes: Counter = OLD_PEER_BYTES
     serves_pulls: bool = False
     knows_epochs: bool = False
+    home: Name = ""
 
 
 class Ping(PeerMessage, frozen=True, tag="ping"):

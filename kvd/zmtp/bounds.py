@@ -50,6 +50,9 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """Until who is left waiting is hung up on: when it comes again, it may be welcome."""
     message_s: float = 30.0
     """From the first byte of a message to its last: 16 MiB take 13 s at 10 Mbit/s."""
+    silent_s: float | None = None
+    """Whom we dialed is hung up on when it has said nothing for so long: it may have gone without a
+    word. None: however long."""
     max_handshakes: int = 256
     """Connections in handshake at once; the oldest makes place for the next."""
     max_connections: int = 4096

@@ -1,15 +1,21 @@
-"""One connection to one address, as a DEALER has it, made again for ever when it breaks.
+"""One connection to one host, as a DEALER has it, made again for ever when it breaks.
 
 What is sent while there is none waits for the next, up to the bounds of a backlog: so the first
 words need not wait for the first connection.
+
+A name may have several addresses, and not at each of them is who is meant. They are tried in turn:
+an address where nobody takes a connection, ends the handshake, says nothing for long, or is turned
+away makes place for the next; the one that served is the first again when its connection breaks.
+The name is looked up anew before each round.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
 
@@ -33,10 +39,27 @@ LAST_PAUSE_S: Final = 1.0
 """Before the address is dialed again: doubled each time in vain."""
 
 CONNECT_S: Final = 5.0
-"""For a name to be found and a connection to be taken."""
+"""For a name to be found, and for a connection to be taken."""
+
+NEXT_S: Final = 1.5
+"""For a connection to be taken where there are other addresses to try."""
+
+_SILENT: Final = ConnectionClosed(ConnectionFault.TOO_SLOW, "it said nothing for too long")
+_LAST_WORDS_S: Final = 0.2
 
 _TOO_SLOW: Final = ConnectionClosed(ConnectionFault.TOO_SLOW, "its handshake took too long")
 _UNFINISHED: Final = ConnectionClosed(ConnectionFault.TOO_SLOW, "a message took too long")
+
+
+Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]
+"""As ``getaddrinfo`` has it. Any: a socket address is of texts and numbers, by family."""
+
+_SHOWN: Final = 4
+"""Of the addresses that a sentence names."""
+
+
+def _ignore(why: str) -> None:
+    """Nobody wants to know."""
 
 
 class Dialer(Owner):
@@ -51,6 +74,7 @@ class Dialer(Owner):
         *,
         on_message: Callable[[Frames], None],
         on_failed: Callable[[ConnectionClosed], None],
+        on_unreachable: Callable[[str], None] = _ignore,
         bounds: Bounds = BOUNDS,
     ) -> None:
         """Prepare, and begin with the next turn of the loop.
@@ -61,7 +85,9 @@ class Dialer(Owner):
             mechanism: makes our side of it for each connection.
             batch: of the loop.
             on_message: takes each message.
-            on_failed: takes why a handshake failed. That nobody listens is not told.
+            on_failed: takes why a handshake failed.
+            on_unreachable: takes why a round of all addresses found nobody who takes a connection:
+                empty for one that found somebody.
             bounds: limits.
         """
         self.bounds = bounds
@@ -70,6 +96,13 @@ class Dialer(Owner):
         self._batch = batch
         self._on_message = on_message
         self._on_failed = on_failed
+        self._on_unreachable = on_unreachable
+        self._heard_s = 0.0
+        self._first: Address | None = None
+        """Which address is tried first, where the host still has it."""
+        self._is_turned_away = False
+        self._n_addresses = 0
+        """In this round."""
         self._turns = FairTurns(batch.loop, TURN_S)
         self._waiting: deque[Sequence[bytes]] = deque()
         self._waiting_bytes = 0
@@ -105,47 +138,102 @@ class Dialer(Owner):
             connection.close(linger_s=linger_s)
             await self._over.wait()
 
+    def turn_away(self) -> None:
+        """Whoever answered is not who was meant: try the next address, if there is one."""
+        self._is_turned_away = True
+        if self._n_addresses > 1 and self._connection is not None:
+            self._connection.close(linger_s=_LAST_WORDS_S)  # what it was told still goes out
+
     async def _dial(self) -> None:
-        loop, pause_s = self._batch.loop, FIRST_PAUSE_S
+        pause_s = FIRST_PAUSE_S
         while True:
-            sock = await self._connected()
-            if sock is not None:
-                self._over.clear()
-                self._is_met = False
-                machine = Protocol(self._mechanism(), self.bounds.max_message_bytes)
-                connection = ZmtpConnection(sock, machine, self, self._batch, self._turns)
-                self._connection = connection
-                timer = loop.call_later(self.bounds.handshake_s, self._look, connection)
-                try:
-                    await self._over.wait()
-                finally:
-                    timer.cancel()
-                if self._is_met:
-                    pause_s = FIRST_PAUSE_S
+            if await self._round():
+                pause_s = FIRST_PAUSE_S
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
-    async def _connected(self) -> socket.socket | None:
-        """A connection; None where nobody takes it in time."""
-        loop = self._batch.loop
+    async def _round(self) -> bool:
+        """Try every address until one has served; whether one has."""
         try:
             async with asyncio.timeout(CONNECT_S):
-                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-                for family, kind, proto, _, address in found:
-                    sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, proto)
-                    try:
-                        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                        await loop.sock_connect(sock, address)
-                    except OSError:
-                        sock.close()
-                        continue
-                    except BaseException:
-                        sock.close()
-                        raise
-                    return sock
-        except (OSError, TimeoutError):
-            pass
+                found = await self._batch.loop.getaddrinfo(
+                    self._host, self._port, type=socket.SOCK_STREAM
+                )
+        except OSError as error:
+            self._on_unreachable(
+                f"the name {self._host} cannot be resolved ({error.strerror or error})"
+            )
+            return False
+        except TimeoutError:
+            self._on_unreachable(f"the name {self._host} was not resolved within {CONNECT_S:g} s")
+            return False
+        addresses = list(dict.fromkeys(found))
+        self._n_addresses = len(addresses)
+        if self._first in addresses:
+            at = addresses.index(self._first)
+            addresses = addresses[at:] + addresses[:at]
+        missed: list[str] = []
+        for number, address in enumerate(addresses):
+            # Before it is tried: a round that ends here goes on with the next one.
+            self._first = addresses[(number + 1) % len(addresses)]
+            sock = await self._connected(address, missed)
+            if sock is None:
+                continue
+            self._on_unreachable("")
+            if await self._serve(sock):
+                self._first = address
+                return True
+        if len(missed) == len(addresses):
+            self._on_unreachable("; ".join(missed[:_SHOWN]))
+        return False
+
+    async def _connected(self, found: Address, missed: list[str]) -> socket.socket | None:
+        """A connection; where nobody takes it in time None, and why is added to ``missed``."""
+        family, kind, proto, _, address = found
+        limit_s = NEXT_S if self._n_addresses > 1 else CONNECT_S
+        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, proto)
+        try:
+            async with asyncio.timeout(limit_s):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await self._batch.loop.sock_connect(sock, address)
+        except ConnectionRefusedError:
+            missed.append(f"nobody listens at {address[0]} port {self._port}")
+        except TimeoutError:
+            missed.append(f"{address[0]} port {self._port} has not answered in {limit_s:g} s")
+        except OSError as error:
+            missed.append(f"{address[0]} port {self._port}: {error.strerror or error}")
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+        sock.close()
         return None
+
+    async def _serve(self, sock: socket.socket) -> bool:
+        """Serve a connection until it ends; whether it was one of whom is meant."""
+        loop = self._batch.loop
+        self._over.clear()
+        self._is_met = self._is_turned_away = False
+        self._heard_s = loop.time()
+        machine = Protocol(self._mechanism(), self.bounds.max_message_bytes)
+        connection = ZmtpConnection(sock, machine, self, self._batch, self._turns)
+        self._connection = connection
+        timer = loop.call_later(self.bounds.handshake_s, self._look, connection)
+        try:
+            silent_s = self.bounds.silent_s
+            while silent_s is not None and not self._over.is_set():
+                left_s = self._heard_s + silent_s - loop.time()
+                if left_s <= 0:
+                    connection.end(_SILENT)
+                    return False
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._over.wait()
+            await self._over.wait()
+        finally:
+            timer.cancel()
+        return self._is_met and not self._is_turned_away
 
     def _look(self, connection: ZmtpConnection) -> None:
         if not self._is_met:
@@ -164,6 +252,7 @@ class Dialer(Owner):
 
     @override
     def message(self, connection: ZmtpConnection, frames: Frames) -> None:
+        self._heard_s = self._batch.loop.time()
         self._on_message(frames)
 
     @override

@@ -17,9 +17,11 @@ import pytest
 
 from kvd.core import inputs
 from kvd.core.handoff.settled import MAX_RECORDS
-from kvd.core.layout.shards import MAX_SHARDS
-from kvd.core.layout.spec import fingerprint
+from kvd.core.layout.shards import MAX_SHARDS, Shard
+from kvd.core.layout.spec import HeldShards, PoolSpec, fingerprint
 from kvd.core.node import NodeState
+from kvd.core.peers.compatibility import layout_match
+from kvd.core.peers.hello import MAX_LAYOUT_CHARS, MAX_LAYOUT_PARTS
 from kvd.errors import Code, Refusal
 from kvd.wire import client
 from kvd.wire.bounds import MAX_METADATA_BYTES, MAX_PEER_BYTES
@@ -164,26 +166,52 @@ def test_fields_of_a_later_version_cost_little_however_many_they_are(value):
     assert isinstance(PEER_MESSAGES.decode(small), Ping)
 
 
+COMPONENTS = fingerprint(spec(64))[len('["page_first",[') : -2]
+
+
+def values(one: str, n: int = MAX_LAYOUT_PARTS - 10, *, around: str = "[]") -> str:
+    """As many of them as are read, or as many as there is room for."""
+    n = min(n, MAX_LAYOUT_PARTS // (1 + one.count(",") + one.count("[") + one.count("{")) - 2)
+    many = ",".join([one] * n)[: MAX_LAYOUT_CHARS - 10].rpartition(",")[0]
+    return around[0] + many + around[1]
+
+
 LAYOUTS = {
-    "numbers": "[" * 500 + ",".join("0" * 30_000) + "]" * 500,
-    "one key": '{"' + "k" * 30_000 + '":[' + ",".join("0" * 15_000) + "]}",
-    "keys": "{" + ",".join(f'"{key}":0' for key in range(7000)) + "}",
-    "maps": "[" + ",".join(["{}"] * 20_000) + "]",
-    "lists": "[" + ",".join(["[0,0,0,0]"] * 6000) + "]",
-    "shards": fingerprint(spec(64))[:-1] + ",[" + ",".join(["[0,1,0,1]"] * 6000) + "]]",
+    "numbers": "[" * 500 + values("0", 1500)[1:-1] + "]" * 500,
+    "long numbers": values("9" * 4000),
+    "fractions": values("1e-300"),
+    "one key": '{"' + "k" * 12_000 + '":' + values("0") + "}",
+    "keys": "{" + ",".join(f'"{key}":0' for key in range(1900)) + "}",
+    "maps": values("{}"),
+    "maps of components": '["page_first",' + values("{}", 900) + "]",
+    "lists": values("[0,0,0,0]"),
+    "text": values('"\\u0041"'),
+    "open": "[" * 2000,
+    "shards": fingerprint(spec(64))[:-1] + "," + values("[0,1,0,1]", 300) + "]",
     "most shards": fingerprint(spec(64))[:-1] + ",[" + ",".join(["[0,1,0,1]"] * MAX_SHARDS) + "]]",
-    "components": '["page_first",['
-    + ",".join([fingerprint(spec(64))[len('["page_first",[') : -2]] * 450)
-    + "]]",
+    "components": '["page_first",' + values(COMPONENTS) + "]",
+    "a tag": fingerprint(spec(64))[:-1] + ',"' + "x" * 16_000 + '"]',
+}
+
+LAYOUT_S = 0.004
+"""For one that is read; below 1 ms here."""
+
+UNREAD_LAYOUTS = {
+    "long": fingerprint(spec(64))[:-1] + ',"' + "x" * MAX_LAYOUT_CHARS + '"]',
+    "maps": "[" + ",".join(["{}"] * 5000) + "]",
+    "numbers": "[" + ",".join("0" * 8000) + "]",
+    "longest": "[" + ",".join("0" * 500_000) + "]",
+    "open": "[" * 16_000,
 }
 
 
 @pytest.mark.parametrize("what", LAYOUTS)
 def test_a_layout_costs_little_and_nothing_when_it_is_said_again(what):
     """Of each generation, and of each process, that says the same."""
+    assert len(LAYOUTS[what]) <= MAX_LAYOUT_CHARS
     node = meeting()
     known = hello(layout=LAYOUTS[what], generation=2)
-    assert cost_s(PEER_MESSAGES.encode(known), meeting) < LIMIT_S
+    assert cost_s(PEER_MESSAGES.encode(known), meeting) < LAYOUT_S
     node.step(inputs.FromPeer(0.0, "in:d", known))
     refusal = node.peers.by_name["d"].refusal
 
@@ -191,6 +219,80 @@ def test_a_layout_costs_little_and_nothing_when_it_is_said_again(what):
 
     assert min(again) < HONEST_S
     assert node.peers.by_name["d"].refusal is refusal
+
+
+@pytest.mark.parametrize("what", UNREAD_LAYOUTS)
+def test_a_layout_that_is_too_long_is_refused_before_a_word_of_it_is_read(what):
+    message = hello(layout=UNREAD_LAYOUTS[what], generation=2)
+    assert cost_s(PEER_MESSAGES.encode(message), meeting) < HONEST_S / 5
+    node = meeting()
+    effects = node.step(inputs.FromPeer(0.0, "in:d", message)).effects
+    (reject,) = [one.message for one in effects]
+    assert isinstance(reject, Reject)
+    assert reject.refusal.code is Code.TOO_LARGE
+    assert node.peers.by_name["d"].generation == 1
+
+
+def sharded(shards: tuple[Shard, ...], layers: int, heads: int) -> PoolSpec:
+    """A pool of these shards of a model."""
+    plain = spec(64)
+    first = shards[0]
+    layout = msgspec.structs.replace(
+        plain.components[0].layout, heads=first.end_head - first.first_head
+    )
+    component = msgspec.structs.replace(
+        plain.components[0], layers=first.end_layer - first.first_layer, layout=layout
+    )
+    return msgspec.structs.replace(
+        plain, components=(component,), held=HeldShards(layers, heads, shards)
+    )
+
+
+def across(n: int) -> tuple[Shard, ...]:
+    """All layers of one head each."""
+    return tuple(Shard(0, 128, head, head + 1) for head in range(n))
+
+
+def along(n: int) -> tuple[Shard, ...]:
+    """All heads of one layer each."""
+    return tuple(Shard(layer, layer + 1, 0, 128) for layer in range(n))
+
+
+SHARDED = {
+    "cut both ways": (across(16), along(128)),
+    "the other way": (along(128), across(16)),
+    "alike": (across(45), across(45)),
+    "replicas": (along(1) * 16, along(1) * 128),
+}
+
+
+@pytest.mark.parametrize("what", SHARDED)
+def test_routes_between_the_most_shards_cost_little(what):
+    ours, theirs = (sharded(one, 128, 128) for one in SHARDED[what])
+    cost = min(timed(lambda: layout_match(ours, fingerprint(theirs), "p", "d")) for _ in range(5))
+    assert cost < LIMIT_S
+
+
+def test_more_pairs_of_shards_than_are_looked_at_are_refused_with_the_numbers():
+    ours, theirs = sharded(across(32), 128, 128), sharded(along(128), 128, 128)
+    match = layout_match(ours, fingerprint(theirs), "p", "d")
+    assert match.sending is not None
+    assert "128 shards, and p has 32: at most 2048 pairs" in match.sending.message
+    assert timed(lambda: layout_match(ours, fingerprint(theirs), "p", "d")) < HONEST_S
+
+
+def timed(work: Callable[[], object]) -> float:
+    began_s = time.process_time()
+    work()
+    return time.process_time() - began_s
+
+
+def test_a_hello_that_is_repeated_costs_little():
+    """Nobody who waits for its sender is asked again (``test_name_claims``)."""
+    node = meeting()
+    same = hello()
+    repeated = [cost_of_step(node, same) for _ in range(100)]
+    assert sorted(repeated)[50] < HONEST_S / 5  # 0.02 ms here
 
 
 def cost_of_step(node: NodeState, message: Message) -> float:

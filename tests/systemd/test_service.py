@@ -104,7 +104,7 @@ def test_stop_takes_everything_down_and_keeps_the_directory(service):
     assert service.show("kvd", "Result") == "success"
     assert service.show("kvd", "ActiveState") == "inactive"
     left = [path.name for path in service.path("/run/kvd").iterdir()]
-    assert left == ["client.sock.lock"]
+    assert left == ["client.sock.lock", "client.sock.lock.birth"]
 
 
 def test_a_wrong_configuration_is_not_tried_again(idle):

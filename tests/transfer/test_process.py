@@ -31,6 +31,7 @@ from kvd.core.inputs import (
 )
 from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.core.layout.seal import Seal
+from kvd.transfer import nixl
 from kvd.transfer.metadata import pack, unpack
 from kvd.transfer.orders import Alive, Collapsed, Probe, RegionPlan
 from kvd.transfer.process import TransferProcess, TransportDown
@@ -242,10 +243,24 @@ async def test_a_process_that_was_spawned_and_is_not_wanted_is_reaped():
 async def test_a_process_that_cannot_start_nixl_says_why():
     process = TransferProcess("bad-1", [], environment={"UCX_TLS": "nonsense"})
 
-    with pytest.raises(TransportDown, match="creating the receiving agent"):
+    with pytest.raises(TransportDown, match="UCX_TLS is 'nonsense': try without it"):
         await process.start(lambda _: None, lambda _: None)
 
     assert _is_reaped(process.pid)
+
+
+async def test_a_device_that_is_not_here_is_named_with_those_that_are():
+    process = TransferProcess("bad-2", [], environment={"UCX_NET_DEVICES": "nope0:1"})
+    why = r"UCX_NET_DEVICES names nope0, and this host has .*lo.*: correct it in \[transfer.ucx\]"
+    with pytest.raises(TransportDown, match=why):
+        await process.start(lambda _: None, lambda _: None)
+
+
+def test_too_few_descriptors_are_told_with_their_numbers(monkeypatch):
+    monkeypatch.setattr(nixl.resource, "getrlimit", lambda _: (10, 10))
+    said = nixl.no_backend()
+    assert "of 10 descriptors are open" in said
+    assert "raise LimitNOFILE of the unit, or ulimit -n" in said
 
 
 async def test_a_cancelled_start_leaves_no_process():

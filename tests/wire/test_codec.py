@@ -54,8 +54,8 @@ KEPT = [
     ),
     (
         PEER_MESSAGES,
-        peer.Hello("1", "2", "p", "[]", 3, b"m", 4, 5, 1, 6, True, True),
-        "9da568656c6c6fa131a132a170a25b5d03c4016d04050106c3c3",
+        peer.Hello("1", "2", "p", "[]", 3, b"m", 4, 5, 1, 6, True, True, "h"),
+        "9ea568656c6c6fa131a132a170a25b5d03c4016d04050106c3c3a168",
     ),
     (
         PEER_MESSAGES,

@@ -99,14 +99,14 @@ class Inn:
     open: ClassVar[list[Inn]] = []
     """To be closed when the test ends, however it ends."""
 
-    def __init__(self, bounds=BOUNDS, ring=None, path=None):
+    def __init__(self, bounds=BOUNDS, ring=None, path=None, *, host="127.0.0.1", port=0):
         self.open.append(self)
         loop = asyncio.get_running_loop()
         sock = socket.socket(socket.AF_UNIX if path else socket.AF_INET)
-        sock.bind(path or ("127.0.0.1", 0))
+        sock.bind(path or (host, port))
         sock.listen(BACKLOG)
         self.address = sock.getsockname()
-        self.endpoint = f"ipc://{path}" if path else f"tcp://127.0.0.1:{self.address[1]}"
+        self.endpoint = f"ipc://{path}" if path else f"tcp://{host}:{self.address[1]}"
         self.host = Guests()
         self.batch = WriteBatch(loop)
         self.listener = Listener(sock, self.host, self.batch, ring=ring, bounds=bounds)

@@ -148,7 +148,7 @@ class Dialed:
     """Our dialer, and what it heard."""
 
     def __init__(self, port, mechanism, host="127.0.0.1", bounds=BOUNDS):
-        self.got, self.failed = [], []
+        self.got, self.failed, self.missed = [], [], []
         self.dialer = Dialer(
             host,
             port,
@@ -156,6 +156,7 @@ class Dialed:
             WriteBatch(asyncio.get_running_loop()),
             on_message=self.got.append,
             on_failed=lambda closed: self.failed.append(closed.fault),
+            on_unreachable=self.missed.append,
             bounds=bounds,
         )
 
@@ -243,6 +244,86 @@ async def test_whom_we_dialed_must_end_a_message_in_time_too():
     connection.send([b"whole"])
     await until(lambda: one.got == [[b"whole"]])
     await one.dialer.close()
+
+
+class Resolving:
+    """What a name is found to be, whatever it is."""
+
+    def __init__(self, dialer, *addresses):
+        self._loop, self.addresses = dialer._batch.loop, list(addresses)
+        dialer._batch.loop = self
+
+    def __getattr__(self, name):
+        return getattr(self._loop, name)
+
+    async def getaddrinfo(self, host, port, **_):
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))
+            for address in self.addresses
+        ]
+
+
+@on_uvloop
+async def test_the_addresses_of_a_name_are_tried_in_turn():
+    """At the first is nobody, the second takes connections and says no word, the third is it."""
+    inn = Inn(host="127.0.0.3")
+    port = inn.address[1]
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.2", port))
+        deaf.listen()
+        one = Dialed(port, dealing, bounds=structs.replace(BOUNDS, handshake_s=0.3))
+        Resolving(one.dialer, "127.0.0.1", "127.0.0.2", "127.0.0.3")
+        one.dialer.send([b"found"])
+        await until(lambda: inn.host.got == [[b"found"]])
+        inn.host.here[0].close()
+        await until(lambda: inn.host.came == 2)
+        await one.dialer.close()
+    assert one.failed == [ConnectionFault.TOO_SLOW], "the one that served is the first again"
+
+
+@on_uvloop
+async def test_who_is_turned_away_or_says_nothing_makes_place_for_the_next_address():
+    first = Inn(host="127.0.0.1")
+    second = Inn(host="127.0.0.2", port=first.address[1])
+    one = Dialed(first.address[1], dealing, bounds=structs.replace(BOUNDS, silent_s=0.4))
+    Resolving(one.dialer, "127.0.0.1", "127.0.0.2")
+    await until(lambda: first.host.came == 1)
+    await until(lambda: second.host.came == 1)  # nothing was heard of the first
+    second.host.here[0].send([b"not you"])
+    await until(lambda: one.got == [[b"not you"]])
+    one.dialer.send([b"go"])
+    one.dialer.turn_away()
+    await until(lambda: second.host.got == [[b"go"]])
+    await until(lambda: first.host.came == 2)
+    await one.dialer.close()
+
+
+@on_uvloop
+async def test_who_speaks_now_and_then_is_not_silent():
+    inn = Inn()
+    one = Dialed(inn.address[1], dealing, bounds=structs.replace(BOUNDS, silent_s=0.4))
+    await until(lambda: inn.host.came == 1)
+    for _ in range(10):
+        inn.host.here[0].send([b"here"])
+        await asyncio.sleep(0.1)
+    assert inn.host.came == 1
+    await until(lambda: inn.host.came == 2)
+    await one.dialer.close()
+
+
+@on_uvloop
+async def test_our_dialer_tells_why_nobody_is_reached():
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        one = Dialed(port, dealing)
+        await until(lambda: one.missed)
+        assert set(one.missed) == {f"nobody listens at 127.0.0.1 port {port}"}
+        await one.dialer.close()
+    lost = Dialed(port, dealing, host="kvd-no-such-host.invalid")
+    await until(lambda: lost.missed)
+    assert "the name kvd-no-such-host.invalid cannot be resolved" in lost.missed[0]
+    await lost.dialer.close()
 
 
 @on_uvloop

@@ -83,6 +83,12 @@ class OfferWriter:
         if not 1 <= len(sources) <= MAX_SOURCES:
             return self._wrong(f"receive from {len(sources)} sources, of 1 to {MAX_SOURCES}")
         for source in sources:
+            # Which part each of several sends is worked out by names, and this one has none yet.
+            if len(sources) > 1 and self._peers.find(source) is None and "://" in source:
+                return self._wrong(
+                    f"receive from {', '.join(sources)}: {source} is no address of peers.connect, "
+                    "and such a one is received from alone"
+                )
             refusal = self._unfit_source(source, n_tokens)
             if refusal is not None:
                 return refusal
@@ -108,12 +114,7 @@ class OfferWriter:
         peers, side = self._peers, self._settings.name
         name = peers.find(source)
         if name is None:
-            known = ", ".join(peers.names()) or "none"
-            return Refusal(
-                Code.PEER_UNKNOWN,
-                f"no peer is called {source!r} (known: {known}): add it to peers.connect",
-                side=side,
-            )
+            return peers.dial_address(source)
         peer = peers.by_name.get(name)
         if peer is None:
             return None

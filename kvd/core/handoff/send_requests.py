@@ -101,8 +101,9 @@ class SendRequests:
         refusal = bad_keeping(message, self._settings.name)
         if refusal is not None:
             return refusal
-        # The engine may name an address of peers.connect; Offers come from nodes, by name.
-        destination = (self._peers.find(message.peer) or message.peer) if message.peer else ""
+        destination = self._destination(message.peer or "")
+        if isinstance(destination, Refusal):
+            return destination
         keeping = keeping_of(message)
         meeting = self._meet(message.room, destination, engine, keeping)
         # Also where the engine itself is refused: its word has decided about these Offers.
@@ -138,6 +139,27 @@ class SendRequests:
         # Held by the send from here on: the engine may release its lease, or die, while posts read.
         self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
         return part
+
+    def _destination(self, peer: str) -> str | Refusal:
+        """Whom a send is for, by name: the engine may give an address, and Offers come from nodes.
+
+        Empty: whoever asks. A name that nobody has said yet is one that may come.
+        """
+        found = self._peers.find(peer) if peer else ""
+        if found is None and "://" in peer:
+            # Who waits for the room already is met by name, now, and an address has none yet.
+            if "@" not in peer:
+                return Refusal(
+                    Code.PEER_UNKNOWN,
+                    f"a send to {peer}, which is no address of peers.connect: say whom it is for, "
+                    f"as to='NAME@{peer}', or to='NAME' where that node dials this one",
+                    side=self._settings.name,
+                )
+            refusal = self._peers.dial_address(peer)
+            if refusal is not None:
+                return refusal
+            found = self._peers.find(peer)
+        return peer if found is None else found
 
     def _meet(
         self, room: int, destination: str, engine: SendingEngine, keeping: Keeping | None

@@ -639,6 +639,10 @@ def _figures(part: RoomState) -> list[str]:
 # ---- peers ---------------------------------------------------------------------------------------
 
 
+RECENT_S = 60.0
+"""So long it is told that a peer was refused, or refused something."""
+
+
 def of_peer(node: NodeView, name: str) -> Explanation | Refusal:
     """One other daemon: how it is, since when, and what is open with it."""
     peers = node.peers
@@ -650,8 +654,16 @@ def of_peer(node: NodeView, name: str) -> Explanation | Refusal:
     receives = [one for one in node.decoder.parts.values() if one.peer == name]
     sends = [one for one in node.prefiller.known() if one.peer == name]
     trouble = peers.trouble(name)
+    now_s = node.out.at_s
     facts = [f"its address is {dialed.address}" if dialed is not None else "it has dialed us"]
-    facts += [f"the last handshake failed: {trouble}"] if trouble else []
+    facts += [f"nothing is heard of it: {trouble}"] if trouble else []
+    if peer is not None:
+        for said, what in (
+            (peer.refused, "a Hello in its name was refused"),
+            (peer.refuses, "it refused a message of ours"),
+        ):
+            if said.why != trouble and now_s - said.at_s < RECENT_S:
+                facts.append(f"{what} {now_s - said.at_s:.1f} s ago: {said.why}")
     facts += _peer_facts(node, peer) if peer is not None else []
     facts += plain_facts(node, PEER, peer_rows(node)[name])
     quarantined = [

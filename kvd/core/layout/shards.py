@@ -31,6 +31,10 @@ MAX_SHARDS = 128
 """Of one node: their descriptors travel in one message, which holds 253; and a peer that told of
 more would cost time at its Hello."""
 
+MAX_PAIRS = 2048
+"""Shards of one node times those of another: 32 and 64, or 16 and 128. Each pair may be a piece,
+and one is made in a microsecond or two."""
+
 SHOWN = 4
 """Of the shards that a sentence names."""
 
@@ -209,32 +213,40 @@ def lanes(ours: tuple[Shard, ...], theirs: tuple[Shard, ...]) -> tuple[ShardRout
 
 def _lane(index: int, their: Shard, replicas: dict[Shard, list[int]]) -> ShardRoute | None:
     """``replicas``: the places of each of our shards, in the order of the shards."""
-    found = [(kind, both) for kind in replicas if (both := _common(kind, their)).cells]
+    found = [
+        (kind, _common(kind, their))
+        for kind in replicas
+        # Asked first, for most have nothing in common, and to work out what they have costs more.
+        if kind.first_layer < their.end_layer
+        and their.first_layer < kind.end_layer
+        and kind.first_head < their.end_head
+        and their.first_head < kind.end_head
+    ]
     if not found:
         return None
     union = Shard(
-        first_layer=min(both.first_layer for _, both in found),
-        end_layer=max(both.end_layer for _, both in found),
-        first_head=min(both.first_head for _, both in found),
-        end_head=max(both.end_head for _, both in found),
+        first_layer=min([both.first_layer for _, both in found]),
+        end_layer=max([both.end_layer for _, both in found]),
+        first_head=min([both.first_head for _, both in found]),
+        end_head=max([both.end_head for _, both in found]),
     )
-    if union.cells != sum(both.cells for _, both in found):
+    if union.cells != sum([both.cells for _, both in found]):
         ours = listed(tuple(replicas))
         msg = f"what {ours} have of {said(their)} is no rectangle of layers and heads"
         raise ValueError(msg)
-    n_copies = min(len(replicas[kind]) for kind, _ in found)
-    copies: list[ShardCopy] = []
-    for copy in range(n_copies):
-        if found[0][0] == their:
-            copies.append(Straight(replicas[their][copy]))
-            continue
-        pieces = tuple(
-            Piece(replicas[kind][copy], _within(both, kind), _within(both, their))
-            for kind, both in found
-        )
-        copies.append(Pieced(_within(union, their), pieces))
-    window = None if union == their else _within(union, their)
-    return ShardRoute(index, window, tuple(copies))
+    n_copies = min([len(replicas[kind]) for kind, _ in found])
+    if found[0][0] == their:
+        window = None
+        copies: list[ShardCopy] = [Straight(number) for number in replicas[their][:n_copies]]
+        return ShardRoute(index, window, tuple(copies))
+    filled = _within(union, their)
+    # Of all copies alike: which part of a page it is does not depend on whose page.
+    parts = [(replicas[kind], _within(both, kind), _within(both, their)) for kind, both in found]
+    copies = [
+        Pieced(filled, tuple([Piece(at[copy], ours, theirs) for at, ours, theirs in parts]))
+        for copy in range(n_copies)
+    ]
+    return ShardRoute(index, None if union == their else filled, tuple(copies))
 
 
 def _common(one: Shard, other: Shard) -> Shard:

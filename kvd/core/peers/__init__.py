@@ -5,9 +5,10 @@ Read in this order:
 1. ``peer``            ``Peer``: what is known of one daemon; ``Life``, ``Agent``, ``PeerDrain``
 2. ``registry``        ``Peers``: all of them; what a Hello proves, what silence only suggests
 3. ``hello``           what a Hello must satisfy, and who speaks for whom
-4. ``agents``          ``Agents``: the sending agent towards each peer, whose end is the true abort
-5. ``pulse``           ``Pulse``: pings, floors, and whose connection is whose
-6. ``compatibility``   whether two pools hold the same pages, and which shard fills which
+4. ``claims``          ``NameClaims``: who has a name that two processes want, or one after another
+5. ``agents``          ``Agents``: the sending agent towards each peer, whose end is the true abort
+6. ``pulse``           ``Pulse``: pings, floors, and whose connection is whose
+7. ``compatibility``   whether two pools hold the same pages, and which shard fills which
 
 ::
 

@@ -28,7 +28,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.core.layout.page_sizes import pages_in
-from kvd.core.layout.shards import MAX_SHARDS, Shard, ShardRoute, Straight, flaw, lanes, listed
+from kvd.core.layout.shards import (
+    MAX_PAIRS,
+    MAX_SHARDS,
+    Shard,
+    ShardRoute,
+    Straight,
+    flaw,
+    lanes,
+    listed,
+)
 from kvd.core.layout.spec import (
     MAX_TAG_CHARS,
     Exchanged,
@@ -213,6 +222,11 @@ def _between_shards(
     mine, theirs = shards_of(ours), theirs or (whole,)
     if len(theirs) > MAX_SHARDS:
         why = f"{len(theirs)} shards, of which {MAX_SHARDS} are read at most"
+    elif len(mine) * len(theirs) > MAX_PAIRS:
+        why = (
+            f"{len(theirs)} shards, and {here} has {len(mine)}: at most {MAX_PAIRS} pairs of them "
+            "are looked at"
+        )
     else:
         why = flaw(theirs, first.layers, whole.end_head)
     if why:

@@ -24,8 +24,18 @@ NODE: Final = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_PEERS: Final = 4096
 """Names kept: far above any cluster, and an end to a stranger that invents names."""
 
-MAX_LAYOUT_CHARS: Final = 65_536
-"""Of a pool layout as text: hundreds of components. Nothing longer is read."""
+MAX_LAYOUT_CHARS: Final = 16_384
+"""Of a pool layout as text: 128 shards are 4 KiB at most, a component some 200 characters. Nothing
+longer is read."""
+
+MAX_LAYOUT_PARTS: Final = 2048
+"""Values in it, counted by what stands between them before it is read: to read a value costs up to
+half a microsecond, and 128 shards are 640 of them."""
+
+NEWS_AT_ONCE: Final = 16
+NEWS_PER_S: Final = 4.0
+"""New processes or generations of one node that are believed: each makes a sending agent, and
+nobody restarts as often. What is above that is heard with the next Hello."""
 
 
 def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusal | None:
@@ -97,24 +107,35 @@ def impostor(message: Message, proven: str, peers: Peers, mine: Settings) -> Ref
 
 
 def _too_long(message: Hello, side: str) -> Refusal | None:
-    n_chars = len(message.layout)
-    if n_chars <= MAX_LAYOUT_CHARS:
-        return None
-    return Refusal(
-        Code.TOO_LARGE,
-        f"{message.node[:80]} describes its pool in {n_chars} characters, {MAX_LAYOUT_CHARS} are "
-        "read at most",
-        side=side,
-        numbers={"chars": n_chars, "limit": MAX_LAYOUT_CHARS},
-    )
+    """Before a word of it is read: what it would cost to read."""
+    text = message.layout
+    for n, limit, what in (
+        (len(text), MAX_LAYOUT_CHARS, "characters"),
+        (_parts_at_most(text), MAX_LAYOUT_PARTS, "values"),
+    ):
+        if n > limit:
+            return Refusal(
+                Code.TOO_LARGE,
+                f"{message.node[:80]} describes its pool in {n} {what}, {limit} are read at most",
+                side=side,
+                numbers={what: n, "limit": limit},
+            )
+    return None
+
+
+def _parts_at_most(text: str) -> int:
+    if len(text) > MAX_LAYOUT_CHARS:
+        return 0  # it is refused for that
+    return text.count(",") + text.count("[") + text.count("{")
 
 
 def _unexpected_name(message: Hello, link: str, peers: Peers, side: str) -> Refusal | None:
-    """One link and one process have one name each, and a superseded process never comes back."""
+    """One link and one process have one name each, and a name has one process."""
     dialed = peers.dialed.get(link)
     # Whoever answers at a configured address must be whom the operator named there: else a wrong
     # address would have a room's pages written by another node.
-    if dialed is not None and dialed.name != message.node:
+    is_nameless = dialed is not None and dialed.name == dialed.address  # an engine gave that alone
+    if dialed is not None and dialed.name != message.node and not is_nameless:
         return Refusal(
             Code.PEER_UNKNOWN,
             f"the daemon at {dialed.address} calls itself {message.node!r}, "
@@ -129,14 +150,9 @@ def _unexpected_name(message: Hello, link: str, peers: Peers, side: str) -> Refu
             f"it was {speaker.name!r} before",
             side=side,
         )
-    # Incarnations grow with the time at which they began. A delayed Hello of a former process must
-    # not take the name back: it would prove the living one gone, and free pages that it writes.
     known = peers.by_name.get(message.node)
-    if known is not None and message.source < known.incarnation:
-        return Refusal(
-            Code.PEER_STALE,
-            f"incarnation {message.source} of {message.node} is older than {known.incarnation}, "
-            "which has said Hello before: its messages are not acted on",
-            side=side,
-        )
+    # A delayed Hello of a former process must not take the name back: it would prove the living one
+    # gone, and free pages that it writes.
+    if known is not None and message.source != known.incarnation:
+        return peers.claims.refusal(known, message)
     return None

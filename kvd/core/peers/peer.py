@@ -13,7 +13,7 @@ What must not live here: when a record changes.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -85,6 +85,16 @@ class Layout(msgspec.Struct, frozen=True):
 UNREAD = Layout(b"")
 
 
+class Heard(msgspec.Struct, frozen=True):
+    """Words, and when they were said."""
+
+    why: str = ""
+    at_s: float = float("-inf")
+
+
+UNHEARD = Heard()
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Peer:
     """One other daemon. Read it; the module says who writes it."""
@@ -92,6 +102,10 @@ class Peer:
     name: str
     link: str = ""
     incarnation: str = ""
+    home: str = ""
+    """Of this incarnation: whose births are in order with its own (``claims``)."""
+    replaced: dict[str, int] = field(default_factory=dict)
+    """Processes of other homes that had this name before, and their generations then."""
     generation: int = 0
     metadata: bytes = b""
     max_prompt_tokens: int = 0
@@ -130,6 +144,13 @@ class Peer:
     ping_sent_s: float = 0.0
     round_trip_s: float = 0.0
     drain: PeerDrain = UNSAID
+    news: float = 0.0
+    """New processes and generations of it that were believed lately, as of ``news_s``."""
+    news_s: float = 0.0
+    refused: Heard = UNHEARD
+    """Why a Hello in its name was refused last."""
+    refuses: Heard = UNHEARD
+    """Why it refused a message of ours last."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -139,6 +160,10 @@ class Dialed:
     name: str
     address: str
     answered: bool = False
+    by_address: bool = False
+    """Whether an engine named the address, and no configuration: its name is the address until its
+    Hello says another, and it is hung up on when nothing is open on it."""
+    used_s: float = 0.0
     trouble: str = ""
     """Why the last handshake on it failed, and when."""
     trouble_s: float = 0.0

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
-from kvd.core.peers.peer import SERVING, StreamClaim
+from kvd.core.peers.peer import LEAVING, SERVING, StreamClaim
 from kvd.wire.peer import MAX_STREAMS, Ping
 
 if TYPE_CHECKING:
@@ -76,6 +76,36 @@ class Pulse:
             why=self.why,
         )
         self._out.send(peer.link, ping)
+
+    def leave(self, peer: Peer, why: str) -> None:
+        """Say goodbye to one peer: its link ends, and this node does not."""
+        mine = self._settings.incarnation
+        ping = Ping(
+            source=mine,
+            target=peer.incarnation,
+            number=0,
+            echo=0,
+            offer_floor=0,
+            settled_floor=0,
+            state=LEAVING,
+            why=why,
+        )
+        self._out.send(peer.link, ping)
+
+    def ask(self, link: str, incarnation: str) -> int:
+        """Ping somebody who is no peer yet; returns the number that its echo must name."""
+        self.last_ping += 1
+        mine = self._settings.incarnation
+        ping = Ping(
+            source=mine,
+            target=incarnation,
+            number=self.last_ping,
+            echo=0,
+            offer_floor=0,
+            settled_floor=0,
+        )
+        self._out.send(link, ping)
+        return self.last_ping
 
     def heard(self, peer: Peer, message: Ping) -> None:
         """Take the floors; answer a ping, or take what an echo of our own says."""

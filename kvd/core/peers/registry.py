@@ -15,25 +15,82 @@ handoffs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core import effects
 from kvd.core.layout.spec import fingerprint
 from kvd.core.peers.agents import Agents
 from kvd.core.peers.allowed import allowed_by_name, unreadable
+from kvd.core.peers.claims import NameClaims, replace
 from kvd.core.peers.compatibility import read_layout
-from kvd.core.peers.hello import unwelcome
-from kvd.core.peers.peer import NO_CLAIM, UNSAID, Dialed, Life, Peer, lost_because
+from kvd.core.peers.hello import NEWS_AT_ONCE, NEWS_PER_S, NODE, unwelcome
+from kvd.core.peers.peer import NO_CLAIM, UNHEARD, UNSAID, Dialed, Heard, Life, Peer, lost_because
 from kvd.core.peers.pulse import Pulse
+from kvd.core.settings import DialRule
+from kvd.errors import Code, Refusal
 from kvd.wire import events
-from kvd.wire.peer import Hello, Message, Reject
+from kvd.wire.peer import Hello, Message, Ping, Reject
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvd.core.inputs import HandshakeFailed, LinkDialed
     from kvd.core.outbox import Outbox
     from kvd.core.settings import Settings
-    from kvd.errors import Refusal
+
+
+TELL_AGAIN_S: Final = 60.0
+
+BY_ADDRESS: Final = "at:"
+"""Links that were dialed by an address begin with it; what follows is what the engine called it."""
+
+MAX_BY_ADDRESS: Final = 64
+"""Links that engines made this node dial, at once."""
+
+IDLE_S: Final = 60.0
+"""Nothing was open on it for so long: it is hung up on."""
+
+ADDRESS: Final = re.compile(
+    r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?):[1-9]\d{0,4}"
+)
+LOOPBACK: Final = re.compile(r"localhost|\[::1\]|127(?:\.\d{1,3}){3}")
+
+MAX_TOLD: Final = 1024
+"""Kept at most; strangers may invent any number. Above it all are told anew."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Complaints:
+    """Tells those who watch what was refused on the links, once and not with every repetition.
+
+    A daemon that may not speak says the same several times a second, for as long as both live. Each
+    is answered and counted; those who watch hear of the first, and then of one in a minute.
+    """
+
+    def __init__(self, out: Outbox) -> None:
+        self._out = out
+        self._told_s: dict[tuple[str, str, str], float] = {}
+
+    def is_news(self, *about: str) -> bool:
+        """Whether these three words were not told in the last minute; they count as told now."""
+        link, who, what = about
+        key, now_s = (link, who, what), self._out.at_s
+        if now_s - self._told_s.get(key, float("-inf")) < TELL_AGAIN_S:
+            return False
+        if len(self._told_s) >= MAX_TOLD:
+            self._told_s.clear()
+        self._told_s[key] = now_s
+        return True
+
+    def tell(self, link: str, source: str, code: Code, why: str, *, what: str = "") -> None:
+        """A message of ``source`` was refused; ``what`` tells apart what has one code."""
+        if self.is_news(link, source, what or code.value):
+            self._out.emit(
+                events.MessageRefused(socket="peers", sender=link, code=code.value, why=why)
+            )
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -54,6 +111,8 @@ class Peers:
         self._layout = fingerprint(settings.spec)
         self._out = out
         self.pulse = Pulse(settings, out)
+        self.claims = NameClaims(settings, self.pulse, out)
+        self.complaints = Complaints(out)
 
     # ---- links and Hello ---------------------------------------------------------------------
 
@@ -109,6 +168,22 @@ class Peers:
             self.agents.load(peer)
         return peer
 
+    def is_answer(self, link: str, message: Message) -> bool:
+        """Whether somebody who is no peer answers us: it lives, and may be one, or it refuses."""
+        match message:
+            case Ping(echo=echo) if echo > 0:
+                return self.claims.heard(message)
+            case Reject(source=source, target=target, refusal=refusal):
+                dialed = self.dialed.get(link)
+                if dialed is None or target != self._settings.incarnation:
+                    return False
+                dialed.trouble = f"it refuses this node: {refusal.message}"
+                dialed.trouble_s = self._out.at_s
+                self._tell_refused(link, source, dialed.name, refusal)
+                return True
+            case _:
+                return False
+
     def handshake_failed(self, got: HandshakeFailed) -> None:
         """Remember why a dialed peer cannot be talked to, and tell everybody who watches."""
         dialed = self.dialed.get(got.link)
@@ -132,6 +207,8 @@ class Peers:
             # Older than its last word: it has been heard since, so that trouble is over.
             if dialed.name == name and (peer is None or dialed.trouble_s > peer.heard_s):
                 return dialed.trouble
+        if peer is not None and peer.refused.at_s > peer.heard_s:
+            return peer.refused.why
         return ""
 
     def take_hello(self, link: str, message: Hello) -> tuple[Peer, str] | None:
@@ -141,11 +218,17 @@ class Peers:
             The peer, and the incarnation that this Hello proves gone (empty: none); or None where
             it was refused.
         """
+        peer = self.by_name.get(message.node)
         refusal = unwelcome(message, link, self, self._settings)
+        if refusal is None and peer is not None and self._is_doubted(peer, message):
+            self._ask(link, message)
+            return None
+        if refusal is None:
+            refusal = self._too_often(peer, message)
         if refusal is not None:
+            self._remember_refusal(link, peer, refusal)
             self.reject(link, message.source, refusal)
             return None
-        peer = self.by_name.get(message.node)
         # Made only for a Hello that was welcome: what may not speak leaves no record.
         if peer is None:
             peer = self.by_name[message.node] = Peer(message.node)
@@ -154,6 +237,7 @@ class Peers:
         dialed = self.dialed.get(link)
         if dialed is not None:
             dialed.answered = True
+        peer.refused = UNHEARD
         peer.link = link
         was_up = peer.life is Life.UP and not gone
         peer.life = Life.UP
@@ -168,6 +252,53 @@ class Peers:
             self._say_hello(link, peer.incarnation)
         return peer, gone
 
+    def _is_doubted(self, peer: Peer, message: Hello) -> bool:
+        return peer.incarnation != message.source and not self.claims.is_proven(peer, message)
+
+    def _ask(self, link: str, message: Hello) -> None:
+        """Whether the sender of a Hello lives, that wants the name of a lost peer."""
+        # It answers only whom it knows, and without a transfer process we do not say who we are.
+        if self.generation and self.claims.is_due(message.node):
+            self._say_hello(link, message.source)
+            self.claims.ask(link, message)
+
+    def _too_often(self, peer: Peer | None, message: Hello) -> Refusal | None:
+        """Why a new process or generation is not believed yet: so many were, moments ago."""
+        if peer is None or (
+            peer.incarnation == message.source and message.generation <= peer.generation
+        ):
+            return None
+        now_s = self._out.at_s
+        peer.news = max(0.0, peer.news - NEWS_PER_S * (now_s - peer.news_s))
+        peer.news_s = now_s
+        if peer.news >= NEWS_AT_ONCE:
+            return Refusal(
+                Code.NO_ROOM,
+                f"{peer.name} has been {NEWS_AT_ONCE} new processes or transfer processes within "
+                f"moments: {NEWS_PER_S:g} a second are believed; see in its log what restarts it",
+                side=self._settings.name,
+            )
+        peer.news += 1
+        return None
+
+    def _remember_refusal(self, link: str, peer: Peer | None, refusal: Refusal) -> None:
+        """For who asks why nothing is heard of it: a lost peer has not said that itself."""
+        heard, dialed = Heard(refusal.message, self._out.at_s), self.dialed.get(link)
+        if peer is not None:
+            peer.refused = heard
+        if dialed is not None:
+            dialed.trouble, dialed.trouble_s = heard.why, heard.at_s
+
+    def refused_by(self, peer: Peer, refusal: Refusal) -> None:
+        """It did not act on a message of ours."""
+        peer.refuses = Heard(refusal.message, self._out.at_s)
+        self._tell_refused(peer.link, peer.incarnation, peer.name, refusal)
+
+    def _tell_refused(self, link: str, source: str, name: str, refusal: Refusal) -> None:
+        code, why = refusal.code.value, f"it refused our message: {refusal.message}"
+        if self.complaints.is_news(link, source, f"refuses {code}"):
+            self._out.emit(events.PeerRefused(peer=name, code=code, why=why))
+
     def _take_incarnation(self, peer: Peer, message: Hello) -> str:
         """Returns the incarnation that is over now, empty where the peer is the same process."""
         gone = peer.incarnation
@@ -179,6 +310,7 @@ class Peers:
             self.by_incarnation.pop(gone, None)
             self.agents.leave(peer)
             self._out.emit(events.PeerReplaced(peer=peer.name, before=gone, after=message.source))
+        replace(peer, message)
         peer.incarnation = message.source
         # Below every generation, so that the one in this Hello is taken with all that it says.
         peer.generation = 0
@@ -238,20 +370,14 @@ class Peers:
                 max_frame_bytes=mine.max_frame_bytes,
                 serves_pulls=True,
                 knows_epochs=True,
+                home=mine.home,
             ),
         )
 
     def reject(self, link: str, source: str, refusal: Refusal) -> None:
         """Tell whoever sent it why it was not acted on, and everybody who watches."""
         self._out.send(link, Reject(self._settings.incarnation, source, refusal))
-        self._out.emit(
-            events.MessageRefused(
-                socket="peers",
-                sender=link,
-                code=refusal.code.value,
-                why=refusal.message,
-            )
-        )
+        self.complaints.tell(link, source, refusal.code, refusal.message)
 
     def not_ready(self, name: str) -> str | None:
         """What a receive from this node waits for; None when an Offer can go out."""
@@ -287,6 +413,73 @@ class Peers:
         """Why a peer may not pull what is cached in a namespace."""
         return unreadable(self.allowed, peer, namespace, self._settings.name)
 
+    # ---- by address --------------------------------------------------------------------------
+
+    def dial_address(self, source: str) -> Refusal | None:
+        """Dial who is called by an address that no configuration has; None: it is under way.
+
+        Its name is the address until it has said its own, or what stands before an ``@`` there.
+        """
+        side = self._settings.name
+        name, _, address = source.rpartition("@")
+        found = ADDRESS.fullmatch(address)
+        if found is None or (name and not NODE.fullmatch(name)):
+            known = ", ".join(self.names()) or "none"
+            return Refusal(
+                Code.PEER_UNKNOWN,
+                f"no peer is called {source!r} (known: {known}): add it to peers.connect, or give "
+                "its address as tcp://HOST:PORT",
+                side=side,
+            )
+        rule, is_here = self._settings.dials, LOOPBACK.fullmatch(found[1]) is not None
+        if rule is DialRule.NONE or (rule is DialRule.LOOPBACK and not is_here):
+            why = (
+                "no other node's key is in peers.keys"
+                if rule is DialRule.NONE
+                else "without keys nothing leaves this host: set peers.secret_key_file and "
+                "peers.keys, or peers.insecure"
+            )
+            return Refusal(Code.PEER_UNKNOWN, f"{side} does not dial {address}: {why}", side=side)
+        passing = sum(one.by_address for one in self.dialed.values())
+        if passing >= MAX_BY_ADDRESS:
+            return Refusal(
+                Code.PEER_UNKNOWN,
+                f"{side} has dialed {passing} peers by their addresses, {MAX_BY_ADDRESS} are its "
+                "limit: add those that are used all the time to peers.connect",
+                side=side,
+                numbers={"dialed": passing, "limit": MAX_BY_ADDRESS},
+            )
+        link = BY_ADDRESS + source
+        self.dialed[link] = Dialed(name or address, address, by_address=True, used_s=self._out.at_s)
+        self._say_hello(link, "")
+        return None
+
+    def named(self, link: str) -> str:
+        """What a node was called before its first Hello on this link, if that was its address."""
+        dialed = self.dialed.get(link)
+        if dialed is None or dialed.name != dialed.address:
+            return ""
+        peer = next((one for one in self.by_name.values() if one.link == link), None)
+        if peer is None:
+            return ""
+        dialed.name = peer.name
+        return dialed.address
+
+    def hang_up_idle(self, is_used: Callable[[str], bool]) -> None:
+        """End the links that were dialed by address, and that nothing has been open on for long."""
+        for link, dialed in list(self.dialed.items()):
+            if not dialed.by_address:
+                continue
+            if is_used(dialed.name):
+                dialed.used_s = self._out.at_s
+            elif self._out.at_s - dialed.used_s >= IDLE_S:
+                del self.dialed[link]
+                peer = self.by_name.get(dialed.name)
+                if peer is not None and peer.link == link:
+                    self.pulse.leave(peer, "nothing is open on a link that was dialed by address")
+                    self.forget_peer(peer)
+                self._out.effects.append(effects.HangUpLink(link))
+
     # ---- finding one -------------------------------------------------------------------------
 
     def current(self, incarnation: str, generation: int) -> Peer | None:
@@ -299,7 +492,7 @@ class Peers:
         if source in self.by_name:
             return source
         for dialed in self.dialed.values():
-            if source in {dialed.name, dialed.address}:
+            if source in {dialed.name, dialed.address, f"{dialed.name}@{dialed.address}"}:
                 return dialed.name
         return None
 
@@ -321,6 +514,7 @@ class Peers:
         """Nothing is open with it: whoever comes by this name again says Hello first."""
         self.agents.leave(peer)
         self.by_incarnation.pop(peer.incarnation, None)
+        self.claims.forget(peer.name)
         del self.by_name[peer.name]
 
     def redial(self) -> None:
