@@ -15,6 +15,7 @@ Read first, in this order:
   ``copies`` are the copies that move them;
 - ``fetch.Fetcher``: pages into a device buffer; ``receive_tier`` is what a receive may ask of that.
 
+``epochs.Epochs`` says in which generation a family of namespaces is, and when that is answered.
 Where a pool outlives its process: ``journal_notes`` is what is written down, ``former_leases`` what
 the next process makes of it. ``lease_events`` only tells.
 """
