@@ -34,6 +34,12 @@ DOUBTED_S: Final = 5.0
 
 MOST_DOUBTED_S: Final = 60.0
 
+MOST_BUSY_S: Final = 5.0
+"""An engine that says it is busy is asked again after that, however long it says."""
+
+SILENT_S: Final = 10.0
+"""Without any answer, and late with its health, an engine may be hung."""
+
 
 class EngineRole(enum.StrEnum):
     """What requests an engine is sent."""
@@ -128,6 +134,25 @@ class ProxiedEngine:
         """It answered, though no request for a client: it is there."""
         self.is_refusing = self.is_late = False
         self.answered_s, self.why = now_s, ""
+
+    def was_busy(self, now_s: float, for_s: float, why: str) -> None:
+        """It takes no more now, and says for how long."""
+        self.said_well(now_s)
+        self.doubted_until_s = max(self.doubted_until_s, now_s + min(for_s, MOST_BUSY_S))
+        self.failed_s, self.why = now_s, why
+
+    def may_prefill(self, now_s: float) -> bool:
+        """Whether a prompt is worth the wait here; a decode engine could begin with it at once.
+
+        An engine that is late and has answered nobody for a while gets one at a time.
+        """
+        match self.state(now_s):
+            case EngineState.UP:
+                return True
+            case EngineState.DOWN:
+                return False
+        is_heard = now_s - self.answered_s < SILENT_S
+        return now_s >= self.doubted_until_s and (is_heard or not self.open_requests)
 
     def was_late(self, now_s: float, why: str) -> None:
         """It did not say in time how it is: busy, or hung."""

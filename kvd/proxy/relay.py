@@ -221,12 +221,13 @@ class Relay:
         """Where a prefill engine says that the KV is, or its refusal, which is for the client."""
         tries = self._tries(is_for_tokens=True)
         while tries.may_go_on:
-            chosen = soonest(
-                self._of(EngineRole.PREFILL, tries.without),
-                prompt.cached,
-                prompt.n_tokens,
-                self._now_s(),
-            )
+            now_s = self._now_s()
+            able = [
+                engine
+                for engine in self._of(EngineRole.PREFILL, tries.without)
+                if engine.may_prefill(now_s)
+            ]
+            chosen = soonest(able, prompt.cached, prompt.n_tokens, now_s)
             if chosen is None:
                 break
             engine = chosen.engine
@@ -255,7 +256,7 @@ class Relay:
                 # What the client did wrong the decode engine would refuse alike.
                 engine.served(self._now_s())
                 return None, answer
-            self._note_status(engine, answer.status)
+            self._note_status(engine, answer.status, answer.headers.get("retry-after", ""))
             tries.note_busy(engine, answer)
         if tries.without:
             self._metrics.prefill_failed.inc()
@@ -293,12 +294,17 @@ class Relay:
                     begun.close()
                     headers = self._headers_of(answer)
                     if answer.status in BUSY and is_whole:
-                        self._note_status(engine, answer.status)
+                        after = headers.get("retry-after", "")
+                        self._note_status(engine, answer.status, after)
                         tries.note_busy(engine, HeardAnswer(answer.status, headers, held))
                         return None
                     if tries.is_for_tokens and answer.status == OK:
                         _check_tokens(answer, held)
-                    engine.served(self._now_s())
+                    if answer.status >= SERVER_ERROR:
+                        # Its client is told; but an engine that fails fast must not look idle.
+                        self._note_status(engine, answer.status)
+                    else:
+                        engine.served(self._now_s())
                     if is_whole and request.method != "HEAD":
                         headers.popall("content-length", None)
                         whole = HeardAnswer(answer.status, headers, held)
@@ -412,11 +418,15 @@ class Relay:
         elif fault.fault is not Fault.OURS:
             engine.failed(self._now_s(), fault.why)
 
-    def _note_status(self, engine: ProxiedEngine, status: int) -> None:
-        """It answered, so it is there; it is not well, or has enough to do."""
+    def _note_status(self, engine: ProxiedEngine, status: int, retry_after: str = "") -> None:
+        """It answered, so it is there; but it is not well, or has enough to do."""
         address = engine.address
         self._metrics.faults.labels(address.role.value, address.url, f"said-{status}").inc()
-        engine.said_well(self._now_s())
+        if status in BUSY:
+            for_s = float(retry_after) if retry_after.isdecimal() else 1.0
+            engine.was_busy(self._now_s(), for_s, f"it said {status}")
+        else:
+            engine.failed(self._now_s(), f"it said {status}")
 
     def _tries(self, *, is_for_tokens: bool) -> Tries:
         return Tries(self._now_s() + self._limits.answer_s, is_for_tokens=is_for_tokens)

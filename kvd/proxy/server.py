@@ -295,7 +295,10 @@ class ProxyServer:
             return await self._relay.forward(request, target.as_it_came, upload, trace)
         if media_type(request.headers) == URLENCODED:
             raise NotForwarded(UNSUPPORTED_MEDIA, "engines take JSON, and forms with a boundary")
-        found = await _beside_the_loop(parse_json, await self._whole_body(request, held))
+        raw = await self._whole_body(request, held)
+        if not raw:
+            return await self._relay.forward(request, target.as_it_came, None, trace)
+        found = await _beside_the_loop(parse_json, raw)
         return await self._relay.forward(request, target.as_it_came, json_bytes(found), trace)
 
     async def _whole_body(self, request: web.Request, held: contextlib.ExitStack) -> bytes:
