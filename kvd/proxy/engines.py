@@ -146,11 +146,9 @@ class ProxiedEngine:
 
         An engine that is late and has answered nobody for a while gets one at a time.
         """
-        match self.state(now_s):
-            case EngineState.UP:
-                return True
-            case EngineState.DOWN:
-                return False
+        state = self.state(now_s)
+        if state is not EngineState.DOUBTED:
+            return state is EngineState.UP
         is_heard = now_s - self.answered_s < SILENT_S
         return now_s >= self.doubted_until_s and (is_heard or not self.open_requests)
 

@@ -32,7 +32,7 @@ from kvd.proxy.bodies import (
     transfer_in,
 )
 from kvd.proxy.engines import EngineRole, EngineState, soonest
-from kvd.proxy.exchange import EngineCall, EngineFault, Fault, pieces_of, whole_of
+from kvd.proxy.exchange import EngineCall, EngineFault, FaultKind, pieces_of, whole_of
 from kvd.proxy.headers import answer_headers, media_type, own_request_headers, request_headers
 from kvd.proxy.metrics import RequestEnd
 
@@ -117,8 +117,8 @@ class Tries:
     def may_go_on(self) -> bool:
         """Another engine may be tried."""
         faults = [one.fault for one in self.faults]
-        broken = len(faults) - faults.count(Fault.UNREACHABLE)
-        return broken < MOST_BROKEN and Fault.OURS not in faults
+        broken = len(faults) - faults.count(FaultKind.UNREACHABLE)
+        return broken < MOST_BROKEN and FaultKind.OURS not in faults
 
 
 class ClientAway(Exception):
@@ -183,7 +183,7 @@ class Relay:
                 response = await self._tried(request, engine, call, tries, begun)
             if response is not None:
                 return response
-            if tries.faults and tries.faults[-1].fault is not Fault.UNREACHABLE:
+            if tries.faults and tries.faults[-1].fault is not FaultKind.UNREACHABLE:
                 # The room was that engine's: it may have taken it before it went.
                 transfer = None
         return self._no_answer(tries)
@@ -248,7 +248,7 @@ class Relay:
                 except EngineFault as fault:
                     self._note_fault(engine, fault)
                     tries.note_fault(engine, fault)
-                    if fault.fault is Fault.SLOW:
+                    if fault.fault is FaultKind.SLOW:
                         # Where it is decoded it may well be computed sooner than at another one.
                         break
                     continue
@@ -391,16 +391,17 @@ class Relay:
         """What no engine says to a request of this proxy."""
         if answer.status in REDIRECTS:
             raise EngineFault(
-                Fault.LIED, f"it sends the request elsewhere ({answer.status}), which is not done"
+                FaultKind.LIED,
+                f"it sends the request elsewhere ({answer.status}), which is not done",
             )
         if answer.status < OK:
-            raise EngineFault(Fault.LIED, f"its status is {answer.status}")
+            raise EngineFault(FaultKind.LIED, f"its status is {answer.status}")
 
     def _headers_of(self, answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
         try:
             return answer_headers(answer.headers, self._name)
         except ValueError as error:
-            raise EngineFault(Fault.LIED, str(error)) from error
+            raise EngineFault(FaultKind.LIED, str(error)) from error
 
     def _with_credentials(
         self, headers: CIMultiDict[str], engine: ProxiedEngine
@@ -413,9 +414,9 @@ class Relay:
     def _note_fault(self, engine: ProxiedEngine, fault: EngineFault) -> None:
         address = engine.address
         self._metrics.faults.labels(address.role.value, address.url, fault.fault.value).inc()
-        if fault.fault is Fault.UNREACHABLE:
+        if fault.fault is FaultKind.UNREACHABLE:
             engine.refused(self._now_s(), fault.why)
-        elif fault.fault is not Fault.OURS:
+        elif fault.fault is not FaultKind.OURS:
             engine.failed(self._now_s(), fault.why)
 
     def _note_status(self, engine: ProxiedEngine, status: int, retry_after: str = "") -> None:
@@ -463,18 +464,18 @@ class Relay:
         if tries.busy is not None:
             return self._ended(RequestEnd.OVERLOADED, tries.busy.for_client())
         faults = {one.fault for one in tries.faults}
-        if Fault.SLOW in faults:
+        if FaultKind.SLOW in faults:
             last = tries.faults[-1]
             return self._ended(
                 RequestEnd.TIMED_OUT,
                 failed(TOO_LATE, f"a decode engine did not answer: {last.why}"),
             )
-        if faults & {Fault.BROKE, Fault.LIED}:
+        if faults & {FaultKind.BROKE, FaultKind.LIED}:
             whys = "; ".join(dict.fromkeys(one.why for one in tries.faults))
             return self._ended(
                 RequestEnd.BROKEN, failed(BAD_GATEWAY, f"no decode engine answered: {whys}")
             )
-        if Fault.OURS in faults:
+        if FaultKind.OURS in faults:
             return self._ended(
                 RequestEnd.INTERNAL,
                 failed(UNAVAILABLE, "the proxy's host has no descriptor or port left; try again"),
@@ -523,7 +524,8 @@ def _check_tokens(answer: aiohttp.ClientResponse, held: bytes) -> None:
     if answer.headers.get("content-encoding", "identity") != "identity" and media == JSON:
         return
     raise EngineFault(
-        Fault.LIED, f"its answer is {media[:40] or 'nothing'!r} and no JSON object or event stream"
+        FaultKind.LIED,
+        f"its answer is {media[:40] or 'nothing'!r} and no JSON object or event stream",
     )
 
 
@@ -531,7 +533,7 @@ def _transfer_of(answer: HeardAnswer) -> Body | None:
     try:
         return transfer_in(answer.body)
     except ValueError as error:
-        raise EngineFault(Fault.LIED, str(error)[:200]) from error
+        raise EngineFault(FaultKind.LIED, str(error)[:200]) from error
 
 
 def _abort(request: web.Request) -> None:
