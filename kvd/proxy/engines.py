@@ -32,10 +32,8 @@ OPTIONS: Final = ("daemon", "namespace")
 DOUBTED_S: Final = 5.0
 """For each request in a row that an engine failed, whatever it says of its health meanwhile."""
 
-MOST_DOUBTED_S: Final = 60.0
-
-MOST_BUSY_S: Final = 5.0
-"""An engine that says it is busy is asked again after that, however long it says."""
+MOST_DOUBTED: Final = 12
+"""Requests in a row that count for that."""
 
 SILENT_S: Final = 10.0
 """Without any answer, and late with its health, an engine may be hung."""
@@ -102,6 +100,7 @@ class ProxiedEngine:
         answered_s: by the same clock, when it last answered anything; minus infinity: never.
         failed_s: when it last did not.
         why: the last failure; empty after an answer.
+        doubted_s: for each failed request in a row; after one that was told to come later, at most.
     """
 
     address: EngineAddress
@@ -115,6 +114,7 @@ class ProxiedEngine:
     answered_s: float = -math.inf
     failed_s: float = -math.inf
     why: str = "not asked yet"
+    doubted_s: float = DOUBTED_S
 
     def state(self, now_s: float) -> EngineState:
         """What is thought of it."""
@@ -138,7 +138,7 @@ class ProxiedEngine:
     def was_busy(self, now_s: float, for_s: float, why: str) -> None:
         """It takes no more now, and says for how long."""
         self.said_well(now_s)
-        self.doubted_until_s = max(self.doubted_until_s, now_s + min(for_s, MOST_BUSY_S))
+        self.doubted_until_s = max(self.doubted_until_s, now_s + min(for_s, self.doubted_s))
         self.failed_s, self.why = now_s, why
 
     def may_prefill(self, now_s: float) -> bool:
@@ -163,7 +163,7 @@ class ProxiedEngine:
     def failed(self, now_s: float, why: str) -> None:
         """A request broke there, or had no answer in time."""
         self.failed_in_a_row += 1
-        doubted_s = min(MOST_DOUBTED_S, DOUBTED_S * self.failed_in_a_row)
+        doubted_s = self.doubted_s * min(self.failed_in_a_row, MOST_DOUBTED)
         self.doubted_until_s, self.failed_s, self.why = now_s + doubted_s, now_s, why
 
 

@@ -127,8 +127,10 @@ class ProxyServer:
         limits: ProxyLimits | None = None,
         also: tuple[str, ...] = (),
     ) -> None:
-        self.engines = tuple(ProxiedEngine(address) for address in addresses)
         self.limits = limits if limits is not None else ProxyLimits()
+        self.engines = tuple(
+            ProxiedEngine(address, doubted_s=self.limits.doubted_s) for address in addresses
+        )
         self._also = also
         self._name = proxy_name()
         self._budget = BodyBudget(self.limits.bodies_bytes)
