@@ -316,18 +316,21 @@ class ProxyServer:
 
     async def _whole_body(self, request: web.Request, held: contextlib.ExitStack) -> bytes:
         """A body in JSON; its bytes are given back when ``held`` closes."""
-        found = bytearray()
-        held.callback(lambda: self._give_back(len(found)))
+        taken_bytes = 0
+
+        def give_back() -> None:
+            self._budget.taken_bytes -= taken_bytes
+
+        held.callback(give_back)
+        pieces = []
         until_s = self._body_until_s()
         while piece := await self._next_piece(request, until_s):
-            if len(found) + len(piece) > self.limits.body_bytes:
+            if taken_bytes + len(piece) > self.limits.body_bytes:
                 raise _too_large(self.limits.body_bytes)
             self._budget.take(len(piece))
-            found += piece
-        return bytes(found)
-
-    def _give_back(self, n_bytes: int) -> None:
-        self._budget.taken_bytes -= n_bytes
+            taken_bytes += len(piece)
+            pieces.append(piece)
+        return b"".join(pieces)
 
     async def _next_piece(self, request: web.Request, until_s: float) -> bytes:
         """Of a request's body; empty at its end.
