@@ -39,7 +39,11 @@ EXTRAS: Final[dict[str, Packages]] = {
         "xxhash": ("xxhash",),
     },
     "demo": {"torch": ("torch",), "transformers": ("transformers",)},
-    "proxy": {"aiohttp": ("aiohttp",), "prometheus-client": ("prometheus_client",)},
+    # The headers and addresses of aiohttp are of multidict and yarl, which it brings.
+    "proxy": {
+        "aiohttp": ("aiohttp", "multidict", "yarl"),
+        "prometheus-client": ("prometheus_client",),
+    },
     "flash": {"flash-attn": ("flash_attn",)},
 }
 """Of each extra its own packages; which other extras one includes is not told here."""

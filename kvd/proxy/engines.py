@@ -32,7 +32,11 @@ OPTIONS: Final = ("daemon", "namespace")
 DOUBTED_S: Final = 5.0
 """For each request in a row that an engine failed, whatever it says of its health meanwhile."""
 
-MOST_DOUBTED_S: Final = 60.0
+MOST_DOUBTED: Final = 12
+"""Requests in a row that count for that."""
+
+SILENT_S: Final = 10.0
+"""Without any answer, and late with its health, an engine may be hung."""
 
 
 class EngineRole(enum.StrEnum):
@@ -96,6 +100,7 @@ class ProxiedEngine:
         answered_s: by the same clock, when it last answered anything; minus infinity: never.
         failed_s: when it last did not.
         why: the last failure; empty after an answer.
+        doubted_s: for each failed request in a row; after one that was told to come later, at most.
     """
 
     address: EngineAddress
@@ -109,6 +114,7 @@ class ProxiedEngine:
     answered_s: float = -math.inf
     failed_s: float = -math.inf
     why: str = "not asked yet"
+    doubted_s: float = DOUBTED_S
 
     def state(self, now_s: float) -> EngineState:
         """What is thought of it."""
@@ -129,6 +135,23 @@ class ProxiedEngine:
         self.is_refusing = self.is_late = False
         self.answered_s, self.why = now_s, ""
 
+    def was_busy(self, now_s: float, for_s: float, why: str) -> None:
+        """It takes no more now, and says for how long."""
+        self.said_well(now_s)
+        self.doubted_until_s = max(self.doubted_until_s, now_s + min(for_s, self.doubted_s))
+        self.failed_s, self.why = now_s, why
+
+    def may_prefill(self, now_s: float) -> bool:
+        """Whether a prompt is worth the wait here; a decode engine could begin with it at once.
+
+        An engine that is late and has answered nobody for a while gets one at a time.
+        """
+        state = self.state(now_s)
+        if state is not EngineState.DOUBTED:
+            return state is EngineState.UP
+        is_heard = now_s - self.answered_s < SILENT_S
+        return now_s >= self.doubted_until_s and (is_heard or not self.open_requests)
+
     def was_late(self, now_s: float, why: str) -> None:
         """It did not say in time how it is: busy, or hung."""
         self.is_late, self.failed_s, self.why = True, now_s, why
@@ -140,7 +163,7 @@ class ProxiedEngine:
     def failed(self, now_s: float, why: str) -> None:
         """A request broke there, or had no answer in time."""
         self.failed_in_a_row += 1
-        doubted_s = min(MOST_DOUBTED_S, DOUBTED_S * self.failed_in_a_row)
+        doubted_s = self.doubted_s * min(self.failed_in_a_row, MOST_DOUBTED)
         self.doubted_until_s, self.failed_s, self.why = now_s + doubted_s, now_s, why
 
 

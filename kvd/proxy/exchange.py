@@ -43,7 +43,7 @@ OWN_LACK: Final = frozenset(
 AUTO_HEADERS: Final = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
 
 
-class Fault(enum.StrEnum):
+class FaultKind(enum.StrEnum):
     """What went wrong at an engine."""
 
     UNREACHABLE = "unreachable"
@@ -61,7 +61,7 @@ class Fault(enum.StrEnum):
 class EngineFault(Exception):
     """A try at an engine that came to nothing."""
 
-    def __init__(self, fault: Fault, why: str) -> None:
+    def __init__(self, fault: FaultKind, why: str) -> None:
         super().__init__(why)
         self.fault = fault
         self.why = why
@@ -135,7 +135,9 @@ class EngineClient:
             raise
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             # What there was of a head is in the place of the sentence.
-            has_begun = not isinstance(getattr(error, "message", ""), str)
+            has_begun = isinstance(error, aiohttp.ServerDisconnectedError) and not isinstance(
+                error.message, str
+            )
             if not met.get("reused") or has_begun:
                 raise
             self._metrics.stale.inc()
@@ -179,36 +181,35 @@ async def whole_of(answer: aiohttp.ClientResponse, *, until_s: float, most_bytes
     """
     coding = answer.headers.get("content-encoding", "identity").strip().lower()
     if coding not in {"identity", ""}:
-        raise EngineFault(Fault.LIED, f"its answer is {coding[:20]!r}, which it was not asked for")
+        raise EngineFault(
+            FaultKind.LIED, f"its answer is {coding[:20]!r}, which it was not asked for"
+        )
     found = bytearray()
     async for piece in pieces_of(answer, first_until_s=until_s, idle_s=until_s, until_s=until_s):
         found += piece
         if len(found) > most_bytes:
-            raise EngineFault(Fault.LIED, f"its answer is longer than {most_bytes} bytes")
+            raise EngineFault(FaultKind.LIED, f"its answer is longer than {most_bytes} bytes")
     return bytes(found)
 
 
 def fault_of(error: Exception, what: str) -> EngineFault:
     """An error of the HTTP client, as what it says of the engine. ``what`` was waited for."""
-    number = getattr(error, "errno", None) or getattr(
-        getattr(error, "os_error", None), "errno", None
-    )
     said = str(error) or type(error).__name__
-    if number in OWN_LACK:
-        return EngineFault(Fault.OURS, f"the proxy's host: {said}")
+    if isinstance(error, OSError) and error.errno in OWN_LACK:
+        return EngineFault(FaultKind.OURS, f"the proxy's host: {said}")
     match error:
         case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
-            fault, why = Fault.UNREACHABLE, said
+            fault, why = FaultKind.UNREACHABLE, said
         case TimeoutError():
-            fault, why = Fault.SLOW, f"it took too long, {what}"
+            fault, why = FaultKind.SLOW, f"it took too long, {what}"
         case aiohttp.ServerDisconnectedError():
-            fault, why = Fault.BROKE, "it hung up before it answered"
+            fault, why = FaultKind.BROKE, "it hung up before it answered"
         case aiohttp.ClientPayloadError():
-            fault, why = Fault.BROKE, "it hung up in the middle of its answer"
+            fault, why = FaultKind.BROKE, "it hung up in the middle of its answer"
         case aiohttp.ClientConnectionError() | OSError():
-            fault, why = Fault.BROKE, said
+            fault, why = FaultKind.BROKE, said
         case _:
-            fault, why = Fault.LIED, "what it said is no HTTP"
+            fault, why = FaultKind.LIED, "what it said is no HTTP"
     return EngineFault(fault, why)
 
 

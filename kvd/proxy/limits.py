@@ -31,6 +31,7 @@ class ProxyLimits(msgspec.Struct, frozen=True, kw_only=True):
         answer_s: for an answer as a whole.
         write_s: for a client to take one piece of it.
         health_s: for the answer to ``/health``, and between two questions.
+        doubted_s: for each request in a row that an engine failed; it gets what no other takes.
         tokenize_s: for the tokens of a prompt.
         body_bytes: of one request in JSON.
         bodies_bytes: of all of them that are being served; what is made of each takes about three
@@ -47,6 +48,7 @@ class ProxyLimits(msgspec.Struct, frozen=True, kw_only=True):
     answer_s: float = 3600.0
     write_s: float = 60.0
     health_s: float = 2.0
+    doubted_s: float = 5.0
     tokenize_s: float = 1.0
     body_bytes: int = 64 * 2**20
     bodies_bytes: int = 512 * 2**20

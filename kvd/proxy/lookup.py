@@ -21,7 +21,7 @@ import kvd.client
 from kvd.errors import Code, KvdError
 from kvd.proxy.bodies import json_bytes, prompt_bytes, token_ids
 from kvd.proxy.engines import soonest
-from kvd.proxy.exchange import EngineCall, EngineFault, Fault, whole_of
+from kvd.proxy.exchange import EngineCall, EngineFault, FaultKind, whole_of
 from kvd.proxy.headers import own_request_headers
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Tokenizers:
         try:
             return await self._ask(chosen.engine, asks, now_s + self._wait_s)
         except EngineFault as error:
-            if error.fault is not Fault.SLOW or len(raw) <= LONG_BYTES:
+            if error.fault is not FaultKind.SLOW or len(raw) <= LONG_BYTES:
                 # It is asked again soon, but does not hold every request meanwhile.
                 self._again_s[chosen.engine] = asyncio.get_running_loop().time() + AGAIN_S
             return None

@@ -63,7 +63,7 @@ class NotForwarded(Exception):
         self.status = status
 
 
-class Target(msgspec.Struct, frozen=True):
+class RequestTarget(msgspec.Struct, frozen=True):
     """A request's path and its query with the ``?``, as they came."""
 
     path: str
@@ -80,7 +80,7 @@ class Target(msgspec.Struct, frozen=True):
         return self.path + self.query
 
 
-def target_of(raw: str) -> Target:
+def target_of(raw: str) -> RequestTarget:
     """The target of a request, as it stands in its first line, if it has the one spelling.
 
     Raises:
@@ -109,7 +109,7 @@ def target_of(raw: str) -> Target:
         raise _odd("the path has a . or .. segment")
     if path != "/" and not all(segments):
         raise _odd("the path has an empty segment: // or a slash at its end")
-    return Target(path, mark + query)
+    return RequestTarget(path, mark + query)
 
 
 def check_forwarded(method: str, path: str, also: tuple[str, ...] = ()) -> None:

@@ -32,7 +32,7 @@ from kvd.proxy.bodies import (
     transfer_in,
 )
 from kvd.proxy.engines import EngineRole, EngineState, soonest
-from kvd.proxy.exchange import EngineCall, EngineFault, Fault, pieces_of, whole_of
+from kvd.proxy.exchange import EngineCall, EngineFault, FaultKind, pieces_of, whole_of
 from kvd.proxy.headers import answer_headers, media_type, own_request_headers, request_headers
 from kvd.proxy.metrics import RequestEnd
 
@@ -117,8 +117,8 @@ class Tries:
     def may_go_on(self) -> bool:
         """Another engine may be tried."""
         faults = [one.fault for one in self.faults]
-        broken = len(faults) - faults.count(Fault.UNREACHABLE)
-        return broken < MOST_BROKEN and Fault.OURS not in faults
+        broken = len(faults) - faults.count(FaultKind.UNREACHABLE)
+        return broken < MOST_BROKEN and FaultKind.OURS not in faults
 
 
 class ClientAway(Exception):
@@ -183,7 +183,7 @@ class Relay:
                 response = await self._tried(request, engine, call, tries, begun)
             if response is not None:
                 return response
-            if tries.faults and tries.faults[-1].fault is not Fault.UNREACHABLE:
+            if tries.faults and tries.faults[-1].fault is not FaultKind.UNREACHABLE:
                 # The room was that engine's: it may have taken it before it went.
                 transfer = None
         return self._no_answer(tries)
@@ -221,12 +221,13 @@ class Relay:
         """Where a prefill engine says that the KV is, or its refusal, which is for the client."""
         tries = self._tries(is_for_tokens=True)
         while tries.may_go_on:
-            chosen = soonest(
-                self._of(EngineRole.PREFILL, tries.without),
-                prompt.cached,
-                prompt.n_tokens,
-                self._now_s(),
-            )
+            now_s = self._now_s()
+            able = [
+                engine
+                for engine in self._of(EngineRole.PREFILL, tries.without)
+                if engine.may_prefill(now_s)
+            ]
+            chosen = soonest(able, prompt.cached, prompt.n_tokens, now_s)
             if chosen is None:
                 break
             engine = chosen.engine
@@ -247,7 +248,7 @@ class Relay:
                 except EngineFault as fault:
                     self._note_fault(engine, fault)
                     tries.note_fault(engine, fault)
-                    if fault.fault is Fault.SLOW:
+                    if fault.fault is FaultKind.SLOW:
                         # Where it is decoded it may well be computed sooner than at another one.
                         break
                     continue
@@ -255,7 +256,7 @@ class Relay:
                 # What the client did wrong the decode engine would refuse alike.
                 engine.served(self._now_s())
                 return None, answer
-            self._note_status(engine, answer.status)
+            self._note_status(engine, answer.status, answer.headers.get("retry-after", ""))
             tries.note_busy(engine, answer)
         if tries.without:
             self._metrics.prefill_failed.inc()
@@ -293,12 +294,17 @@ class Relay:
                     begun.close()
                     headers = self._headers_of(answer)
                     if answer.status in BUSY and is_whole:
-                        self._note_status(engine, answer.status)
+                        after = headers.get("retry-after", "")
+                        self._note_status(engine, answer.status, after)
                         tries.note_busy(engine, HeardAnswer(answer.status, headers, held))
                         return None
                     if tries.is_for_tokens and answer.status == OK:
                         _check_tokens(answer, held)
-                    engine.served(self._now_s())
+                    if answer.status >= SERVER_ERROR:
+                        # Its client is told; but an engine that fails fast must not look idle.
+                        self._note_status(engine, answer.status)
+                    else:
+                        engine.served(self._now_s())
                     if is_whole and request.method != "HEAD":
                         headers.popall("content-length", None)
                         whole = HeardAnswer(answer.status, headers, held)
@@ -385,16 +391,17 @@ class Relay:
         """What no engine says to a request of this proxy."""
         if answer.status in REDIRECTS:
             raise EngineFault(
-                Fault.LIED, f"it sends the request elsewhere ({answer.status}), which is not done"
+                FaultKind.LIED,
+                f"it sends the request elsewhere ({answer.status}), which is not done",
             )
         if answer.status < OK:
-            raise EngineFault(Fault.LIED, f"its status is {answer.status}")
+            raise EngineFault(FaultKind.LIED, f"its status is {answer.status}")
 
     def _headers_of(self, answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
         try:
             return answer_headers(answer.headers, self._name)
         except ValueError as error:
-            raise EngineFault(Fault.LIED, str(error)) from error
+            raise EngineFault(FaultKind.LIED, str(error)) from error
 
     def _with_credentials(
         self, headers: CIMultiDict[str], engine: ProxiedEngine
@@ -407,16 +414,20 @@ class Relay:
     def _note_fault(self, engine: ProxiedEngine, fault: EngineFault) -> None:
         address = engine.address
         self._metrics.faults.labels(address.role.value, address.url, fault.fault.value).inc()
-        if fault.fault is Fault.UNREACHABLE:
+        if fault.fault is FaultKind.UNREACHABLE:
             engine.refused(self._now_s(), fault.why)
-        elif fault.fault is not Fault.OURS:
+        elif fault.fault is not FaultKind.OURS:
             engine.failed(self._now_s(), fault.why)
 
-    def _note_status(self, engine: ProxiedEngine, status: int) -> None:
-        """It answered, so it is there; it is not well, or has enough to do."""
+    def _note_status(self, engine: ProxiedEngine, status: int, retry_after: str = "") -> None:
+        """It answered, so it is there; but it is not well, or has enough to do."""
         address = engine.address
         self._metrics.faults.labels(address.role.value, address.url, f"said-{status}").inc()
-        engine.said_well(self._now_s())
+        if status in BUSY:
+            for_s = float(retry_after) if retry_after.isdecimal() else 1.0
+            engine.was_busy(self._now_s(), for_s, f"it said {status}")
+        else:
+            engine.failed(self._now_s(), f"it said {status}")
 
     def _tries(self, *, is_for_tokens: bool) -> Tries:
         return Tries(self._now_s() + self._limits.answer_s, is_for_tokens=is_for_tokens)
@@ -453,18 +464,18 @@ class Relay:
         if tries.busy is not None:
             return self._ended(RequestEnd.OVERLOADED, tries.busy.for_client())
         faults = {one.fault for one in tries.faults}
-        if Fault.SLOW in faults:
+        if FaultKind.SLOW in faults:
             last = tries.faults[-1]
             return self._ended(
                 RequestEnd.TIMED_OUT,
                 failed(TOO_LATE, f"a decode engine did not answer: {last.why}"),
             )
-        if faults & {Fault.BROKE, Fault.LIED}:
+        if faults & {FaultKind.BROKE, FaultKind.LIED}:
             whys = "; ".join(dict.fromkeys(one.why for one in tries.faults))
             return self._ended(
                 RequestEnd.BROKEN, failed(BAD_GATEWAY, f"no decode engine answered: {whys}")
             )
-        if Fault.OURS in faults:
+        if FaultKind.OURS in faults:
             return self._ended(
                 RequestEnd.INTERNAL,
                 failed(UNAVAILABLE, "the proxy's host has no descriptor or port left; try again"),
@@ -513,7 +524,8 @@ def _check_tokens(answer: aiohttp.ClientResponse, held: bytes) -> None:
     if answer.headers.get("content-encoding", "identity") != "identity" and media == JSON:
         return
     raise EngineFault(
-        Fault.LIED, f"its answer is {media[:40] or 'nothing'!r} and no JSON object or event stream"
+        FaultKind.LIED,
+        f"its answer is {media[:40] or 'nothing'!r} and no JSON object or event stream",
     )
 
 
@@ -521,7 +533,7 @@ def _transfer_of(answer: HeardAnswer) -> Body | None:
     try:
         return transfer_in(answer.body)
     except ValueError as error:
-        raise EngineFault(Fault.LIED, str(error)[:200]) from error
+        raise EngineFault(FaultKind.LIED, str(error)[:200]) from error
 
 
 def _abort(request: web.Request) -> None:

@@ -14,7 +14,7 @@ import json
 import logging
 import resource
 import traceback
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -30,7 +30,7 @@ from kvd.proxy.bodies import (
     parse_json,
 )
 from kvd.proxy.engines import EngineRole, EngineState, ProxiedEngine
-from kvd.proxy.exchange import EngineCall, EngineClient, EngineFault, Fault
+from kvd.proxy.exchange import EngineCall, EngineClient, EngineFault, FaultKind
 from kvd.proxy.headers import check_headers, media_type, own_request_headers, proxy_name
 from kvd.proxy.limits import ProxyLimits
 from kvd.proxy.lookup import PromptLookup
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from kvd.proxy.engines import EngineAddress
-    from kvd.proxy.paths import Target
+    from kvd.proxy.paths import RequestTarget
 
 TOO_SLOW: Final = 408
 TOO_LARGE: Final = 413
@@ -73,6 +73,17 @@ BACKLOG: Final = 1024
 Parsed = TypeVar("Parsed")
 
 _said: Final = logging.getLogger("kvd.proxy")
+
+
+class HttpOptions(TypedDict):
+    """Of aiohttp's server: the arguments that one is run with."""
+
+    handler_cancellation: bool
+    keepalive_timeout: float
+    auto_decompress: bool
+    lingering_time: float
+    access_log: None
+    logger: logging.Logger
 
 
 class BodyBudget:
@@ -116,8 +127,10 @@ class ProxyServer:
         limits: ProxyLimits | None = None,
         also: tuple[str, ...] = (),
     ) -> None:
-        self.engines = tuple(ProxiedEngine(address) for address in addresses)
         self.limits = limits if limits is not None else ProxyLimits()
+        self.engines = tuple(
+            ProxiedEngine(address, doubted_s=self.limits.doubted_s) for address in addresses
+        )
         self._also = also
         self._name = proxy_name()
         self._budget = BodyBudget(self.limits.bodies_bytes)
@@ -134,21 +147,21 @@ class ProxyServer:
         app.cleanup_ctx.append(self._up)
         return app
 
-    def http_options(self) -> dict[str, Any]:
+    def http_options(self) -> HttpOptions:
         """How the HTTP server is to run it; without these a client may hang as long as it likes."""
         quiet = logging.getLogger("kvd.proxy.http")
         # What cannot be parsed is answered with 400; a traceback for each is a gift to who sends
         # them.
         quiet.setLevel(logging.CRITICAL)
-        return {
+        return HttpOptions(
             # Who hangs up ends the engine's request too.
-            "handler_cancellation": True,
-            "keepalive_timeout": self.limits.head_s,
-            "auto_decompress": False,
-            "lingering_time": min(LINGER_S, self.limits.head_s),
-            "access_log": None,
-            "logger": quiet,
-        }
+            handler_cancellation=True,
+            keepalive_timeout=self.limits.head_s,
+            auto_decompress=False,
+            lingering_time=min(LINGER_S, self.limits.head_s),
+            access_log=None,
+            logger=quiet,
+        )
 
     async def _up(self, app: web.Application) -> AsyncIterator[None]:
         """Ask the engines once before anybody is served, and again and again meanwhile."""
@@ -188,10 +201,10 @@ class ProxyServer:
             async with self._client.asked(engine, asks, until_s=until_s) as answer:
                 status = answer.status
         except EngineFault as fault:
-            if fault.fault is Fault.SLOW:
+            if fault.fault is FaultKind.SLOW:
                 why = f"/health took more than {self.limits.health_s:g} s"
                 engine.was_late(clock(), why)
-            elif fault.fault is not Fault.OURS:
+            elif fault.fault is not FaultKind.OURS:
                 engine.refused(clock(), f"/health: {fault.why}")
             return
         # 401 and 404 are said by engines that are well and have no such page for the proxy.
@@ -213,7 +226,7 @@ class ProxyServer:
         request.writer.output_size = 0
         return None
 
-    def _judged(self, request: web.Request) -> Target:
+    def _judged(self, request: web.Request) -> RequestTarget:
         """Where a request goes, if it goes anywhere.
 
         Raises:
@@ -265,15 +278,15 @@ class ProxyServer:
                 return _refused(NotForwarded(BAD_REQUEST, error.refusal.message))
             except (ConnectionError, TimeoutError):
                 raise
-            except Exception as error:  # noqa: BLE001 - one request must not show its fault to its client
+            except Exception as error:
                 self._count(RequestEnd.INTERNAL)
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 # No text of the error: there may be a header in it, or a prompt.
                 _said.error("%s at %s:%s", type(error).__name__, where.filename, where.lineno)
-                return _refused(NotForwarded(SERVER_ERROR, "a fault of the proxy"))
+                raise
 
     async def _passed_on(
-        self, request: web.Request, target: Target, held: contextlib.ExitStack
+        self, request: web.Request, target: RequestTarget, held: contextlib.ExitStack
     ) -> web.StreamResponse:
         assert self._relay is not None  # it is there before anybody is served
         trace = new_traceparent()
@@ -295,23 +308,29 @@ class ProxyServer:
             return await self._relay.forward(request, target.as_it_came, upload, trace)
         if media_type(request.headers) == URLENCODED:
             raise NotForwarded(UNSUPPORTED_MEDIA, "engines take JSON, and forms with a boundary")
-        found = await _beside_the_loop(parse_json, await self._whole_body(request, held))
+        raw = await self._whole_body(request, held)
+        if not raw:
+            return await self._relay.forward(request, target.as_it_came, None, trace)
+        found = await _beside_the_loop(parse_json, raw)
         return await self._relay.forward(request, target.as_it_came, json_bytes(found), trace)
 
     async def _whole_body(self, request: web.Request, held: contextlib.ExitStack) -> bytes:
         """A body in JSON; its bytes are given back when ``held`` closes."""
-        found = bytearray()
-        held.callback(lambda: self._give_back(len(found)))
+        taken_bytes = 0
+
+        def give_back() -> None:
+            self._budget.taken_bytes -= taken_bytes
+
+        held.callback(give_back)
+        pieces = []
         until_s = self._body_until_s()
         while piece := await self._next_piece(request, until_s):
-            if len(found) + len(piece) > self.limits.body_bytes:
+            if taken_bytes + len(piece) > self.limits.body_bytes:
                 raise _too_large(self.limits.body_bytes)
             self._budget.take(len(piece))
-            found += piece
-        return bytes(found)
-
-    def _give_back(self, n_bytes: int) -> None:
-        self._budget.taken_bytes -= n_bytes
+            taken_bytes += len(piece)
+            pieces.append(piece)
+        return b"".join(pieces)
 
     async def _next_piece(self, request: web.Request, until_s: float) -> bytes:
         """Of a request's body; empty at its end.

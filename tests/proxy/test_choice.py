@@ -85,6 +85,28 @@ def test_requests_that_break_are_doubted_for_longer_each_and_health_alone_does_n
     assert one.state(NOW_S) is EngineState.UP
 
 
+def test_who_is_busy_is_left_alone_for_a_while_and_no_longer_than_that():
+    one = engine(1)
+    for said_s, for_s in ((2.0, 2.0), (3600.0, 5.0)):
+        one.was_busy(NOW_S, said_s, "429")
+        assert one.state(NOW_S + for_s - 0.1) is EngineState.DOUBTED
+        assert one.state(NOW_S + for_s) is EngineState.UP
+
+
+def test_a_prompt_waits_for_no_prefill_engine_that_may_be_hung():
+    one = engine(1, open_requests=3)
+    assert one.may_prefill(NOW_S)
+    one.was_late(NOW_S + 9, "late")
+    assert one.may_prefill(NOW_S + 9)
+    assert not one.may_prefill(NOW_S + 10)
+    one.open_requests = 0
+    assert one.may_prefill(NOW_S + 10)
+    one.failed(NOW_S + 10, "slow")
+    assert not one.may_prefill(NOW_S + 14)
+    one.refused(NOW_S + 20, "refused")
+    assert not one.may_prefill(NOW_S + 20)
+
+
 def test_who_refuses_connections_is_down_until_it_answers():
     one = engine(1)
     one.refused(NOW_S, "refused")

@@ -398,6 +398,40 @@ async def test_an_engine_that_answers_an_upload_early_is_heard():
         assert status_of(await say(url, ask)) == 413
 
 
+async def test_an_engine_that_fails_fast_does_not_draw_all_requests():
+    fails = says(http_answer(b'{"error": "oh"}', status="500 Oh"))
+    async with (
+        raw(fails) as one,
+        running(FakeEngine("d")) as well,
+        proxy_for([], [one.url, well.url], HASTY) as (_, url),
+    ):
+        statuses = [status_of(await say(url, ASK)) for _ in range(6)]
+    assert statuses == [500, *[200] * 5]
+
+
+async def test_an_engine_has_an_address_of_ipv6():
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(WELL)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "::1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, proxy_for([], [f"http://[::1]:{port}"]) as (_, url):
+        assert status_of(await say(url, ASK)) == 200
+
+
+async def test_an_answer_without_a_body_goes_through():
+    nothing = b"HTTP/1.1 204 No Content\r\n\r\n"
+    async with raw(says(nothing)) as engine, proxy_for([], [engine.url]) as (_, url):
+        for ask in (
+            b"DELETE /v1/responses/a HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+            b"POST /v1/responses/a/cancel HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        ):
+            assert status_of(await say(url, ask)) == 204
+
+
 async def test_stand_in_is_well():
     """The double of these tests says nothing odd when it is not told to."""
     async with raw(says(WELL)) as engine, proxy_for([], [engine.url]) as (_, url):

@@ -8,8 +8,10 @@ from tests.proxy import load
 async def test_a_small_load_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(load, "EVENTS", 5)
     monkeypatch.setattr(load, "GAP_S", 0.02)
-    limits = ("head_s=1", "prefill_s=0.5", "first_byte_s=0.5", "idle_s=0.5", "health_s=0.5")
+    limits = ("head_s=1", "prefill_s=1", "first_byte_s=1", "idle_s=1", "doubted_s=0.001")
     monkeypatch.setattr(load, "LIMITS", limits)
-    found = await load.run(streams=60, vanish=10, halves=40, of_each=2)
+    faults = ("dies", "lies in its body", "hangs behind its head", "is busy")
+    monkeypatch.setattr(load, "FAULTS", faults)
+    found = await load.run(streams=60, vanish=10, halves=40, of_each=4)
     assert found["failures"] == []
     assert found["streams"]["whole"] == 60

@@ -16,6 +16,7 @@ SECTIONS = {
     "Peers: CURVE keys",
     "Engines: file modes and credentials",
     "What comes in",
+    "The proxy: HTTP",
     "At most",
     "Reporting",
 }
