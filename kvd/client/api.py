@@ -421,11 +421,10 @@ class Node:
             deadline_s: as in ``send``.
             to: as in ``send``.
             after: as in ``Send.advance``; an event object is kept until this returns.
-            release: as in ``Send.finish``.
+            release: as in ``Send.finish``; also where ``request_id`` finds an earlier call's send.
             ttl_s: as in ``send``; ``keep_room`` prolongs it.
             takers: as in ``send``.
-            request_id: as in ``send``; the earlier call ends with ``cancelled``. With ``release``
-                the lease of this call ends too, though what is sent is the first one's.
+            request_id: as in ``send``; the earlier call ends with ``cancelled``.
 
         Returns as ``Send.finish``; a caller that goes away before ends the handoff.
 

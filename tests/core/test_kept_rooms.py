@@ -370,6 +370,9 @@ def test_a_room_for_any_number_gives_way_when_one_has_had_it():
     received(d)
     receive(d, cache=False)
     received(d)
+    (room,) = snapshot(world.p.node).rooms
+    said = "any decode side with the prompt, kept: received 2 times by d"
+    assert room.waiting_for == f"{said}; its pages go when an engine needs them"
 
     assert isinstance(filling(world.p), client.Leased)
 
