@@ -352,8 +352,8 @@ class Node:
                 if the lease is released: nodes with the same prompt may receive it, as often as
                 they like, each from its own ``decode_prefix_len``. It ends with this session too.
                 At most ``admission.max_deadline_s``; ``Send.renew`` prolongs it.
-            takers: so many receives that commit end a kept room; 0: any number of them. Without
-                ``ttl_s`` it is kept for ``deadline_s``.
+            takers: so many receives that commit end a kept room; 0: any number, and after the first
+                its pages go when they are needed. Without ``ttl_s`` it is kept for ``deadline_s``.
             request_id: as in ``receive``. Of a room that was served the numbers of
                 ``duplicate-room`` say who had it (``served_to``), and when (``served_ago_s``).
 
