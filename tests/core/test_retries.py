@@ -150,6 +150,22 @@ def test_the_other_verb_is_another_request(first, other, is_settled):
     assert {why.numbers["verb"], why.numbers["first_verb"]} == {"send", "hand_over"}
 
 
+@pytest.mark.parametrize("verb", [send, hand_over])
+def test_the_lease_of_the_first_call_stands_for_the_prompt_that_it_had(verb):
+    """It may know more by now."""
+    world = World()
+    leased = world.p.lease(PROMPT, reserve_tokens=PAGE)
+    world.p.write(leased.pages, PROMPT)
+    first = verb(world.p, leased.lease)
+    world.p.call(client.CommitLease, tokens((900, 3)), lease=leased.lease)
+
+    again = verb(world.p, leased.lease)
+
+    assert again is None if verb is hand_over else again.send == first.send
+    why = refusal(verb(world.p, leased.lease, namespace="b"))
+    assert why.code is Code.PROMPT_MISMATCH
+
+
 def test_a_send_whose_lease_is_unknown_is_not_answered():
     world = World()
     send(world.p, written(world.p))

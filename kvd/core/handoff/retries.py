@@ -156,24 +156,25 @@ class SendRetries:
         tokens: Tokens,
     ) -> Refusal | None:
         """Why the call is another one than the first with its request id."""
-        # A lease that is over has taken its tokens along; its number is never given again, so it
-        # stands for the prompt that it had.
+        # Without tokens the lease of the first call stands for the prompt that it had then: it may
+        # know more by now, or be over and have taken its tokens along. Its number is never given
+        # again.
         digest, n_tokens = first.digest, first.n_tokens
-        lease = self._leases.leases.get(message.lease)
-        if lease is not None and lease.session == session and not lease.is_arena:
-            tokens = tokens or lease.tokens
-            if not sends_prompt_of(lease, tokens, message.namespace):
-                return other_tokens(lease, tokens, message.namespace, self._settings.name)
-        if tokens:
+        if tokens or message.lease != first.lease:
+            lease, side = self._leases.leases.get(message.lease), self._settings.name
+            if lease is not None and lease.session == session and not lease.is_arena:
+                tokens = tokens or lease.tokens
+                if not sends_prompt_of(lease, tokens, message.namespace):
+                    return other_tokens(lease, tokens, message.namespace, side)
+            if not tokens:
+                return Refusal(
+                    Code.UNKNOWN_LEASE,
+                    f"lease {message.lease} is not one of this session's, and request "
+                    f"{message.request_id} was asked for with lease {first.lease}",
+                    side=side,
+                    numbers={"lease": message.lease, "first_lease": first.lease},
+                )
             digest, n_tokens = prompt_digest(tokens, message.namespace), count(tokens)
-        elif message.lease != first.lease:
-            return Refusal(
-                Code.UNKNOWN_LEASE,
-                f"lease {message.lease} is not one of this session's, and request "
-                f"{message.request_id} was asked for with lease {first.lease}",
-                side=self._settings.name,
-                numbers={"lease": message.lease, "first_lease": first.lease},
-            )
         pages = Pages(message.pages)
         now = sent_request(message, digest, n_tokens, message.lease, pages)
         assert now is not None
