@@ -321,7 +321,7 @@ def test_fifteen_hundred_asks_leave_the_source_to_its_own_engine():
     cached(world.p, tokens((1, 90 * PAGE)))
     for _ in range(1500):
         peer.ask(tokens((1, 90 * PAGE)))
-    assert 1 < len(open_rooms(world)) <= 128
+    assert 1 < len(open_rooms(world)) <= 512
 
     got = world.p.lease(other(1, 95))
 
