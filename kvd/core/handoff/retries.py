@@ -142,7 +142,8 @@ class SendRetries:
                 continue
             first = part.request
             if first is not None and first.id == message.request_id:
-                return self._other(first, message, session, tokens) or part
+                refusal = self._other(first, message, session, tokens)
+                return refusal or self._unwritten(part, first, message) or part
         served = sends.served_rooms.by_room.get(room)
         if served is None or served.request is None or served.request.id != message.request_id:
             return None
@@ -179,6 +180,24 @@ class SendRetries:
         now = sent_request(message, digest, n_tokens, message.lease, pages)
         assert now is not None
         return differs(first, now, message.room, self._settings.name)
+
+    def _unwritten(
+        self, part: SendPart, first: NamedRequest, message: client.SendRequest | client.HandOver
+    ) -> Refusal | None:
+        """Why a send that is still written cannot go on from another lease.
+
+        What its engine says to have written from here on would be in pages that are not sent.
+        """
+        if part.aux is not None or message.lease == first.lease:
+            return None
+        return Refusal(
+            Code.DUPLICATE_ROOM,
+            f"request {first.id} of room {message.room} is written in lease {first.lease} and sent "
+            f"from there, this call names lease {message.lease}: abort send {part.id} before it is "
+            "written anew",
+            side=self._settings.name,
+            numbers={"first_lease": first.lease, "lease": message.lease, "send": part.id},
+        )
 
     def answer_again(self, part: SendPart, message: client.SendRequest | client.HandOver) -> None:
         """The call is answered as the first one is."""
