@@ -64,9 +64,9 @@ class Settings(msgspec.Struct, frozen=True):
     max_pulls: int = 2048
     """Open at a time: waiting for an Offer, or being sent."""
     max_peer_pulls: int = 512
-    pull_share: float = 0.5
+    pull_share: float = 0.75
     """Of the pool's pages, what all open pulls may lock; one alone may lock more."""
-    peer_pull_share: float = 0.25
+    peer_pull_share: float = 0.5
     integrity: Integrity = Integrity.OFF
     """Which of the pages that we receive are verified before anything is kept."""
     sum_ahead_bytes: int = 4 * 2**20
