@@ -16,6 +16,7 @@ from kvd.wire import client
 from kvd.wire.peer import AskPrefix, Message, Offer, PrefixFound
 from tests.core.engines import totals
 from tests.core.world import PAGE, World, tokens
+from tests.support.compiled import replaces_methods
 
 if TYPE_CHECKING:
     from kvd.core.handoff.parts import SendPart
@@ -394,6 +395,7 @@ def test_what_is_being_sent_does_not_give_way():
     assert isinstance(world.p.answer(world.p.calls), client.Leased)
 
 
+@replaces_methods
 def test_what_has_been_offered_does_not_give_way_before_its_first_post_either():
     world = World(p_pages=21)
     cached(world.p, PROMPT)
