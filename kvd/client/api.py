@@ -402,8 +402,8 @@ class Node:
                 if the lease is released: nodes with the same prompt may receive it, as often as
                 they like, each from its own ``decode_prefix_len``. It ends with this session too.
                 At most ``admission.max_deadline_s``; ``Send.renew`` prolongs it.
-            takers: so many receives that commit end a kept room; 0: any number of them. Without
-                ``ttl_s`` it is kept for ``deadline_s``.
+            takers: so many receives that commit end a kept room; 0: any number, and after the first
+                its pages go when they are needed. Without ``ttl_s`` it is kept for ``deadline_s``.
             request_id: as in ``receive``. Of a room that was served the numbers of
                 ``duplicate-room`` say who had it (``served_to``), and when (``served_ago_s``).
 
@@ -477,11 +477,10 @@ class Node:
             deadline_s: as in ``send``.
             to: as in ``send``.
             after: as in ``Send.advance``; an event object is kept until this returns.
-            release: as in ``Send.finish``.
+            release: as in ``Send.finish``; also where ``request_id`` finds an earlier call's send.
             ttl_s: as in ``send``; ``keep_room`` prolongs it.
             takers: as in ``send``.
-            request_id: as in ``send``; the earlier call ends with ``cancelled``. With ``release``
-                the lease of this call ends too, though what is sent is the first one's.
+            request_id: as in ``send``; the earlier call ends with ``cancelled``.
 
         Returns as ``Send.finish``; a caller that goes away before ends the handoff.
 

@@ -157,13 +157,13 @@ class PullSection(msgspec.Struct, frozen=True):
 
     offer_s: Annotated[float, Meta(ge=0.1, le=600)] = 10.0
     """How long a pull locks what is cached before the other node has offered pages for it."""
-    max_open: Annotated[int, Meta(ge=1, le=65536)] = 512
+    max_open: Annotated[int, Meta(ge=1, le=65536)] = 2048
     """Pulls that wait for their Offer or are being sent, of all nodes; the next is refused."""
-    max_open_per_peer: Annotated[int, Meta(ge=1, le=1000)] = 128
+    max_open_per_peer: Annotated[int, Meta(ge=1, le=1000)] = 512
     """The same of one node."""
-    share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    share: Annotated[float, Meta(gt=0, le=1)] = 0.75
     """Share of the pool's pages that all of them may lock together; one alone may lock more."""
-    share_per_peer: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    share_per_peer: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """The same of one node."""
 
 

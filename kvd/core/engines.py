@@ -102,7 +102,6 @@ class Engines:
         self._send_retries = SendRetries(
             node.settings, node.leases, node.prefiller, node.kept_rooms, node.out
         )
-
         self._drainer = node.drainer
         self._out = node.out
         self._name = node.settings.name

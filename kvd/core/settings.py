@@ -78,12 +78,12 @@ class Settings(msgspec.Struct, frozen=True):
     """How long Settled is repeated to a decode side that never says Closed."""
     pull_offer_s: float = 10.0
     """How long what a peer pulls is locked before its Offer has come, whatever its deadline."""
-    max_pulls: int = 512
+    max_pulls: int = 2048
     """Open at a time: waiting for an Offer, or being sent."""
-    max_peer_pulls: int = 128
-    pull_share: float = 0.5
+    max_peer_pulls: int = 512
+    pull_share: float = 0.75
     """Of the pool's pages, what all open pulls may lock; one alone may lock more."""
-    peer_pull_share: float = 0.25
+    peer_pull_share: float = 0.5
     integrity: Integrity = Integrity.OFF
     """Which of the pages that we receive are verified before anything is kept."""
     sum_ahead_bytes: int = 4 * 2**20

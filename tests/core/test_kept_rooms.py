@@ -15,7 +15,7 @@ from kvd.core.replay.thaw import thaw
 from kvd.errors import Code, Refusal
 from kvd.wire import admin, client, events
 from kvd.wire.peer import Closed
-from tests.core.engines import FULL, PROMPT, Sender, cached
+from tests.core.engines import FULL, PROMPT, Sender, cached, totals
 from tests.core.side import spec
 from tests.core.world import PAGE, Side, World, tokens
 
@@ -298,6 +298,25 @@ def test_a_released_lease_keeps_what_is_sent_of_it_and_no_reserve(fields):
     assert world.d.holds(received(world.d).pages, PROMPT)
 
 
+def test_pages_of_its_own_that_the_tree_has_too_go_with_the_lease():
+    world = World()
+    leased = [world.p.lease(PROMPT) for _ in range(2)]
+    for one in leased:
+        world.p.write(one.pages, PROMPT)
+    world.p.call(client.CommitLease, lease=leased[0].lease)
+    world.p.call(client.CommitUpTo, lease=leased[1].lease, upto_tokens=100, swaps=False)
+    before = totals(world.p)
+    assert before.held == 1 + 6 + 1
+
+    asked = {"room": 7, "lease": leased[1].lease, "ends_lease": True, "ttl_s": 5.0}
+    world.p.call(client.HandOver, PROMPT, **asked)
+
+    assert totals(world.p).held == 2
+    assert faults(world.p.node) == []
+    receive(world.d)
+    assert world.d.holds(received(world.d).pages, PROMPT)
+
+
 def test_the_longest_prompt_that_is_sent_of_it_stays():
     world = World()
     leased = world.p.lease(PROMPT, reserve_tokens=256)
@@ -351,6 +370,9 @@ def test_a_room_for_any_number_gives_way_when_one_has_had_it():
     received(d)
     receive(d, cache=False)
     received(d)
+    (room,) = snapshot(world.p.node).rooms
+    said = "any decode side with the prompt, kept: received 2 times by d"
+    assert room.waiting_for == f"{said}; its pages go when an engine needs them"
 
     assert isinstance(filling(world.p), client.Leased)
 

@@ -150,6 +150,42 @@ def test_the_other_verb_is_another_request(first, other, is_settled):
     assert {why.numbers["verb"], why.numbers["first_verb"]} == {"send", "hand_over"}
 
 
+@pytest.mark.parametrize("verb", [send, hand_over])
+def test_the_lease_of_the_first_call_stands_for_the_prompt_that_it_had(verb):
+    """It may know more by now."""
+    world = World()
+    leased = world.p.lease(PROMPT, reserve_tokens=PAGE)
+    world.p.write(leased.pages, PROMPT)
+    first = verb(world.p, leased.lease)
+    world.p.call(client.CommitLease, tokens((900, 3)), lease=leased.lease)
+
+    again = verb(world.p, leased.lease)
+
+    assert again is None if verb is hand_over else again.send == first.send
+    why = refusal(verb(world.p, leased.lease, namespace="b"))
+    assert why.code is Code.PROMPT_MISMATCH
+
+
+def test_a_send_that_is_still_written_does_not_go_on_from_another_lease():
+    """What its engine writes there would be said of pages that nobody has written."""
+    world = World()
+    first = world.p.lease(PROMPT)
+    send(world.p, first.lease)
+    own = world.p.lease(PROMPT)
+    why = refusal(send(world.p, own.lease))
+    assert why.code is Code.DUPLICATE_ROOM
+    assert why.numbers == {"first_lease": first.lease, "lease": own.lease, "send": 1}
+
+    world.p.write(first.pages, PROMPT)
+    world.p.call(client.Finish, send=1)
+
+    # All is written: it is sent, from whatever pages.
+    assert isinstance(send(world.p, own.lease), client.Sending)
+    receive(world.d)
+    (got,) = [one for one in world.d.take() if isinstance(one, client.Received)]
+    assert world.d.holds(got.pages, PROMPT)
+
+
 def test_a_send_whose_lease_is_unknown_is_not_answered():
     world = World()
     send(world.p, written(world.p))

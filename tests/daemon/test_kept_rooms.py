@@ -67,3 +67,30 @@ def test_a_receive_asked_again_waits_for_the_same_room(nodes):
     assert digest(d, again.lease.pages) == digest(p, lease.pages)
     again.lease.release()
     lease.release(())
+
+
+def test_the_lease_that_a_retry_brings_ends_as_it_says(nodes, pair):
+    """As an engine does that has computed a prompt again, because its router asked again."""
+    p, d = nodes
+    tokens, other = tokens_of(500, seed=73), tokens_of(500, seed=74)
+    room = room_of("again-2")
+    how = {"request_id": "again-2", "ttl_s": 20.0, "release": True}
+    leases = [p.lease(one, reserve_tokens=256) for one in (tokens, tokens, other)]
+    for lease, one in zip(leases, (tokens, tokens, other), strict=True):
+        write(p, lease, one)
+    p.hand_over(room, lease=leases[0], **how)
+
+    assert p.hand_over(room, lease=leases[1], **how).kept_s > 0
+    with pytest.raises(KvdError) as raised:
+        p.hand_over(room, lease=leases[2], **how)
+
+    assert raised.value.code == "prompt-mismatch"
+    assert [one.is_released for one in leases] == [True, True, False]
+    # The first is held by its room, with the prompt's last page and no reserve; the second is over.
+    held = {one.id: one.held_pages for one in pair.prefill.snapshot().leases}
+    assert held == {leases[0].id: 1, leases[2].id: len(leases[2].pages)}
+    receive = d.receive(room, tokens, "p")
+    receive.done()
+    receive.lease.release()
+    leases[2].release(())
+    p.keep_room(room, 0.0)

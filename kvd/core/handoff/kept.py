@@ -122,7 +122,9 @@ def told_keeping(part: SendPart, keeping: Keeping) -> str:
     who = part.awaited.destination or "any decode side with the prompt"
     limit = f" of {keeping.limit}" if keeping.limit else ""
     by = ", ".join(dict.fromkeys(one.peer for one in keeping.taken))
-    return f"{who}, kept: received {keeping.takers}{limit} times" + (f" by {by}" if by else "")
+    said = f"{who}, kept: received {keeping.takers}{limit} times" + (f" by {by}" if by else "")
+    gives_way = keeping.takers and not keeping.limit
+    return f"{said}; its pages go when an engine needs them" if gives_way else said
 
 
 def note_taken(keeper: SendPart, part: SendPart, at_s: float) -> bool:

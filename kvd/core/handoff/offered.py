@@ -2,6 +2,20 @@
 
 An Offer meets the engine that waits for it, waits for one, is one more receive of a room that is
 kept, or is refused. Whichever it is, its handoff id is answered for from then on (``settled``).
+What is asked of it, in this order, and where the answer is:
+
+    has it come before?           ``settled.find_part``; answered as then, if ``offer.differs`` not
+    is it ahead of its Hello?     ``peer.generation``; it will be repeated
+    is there a record for it?     ``settled.is_full``; it will be repeated
+    may anything begin here?      ``drain``
+    is it of this time?           ``offer.outdated``
+    may this peer have the room?  ``rooms.refusal``
+    is it an Offer at all?        ``offer.unacceptable``
+    is the room over?             ``rooms.ExpiredRooms``, ``served``; where no engine is there
+    is there a place left?        ``kept.not_for_taker``; of a room that is kept
+    do the prompts agree?         ``offer.disagreement``
+
+After the first three nothing of it is kept; from the fourth on a refusal is its Settled.
 
 What must not live here: transitions (``send``), whether an Offer is one (``offer``), who has a room
 (``rooms``).

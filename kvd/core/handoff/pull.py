@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 NO_ROOM: Final = 0
 """In a receive: there is none yet. In an answer: nothing is sent."""
 
-MOST_ASKS: Final = 1024
+MOST_ASKS = 1024
 """Of this node at a time; each keeps its prompt."""
 
 

@@ -38,10 +38,10 @@ P = Prefill
 PULLER: Final = "pull"
 """Who holds the lease of a source until its send does."""
 
-MOST_PROMPTS: Final = 4
+MOST_PROMPTS = 4
 """The open pulls of one peer have no more tokens than so many of the longest prompts."""
 
-MOST_TICKETS: Final = 1024
+MOST_TICKETS = 1024
 """Of one peer at a time: answers that are remembered, of which few have a room."""
 
 

@@ -143,7 +143,8 @@ class SendRetries:
                 continue
             first = part.request
             if first is not None and first.id == message.request_id:
-                return self._other(first, message, session, tokens) or part
+                refusal = self._other(first, message, session, tokens)
+                return refusal or self._unwritten(part, first, message) or part
         served = sends.served_rooms.by_room.get(room)
         if served is None or served.request is None or served.request.id != message.request_id:
             return None
@@ -157,28 +158,47 @@ class SendRetries:
         tokens: Tokens,
     ) -> Refusal | None:
         """Why the call is another one than the first with its request id."""
-        # A lease that is over has taken its tokens along; its number is never given again, so it
-        # stands for the prompt that it had.
+        # Without tokens the lease of the first call stands for the prompt that it had then: it may
+        # know more by now, or be over and have taken its tokens along. Its number is never given
+        # again.
         digest, n_tokens = first.digest, first.n_tokens
-        lease = self._leases.leases.get(message.lease)
-        if lease is not None and lease.session == session and not lease.is_arena:
-            tokens = tokens or lease.tokens
-            if not sends_prompt_of(lease, tokens, message.namespace):
-                return other_tokens(lease, tokens, message.namespace, self._settings.name)
-        if tokens:
+        if tokens or message.lease != first.lease:
+            lease, side = self._leases.leases.get(message.lease), self._settings.name
+            if lease is not None and lease.session == session and not lease.is_arena:
+                tokens = tokens or lease.tokens
+                if not sends_prompt_of(lease, tokens, message.namespace):
+                    return other_tokens(lease, tokens, message.namespace, side)
+            if not tokens:
+                return Refusal(
+                    Code.UNKNOWN_LEASE,
+                    f"lease {message.lease} is not one of this session's, and request "
+                    f"{message.request_id} was asked for with lease {first.lease}",
+                    side=side,
+                    numbers={"lease": message.lease, "first_lease": first.lease},
+                )
             digest, n_tokens = prompt_digest(tokens, message.namespace), count(tokens)
-        elif message.lease != first.lease:
-            return Refusal(
-                Code.UNKNOWN_LEASE,
-                f"lease {message.lease} is not one of this session's, and request "
-                f"{message.request_id} was asked for with lease {first.lease}",
-                side=self._settings.name,
-                numbers={"lease": message.lease, "first_lease": first.lease},
-            )
         pages = Pages(message.pages)
         now = sent_request(message, digest, n_tokens, message.lease, pages)
         assert now is not None
         return differs(first, now, message.room, self._settings.name)
+
+    def _unwritten(
+        self, part: SendPart, first: NamedRequest, message: client.SendRequest | client.HandOver
+    ) -> Refusal | None:
+        """Why a send that is still written cannot go on from another lease.
+
+        What its engine says to have written from here on would be in pages that are not sent.
+        """
+        if part.aux is not None or message.lease == first.lease:
+            return None
+        return Refusal(
+            Code.DUPLICATE_ROOM,
+            f"request {first.id} of room {message.room} is written in lease {first.lease} and sent "
+            f"from there, this call names lease {message.lease}: abort send {part.id} before it is "
+            "written anew",
+            side=self._settings.name,
+            numbers={"first_lease": first.lease, "lease": message.lease, "send": part.id},
+        )
 
     def answer_again(self, part: SendPart, message: client.SendRequest | client.HandOver) -> None:
         """The call is answered as the first one is."""

@@ -69,8 +69,8 @@ class ExpiredRooms:
         self.by_room: dict[int, ExpiredRoom] = {}
         """Oldest first: all of them are kept equally long."""
         self.pulled: dict[int, ExpiredRoom] = {}
-        """Those that no engine ever opens, apart: a peer that pulls makes none of these be forgotten
-        before its time but its own kind."""
+        """Those that no engine ever opens, apart: who pulls makes none of the others be forgotten
+        before its time."""
         self._settings = settings
 
     def remember_engines(self, room: int, why: Refusal, at_s: float) -> None:

@@ -683,6 +683,11 @@ class LeaseTable:
             return
         kept = max(lease.owned, self.pages_for(lease.sends.upto_tokens))
         rest = slice_pages(lease.page_table, kept)
+        # Its own where the tree has equal ones: who went on with them is gone, and what a post
+        # reads of them goes with that (``end_read``).
+        lease.unswapped_from = None
+        if not lease.reads:
+            rest, lease.deferred = Pages(rest + lease.deferred), NO_PAGES
         if not rest:
             return
         lease.page_table = slice_pages(lease.page_table, 0, kept)
