@@ -57,6 +57,7 @@ def attach(endpoint: str, request: Attach | Join, within_s: float = ATTACH_WITHI
     if attachment is None:
         sock.close()
         raise too_late(path, within_s)
+    attachment.require_socket(endpoint)
     return attachment
 
 

@@ -40,7 +40,7 @@ import msgspec
 from kvd.client.state import EventQueue, LeaseView, News, ReceiveState, SendState, Slot
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
-from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, MAX_HEADER_BYTES
+from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, MAX_HEADER_BYTES, readable_replies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -136,7 +136,6 @@ class Connection:
         # What is no answer to a call. Looked up, because matching costs a case per class: Any,
         # because each takes its own type of message.
         self._takers: dict[type, Callable[[Any], None]] = {
-            Refusal: self._unreadable,
             wire.Failed: self._failed,
             wire.Received: self._received,
             wire.ReceiveFailed: self._received,
@@ -329,8 +328,12 @@ class Connection:
     # ---- what comes in ---------------------------------------------------------------------------
 
     def feed(self, frames: list[bytes]) -> None:
-        """One message from the daemon; one that cannot be read is counted and changes nothing."""
+        """One message from the daemon; what of it cannot be read is counted and changes nothing."""
         message = CLIENT_REPLIES.decode(frames[0])
+        if type(message) is Refusal:
+            replies, unreadable = readable_replies(frames[0])
+            self.unreadable_messages += unreadable
+            message = wire.Several(tuple(replies))
         self._takers.get(type(message), self._answered)(message)
 
     def _several(self, message: wire.Several) -> None:
@@ -340,9 +343,6 @@ class Connection:
 
     def _answered(self, answer: Answer) -> None:
         self._settle(answer.call, answer)
-
-    def _unreadable(self, _: Refusal) -> None:
-        self.unreadable_messages += 1
 
     def _accepted(self, push: wire.Accepted) -> None:
         if push.send in self._sends:

@@ -38,12 +38,14 @@ async def attach(endpoint: str, request: Attach | Join) -> Attachment:
                 await asyncio.sleep(BUSY_PAUSE_S)
             try:
                 ask(sock, request)
-                return await _answer(sock)
+                attachment = await _answer(sock)
             except BaseException:
                 sock.close()
                 raise
     except TimeoutError:
         raise too_late(path) from None
+    attachment.require_socket(endpoint)
+    return attachment
 
 
 async def _answer(sock: socket) -> Attachment:
