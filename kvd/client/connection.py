@@ -69,7 +69,12 @@ INDIFFERENT = frozenset(
 """Answers that change no record."""
 
 CHANGES_ROWS = (
-    wire.CommitLease | wire.CommitUpTo | wire.RetractLease | wire.ResumeLease | wire.SlideLease
+    wire.CommitLease
+    | wire.CommitUpTo
+    | wire.CommitAndExtend
+    | wire.RetractLease
+    | wire.ResumeLease
+    | wire.SlideLease
 )
 """Calls by which a lease gives pages away: a commit does, for equal ones that are cached."""
 

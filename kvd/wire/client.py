@@ -148,6 +148,19 @@ class CommitUpTo(msgspec.Struct, frozen=True, array_like=True, tag="commit-upto"
     swaps: bool = True
 
 
+class CommitAndExtend(msgspec.Struct, frozen=True, array_like=True, tag="commit-extend"):
+    """``ExtendLease``, then ``CommitUpTo`` with the tokens frame: both, or none of them.
+
+    Answer: ``PageTable``. A tag of its own: a daemon that does not know it must not commit alone.
+    """
+
+    call: Call
+    lease: int
+    extend_tokens: Figure
+    upto_tokens: Figure | None = None
+    swaps: bool = True
+
+
 class ReleaseUpTo(msgspec.Struct, frozen=True, array_like=True, tag="release-upto"):
     """``CommitUpTo`` with the tokens frame, then ``ReleaseLease``. Answer: ``Done``."""
 
@@ -461,6 +474,7 @@ Request = (
     | BeginEpoch
     | KeepRoom
     | OpenArena
+    | CommitAndExtend
 )
 
 TAKES_TOKENS = (
@@ -476,6 +490,7 @@ TAKES_TOKENS = (
     HandOver,
     HoldPrefix,
     AboutPrompt,
+    CommitAndExtend,
 )
 """Requests that travel with a tokens frame; every other one is a single frame."""
 
