@@ -73,8 +73,10 @@ class Code(enum.Enum):
     VERSIONS_DIFFER = "versions-differ"
     INTERNAL = "internal"
 
+    # ``typing.override`` comes with Python 3.12, and who installs the client alone has no other.
+
     @classmethod
-    def _missing_(cls, value: object) -> Code | None:
+    def _missing_(cls, value: object) -> Code | None:  # type: ignore[explicit-override]
         """A code of a later version; what is none by its form is refused, as any other mistake."""
         if not isinstance(value, str) or len(value) > MAX_CODE or not _CODE.fullmatch(value):
             return None
@@ -88,13 +90,15 @@ class Code(enum.Enum):
         """Whether this version has it: what counts by codes has one count for all others."""
         return self.name in Code.__members__
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: object) -> bool:  # type: ignore[explicit-override]
         return self is other or (isinstance(other, Code) and self._value_ == other._value_)
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[explicit-override]
         return hash(self._value_)
 
-    def __reduce_ex__(self, protocol: object) -> tuple[type[Code], tuple[str]]:
+    def __reduce_ex__(  # type: ignore[explicit-override]
+        self, protocol: object
+    ) -> tuple[type[Code], tuple[str]]:
         """By its value, so that one that is not known here can be copied and pickled too."""
         return Code, (self.value,)
 

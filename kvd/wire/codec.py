@@ -181,8 +181,10 @@ class _EventsInParts(msgspec.Struct, array_like=True, tag="events"):
     events: list[msgspec.Raw]
 
 
-_IN_PARTS = msgspec.msgpack.Decoder(_RepliesInParts | _EventsInParts)
-_EVENT = msgspec.msgpack.Decoder(Event)
+_IN_PARTS: msgspec.msgpack.Decoder[_RepliesInParts | _EventsInParts] = msgspec.msgpack.Decoder(
+    _RepliesInParts | _EventsInParts
+)
+_EVENT: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 def readable_replies(frame: bytes) -> tuple[list[client.Reply], int]:
