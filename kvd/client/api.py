@@ -263,10 +263,13 @@ class Node:
                 ``bad-keys``, ``bad-tokens``.
         """
         prompt = self._prompt(tokens, keys, extra_keys)
+        reserve = operator.index(reserve_tokens)
+        if not prompt.frame and not reserve:
+            raise KvdError(_of_nothing("lease", "give tokens, or reserve_tokens"))
         opening = wire.OpenLease(
             call=self._port.connection.next_call(),
             namespace=namespace,
-            reserve_tokens=operator.index(reserve_tokens),
+            reserve_tokens=reserve,
             priority=operator.index(priority),
             deadline_s=deadline_s,
             cache=cache,
@@ -341,6 +344,8 @@ class Node:
         """
         number = _met_in(room, tokens)
         prompt = self._prompt(room if _is_prompt(room) else tokens, keys, extra_keys)
+        if not prompt.frame:
+            raise KvdError(_of_nothing("receive", "give the tokens of the prompt"))
         request = wire.ReceiveRequest(
             call=self._port.connection.next_call(),
             room=number,
@@ -667,6 +672,11 @@ def connect(
             another refusal of the daemon.
     """
     return Connecting(endpoint, name, return_within_s, key=key, expects=expects)
+
+
+def _of_nothing(what: str, fix: str) -> Refusal:
+    why = f"a {what} of 0 tokens would have no page: {fix}"
+    return Refusal(Code.BAD_REQUEST, why, side="client", numbers={"tokens": 0})
 
 
 def _prefix_of(opening: wire.OpenLease, hold: str) -> wire.HoldPrefix:

@@ -33,7 +33,8 @@ request about a handle of one life reaches another, except the release of a leas
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, assert_never
+import re
+from typing import TYPE_CHECKING, Any, Final, assert_never
 
 import msgspec
 
@@ -559,15 +560,50 @@ def _header(request: wire.Request) -> bytes:
         raise _bad(request, str(exc)) from exc
     read = CLIENT_REQUESTS.decode(header)
     if isinstance(read, Refusal):
-        raise _bad(request, read.message)
+        raise _bad(request, _flaw(request, read.message))
     return header
 
 
+_PLACE: Final = re.compile(r"^.*: (?P<why>.*) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
+
+
+def _flaw(request: wire.Request, message: str) -> str:
+    """What is wrong, by the name of the field: the codec tells it by its place in the frame."""
+    found = _PLACE.match(message)
+    if found is None:
+        return message
+    what, name = _at(request, [int(at) for at in re.findall(r"\[([0-9]+)\]", found["path"])])
+    if not name:
+        return message
+    limit = re.search(r"length <= ([0-9]+)", found["why"])
+    if limit is not None and isinstance(what, str | bytes | tuple):
+        unit = {str: "characters", bytes: "bytes"}.get(type(what), "elements")
+        return f"{name} has {len(what)} {unit}, {limit[1]} are taken at most"
+    return f"{name} is {what!r:.100}: {found['why']}"
+
+
+def _at(request: wire.Request, places: list[int]) -> tuple[object, str]:
+    """What is at that place of a request, and how it is called; no name where nothing is."""
+    what: object = request
+    name = ""
+    for place in places:
+        if isinstance(what, msgspec.Struct) and 0 < place <= len(what.__struct_fields__):
+            name = what.__struct_fields__[place - 1]  # the tag comes first
+            what = getattr(what, name)
+        elif isinstance(what, tuple) and place < len(what):
+            name = f"{name}[{place}]"
+            what = what[place]
+        else:
+            return what, ""
+    return what, name
+
+
 def _bad(request: wire.Request, why: str) -> KvdError:
+    asked = request.request if isinstance(request, wire.AboutPrompt) else request
     return KvdError(
         Refusal(
             Code.BAD_REQUEST,
-            f"{type(request).__name__} cannot be sent: {why}",
+            f"{type(asked).__name__} cannot be sent: {why}",
             side="client",
         )
     )

@@ -235,3 +235,48 @@ def test_a_child_of_a_loop_says_no_goodbye_for_its_parent(daemon: Daemon) -> Non
             return (await node.match([1])).tokens
 
     assert asyncio.run(serve()) == 8
+
+
+# ---- requests that cannot be sent ----------------------------------------------------------------
+
+
+def test_what_cannot_be_sent_is_named_as_the_engine_named_it(daemon: Daemon) -> None:
+    daemon.script = script
+    with kvd.client.connect_sync(daemon.endpoint, name="a") as node:
+        prompt = node.prompt([1, 2])
+        said: list[tuple[Callable[[], object], str, str]] = [
+            (lambda: node.lease([]), "bad-request", "a lease of 0 tokens would have no page"),
+            (lambda: node.receive([], source="p"), "bad-request", "a receive of 0 tokens"),
+            (
+                lambda: node.match([1], namespace="n" * 300),
+                "bad-request",
+                "MatchPrefix cannot be sent: namespace has 300 characters, 256 are taken at most",
+            ),
+            (
+                lambda: node.match(prompt, namespace="n" * 300),
+                "bad-request",
+                "MatchPrefix cannot be sent: namespace has 300 characters, 256 are taken at most",
+            ),
+            (
+                lambda: node.receive(5, [1], ["p", "q" * 200]),
+                "bad-request",
+                "source[1] has 200 characters",
+            ),
+            (
+                lambda: node.lease([1], cache="yes"),  # type: ignore[arg-type]
+                "bad-request",
+                "cache is 'yes': Expected `bool`, got `str`",
+            ),
+            (
+                lambda: node.lease([1], deadline_s="soon"),  # type: ignore[arg-type]
+                "bad-request",
+                "deadline_s is 'soon'",
+            ),
+        ]
+        daemon.got.clear()
+        for use, code, words in said:
+            with pytest.raises(KvdError) as caught:
+                use()
+            assert caught.value.code == code
+            assert words in str(caught.value)
+        assert daemon.got == []
