@@ -20,12 +20,12 @@ from kvd.client.arena import PageArena
 from kvd.client.connection import Connection
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import client_endpoint
-from kvd.client.handoff import Receive, Send, keep_room, outcome, room_number
+from kvd.client.handoff import Receive, Send, keep_room, outcome, room_number, sending
 from kvd.client.lease import Lease
 from kvd.client.lease_key import why_foreign, why_stale
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
-from kvd.client.port import ANSWER_WITHIN_S, Port, confused, within
+from kvd.client.port import Port, confused, within
 from kvd.client.prompt import Prompt, address_of, perform_about
 from kvd.client.prompt_address import PromptAddress
 from kvd.client.returning import RETURN_WITHIN_S
@@ -344,8 +344,6 @@ class Node:
         """
         number = _met_in(room, tokens)
         prompt = self._prompt(room if _is_prompt(room) else tokens, keys, extra_keys)
-        if not prompt.frame:
-            raise KvdError(_of_nothing("receive", "give the tokens of the prompt"))
         request = wire.ReceiveRequest(
             call=self._port.connection.next_call(),
             room=number,
@@ -364,6 +362,8 @@ class Node:
     async def _receiving(
         self, request: wire.ReceiveRequest, prompt: PromptAddress, within_s: float
     ) -> Receive:
+        if not prompt.frame:
+            raise KvdError(_of_nothing("receive", "give the tokens of the prompt"))
         call = await perform_about(self._port, request, prompt, within_s=within_s)
         if call.receive is None:
             raise confused(request, call.answer.value)
@@ -424,17 +424,7 @@ class Node:
             request_id=request_id,
         )
         prompt = self._sent_prompt(room, tokens, keys, extra_keys)
-        within_s = within(deadline_s)
-        call = await perform_about(
-            self._port,
-            request,
-            prompt,
-            about=lease.record,
-            within_s=min(within_s, ANSWER_WITHIN_S),
-        )
-        if call.send is None:
-            raise confused(request, call.answer.value)
-        return Send(self._port, call.send, lease.record, room=request.room, within_s=within_s)
+        return await sending(self._port, request, prompt, lease.record)
 
     async def keep_room(self, room: int, ttl_s: float) -> KeptRoom:
         """Keep a room that this session has opened for ``ttl_s`` from now on; 0 ends it.

@@ -728,3 +728,19 @@ class Several(msgspec.Struct, frozen=True, array_like=True, tag="several"):
     """
 
     replies: tuple[Reply, ...]
+
+
+# ---- what a later daemon says --------------------------------------------------------------------
+
+
+class RepliesInParts(msgspec.Struct, array_like=True, tag="several"):
+    """``Several``, each reply unread: one that is not known here must not cost the others."""
+
+    replies: list[msgspec.Raw]
+
+
+class EventsInParts(msgspec.Struct, array_like=True, tag="events"):
+    """``Events``, each event unread."""
+
+    lost: int
+    events: list[msgspec.Raw]

@@ -168,21 +168,8 @@ ADMIN_REQUESTS: Codec[admin.AdminRequest] = Codec(admin.AdminRequest)
 ADMIN_REPLIES: Codec[admin.AdminReply] = Codec(admin.AdminReply, max_bytes=MAX_REPLY_BYTES)
 
 
-class _RepliesInParts(msgspec.Struct, array_like=True, tag="several"):
-    """``Several``, each reply unread."""
-
-    replies: list[msgspec.Raw]
-
-
-class _EventsInParts(msgspec.Struct, array_like=True, tag="events"):
-    """``Events``, each event unread."""
-
-    lost: int
-    events: list[msgspec.Raw]
-
-
-_IN_PARTS: msgspec.msgpack.Decoder[_RepliesInParts | _EventsInParts] = msgspec.msgpack.Decoder(
-    _RepliesInParts | _EventsInParts
+_IN_PARTS: msgspec.msgpack.Decoder[client.RepliesInParts | client.EventsInParts] = (
+    msgspec.msgpack.Decoder(client.RepliesInParts | client.EventsInParts)
 )
 _EVENT: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
@@ -196,14 +183,14 @@ def readable_replies(frame: bytes) -> tuple[list[client.Reply], int]:
     if len(frame) > MAX_REPLY_BYTES:
         return [], 1
     parts = _parts_of(frame)
-    if isinstance(parts, _EventsInParts):
+    if isinstance(parts, client.EventsInParts):
         return _known_events(parts)
     found: list[client.Reply] = []
     n_unreadable = 0
     for one in () if parts is None else parts.replies:
         reply = CLIENT_REPLIES.decode(bytes(one))
         inner = _parts_of(one) if isinstance(reply, Refusal) else None
-        if isinstance(inner, _EventsInParts):
+        if isinstance(inner, client.EventsInParts):
             events, unreadable = _known_events(inner)
             found += events
             n_unreadable += unreadable
@@ -214,14 +201,14 @@ def readable_replies(frame: bytes) -> tuple[list[client.Reply], int]:
     return found, n_unreadable if parts is not None else 1
 
 
-def _parts_of(frame: bytes | msgspec.Raw) -> _RepliesInParts | _EventsInParts | None:
+def _parts_of(frame: bytes | msgspec.Raw) -> client.RepliesInParts | client.EventsInParts | None:
     try:
         return _IN_PARTS.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def _known_events(parts: _EventsInParts) -> tuple[list[client.Reply], int]:
+def _known_events(parts: client.EventsInParts) -> tuple[list[client.Reply], int]:
     """Those that are known; the others are missing between them, and so are told of as lost."""
     events = [_event(raw) for raw in parts.events]
     known = tuple(event for event in events if event is not None)
