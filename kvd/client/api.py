@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import msgspec
 
 from kvd.client.arena import PageArena
+from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.connection import Connection
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import client_endpoint
@@ -602,7 +603,9 @@ class Connecting:
         *,
         key: str,
         expects: Mapping[str, str | int] | None,
+        within_s: float,
     ) -> None:
+        self._within_s = within_s
         self._endpoint = endpoint
         self._name = name
         self._key = key
@@ -628,7 +631,8 @@ class Connecting:
 
     async def _open(self) -> Node:
         endpoint = client_endpoint(self._endpoint)
-        attachment = await attach(endpoint, Attach(self._name, key=self._key))
+        request = Attach(self._name, key=self._key)
+        attachment = await attach(endpoint, request, self._within_s)
         attachment.require(self._expects)
         attachment.key = self._key
         connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
@@ -643,6 +647,7 @@ def connect(
     return_within_s: float = RETURN_WITHIN_S,
     key: str = "",
     expects: Mapping[str, str | int] | None = None,
+    within_s: float = ATTACH_WITHIN_S,
 ) -> Connecting:
     """Open a session with the daemon of this node.
 
@@ -655,13 +660,15 @@ def connect(
             others of the same user join this session by it, also those that ask before it is there.
         expects: what the pool must be for this engine, by keys of ``[pool]``: ``family``,
             ``order``, ``interior``, ``tag``, ``page_size``.
+        within_s: how long a daemon that is stopped or busy may take to answer; then it raises
+            ``unreachable``.
 
     Raises:
         KvdError: on entering: ``unreachable`` with what to do, ``wrong-state`` when another engine
             with that key lives, ``layout-mismatch`` where the pool is not as ``expects`` says, or
             another refusal of the daemon.
     """
-    return Connecting(endpoint, name, return_within_s, key=key, expects=expects)
+    return Connecting(endpoint, name, return_within_s, key=key, expects=expects, within_s=within_s)
 
 
 def _of_nothing(what: str, fix: str) -> Refusal:

@@ -89,8 +89,9 @@ class PageArena:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the pages are not the engine's any more."""
-        return self._state.is_released
+        """Whether the pages are not the engine's any more: closed, or lost with the session."""
+        state = self._state
+        return state.is_released or state.over is not None or not state.is_kept
 
     async def receive(  # noqa: PLR0913 - the request, field by field
         self,

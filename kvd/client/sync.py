@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from kvd.client.api import Matched, Node
+from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.blocking import BlockingChannel, attach
 from kvd.client.connection import UNDONE, Connection
 from kvd.client.endpoint import client_endpoint
@@ -875,6 +876,7 @@ def connect_sync(
     return_within_s: float = RETURN_WITHIN_S,
     key: str = "",
     expects: Mapping[str, str | int] | None = None,
+    within_s: float = ATTACH_WITHIN_S,
     on_unreachable: Literal["wait", "miss"] = "wait",
 ) -> SyncNode:
     """Open a session with the daemon of this node; ``connect``, blocking.
@@ -885,6 +887,7 @@ def connect_sync(
         return_within_s: as for ``connect``.
         key: as for ``connect``.
         expects: as for ``connect``.
+        within_s: as for ``connect``.
         on_unreachable: what a call does once the daemon has ended. ``wait``: it waits for the next
             one, for ``return_within_s`` at most. ``miss``: it costs no more than a look. ``match``
             then finds nothing, everything else raises ``unreachable`` at once, and the node goes
@@ -896,13 +899,13 @@ def connect_sync(
     """
     misses = _is_miss(on_unreachable)
     address = client_endpoint(endpoint)
-    attachment = attach(address, Attach(name, key=key))
+    attachment = attach(address, Attach(name, key=key), within_s)
     attachment.require(expects)
     attachment.key = key
     connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
     channel = BlockingChannel(address, attachment, connection, name, waits_for_return=not misses)
-    within_s = 0.0 if misses else return_within_s
-    node = Node(attachment, connection, channel, return_within_s=within_s)
+    waits_s = 0.0 if misses else return_within_s
+    node = Node(attachment, connection, channel, return_within_s=waits_s)
     return SyncNode(node, channel, misses_when_away=misses)
 
 

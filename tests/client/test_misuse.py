@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from kvd.wire import client as wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     Daemon = Any
     """``conftest.Daemon``."""
@@ -130,6 +132,23 @@ async def test_a_loop_waits_no_longer_for_a_deadline_of_0(daemon: Daemon) -> Non
 
 def test_longer_deadlines_have_the_margin_that_they_need() -> None:
     assert [kvd.client.port.within(given) for given in (0, 0.25, 1, 30)] == [0.05, 2.75, 6, 35]
+
+
+async def test_a_daemon_that_accepts_and_says_nothing_is_waited_for_as_long_as_told(
+    tmp_path: Path,
+) -> None:
+    endpoint = f"ipc://{tmp_path}/client.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(tmp_path / "attach.sock"))
+        listening.listen(8)
+        for within_s in (0, 0.05):
+            began_s = time.monotonic()
+            words = rf"^unreachable: .* gave no answer for {within_s:g} s"
+            with pytest.raises(KvdError, match=words):
+                kvd.client.connect_sync(endpoint, name="a", within_s=within_s)
+            with pytest.raises(KvdError, match=words):
+                await kvd.client.connect(endpoint, name="a", within_s=within_s)
+            assert time.monotonic() - began_s < 1
 
 
 # ---- forks ---------------------------------------------------------------------------------------
