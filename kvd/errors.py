@@ -8,9 +8,12 @@ to do about it; the code is stable and is what programs test for.
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+import re
+from typing import Annotated, Final
 
 import msgspec
+
+_CODE: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 Number = int | float | str
 
@@ -20,8 +23,17 @@ MAX_NUMBERS = 64
 Numbers = Annotated[dict[str, Number], msgspec.Meta(max_length=MAX_NUMBERS)]
 
 
+MAX_CODE: Final = 64
+"""Characters of a code, those that are not known here included."""
+
+
 class Code(enum.Enum):
-    """Stable kebab-case codes: part of the public promise."""
+    """Stable kebab-case codes: part of the public promise.
+
+    The set is open: a later version may refuse with a code that is not here. It is read as it is
+    said, ``Code("some-later-code")``: equal to another one that says the same, and no member. It is
+    not retryable, as far as is known here.
+    """
 
     BAD_REQUEST = "bad-request"
     BAD_TOKENS = "bad-tokens"
@@ -60,6 +72,35 @@ class Code(enum.Enum):
     CONDEMNED = "condemned"
     VERSIONS_DIFFER = "versions-differ"
     INTERNAL = "internal"
+
+    # ``typing.override`` comes with Python 3.12, and who installs the client alone has no other.
+
+    @classmethod
+    def _missing_(cls, value: object) -> Code | None:  # type: ignore[explicit-override]
+        """A code of a later version; what is none by its form is refused, as any other mistake."""
+        if not isinstance(value, str) or len(value) > MAX_CODE or not _CODE.fullmatch(value):
+            return None
+        later = object.__new__(cls)
+        later._name_ = value.upper().replace("-", "_")
+        later._value_ = value
+        return later
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this version has it: what counts by codes has one count for all others."""
+        return self.name in Code.__members__
+
+    def __eq__(self, other: object) -> bool:  # type: ignore[explicit-override]
+        return self is other or (isinstance(other, Code) and self._value_ == other._value_)
+
+    def __hash__(self) -> int:  # type: ignore[explicit-override]
+        return hash(self._value_)
+
+    def __reduce_ex__(  # type: ignore[explicit-override]
+        self, protocol: object
+    ) -> tuple[type[Code], tuple[str]]:
+        """By its value, so that one that is not known here can be copied and pickled too."""
+        return Code, (self.value,)
 
 
 RETRYABLE = frozenset(
@@ -109,7 +150,7 @@ class KvdError(Exception):
 
     @property
     def code(self) -> str:
-        """The stable kebab-case code."""
+        """The stable kebab-case code; of a later daemon it may be one that ``Code`` has not."""
         return self.refusal.code.value
 
     @property

@@ -17,6 +17,7 @@ from kvd.client.state import EventsLost
 from kvd.client.sync import (
     SyncArena,
     SyncArenaReceive,
+    SyncEvents,
     SyncLease,
     SyncNode,
     SyncReceive,
@@ -52,6 +53,7 @@ __all__ = [
     "Share",
     "SyncArena",
     "SyncArenaReceive",
+    "SyncEvents",
     "SyncLease",
     "SyncNode",
     "SyncReceive",

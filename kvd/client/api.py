@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, TypeGuard
 import msgspec
 
 from kvd.client.arena import PageArena
+from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.connection import Connection
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import client_endpoint
-from kvd.client.handoff import Receive, Send, keep_room, outcome, room_number
+from kvd.client.handoff import Receive, Send, keep_room, outcome, room_number, sending
 from kvd.client.lease import Lease
 from kvd.client.lease_key import why_foreign, why_stale
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
-from kvd.client.port import ANSWER_WITHIN_S, Port, confused, within
+from kvd.client.port import Port, confused, within
 from kvd.client.prompt import Prompt, address_of, perform_about
 from kvd.client.prompt_address import PromptAddress
 from kvd.client.returning import RETURN_WITHIN_S
@@ -265,10 +266,13 @@ class Node:
                 ``bad-keys``, ``bad-tokens``.
         """
         prompt = self._prompt(tokens, keys, extra_keys)
+        reserve = operator.index(reserve_tokens)
+        if not prompt.frame and not reserve:
+            raise KvdError(_of_nothing("lease", "give tokens, or reserve_tokens"))
         opening = wire.OpenLease(
             call=self._port.connection.next_call(),
             namespace=namespace,
-            reserve_tokens=operator.index(reserve_tokens),
+            reserve_tokens=reserve,
             priority=operator.index(priority),
             deadline_s=deadline_s,
             cache=cache,
@@ -364,6 +368,8 @@ class Node:
     async def _receiving(
         self, request: wire.ReceiveRequest, prompt: PromptAddress, within_s: float
     ) -> Receive:
+        if not prompt.frame:
+            raise KvdError(_of_nothing("receive", "give the tokens of the prompt"))
         call = await perform_about(self._port, request, prompt, within_s=within_s)
         if call.receive is None:
             raise confused(request, call.answer.value)
@@ -424,17 +430,7 @@ class Node:
             request_id=request_id,
         )
         prompt = self._sent_prompt(room, tokens, keys, extra_keys)
-        within_s = within(deadline_s)
-        call = await perform_about(
-            self._port,
-            request,
-            prompt,
-            about=lease.record,
-            within_s=min(within_s, ANSWER_WITHIN_S),
-        )
-        if call.send is None:
-            raise confused(request, call.answer.value)
-        return Send(self._port, call.send, lease.record, room=request.room, within_s=within_s)
+        return await sending(self._port, request, prompt, lease.record)
 
     async def keep_room(self, room: int, ttl_s: float) -> KeptRoom:
         """Keep a room that this session has opened for ``ttl_s`` from now on; 0 ends it.
@@ -632,7 +628,9 @@ class Connecting:
         *,
         key: str,
         expects: Mapping[str, str | int] | None,
+        within_s: float,
     ) -> None:
+        self._within_s = within_s
         self._endpoint = endpoint
         self._name = name
         self._key = key
@@ -658,7 +656,8 @@ class Connecting:
 
     async def _open(self) -> Node:
         endpoint = client_endpoint(self._endpoint)
-        attachment = await attach(endpoint, Attach(self._name, key=self._key))
+        request = Attach(self._name, key=self._key)
+        attachment = await attach(endpoint, request, self._within_s)
         attachment.require(self._expects)
         attachment.key = self._key
         connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
@@ -673,6 +672,7 @@ def connect(
     return_within_s: float = RETURN_WITHIN_S,
     key: str = "",
     expects: Mapping[str, str | int] | None = None,
+    within_s: float = ATTACH_WITHIN_S,
 ) -> Connecting:
     """Open a session with the daemon of this node.
 
@@ -685,13 +685,20 @@ def connect(
             others of the same user join this session by it, also those that ask before it is there.
         expects: what the pool must be for this engine, by keys of ``[pool]``: ``family``,
             ``order``, ``interior``, ``tag``, ``page_size``.
+        within_s: how long a daemon that is stopped or busy may take to answer; then it raises
+            ``unreachable``.
 
     Raises:
         KvdError: on entering: ``unreachable`` with what to do, ``wrong-state`` when another engine
             with that key lives, ``layout-mismatch`` where the pool is not as ``expects`` says, or
             another refusal of the daemon.
     """
-    return Connecting(endpoint, name, return_within_s, key=key, expects=expects)
+    return Connecting(endpoint, name, return_within_s, key=key, expects=expects, within_s=within_s)
+
+
+def _of_nothing(what: str, fix: str) -> Refusal:
+    why = f"a {what} of 0 tokens would have no page: {fix}"
+    return Refusal(Code.BAD_REQUEST, why, side="client", numbers={"tokens": 0})
 
 
 def _prefix_of(opening: wire.OpenLease, hold: str) -> wire.HoldPrefix:

@@ -16,9 +16,9 @@ import operator
 from typing import TYPE_CHECKING
 
 from kvd.client.device_event import handle_of
-from kvd.client.handoff import Receive, Send, outcome, room_number
+from kvd.client.handoff import Receive, Send, outcome, room_number, sending
 from kvd.client.lease import Lease
-from kvd.client.port import ANSWER_WITHIN_S, confused, within
+from kvd.client.port import confused, within
 from kvd.client.prompt import address_of, perform_about
 from kvd.client.prompt_address import PromptAddress
 from kvd.client.rows import page_frame
@@ -89,8 +89,9 @@ class PageArena:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the pages are not the engine's any more."""
-        return self._state.is_released
+        """Whether the pages are not the engine's any more: closed, or lost with the session."""
+        state = self._state
+        return state.is_released or state.over is not None or not state.is_kept
 
     async def receive(  # noqa: PLR0913 - the request, field by field
         self,
@@ -198,17 +199,7 @@ class PageArena:
             request_id=request_id,
             pages=page_frame(pages),
         )
-        within_s = within(deadline_s)
-        call = await perform_about(
-            self._port,
-            request,
-            prompt,
-            about=self._state,
-            within_s=min(within_s, ANSWER_WITHIN_S),
-        )
-        if call.send is None:
-            raise confused(request, call.answer.value)
-        return Send(self._port, call.send, self._state, room=request.room, within_s=within_s)
+        return await sending(self._port, request, prompt, self._state)
 
     async def hand_over(  # noqa: PLR0913 - the request, field by field
         self,

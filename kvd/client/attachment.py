@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from kvd import __version__
+from kvd.client.endpoint import socket_path
 from kvd.errors import Code, KvdError, Number, Refusal
 from kvd.wire.attach import (
     PROTOCOL,
@@ -59,6 +60,8 @@ class Attachment:
     def __init__(self, sock: socket.socket, attached: Attached, fds: list[int]) -> None:
         """Take over the socket and the descriptors: as ``wire.memory`` says."""
         self.attached = attached
+        self.endpoint = ""
+        """What was asked for, as ``require_socket`` was told."""
         self.key = ""
         """By which others join; the process that connected with it says it again at each return."""
         self._fds = fds
@@ -82,6 +85,25 @@ class Attachment:
         except KvdError:
             self.close()
             raise
+
+    def require_socket(self, endpoint: str) -> None:
+        """Leave where this is the daemon of another client socket than the one that was asked for.
+
+        The attach socket is found by its directory. So it may be that of a daemon whose client
+        socket has another name there, with another pool.
+
+        Raises:
+            KvdError: ``unreachable`` with both.
+        """
+        self.endpoint = endpoint
+        if not _is_at(self.attached, endpoint):
+            self.close()
+            raise _failure(
+                Code.UNREACHABLE,
+                f"nobody listens at {endpoint}: the attach socket beside it is of "
+                f"{self.attached.node}, whose client socket is {self.attached.endpoint}; name that "
+                "one, or start the other daemon with its sockets in a directory of its own",
+            )
 
     def fileno(self) -> int:
         """Readable when the daemon hung up."""
@@ -260,6 +282,20 @@ def _require(attached: Attached, expects: Mapping[str, str | int]) -> None:
             "that this pool is for"
         )
         raise KvdError(Refusal(Code.LAYOUT_MISMATCH, why, side="client", numbers=numbers))
+
+
+def _is_at(attached: Attached, endpoint: str) -> bool:
+    """Whether that daemon's client socket is the one at ``endpoint``, by whatever path."""
+    if not attached.endpoint or not endpoint:
+        return True  # an older daemon does not say
+    asked, theirs = socket_path(endpoint), socket_path(attached.endpoint)
+    if os.path.realpath(asked) == os.path.realpath(theirs):
+        return True
+    try:
+        found = os.stat(asked)
+    except OSError:
+        return False
+    return attached.socket_file == (found.st_dev, found.st_ino)
 
 
 def dial(path: str, *, wait_s: float = 0.0) -> socket.socket | None:

@@ -45,9 +45,10 @@ def attach(endpoint: str, request: Attach | Join, within_s: float = ATTACH_WITHI
     """
     path = attach_path(endpoint)
     end_s = time.monotonic() + within_s
-    sock = dial(path, wait_s=ATTACH_WITHIN_S)
+    # 0 would be for ever.
+    sock = dial(path, wait_s=max(0.001, min(within_s, ATTACH_WITHIN_S)))
     if sock is None:
-        raise too_late(path)
+        raise too_late(path, within_s)
     try:
         ask(sock, request)
         attachment = _answer(sock, end_s)
@@ -57,6 +58,7 @@ def attach(endpoint: str, request: Attach | Join, within_s: float = ATTACH_WITHI
     if attachment is None:
         sock.close()
         raise too_late(path, within_s)
+    attachment.require_socket(endpoint)
     return attachment
 
 

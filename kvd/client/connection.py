@@ -33,14 +33,15 @@ request about a handle of one life reaches another, except the release of a leas
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, assert_never
+import re
+from typing import TYPE_CHECKING, Any, Final, assert_never
 
 import msgspec
 
 from kvd.client.state import EventQueue, LeaseView, News, ReceiveState, SendState, Slot
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
-from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, MAX_HEADER_BYTES
+from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, MAX_HEADER_BYTES, readable_replies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -69,7 +70,12 @@ INDIFFERENT = frozenset(
 """Answers that change no record."""
 
 CHANGES_ROWS = (
-    wire.CommitLease | wire.CommitUpTo | wire.RetractLease | wire.ResumeLease | wire.SlideLease
+    wire.CommitLease
+    | wire.CommitUpTo
+    | wire.CommitAndExtend
+    | wire.RetractLease
+    | wire.ResumeLease
+    | wire.SlideLease
 )
 """Calls by which a lease gives pages away: a commit does, for equal ones that are cached."""
 
@@ -136,7 +142,6 @@ class Connection:
         # What is no answer to a call. Looked up, because matching costs a case per class: Any,
         # because each takes its own type of message.
         self._takers: dict[type, Callable[[Any], None]] = {
-            Refusal: self._unreadable,
             wire.Failed: self._failed,
             wire.Received: self._received,
             wire.ReceiveFailed: self._received,
@@ -329,8 +334,12 @@ class Connection:
     # ---- what comes in ---------------------------------------------------------------------------
 
     def feed(self, frames: list[bytes]) -> None:
-        """One message from the daemon; one that cannot be read is counted and changes nothing."""
+        """One message from the daemon; what of it cannot be read is counted and changes nothing."""
         message = CLIENT_REPLIES.decode(frames[0])
+        if type(message) is Refusal:
+            replies, unreadable = readable_replies(frames[0])
+            self.unreadable_messages += unreadable
+            message = wire.Several(tuple(replies))
         self._takers.get(type(message), self._answered)(message)
 
     def _several(self, message: wire.Several) -> None:
@@ -340,9 +349,6 @@ class Connection:
 
     def _answered(self, answer: Answer) -> None:
         self._settle(answer.call, answer)
-
-    def _unreadable(self, _: Refusal) -> None:
-        self.unreadable_messages += 1
 
     def _accepted(self, push: wire.Accepted) -> None:
         if push.send in self._sends:
@@ -554,15 +560,50 @@ def _header(request: wire.Request) -> bytes:
         raise _bad(request, str(exc)) from exc
     read = CLIENT_REQUESTS.decode(header)
     if isinstance(read, Refusal):
-        raise _bad(request, read.message)
+        raise _bad(request, _flaw(request, read.message))
     return header
 
 
+_PLACE: Final = re.compile(r"^.*: (?P<why>.*) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
+
+
+def _flaw(request: wire.Request, message: str) -> str:
+    """What is wrong, by the name of the field: the codec tells it by its place in the frame."""
+    found = _PLACE.match(message)
+    if found is None:
+        return message
+    what, name = _at(request, [int(at) for at in re.findall(r"\[([0-9]+)\]", found["path"])])
+    if not name:
+        return message
+    limit = re.search(r"length <= ([0-9]+)", found["why"])
+    if limit is not None and isinstance(what, str | bytes | tuple):
+        unit = {str: "characters", bytes: "bytes"}.get(type(what), "elements")
+        return f"{name} has {len(what)} {unit}, {limit[1]} are taken at most"
+    return f"{name} is {what!r:.100}: {found['why']}"
+
+
+def _at(request: wire.Request, places: list[int]) -> tuple[object, str]:
+    """What is at that place of a request, and how it is called; no name where nothing is."""
+    what: object = request
+    name = ""
+    for place in places:
+        if isinstance(what, msgspec.Struct) and 0 < place <= len(what.__struct_fields__):
+            name = what.__struct_fields__[place - 1]  # the tag comes first
+            what = getattr(what, name)
+        elif isinstance(what, tuple) and place < len(what):
+            name = f"{name}[{place}]"
+            what = what[place]
+        else:
+            return what, ""
+    return what, name
+
+
 def _bad(request: wire.Request, why: str) -> KvdError:
+    asked = request.request if isinstance(request, wire.AboutPrompt) else request
     return KvdError(
         Refusal(
             Code.BAD_REQUEST,
-            f"{type(request).__name__} cannot be sent: {why}",
+            f"{type(asked).__name__} cannot be sent: {why}",
             side="client",
         )
     )

@@ -37,9 +37,14 @@ def socket_path(endpoint: str) -> str:
 
 
 def attach_path(endpoint: str) -> str:
-    """The attach socket beside the client socket at ``endpoint``."""
-    directory = os.path.dirname(socket_path(endpoint))
-    return os.path.join(directory, "attach.sock")
+    """The attach socket beside the client socket at ``endpoint``.
+
+    Where that is a symbolic link, beside the socket that it leads to.
+    """
+    path = socket_path(endpoint)
+    if os.path.islink(path):
+        path = os.path.realpath(path)
+    return os.path.join(os.path.dirname(path), "attach.sock")
 
 
 def _default() -> str:

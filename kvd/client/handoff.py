@@ -11,7 +11,8 @@ import msgspec
 
 from kvd.client.device_event import handle_of
 from kvd.client.lease import Lease
-from kvd.client.port import Port, confused
+from kvd.client.port import ANSWER_WITHIN_S, Port, confused, within
+from kvd.client.prompt import perform_about
 from kvd.errors import Code, HandoffError, KvdError, Refusal
 from kvd.types import MAX_ROOM
 from kvd.wire import client as wire
@@ -166,6 +167,19 @@ class Receive:
         if self._lease is None and state is not None:
             state.kv_tokens = self._prompt.n_tokens
             self._lease = Lease(self._port, self._pools, state, self._prompt)
+
+
+async def sending(
+    port: Port, request: wire.SendRequest, prompt: PromptAddress | None, lease: LeaseView
+) -> Send:
+    """Open a send of ``lease``; ``prompt`` None: of all that it knows."""
+    within_s = within(request.deadline_s)
+    call = await perform_about(
+        port, request, prompt, about=lease, within_s=min(within_s, ANSWER_WITHIN_S)
+    )
+    if call.send is None:
+        raise confused(request, call.answer.value)
+    return Send(port, call.send, lease, room=request.room, within_s=within_s)
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -307,6 +307,7 @@ class Lease:
         *,
         keys: Sequence[bytes] | None = None,
         swap: bool = True,
+        extend: int = 0,
     ) -> NDArray[np.int32]:
         """Cache whole pages of what is written: others on this node find them from now on.
 
@@ -323,6 +324,9 @@ class Lease:
             swap: take the cached pages where others had cached equal ones. False: ``pages`` stays
                 as it is, and so do the bytes, until a later commit that swaps; for workers that
                 were told the page ids a step ago.
+            extend: hold pages for so many tokens more in the same message, as ``extend`` does, and
+                before the commit, so that new tokens may have their place there. Both are done, or
+                nothing is.
 
         Returns:
             The pages that were swapped, a row ``[old, new]`` for each (int32).
@@ -330,13 +334,19 @@ class Lease:
         Raises:
             KvdError: ``bad-request`` when the lease holds no pages for so many tokens: ``extend``
                 it first; or when ``upto_tokens`` is below 0, beyond the tokens, or beyond what the
-                last of several ranks has written. It is as it was.
+                last of several ranks has written; ``no-room`` where ``extend`` gets no pages. It is
+                as it was.
         """
         before = self._state.pages
         call = self._port.connection.next_call()
-        request: wire.CommitLease | wire.CommitUpTo = wire.CommitLease(call, self.id)
-        if upto_tokens is not None or not swap:
-            upto = None if upto_tokens is None else operator.index(upto_tokens)
+        request: wire.CommitLease | wire.CommitUpTo | wire.CommitAndExtend
+        request = wire.CommitLease(call, self.id)
+        upto = None if upto_tokens is None else operator.index(upto_tokens)
+        if extend:
+            request = wire.CommitAndExtend(
+                call, self.id, operator.index(extend), upto_tokens=upto, swaps=swap
+            )
+        elif upto is not None or not swap:
             request = wire.CommitUpTo(call=call, lease=self.id, upto_tokens=upto, swaps=swap)
         frame = self._prompt.following(new_tokens, keys)
         await self._port.ask(request, wire.PageTable, tokens=frame, about=self._state)

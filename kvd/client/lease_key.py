@@ -34,7 +34,12 @@ class LeaseKey(msgspec.Struct, frozen=True):
 
 def key_of(attached: Attached, lease: int, version: int) -> LeaseKey:
     """The key of a lease of that session, as it is now."""
-    return LeaseKey(attached.session, attached.incarnation, lease, version)
+    return LeaseKey(
+        session=attached.session,
+        incarnation=attached.incarnation,
+        lease=lease,
+        version=version,
+    )
 
 
 def why_foreign(key: LeaseKey, attached: Attached) -> Refusal | None:

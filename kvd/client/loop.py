@@ -25,25 +25,29 @@ LOOK_EVERY_S = 0.1
 """How late the end of a wait may be noticed. A timer for every wait costs 2 us, looking 0.2."""
 
 
-async def attach(endpoint: str, request: Attach | Join) -> Attachment:
-    """Open or join a session of the daemon at ``endpoint``.
+async def attach(
+    endpoint: str, request: Attach | Join, within_s: float = ATTACH_WITHIN_S
+) -> Attachment:
+    """Open or join a session of the daemon at ``endpoint``, whose answer may take ``within_s``.
 
     Raises:
         KvdError: ``unreachable``, or the daemon's refusal.
     """
     path = attach_path(endpoint)
     try:
-        async with asyncio.timeout(ATTACH_WITHIN_S):
+        async with asyncio.timeout(within_s):
             while (sock := dial(path)) is None:  # noqa: ASYNC110 - no event tells of room there
                 await asyncio.sleep(BUSY_PAUSE_S)
             try:
                 ask(sock, request)
-                return await _answer(sock)
+                attachment = await _answer(sock)
             except BaseException:
                 sock.close()
                 raise
     except TimeoutError:
-        raise too_late(path) from None
+        raise too_late(path, within_s) from None
+    attachment.require_socket(endpoint)
+    return attachment
 
 
 async def _answer(sock: socket) -> Attachment:

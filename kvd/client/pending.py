@@ -242,7 +242,10 @@ def _describe(verb: Any, begin: Any, end: str) -> None:
     verb.__qualname__ = begin.__qualname__.replace("begin_", "")
     verb.__module__ = begin.__module__
     verb.__doc__ = f"``{begin.__name__}``, blocking: {end}."
-    verb.__signature__ = told.replace(return_annotation=outcome if "outcome" in end else None)
+    told_outcome = outcome if "outcome" in end else None
+    verb.__signature__ = told.replace(return_annotation=told_outcome)
+    # Beside the signature: who writes a reference reads these, and would show the type variable.
+    verb.__annotations__ = {**begin.__annotations__, "return": told_outcome}
 
 
 def _still_pending(timeout_s: float | None) -> Refusal:

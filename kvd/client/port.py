@@ -188,11 +188,15 @@ def within(deadline_s: float) -> float:
     Raises:
         KvdError: ``bad-request`` when it is negative or no number.
     """
-    if not deadline_s >= 0:
+    try:
+        is_one = deadline_s >= 0
+    except TypeError:
+        is_one = False
+    if not is_one:
         raise KvdError(
             Refusal(
                 Code.BAD_REQUEST,
-                f"deadline_s is {deadline_s}: it is the longest wait in seconds, 0 or more",
+                f"deadline_s is {deadline_s!r}: it is the longest wait in seconds, 0 or more",
                 side="client",
             )
         )

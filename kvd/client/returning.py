@@ -91,7 +91,11 @@ class WayBack:
                 self._pause()
                 return None
             ask(self.sock, self._request())
-        return take_answer(self.sock)
+        found = take_answer(self.sock)
+        if found is not None:
+            self.sock = None
+            found.require_socket(self._attachment.endpoint)
+        return found
 
     def _pause(self) -> None:
         self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), LONGEST_PAUSE_S)

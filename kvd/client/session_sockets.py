@@ -182,7 +182,7 @@ class SessionSockets:
             self.write()
         if stream.is_deaf:
             self.read()
-        if self.stream.fileno() < 0 and self._way is None and self._connection.end is None:
+        if self.stream.fileno() < 0 and not self.is_away and self._connection.end is None:
             self._dial()
         self.meet(within_s)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from kvd.client.api import Matched, Node
+from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.blocking import BlockingChannel, attach
 from kvd.client.connection import UNDONE, Connection
 from kvd.client.endpoint import client_endpoint
@@ -21,7 +22,7 @@ from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Attach
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Generator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
     from types import TracebackType
 
     import numpy as np
@@ -132,9 +133,10 @@ class SyncLease:
         *,
         keys: Sequence[bytes] | None = None,
         swap: bool = True,
+        extend: int = 0,
     ) -> PendingCall[NDArray[np.int32]]:
         """Begin ``Lease.commit``."""
-        verb = self.wrapped.commit(new_tokens, upto_tokens, keys=keys, swap=swap)
+        verb = self.wrapped.commit(new_tokens, upto_tokens, keys=keys, swap=swap, extend=extend)
         return PendingCall(self._driver, verb)
 
     def begin_retract(
@@ -490,6 +492,78 @@ class SyncArena:
         return SyncSend(await verb, self._driver)
 
 
+class SyncEvents:
+    """``Node.events``, blocking where it is iterated over; ``poll`` never blocks.
+
+    Events come from the first ``poll`` or ``next`` on, until ``close``.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[Event | EventsLost, None], driver: CallDriver
+    ) -> None:
+        self._events = events
+        self._driver = driver
+        self._next: PendingCall[Event | EventsLost] | None = None
+
+    def __iter__(self) -> Iterator[Event | EventsLost]:
+        return self
+
+    def __next__(self) -> Event | EventsLost:
+        """The next one, once it is there.
+
+        Raises:
+            KvdError: as ``Node.events``; so each time, and no event comes any more.
+            StopIteration: it was closed.
+        """
+        try:
+            event = self._begun().result()
+        except StopAsyncIteration:
+            raise StopIteration from None
+        self._next = None
+        return event
+
+    def poll(self) -> Event | EventsLost | None:
+        """The next one; None while there is none. Reads what has come, and never blocks.
+
+        Raises:
+            KvdError: as ``Node.events``; so each time, and no event comes any more.
+        """
+        try:
+            event = self._begun().poll()
+        except StopAsyncIteration:
+            return None
+        if event is not None:
+            self._next = None
+        return event
+
+    def close(self) -> None:
+        """No more of them; repeatable."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        finished(PendingCall(self._driver, self._events.aclose()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _begun(self) -> PendingCall[Event | EventsLost]:
+        if self._next is None:
+            self._next = PendingCall(self._driver, _next_of(self._events))
+        return self._next
+
+
+async def _next_of(events: AsyncGenerator[Event | EventsLost, None]) -> Event | EventsLost:
+    return await events.__anext__()
+
+
 class SyncNode:
     """``Node``, blocking; a context manager that leaves the session.
 
@@ -762,14 +836,9 @@ class SyncNode:
     new_epoch = blocking(begin_new_epoch)
     snapshot = blocking(begin_snapshot)
 
-    def events(self) -> Generator[Event | EventsLost, None, None]:
-        """As ``Node.events``."""
-        events = self.wrapped.events()
-        try:
-            while True:
-                yield self._run(events.__anext__())
-        finally:
-            self._run(events.aclose())
+    def events(self) -> SyncEvents:
+        """As ``Node.events``: iterate over it, which blocks, or ``poll`` it; ``close`` it then."""
+        return SyncEvents(self.wrapped.events(), self._channel)
 
     def close(self) -> None:
         """As ``Node.close``."""
@@ -807,6 +876,7 @@ def connect_sync(
     return_within_s: float = RETURN_WITHIN_S,
     key: str = "",
     expects: Mapping[str, str | int] | None = None,
+    within_s: float = ATTACH_WITHIN_S,
     on_unreachable: Literal["wait", "miss"] = "wait",
 ) -> SyncNode:
     """Open a session with the daemon of this node; ``connect``, blocking.
@@ -817,6 +887,7 @@ def connect_sync(
         return_within_s: as for ``connect``.
         key: as for ``connect``.
         expects: as for ``connect``.
+        within_s: as for ``connect``.
         on_unreachable: what a call does once the daemon has ended. ``wait``: it waits for the next
             one, for ``return_within_s`` at most. ``miss``: it costs no more than a look. ``match``
             then finds nothing, everything else raises ``unreachable`` at once, and the node goes
@@ -828,13 +899,13 @@ def connect_sync(
     """
     misses = _is_miss(on_unreachable)
     address = client_endpoint(endpoint)
-    attachment = attach(address, Attach(name, key=key))
+    attachment = attach(address, Attach(name, key=key), within_s)
     attachment.require(expects)
     attachment.key = key
     connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
     channel = BlockingChannel(address, attachment, connection, name, waits_for_return=not misses)
-    within_s = 0.0 if misses else return_within_s
-    node = Node(attachment, connection, channel, return_within_s=within_s)
+    waits_s = 0.0 if misses else return_within_s
+    node = Node(attachment, connection, channel, return_within_s=waits_s)
     return SyncNode(node, channel, misses_when_away=misses)
 
 

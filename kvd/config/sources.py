@@ -9,10 +9,11 @@ stands. It need not be a parser: a key it cannot place is reported with the line
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import tomllib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -178,26 +179,41 @@ def _opened(value: str) -> str:
 
 
 def read_environment(environ: Mapping[str, str]) -> Found:
-    """Variables named ``KVD_SECTION__KEY``, and ``KVD_SECTION__KEY__entry`` for tables."""
+    """Variables named ``KVD_SECTION__KEY``, and ``KVD_SECTION__KEY__entry`` for tables.
+
+    One without the two underscores that looks like a key, written together or with a letter wrong,
+    is an error: it would never be read. Others that begin so may be somebody else's.
+    """
     found: Found = []
-    meant = {f"{PREFIX}{key.replace('.', '_')}".upper(): key for key in KEYS}
+    meant = {_together(key): key for key in KEYS}
     for name in sorted(one for one in environ if one.startswith(PREFIX)):
         section, separator, rest = name.removeprefix(PREFIX).partition("__")
         if separator:
             origin = ValueOrigin(ValueSource.ENVIRONMENT, name)
             key, entry = _split(f"{section.lower()}.", rest, "__")
             found.append(Assignment(key.lower(), environ[name], origin, entry=entry))
-        elif name in meant:  # looks like a key, and would never be read
+            continue
+        close = difflib.get_close_matches(_together(section), meant, n=1, cutoff=_LOOKS_LIKE)
+        if close:
+            key = meant[close[0]]
             found.append(
                 ConfigError(
                     where=name,
-                    key=meant[name],
+                    key=key,
                     value=readable(environ[name]),
                     rule="two underscores part section and key",
-                    fix=f"name it {PREFIX}{meant[name].replace('.', '__').upper()}",
+                    fix=f"name it {PREFIX}{key.replace('.', '__').upper()}",
                 )
             )
     return found
+
+
+_LOOKS_LIKE: Final = 0.85
+"""How alike two names are that differ by a letter or two."""
+
+
+def _together(name: str) -> str:
+    return re.sub(r"[._]", "", name).upper()
 
 
 def read_sets(sets: Sequence[str]) -> Found:

@@ -117,6 +117,7 @@ class Engines:
             client.ReleaseLease: self._release_lease,
             client.CommitAndRelease: self._commit_and_release,
             client.CommitUpTo: self._commit_lease,
+            client.CommitAndExtend: self._commit_and_extend,
             client.ReleaseUpTo: self._commit_and_release,
             client.SayWritten: self._say_written,
             client.ReceiveRequest: self._receive,
@@ -390,6 +391,24 @@ class Engines:
             first = self._leases.commit(lease, tokens)
         if isinstance(first, Refusal):
             return first
+        self._answer_page_table(session, message.call, lease, first)
+        return None
+
+    def _commit_and_extend(
+        self, session: int, message: client.CommitAndExtend, tokens: Tokens
+    ) -> Refusal | None:
+        lease = self._owners.running_lease_of(session, message.lease)
+        if isinstance(lease, Refusal):
+            return lease
+        if message.extend_tokens < 0:
+            return self._wrong(f"extend by {message.extend_tokens} tokens")
+        first = self._leases.commit_and_extend(
+            lease, tokens, message.extend_tokens, message.upto_tokens, swaps=message.swaps
+        )
+        if isinstance(first, Refusal):
+            return first
+        if isinstance(first, Shortage):
+            return self._no_room(f"lease {lease.id}", first)
         self._answer_page_table(session, message.call, lease, first)
         return None
 

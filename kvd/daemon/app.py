@@ -228,6 +228,7 @@ class Daemon:
             past=self.past,
             notes=NO_NOTES if self.journalist is None else self.journalist.writer.engines,
             limits=attach_limits(config),
+            endpoint=config.sockets.client,
         )
         self.clients = ClientPort(self.reactor, self.bus, attach, self.metrics)
         bounds = bounds_of(config, share=2, at_least=config.limits.max_clients)

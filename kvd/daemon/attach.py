@@ -39,12 +39,14 @@ from __future__ import annotations
 import array
 import contextlib
 import itertools
+import os
 import socket
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kvd import __version__
+from kvd.config.address import ipc_path
 from kvd.core.effects import AnswerWorker
 from kvd.core.inputs import (
     ClientCameBack,
@@ -146,6 +148,7 @@ class AttachServer:
         past: Past = NO_PAST,
         notes: SessionNotes = NO_NOTES,
         limits: AttachLimits = DEFAULT_LIMITS,
+        endpoint: str = "",
     ) -> None:
         """Prepare; nobody is let in before ``start``.
 
@@ -157,7 +160,10 @@ class AttachServer:
             past: the sessions of before a restart.
             notes: who writes down the sessions, for the daemon after this one.
             limits: bounds.
+            endpoint: of the client socket. This socket lies beside it, and whoever was looking for
+                another one that would is told whose it is.
         """
+        self._endpoint = endpoint
         self._reactor = reactor
         self._node = reactor.node.settings.name
         self._pools = pools
@@ -638,6 +644,8 @@ class AttachServer:
             route=b"" if is_new else session.route,
             devices=self._devices,
             version=__version__,
+            endpoint=self._endpoint,
+            socket_file=_file_of(self._endpoint),
         )
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, self._fds)] if self._fds else []
         packet = ATTACH_REPLIES.encode(reply)
@@ -830,6 +838,15 @@ def _hear_out(connection: AttachConnection) -> None:
             return
         if isinstance(ATTACH_REQUESTS.decode(packet), Leave):
             connection.has_left = True
+
+
+def _file_of(endpoint: str) -> tuple[int, int] | None:
+    """Device and inode of a socket; None where there is none."""
+    try:
+        found = os.stat(ipc_path(endpoint) or "")
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def device_memory(spec: PoolSpec, shared: Iterable[SharedRegion]) -> tuple[DeviceMemory, ...]:

@@ -147,7 +147,7 @@ def clear_stale(path: str, kind_of_socket: socket.SocketKind) -> None:
                 raise
     raise AddressInUse(
         f"a process listens on {path}: another kvd runs here; stop it, or give this one its own "
-        "sockets.client and sockets.admin"
+        "sockets.client and sockets.admin, in another directory"
     )
 
 

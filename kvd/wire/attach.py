@@ -110,6 +110,10 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """What lies on devices: these are opened, no descriptors are passed for them."""
     protocol: Figure = PROTOCOL
     version: Name = ""
+    endpoint: str = ""
+    """Where its client socket is; empty where it does not say."""
+    socket_file: tuple[int, int] | None = None
+    """Device and inode of that socket, which are the same by whatever path it is reached."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):

@@ -148,6 +148,19 @@ class CommitUpTo(msgspec.Struct, frozen=True, array_like=True, tag="commit-upto"
     swaps: bool = True
 
 
+class CommitAndExtend(msgspec.Struct, frozen=True, array_like=True, tag="commit-extend"):
+    """``ExtendLease``, then ``CommitUpTo`` with the tokens frame: both, or none of them.
+
+    Answer: ``PageTable``. A tag of its own: a daemon that does not know it must not commit alone.
+    """
+
+    call: Call
+    lease: int
+    extend_tokens: Figure
+    upto_tokens: Figure | None = None
+    swaps: bool = True
+
+
 class ReleaseUpTo(msgspec.Struct, frozen=True, array_like=True, tag="release-upto"):
     """``CommitUpTo`` with the tokens frame, then ``ReleaseLease``. Answer: ``Done``."""
 
@@ -467,6 +480,7 @@ Request = (
     | BeginEpoch
     | KeepRoom
     | OpenArena
+    | CommitAndExtend
 )
 
 TAKES_TOKENS = (
@@ -482,6 +496,7 @@ TAKES_TOKENS = (
     HandOver,
     HoldPrefix,
     AboutPrompt,
+    CommitAndExtend,
 )
 """Requests that travel with a tokens frame; every other one is a single frame."""
 
@@ -721,3 +736,19 @@ class Several(msgspec.Struct, frozen=True, array_like=True, tag="several"):
     """
 
     replies: tuple[Reply, ...]
+
+
+# ---- what a later daemon says --------------------------------------------------------------------
+
+
+class RepliesInParts(msgspec.Struct, array_like=True, tag="several"):
+    """``Several``, each reply unread: one that is not known here must not cost the others."""
+
+    replies: list[msgspec.Raw]
+
+
+class EventsInParts(msgspec.Struct, array_like=True, tag="events"):
+    """``Events``, each event unread."""
+
+    lost: int
+    events: list[msgspec.Raw]

@@ -12,6 +12,7 @@ from kvd.types import ID_BYTES, Tokens
 from kvd.wire import admin, client, peer
 from kvd.wire.attach import AttachReply, AttachRequest, Speaker
 from kvd.wire.bounds import MAX_PEER_BYTES
+from kvd.wire.events import Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -165,6 +166,61 @@ PEER_MESSAGES: Codec[peer.Message] = Codec(
 )
 ADMIN_REQUESTS: Codec[admin.AdminRequest] = Codec(admin.AdminRequest)
 ADMIN_REPLIES: Codec[admin.AdminReply] = Codec(admin.AdminReply, max_bytes=MAX_REPLY_BYTES)
+
+
+_IN_PARTS: msgspec.msgpack.Decoder[client.RepliesInParts | client.EventsInParts] = (
+    msgspec.msgpack.Decoder(client.RepliesInParts | client.EventsInParts)
+)
+_EVENT: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def readable_replies(frame: bytes) -> tuple[list[client.Reply], int]:
+    """Of a message that ``CLIENT_REPLIES`` cannot read: what can be, and how many parts cannot.
+
+    A daemon of a later version says things that are not known here, beside others that are: one of
+    them must not cost the calls whose answers came with it.
+    """
+    if len(frame) > MAX_REPLY_BYTES:
+        return [], 1
+    parts = _parts_of(frame)
+    if isinstance(parts, client.EventsInParts):
+        return _known_events(parts)
+    found: list[client.Reply] = []
+    n_unreadable = 0
+    for one in () if parts is None else parts.replies:
+        reply = CLIENT_REPLIES.decode(bytes(one))
+        inner = _parts_of(one) if isinstance(reply, Refusal) else None
+        if isinstance(inner, client.EventsInParts):
+            events, unreadable = _known_events(inner)
+            found += events
+            n_unreadable += unreadable
+        elif isinstance(reply, Refusal | client.Several):
+            n_unreadable += 1
+        else:
+            found.append(reply)
+    return found, n_unreadable if parts is not None else 1
+
+
+def _parts_of(frame: bytes | msgspec.Raw) -> client.RepliesInParts | client.EventsInParts | None:
+    try:
+        return _IN_PARTS.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _known_events(parts: client.EventsInParts) -> tuple[list[client.Reply], int]:
+    """Those that are known; the others are missing between them, and so are told of as lost."""
+    events = [_event(raw) for raw in parts.events]
+    known = tuple(event for event in events if event is not None)
+    n_leading = next((at for at, event in enumerate(events) if event is not None), len(events))
+    return [client.Events(parts.lost + n_leading, known)], len(events) - len(known)
+
+
+def _event(raw: msgspec.Raw) -> Event | None:
+    try:
+        return _EVENT.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def joined_replies(encoded: Sequence[bytes]) -> list[bytes]:

@@ -136,10 +136,21 @@ def _too_small(page_tokens: int) -> Refusal | None:
     )
 
 
+_IN_BYTES: Final = "give bytes, for a text those of text.encode()"
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
 def _bad_keys(keys: Sequence[object]) -> Refusal | None:
     if isinstance(keys, bytes | str):
-        return _bad("keys are a sequence of bytes, one for each page")
-    sizes = [len(key) if isinstance(key, bytes) else 0 for key in keys]
+        return _bad(f"keys are a sequence of bytes, one for each page, and no {_kind(keys)}")
+    for position, key in enumerate(keys):
+        if not isinstance(key, bytes):
+            why = f"key {position} is a {_kind(key)}: {_IN_BYTES}"
+            return _bad(why, position=position, bytes=0)
+    sizes = [len(key) for key in keys if isinstance(key, bytes)]
     for position, size in enumerate(sizes):
         if not MIN_KEY_BYTES <= size <= MAX_KEY_BYTES:
             return _bad(
@@ -165,7 +176,10 @@ def _bad_extra(extra: object, end: int, page_tokens: int) -> Refusal | None:
         )
     n_pages = max(1, -(-end // page_tokens))
     for page, key in each.items():
-        size = len(key) if isinstance(key, bytes) else 0
+        if not isinstance(key, bytes):
+            why = f"the extra key of page {page} is a {_kind(key)}: {_IN_BYTES}"
+            return _bad(why, page=str(page), bytes=0)
+        size = len(key)
         if not 1 <= size <= MAX_EXTRA_BYTES:
             return _bad(
                 f"the extra key of page {page} has {size} bytes: 1 to {MAX_EXTRA_BYTES} are taken",

@@ -47,7 +47,7 @@ class Daemon(AttachListener):
     """Sessions are real; answers are ``script``'s; what came is in ``got``, in order."""
 
     def __init__(self, directory: Path, spec: PoolSpec, placed: list[PoolRegion]) -> None:
-        self.endpoint = f"ipc://{directory}/client.sock"
+        self.endpoint = self.said_endpoint = f"ipc://{directory}/client.sock"
         self.got: list[wire.Request] = []
         self.tokens: list[bytes] = []
         self.ended: list[int] = []
@@ -157,6 +157,7 @@ class Daemon(AttachListener):
             limits=AttachLimits(max_frame_bytes=1 << 20),
             past=Past(tuple(self._engines.values()), max(self._engines, default=0) + 1),
             notes=self,
+            endpoint=self.said_endpoint,
         )
         self._attach.serve(self._loop)
 

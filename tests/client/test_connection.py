@@ -521,6 +521,7 @@ def test_leases_stay_and_everything_else_ends_when_the_daemon_ends() -> None:
     [
         (wire.CommitLease, False),
         (wire.CommitUpTo, False),
+        (wire.CommitAndExtend, False),
         (wire.SlideLease, False),
         (wire.ExtendLease, True),
         (wire.SayWritten, True),
@@ -528,7 +529,12 @@ def test_leases_stay_and_everything_else_ends_when_the_daemon_ends() -> None:
 )
 def test_a_row_is_not_known_after_a_call_that_gives_pages_away_was_cut_short(
     kind: type[
-        wire.CommitLease | wire.CommitUpTo | wire.SlideLease | wire.ExtendLease | wire.SayWritten
+        wire.CommitLease
+        | wire.CommitUpTo
+        | wire.CommitAndExtend
+        | wire.SlideLease
+        | wire.ExtendLease
+        | wire.SayWritten
     ],
     is_known: bool,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from kvd.wire import client as wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     Daemon = Any
     """``conftest.Daemon``."""
@@ -132,6 +134,23 @@ def test_longer_deadlines_have_the_margin_that_they_need() -> None:
     assert [kvd.client.port.within(given) for given in (0, 0.25, 1, 30)] == [0.05, 2.75, 6, 35]
 
 
+async def test_a_daemon_that_accepts_and_says_nothing_is_waited_for_as_long_as_told(
+    tmp_path: Path,
+) -> None:
+    endpoint = f"ipc://{tmp_path}/client.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(tmp_path / "attach.sock"))
+        listening.listen(8)
+        for within_s in (0, 0.05):
+            began_s = time.monotonic()
+            words = rf"^unreachable: .* gave no answer for {within_s:g} s"
+            with pytest.raises(KvdError, match=words):
+                kvd.client.connect_sync(endpoint, name="a", within_s=within_s)
+            with pytest.raises(KvdError, match=words):
+                await kvd.client.connect(endpoint, name="a", within_s=within_s)
+            assert time.monotonic() - began_s < 1
+
+
 # ---- forks ---------------------------------------------------------------------------------------
 
 
@@ -235,3 +254,48 @@ def test_a_child_of_a_loop_says_no_goodbye_for_its_parent(daemon: Daemon) -> Non
             return (await node.match([1])).tokens
 
     assert asyncio.run(serve()) == 8
+
+
+# ---- requests that cannot be sent ----------------------------------------------------------------
+
+
+def test_what_cannot_be_sent_is_named_as_the_engine_named_it(daemon: Daemon) -> None:
+    daemon.script = script
+    with kvd.client.connect_sync(daemon.endpoint, name="a") as node:
+        prompt = node.prompt([1, 2])
+        said: list[tuple[Callable[[], object], str, str]] = [
+            (lambda: node.lease([]), "bad-request", "a lease of 0 tokens would have no page"),
+            (lambda: node.receive([], source="p"), "bad-request", "a receive of 0 tokens"),
+            (
+                lambda: node.match([1], namespace="n" * 300),
+                "bad-request",
+                "MatchPrefix cannot be sent: namespace has 300 characters, 256 are taken at most",
+            ),
+            (
+                lambda: node.match(prompt, namespace="n" * 300),
+                "bad-request",
+                "MatchPrefix cannot be sent: namespace has 300 characters, 256 are taken at most",
+            ),
+            (
+                lambda: node.receive(5, [1], ["p", "q" * 200]),
+                "bad-request",
+                "source[1] has 200 characters",
+            ),
+            (
+                lambda: node.lease([1], cache="yes"),  # type: ignore[arg-type]
+                "bad-request",
+                "cache is 'yes': Expected `bool`, got `str`",
+            ),
+            (
+                lambda: node.lease([1], deadline_s="soon"),  # type: ignore[arg-type]
+                "bad-request",
+                "deadline_s is 'soon'",
+            ),
+        ]
+        daemon.got.clear()
+        for use, code, words in said:
+            with pytest.raises(KvdError) as caught:
+                use()
+            assert caught.value.code == code
+            assert words in str(caught.value)
+        assert daemon.got == []

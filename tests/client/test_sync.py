@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 import kvd.client
 from kvd.client import EventsLost, HandoffError, KvdError, Outcome
@@ -121,6 +122,57 @@ def test_events_are_an_iterator(daemon: Daemon) -> None:
         Evicted(1, 0.0, pages=1, nodes=1, reason="room"),
         EventsLost(1),
         Evicted(3, 0.0, pages=1, nodes=1, reason="room"),
+    ]
+
+
+def test_events_can_be_polled(daemon: Daemon) -> None:
+    event = Evicted(1, 0.0, pages=1, nodes=1, reason="room")
+    with kvd.client.connect_sync(daemon.endpoint, name="console") as node:
+        with node.events() as events:
+            assert events.poll() is None  # nobody has answered yet, and it does not wait for that
+            asked = polled(lambda: daemon.asked(wire.Subscribe))
+            daemon.push(wire.Done(asked[0].call), wire.Events(0, (event,)))
+            assert polled(events.poll) == event
+            assert events.poll() is None
+            daemon.push(wire.Events(2, (replace(event, seq=4),)))
+            assert polled(events.poll) == EventsLost(2)
+            assert next(events) == replace(event, seq=4)
+        assert list(events) == []
+        assert events.poll() is None
+        assert polled(lambda: daemon.asked(wire.Unsubscribe))
+
+        refused = node.events()
+        refused.poll()
+        asked = polled(lambda: daemon.asked(wire.Subscribe)[1:])
+        daemon.push(wire.Failed(asked[0].call, ABORTED))
+        for _ in range(2):
+            with pytest.raises(KvdError, match=r"^aborted"):
+                polled(refused.poll)
+        refused.close()
+
+
+def polled(look: Callable[[], Any]) -> Any:
+    end_s = time.monotonic() + 5
+    while not (found := look()):
+        assert time.monotonic() < end_s, "it did not come"
+        time.sleep(0.002)
+    return found
+
+
+def test_a_commit_may_extend_in_the_same_message(daemon: Daemon) -> None:
+    daemon.script = lambda request, tokens: (
+        [wire.PageTable(request.call, 1, pack_ids([5, 6, 7]))]
+        if isinstance(request, wire.CommitAndExtend)
+        else script(request, tokens)
+    )
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        lease = node.lease([1, 2])
+        assert lease.commit([3], 2, swap=False, extend=8).tolist() == []
+        assert lease.pages.tolist() == [4, 5, 6, 7]
+        assert lease.begin_commit(extend=4).result(5).tolist() == []
+    assert daemon.asked(wire.CommitAndExtend) == [
+        wire.CommitAndExtend(2, 70, 8, 2, swaps=False),
+        wire.CommitAndExtend(3, 70, 4),
     ]
 
 

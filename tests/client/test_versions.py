@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import socket
 import threading
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 import kvd.client
 from kvd import __version__
 from kvd.client.attachment import dial, take_answer
+from kvd.client.connection import Call, Connection
 from kvd.client.endpoint import attach_path
+from kvd.client.state import EventsLost
 from kvd.daemon.listeners import listen_at
 from kvd.errors import Code, KvdError, Refusal
+from kvd.types import Tokens
+from kvd.wire import client as wire
 from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
+from kvd.wire.events import Evicted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
 
 LATER = "9.1.0"
 LATER_PROTOCOL = PROTOCOL + 1
+EVICTED = Evicted(2, 0.0, pages=1, nodes=1, reason="room")
 OTHER_SHAPE = {"type": "attach-shared", "protocol": LATER_PROTOCOL, "version": LATER, "name": ["x"]}
 
 
@@ -167,3 +176,81 @@ def test_another_version_of_the_same_protocol_is_served(daemon, monkeypatch):
 
     with kvd.client.connect_sync(daemon.endpoint, name="engine") as node:
         assert node.pool("main").name == "main"
+
+
+# ---- what only a later version says --------------------------------------------------------------
+
+
+def later_code(reply: wire.Reply, code: str = "not-yet-known") -> msgspec.Raw:
+    """A reply as a later daemon would say it, with a code that is not known here."""
+    return msgspec.Raw(msgspec.msgpack.encode(reply).replace(b"\xa7no-room", packed(code)))
+
+
+def packed(text: str) -> bytes:
+    return msgspec.msgpack.encode(text)
+
+
+FULL = Refusal(Code.NO_ROOM, "the pool is full", "node-b", {"pages": 3})
+
+
+def begun(*kinds: type[wire.Request]) -> tuple[Connection, list[Call]]:
+    own = Connection(max_frame_bytes=4096)
+    return own, [own.begin(kind(own.next_call()), Tokens(b"")) for kind in kinds]
+
+
+def test_a_code_that_is_not_known_comes_as_it_is() -> None:
+    own, (lease,) = begun(wire.OpenLease)
+    own.feed([bytes(later_code(wire.Failed(1, FULL)))])
+
+    found = lease.answer.value
+    assert isinstance(found, Refusal)
+    error = KvdError(found)
+    assert (error.code, error.retryable, error.numbers) == ("not-yet-known", False, {"pages": 3})
+    assert str(error) == "not-yet-known: the pool is full"
+    assert found.code == Code("not-yet-known") != Code.NO_ROOM
+    assert not found.code.is_known
+    assert Code("not-yet-known") not in set(Code)
+    assert copy.deepcopy(found) == pickle.loads(pickle.dumps(found)) == found
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Refusal) == found
+    assert own.unreadable_messages == 0
+
+
+@pytest.mark.parametrize("code", ["", "No-Room", "no room", "x" * 65, "-x", "x--y"])
+def test_what_is_no_code_by_its_form_is_refused(code: str) -> None:
+    with pytest.raises(ValueError, match="not a valid Code"):
+        Code(code)
+
+
+def test_one_unknown_part_of_a_message_costs_nobody_else() -> None:
+    own, (lease, match, other) = begun(wire.OpenLease, wire.MatchPrefix, wire.MatchPrefix)
+    queue = own.open_events()
+    parts: list[object] = [
+        wire.MatchReply(2, 8, 0, 0),
+        ["answer-of-tomorrow", 3, {"a": 1}],
+        later_code(wire.Failed(1, FULL)),
+        ["events", 0, [{"type": "of-tomorrow", "seq": 1}, EVICTED, {"type": "x", "seq": 8}]],
+        ["several", [wire.MatchReply(3, 8, 0, 0)]],
+        ["events", 0, [replace(EVICTED, seq=9)]],
+        17,
+    ]
+    own.feed([msgspec.msgpack.encode(["several", parts])])
+
+    assert isinstance(match.answer.value, wire.MatchReply)
+    assert isinstance(lease.answer.value, Refusal)
+    assert other.answer.value is None
+    taken = [queue.take() for _ in range(5)]
+    lost, again = EventsLost(1), replace(EVICTED, seq=9)
+    assert taken == [lost, EVICTED, replace(lost, count=6), again, None]
+    assert own.unreadable_messages == 5
+
+
+def test_a_message_of_tomorrow_is_counted_and_ends_nothing() -> None:
+    own, (match,) = begun(wire.MatchPrefix)
+    nested: object = 1
+    for _ in range(400):
+        nested = ["several", [nested]]
+    for frame in (b"", b"\xc1", packed("x"), msgspec.msgpack.encode(["tomorrow", 1]),
+                  msgspec.msgpack.encode(nested)):  # fmt: skip
+        own.feed([frame])
+    assert own.unreadable_messages == 5
+    assert match.answer.value is None

@@ -113,6 +113,33 @@ def test_load_merges_tables_entry_by_entry(tmp_path: Path) -> None:
     assert config.origins["transfer.ucx.UCX_TLS"].place == f"{file}:5"
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KVD_POOLSIZE", "KVD_POOL__SIZE"),
+        ("KVD_POOL_SIZE", "KVD_POOL__SIZE"),
+        ("KVD_poolpages", "KVD_POOL__PAGES"),
+        ("KVD_POOL_PAGE", "KVD_POOL__PAGES"),
+        ("KVD_NODE_NAMES", "KVD_NODE__NAME"),
+        ("KVD_LOGLEVEL", "KVD_LOG__LEVEL"),
+        ("KVD_SOCKETSCLIENT", "KVD_SOCKETS__CLIENT"),
+    ],
+)
+def test_a_variable_that_looks_like_a_key_and_would_not_be_read_is_an_error(
+    name: str, meant: str
+) -> None:
+    (error,) = errors(environ={name: "7"})
+
+    assert error.where == name
+    assert error.fix == f"name it {meant}"
+
+
+def test_variables_of_others_that_begin_so_are_left_alone() -> None:
+    mine = {"KVD_SEEDS": "7", "KVD_MODEL": "x", "KVD_VLLM_PYTHON": "y", "KVD_": "z", "KVD": "a"}
+
+    valid(environ=mine)
+
+
 def test_load_reports_every_error_of_every_source_at_once(tmp_path: Path) -> None:
     file = toml(
         tmp_path,

@@ -43,6 +43,7 @@ REFUSED = [
     (client.CommitAndRelease, NO_TOKENS, {"lease": 1}, "commit-release"),
     (client.SayWritten, NO_TOKENS, {"lease": 1, "upto_tokens": 16}, "written"),
     (client.CommitUpTo, PROMPT, {"lease": 1, "upto_tokens": 16}, "commit-upto"),
+    (client.CommitAndExtend, PROMPT, {"lease": 1, "extend_tokens": 16}, "commit-extend"),
     (client.ReleaseUpTo, NO_TOKENS, {"lease": 1, "upto_tokens": 16}, "release-upto"),
     (client.ReceiveRequest, PROMPT, {"room": 7, "source": ("p",)}, "receive"),
     (client.CancelReceive, NO_TOKENS, {"receive": 1}, "cancel"),

@@ -19,10 +19,12 @@ from kvd.core import inputs
 from kvd.core.audit.invariants import violations
 from kvd.core.cache.eviction import Policy
 from kvd.core.cache.radix_node import NO_CHILDREN
+from kvd.core.leases.sessions import HangUp
 from kvd.core.node import NodeState
 from kvd.core.replay import graph
 from kvd.core.replay.freeze import TooManyObjects, Unfreezable, freeze, state_hash
 from kvd.core.replay.thaw import NotFrozen, thaw
+from kvd.errors import Code, Refusal
 from kvd.sim.profile import PROFILES
 from kvd.sim.world import World
 from kvd.wire import client, events
@@ -292,3 +294,14 @@ def test_damaged_bytes_give_a_node_or_a_refusal_and_nothing_else():
             refused += 1
 
     assert refused > 200, f"seed {seed}"
+
+
+def test_a_code_of_a_later_version_is_thawed_as_it_was_said():
+    """A peer of a later version may have refused with one that has no name here."""
+    node = a_node()
+    why = Refusal(Code("not-yet-known"), "from tomorrow", "b")
+    node.sessions.by_id[1].hang_up = HangUp(why, 1.0)
+
+    again = thaw(freeze(node)).sessions.by_id[1].hang_up
+    assert again is not None
+    assert again.why == why

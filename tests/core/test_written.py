@@ -85,6 +85,65 @@ def test_a_running_prefill_shares_its_chunks_with_others():
     assert side.holds(other.pages, PROMPT)
 
 
+def test_a_commit_that_extends_does_both_and_its_new_tokens_may_lie_in_the_new_pages():
+    side = World().p
+    lease, more = side.lease(PROMPT), tokens((900, 20))
+
+    reply = side.call(
+        client.CommitAndExtend, more, lease=lease.lease, extend_tokens=32, upto_tokens=320
+    )
+
+    assert isinstance(reply, client.PageTable)
+    record = side.node.leases.leases[lease.lease]
+    assert (count(record.page_table), record.room_tokens) == (22, 352)
+    assert reply.first <= 20
+    assert count(reply.pages) == 22 - reply.first
+    assert matched(side) == 320
+    assert matched(side, Tokens(PROMPT + more)) == 320
+    side.call(client.CommitLease, lease=lease.lease)
+    assert matched(side) == 320
+    assert violations(side.node) == []
+
+
+def as_it_is(side: Side, lease: client.Leased) -> tuple[object, ...]:
+    record = side.node.leases.leases[lease.lease]
+    return (
+        record.page_table, record.room_tokens, record.tokens, record.said, record.written_tokens,
+        matched(side), side.node.leases.headroom_pages,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "extend", "upto", "code"),
+    [
+        (b"", 16 * 10_000, 320, Code.NO_ROOM),
+        (tokens((900, 40)), 16, 320, Code.BAD_REQUEST),
+        (tokens((900, 20)), 32, 341, Code.BAD_REQUEST),
+        (b"", -1, None, Code.BAD_REQUEST),
+    ],
+)
+@pytest.mark.parametrize("said", [None, 64])
+def test_a_commit_that_cannot_do_both_does_neither(more, extend, upto, code, said):
+    side = World().p
+    lease = side.lease(PROMPT)
+    if said is not None:
+        say(side, lease, said)
+    before = as_it_is(side, lease)
+
+    reply = side.call(
+        client.CommitAndExtend,
+        Tokens(more),
+        lease=lease.lease,
+        extend_tokens=extend,
+        upto_tokens=upto,
+    )
+
+    assert isinstance(reply, client.Failed), reply
+    assert reply.refusal.code is code
+    assert as_it_is(side, lease) == before
+    assert violations(side.node) == []
+
+
 def test_a_number_in_a_commit_is_a_word_for_those_after_it():
     side = World().p
     lease = side.lease(PROMPT)

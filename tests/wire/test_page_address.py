@@ -175,3 +175,20 @@ def test_the_tree_shares_the_pages_before_an_image_and_none_after():
 )
 def test_what_an_operator_reads(page, said):
     assert in_words(page).startswith(said)
+
+
+def test_keys_of_another_type_are_named_with_what_to_do():
+    said = [
+        (
+            of_keys(["0" * 32], PAGE),
+            "key 0 is a str: give bytes, for a text those of text.encode()",
+        ),
+        (of_keys("0" * 32, PAGE), "keys are a sequence of bytes, one for each page, and no str"),
+        (
+            with_extra(frame(*range(PAGE)), {0: "x"}, PAGE),
+            "the extra key of page 0 is a str: give bytes, for a text those of text.encode()",
+        ),
+    ]
+    for refusal, words in said:
+        assert isinstance(refusal, Refusal)
+        assert refusal.message == words

@@ -361,12 +361,7 @@ class LeaseTable:
         n_tokens = count(lease.tokens) + count(new_tokens)
         n_pages = count(lease.page_table)
         if n_tokens > n_pages * self.page_size:
-            return Refusal(
-                Code.BAD_REQUEST,
-                f"commit of {n_tokens} tokens on lease {lease.id}, which holds pages for "
-                f"{n_pages * self.page_size}: extend it before writing",
-                numbers={"tokens": n_tokens, "pages": n_pages},
-            )
+            return _beyond_pages(lease, n_tokens, n_pages * self.page_size)
         if lease.said or upto_tokens is not None:
             written = tokens_to_commit(lease, n_tokens, upto_tokens)
             if isinstance(written, Refusal):
@@ -444,6 +439,33 @@ class LeaseTable:
         else:
             self.return_pages(duplicates, lease)
             self.releases += 1
+
+    def commit_and_extend(
+        self,
+        lease: LeaseRecord,
+        new_tokens: Tokens,
+        extend_tokens: int,
+        upto_tokens: int | None,
+        *,
+        swaps: bool,
+    ) -> int | Refusal | Shortage:
+        """``extend``, then ``commit``, which the new pages count for: both, or none of them."""
+        n_tokens, n_pages = count(lease.tokens) + count(new_tokens), count(lease.page_table)
+        room_pages = max(n_pages, self.pages_for(lease.room_tokens + extend_tokens))
+        if n_tokens > room_pages * self.page_size:
+            return _beyond_pages(lease, n_tokens, room_pages * self.page_size)
+        if lease.said or upto_tokens is not None:
+            # Asked before the first change: a number that is taken is a word, and is said below.
+            said = lease.said
+            written = tokens_to_commit(lease, n_tokens, upto_tokens)
+            lease.said = said
+            if isinstance(written, Refusal):
+                return written
+        shortage = self.extend(lease, extend_tokens)
+        if shortage is not None:
+            return shortage
+        first = self.commit(lease, new_tokens, upto_tokens, swaps=swaps)
+        return first if isinstance(first, Refusal) else min(first, n_pages)
 
     def commit_and_release(self, lease: LeaseRecord, new_tokens: Tokens) -> bool:
         """Does ``commit`` without a number, then ``release`` by its engine, in one.
@@ -871,3 +893,13 @@ def _cut(claim: Claim, n_tokens: int) -> Claim:
     """The claim of its first tokens, which others will follow."""
     tokens = Tokens(claim.tokens[: n_tokens * ID_BYTES])
     return msgspec.structs.replace(claim, tokens=tokens, goes_on=True)
+
+
+def _beyond_pages(lease: LeaseRecord, n_tokens: int, room_tokens: int) -> Refusal:
+    n_pages = count(lease.page_table)
+    return Refusal(
+        Code.BAD_REQUEST,
+        f"commit of {n_tokens} tokens on lease {lease.id}, which holds pages for {room_tokens}: "
+        "extend it before writing",
+        numbers={"tokens": n_tokens, "pages": n_pages},
+    )

@@ -18,6 +18,7 @@ import msgspec
 
 from kvd.core.node import NodeState
 from kvd.core.replay import graph
+from kvd.errors import Code
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,6 +163,9 @@ class _Thawer:
         kind = self._named[_index(value[1])]
         if not issubclass(kind, enum.Enum):
             raise TypeError(f"{kind.__name__} is no enum")
+        if kind is Code and value[2] not in kind.__members__:
+            # What a peer of a later version said is not known here by name.
+            return Code(value[2].lower().replace("_", "-"))
         return kind[value[2]]
 
     def _method(self, value: list[Any]) -> Any:
