@@ -251,50 +251,54 @@ def test_a_model_that_is_nowhere_is_known_to_this_engine_alone(tmp_path):
     assert found.namespace != engine(tmp_path / "nowhere").namespace
 
 
-def hub(tmp_path, commit):
-    """A cache of the hub with one model at one commit."""
+COMMIT = "c0ffee" * 6 + "c0de"
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A cache of the hub with one model, at the commit that its main branch is at."""
     home = tmp_path / "models--meta--llama-tiny"
-    (home / "blobs").mkdir(parents=True)
-    (home / "snapshots" / commit).mkdir(parents=True)
+    snapshot = home / "snapshots" / COMMIT
+    for directory in (home / "blobs", home / "refs", snapshot):
+        directory.mkdir(parents=True)
     blob = home / "blobs" / ("ab" * 32)
     blob.write_bytes(b"weights")
-    (home / "snapshots" / commit / "model.safetensors").symlink_to(blob)
-    return home / "snapshots" / commit
+    (snapshot / "model.safetensors").symlink_to(blob)
+    (home / "refs" / "main").write_text(COMMIT)
+    return snapshot
 
 
-def test_a_model_of_the_hub_is_known_by_the_names_of_its_blobs(tmp_path):
-    path = hub(tmp_path, "c1")
+def named(hub, revision=None, asked=None, **how):
+    """An engine that was given the model's name."""
 
     def change(config):
-        config.model_config.hf_config._commit_hash = "c1"
-
-    asked = []
+        config.model_config.revision = revision
 
     def snapshot(*what):
-        asked.append(what)
-        return str(path)
+        if asked is not None:
+            asked.append(what)
+        return str(hub)
 
-    by_name = engine("meta/llama-tiny", change, snapshot=snapshot, since_ns=0)
+    return engine("meta/llama-tiny", change, snapshot=snapshot, **how)
+
+
+def test_a_model_of_the_hub_is_known_by_the_names_of_its_blobs(hub):
+    asked = []
+    by_name = named(hub, asked=asked)
     assert not by_name.alone
     assert asked == [("meta/llama-tiny", None, None)]
-    assert by_name.namespace == engine(path, change, since_ns=0).namespace
+    assert by_name.namespace == engine(hub, since_ns=0).namespace
     assert by_name.namespace.startswith("llama-tiny:float32:")
-
-    elsewhere = engine(
-        "meta/llama-tiny", change, snapshot=snapshot, environment={"VLLM_USE_MODELSCOPE": "True"}
-    )
-    assert elsewhere.alone
+    assert named(hub, environment={"VLLM_USE_MODELSCOPE": "True"}).alone
 
 
-def test_a_branch_that_moved_on_while_it_was_loaded_is_unknown(tmp_path):
-    path = hub(tmp_path, "c2")
-
-    def change(config):
-        config.model_config.hf_config._commit_hash = "c1"
-
-    found = engine("meta/llama-tiny", change, snapshot=lambda *_: str(path))
-    assert "c1" in found.alone[0]
-    assert "--revision" in found.alone[0]
+def test_a_branch_that_moved_while_the_engine_loaded_says_nothing(hub):
+    early_ns = time.time_ns() - 10**12
+    moved = named(hub, since_ns=early_ns)
+    assert "--revision" in moved.alone[0]
+    assert named(hub, "v2").alone, "no word of that tag is in the cache"
+    assert not named(hub, COMMIT, since_ns=early_ns).alone
+    assert not named(hub).alone
 
 
 def speculates(model, method):
