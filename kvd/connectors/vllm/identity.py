@@ -452,8 +452,8 @@ def _from_hub(
     if branch != commit and not (ref.is_file() and ref.stat().st_ctime_ns <= since_ns):
         # It may have moved on between the configuration, the weights and this look.
         raise UnknownWeights(
-            f"{model.model} is {commit} in the hub's cache, and was not known to be {branch!r} when "
-            "this engine began; start it again, or give the commit for a --revision"
+            f"{model.model} is {commit} in the hub's cache, and was not known to be {branch!r} "
+            "when this engine began; start it again, or give the commit for a --revision"
         )
     return Path(found)
 
