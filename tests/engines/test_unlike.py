@@ -158,13 +158,20 @@ def test_another_configuration_of_the_same_files(forks, daemon, models, engine):
     )
 
 
-def test_another_type_of_as_many_bytes(forks, models, tmp_path):
-    with one_daemon(tmp_path, pool_of(2)) as narrow:
-        for dtype in ("bfloat16", "float16"):
-            is_own(
-                forks.answers(models / "model", narrow, dtype=dtype),
-                forks.answers(models / "model", dtype=dtype),
-            )
+@pytest.mark.parametrize(
+    ("n_bytes", "engines"),
+    [
+        (2, [{"dtype": "bfloat16"}, {"dtype": "float16"}]),
+        (1, [{"dtype": "bfloat16", "kv_cache_dtype": f"fp8_{kind}"} for kind in ("e4m3", "e5m2")]),
+    ],
+)
+def test_another_type_of_as_many_bytes(forks, models, tmp_path, n_bytes, engines):
+    with one_daemon(tmp_path, pool_of(n_bytes)) as narrow:
+        for engine in engines:
+            alone, log = forks.run(models / "model", **engine)
+            if "requires x86 with AVX-512" in log:
+                pytest.skip("vLLM has no such KV cache for this processor")
+            is_own(forks.answers(models / "model", narrow, **engine), alone)
 
 
 def test_a_pool_that_says_another_type_is_refused_with_the_key_and_its_value(
