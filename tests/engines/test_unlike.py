@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -236,6 +237,21 @@ def test_the_log_says_what_an_engine_is_of_and_where_two_differ(forks, daemon, m
     assert one != other
     differ = {name for name in its_parts if its_parts[name] != other_parts[name]}
     assert differ == {"model_options"}
+
+
+def test_a_reset_looks_at_the_files_once_more(forks, daemon, model, models):
+    names = re.compile(r"kvd namespace (\S+) is of")
+    asks = [{}, {"reset": True}, {}]
+    found, log = forks.run(model, daemon, asks, options={"kvd.namespace": "reset"})
+    assert [one["cached"] for one in found[:2]] == [0, 0]
+    assert len(names.findall(log)) == 1
+    weights = model / "model.safetensors"
+    asks = [{}, {"reset": True, "copy": [str(models / "other" / weights.name), str(weights)]}, {}]
+    found, log = forks.run(model, daemon, asks, options={"kvd.namespace": "reset"})
+    before, after = names.findall(log)
+    assert before != after
+    assert "is for itself alone" in log
+    assert found[1]["cached"] == 0
 
 
 TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}

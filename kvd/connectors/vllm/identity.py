@@ -395,15 +395,20 @@ def series_of(version: str) -> str:
 
 
 def _lasting(config: Any, options: VllmOptions, files_of: Callable[[Any, Any], str]) -> str:
-    """Of the model, unless they are to be replaced while it runs.
+    """Of the model, unless they can be replaced while it runs.
 
     Raises:
-        UnknownWeights: they are; or nobody can say which they are.
+        UnknownWeights: they can; or nobody can say which they are.
     """
-    if attribute(config, "weight_transfer_config") is not None and not options.weights:
+    by = ""
+    if attribute(config, "weight_transfer_config") is not None:
+        by = "weight_transfer_config"
+    elif extension := attribute(config.parallel_config, "worker_extension_cls"):
+        by = f"worker extension {extension}"
+    if by and not options.weights:
         raise UnknownWeights(
-            "this engine has a weight_transfer_config, by which its weights are replaced while it "
-            "runs; name the weights by kvd.weights"
+            f"the {by} of this engine can replace its weights while it runs; name the weights by "
+            "kvd.weights"
         )
     return files_of(config.model_config, config.load_config)
 

@@ -192,7 +192,16 @@ UNLIKE["weights that are replaced"] = {
     "change": lambda config: setattr(config, "weight_transfer_config", {"backend": "nccl"})
 }
 
-UNKNOWN = {"weights that are replaced", "a function", "an odd configuration"}
+UNLIKE["workers that may replace them"] = {
+    "change": lambda config: setattr(config.parallel_config, "worker_extension_cls", "rl.Worker")
+}
+
+UNKNOWN = {
+    "weights that are replaced",
+    "workers that may replace them",
+    "a function",
+    "an odd configuration",
+}
 
 
 @pytest.mark.parametrize("what", UNLIKE)
