@@ -251,6 +251,7 @@ def test_weights_that_no_file_tells_are_known_to_this_engine_alone(model, load_f
     named = [engine(model, change, options={"weights": "release-7"}) for _ in range(2)]
     assert named[0] == named[1]
     assert not named[0].alone
+    assert engine(model, change, options={"weights": "release-8"}) != named[0]
 
 
 def test_a_model_that_is_nowhere_is_known_to_this_engine_alone(tmp_path):
