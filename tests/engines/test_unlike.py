@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -158,13 +159,20 @@ def test_another_configuration_of_the_same_files(forks, daemon, models, engine):
     )
 
 
-def test_another_type_of_as_many_bytes(forks, models, tmp_path):
-    with one_daemon(tmp_path, pool_of(2)) as narrow:
-        for dtype in ("bfloat16", "float16"):
-            is_own(
-                forks.answers(models / "model", narrow, dtype=dtype),
-                forks.answers(models / "model", dtype=dtype),
-            )
+@pytest.mark.parametrize(
+    ("n_bytes", "engines"),
+    [
+        (2, [{"dtype": "bfloat16"}, {"dtype": "float16"}]),
+        (1, [{"dtype": "bfloat16", "kv_cache_dtype": f"fp8_{kind}"} for kind in ("e4m3", "e5m2")]),
+    ],
+)
+def test_another_type_of_as_many_bytes(forks, models, tmp_path, n_bytes, engines):
+    with one_daemon(tmp_path, pool_of(n_bytes)) as narrow:
+        for engine in engines:
+            alone, log = forks.run(models / "model", **engine)
+            if "requires x86 with AVX-512" in log:
+                pytest.skip("vLLM has no such KV cache for this processor")
+            is_own(forks.answers(models / "model", narrow, **engine), alone)
 
 
 def test_a_pool_that_says_another_type_is_refused_with_the_key_and_its_value(
@@ -229,6 +237,21 @@ def test_the_log_says_what_an_engine_is_of_and_where_two_differ(forks, daemon, m
     assert one != other
     differ = {name for name in its_parts if its_parts[name] != other_parts[name]}
     assert differ == {"model_options"}
+
+
+def test_a_reset_looks_at_the_files_once_more(forks, daemon, model, models):
+    names = re.compile(r"kvd namespace (\S+) is of")
+    asks = [{}, {"reset": True}, {}]
+    found, log = forks.run(model, daemon, asks, options={"kvd.namespace": "reset"})
+    assert [one["cached"] for one in found[:2]] == [0, 0]
+    assert len(names.findall(log)) == 1
+    weights = model / "model.safetensors"
+    asks = [{}, {"reset": True, "copy": [str(models / "other" / weights.name), str(weights)]}, {}]
+    found, log = forks.run(model, daemon, asks, options={"kvd.namespace": "reset"})
+    before, after = names.findall(log)
+    assert before != after
+    assert "is for itself alone" in log
+    assert found[1]["cached"] == 0
 
 
 TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}

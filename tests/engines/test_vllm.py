@@ -1,7 +1,8 @@
 """vLLM itself, a small model with random weights, and real daemons: the same tokens as without kvd.
 
 Opt-in: ``KVD_VLLM_PYTHON=PYTHON make test-engines``, by the interpreter of an environment
-that has vLLM for the CPU and kvd without extras. Three minutes on two cores.
+that has vLLM for the CPU and kvd without extras. What it lacks is said by ``environment``. All of
+``tests/engines`` takes four minutes on two cores.
 """
 
 from __future__ import annotations

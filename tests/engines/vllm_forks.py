@@ -1,14 +1,16 @@
 """vLLM imported once; an engine for each line of JSON, in a process that is forked for it.
 
 An engine so starts in a few seconds. Run by the interpreter of an environment that has vLLM. In:
-``{"engine": {...}, "asks": [{"ids": [...], "lora": [name, number, path]}], "log": PATH}``, with
-what ``LLM`` takes. Out: the answer of each, or ``{"error": ...}`` if the engine does not start.
+``{"engine": {...}, "asks": [...], "log": PATH}``, with what ``LLM`` takes; an ask has ``ids``, and
+may have ``lora``, ``params``, ``reset`` and files to ``copy`` before. Out: the answer of each ask,
+or ``{"error": ...}`` if the engine does not start.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
 
@@ -42,6 +44,10 @@ def answers_of(asked):
     )
     found = []
     for ask in asked["asks"]:
+        if ask.get("copy"):
+            shutil.copyfile(*ask["copy"])
+        if ask.get("reset"):
+            engine.reset_prefix_cache(reset_connector=True)
         sampling = SamplingParams(
             temperature=0,
             max_tokens=8,

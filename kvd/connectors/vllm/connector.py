@@ -111,9 +111,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         block_size = self._block_spec.block_size
         self._packing: BlockPacking | None = None
         """How this worker packs, until the scheduler's half has heard of it."""
-        self._is_named = False
-        self._untold = ""
-        """What the metrics have not heard yet: the namespace."""
+        self._agreed: BlockPacking | None = None
+        self._namespace = self._untold = ""
+        """What the engine's KV is of; and the same, until the metrics have heard of it."""
         self._manager: KVCacheManager | None = None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -167,7 +167,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Look it up, so that the answer is here when it is scheduled."""
-        extra = _extra_keys(request, self._half.block_size) if self._is_named else None
+        extra = _extra_keys(request, self._half.block_size) if self._namespace else None
         lora = None
         if request.lora_request is not None:
             lora = self._adapter(request.lora_request)
@@ -194,8 +194,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         if packings and packing is None:
             tags = ", ".join(sorted({one.tag for one in packings}))
             logger.warning("kvd caches nothing: ranks of this engine pack unlike blocks: %s", tags)
-        if self._is_named or packing is None:
-            return
+        if not self._namespace and packing is not None:
+            self._identify(packing)
+
+    def _identify(self, packing: BlockPacking) -> None:
+        """Say it to whoever asks for pages, to the log, and to the metrics."""
+        self._agreed = packing
         found = identity_of(
             self._config,
             self._options,
@@ -206,8 +210,10 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             environment=os.environ,
             snapshot=_snapshot,
         )
+        if found.namespace == self._namespace:
+            return
         self._half.name(found.namespace)
-        self._is_named, self._untold = True, found.namespace
+        self._namespace = self._untold = found.namespace
         logger.info("kvd namespace %s is of %s", found.namespace, found.in_words())
         for name, text in found.parts.items():
             logger.debug("kvd namespace %s: %s=%s", found.namespace, name, text)
@@ -272,7 +278,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         """Drop what is cached of this model, for every engine of the node."""
-        return self._half.flush() if self._is_named else True
+        if self._agreed is None:
+            return True
+        is_begun = self._half.flush()
+        # New weights may have been read from files that have changed since this engine began.
+        self._identify(self._agreed)
+        return is_begun
 
     # ---- the workers' half -------------------------------------------------------------------
 

@@ -161,12 +161,11 @@ ENVIRONMENT: Final = (
     "VLLM_CPU_INT4_W4A8",
     "VLLM_BATCH_INVARIANT",
     "VLLM_FLOAT32_MATMUL_PRECISION",
-    "VLLM_KV_CACHE_LAYOUT",
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
     "K_SCALE_CONSTANT",
     "V_SCALE_CONSTANT",
 )
-"""Variables that change values, or their places."""
+"""Variables that change values, or how blocks hold them; the layout is a part of its own."""
 
 
 class Indescribable(TypeError):
@@ -396,15 +395,20 @@ def series_of(version: str) -> str:
 
 
 def _lasting(config: Any, options: VllmOptions, files_of: Callable[[Any, Any], str]) -> str:
-    """Of the model, unless they are to be replaced while it runs.
+    """Of the model, unless they can be replaced while it runs.
 
     Raises:
-        UnknownWeights: they are; or nobody can say which they are.
+        UnknownWeights: they can; or nobody can say which they are.
     """
-    if attribute(config, "weight_transfer_config") is not None and not options.weights:
+    by = ""
+    if attribute(config, "weight_transfer_config") is not None:
+        by = "weight_transfer_config"
+    elif extension := attribute(config.parallel_config, "worker_extension_cls"):
+        by = f"worker extension {extension}"
+    if by and not options.weights:
         raise UnknownWeights(
-            "this engine has a weight_transfer_config, by which its weights are replaced while it "
-            "runs; name the weights by kvd.weights"
+            f"the {by} of this engine can replace its weights while it runs; name the weights by "
+            "kvd.weights"
         )
     return files_of(config.model_config, config.load_config)
 
@@ -433,13 +437,14 @@ def _weights(
         raise UnknownWeights(f"{model.model_weights} is no path of this host")
     path = Path(str(model.model))
     if not path.exists():
-        path = _from_hub(model, load, environment, snapshot)
+        path = _from_hub(model, load, since_ns, environment, snapshot)
     return weight_files(path, since_ns=since_ns).in_words()
 
 
 def _from_hub(
     model: Any,
     load: Any,
+    since_ns: int,
     environment: Mapping[str, str],
     snapshot: Callable[[str, str | None, str | None], str | None],
 ) -> Path:
@@ -447,12 +452,13 @@ def _from_hub(
     found = None if is_elsewhere else snapshot(model.model, model.revision, load.download_dir)
     if found is None:
         raise UnknownWeights(f"{model.model} is not in the cache of the Hugging Face hub")
-    # The branch may have moved on between the configuration, the weights and this look.
-    commit = attribute(model.hf_config, "_commit_hash")
-    if commit != Path(found).name:
+    commit, branch = Path(found).name, model.revision or "main"
+    ref = Path(found).parents[1] / "refs" / branch
+    if branch != commit and not (ref.is_file() and ref.stat().st_ctime_ns <= since_ns):
+        # It may have moved on between the configuration, the weights and this look.
         raise UnknownWeights(
-            f"{model.model} is at {Path(found).name} in the hub's cache, its configuration is of "
-            f"{commit}; give a --revision"
+            f"{model.model} is {commit} in the hub's cache, and was not known to be {branch!r} "
+            "when this engine began; start it again, or give the commit for a --revision"
         )
     return Path(found)
 

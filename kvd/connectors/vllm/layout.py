@@ -156,8 +156,8 @@ def fitting(
         page_bytes = int(np.prod(part.tensors[0].page_shape))
         if page_bytes != n_bytes:
             wrong.append(f"page_bytes = {n_bytes} (it is {page_bytes})")
-    told = pool.memory.tag
-    if told and tag and not f"{tag} ".startswith(f"{told} "):
+    told = pool.memory.tag if tag else ""
+    if told and not f"{tag} ".startswith(f"{told} "):
         wrong.append(f"tag = {tag!r} (it is {told!r})")
     if wrong:
         raise _unfit(

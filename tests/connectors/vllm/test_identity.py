@@ -25,7 +25,6 @@ from kvd.connectors.vllm.identity import (
 )
 from kvd.connectors.vllm.layout import BlockLayout, fitting
 from kvd.connectors.vllm.options import BadOptions, VllmOptions, options_of
-from kvd.core.leases.epochs import MARK, MAX_EPOCH, MAX_NAMESPACE
 from tests.connectors.vllm.configs import (
     CLASSES,
     RECORDED,
@@ -193,7 +192,16 @@ UNLIKE["weights that are replaced"] = {
     "change": lambda config: setattr(config, "weight_transfer_config", {"backend": "nccl"})
 }
 
-UNKNOWN = {"weights that are replaced", "a function", "an odd configuration"}
+UNLIKE["workers that may replace them"] = {
+    "change": lambda config: setattr(config.parallel_config, "worker_extension_cls", "rl.Worker")
+}
+
+UNKNOWN = {
+    "weights that are replaced",
+    "workers that may replace them",
+    "a function",
+    "an odd configuration",
+}
 
 
 @pytest.mark.parametrize("what", UNLIKE)
@@ -243,6 +251,7 @@ def test_weights_that_no_file_tells_are_known_to_this_engine_alone(model, load_f
     named = [engine(model, change, options={"weights": "release-7"}) for _ in range(2)]
     assert named[0] == named[1]
     assert not named[0].alone
+    assert engine(model, change, options={"weights": "release-8"}) != named[0]
 
 
 def test_a_model_that_is_nowhere_is_known_to_this_engine_alone(tmp_path):
@@ -251,50 +260,54 @@ def test_a_model_that_is_nowhere_is_known_to_this_engine_alone(tmp_path):
     assert found.namespace != engine(tmp_path / "nowhere").namespace
 
 
-def hub(tmp_path, commit):
-    """A cache of the hub with one model at one commit."""
+COMMIT = "c0ffee" * 6 + "c0de"
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A cache of the hub with one model, at the commit that its main branch is at."""
     home = tmp_path / "models--meta--llama-tiny"
-    (home / "blobs").mkdir(parents=True)
-    (home / "snapshots" / commit).mkdir(parents=True)
+    snapshot = home / "snapshots" / COMMIT
+    for directory in (home / "blobs", home / "refs", snapshot):
+        directory.mkdir(parents=True)
     blob = home / "blobs" / ("ab" * 32)
     blob.write_bytes(b"weights")
-    (home / "snapshots" / commit / "model.safetensors").symlink_to(blob)
-    return home / "snapshots" / commit
+    (snapshot / "model.safetensors").symlink_to(blob)
+    (home / "refs" / "main").write_text(COMMIT)
+    return snapshot
 
 
-def test_a_model_of_the_hub_is_known_by_the_names_of_its_blobs(tmp_path):
-    path = hub(tmp_path, "c1")
+def named(hub, revision=None, asked=None, **how):
+    """An engine that was given the model's name."""
 
     def change(config):
-        config.model_config.hf_config._commit_hash = "c1"
-
-    asked = []
+        config.model_config.revision = revision
 
     def snapshot(*what):
-        asked.append(what)
-        return str(path)
+        if asked is not None:
+            asked.append(what)
+        return str(hub)
 
-    by_name = engine("meta/llama-tiny", change, snapshot=snapshot, since_ns=0)
+    return engine("meta/llama-tiny", change, snapshot=snapshot, **how)
+
+
+def test_a_model_of_the_hub_is_known_by_the_names_of_its_blobs(hub):
+    asked = []
+    by_name = named(hub, asked=asked)
     assert not by_name.alone
     assert asked == [("meta/llama-tiny", None, None)]
-    assert by_name.namespace == engine(path, change, since_ns=0).namespace
+    assert by_name.namespace == engine(hub, since_ns=0).namespace
     assert by_name.namespace.startswith("llama-tiny:float32:")
-
-    elsewhere = engine(
-        "meta/llama-tiny", change, snapshot=snapshot, environment={"VLLM_USE_MODELSCOPE": "True"}
-    )
-    assert elsewhere.alone
+    assert named(hub, environment={"VLLM_USE_MODELSCOPE": "True"}).alone
 
 
-def test_a_branch_that_moved_on_while_it_was_loaded_is_unknown(tmp_path):
-    path = hub(tmp_path, "c2")
-
-    def change(config):
-        config.model_config.hf_config._commit_hash = "c1"
-
-    found = engine("meta/llama-tiny", change, snapshot=lambda *_: str(path))
-    assert "c1" in found.alone[0]
-    assert "--revision" in found.alone[0]
+def test_a_branch_that_moved_while_the_engine_loaded_says_nothing(hub):
+    early_ns = time.time_ns() - 10**12
+    moved = named(hub, since_ns=early_ns)
+    assert "--revision" in moved.alone[0]
+    assert named(hub, "v2").alone, "no word of that tag is in the cache"
+    assert not named(hub, COMMIT, since_ns=early_ns).alone
+    assert not named(hub).alone
 
 
 def speculates(model, method):
@@ -392,8 +405,8 @@ def test_whatever_things_are_called_a_name_is_one(tmp_path, name):
     assert member.split("#")[0] == family
     assert member.count("#") == 1
     assert len(member) <= 200
-    assert len(f"{member}{MARK}{MAX_EPOCH}") <= MAX_NAMESPACE
-    assert MARK not in member
+    # The wire takes 256, an epoch behind it counted.
+    assert " " not in member
     # What is cut, or cannot be written, is told apart all the same.
     assert namespace_of(family, f"{name} 1", None) != namespace_of(family, f"{name}_1", None)
 

@@ -146,8 +146,11 @@ def test_a_copy_of_a_blob_is_known_to_be_one(tmp_path):
 def test_a_directory_that_is_called_blobs_is_not_believed_about_other_names(tmp_path):
     snapshot = hub(tmp_path, "weights-of-mine", b"x")
     before = digest(snapshot)
+    began_ns = now_ns()
     rewrite(tmp_path / "blobs" / "weights-of-mine", b"y")
     assert digest(snapshot) != before
+    with pytest.raises(UnknownWeights, match="since this engine began"):
+        weight_files(snapshot, since_ns=began_ns)
 
 
 # ---- nobody knows --------------------------------------------------------------------------------
