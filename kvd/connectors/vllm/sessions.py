@@ -250,7 +250,7 @@ class Sessions:
         if self._opening is not None:
             self._opening.ended(OPEN_WITHIN_S)
         self._take_opened(is_first=True)
-        if self.link is None:
+        if self._opening is not None:
             self._log.changed(
                 "session",
                 logging.WARNING,
