@@ -8,6 +8,7 @@ long as the user has said, unless its own daemon does not answer meanwhile.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvd.client import Code, KvdError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvd.client import PendingCall, SyncLease
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.sessions import NodeLink, StepBudget
+    from kvd.wire.snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -29,8 +31,14 @@ ANSWER_WITHIN_S: Final = 0.05
 PULL_WITHIN_S: Final = 0.5
 """So long for the word of another node, what of a prompt it has cached."""
 
+MEET_WITHIN_S: Final = 2.0
+"""By then the node that is to send has opened the room: it says so a step behind its prompt."""
+
 LATE: Final = "no answer of the daemon in time"
 SILENT: Final = "the daemon does not answer"
+
+UNACCEPTED: Final = "offered"
+"""The state of a receive whose source has not said that it sends."""
 
 
 class LookUps:
@@ -50,6 +58,11 @@ class LookUps:
         self._options = options
         self._budget = budget
         self._now_s = now_s
+        self._look: PendingCall[Snapshot] | None = None
+        self._looked_by: NodeLink | None = None
+        self._look_s = self._unmet_s = -math.inf
+        self._unmet: frozenset[int] = frozenset()
+        """Receives that nobody had accepted when the daemon was last asked, at ``_unmet_s``."""
 
     @property
     def reserve_tokens(self) -> int:
@@ -165,6 +178,9 @@ class LookUps:
             return True
         if link.is_silent:
             raise _given_up(SILENT)
+        if self._is_stood_up(link, tracked):
+            self._look_again(link, tracked)
+            return True
         if self._now_s() - tracked.asked_s >= ANSWER_WITHIN_S:
             link.doubt(self._now_s())
         return False
@@ -195,6 +211,32 @@ class LookUps:
         self._found(tracked, 0)
         tracked.is_unsure = True
         return True
+
+    def _is_stood_up(self, link: NodeLink, tracked: Tracked) -> bool:
+        """Whether nobody has opened its room over there, though it is time.
+
+        It was over, or of before a restart; the daemons wait until the deadline, since an engine
+        may come. Which of a receive's states it is in is seen in a snapshot: one for all that wait.
+        """
+        late_s = tracked.asked_s + MEET_WITHIN_S
+        if tracked.receive is None or self._now_s() < late_s:
+            return False
+        if self._looked_by is not link:
+            self._look, self._looked_by, self._unmet_s = None, link, -math.inf
+        if self._unmet_s < late_s and self._look is None:
+            self._look, self._look_s = link.ask(link.node.begin_snapshot), self._now_s()
+        if self._look is not None:
+            try:
+                seen = link.poll(self._look)
+            except KvdError:
+                self._look = None
+                raise
+            if seen is not None:
+                self._look, self._unmet_s = None, self._look_s
+                self._unmet = frozenset(
+                    room.part for room in seen.rooms if room.state == UNACCEPTED
+                )
+        return self._unmet_s >= late_s and tracked.receive.id in self._unmet
 
     def _delivered(self, link: NodeLink, tracked: Tracked, lease: SyncLease) -> None:
         receive = tracked.receive
