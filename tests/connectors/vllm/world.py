@@ -478,7 +478,7 @@ class WorldEngine:
         self.waiting, self.running, self.remote = [], [], {}
         self.held, self.over = set(), set()
         self.queue = []
-        self.is_slow = self.has_no_blocks = False
+        self.is_slow = self.has_no_blocks = self.computes_all = False
         self.loaded_tokens = 0
 
     def add(self, request, extra=()):
@@ -514,10 +514,14 @@ class WorldEngine:
 
     def _schedule(self, request):
         n_tokens, is_async = self.half.matched(request, 0)
-        if n_tokens is None or self.has_no_blocks:
+        # Asked, and not heard, where all of a prompt is computed, as for its logprobs.
+        if (n_tokens is None and not self.computes_all) or self.has_no_blocks:
             return
+        n_tokens = n_tokens or 0
         assert is_async == bool(n_tokens)
         assert n_tokens < request.num_tokens, "nothing is left to compute"
+        if self.computes_all:
+            n_tokens = 0
         n_blocks = request.num_tokens // BLOCK + 12
         used = {block for row in self.blocks.values() for block in row}
         free = [block for block in range(BLOCKS) if block not in used]
