@@ -18,7 +18,7 @@ from kvd.errors import Refusal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.client import PendingCall, SyncLease
+    from kvd.client import PendingCall, SyncLease, SyncReceive
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.sessions import NodeLink, StepBudget
     from kvd.wire.snapshot import Snapshot
@@ -163,11 +163,10 @@ class LookUps:
         """Whether it is delivered; or is probed from now on, since it is not going to be."""
         assert tracked.call is not None
         try:
-            if tracked.receive is None:
-                tracked.receive = self._heard(link, tracked.call, is_idle)
-                if tracked.receive is None:
-                    return self._is_admitted_late(link, tracked)
-                tracked.call = link.ask(tracked.receive.begin_done)
+            if tracked.receive is None and not self._is_admitted(
+                link, tracked, self._heard(link, tracked.call, is_idle)
+            ):
+                return self._is_admitted_late(link, tracked)
             lease = self._heard(link, tracked.call, is_idle)
         except KvdError:
             # What was to come does not: what is cached here may be enough.
@@ -188,24 +187,33 @@ class LookUps:
     def _heard(self, link: NodeLink, call: PendingCall[T], is_idle: bool) -> T | None:  # noqa: FBT001
         return self._budget.answered(link, call) if is_idle else link.poll(call)
 
+    def _is_admitted(self, link: NodeLink, tracked: Tracked, receive: SyncReceive | None) -> bool:
+        """Whether its own daemon has pages for it, and has asked the other one."""
+        if receive is None:
+            return False
+        tracked.receive = receive
+        tracked.call = link.ask(receive.begin_done)
+        return True
+
     def _is_admitted_late(self, link: NodeLink, tracked: Tracked) -> bool:
         """Whether the meeting is given up, since the daemon has no pages for it now.
 
         It answers in the order in which it was asked, and a receive that has its pages at once.
         So one behind which a look-up is answered waits for room, or for its peer.
         """
+        assert tracked.call is not None
         if tracked.probe is not None:
             found = link.poll(tracked.probe)
-            assert tracked.call is not None
             if found is not None:
-                tracked.receive = link.poll(tracked.call)
-                if tracked.receive is not None:
-                    return False  # both have come with one read; the next look goes on from here
+                if self._is_admitted(link, tracked, link.poll(tracked.call)):
+                    return False  # both have come with one read
                 link.cancel(tracked.call)
                 self._found(tracked, found.tokens)
                 return True
         within_s = PULL_WITHIN_S if tracked.probe is None else ANSWER_WITHIN_S
         if not self._is_late(link, tracked.asked_s, within_s):
+            return False
+        if self._is_admitted(link, tracked, link.poll(tracked.call)):
             return False
         self.drop(link, tracked)
         self._found(tracked, 0)
