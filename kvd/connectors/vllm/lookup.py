@@ -8,6 +8,7 @@ long as the user has said, unless its own daemon does not answer meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -122,8 +123,15 @@ class LookUps:
             if call is not None:
                 link.cancel(call)
         receive, tracked.call, tracked.probe, tracked.receive = tracked.receive, None, None, None
-        if receive is not None and tracked.lease is None:
-            link.quietly(receive.begin_cancel)
+        if receive is None or tracked.lease is not None:
+            return
+
+        def release() -> None:
+            """It was delivered before that, to nobody: then there is a lease to be given back."""
+            with contextlib.suppress(KvdError):
+                link.quietly(receive.lease.begin_release)
+
+        link.quietly(receive.begin_cancel, otherwise=release)
 
     # ---- in the cache of the node ------------------------------------------------------------
 

@@ -266,6 +266,17 @@ def test_who_decodes_computes_where_nothing_comes_and_leaves_nothing(tmp_path, e
             decode.compute(request)
             decode.half.finished(request)
             sending.abort("over")
+            decode.idle(1.0)
+            assert leases_of(pair.decode) == []
+            # Delivered, and nobody has taken it yet.
+            node.hand_over(77, lease=node.lease([7, *PROMPT]), ttl_s=20.0, release=True)
+            request = Request(7, [7, *PROMPT], MEETS)
+            decode.half.arrived(request, lora=None, extra={})
+            time.sleep(0.05)
+            decode.half.matched(request, 0)
+            decode.idle()
+            decode.compute(request)
+            decode.half.finished(request)
         decode.idle(1.0)
         assert leases_of(pair.decode) == []
 

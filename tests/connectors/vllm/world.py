@@ -141,7 +141,7 @@ class WorldReceive:
         self.prefix_len, self.n_tokens = 0, len(tokens)
         world = node.world
         self.lease = WorldLease(node, tokens, world.take(len(tokens) // BLOCK + 3), 0, namespace)
-        self.call = None
+        self.is_delivered = False
 
     def begin_done(self):
         def done():
@@ -149,13 +149,19 @@ class WorldReceive:
             if self.room not in world.rooms:
                 raise refusal(Code.ABORTED)
             world.fill(self.lease.row, self.tokens)
+            self.is_delivered = True
             return self.lease
 
-        self.call = WorldCall(self.node, done)
-        return self.call
+        return WorldCall(self.node, done)
 
     def begin_cancel(self):
-        return WorldCall(self.node, lambda: self.node.world.drop(self.lease) or self)
+        def cancel():
+            if self.is_delivered:
+                raise refusal(Code.WRONG_STATE)
+            self.node.world.drop(self.lease)
+            return self
+
+        return WorldCall(self.node, cancel)
 
 
 class WorldNode:
