@@ -26,7 +26,7 @@ from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.options import namespace_of
 from kvd.connectors.vllm.orders import StepOrders
 from kvd.connectors.vllm.params import cached_at, draw_room, kept_for_decode, transfer_of
-from kvd.connectors.vllm.sessions import UNFIT_RETRY_S, Sessions, StepBudget
+from kvd.connectors.vllm.sessions import UNFIT_RETRY_S, SessionLife, StepBudget
 from kvd.connectors.vllm.tracked import RequestStage, Tracked
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class SchedulerHalf:
         self.block_size = self._block = block_size
         self._now_s = now_s
         self._log = ConnectorLog(now_s)
-        self._sessions = Sessions(connect, self._log, now_s=now_s, start=start)
+        self._sessions = SessionLife(connect, self._log, now_s=now_s, start=start)
         self._key = ""
         """Of the session's life that requests are looked up in."""
         self._key_since = 0

@@ -206,7 +206,7 @@ class NodeLink:
         return KvdError(Refusal(Code.UNREACHABLE, why, side="client"))
 
 
-class Sessions:
+class SessionLife:
     """Which session there is now: one at a time.
 
     Args:
