@@ -111,8 +111,6 @@ class SchedulerHalf:
         """Of the session's life that requests are looked up in."""
         self._key_since = 0
         """Steps up to this one were of another."""
-        self._have_copied = False
-        """Whether the workers are known to be of the session."""
         self._budget = StepBudget(options.probe_wait_s)
         self._look_ups = LookUps(options, self._budget, now_s)
         self._moves = Moves(options, block_size=block_size, block_ids=block_ids)
@@ -153,7 +151,6 @@ class SchedulerHalf:
     def _life_is_over(self) -> None:
         """What requests hold is of a session that ended, or of a life of before a restart."""
         self._key, self._key_since = self._sessions.key, self._number
-        self._have_copied = False
         self._ending.life_is_over(self._sessions.link)
         for tracked in [*self._tracked.values(), *self._held.values()]:
             if tracked.key != self._key:
@@ -244,6 +241,8 @@ class SchedulerHalf:
             return 0, False
         if not self._is_looked_up(tracked.link, tracked):
             return None, False
+        if tracked.stage is RequestStage.FOUND and not self._has_pages_to_send(tracked):
+            return None, False
         if tracked.stage is RequestStage.ALONE:
             return 0, False
         if tracked.lease is not None:
@@ -268,6 +267,29 @@ class SchedulerHalf:
         if is_over and tracked.is_unsure:
             self._count_alone(LATE)
         return is_over
+
+    def _has_pages_to_send(self, tracked: Tracked) -> bool:
+        """Whether a prompt that another node will decode need not wait for its lease any more.
+
+        It is over after its only step, and where its pages came after that, its blocks would have
+        to be held. So its lease comes before its blocks.
+        """
+        if not self._is_to_be_sent(tracked) or tracked.is_unsure or tracked.lease is not None:
+            return True
+        if tracked.claim is None:
+            tracked.asked_s = self._now_s()
+            assert tracked.link is not None
+            self._claim(tracked.link, tracked, is_whole=True)
+        if tracked.claim is not None:
+            self._take_claim(tracked)
+        if tracked.claim is None:
+            return True
+        return self._now_s() - tracked.asked_s >= ANSWER_WITHIN_S
+
+    def _is_to_be_sent(self, tracked: Tracked) -> bool:
+        """Whether it will be handed over: of one token there is nothing that could be loaded."""
+        can_be = self._options.save != "none" and tracked.prompt_tokens > 1
+        return tracked.transfer.sends and can_be
 
     # ---- it gets blocks ----------------------------------------------------------------------
 
@@ -333,7 +355,10 @@ class SchedulerHalf:
         except KvdError as error:
             tracked.claim = None
             del self._claiming[tracked.id]
-            if error.code in FULL and tracked.claims_all and tracked.waits_for_load:
+            is_hit = tracked.waits_for_load or (
+                tracked.stage is RequestStage.FOUND and tracked.found_tokens > 0
+            )
+            if error.code in FULL and tracked.claims_all and is_hit:
                 # A full pool serves what is in it: without pages of its own nothing is saved.
                 self._claim(link, tracked, is_whole=False)
             else:
@@ -348,7 +373,9 @@ class SchedulerHalf:
         del self._claiming[tracked.id]
         known_tokens = tracked.known_tokens if tracked.claims_all else lease.prefix_len
         tracked.took(lease, known_tokens=known_tokens, filled_tokens=lease.prefix_len)
-        if tracked.stage is RequestStage.CLAIMING:
+        if tracked.stage is RequestStage.FOUND:
+            tracked.found_tokens = lease.prefix_len
+        elif tracked.stage is RequestStage.CLAIMING:
             if lease.prefix_len < tracked.loads_to:
                 self._alone(tracked, "evicted between look-up and lease")
             else:
@@ -535,7 +562,6 @@ class SchedulerHalf:
         return self._ending.find(request_id, number)
 
     def _saved(self, request_id: str, upto_tokens: int, number: int) -> None:
-        self._have_copied = True
         tracked = self._find(request_id, number)
         if tracked is None or upto_tokens <= tracked.saved_tokens:
             return
@@ -580,9 +606,7 @@ class SchedulerHalf:
             told = kept_for_decode(link.name, tracked.room)
         elif tracked.transfer.meeting is not None and tracked.lease is not None:
             told = cached_at(link.name)
-        if tracked.room and not (
-            self._have_copied and tracked.ordered_tokens >= tracked.prompt_tokens
-        ):
+        if tracked.room and tracked.ordered_tokens < tracked.prompt_tokens:
             tracked.asked_s = self._now_s()
             self._held[tracked.id] = tracked
         else:
@@ -591,10 +615,9 @@ class SchedulerHalf:
 
     def _can_be_handed_over(self, tracked: Tracked) -> bool:
         """Whether who decodes it can be told that its KV is here, or is about to be."""
-        prompt_tokens = tracked.prompt_tokens
-        if not tracked.transfer.sends or self._options.save == "none" or prompt_tokens < 2:
+        if not self._is_to_be_sent(tracked):
             return False
-        if tracked.request.num_computed_tokens < prompt_tokens:
+        if tracked.request.num_computed_tokens < tracked.prompt_tokens:
             return False  # aborted
         if tracked.lease is not None:
             return self._moves.has_pages_for_prompt(tracked)

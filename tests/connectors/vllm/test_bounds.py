@@ -80,11 +80,11 @@ def test_a_room_that_is_refused_leaves_no_lease(engine, world):
 
 
 def test_the_last_page_of_a_prompt_is_copied_after_its_end_where_its_lease_came_late(engine, world):
-    engine.has_no_blocks = True
     request = engine.add(Request(1, PROMPT, SENDS))
-    engine.step()
-    engine.has_no_blocks, world.holds = False, True
-    engine.steps(5)
+    world.holds = True
+    engine.steps(3)
+    assert request in engine.waiting, "its lease is to come before its blocks"
+    engine.steps(9)
     assert engine.finish(request) is not None
     assert engine.held == {"r1"}
     world.holds = False

@@ -89,6 +89,13 @@ def claiming_to_save(engine):
     assert engine.half._tracked["r1"].claim is not None
 
 
+def claiming_to_send(engine):
+    engine.add(Request(1, [5, *PROMPT], SENDS))
+    engine.world.holds = True
+    engine.steps(2)
+    assert engine.half._tracked["r1"].claim is not None
+
+
 def extending(engine):
     request = engine.add(Request(1, [5, *PROMPT]))
     engine.steps(5)
@@ -134,11 +141,9 @@ def handing_over(engine):
 
 
 def held(engine):
-    engine.has_no_blocks = True
     request = engine.add(Request(1, [5, *PROMPT], SENDS))
-    engine.step()
-    engine.has_no_blocks, engine.world.holds = False, True
-    engine.steps(5)
+    engine.world.holds = True
+    engine.steps(12)
     assert engine.finish(request) is not None
     assert engine.held == {"r1"}
 
@@ -153,6 +158,7 @@ STATES = {
     computing: RequestStage.COMPUTING,
     saving: RequestStage.COMPUTING,
     claiming_to_save: RequestStage.COMPUTING,
+    claiming_to_send: RequestStage.FOUND,
     extending: RequestStage.COMPUTING,
     preempted: RequestStage.COMPUTING,
     alone: RequestStage.ALONE,

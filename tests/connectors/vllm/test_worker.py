@@ -133,15 +133,20 @@ def test_what_was_copied_while_the_daemon_was_restarted_is_not_believed(
     assert rank.half.take_results() == ({"r1"}, {"r1"})
 
 
-def test_a_session_that_is_being_joined_is_not_waited_for(rank):
+def test_a_session_that_is_being_joined_is_waited_for_by_its_first_step_alone(rank):
     rank.is_late = True
-    began_s = time.perf_counter()
-    report = rank.step(saves=(rank.order(),), loads=(rank.order(request="r2"),))
-    assert time.perf_counter() - began_s < 0.02
-    assert report.again == {"r1"}
-    assert rank.half.take_results() == (set(), set())
+    took_s = []
+    for number in (1, 2, 3):
+        began_s = time.perf_counter()
+        loads = (rank.order(request="r2"),) if number == 1 else ()
+        report = rank.step(saves=(rank.order(),), loads=loads, number=number)
+        took_s.append(time.perf_counter() - began_s)
+        assert report.again == {"r1"}
+        assert rank.half.take_results() == (set(), set())
+    assert took_s[0] < 0.5
+    assert min(took_s[1:]) < 0.02
     rank.late.pop()()
-    report = rank.step(saves=(rank.order(),), number=2)
+    report = rank.step(saves=(rank.order(),), number=4)
     assert report.saved == {"r1": 8}
     assert rank.half.take_results() == ({"r2"}, set())
 
