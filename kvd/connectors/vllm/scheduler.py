@@ -26,7 +26,7 @@ from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.options import namespace_of
 from kvd.connectors.vllm.orders import StepOrders
 from kvd.connectors.vllm.params import cached_at, draw_room, kept_for_decode, transfer_of
-from kvd.connectors.vllm.sessions import UNFIT_RETRY_S, SessionLife, StepBudget
+from kvd.connectors.vllm.sessions import RETRY_S, UNFIT_RETRY_S, SessionLife, StepBudget
 from kvd.connectors.vllm.tracked import RequestStage, Tracked
 
 if TYPE_CHECKING:
@@ -171,7 +171,8 @@ class SchedulerHalf:
             self._log.bug(where, error)
             if where != AFTER_A_MISTAKE:
                 with self._kept_in(AFTER_A_MISTAKE):
-                    self._give_up(f"a bug of the connector's ({type(error).__name__})")
+                    what = f"a bug of the connector's ({type(error).__name__})"
+                    self._give_up(what, retry_s=RETRY_S)
 
     def close(self) -> None:
         """Leave; whatever is held goes back."""
@@ -640,6 +641,8 @@ class SchedulerHalf:
 
 def _told(error: KvdError) -> str:
     """Why a request goes on alone, in the words that are counted."""
+    if error.refusal.message == SILENT:
+        return SILENT
     return f"{error.code}: {_WHY[error.code]}" if error.code in _WHY else error.code
 
 
