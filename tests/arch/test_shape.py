@@ -11,6 +11,8 @@ import pytest
 FUNCTION_LINES = 60
 
 CATCH_ALLS = {
+    "kvd/connectors/vllm/beside.py": "raised again where the outcome of the work is taken",
+    "kvd/connectors/vllm/scheduler.py": "a mistake is logged; it must not end the engine's step",
     "kvd/daemon/reactor.py": "a bug of the core costs the request that met it, not the whole node",
     "kvd/sim/runner.py": "whatever the core raises is a finding, reported with its seed",
     "kvd/recorder/player.py": "a step that raised in the daemon raises here, and costs the same",
@@ -18,6 +20,7 @@ CATCH_ALLS = {
 """Files that may catch everything, with the reason; elsewhere catch what you can name."""
 
 SLEEPERS = {
+    "kvd/connectors/vllm/sessions.py": "a step waits less than epoll can count: a millisecond",
     "kvd/daemon/lock.py": "runs before the loop does, and flock knows no time limit",
     "kvd/pools/file_memory.py": "runs before anybody is served, and flock knows no time limit",
     "kvd/transfer/mapping.py": "the collapser is a thread of its own that gives way to transfers",

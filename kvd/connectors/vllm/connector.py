@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd.client import KvdError, connect_sync
@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 
     from kvd.connectors.vllm.orders import StepOrders
 
-logger = init_logger("vllm.kvd")
-"""Below vLLM's own: what others log is shown by nobody in its processes."""
+logger = logging.getLogger("kvd.connectors.vllm")
 
 NAME: Final = "KvdConnector"
 
@@ -104,6 +103,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
+        _show_log()
         self._options = options_of(transfer.kv_connector_extra_config)
         _check(vllm_config, kv_cache_config, any_version=self._options.any_version)
         self._config = vllm_config
@@ -399,6 +399,15 @@ def register_connector() -> None:
     """Make the connector known by its name; repeatable."""
     with contextlib.suppress(ValueError):  # it is, in a process that loads plugins twice
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
+
+
+def _show_log() -> None:
+    """Have the connector's lines written where vLLM's are, unless the user has said where."""
+    ours, theirs = logging.getLogger("kvd.connectors.vllm"), logging.getLogger("vllm")
+    if not ours.hasHandlers():
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.level)
 
 
 def _check(config: VllmConfig, cache: KVCacheConfig, *, any_version: bool) -> None:

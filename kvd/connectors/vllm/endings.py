@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.sessions import NodeLink
     from kvd.connectors.vllm.tracked import Tracked
 
-ENDING_WITHIN_S: Final = 60.0
-"""Workers that have not answered for so long, in ``ENDING_STEPS`` steps, are not going to: then the
-session is given up, and its pages stay held until they have left it too."""
-
 ENDING_STEPS: Final = 16
+ENDING_WITHIN_S: Final = 1.0
+"""Orders that are not answered so many steps later, and so long, are not going to be: steps overlap
+by two or three. Then the session is given up; its pages stay held until the workers have left."""
 
 
 class EndingLease:

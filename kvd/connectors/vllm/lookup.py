@@ -8,6 +8,8 @@ long as the user has said, unless its own daemon does not answer meanwhile.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvd.client import Code, KvdError
@@ -17,9 +19,10 @@ from kvd.errors import Refusal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.client import PendingCall, SyncLease
+    from kvd.client import PendingCall, SyncLease, SyncReceive
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.sessions import NodeLink, StepBudget
+    from kvd.wire.snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -29,8 +32,14 @@ ANSWER_WITHIN_S: Final = 0.05
 PULL_WITHIN_S: Final = 0.5
 """So long for the word of another node, what of a prompt it has cached."""
 
+MEET_WITHIN_S: Final = 2.0
+"""By then the node that is to send has opened the room: it says so a step behind its prompt."""
+
 LATE: Final = "no answer of the daemon in time"
 SILENT: Final = "the daemon does not answer"
+
+UNACCEPTED: Final = "offered"
+"""The state of a receive whose source has not said that it sends."""
 
 
 class LookUps:
@@ -50,6 +59,11 @@ class LookUps:
         self._options = options
         self._budget = budget
         self._now_s = now_s
+        self._look: PendingCall[Snapshot] | None = None
+        self._looked_by: NodeLink | None = None
+        self._look_s = self._unmet_s = -math.inf
+        self._unmet: frozenset[int] = frozenset()
+        """Receives that nobody had accepted when the daemon was last asked, at ``_unmet_s``."""
 
     @property
     def reserve_tokens(self) -> int:
@@ -109,8 +123,15 @@ class LookUps:
             if call is not None:
                 link.cancel(call)
         receive, tracked.call, tracked.probe, tracked.receive = tracked.receive, None, None, None
-        if receive is not None and tracked.lease is None:
-            link.quietly(receive.begin_cancel)
+        if receive is None or tracked.lease is not None:
+            return
+
+        def release() -> None:
+            """It was delivered before that, to nobody: then there is a lease to be given back."""
+            with contextlib.suppress(KvdError):
+                link.quietly(receive.lease.begin_release)
+
+        link.quietly(receive.begin_cancel, otherwise=release)
 
     # ---- in the cache of the node ------------------------------------------------------------
 
@@ -150,11 +171,10 @@ class LookUps:
         """Whether it is delivered; or is probed from now on, since it is not going to be."""
         assert tracked.call is not None
         try:
-            if tracked.receive is None:
-                tracked.receive = self._heard(link, tracked.call, is_idle)
-                if tracked.receive is None:
-                    return self._is_admitted_late(link, tracked)
-                tracked.call = link.ask(tracked.receive.begin_done)
+            if tracked.receive is None and not self._is_admitted(
+                link, tracked, self._heard(link, tracked.call, is_idle)
+            ):
+                return self._is_admitted_late(link, tracked)
             lease = self._heard(link, tracked.call, is_idle)
         except KvdError:
             # What was to come does not: what is cached here may be enough.
@@ -165,6 +185,9 @@ class LookUps:
             return True
         if link.is_silent:
             raise _given_up(SILENT)
+        if self._is_stood_up(link, tracked):
+            self._look_again(link, tracked)
+            return True
         if self._now_s() - tracked.asked_s >= ANSWER_WITHIN_S:
             link.doubt(self._now_s())
         return False
@@ -172,29 +195,64 @@ class LookUps:
     def _heard(self, link: NodeLink, call: PendingCall[T], is_idle: bool) -> T | None:  # noqa: FBT001
         return self._budget.answered(link, call) if is_idle else link.poll(call)
 
+    def _is_admitted(self, link: NodeLink, tracked: Tracked, receive: SyncReceive | None) -> bool:
+        """Whether its own daemon has pages for it, and has asked the other one."""
+        if receive is None:
+            return False
+        tracked.receive = receive
+        tracked.call = link.ask(receive.begin_done)
+        return True
+
     def _is_admitted_late(self, link: NodeLink, tracked: Tracked) -> bool:
         """Whether the meeting is given up, since the daemon has no pages for it now.
 
         It answers in the order in which it was asked, and a receive that has its pages at once.
         So one behind which a look-up is answered waits for room, or for its peer.
         """
+        assert tracked.call is not None
         if tracked.probe is not None:
             found = link.poll(tracked.probe)
-            assert tracked.call is not None
             if found is not None:
-                tracked.receive = link.poll(tracked.call)
-                if tracked.receive is not None:
-                    return False  # both have come with one read; the next look goes on from here
+                if self._is_admitted(link, tracked, link.poll(tracked.call)):
+                    return False  # both have come with one read
                 link.cancel(tracked.call)
                 self._found(tracked, found.tokens)
                 return True
         within_s = PULL_WITHIN_S if tracked.probe is None else ANSWER_WITHIN_S
         if not self._is_late(link, tracked.asked_s, within_s):
             return False
+        if self._is_admitted(link, tracked, link.poll(tracked.call)):
+            return False
         self.drop(link, tracked)
         self._found(tracked, 0)
         tracked.is_unsure = True
         return True
+
+    def _is_stood_up(self, link: NodeLink, tracked: Tracked) -> bool:
+        """Whether nobody has opened its room over there, though it is time.
+
+        It was over, or of before a restart; the daemons wait until the deadline, since an engine
+        may come. Which of a receive's states it is in is seen in a snapshot: one for all that wait.
+        """
+        late_s = tracked.asked_s + MEET_WITHIN_S
+        if tracked.receive is None or self._now_s() < late_s:
+            return False
+        if self._looked_by is not link:
+            self._look, self._looked_by, self._unmet_s = None, link, -math.inf
+        if self._unmet_s < late_s and self._look is None:
+            self._look, self._look_s = link.ask(link.node.begin_snapshot), self._now_s()
+        if self._look is not None:
+            try:
+                seen = link.poll(self._look)
+            except KvdError:
+                self._look = None
+                raise
+            if seen is not None:
+                self._look, self._unmet_s = None, self._look_s
+                self._unmet = frozenset(
+                    room.part for room in seen.rooms if room.state == UNACCEPTED
+                )
+        return self._unmet_s >= late_s and tracked.receive.id in self._unmet
 
     def _delivered(self, link: NodeLink, tracked: Tracked, lease: SyncLease) -> None:
         receive = tracked.receive

@@ -26,7 +26,7 @@ from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE, SILENT, LookUps
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.orders import StepOrders
 from kvd.connectors.vllm.params import cached_at, draw_room, kept_for_decode, transfer_of
-from kvd.connectors.vllm.sessions import UNFIT_RETRY_S, Sessions, StepBudget
+from kvd.connectors.vllm.sessions import RETRY_S, UNFIT_RETRY_S, SessionLife, StepBudget
 from kvd.connectors.vllm.tracked import RequestStage, Tracked
 
 if TYPE_CHECKING:
@@ -107,13 +107,11 @@ class SchedulerHalf:
         self.block_size = self._block = block_size
         self._now_s = now_s
         self._log = ConnectorLog(now_s)
-        self._sessions = Sessions(connect, self._log, now_s=now_s, start=start)
+        self._sessions = SessionLife(connect, self._log, now_s=now_s, start=start)
         self._key = ""
         """Of the session's life that requests are looked up in."""
         self._key_since = 0
         """Steps up to this one were of another."""
-        self._have_copied = False
-        """Whether the workers are known to be of the session."""
         self._budget = StepBudget(options.probe_wait_s)
         self._look_ups = LookUps(options, self._budget, now_s)
         self._moves = Moves(options, block_size=block_size, block_ids=block_ids)
@@ -154,7 +152,6 @@ class SchedulerHalf:
     def _life_is_over(self) -> None:
         """What requests hold is of a session that ended, or of a life of before a restart."""
         self._key, self._key_since = self._sessions.key, self._number
-        self._have_copied = False
         self._ending.life_is_over(self._sessions.link)
         for tracked in [*self._tracked.values(), *self._held.values()]:
             if tracked.key != self._key:
@@ -175,7 +172,8 @@ class SchedulerHalf:
             self._log.bug(where, error)
             if where != AFTER_A_MISTAKE:
                 with self._kept_in(AFTER_A_MISTAKE):
-                    self._give_up(f"a bug of the connector's ({type(error).__name__})")
+                    what = f"a bug of the connector's ({type(error).__name__})"
+                    self._give_up(what, retry_s=RETRY_S)
 
     def close(self) -> None:
         """Leave; whatever is held goes back."""
@@ -252,6 +250,8 @@ class SchedulerHalf:
             return 0, False
         if not self._is_looked_up(tracked.link, tracked):
             return None, False
+        if tracked.stage is RequestStage.FOUND and not self._has_pages_to_send(tracked):
+            return None, False
         if tracked.stage is RequestStage.ALONE:
             return 0, False
         if tracked.lease is not None:
@@ -276,6 +276,29 @@ class SchedulerHalf:
         if is_over and tracked.is_unsure:
             self._count_alone(LATE)
         return is_over
+
+    def _has_pages_to_send(self, tracked: Tracked) -> bool:
+        """Whether a prompt that another node will decode need not wait for its lease any more.
+
+        It is over after its only step, and where its pages came after that, its blocks would have
+        to be held. So its lease comes before its blocks.
+        """
+        if not self._is_to_be_sent(tracked) or tracked.is_unsure or tracked.lease is not None:
+            return True
+        if tracked.claim is None:
+            tracked.asked_s = self._now_s()
+            assert tracked.link is not None
+            self._claim(tracked.link, tracked, is_whole=True)
+        if tracked.claim is not None:
+            self._take_claim(tracked)
+        if tracked.claim is None:
+            return True
+        return self._now_s() - tracked.asked_s >= ANSWER_WITHIN_S
+
+    def _is_to_be_sent(self, tracked: Tracked) -> bool:
+        """Whether it will be handed over: of one token there is nothing that could be loaded."""
+        can_be = self._options.save != "none" and tracked.prompt_tokens > 1
+        return tracked.transfer.sends and can_be
 
     # ---- it gets blocks ----------------------------------------------------------------------
 
@@ -341,7 +364,10 @@ class SchedulerHalf:
         except KvdError as error:
             tracked.claim = None
             del self._claiming[tracked.id]
-            if error.code in FULL and tracked.claims_all and tracked.waits_for_load:
+            is_hit = tracked.waits_for_load or (
+                tracked.stage is RequestStage.FOUND and tracked.found_tokens > 0
+            )
+            if error.code in FULL and tracked.claims_all and is_hit:
                 # A full pool serves what is in it: without pages of its own nothing is saved.
                 self._claim(link, tracked, is_whole=False)
             else:
@@ -356,7 +382,9 @@ class SchedulerHalf:
         del self._claiming[tracked.id]
         known_tokens = tracked.known_tokens if tracked.claims_all else lease.prefix_len
         tracked.took(lease, known_tokens=known_tokens, filled_tokens=lease.prefix_len)
-        if tracked.stage is RequestStage.CLAIMING:
+        if tracked.stage is RequestStage.FOUND:
+            tracked.found_tokens = lease.prefix_len
+        elif tracked.stage is RequestStage.CLAIMING:
             if lease.prefix_len < tracked.loads_to:
                 self._alone(tracked, "evicted between look-up and lease")
             else:
@@ -543,7 +571,6 @@ class SchedulerHalf:
         return self._ending.find(request_id, number)
 
     def _saved(self, request_id: str, upto_tokens: int, number: int) -> None:
-        self._have_copied = True
         tracked = self._find(request_id, number)
         if tracked is None or upto_tokens <= tracked.saved_tokens:
             return
@@ -588,9 +615,7 @@ class SchedulerHalf:
             told = kept_for_decode(link.name, tracked.room)
         elif tracked.transfer.meeting is not None and tracked.lease is not None:
             told = cached_at(link.name)
-        if tracked.room and not (
-            self._have_copied and tracked.ordered_tokens >= tracked.prompt_tokens
-        ):
+        if tracked.room and tracked.ordered_tokens < tracked.prompt_tokens:
             tracked.asked_s = self._now_s()
             self._held[tracked.id] = tracked
         else:
@@ -599,10 +624,9 @@ class SchedulerHalf:
 
     def _can_be_handed_over(self, tracked: Tracked) -> bool:
         """Whether who decodes it can be told that its KV is here, or is about to be."""
-        prompt_tokens = tracked.prompt_tokens
-        if not tracked.transfer.sends or self._options.save == "none" or prompt_tokens < 2:
+        if not self._is_to_be_sent(tracked):
             return False
-        if tracked.request.num_computed_tokens < prompt_tokens:
+        if tracked.request.num_computed_tokens < tracked.prompt_tokens:
             return False  # aborted
         if tracked.lease is not None:
             return self._moves.has_pages_for_prompt(tracked)
@@ -625,6 +649,8 @@ class SchedulerHalf:
 
 def _told(error: KvdError) -> str:
     """Why a request goes on alone, in the words that are counted."""
+    if error.refusal.message == SILENT:
+        return SILENT
     return f"{error.code}: {_WHY[error.code]}" if error.code in _WHY else error.code
 
 

@@ -185,13 +185,15 @@ class NodeLink:
         if self._ping is None:
             return
         try:
-            is_answered = self.poll(self._ping) is not None
+            if self.poll(self._ping) is not None:
+                self._ping, self.is_silent = None, False
+            elif now_s - self._ping_s >= SILENT_S:
+                self.is_silent = True
         except KvdError:
-            is_answered = True
-        if is_answered:
-            self._ping, self.is_silent = None, False
-        elif now_s - self._ping_s >= SILENT_S:
-            self.is_silent = True
+            # After its own time a call ends: that is no answer, and another one is asked.
+            self._ping = None
+            if self.is_silent:
+                self.doubt(now_s)
 
     def _note(self, error: KvdError) -> None:
         self.failures += 1
@@ -204,7 +206,7 @@ class NodeLink:
         return KvdError(Refusal(Code.UNREACHABLE, why, side="client"))
 
 
-class Sessions:
+class SessionLife:
     """Which session there is now: one at a time.
 
     Args:
@@ -250,7 +252,7 @@ class Sessions:
         if self._opening is not None:
             self._opening.ended(OPEN_WITHIN_S)
         self._take_opened(is_first=True)
-        if self.link is None:
+        if self._opening is not None:
             self._log.changed(
                 "session",
                 logging.WARNING,
@@ -302,7 +304,11 @@ class Sessions:
         if link is not None:
             self._left.append(link)
             self._next_try_s = self._now_s() + retry_s
-            self._say(f"the session with daemon {link.name} is over: {why}", "and one is opened")
+            then = f"in {retry_s:.0f} s" if retry_s else "now"
+            self._say(
+                f"the session with daemon {link.name} is over: {why}",
+                f"and another one is opened {then}",
+            )
 
     def close_left(self, handles: Iterable[PendingCall[Any]] = ()) -> None:
         """Close sessions that were given up, beside the step; ``handles``: their calls."""

@@ -111,6 +111,7 @@ class Receive:
     def __init__(self, node, tokens):
         self.node, self.tokens, self.lease = node, tokens, None
         self.prefix_len, self.n_tokens = 0, len(tokens)
+        self.id = len(node.asked)
         node.receives.append(self)
 
     def begin_done(self):
@@ -124,7 +125,10 @@ class Receive:
             self.lease = Lease(self.node, self.tokens, 0, n_pages)
             return self.lease
 
-        return Call(self.node, done)
+        call = Call(self.node, done)
+        if self.node.receives_hang:
+            call.is_done, call.value = False, None
+        return call
 
     def begin_cancel(self):
         def cancel():
@@ -148,6 +152,8 @@ class StandInNode:
         self.leases = {}
         self.last = 0
         self.receive_fails = None
+        self.receives_hang = False
+        self.unaccepted = []
         self.asked = []
 
     def alive(self):
@@ -216,6 +222,10 @@ class StandInNode:
         self.handed.append((room, lease.id, how))
         assert how["release"]
         return lease.begin_release()
+
+    def begin_snapshot(self):
+        rooms = [SimpleNamespace(part=one, state="offered") for one in self.unaccepted]
+        return Call(self, lambda: SimpleNamespace(rooms=rooms))
 
     def begin_new_epoch(self, namespace):
         self.epochs.append(namespace)

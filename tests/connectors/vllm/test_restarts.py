@@ -89,6 +89,13 @@ def claiming_to_save(engine):
     assert engine.half._tracked["r1"].claim is not None
 
 
+def claiming_to_send(engine):
+    engine.add(Request(1, [5, *PROMPT], SENDS))
+    engine.world.holds = True
+    engine.steps(2)
+    assert engine.half._tracked["r1"].claim is not None
+
+
 def extending(engine):
     request = engine.add(Request(1, [5, *PROMPT]))
     engine.steps(5)
@@ -134,11 +141,9 @@ def handing_over(engine):
 
 
 def held(engine):
-    engine.has_no_blocks = True
     request = engine.add(Request(1, [5, *PROMPT], SENDS))
-    engine.step()
-    engine.has_no_blocks, engine.world.holds = False, True
-    engine.steps(5)
+    engine.world.holds = True
+    engine.steps(12)
     assert engine.finish(request) is not None
     assert engine.held == {"r1"}
 
@@ -153,6 +158,7 @@ STATES = {
     computing: RequestStage.COMPUTING,
     saving: RequestStage.COMPUTING,
     claiming_to_save: RequestStage.COMPUTING,
+    claiming_to_send: RequestStage.FOUND,
     extending: RequestStage.COMPUTING,
     preempted: RequestStage.COMPUTING,
     alone: RequestStage.ALONE,
@@ -194,6 +200,8 @@ def test_the_daemon_is_replaced_while_a_request_is(state, same_memory, are_worke
             request.all_token_ids.append(2000 + token)
             engine.step()
     world.check_foreign()
+    if tracked is not None and "r1" in engine.half._tracked:
+        assert tracked.stage is RequestStage.ALONE
 
     assert not world.handed or state not in {handing_over, held}
     world.give_back()
@@ -229,38 +237,48 @@ def test_the_daemon_hangs_while_a_request_is(state):
     engine.settle()
 
 
+def come_and_go(rng, engine, number):
+    """One of the deeds of requests, and what follows from it."""
+    live = [*engine.waiting, *engine.running]
+    deed = rng.random()
+    if deed < 0.4 and len(live) < 6:
+        prompt = [rng.randint(1, 2)] * rng.randint(1, 4) * 4 + PROMPT[: rng.randint(0, 9)]
+        engine.add(Request(number, prompt, rng.choice([None, None, SENDS, MEETS])))
+    elif deed < 0.6 and engine.running:
+        request = rng.choice(engine.running)
+        for token in range(rng.randint(1, 5)):
+            request.all_token_ids.append(9000 + token)
+            engine.step()
+    elif deed < 0.7 and engine.running and not engine.queue:
+        engine.preempt(rng.choice(engine.running))
+    elif deed < 0.9 and live:
+        engine.finish(rng.choice(live))
+    elif engine.remote:
+        engine.finish(engine.requests[rng.choice(list(engine.remote))])
+
+
+def end_and_return(rng, world):
+    """The daemon ends now and then, and is back with the same memory, or with other."""
+    if rng.random() < 0.08 and not world.is_down:
+        world.kill()
+    elif world.is_down and rng.random() < 0.5:
+        world.start(same_memory=rng.random() < 0.4)
+        if rng.random() < 0.7:
+            world.take_all()
+    if rng.random() < 0.15:
+        world.give_back()
+
+
 def walk(seed):
+    """Returns how many tokens were loaded on the way."""
     rng = random.Random(seed)
     world = World()
     engine = WorldEngine(world, chunk=rng.choice([4, 8, 64]), reserve_tokens=rng.choice([0, 8]))
-    world.rooms.add(77)
     for number in range(1, 90):
-        deed = rng.random()
-        live = [*engine.waiting, *engine.running]
-        if deed < 0.35 and len(live) < 6:
-            prompt = [rng.randint(1, 2)] * rng.randint(1, 4) * 4 + PROMPT[: rng.randint(0, 9)]
-            engine.add(Request(number, prompt, rng.choice([None, None, SENDS, MEETS])))
-        elif deed < 0.55 and engine.running:
-            request = rng.choice(engine.running)
-            for token in range(rng.randint(1, 5)):
-                request.all_token_ids.append(9000 + token)
-                engine.step()
-        elif deed < 0.62 and engine.running and not engine.queue:
-            engine.preempt(rng.choice(engine.running))
-        elif deed < 0.75 and live:
-            engine.finish(rng.choice(live))
-        elif deed < 0.8 and engine.remote:
-            engine.finish(engine.requests[rng.choice(list(engine.remote))])
-        elif deed < 0.87 and not world.is_down:
-            world.kill()
-        elif deed < 0.9:
+        come_and_go(rng, engine, number)
+        end_and_return(rng, world)
+        if rng.random() < 0.05:
             engine.clock_s += 1.5
-        if world.is_down and rng.random() < 0.5:
-            world.start(same_memory=rng.random() < 0.4)
-            if rng.random() < 0.7:
-                world.take_all()
-        if rng.random() < 0.15:
-            world.give_back()
         world.holds = rng.random() < 0.3
         world.is_hung = rng.random() < 0.1
         world.are_workers_late = rng.random() < 0.2
@@ -268,6 +286,7 @@ def walk(seed):
         world.rooms = {77} if rng.random() < 0.7 else set()
         engine.is_slow = rng.random() < 0.4
         engine.has_no_blocks = rng.random() < 0.2
+        engine.computes_all = rng.random() < 0.2
         engine.step()
         world.check_foreign()
     if world.is_down:
@@ -281,9 +300,11 @@ def test_whatever_happens_no_page_is_written_by_orders_of_another_session(seed):
     walk(seed)
 
 
-def test_walks_do_load(record_property):
-    """The negative control: what is looked for above does happen."""
-    seed = random.SystemRandom().randrange(1000, 1_000_000)
-    record_property("seed", seed)
-    print("seeds from", seed)
-    assert sum(walk(seed + n) for n in range(10)) > 0
+def test_walks_of_seeds_that_nobody_chose():
+    """And the negative control: what is looked for above does happen."""
+    first = random.SystemRandom().randrange(1000, 1_000_000)
+    try:
+        assert sum(walk(seed) for seed in range(first, first + 10)) > 0
+    except AssertionError as error:
+        error.add_note(f"seeds {first} to {first + 9}")
+        raise

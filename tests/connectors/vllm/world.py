@@ -141,7 +141,7 @@ class WorldReceive:
         self.prefix_len, self.n_tokens = 0, len(tokens)
         world = node.world
         self.lease = WorldLease(node, tokens, world.take(len(tokens) // BLOCK + 3), 0, namespace)
-        self.call = None
+        self.is_delivered = False
 
     def begin_done(self):
         def done():
@@ -149,13 +149,19 @@ class WorldReceive:
             if self.room not in world.rooms:
                 raise refusal(Code.ABORTED)
             world.fill(self.lease.row, self.tokens)
+            self.is_delivered = True
             return self.lease
 
-        self.call = WorldCall(self.node, done)
-        return self.call
+        return WorldCall(self.node, done)
 
     def begin_cancel(self):
-        return WorldCall(self.node, lambda: self.node.world.drop(self.lease) or self)
+        def cancel():
+            if self.is_delivered:
+                raise refusal(Code.WRONG_STATE)
+            self.node.world.drop(self.lease)
+            return self
+
+        return WorldCall(self.node, cancel)
 
 
 class WorldNode:
@@ -478,7 +484,7 @@ class WorldEngine:
         self.waiting, self.running, self.remote = [], [], {}
         self.held, self.over = set(), set()
         self.queue = []
-        self.is_slow = self.has_no_blocks = False
+        self.is_slow = self.has_no_blocks = self.computes_all = False
         self.loaded_tokens = 0
 
     def add(self, request, extra=()):
@@ -514,10 +520,14 @@ class WorldEngine:
 
     def _schedule(self, request):
         n_tokens, is_async = self.half.matched(request, 0)
-        if n_tokens is None or self.has_no_blocks:
+        # Asked, and not heard, where all of a prompt is computed, as for its logprobs.
+        if (n_tokens is None and not self.computes_all) or self.has_no_blocks:
             return
+        n_tokens = n_tokens or 0
         assert is_async == bool(n_tokens)
         assert n_tokens < request.num_tokens, "nothing is left to compute"
+        if self.computes_all:
+            n_tokens = 0
         n_blocks = request.num_tokens // BLOCK + 12
         used = {block for row in self.blocks.values() for block in row}
         free = [block for block in range(BLOCKS) if block not in used]

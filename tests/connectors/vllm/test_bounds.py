@@ -1,0 +1,355 @@
+"""What a step may cost, what is left to compute, what is said, and that no error gets out."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from kvd.client import Code, KvdError
+from kvd.connectors.vllm.log import TOLD_EVERY_S
+from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, MEET_WITHIN_S
+from kvd.connectors.vllm.options import VllmOptions
+from kvd.connectors.vllm.orders import StepReport
+from kvd.connectors.vllm.scheduler import SchedulerHalf
+from kvd.connectors.vllm.sessions import RETRY_S, UNFIT_RETRY_S
+from tests.connectors.vllm.stand_ins import BLOCK, MiniEngine, Request, StandInNode, refusal
+from tests.connectors.vllm.world import World, WorldEngine
+
+PROMPT = list(range(1, 31))
+SENDS = {"do_remote_decode": True, "do_remote_prefill": False}
+MEETS = {"do_remote_prefill": True, "kvd": {"v": 1, "peer": "p", "room": "77"}}
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+@pytest.fixture
+def engine(world):
+    engine = WorldEngine(world, reserve_tokens=8)
+    yield engine
+    if not world.is_down:
+        engine.settle()
+
+
+# ---- what is left to compute ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, BLOCK, BLOCK + 1, 2 * BLOCK])
+@pytest.mark.parametrize("params", [None, SENDS, MEETS], ids=["plain", "sends", "meets"])
+def test_of_every_prompt_a_token_is_left_to_compute(engine, world, n_tokens, params):
+    world.rooms.add(77)
+    for number in (1, 2):
+        request = engine.add(Request(number, PROMPT[:n_tokens], params))
+        engine.steps(4)
+        assert request.num_computed_tokens == n_tokens
+        told = engine.finish(request)
+        assert (told is not None) == ((params is not None and n_tokens > 1) or params is MEETS)
+        engine.steps(2)
+
+
+def test_a_prompt_without_tokens_is_left_alone(engine):
+    request = engine.add(Request(1, []))
+    assert engine.half.matched(request, 0) == (0, False)
+    engine.finish(request)
+
+
+def test_what_is_computed_though_it_was_found_or_comes_leaves_nothing(engine, world):
+    """As vLLM does where it is asked for the logprobs of a prompt."""
+    engine.computes_all = True
+    world.rooms.add(77)
+    for number, params in enumerate([None, MEETS, None, MEETS], 1):
+        request = engine.add(Request(number, PROMPT, params))
+        engine.steps(5)
+        engine.finish(request)
+        engine.steps(2)
+        assert not world.leases
+
+
+def test_a_room_that_is_refused_leaves_no_lease(engine, world):
+    world.refuses_rooms = True
+    request = engine.add(Request(1, PROMPT, SENDS))
+    engine.steps(5)
+    assert engine.finish(request) is not None
+    engine.steps(2)
+    assert not world.leases
+    assert not world.handed
+
+
+def test_the_last_page_of_a_prompt_is_copied_after_its_end_where_its_lease_came_late(engine, world):
+    request = engine.add(Request(1, PROMPT, SENDS))
+    world.holds = True
+    engine.steps(3)
+    assert request in engine.waiting, "its lease is to come before its blocks"
+    engine.steps(9)
+    assert engine.finish(request) is not None
+    assert engine.held == {"r1"}
+    world.holds = False
+    engine.steps(4)
+    assert not engine.held
+    assert len(world.handed) == 1
+
+
+# ---- what is waited for --------------------------------------------------------------------------
+
+
+def test_a_step_waits_once_for_all_its_requests():
+    node = StandInNode()
+    node.holds = True
+    engine = MiniEngine(node, probe_wait_s=0.02)
+    requests = [Request(number, PROMPT) for number in range(1, 17)]
+    for request in requests:
+        engine.half.arrived(request, lora=None, extra={})
+    began_s = time.perf_counter()
+    for request in requests:
+        assert engine.half.matched(request, 0) == (None, False)
+    engine.half.step({})
+    assert 0.02 <= time.perf_counter() - began_s < 0.1, "0.32 were it by request"
+    node.come()
+    for request in requests:
+        engine.half.given_blocks(request, 0)
+    began_s = time.perf_counter()
+    engine.half.step({request.request_id: 30 for request in requests})
+    assert time.perf_counter() - began_s < 0.1
+    node.holds = False
+    node.come()
+
+
+def test_a_look_up_is_waited_for_50_ms(engine, world):
+    engine.step()
+    world.is_hung = True
+    request = engine.add(Request(1, PROMPT))
+    assert engine.half.matched(request, 0) == (None, False)
+    engine.clock_s += ANSWER_WITHIN_S
+    assert engine.half.matched(request, 0) == (0, False)
+    # What it computes is saved all the same when the daemon goes on.
+    engine.steps(3)
+    world.is_hung = False
+    engine.steps(4)
+    assert world.cached
+
+
+def test_a_full_pool_is_not_waited_for_by_who_decodes(engine, world):
+    world.take_all()
+    world.rooms.add(77)
+    request = engine.add(Request(1, PROMPT, MEETS))
+    engine.steps(6)
+    assert request.num_computed_tokens == len(PROMPT)
+    world.give_back()
+
+
+def test_a_room_that_nobody_opens_is_not_waited_for():
+    node = StandInNode()
+    engine = MiniEngine(node)
+    node.receives_hang = True
+    request = engine.add(Request(1, PROMPT, MEETS))
+    engine.step()
+    engine.clock_s += MEET_WITHIN_S
+    node.unaccepted = [one.id for one in node.receives]
+    for _ in range(3):
+        engine.step()
+    assert request in engine.running
+    engine.finish(request)
+    assert not node.receives
+    assert not node.leases
+
+
+# ---- whose word it is ----------------------------------------------------------------------------
+
+
+def test_what_was_saved_behind_a_hole_is_not_shared():
+    """Steps overlap: the second was ordered before the first was known to be not done."""
+    node = StandInNode()
+    engine = MiniEngine(node, chunk=8)
+    request = engine.add(Request(1, PROMPT))
+    engine.half.matched(request, 0)
+    engine.blocks["r1"] = list(range(100))
+    engine.half.given_blocks(request, 0)
+    first, second = engine.half.step({"r1": 8}), engine.half.step({"r1": 16})
+    assert [copy.upto_tokens for one in (first, second) for copy in one.saves] == [8, 16]
+    engine.half.reported(
+        StepReport({}, set(), again={"r1"}, number=first.number), loaded=(), failed=()
+    )
+    engine.half.reported(StepReport({"r1": 16}, set(), number=second.number), loaded=(), failed=())
+    assert not node.cached
+    third = engine.half.step({"r1": 24})
+    (copy,) = third.saves
+    assert (len(copy.pages), copy.upto_tokens) == (6, 24)
+    engine.half.reported(StepReport({"r1": 24}, set(), number=third.number), loaded=(), failed=())
+    assert node.cached == [tuple(PROMPT[:24])]
+    engine.half.finished(request)
+
+
+def test_a_report_of_before_says_nothing_of_the_session_after_it(engine, world):
+    request = engine.add(Request(1, PROMPT))
+    engine.steps(3)
+    former = engine.half._number
+    world.kill()
+    engine.step()
+    world.start(same_memory=False)
+    engine.clock_s += 1.5
+    engine.steps(3)
+    session = engine.half._sessions.link
+    report = StepReport({"r1": 28}, set(), number=former, unfit="it does not fit")
+    engine.half.reported(report, loaded=(), failed=())
+    engine.step()
+    assert engine.half._sessions.link is session
+    assert not world.cached
+    engine.finish(request)
+
+
+# ---- no error gets out ---------------------------------------------------------------------------
+
+
+ERRORS = [
+    *(refusal(code) for code in Code),
+    ValueError("I/O operation on closed epoll object"),
+    OSError(9, "Bad file descriptor"),
+    TypeError("a bug"),
+]
+
+
+def test_whatever_calls_raise_no_hook_does_and_the_next_session_is_used():
+    for error in ERRORS:
+        for verb in ("begin_match", "begin_lease", "pump", "prompt", "begin_receive"):
+            node = StandInNode()
+            engine = MiniEngine(node, reserve_tokens=8)
+            node.share(PROMPT)
+
+            def fails(*args, error=error, **more):
+                raise error
+
+            setattr(node, verb, fails)
+            request = engine.add(Request(1, PROMPT, MEETS if verb == "begin_receive" else None))
+            for _ in range(4):
+                engine.step()
+            assert request in engine.running, (verb, error)
+            delattr(node, verb)
+            engine.finish(request)
+            engine.clock_s += UNFIT_RETRY_S
+            for _ in range(3):
+                engine.step()
+            later = engine.add(Request(2, PROMPT))
+            for _ in range(3):
+                engine.step()
+            assert engine.told.get("r2") == 1, (verb, error)
+            engine.finish(later)
+
+
+def test_an_old_calls_error_does_not_close_the_session_after_it(engine, world):
+    world.holds = True
+    engine.add(Request(1, PROMPT))
+    engine.step()
+    call = engine.half._tracked["r1"].call
+    world.kill()
+    world.holds = False
+    engine.step()
+    world.start(same_memory=False)
+    engine.clock_s += 1.5
+    engine.steps(2)
+    sessions = len(world.nodes)
+    with pytest.raises(KvdError):
+        call.poll()
+    for _ in range(4):
+        engine.clock_s += 1.5
+        engine.step()
+    assert len(world.nodes) == sessions
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+
+def half_of(connect, clock):
+    return SchedulerHalf(
+        VllmOptions(),
+        base_namespace="model",
+        block_size=BLOCK,
+        connect=connect,
+        block_ids=lambda request: [],
+        now_s=lambda: clock[0],
+        start=lambda work: work(),
+    )
+
+
+def said(caplog):
+    lines = [
+        record.getMessage() for record in caplog.records if record.name == "kvd.connectors.vllm"
+    ]
+    caplog.clear()
+    return lines
+
+
+def test_a_daemon_that_is_not_there_is_said_once_and_counted(caplog):
+    caplog.set_level(logging.INFO)
+    clock = [0.0]
+
+    def connect():
+        raise refusal(Code.UNREACHABLE)
+
+    half = half_of(connect, clock)
+    for number in range(100):
+        request = Request(number, PROMPT)
+        half.arrived(request, lora=None, extra={})
+        assert half.matched(request, 0) == (0, False)
+        half.given_blocks(request, 0)
+        half.step({request.request_id: 30})
+        half.finished(request)
+        clock[0] += RETRY_S
+    lines = said(caplog)
+    assert len([line for line in lines if "no session: unreachable" in line]) == 1
+    counted = [line for line in lines if "went on without kvd" in line]
+    assert 0 < len(counted) <= 100 * RETRY_S / TOLD_EVERY_S + 1
+    assert half.counts.went_alone == 100
+
+
+def test_a_pool_that_does_not_fit_stops_an_engine_that_starts_and_is_looked_at_again_later(caplog):
+    caplog.set_level(logging.INFO)
+    clock, answers = [0.0], [refusal(Code.LAYOUT_MISMATCH)]
+
+    def connect():
+        if answers[0] is not None:
+            raise answers[0]
+        return StandInNode()
+
+    with pytest.raises(KvdError):
+        half_of(connect, clock)
+    answers[0] = refusal(Code.UNREACHABLE)
+    half = half_of(connect, clock)
+    answers[0] = refusal(Code.LAYOUT_MISMATCH)
+    clock[0] += RETRY_S
+    for _ in range(3):
+        half.step({})
+    assert "layout-mismatch" in said(caplog)[-1]
+    answers[0] = None
+    clock[0] += UNFIT_RETRY_S - 1
+    half.step({})
+    assert not said(caplog)
+    clock[0] += 2
+    half.step({})
+    half.step({})
+    assert "is open" in said(caplog)[-1]
+
+
+def test_the_ends_of_a_session_are_said(engine, world, caplog):
+    engine.step()
+    caplog.set_level(logging.INFO)
+    world.kill()
+    engine.step()
+    engine.step()
+    world.start(same_memory=True)
+    engine.step()
+    assert [line.split(";")[0] for line in said(caplog)] == [
+        "the daemon n0 has ended",
+        "session 1 with daemon n0: it is back, with the same memory",
+    ]
+    world.kill()
+    world.start(same_memory=False)
+    engine.step()
+    engine.clock_s += 1.5
+    engine.steps(2)
+    lines = said(caplog)
+    assert "the session with daemon n0 is over: other memory" in lines[0]
+    assert "session 2 with daemon n0 is open" in lines[1]

@@ -1,0 +1,314 @@
+"""Both halves with real daemons: restarted, stopped, full, and asked for what is not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+
+import numpy as np
+import pytest
+
+from kvd.client import connect_sync
+from kvd.connectors.vllm.options import VllmOptions
+from kvd.connectors.vllm.scheduler import SchedulerHalf
+from kvd.connectors.vllm.worker import WorkerHalf
+from tests.connectors.vllm.stand_ins import Request
+from tests.connectors.vllm.world import Layer
+from tests.support.daemons import one_daemon, two_daemons
+
+BLOCK = 16
+LAYERS = 2
+PAGE_BYTES = 1024
+MINE, FOREIGN = 0xAA, 0x55
+POOL = {
+    "pool.family": "raw",
+    "pool.layers": str(LAYERS),
+    "pool.page_size": str(BLOCK),
+    "pool.page_bytes": str(PAGE_BYTES),
+    "pool.pages": "64",
+}
+MEETS = {"do_remote_prefill": True, "kvd": {"v": 1, "peer": "p", "room": "77"}}
+PULLS = {"kvd": {"v": 1, "peer": "p", "room": ""}}
+PROMPT = list(range(1000, 1128))
+
+
+class PlainEngine:
+    """Steps as vLLM does, one request at a time; every block is the same bytes."""
+
+    def __init__(self, daemon, **options):
+        self.layers = {}
+        for n in range(LAYERS):
+            layer = self.layers[f"layer {n}"] = Layer()
+            layer.array = np.full((128, PAGE_BYTES), MINE, np.uint8)
+            layer.shape = layer.array.shape
+        told = VllmOptions(endpoint=daemon.client, **options)
+        self.half = SchedulerHalf(
+            told,
+            base_namespace="model",
+            block_size=BLOCK,
+            connect=lambda: connect_sync(daemon.client, name="vllm", on_unreachable="miss"),
+            block_ids=lambda request: list(range(100)),
+        )
+        self.worker = WorkerHalf(told, block_size=BLOCK)
+        self.worker.register(self.layers)
+        self.longest_s = 0.0
+        self.freed = set()
+
+    def step(self, *computed):
+        began_s = time.perf_counter()
+        orders = self.half.step({one.request_id: one.num_computed_tokens for one in computed})
+        self.worker.load(orders)
+        self.worker.save(orders)
+        loaded, failed = self.worker.take_results()
+        self.half.reported(self.worker.take_report(), loaded=loaded, failed=failed)
+        self.freed |= self.worker.take_freed()
+        self.longest_s = max(self.longest_s, time.perf_counter() - began_s)
+        return loaded, failed
+
+    def matched(self, request, within_s=5.0):
+        """What is found, and how long that takes."""
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < within_s:
+            asked_s = time.perf_counter()
+            found, _ = self.half.matched(request, 0)
+            self.longest_s = max(self.longest_s, time.perf_counter() - asked_s)
+            if found is not None:
+                return found, time.monotonic() - began_s
+            self.step()
+            time.sleep(0.002)
+        raise AssertionError("it is asked again for ever")
+
+    def compute(self, request, steps=20):
+        """All of it, without a look at what was found."""
+        self.half.given_blocks(request, 0)
+        request.num_computed_tokens = request.num_tokens
+        for _ in range(steps):
+            self.step(request)
+            time.sleep(0.005)
+
+    def run(self, request):
+        """As if vLLM had computed all of it."""
+        self.half.arrived(request, lora=None, extra={})
+        found, _ = self.matched(request)
+        self.compute(request)
+        told = self.half.finished(request)
+        self.idle()
+        return found, told
+
+    def idle(self, for_s=0.3):
+        end_s = time.monotonic() + for_s
+        while time.monotonic() < end_s:
+            self.step()
+            time.sleep(0.01)
+
+    def close(self):
+        self.half.close()
+        self.worker.close()
+
+
+@pytest.fixture
+def engine_of():
+    engines = []
+
+    def make(daemon, **options):
+        engines.append(PlainEngine(daemon, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def leases_of(daemon):
+    return [lease.row_pages for lease in daemon.snapshot().leases]
+
+
+def pages_of(node):
+    return [
+        next(iter(node.pool("main").arrays("kv", layer=n).values())).view(np.uint8)
+        for n in range(LAYERS)
+    ]
+
+
+def test_a_restart_with_other_memory_writes_no_page_of_another_engine(tmp_path, engine_of):
+    with one_daemon(tmp_path, POOL) as daemon:
+        engine = engine_of(daemon)
+        request = Request(1, PROMPT[:40])
+        engine.half.arrived(request, lora=None, extra={})
+        engine.matched(request)
+        engine.compute(request)
+        with connect_sync(daemon.client, name="look") as look:
+            assert all((layer == MINE).all(axis=1).sum() == 2 for layer in pages_of(look))
+        daemon.kill()
+        daemon.start()
+        daemon.wait_ready()
+        with connect_sync(daemon.client, name="other") as other:
+            lease = other.lease(list(range(500, 500 + 50 * BLOCK)))
+            pages = pages_of(other)
+            for layer in pages:
+                layer[lease.pages] = FOREIGN
+            end_s = time.monotonic() + 3.0
+            while time.monotonic() < end_s:
+                request.all_token_ids.append(7)
+                request.num_computed_tokens += 1
+                engine.step(request)
+                time.sleep(0.01)
+            wrong = [
+                page for page in lease.pages if any((one[page] != FOREIGN).any() for one in pages)
+            ]
+            assert not wrong
+            lease.release()
+            del pages
+        engine.half.finished(request)
+        assert engine.run(Request(2, PROMPT[:48]))[0] == 0
+        assert engine.run(Request(3, PROMPT[:48]))[0] == 47, "the session after it is used"
+        engine.idle()
+        assert leases_of(daemon) == []
+
+
+def test_a_restart_with_the_same_memory_keeps_the_cache_and_no_lease(tmp_path, engine_of):
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+        one_daemon(tmp_path, POOL | {"pool.backing": "shm", "pool.directory": memory}) as daemon,
+    ):
+        engine = engine_of(daemon)
+        assert engine.run(Request(1, PROMPT))[0] == 0
+        running = Request(2, [5, *PROMPT])
+        engine.half.arrived(running, lora=None, extra={})
+        engine.matched(running)
+        engine.compute(running)
+        daemon.stop()
+        daemon.start()
+        daemon.wait_ready()
+        engine.idle(2.5)
+        engine.half.finished(running)
+        engine.idle()
+        assert leases_of(daemon) == []
+        assert engine.run(Request(3, PROMPT))[0] == 127
+
+
+def test_a_step_waits_a_millisecond_for_a_daemon_that_is_stopped(tmp_path, engine_of):
+    with one_daemon(tmp_path, POOL) as daemon:
+        engine = engine_of(daemon)
+        engine.run(Request(1, PROMPT))
+        running = Request(2, [5, *PROMPT])
+        engine.half.arrived(running, lora=None, extra={})
+        engine.matched(running)
+        engine.half.given_blocks(running, 0)
+        running.num_computed_tokens = 129
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            times = []
+            for number in range(3, 19):
+                request = Request(number, [number, *PROMPT])
+                began_s = time.perf_counter()
+                engine.half.arrived(request, lora=None, extra={})
+                times.append(time.perf_counter() - began_s)
+                found, took_s = engine.matched(request)
+                assert found == 0
+                assert took_s < 0.5
+                engine.half.given_blocks(request, 0)
+                request.num_computed_tokens = 129
+            for _ in range(20):
+                began_s = time.perf_counter()
+                engine.step(running)
+                times.append(time.perf_counter() - began_s)
+            began_s = time.perf_counter()
+            late = PlainEngine(daemon)
+            assert time.perf_counter() - began_s < 4.0, "an engine that starts waits for it"
+            began_s = time.perf_counter()
+            late.step()
+            times.append(time.perf_counter() - began_s)
+            late.close()
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        # The median: others run on this machine too.
+        assert sorted(times)[len(times) // 2] < 0.003
+        assert sorted(times)[-3] < 0.02
+        engine.idle(1.0)
+        assert engine.run(Request(99, PROMPT))[0] == 127, "it is used again when it goes on"
+
+
+def test_who_decodes_computes_where_nothing_comes_and_leaves_nothing(tmp_path, engine_of):
+    with two_daemons(tmp_path, POOL) as pair:
+        decode = engine_of(pair.decode, reserve_tokens=32)
+        # A room that nobody opens.
+        request = Request(1, PROMPT, MEETS)
+        decode.half.arrived(request, lora=None, extra={})
+        found, took_s = decode.matched(request, 10.0)
+        assert (found, took_s < 4.0) == (0, True)
+        decode.compute(request)
+        decode.half.finished(request)
+
+        # Pulled, of a node that has nothing of it, and of one that has a part.
+        assert decode.run(Request(2, [2, *PROMPT], PULLS))[0] == 0
+        with connect_sync(pair.prefill.client, name="part") as node:
+            lease = node.lease([3, *PROMPT[:63]], namespace="model")
+            lease.commit()
+            assert decode.run(Request(3, [3, *PROMPT], PULLS))[0] == 64
+            lease.release()
+        decode.idle()
+        assert leases_of(pair.decode) == []
+        # And what was computed behind that part is there for others.
+        assert decode.run(Request(4, [3, *PROMPT]))[0] == 128
+
+        # vLLM computes all of a prompt whose logprobs it is asked for, whatever comes.
+        with connect_sync(pair.prefill.client, name="prefill") as node:
+            sending = node.send(77, [4, *PROMPT], lease=node.lease([4, *PROMPT]), ttl_s=20.0)
+            request = Request(5, [4, *PROMPT], MEETS)
+            decode.half.arrived(request, lora=None, extra={})
+            for _ in range(5):
+                decode.half.matched(request, 0)
+                decode.step()
+                time.sleep(0.02)
+            decode.compute(request)
+            decode.half.finished(request)
+            sending.abort("over")
+            decode.idle(1.0)
+            assert leases_of(pair.decode) == []
+            # Delivered, and nobody has taken it yet.
+            node.hand_over(77, lease=node.lease([7, *PROMPT]), ttl_s=20.0, release=True)
+            request = Request(7, [7, *PROMPT], MEETS)
+            decode.half.arrived(request, lora=None, extra={})
+            time.sleep(0.05)
+            decode.half.matched(request, 0)
+            decode.idle()
+            decode.compute(request)
+            decode.half.finished(request)
+        decode.idle(1.0)
+        assert leases_of(pair.decode) == []
+
+        # A full pool: there is no room for what would come.
+        with connect_sync(pair.decode.client, name="full") as node:
+            node.lease([9] * BLOCK * 60, deadline_s=0.0)
+            request = Request(6, [6, *PROMPT], MEETS)
+            decode.half.arrived(request, lora=None, extra={})
+            found, took_s = decode.matched(request)
+            assert (found, took_s < 0.3) == (0, True)
+            decode.half.finished(request)
+
+
+def test_a_prompt_is_handed_over_by_the_first_request_of_an_engine(tmp_path, engine_of):
+    sends = {"do_remote_decode": True, "do_remote_prefill": False}
+    with two_daemons(tmp_path, POOL) as pair:
+        prefill, decode = engine_of(pair.prefill), engine_of(pair.decode)
+        request = Request(1, PROMPT, sends)
+        prefill.half.arrived(request, lora=None, extra={})
+        prefill.matched(request)
+        prefill.half.given_blocks(request, 0)
+        request.num_computed_tokens = request.num_tokens
+        prefill.step(request)  # the only one, since one token is asked for
+        told = prefill.half.finished(request)
+        is_held = prefill.half.holds_blocks("r1")
+        prefill.idle(0.1)
+        assert is_held == (prefill.freed == {"r1"})
+        assert told is not None
+
+        received = Request(2, PROMPT, told)
+        decode.half.arrived(received, lora=None, extra={})
+        assert decode.matched(received)[0] == 127
+        decode.half.finished(received)
+        decode.idle()
+        assert leases_of(pair.decode) == []
