@@ -334,6 +334,7 @@ class NodeState:
         address = self.peers.named(link)
         if address:
             self.decoder.rename(address, peer.name)
+            self.pulls.rename(address, peer.name)
             self.admission.changed(address)
         # A Hello that says nothing new wakes nobody: it may be repeated at any rate, and there may
         # be a thousand who wait.
@@ -443,7 +444,7 @@ class NodeState:
         peer = self.peers.by_name.get(name)
         waits = (
             *[part.peer for part in self.decoder.parts.values()],
-            *[ask.peer for ask in self.decoder.pulls.by_id.values()],
+            *[ask.peer for ask in self.pulls.asks.by_id.values()],
             *[part.awaited.destination for part in self.prefiller.by_send.values()],
         )
         return name in waits or (peer is not None and self._is_involved(peer))

@@ -311,6 +311,12 @@ class Pulls:
         self._say_pull(ask)
         return None
 
+    def rename(self, address: str, name: str) -> None:
+        """Who was known by an address has said its name: what is asked of it goes to that."""
+        for ask in self.asks.by_id.values():
+            if ask.peer == address:
+                ask.peer = name
+
     def prefix_found(self, peer: Peer, message: PrefixFound) -> None:
         """The source of a pull has said what it has, and waits for an Offer in that room."""
         ask = self.asks.answered(peer, message)

@@ -248,9 +248,6 @@ class Decoder:
         for part in self.parts.values():
             if part.peer == address:
                 part.peer = name
-        for ask in self.pulls.by_id.values():
-            if ask.peer == address:
-                ask.peer = name
 
     def writer_gone(self, incarnation: str) -> None:
         """Proof that this incarnation never writes again: nothing of it need be drained."""

@@ -351,5 +351,5 @@ def test_the_ends_of_a_session_are_said(engine, world, caplog):
     engine.clock_s += 1.5
     engine.steps(2)
     lines = said(caplog)
-    assert "the session with daemon n0 is over: other memory" in lines[0]
+    assert "the session with daemon n0 is over: pool-changed: other memory" in lines[0]
     assert "session 2 with daemon n0 is open" in lines[1]

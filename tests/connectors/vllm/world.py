@@ -30,8 +30,8 @@ SLOT = 4
 """Bytes of the KV of one token, in one layer."""
 
 
-def refusal(code: Code) -> KvdError:
-    return KvdError(Refusal(code, "no"))
+def refusal(code: Code, why: str = "no") -> KvdError:
+    return KvdError(Refusal(code, why))
 
 
 def kv_of(tokens, layer) -> bytes:
@@ -209,7 +209,7 @@ class WorldNode:
             if self.world.memory is self.world.memory_of[self.life]:
                 self.life = self.world.life
             else:
-                self.end = refusal(Code.POOL_CHANGED)
+                self.end = refusal(Code.POOL_CHANGED, "other memory")
         self.serve()
         return []
 
