@@ -40,7 +40,11 @@ class BesideTask(Generic[T]):
         self._outcome: list[T] = []
         self._error: Exception | None = None
         self._ended = threading.Event()
-        start(self._do)
+        try:
+            start(self._do)
+        except RuntimeError as error:  # no thread is left for it
+            self._error = error
+            self._ended.set()
 
     def _do(self) -> None:
         try:

@@ -104,7 +104,7 @@ class SchedulerHalf:
         self.counts = Counts()
         self._options = options
         self._base = base_namespace
-        self.block_size = self._block = block_size
+        self.block_size = block_size
         self._now_s = now_s
         self._log = ConnectorLog(now_s)
         self._sessions = SessionLife(connect, self._log, now_s=now_s, start=start)
@@ -190,11 +190,12 @@ class SchedulerHalf:
 
         With every salt and adapter. Requests that run go on in the epoch that they began in.
         """
-        link = self._look()
-        if link is None:
-            return False
-        link.quietly(link.node.begin_new_epoch, self._base)
-        return True
+        with self._kept_in("a reset of the cache"):
+            link = self._look()
+            if link is not None:
+                link.quietly(link.node.begin_new_epoch, self._base)
+                return True
+        return False
 
     # ---- a request comes ---------------------------------------------------------------------
 
@@ -255,9 +256,9 @@ class SchedulerHalf:
         if tracked.stage is RequestStage.ALONE:
             return 0, False
         if tracked.lease is not None:
-            # Preempted, or received: what lies in its own pages needs no look-up.
-            whole = tracked.saved_tokens // self._block * self._block
-            tracked.found_tokens = max(tracked.found_tokens, whole)
+            # Preempted, or received: what lies in its own pages, and no more. What was found once
+            # may have been evicted before it had them.
+            tracked.found_tokens = tracked.saved_tokens
         tracked.local_tokens = local_tokens
         n_tokens = min(tracked.found_tokens, request.num_tokens - 1) - local_tokens
         return (n_tokens, True) if n_tokens > 0 else (0, False)

@@ -315,7 +315,7 @@ class SessionLife:
         left, self._left = self._left, []
         calls = list(handles)
         if left:
-            self._start(lambda: _close(left, calls))
+            BesideTask(lambda: _close(left, calls), start=self._start)
 
     def close(self) -> None:
         """Leave, for good."""

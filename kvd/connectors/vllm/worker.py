@@ -121,7 +121,7 @@ class PoolJoin:
             if joining is not None:
                 joining.abandon()
             if joined is not None:
-                self._start(joined.leave)
+                BesideTask(joined.leave, start=self._start)
         self._take()
         if (
             token
@@ -166,7 +166,7 @@ class PoolJoin:
         self._joining = None
         try:
             self._joined = joining.take()
-        except (KvdError, OSError, ValueError) as error:
+        except (KvdError, OSError, ValueError, RuntimeError) as error:
             self._next_try_s = self._now_s() + REJOIN_S
             is_unfit = isinstance(error, KvdError) and error.code == Code.LAYOUT_MISMATCH.value
             self.unfit = str(error) if is_unfit else ""

@@ -125,6 +125,20 @@ def test_a_preempted_request_comes_back_from_its_own_pages(node, engine):
     engine.finish(request)
 
 
+def test_a_preempted_request_loads_no_more_than_its_own_pages_have(node, engine):
+    """What was found was evicted before it had a lease, and what is saved is not reported yet."""
+    node.share(PROMPT)
+    request = engine.add(Request(1, PROMPT), local=28)
+    engine.half.matched(request, 28)
+    node.cached.clear()
+    engine.delays = True
+    engine.step()
+    engine.preempt(request)
+    engine.local["r1"] = 0
+    assert engine.half.matched(request, 0) == (0, False)
+    engine.finish(request)
+
+
 def test_a_copy_that_fails_is_neither_loaded_nor_shared(node, engine):
     node.share(PROMPT)
     engine.breaks = {"r1", "r2"}

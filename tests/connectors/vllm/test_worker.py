@@ -205,6 +205,14 @@ def test_an_outcome_that_nobody_wants_any_more_is_disposed_of():
     task = BesideTask(lambda: 6, disposed.append, lambda work: work())
     task.abandon()
     assert disposed == [5, 6]
+
+    def no_thread(work):
+        raise RuntimeError("can't start new thread")
+
+    never = BesideTask(lambda: 5, start=no_thread)
+    assert never.ended()
+    with pytest.raises(RuntimeError):
+        never.take()
     failing = BesideTask(lambda: 1 // 0, start=lambda work: work())
     with pytest.raises(ZeroDivisionError):
         failing.take()

@@ -45,10 +45,13 @@ def kv_rows(tokens, first, layer):
 
 
 class WorldCall:
-    """A call that is answered when the daemon reads it."""
+    """A call that is answered when the daemon reads it.
 
-    def __init__(self, node, make, undo=None):
-        self.node, self.make, self.undo = node, make, undo
+    ``ends``: a lease whose end it is, also where the daemon ends before that.
+    """
+
+    def __init__(self, node, make, undo=None, ends=None):
+        self.node, self.make, self.undo, self.ends = node, make, undo, ends
         self.value = self.error = None
         self.is_over = False
         node.pending.append(self)
@@ -66,6 +69,8 @@ class WorldCall:
     def fail(self, error):
         if not self.is_over:
             self.is_over, self.error = True, error
+            if self.ends is not None:
+                self.node.world.drop(self.ends)
 
     def poll(self):
         self.node.serve()
@@ -132,7 +137,7 @@ class WorldLease:
             world.drop(self)
             return self
 
-        return WorldCall(self.node, release)
+        return WorldCall(self.node, release, ends=self)
 
 
 class WorldReceive:
@@ -264,7 +269,7 @@ class WorldNode:
             return room
 
         assert release
-        return WorldCall(self, hand_over)
+        return WorldCall(self, hand_over, ends=lease)
 
     def begin_new_epoch(self, namespace):
         return WorldCall(self, lambda: self.world.cached.clear() or True)
