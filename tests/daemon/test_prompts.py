@@ -8,8 +8,9 @@ import kvd.client
 from kvd.client import KvdError
 from kvd.client.connection import Connection
 from kvd.core.leases.prompts import MOST_PROMPTS
-from tests.daemon.kv import PAGE, digest, tokens_of, write
+from tests.daemon.kv import PAGE, SHAPE, digest, tokens_of, write
 from tests.daemon.test_page_keys import keys_of
+from tests.support.daemons import one_daemon
 
 
 @pytest.fixture
@@ -139,3 +140,28 @@ def test_the_blocking_client_takes_it_and_a_begun_call_too(pair, sent):
         lease = leasing.result()
         assert len(lease.pages) == 40
         lease.release(upto_tokens=0)
+
+
+def test_what_all_sessions_may_keep_is_little_and_no_engine_notices(tmp_path, sent):
+    """The session with most forgets, and its next call tells its prompt anew by itself."""
+    tokens = tokens_of(100 * PAGE, seed=69)
+    own = {**SHAPE, "limits.max_told_bytes": str(4 * 150 * PAGE)}
+    with (
+        one_daemon(tmp_path, own) as daemon,
+        kvd.client.connect_sync(daemon.client, name="small") as small,
+        kvd.client.connect_sync(daemon.client, name="large") as large,
+    ):
+        little = small.prompt(tokens[: 40 * PAGE])
+        assert small.match(little).tokens == 0
+        first, second = large.prompt(tokens), large.prompt([7, *tokens[1:]])
+        for _ in range(3):
+            for prompt in (first, second):
+                lease = large.lease(prompt)
+                lease.commit()
+                assert large.match(prompt).tokens == 100 * PAGE
+                lease.release(())
+        sent.clear()
+        assert small.match(little).tokens == 40 * PAGE
+        assert sum(sent) < 100, "it pays for what another one tells"
+        kept = {one.name: one.prompt_bytes for one in large.snapshot().clients}
+        assert kept == {"small": 4 * 40 * PAGE, "large": 4 * 100 * PAGE}

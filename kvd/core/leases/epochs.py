@@ -50,8 +50,8 @@ MAX_EPOCH: Final = 2**53 - 1
 MOST_PLAIN: Final = 4096
 """Names of which is remembered that they are good, and in epoch 0."""
 
-KEEP_WITHIN_S: Final = 10.0
-"""Whoever waits so long for a disk is told."""
+KEEP_WITHIN_S: Final = 4.0
+"""Whoever waits so long for a disk is told: before they stop waiting for the daemon."""
 
 FORMER_MARK: Final = " @epoch "
 """Between name and epoch in journals of daemons that kept no epochs; anybody could write it."""
