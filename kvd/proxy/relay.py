@@ -55,7 +55,8 @@ EVENTS: Final = "text/event-stream"
 OK: Final = 200
 NO_CONTENT: Final = 204
 REDIRECTS: Final = frozenset({300, 301, 302, 303, 305, 307, 308})
-BUSY: Final = frozenset({429, 503})
+TOO_MANY: Final = 429
+BUSY: Final = frozenset({TOO_MANY, 503})
 """What an engine says that cannot take one more, or none at all; another one may."""
 CLIENT_ERROR: Final = 400
 SERVER_ERROR: Final = 500
@@ -101,17 +102,24 @@ class Tries:
         self.is_for_tokens = is_for_tokens
         self.without: set[ProxiedEngine] = set()
         self.busy: HeardAnswer | None = None
+        self._said_503 = False
         self.faults: list[EngineFault] = []
 
     def note_busy(self, engine: ProxiedEngine, answer: HeardAnswer) -> None:
         """It said 429 or 503."""
         self.without.add(engine)
         self.busy = answer
+        self._said_503 = self._said_503 or answer.status != TOO_MANY
 
     def note_fault(self, engine: ProxiedEngine, fault: EngineFault) -> None:
         """It failed."""
         self.without.add(engine)
         self.faults.append(fault)
+
+    @property
+    def may_have_taken(self) -> bool:
+        """One of them may have fetched the KV: it was reached, and did not say 429."""
+        return self._said_503 or any(one.fault is not FaultKind.UNREACHABLE for one in self.faults)
 
     @property
     def may_go_on(self) -> bool:
@@ -183,8 +191,8 @@ class Relay:
                 response = await self._tried(request, engine, call, tries, begun)
             if response is not None:
                 return response
-            if tries.faults and tries.faults[-1].fault is not FaultKind.UNREACHABLE:
-                # The room was that engine's: it may have taken it before it went.
+            if tries.may_have_taken:
+                # Whoever reads KV a second time may read what lies there by then.
                 transfer = None
         return self._no_answer(tries)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvd.connectors.vllm.params import transfer_of
@@ -169,7 +169,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(NAMES, JSON_VALUES), st.booleans())
 def test_every_other_body_means_the_same_to_an_engine(body, is_ascii):
     raw = json.dumps(body, ensure_ascii=is_ascii).encode()
