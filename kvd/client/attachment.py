@@ -191,19 +191,22 @@ class Attachment:
     def hear(self) -> RankAnswer | Refusal | None:
         """What has come: the answer to a word, or why the daemon hung up; None where nothing has.
 
-        A hang-up is read again and again.
+        A hang-up is read again and again. A word of a later version says nothing to this one.
         """
-        try:
-            packet = self._sock.recv(_WORD_BYTES)
-        except BlockingIOError:
-            return None
-        except OSError:
-            packet = b""
-        reply = ATTACH_REPLIES.decode(packet) if packet else None
-        if isinstance(reply, RankAnswer):
-            return reply
-        if isinstance(reply, Rejected):
-            return reply.refusal
+        while True:
+            try:
+                packet = self._sock.recv(_WORD_BYTES)
+            except BlockingIOError:
+                return None
+            except OSError:
+                break
+            reply = ATTACH_REPLIES.decode(packet) if packet else None
+            if isinstance(reply, RankAnswer):
+                return reply
+            if isinstance(reply, Rejected):
+                return reply.refusal
+            if not packet:
+                break
         return Refusal(
             Code.UNREACHABLE,
             f"{self.attached.node} hung up: the daemon ended or was restarted, and what it was "
