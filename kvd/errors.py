@@ -85,11 +85,6 @@ class Code(enum.Enum):
         later._value_ = value
         return later
 
-    @property
-    def is_known(self) -> bool:
-        """Whether this version has it: what counts by codes has one count for all others."""
-        return self.name in Code.__members__
-
     def __eq__(self, other: object) -> bool:  # type: ignore[explicit-override]
         return self is other or (isinstance(other, Code) and self._value_ == other._value_)
 

@@ -254,8 +254,8 @@ class Node:
             namespace: what isolates equal token ids: model, LoRA, cache salt.
             reserve_tokens: pages for so many more are held at once.
             priority: higher is admitted earlier.
-            deadline_s: longest wait for room; 0 is answered at once, and raises ``deadline`` after
-                50 ms of a daemon that does not answer.
+            deadline_s: longest wait for room; 0 is answered at once. A daemon that does not answer
+                is waited for 0.25 s then, one that is stopped 20 ms: ``deadline``.
             cache: whether a commit puts its pages into the prefix cache.
             step_tokens: where the pool has window pages: how far ahead of the last ``slide`` they
                 are mapped. A lease then takes a fixed number of them, whatever its length, and

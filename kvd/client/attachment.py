@@ -50,6 +50,9 @@ _MAX_REPLY_BYTES: Final = 4 * 1024 * 1024
 _WORD_BYTES: Final = 64 * 1024
 """Of what an attached process hears: a refusal at most."""
 
+_PEER: Final = struct.Struct("3i")
+"""pid, uid and gid."""
+
 _MAX_DESCRIPTORS: Final = 253
 """SCM_MAX_FD of Linux."""
 
@@ -173,6 +176,20 @@ class Attachment:
         look.register(fd, select.POLLRDHUP)
         return bool(look.poll(0))
 
+    def is_daemon_stopped(self) -> bool:
+        """Whether the process that listens there is stopped: by a signal, or by a debugger.
+
+        False where that cannot be seen: in another pid namespace, or where systemd listens for it.
+        """
+        try:
+            told = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            with open(f"/proc/{_PEER.unpack(told)[0]}/stat", "rb") as stat_file:
+                fields = stat_file.read(512)
+        except OSError:
+            return False
+        # Behind the name, which may hold anything.
+        return fields.rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
+
     def last_word(self) -> Refusal | None:
         """Why the daemon hung up; None while it has not, which takes 2 us to see at most."""
         if not self._news.poll(0):
@@ -191,19 +208,22 @@ class Attachment:
     def hear(self) -> RankAnswer | Refusal | None:
         """What has come: the answer to a word, or why the daemon hung up; None where nothing has.
 
-        A hang-up is read again and again.
+        A hang-up is read again and again. A word of a later version says nothing to this one.
         """
-        try:
-            packet = self._sock.recv(_WORD_BYTES)
-        except BlockingIOError:
-            return None
-        except OSError:
-            packet = b""
-        reply = ATTACH_REPLIES.decode(packet) if packet else None
-        if isinstance(reply, RankAnswer):
-            return reply
-        if isinstance(reply, Rejected):
-            return reply.refusal
+        while True:
+            try:
+                packet = self._sock.recv(_WORD_BYTES)
+            except BlockingIOError:
+                return None
+            except OSError:
+                break
+            reply = ATTACH_REPLIES.decode(packet) if packet else None
+            if isinstance(reply, RankAnswer):
+                return reply
+            if isinstance(reply, Rejected):
+                return reply.refusal
+            if not packet:
+                break
         return Refusal(
             Code.UNREACHABLE,
             f"{self.attached.node} hung up: the daemon ended or was restarted, and what it was "

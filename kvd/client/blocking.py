@@ -133,6 +133,11 @@ class BlockingChannel:
         else:
             self._turn(0.0)
 
+    @property
+    def is_stopped(self) -> bool:
+        """As ``Channel``."""
+        return self._sockets.is_stopped
+
     def close(self) -> None:
         """Leave the session; repeatable."""
         if self._is_closed:

@@ -113,6 +113,11 @@ class LoopChannel:
         """The loop tells of a hang-up, but not before it has a turn."""
         self._sockets.look()
 
+    @property
+    def is_stopped(self) -> bool:
+        """As ``Channel``."""
+        return self._sockets.is_stopped
+
     def close(self) -> None:
         """Leave the session; repeatable."""
         if self._is_closed:

@@ -28,9 +28,13 @@ ANSWER_WITHIN_S = 10.0
 MARGIN_S = 5.0
 """Added to a request's own deadline: the daemon answers at that deadline, and says more than we."""
 
-AT_ONCE_S = 0.05
+AT_ONCE_S = 0.25
 """The margin of a deadline of 0, for whoever must not wait: a daemon that is well needs a tenth of
-a millisecond. That of a longer deadline is ten times the deadline, up to ``MARGIN_S``."""
+a millisecond, and one that is busy for longer than this is of no use now. That of a longer deadline
+is ten times the deadline, up to ``MARGIN_S``."""
+
+STOPPED_S = 0.02
+"""After so much of it a daemon whose process was stopped is waited for no longer."""
 
 MAX_DEADLINE_S = 24 * 3600.0
 
@@ -48,6 +52,11 @@ class Channel(Protocol):
 
     def look(self) -> None:
         """See whether the daemon has hung up; never blocks."""
+        ...
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the daemon's process is known to have been stopped, by a signal or a debugger."""
         ...
 
     def close(self) -> None:
@@ -100,7 +109,7 @@ class Port:
         call = self.connection.begin(request, tokens, lease, known)
         try:
             self._channel.flush()
-            await self._channel.wait(call.answer, within_s)
+            await self._answered(call, within_s)
         except BaseException:
             self._abandon(call)
             raise
@@ -145,6 +154,15 @@ class Port:
         """Wait for ``slot`` without minding the time."""
         if slot.value is None:
             await self._channel.wait(slot, within_s)
+
+    async def _answered(self, call: Call, within_s: float) -> None:
+        """Wait for the answer; who must not wait does so for no process that is stopped."""
+        if within_s <= AT_ONCE_S:
+            await self._channel.wait(call.answer, min(within_s, STOPPED_S))
+            if call.answer.value is not None or self._channel.is_stopped:
+                return
+            within_s -= STOPPED_S
+        await self._channel.wait(call.answer, within_s)
 
     async def _ready(self, about: Record | None, within_s: float) -> None:
         """Return when a request can be sent: at once, unless the daemon is away."""

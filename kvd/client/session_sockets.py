@@ -111,6 +111,11 @@ class SessionSockets:
         """Whether the daemon has ended, and is looked for."""
         return self._way is not None
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the daemon's process is known to be stopped."""
+        return self._way is None and self._attachment.is_daemon_stopped()
+
     def close(self) -> None:
         """Leave the session; repeatable."""
         if self._is_closed:

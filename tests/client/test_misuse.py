@@ -109,10 +109,10 @@ def test_a_deadline_of_0_is_over_at_once_where_nobody_answers(daemon: Daemon) ->
         ]
         for verb in verbs:
             began_s = time.monotonic()
-            with pytest.raises(KvdError, match=r"^deadline: no answer .* within 0.05 s") as late:
+            with pytest.raises(KvdError, match=r"^deadline: no answer .* within 0.25 s") as late:
                 verb()
             assert late.value.retryable
-            assert time.monotonic() - began_s < 0.5
+            assert time.monotonic() - began_s < 0.6
         daemon.script = script
         daemon.push(wire.Leased(2, 72, 0, pack_ids([6])))
         for _ in range(2):  # what the first one reads is said before the second
@@ -123,7 +123,7 @@ def test_a_deadline_of_0_is_over_at_once_where_nobody_answers(daemon: Daemon) ->
 async def test_a_loop_waits_no_longer_for_a_deadline_of_0(daemon: Daemon) -> None:
     async with kvd.client.connect(daemon.endpoint, name="a") as node:
         began_s = time.monotonic()
-        with pytest.raises(KvdError, match=r"^deadline: no answer .* within 0.05 s"):
+        with pytest.raises(KvdError, match=r"^deadline: no answer .* within 0.25 s"):
             await node.lease([1], deadline_s=0)
         assert time.monotonic() - began_s < 0.5
         loop = asyncio.get_running_loop()
@@ -131,7 +131,7 @@ async def test_a_loop_waits_no_longer_for_a_deadline_of_0(daemon: Daemon) -> Non
 
 
 def test_longer_deadlines_have_the_margin_that_they_need() -> None:
-    assert [kvd.client.port.within(given) for given in (0, 0.25, 1, 30)] == [0.05, 2.75, 6, 35]
+    assert [kvd.client.port.within(given) for given in (0, 0.25, 1, 30)] == [0.25, 2.75, 6, 35]
 
 
 async def test_a_daemon_that_accepts_and_says_nothing_is_waited_for_as_long_as_told(

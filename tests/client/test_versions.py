@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 import kvd.client
 from kvd import __version__
-from kvd.client.attachment import dial, take_answer
+from kvd.client.attachment import Attachment, dial, take_answer
 from kvd.client.connection import Call, Connection
 from kvd.client.endpoint import attach_path
 from kvd.client.state import EventsLost
@@ -23,7 +23,7 @@ from kvd.daemon.listeners import listen_at
 from kvd.errors import Code, KvdError, Refusal
 from kvd.types import Tokens
 from kvd.wire import client as wire
-from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, Rejected
+from kvd.wire.attach import PROTOCOL, Attach, Attached, Join, RankAnswer, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
 from kvd.wire.events import Evicted
 
@@ -208,7 +208,6 @@ def test_a_code_that_is_not_known_comes_as_it_is() -> None:
     assert (error.code, error.retryable, error.numbers) == ("not-yet-known", False, {"pages": 3})
     assert str(error) == "not-yet-known: the pool is full"
     assert found.code == Code("not-yet-known") != Code.NO_ROOM
-    assert not found.code.is_known
     assert Code("not-yet-known") not in set(Code)
     assert copy.deepcopy(found) == pickle.loads(pickle.dumps(found)) == found
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Refusal) == found
@@ -254,3 +253,20 @@ def test_a_message_of_tomorrow_is_counted_and_ends_nothing() -> None:
         own.feed([frame])
     assert own.unreadable_messages == 5
     assert match.answer.value is None
+
+
+def test_a_word_of_tomorrow_on_the_attach_socket_is_no_hang_up() -> None:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here.setblocking(False)
+    attachment = Attachment(here, Attached(1, b"S", "node-b", "1" * 32, ()), [])
+    with there:
+        there.send(msgspec.msgpack.encode({"type": "of-tomorrow", "call": 1}))
+        assert attachment.last_word() is None
+        there.send(b"\xc1")
+        there.send(ATTACH_REPLIES.encode(RankAnswer(3)))
+        assert attachment.hear() == RankAnswer(3)
+        assert attachment.hear() is None
+    word = attachment.last_word()
+    assert word is not None
+    assert word.code is Code.UNREACHABLE
+    attachment.close()

@@ -104,13 +104,20 @@ async def test_a_worker_and_its_session_come_back_together(kept):
     worker = kvd.client.join(kept.client, token=node.token)
     k, _ = worker.pool("main").layer(0)
     k[1].fill_(2.5)
+    lease = await node.lease([1] * PAGE)
+    order = lease.key
+    assert worker.owns(order)
 
-    before = worker._attachment.attached.incarnation
+    before = worker.incarnation
     await asyncio.to_thread(crash, kept)
+    assert not worker.owns(order)
 
     await node.match([1])
-    kept.wait_for(lambda: worker._attachment.attached.incarnation != before, "has no worker", 5.0)
+    kept.wait_for(lambda: worker.incarnation != before, "has no worker", 5.0)
     assert worker.end is None
+    with pytest.raises(KvdError, match=r"^before-restart: this order is for lease"):
+        worker.check(order)
+    assert worker.owns(lease.key), "its pages are kept"
     assert float(node.pool("main").layer(0)[0][1].sum()) == 2.5 * k[1].numel()
     worker.close()
     await node.close()
@@ -141,6 +148,9 @@ async def test_a_pool_that_ended_with_its_daemon_ends_the_node_and_a_new_one_wor
 
         with pytest.raises(KvdError, match=r"^pool-changed: .* connect anew"):
             await node.match([1])
+        with pytest.raises(KvdError, match=r"^pool-changed: the session of lease 1 is over"):
+            _ = lease.pages
+        assert node.end is not None
         await lease.release()
     async with kvd.client.connect(fleeting.client, name="decode-0") as node:
         assert (await node.match(tokens_of(PAGE, seed=3))).tokens == 0
