@@ -326,16 +326,18 @@ class Node:
                 ``receive(tokens, source="p")``, what ``p`` has cached of it is pulled, which may be
                 nothing: ``n_tokens``. The lease knows those, and has pages for the whole prompt.
             tokens: the prompt; only what is not cached here is sent. Or ``None``, and ``keys``.
-            keys: as in ``lease``, and ``extra_keys`` too; both sides give the same.
-            source: a peer's name, or an address (tcp://HOST:PORT, NAME@tcp://HOST:PORT), which is
-                dialed where it is of no configured peer. Several where the KV is on several
-                daemons, each once: ranks that all have it divide the pages, others send their
-                layers and heads. All of it arrives, or nothing; the aux is that of the first with
-                the last.
-            namespace: as in ``lease``, as are ``reserve_tokens``, ``priority`` and ``cache``.
+            keys: as in ``lease``; both sides give the same.
+            extra_keys: as in ``lease``; both sides give the same.
+            source: a peer's name, or an address (tcp://HOST:PORT, NAME@tcp://HOST:PORT). Several
+                where the KV is on several daemons: ranks that all have it divide the pages, others
+                send their layers and heads. All arrives, or nothing; the aux is the first's.
+            namespace: as in ``lease``.
+            reserve_tokens: as in ``lease``.
+            priority: as in ``lease``.
             tier: where its KV shall lie, in a pool with KV in host memory: ``device`` preloads
                 it into the device buffer, if it fits; ``host``, or none: ``fetch`` brings it.
             deadline_s: of the whole handoff.
+            cache: as in ``lease``.
             step_tokens: as in ``lease``, for what is generated after the prompt.
             request_id: the router's. Asked again with it, it is the receive that is under way, with
                 one lease for both. It names this prompt in this namespace: others are refused.
