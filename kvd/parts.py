@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 Packages = dict[str, tuple[str, ...]]
 
 CLIENT: Final[Packages] = {
-    "pyzmq": ("zmq",),
     "msgspec": ("msgspec",),
     "numpy": ("numpy",),
     "mypy_extensions": ("mypy_extensions",),
 }
 
 EXTRAS: Final[dict[str, Packages]] = {
-    "cli": {"click": ("click",), "rich": ("rich",), "typing_extensions": ("typing_extensions",)},
+    "cli": {
+        "click": ("click",),
+        "rich": ("rich",),
+        "typing_extensions": ("typing_extensions",),
+        "pyzmq": ("zmq",),
+    },
     "console": {"textual": ("textual",)},
     "daemon": {
         "uvloop": ("uvloop",),

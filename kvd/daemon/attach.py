@@ -40,6 +40,7 @@ import array
 import contextlib
 import itertools
 import os
+import resource
 import socket
 from typing import TYPE_CHECKING, Final
 
@@ -95,6 +96,10 @@ if TYPE_CHECKING:
 
 MAX_NAME_BYTES: Final = 128
 """Names are shown in every table an operator reads."""
+
+SPARE_DESCRIPTORS: Final = 24
+"""A session takes three or four, the last of them after it was let in; and operators, who can end
+one, must still be let in themselves."""
 
 MAX_REQUEST_BYTES: Final = 512 * 1024
 """An ``Attach`` of an engine that comes back names its leases: at 65,536 of them 330 KB."""
@@ -402,12 +407,9 @@ class AttachServer:
         other = self._keys.session(key) if request.key else None
         if other is not None and other.main is not None:
             return self._key_taken(key, other, other.main)
-        if len(self._sessions) >= self._limits.max_sessions:
-            return self._refuse(
-                Code.NO_ROOM,
-                f"{len(self._sessions)} sessions are open on {self._node}, which is its limit: end "
-                "some, or raise limits.max_clients",
-            )
+        full = self._why_full()
+        if full:
+            return self._refuse(Code.NO_ROOM, full)
         session = self._sessions.open()
         session.main = connection
         session.take(connection)
@@ -421,6 +423,22 @@ class AttachServer:
         self._tell_attached(connection, session)
         self._open_to(connection, session, request.key)
         return None
+
+    def _why_full(self) -> str:
+        """Why no other session is opened, and what to do; empty where there is room."""
+        if len(self._sessions) >= self._limits.max_sessions:
+            return (
+                f"{len(self._sessions)} sessions are open on {self._node}, which is its limit: end "
+                "some, or raise limits.max_clients"
+            )
+        open_now, most = open_descriptors()
+        if most - open_now < SPARE_DESCRIPTORS:
+            return (
+                f"{open_now} of {most} descriptors of {self._node} are open, and the last "
+                f"{SPARE_DESCRIPTORS} are for operators and peers: end some sessions, or raise "
+                "LimitNOFILE of the unit, or ulimit -n"
+            )
+        return ""
 
     def _return(
         self, connection: AttachConnection, former: EngineSession, request: Attach
@@ -847,6 +865,11 @@ def _file_of(endpoint: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+def open_descriptors() -> tuple[int, int]:
+    """How many descriptors this process has open, and how many it may; takes some 50 us."""
+    return len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def device_memory(spec: PoolSpec, shared: Iterable[SharedRegion]) -> tuple[DeviceMemory, ...]:

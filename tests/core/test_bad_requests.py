@@ -53,12 +53,14 @@ def test_the_largest_room_works():
         (
             {"source": ("x",)},
             Code.PEER_UNKNOWN,
-            "no peer is called 'x' (known: p): add it to peers.connect",
+            "no peer is called 'x' (known: p): add it to peers.connect, or "
+            "give its address as tcp://HOST:PORT",
         ),
         (
             {"source": ("d",)},
             Code.PEER_UNKNOWN,
-            "no peer is called 'd' (known: p): add it to peers.connect",
+            "no peer is called 'd' (known: p): add it to peers.connect, or "
+            "give its address as tcp://HOST:PORT",
         ),
         ({"source": ()}, Code.BAD_REQUEST, "receive from 0 sources, of 1 to 64"),
         ({"source": ("p",) * 65}, Code.BAD_REQUEST, "receive from 65 sources, of 1 to 64"),
@@ -70,7 +72,8 @@ def test_the_largest_room_works():
         (
             {"source": ("p", "x")},
             Code.PEER_UNKNOWN,
-            "no peer is called 'x' (known: p): add it to peers.connect",
+            "no peer is called 'x' (known: p): add it to peers.connect, or "
+            "give its address as tcp://HOST:PORT",
         ),
         (
             {"source": ("p",), "tier": "host"},

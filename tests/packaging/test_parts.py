@@ -104,9 +104,19 @@ TUI = "import sys; sys.argv = ['kvd-tui', *{arguments}]; from tui.__main__ impor
 @pytest.mark.parametrize(
     ("extras", "code", "arguments", "said"),
     [
-        ((), KVD, ["--help"], "kvd: click, rich and typing_extensions are not .* 'kvd[cli]'; on a"),
-        ((), KVD, ["status"], "kvd: click, rich and typing_extensions are not .* 'kvd[cli]'; on a"),
-        ((), TUI, ["--help"], "kvd-tui: click, rich and .* are not .* 'kvd[cli]'"),
+        (
+            (),
+            KVD,
+            ["--help"],
+            "kvd: click, rich, typing_extensions and pyzmq are not .* 'kvd[cli]'; on a",
+        ),
+        (
+            (),
+            KVD,
+            ["status"],
+            "kvd: click, rich, typing_extensions and pyzmq are not .* 'kvd[cli]'; on a",
+        ),
+        ((), TUI, ["--help"], "kvd-tui: click, rich, .* are not .* 'kvd[cli]'"),
         (("cli",), TUI, ["--once"], "kvd-tui: textual is not .* 'kvd[console]'"),
         (("cli",), KVD, ["serve"], "Error: kvd serve needs more .*uvloop, .* 'kvd[daemon]'"),
         (
