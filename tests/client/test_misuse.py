@@ -112,7 +112,7 @@ def test_a_deadline_of_0_is_over_at_once_where_nobody_answers(daemon: Daemon) ->
             with pytest.raises(KvdError, match=r"^deadline: no answer .* within 0.25 s") as late:
                 verb()
             assert late.value.retryable
-            assert time.monotonic() - began_s < 0.6
+            assert time.monotonic() - began_s < 2
         daemon.script = script
         daemon.push(wire.Leased(2, 72, 0, pack_ids([6])))
         for _ in range(2):  # what the first one reads is said before the second
@@ -125,7 +125,7 @@ async def test_a_loop_waits_no_longer_for_a_deadline_of_0(daemon: Daemon) -> Non
         began_s = time.monotonic()
         with pytest.raises(KvdError, match=r"^deadline: no answer .* within 0.25 s"):
             await node.lease([1], deadline_s=0)
-        assert time.monotonic() - began_s < 0.5
+        assert time.monotonic() - began_s < 2
         loop = asyncio.get_running_loop()
         assert loop.is_running()
 

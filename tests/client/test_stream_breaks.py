@@ -223,5 +223,5 @@ def test_a_begun_call_waits_for_no_daemon_that_takes_no_connection(deaf: Daemon)
     with kvd.client.connect_sync(deaf.endpoint, name="decode-0") as node:
         began_s = time.monotonic()
         calls = [node.begin_match([number]) for number in range(100)]
-        assert time.monotonic() - began_s < 0.1
+        assert time.monotonic() - began_s < 1
         assert not any(call.is_done for call in calls)
