@@ -328,9 +328,10 @@ class Node:
             tokens: the prompt; only what is not cached here is sent. Or ``None``, and ``keys``.
             keys: as in ``lease``; both sides give the same.
             extra_keys: as in ``lease``; both sides give the same.
-            source: a peer's name, or an address (tcp://HOST:PORT, NAME@tcp://HOST:PORT). Several
-                where the KV is on several daemons: ranks that all have it divide the pages, others
-                send their layers and heads. All arrives, or nothing; the aux is the first's.
+            source: a peer's name, or an address to dial: tcp://HOST:PORT, NAME@tcp://HOST:PORT.
+                Several where the KV is on several daemons, each once: ranks that all have it
+                divide the pages, others send their layers and heads. All of it arrives, or
+                nothing; the aux is that of the first with the last.
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.
