@@ -56,7 +56,7 @@ def test_hello_of_another_protocol_is_rejected_with_both_versions(mallory):
 
 def test_offers_of_a_peer_with_another_layout_are_refused(engines, mallory):
     """scenario G10."""
-    for number, layout in enumerate(('["mha","layer_first",[]]', "\x00garbage", "[" * 5_000), 1):
+    for number, layout in enumerate(('["mha","layer_first",[]]', "\x00garbage", "[" * 2_000), 1):
         greeting = msgspec.structs.replace(mallory.greeting, layout=layout, generation=number)
         mallory.tell(greeting)
         mallory.hears(peer.Hello)

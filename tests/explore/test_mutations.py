@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from kvd.core.cache.lease import ARRIVAL
-from kvd.core.handoff import send as prefill
+from kvd.core.handoff import offered as prefill
+from kvd.core.handoff.offered import OfferReader
 from kvd.core.handoff.posts import Posts
 from kvd.core.handoff.protocol import Decode
 from kvd.core.handoff.receive import Decoder
@@ -44,15 +45,16 @@ def never_repeats_settled(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_an_unknown_abort(patch: pytest.MonkeyPatch) -> None:
     """It is answered, and leaves no tombstone for the Offer that comes after it."""
-    aborted = Prefiller.aborted
+    aborted = OfferReader.aborted
 
     def answered(self, peer, message):
-        if self.settled_sends.find_part(peer.incarnation, message.handoff) is not None:
+        settled_sends = self._sends.settled_sends
+        if settled_sends.find_part(peer.incarnation, message.handoff) is not None:
             aborted(self, peer, message)
         else:
-            self.settled_sends.answer_below_floor(peer, message.handoff)
+            settled_sends.answer_below_floor(peer, message.handoff)
 
-    patch.setattr(Prefiller, "aborted", answered)
+    patch.setattr(OfferReader, "aborted", answered)
 
 
 def forgets_that_bytes_were_in_doubt(patch: pytest.MonkeyPatch) -> None:
@@ -91,7 +93,7 @@ def hears_delivered_only_when_accepted(patch: pytest.MonkeyPatch) -> None:
 
 def lets_go_when_finished(patch: pytest.MonkeyPatch) -> None:
     """The send holds its source until the engine has finished, and not until its posts are over."""
-    finish = Prefiller._streaming_to_flushing
+    finish = Prefiller.streaming_to_flushing
 
     def early(self, part):
         engine, finished = part.engine, finish(self, part)
@@ -99,7 +101,7 @@ def lets_go_when_finished(patch: pytest.MonkeyPatch) -> None:
             self._leases.release(engine.lease, f"send {part.id}", "early")
         return finished
 
-    patch.setattr(Prefiller, "_streaming_to_flushing", early)
+    patch.setattr(Prefiller, "streaming_to_flushing", early)
 
 
 @pytest.mark.parametrize(

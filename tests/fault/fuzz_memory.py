@@ -203,7 +203,8 @@ class CoreSiege:
         before = self.reports
         self.questions += 1
         self._feed(inputs.FromOperator(self._now_s, b"op", message))
-        is_at_once = not isinstance(message, admin.AskOtherEnd)  # which waits for peers
+        # These wait: for peers, and until it is on disk.
+        is_at_once = not isinstance(message, admin.AskOtherEnd | admin.RaiseEpoch)
         assert not is_at_once or self.reports == before + 1, message
 
     def _peer(self) -> None:

@@ -103,7 +103,7 @@ def test_stop_takes_everything_down_and_keeps_the_directory(service):
 
     assert service.show("kvd", "Result") == "success"
     assert service.show("kvd", "ActiveState") == "inactive"
-    left = [path.name for path in service.path("/run/kvd").iterdir()]
+    left = sorted(path.name for path in service.path("/run/kvd").iterdir())
     assert left == ["client.sock.lock", "client.sock.lock.birth"]
 
 
