@@ -19,7 +19,7 @@ from multidict import CIMultiDict
 
 import kvd.client
 from kvd.errors import Code, KvdError
-from kvd.proxy.bodies import json_bytes, prompt_bytes, token_ids
+from kvd.proxy.bodies import is_one_prompt, json_bytes, prompt_bytes, token_ids, worked
 from kvd.proxy.engines import soonest
 from kvd.proxy.exchange import EngineCall, EngineFault, FaultKind, whole_of
 from kvd.proxy.headers import own_request_headers
@@ -77,10 +77,19 @@ MOST_BLOCKS: Final = 200_000
 
 
 class CachedPrompt(NamedTuple):
-    """A prompt: its length in tokens, as far as that is known, and how much of it each node has."""
+    """A prompt, and how much of it each node has.
+
+    Attributes:
+        n_tokens: of it, as far as that is known.
+        cached: of them, at each engine.
+        beginning: of the prompt, in bytes that begin alike where prompts do.
+        is_one: there are no further prompts in the request.
+    """
 
     n_tokens: int
     cached: dict[ProxiedEngine, int]
+    beginning: bytes
+    is_one: bool
 
 
 class ServedPrefixes:
@@ -209,10 +218,7 @@ class Tokenizers:
         self._again_s: dict[ProxiedEngine, float] = {}
 
     async def tokens_of(self, body: Body, headers: CIMultiDict[str]) -> list[int] | None:
-        """The prompt in tokens; None if no engine says it in time."""
-        given = token_ids(body.get("prompt"))
-        if given is not None:
-            return given
+        """A prompt in text, in tokens; None if no engine says it in time."""
         now_s = asyncio.get_running_loop().time()
         able = [one for one in self._engines if self._again_s.get(one, now_s) <= now_s]
         chosen = soonest(able, {}, 0, now_s)
@@ -273,23 +279,27 @@ class PromptLookup:
         link = self._links.get(engine.address.daemon)
         return link.why if link is not None else ""
 
-    def note(self, engine: ProxiedEngine, body: Body) -> None:
-        """The prompt was sent to that engine."""
-        self._served[engine].note(prompt_bytes(body))
+    def note(self, engine: ProxiedEngine, beginning: bytes) -> None:
+        """A prompt that begins like this was sent to that engine."""
+        self._served[engine].note(beginning)
 
-    async def cached(self, body: Body, headers: Headers | None = None) -> CachedPrompt:
+    async def cached(
+        self, body: Body, headers: Headers | None = None, n_bytes: int = 0
+    ) -> CachedPrompt:
         """Of the prompt of this request, at each engine.
 
-        ``headers``: what an engine that is asked for the tokens is told beside it.
+        Args:
+            body: of the request.
+            headers: what an engine that is asked for the tokens is told beside it.
+            n_bytes: of the body; a long one is read beside the loop.
         """
-        prompt = prompt_bytes(body)
-        tokens = None
-        if self._links:
+        prompt, tokens, is_one = await worked(n_bytes, _read, body)
+        if tokens is None and self._links and n_bytes <= MOST_TOKENIZED_BYTES:
             told = own_request_headers(headers if headers is not None else CIMultiDict())
             tokens = await self._tokenizers.tokens_of(body, told)
         n_tokens = len(prompt) // BYTES_A_TOKEN if tokens is None else len(tokens)
         cached = {engine: self._served[engine].cached_tokens(prompt) for engine in self._engines}
-        if tokens is not None:
+        if tokens is not None and self._links:
             asked = list(self.counts)
             answers = await asyncio.gather(
                 *(
@@ -307,7 +317,12 @@ class PromptLookup:
                     counts.tokens += n_tokens
                     counts.cached_tokens += found
                     cached[engine] = found
-        return CachedPrompt(n_tokens, cached)
+        return CachedPrompt(n_tokens, cached, prompt[:MOST_NOTED_BYTES], is_one)
+
+
+def _read(body: Body) -> tuple[bytes, list[int] | None, bool]:
+    """Its prompt as bytes, and as tokens where it is given so; whether it has one."""
+    return prompt_bytes(body), token_ids(body.get("prompt")), is_one_prompt(body)
 
 
 def _blocks(prompt: bytes) -> Iterator[bytes]:

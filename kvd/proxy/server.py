@@ -14,7 +14,7 @@ import json
 import logging
 import resource
 import traceback
-from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import aiohttp
 from aiohttp import web
@@ -22,12 +22,15 @@ from multidict import CIMultiDict
 
 from kvd.errors import KvdError
 from kvd.proxy.bodies import (
+    VALUE_BYTES,
     Upload,
     error_body,
     json_bytes,
+    most_values_in,
     new_traceparent,
     parse_body,
     parse_json,
+    worked,
 )
 from kvd.proxy.engines import EngineRole, EngineState, ProxiedEngine
 from kvd.proxy.exchange import EngineCall, EngineClient, EngineFault, FaultKind
@@ -46,7 +49,7 @@ from kvd.proxy.paths import (
 from kvd.proxy.relay import CLIENT_ERROR, JSON, OK, SERVER_ERROR, UNAVAILABLE, Relay
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from kvd.proxy.engines import EngineAddress
     from kvd.proxy.paths import RequestTarget
@@ -61,16 +64,11 @@ URLENCODED: Final = "application/x-www-form-urlencoded"
 UPLOADED: Final = ("audio/", "image/", "video/", "application/octet-stream")
 """What is no JSON and goes through unread, beside forms."""
 
-LONG_BODY_BYTES: Final = 2**20
-"""A longer one is parsed beside the loop."""
-
 LINGER_S: Final = 2.0
 """After a refusal, for what a client still sends: it could not read the answer otherwise."""
 
 WANTED_DESCRIPTORS: Final = 65_536
 BACKLOG: Final = 1024
-
-Parsed = TypeVar("Parsed")
 
 _said: Final = logging.getLogger("kvd.proxy")
 
@@ -293,9 +291,10 @@ class ProxyServer:
         if target.is_for_tokens and request.method == "POST":
             self._metrics.requests.inc()
             raw = await self._whole_body(request, held)
-            body = await _beside_the_loop(parse_body, raw)
+            n_bytes = len(raw)
+            body = await worked(n_bytes, parse_body, raw, self.limits.body_values)
             del raw
-            return await self._relay.serve(request, target.as_it_came, body, trace)
+            return await self._relay.serve(request, target.as_it_came, body, n_bytes, trace)
         if target.path in OWN_PAGES:
             raise NotForwarded(METHOD_NOT_ALLOWED, f"{target.path} is read with GET")
         self._metrics.other_requests.inc()
@@ -311,8 +310,9 @@ class ProxyServer:
         raw = await self._whole_body(request, held)
         if not raw:
             return await self._relay.forward(request, target.as_it_came, None, trace)
-        found = await _beside_the_loop(parse_json, raw)
-        return await self._relay.forward(request, target.as_it_came, json_bytes(found), trace)
+        found = await worked(len(raw), parse_json, raw, self.limits.body_values)
+        told = await worked(len(raw), json_bytes, found)
+        return await self._relay.forward(request, target.as_it_came, told, trace)
 
     async def _whole_body(self, request: web.Request, held: contextlib.ExitStack) -> bytes:
         """A body in JSON; its bytes are given back when ``held`` closes."""
@@ -330,7 +330,12 @@ class ProxyServer:
             self._budget.take(len(piece))
             taken_bytes += len(piece)
             pieces.append(piece)
-        return b"".join(pieces)
+        raw = b"".join(pieces)
+        # What is made of it counts too, or a few megabytes of brackets would be as many gigabytes.
+        values_bytes = VALUE_BYTES * min(most_values_in(raw), self.limits.body_values)
+        self._budget.take(values_bytes)
+        taken_bytes += values_bytes
+        return raw
 
     async def _next_piece(self, request: web.Request, until_s: float) -> bytes:
         """Of a request's body; empty at its end.
@@ -421,12 +426,6 @@ def _refused(error: NotForwarded) -> web.Response:
     # What may still come of its body is nobody's.
     response.force_close()
     return response
-
-
-async def _beside_the_loop(parse: Callable[[bytes], Parsed], raw: bytes) -> Parsed:
-    if len(raw) <= LONG_BODY_BYTES:
-        return parse(raw)
-    return await asyncio.to_thread(parse, raw)
 
 
 def _ago_s(then_s: float, now_s: float) -> float | None:

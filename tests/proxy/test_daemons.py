@@ -80,7 +80,7 @@ async def test_a_daemon_that_hangs_costs_one_tenth_of_a_second_once(daemon, look
     there = engine(daemon)
     lookup = lookup_for(there)
     body = {"prompt": TOKENS}
-    lookup.note(there, body)
+    lookup.note(there, prompt_bytes(body))
     guessed = len(prompt_bytes(body)) // 256 * 64
     assert (await lookup.cached(body)).cached == {there: 0}
     os.kill(daemon.pid, signal.SIGSTOP)

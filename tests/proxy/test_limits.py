@@ -9,8 +9,9 @@ from kvd.proxy.limits import ProxyLimits, parse_limits
 
 
 def test_each_bound_can_be_said():
-    given = ["prefill_s=1.5", "body-bytes=1e6"]
-    assert parse_limits(given) == ProxyLimits(prefill_s=1.5, body_bytes=1_000_000)
+    given = ["prefill_s=1.5", "body-bytes=1e6", "body_values=10"]
+    expected = ProxyLimits(prefill_s=1.5, body_bytes=1_000_000, body_values=10)
+    assert parse_limits(given) == expected
     assert parse_limits([]) == ProxyLimits()
 
 
