@@ -8,7 +8,7 @@ from kvd.cli.exits import NotInstalled
 from kvd.errors import KvdError
 from kvd.parts import missing
 
-ENGINE = "URL[,daemon=ENDPOINT,namespace=NAME]"
+ENGINE = "URL[,daemon=ENDPOINT[,namespace=NAME]]"
 
 
 @click.command()
@@ -62,8 +62,9 @@ def proxy_command(
 
     A request goes to the engine where its prompt would be there soonest: what its node lacks of it,
     and what waits there. With daemon=ENDPOINT that is asked of the daemon of the engine's node, by
-    its client socket on this host; namespace=NAME may follow. Without, it is guessed from what was
-    sent there before.
+    its client socket on this host. Engines of vLLM say in which namespace they keep their prompts;
+    for others it follows as namespace=NAME. Without a daemon it is guessed from what was sent there
+    before.
     """
     if lacking := missing("proxy"):
         raise NotInstalled("kvd proxy", "proxy", lacking)

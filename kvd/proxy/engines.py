@@ -63,7 +63,7 @@ class EngineAddress:
         url: ``http://host:port``, without a slash at the end; a user and password in it become
             ``authorization`` and are in no text of the proxy.
         daemon: the client socket of its node's daemon; empty where the proxy cannot reach it.
-        namespace: of that daemon, in which the engine keeps its prompts.
+        namespace: of that daemon, in which the engine keeps its prompts; None: it says so itself.
         authorization: what the proxy says to it in the header of that name; empty: what its client
             says.
     """
@@ -71,7 +71,7 @@ class EngineAddress:
     role: EngineRole
     url: str
     daemon: str = ""
-    namespace: str = ""
+    namespace: str | None = None
     authorization: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -205,7 +205,7 @@ def soonest(
 
 
 def parse_engine(role: EngineRole, text: str) -> EngineAddress:
-    """``URL[,daemon=ENDPOINT,namespace=NAME]``.
+    """``URL[,daemon=ENDPOINT[,namespace=NAME]]``.
 
     Raises:
         KvdError: ``bad-request``; says what is wrong with which part.
@@ -234,17 +234,12 @@ def parse_engine(role: EngineRole, text: str) -> EngineAddress:
         if not is_given or key not in OPTIONS or key in said:
             raise _wrong(role, shown, f"{option!r} is none of {', '.join(OPTIONS)}, each once")
         said[key] = value
-    if "namespace" in said and not said.get("daemon"):
-        raise _wrong(role, shown, "a namespace is of a daemon: give daemon=ENDPOINT too")
-    if said.get("daemon") and "namespace" not in said:
+    if said.get("daemon") == "":
         raise _wrong(
-            role,
-            shown,
-            "a daemon is asked in one namespace, and no prompt is found in another: give "
-            "namespace=NAME too. Engines of vLLM keep theirs in that of their model, which `kvd "
-            "tree` shows on their node; namespace= with nothing behind it is the one without a "
-            "name",
+            role, shown, "daemon= is its client socket, such as ipc:///run/kvd/client.sock"
         )
+    if "namespace" in said and "daemon" not in said:
+        raise _wrong(role, shown, "a namespace is of a daemon: give daemon=ENDPOINT too")
     return EngineAddress(role=role, url=url.rstrip("/"), **said)
 
 

@@ -33,6 +33,7 @@ class ProxyLimits(msgspec.Struct, frozen=True, kw_only=True):
         health_s: for the answer to ``/health``, and between two questions.
         doubted_s: for each request in a row that an engine failed; it gets what no other takes.
         tokenize_s: for the tokens of a prompt.
+        stop_s: for the requests that there are when the proxy is told to end.
         body_bytes: of one request in JSON.
         body_values: of one request in JSON: numbers, texts, lists and objects.
         bodies_bytes: of all of them that are being served, each with forty bytes more for a value;
@@ -51,6 +52,7 @@ class ProxyLimits(msgspec.Struct, frozen=True, kw_only=True):
     health_s: float = 2.0
     doubted_s: float = 5.0
     tokenize_s: float = 1.0
+    stop_s: float = 60.0
     body_bytes: int = 64 * 2**20
     body_values: int = 1_000_000
     bodies_bytes: int = 512 * 2**20

@@ -44,6 +44,16 @@ class RequestEnd(enum.StrEnum):
     """A fault of the proxy."""
 
 
+class LookupEnd(enum.StrEnum):
+    """What came of asking an engine's daemon for a prompt."""
+
+    ANSWERED = "answered"
+    NO_ANSWER = "no-answer"
+    """It refused, was not there, or did not say it in time."""
+    NO_NAMESPACE = "no-namespace"
+    """It was not asked: the engine has not said where it keeps its prompts."""
+
+
 class ProxyMetrics:
     """What a proxy counts, in a registry of its own."""
 
@@ -66,7 +76,12 @@ class ProxyMetrics:
             "engine_faults", "What an engine did wrong.", "role", "engine", "fault"
         )
         self.lookups = self._counter(
-            "lookups", "Questions to daemons for a prompt, by what came of them.", "daemon", "how"
+            "lookups",
+            "Prompts by what came of asking an engine's daemon for them.",
+            *("role", "engine", "how"),
+        )
+        self.lookup_tokens = self._counter(
+            "lookup_tokens", "Of the prompts answered.", "role", "engine", "found"
         )
         for how in RequestEnd:
             self.ended.labels(how.value)

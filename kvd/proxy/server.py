@@ -164,11 +164,14 @@ class ProxyServer:
     async def _up(self, app: web.Application) -> AsyncIterator[None]:
         """Ask the engines once before anybody is served, and again and again meanwhile."""
         client = EngineClient(self.limits, self._metrics)
-        lookup = PromptLookup(client, self.engines, self.limits.tokenize_s)
+        lookup = PromptLookup(client, self.engines, self._metrics, self.limits.tokenize_s)
         self._client, self._lookup = client, lookup
         self._relay = Relay(client, self.engines, lookup, self._metrics, self.limits, self._name)
-        asking = [asyncio.create_task(self._keep_asking(engine)) for engine in self.engines]
+        asking = [asyncio.create_task(self._keep_asking(engine, lookup)) for engine in self.engines]
         await self._ask_all()
+        await asyncio.gather(
+            *(lookup.namespaces.ask(engine, self.limits.health_s) for engine in self.engines)
+        )
         try:
             yield
         finally:
@@ -181,10 +184,11 @@ class ProxyServer:
     async def _ask_all(self) -> None:
         await asyncio.gather(*(self._ask(engine) for engine in self.engines))
 
-    async def _keep_asking(self, engine: ProxiedEngine) -> None:
+    async def _keep_asking(self, engine: ProxiedEngine, lookup: PromptLookup) -> None:
         while True:
             await asyncio.sleep(self.limits.health_s)
             await self._ask(engine)
+            await lookup.namespaces.ask(engine, self.limits.health_s)
 
     async def _ask(self, engine: ProxiedEngine) -> None:
         """Ask an engine for its health. What it says late, or not at all, is no proof of death."""
@@ -387,11 +391,12 @@ class ProxyServer:
         }
         if (counts := self._lookup.counts.get(engine)) is not None:
             said["lookups"] = {
-                "namespace": engine.address.namespace,
+                "namespace": self._lookup.namespaces.of(engine),
                 "asked": counts.asked,
                 "answered": counts.answered,
                 "tokens": counts.tokens,
                 "cached_tokens": counts.cached_tokens,
+                "no_namespace": counts.no_namespace,
                 "why_not_asked": self._lookup.why_not_asked(engine),
             }
         return said
@@ -439,7 +444,7 @@ def run(
     limits: ProxyLimits | None = None,
     also: tuple[str, ...] = (),
 ) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT; then end what there is, within ``stop_s``."""
     _allow_descriptors()
     server = ProxyServer(addresses, limits, also)
     web.run_app(
@@ -448,6 +453,8 @@ def run(
         port=port,
         backlog=BACKLOG,
         print=None,
+        # It waits so long for requests to end, and once more for those that it has told to.
+        shutdown_timeout=server.limits.stop_s / 2,
         **server.http_options(),
     )
 

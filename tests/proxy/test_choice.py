@@ -150,9 +150,9 @@ def test_the_namespace_without_a_name_is_said_too():
     assert parse_engine(EngineRole.DECODE, text).namespace == ""
 
 
-def test_a_daemon_without_a_namespace_finds_nothing_and_is_refused_with_what_to_say():
-    with pytest.raises(KvdError, match="give namespace=NAME"):
-        parse_engine(EngineRole.DECODE, "http://h:81,daemon=ipc:///run/kvd/client.sock")
+def test_a_namespace_that_is_not_given_is_for_the_engine_to_say():
+    text = "http://h:81,daemon=ipc:///run/kvd/client.sock"
+    assert parse_engine(EngineRole.DECODE, text).namespace is None
 
 
 def test_a_password_is_in_no_text_of_an_engine():
@@ -176,6 +176,7 @@ def test_a_password_is_in_no_text_of_an_engine():
         "http://h:81#x",
         "http://h 1",
         "http://h:81,daemon=,namespace=m",
+        "http://h:81,daemon=",
         "ftp://h",
         "http://h:81,peer=x",
         "http://h:81,daemon",

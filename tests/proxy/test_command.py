@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import sys
+import time
+
 import pytest
 from click.testing import CliRunner
 
 from kvd.cli.proxy import proxy_command
+from tests.proxy.engines import HERE, post, raw, say
+
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENT = b'f\r\ndata: {"n":1}\n\n\r\n'
 
 ENGINE = ("--decode", "http://127.0.0.1:9")
 
@@ -15,7 +24,8 @@ ENGINE = ("--decode", "http://127.0.0.1:9")
     [
         ((), "--decode"),
         (("--decode", "h:81"), "no address"),
-        (("--decode", "http://h:81,daemon=ipc:///x"), "give namespace=NAME"),
+        (("--decode", "http://h:81,daemon="), "its client socket"),
+        (("--decode", "http://h:81,namespace=m"), "give daemon=ENDPOINT"),
         (("--prefill", "http://user:hunter2@h:99999", *ENGINE), "no address"),
         ((*ENGINE, "--listen", "8000"), "no HOST:PORT"),
         ((*ENGINE, "--limit", "prefil_s=3"), "prefill_s"),
@@ -28,3 +38,48 @@ def test_what_is_wrong_is_said_in_words(arguments, said):
     assert found.exit_code == 2
     assert said in found.output
     assert "hunter2" not in found.output
+
+
+@pytest.mark.parametrize("events", [5, 1000])
+async def test_what_was_begun_may_end_when_the_proxy_is_told_to_within_a_bound(events):
+    has_come = asyncio.Event()
+
+    async def stream(request):
+        has_come.set()
+        await request.says(STREAM)
+        for _ in range(events):
+            await request.says(EVENT)
+            await asyncio.sleep(0.1)
+        await request.says(b"0\r\n\r\n")
+
+    with socket.socket() as free:
+        free.bind((HERE, 0))
+        listen = f"{HERE}:{free.getsockname()[1]}"
+    async with raw(stream) as decode:
+        arguments = ("--decode", decode.url, "--listen", listen, "--limit", "stop_s=4")
+        proxy = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvd", "proxy", *arguments
+        )
+        try:
+            for _ in range(300):
+                await asyncio.sleep(0.1)
+                try:
+                    assert await say(f"http://{listen}", b"GET /health HTTP/1.0\r\n\r\n")
+                    break
+                except ConnectionError:
+                    continue
+            begun = post("/v1/completions", b'{"prompt": "x", "stream": true}')
+            answer = asyncio.create_task(say(f"http://{listen}", begun, wait_s=20.0))
+            await has_come.wait()
+            began_s = time.monotonic()
+            proxy.terminate()
+            said = await answer
+            assert await asyncio.wait_for(proxy.wait(), 20.0) == 0
+        finally:
+            if proxy.returncode is None:
+                proxy.kill()
+                await proxy.wait()
+    assert time.monotonic() - began_s < 12.0
+    # It has its end, or none: never one that looks like that of a whole answer.
+    assert said.endswith(b"0\r\n\r\n") == (events == 5)
+    assert said.count(b"data:") == events or events != 5

@@ -15,9 +15,9 @@ from kvd.proxy.bodies import prompt_bytes
 from kvd.proxy.engines import EngineAddress, EngineRole, ProxiedEngine
 from kvd.proxy.exchange import EngineClient
 from kvd.proxy.limits import ProxyLimits
-from kvd.proxy.lookup import DaemonLink, PromptLookup
+from kvd.proxy.lookup import NAMED_AGAIN_S, DaemonLink, PromptLookup, namespaces_in
 from kvd.proxy.metrics import ProxyMetrics
-from tests.proxy.engines import FakeEngine, running
+from tests.proxy.engines import FakeEngine, http_answer, raw, running
 
 LIMIT_TOKENS = 2000
 SHAPE = {
@@ -43,11 +43,12 @@ def engine(daemon, url="http://127.0.0.1:9", namespace=""):
 
 @pytest.fixture
 async def lookup_for():
-    client = EngineClient(ProxyLimits(), ProxyMetrics([], time.monotonic))
+    metrics = ProxyMetrics([], time.monotonic)
+    client = EngineClient(ProxyLimits(), metrics)
     made = []
 
     def make(*engines):
-        made.append(PromptLookup(client, engines))
+        made.append(PromptLookup(client, engines, metrics))
         return made[-1]
 
     yield make
@@ -127,6 +128,92 @@ async def test_a_daemon_that_is_not_there_is_asked_seldom_and_says_why(tmp_path)
     assert time.monotonic() - began_s < 0.05
 
 
+def named(*namespaces, value="1.0"):
+    lines = ["# HELP vllm:kvd_namespace_info x", "# TYPE vllm:kvd_namespace_info gauge"]
+    for number, namespace in enumerate(namespaces):
+        labels = f'model_name="m",engine="{number}",namespace="{namespace}"'
+        lines.append(f"vllm:kvd_namespace_info{{{labels}}} {value}")
+    return "\n".join(["vllm:other 1.0", *lines, "vllm:kvd_namespace_information 1", ""])
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        (named("lab/m:float32:0a"), {"lab/m:float32:0a"}),
+        (named("m", "m"), {"m"}),
+        (named("a", "b"), {"a", "b"}),
+        (named("m", value="0.0"), set()),
+        (named("a") + named("b", value="0"), {"a"}),
+        (named('a\\"b}c\\\\d'), {'a"b}c\\d'}),
+        ("", set()),
+        ("vllm:kvd_namespace_info{", set()),
+        ("vllm:kvd_namespace_info{} 1", set()),
+        ('vllm:kvd_namespace_info{namespace="a"} x', set()),
+        ("<html>vllm:kvd_namespace_info", set()),
+    ],
+)
+def test_a_page_of_metrics_names_the_namespaces_of_now(page, expected):
+    assert namespaces_in(page.encode()) == expected
+    assert namespaces_in(b"\xff\xfe\0" + b"x" * 100 + b"\n" + page.encode()) == expected
+
+
+async def test_an_engine_says_its_namespace_itself_and_may_change_it(
+    daemon, lookup_for, monkeypatch
+):
+    async with kvd.client.connect(daemon.client, name="engine") as node:
+        await (await node.lease(TOKENS, namespace="old")).release(())
+        await (await node.lease(TOKENS[:32], namespace="new")).release(())
+    async with running(FakeEngine("d")) as decode:
+        there = engine(daemon, decode.url, namespace=None)
+        lookup = lookup_for(there)
+
+        async def found():
+            await lookup.namespaces.ask(there, 5.0)
+            return (await lookup.cached({"prompt": TOKENS})).cached[there]
+
+        assert await found() == 0
+        assert "after its first request" in lookup.why_not_asked(there)
+        assert (lookup.counts[there].asked, lookup.counts[there].no_namespace) == (0, 1)
+        decode.metrics = named("old")
+        assert await found() == 80
+        assert lookup.why_not_asked(there) == ""
+        # It is read again after a while, or when the engine was down meanwhile.
+        decode.metrics = named("new")
+        assert await found() == 80
+        monkeypatch.setattr("kvd.proxy.lookup.NAMED_AGAIN_S", -1.0)
+        assert NAMED_AGAIN_S > 0
+        await found()
+        there.refused(0.0, "gone")
+        assert await found() == 0
+        there.said_well(0.0)
+        assert await found() == 32
+        # Two at once are no answer.
+        decode.metrics = named("new", "old")
+        assert await found() == 0
+        assert "several" in lookup.why_not_asked(there)
+
+
+async def test_an_engine_that_does_not_say_its_namespace_in_time_keeps_the_one_it_said(
+    daemon, lookup_for, monkeypatch
+):
+    monkeypatch.setattr("kvd.proxy.lookup.NAMED_AGAIN_S", -1.0)
+
+    async def once(request):
+        if len(decode.requests) == 1:
+            await request.says(http_answer(named("m").encode()))
+        else:
+            await request.reader.read()
+        return True
+
+    async with raw(once) as decode:
+        there = engine(daemon, decode.url, namespace=None)
+        lookup = lookup_for(there)
+        for wait_s in (5.0, 0.2):
+            await lookup.namespaces.ask(there, wait_s)
+            assert lookup.namespaces.of(there) == "m"
+        assert len(decode.requests) == 2
+
+
 async def test_what_came_of_lookups_is_counted(daemon, lookup_for):
     there = engine(daemon, namespace="nobody keeps anything here")
     lookup = lookup_for(there)
@@ -134,3 +221,12 @@ async def test_what_came_of_lookups_is_counted(daemon, lookup_for):
     await lookup.cached({"prompt": list(range(LIMIT_TOKENS + 1))})
     counts = lookup.counts[there]
     assert (counts.asked, counts.answered, counts.tokens, counts.cached_tokens) == (2, 1, 80, 0)
+    page = lookup_metrics(lookup)
+    labels = 'engine="http://127.0.0.1:9"'
+    assert f'kvd_proxy_lookups_total{{{labels},how="answered",role="decode"}} 1.0' in page
+    assert f'kvd_proxy_lookups_total{{{labels},how="no-answer",role="decode"}} 1.0' in page
+    assert f'kvd_proxy_lookup_tokens_total{{{labels},found="lacking",role="decode"}} 80.0' in page
+
+
+def lookup_metrics(lookup):
+    return lookup._metrics.page().decode()
