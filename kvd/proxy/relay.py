@@ -164,6 +164,13 @@ class Relay:
             transfer, refusal = await self._prefilled(target, body, n_bytes, headers, prompt)
         if refusal is not None:
             return self._ended(RequestEnd.ANSWERED, refusal.for_client())
+
+        def without_kv() -> bytes:
+            # Whoever reads KV a second time may read what lies there by then.
+            nonlocal transfer
+            transfer = None
+            return json_bytes(decode_body(body, None))
+
         tries = self._tries(is_for_tokens=True)
         while tries.may_go_on:
             chosen = soonest(
@@ -185,6 +192,7 @@ class Relay:
                 target=target,
                 headers=self._with_credentials(told, engine),
                 body=await worked(n_bytes, json_bytes, decode_body(body, transfer)),
+                again=without_kv if transfer is not None else None,
             )
             with self._at(engine, chosen.lacking_tokens) as begun:
                 self._lookup.note(engine, prompt.beginning)
@@ -192,7 +200,6 @@ class Relay:
             if response is not None:
                 return response
             if tries.may_have_taken:
-                # Whoever reads KV a second time may read what lies there by then.
                 transfer = None
         return self._no_answer(tries)
 
