@@ -17,7 +17,7 @@ import traceback
 from typing import TYPE_CHECKING, Final, TypedDict
 
 import aiohttp
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
 from kvd.errors import KvdError
@@ -218,11 +218,14 @@ class ProxyServer:
     async def _expect(self, request: web.Request) -> web.StreamResponse | None:
         """Judge a request before its client sends the body."""
         try:
-            _check_expected(request.headers["expect"])
+            _check_expected(", ".join(request.headers.getall("expect")))
             self._judged(request)
         except NotForwarded as error:
             self._count(RequestEnd.REFUSED)
             return _refused(error)
+        if request.version < HttpVersion11:
+            # It knows no answer before the answer (RFC 9110, 10.1.1).
+            return None
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         # That was no part of the answer.
         request.writer.output_size = 0

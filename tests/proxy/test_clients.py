@@ -256,8 +256,12 @@ async def test_http_1_0_head_options_and_100_continue(proxy, decode):
     assert status_of(await say(proxy, options)) == 200
     expecting = post("/v1/completions", BODY, "Expect: 100-continue")
     assert (await say(proxy, expecting)).startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
+    older = post("/v1/completions", BODY, "Expect: 100-continue", version="1.0")
+    assert status_of(await say(proxy, older)) == 200
+    two = post("/v1/completions", BODY, "Expect: 100-continue", "Expect: more")
+    assert status_of(await say(proxy, two)) == 417
     assert [request.line.split()[0] for request in decode.requests] == [
-        *("POST", "HEAD", "OPTIONS", "POST")
+        *("POST", "HEAD", "OPTIONS", "POST", "POST")
     ]
 
 
