@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import enum
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 OPTIONS: Final = ("daemon", "namespace")
+
+_OPTION: Final = re.compile(f",(?=(?:{'|'.join(OPTIONS)})=)")
+_HOST: Final = re.compile(r"[a-z0-9._-]+|[0-9a-f:.]+(?:%[a-z0-9._-]+)?")
+_BASE: Final = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)*/?")
+"""Of a URL, what stands before the paths of the HTTP API."""
 
 DOUBTED_S: Final = 5.0
 """For each request in a row that an engine failed, whatever it says of its health meanwhile."""
@@ -211,36 +217,56 @@ def parse_engine(role: EngineRole, text: str) -> EngineAddress:
         KvdError: ``bad-request``; says what is wrong with which part.
     """
     url, *options = text.split(",")
-    # What is wrong is said without the password that may be in it.
-    shown = url.rpartition("@")[2]
+    # What is wrong is said without the password that may be in it, also if that has a comma.
+    head = _OPTION.split(text)[0]
+    shown = head.rpartition("@")[2]
     try:
         parts = urlsplit(url)
         is_address = (
-            parts.scheme in ("http", "https")
-            and bool(parts.hostname)
+            ("@" in url or "@" not in head)
+            and parts.scheme in ("http", "https")
+            and not any(char.isspace() for char in url)
             and parts.port != 0
             and not parts.query
             and not parts.fragment
             and url.isascii()
-            and not any(char.isspace() for char in url)
+            and _HOST.fullmatch(parts.hostname or "") is not None
+            and _BASE.fullmatch(parts.path) is not None
         )
     except ValueError:
         is_address = False
     if not is_address:
-        raise _wrong(role, shown, f"{shown!r} is no address such as http://127.0.0.1:8100")
+        coded = " (in a password, %-encode all but letters and digits)" if "@" in text else ""
+        raise _wrong(role, shown, f"{shown!r} is no address such as http://127.0.0.1:8100{coded}")
     said: dict[str, str] = {}
     for option in options:
         key, is_given, value = option.partition("=")
         if not is_given or key not in OPTIONS or key in said:
             raise _wrong(role, shown, f"{option!r} is none of {', '.join(OPTIONS)}, each once")
         said[key] = value
-    if said.get("daemon") == "":
+    if not said.get("daemon", "ipc://").partition("://")[1]:
         raise _wrong(
             role, shown, "daemon= is its client socket, such as ipc:///run/kvd/client.sock"
         )
     if "namespace" in said and "daemon" not in said:
         raise _wrong(role, shown, "a namespace is of a daemon: give daemon=ENDPOINT too")
     return EngineAddress(role=role, url=url.rstrip("/"), **said)
+
+
+def check_engines(addresses: Iterable[EngineAddress]) -> None:
+    """Whether each is there once in its role: a second one would be no other engine to try.
+
+    Raises:
+        KvdError: ``bad-request``; says which one is there twice.
+    """
+    seen = set()
+    for address in addresses:
+        parts = urlsplit(address.url)
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        where = (address.role, parts.scheme, parts.hostname, port, parts.path)
+        if where in seen:
+            raise _wrong(address.role, address.url, "this engine is named twice")
+        seen.add(where)
 
 
 def _wrong(role: EngineRole, shown: str, why: str) -> KvdError:

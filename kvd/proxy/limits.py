@@ -77,7 +77,10 @@ def parse_limits(given: Iterable[str]) -> ProxyLimits:
             raise _wrong(text, f"{value!r} is no number") from error
         if not 0 < number < math.inf:
             raise _wrong(text, "it must be above 0")
-        said[name] = int(number) if name.endswith(("_bytes", "_values")) else number
+        is_count = name.endswith(("_bytes", "_values"))
+        if is_count and number < 1:
+            raise _wrong(text, "it must be 1 or more")
+        said[name] = int(number) if is_count else number
     return msgspec.convert(said, ProxyLimits)
 
 

@@ -12,6 +12,7 @@ from kvd.proxy.engines import (
     EngineRole,
     EngineState,
     ProxiedEngine,
+    check_engines,
     parse_engine,
     soonest,
 )
@@ -159,9 +160,25 @@ def test_a_password_is_in_no_text_of_an_engine():
     address = parse_engine(EngineRole.PREFILL, "http://user:hunter%322@h:81/")
     assert (address.url, address.authorization) == ("http://h:81", "Basic dXNlcjpodW50ZXIyMg==")
     assert "dXNl" not in repr(address)
-    with pytest.raises(KvdError) as caught:
-        parse_engine(EngineRole.PREFILL, "ftp://user:hunter2@h:81")
-    assert "hunter2" not in str(caught.value)
+    for text in (
+        *("ftp://user:hunter2@h:81", "http://user:hunter2,x@h:81", "http://user:hunter2,/@h:81"),
+        *("http://user:hunter2é@h:81", "http://user:hunter2,x@h:81,daemon=ipc://@x"),
+        *("http://user:80,hunter2@h:81", "http://user:hunter2@h:81,daemon="),
+    ):
+        with pytest.raises(KvdError) as caught:
+            parse_engine(EngineRole.PREFILL, text)
+        assert "hunter2" not in str(caught.value)
+
+
+def test_an_engine_is_named_once_in_a_role_however_it_is_written():
+    def named(*texts):
+        return [parse_engine(EngineRole.DECODE, text) for text in texts]
+
+    check_engines(named("http://h", "http://h:81", "https://h", "http://h/a", "http://[::1]:80"))
+    check_engines([*named("http://h"), parse_engine(EngineRole.PREFILL, "http://h")])
+    for other in ("http://h", "HTTP://H:80", "http://h/", "http://user:p@h:080"):
+        with pytest.raises(KvdError, match="twice"):
+            check_engines(named("http://h", other))
 
 
 @pytest.mark.parametrize(
@@ -175,8 +192,15 @@ def test_a_password_is_in_no_text_of_an_engine():
         "http://h:81?x",
         "http://h:81#x",
         "http://h 1",
+        "http://h\n",
         "http://h:81,daemon=,namespace=m",
         "http://h:81,daemon=",
+        "http://h:81,daemon=client.sock",
+        "http://h;x:81",
+        "http://h\\x:81",
+        "http://h:81/../x",
+        "http://h:81/%2e",
+        "http://h:81//x",
         "ftp://h",
         "http://h:81,peer=x",
         "http://h:81,daemon",

@@ -30,7 +30,13 @@ ENGINE = ("--decode", "http://127.0.0.1:9")
         ((*ENGINE, "--listen", "8000"), "no HOST:PORT"),
         ((*ENGINE, "--limit", "prefil_s=3"), "prefill_s"),
         ((*ENGINE, "--limit", "prefill_s=0"), "above 0"),
-        ((*ENGINE, "--pass-path", "sleep"), "does not begin with /"),
+        ((*ENGINE, "--listen", "::1:8000"), "no HOST:PORT"),
+        ((*ENGINE, "--listen", "h:65536"), "no HOST:PORT"),
+        ((*ENGINE, "--pass-path", "sleep"), "begins with /"),
+        ((*ENGINE, "--pass-path", "/x/../sleep"), ".. segment"),
+        ((*ENGINE, "--pass-path", "/sleep?level=1"), "no path"),
+        ((*ENGINE, "--pass-path", "//"), "no path"),
+        ((*ENGINE, *ENGINE), "twice"),
     ],
 )
 def test_what_is_wrong_is_said_in_words(arguments, said):
@@ -38,6 +44,17 @@ def test_what_is_wrong_is_said_in_words(arguments, said):
     assert found.exit_code == 2
     assert said in found.output
     assert "hunter2" not in found.output
+
+
+def test_an_address_that_cannot_be_listened_at_is_said_in_words():
+    with socket.socket() as taken:
+        taken.bind((HERE, 0))
+        taken.listen()
+        listen = f"{HERE}:{taken.getsockname()[1]}"
+        found = CliRunner().invoke(proxy_command, (*ENGINE, "--listen", listen))
+    assert found.exit_code == 1
+    assert f"Error: --listen {listen}: " in found.output
+    assert "in use" in found.output
 
 
 @pytest.mark.parametrize("events", [5, 1000])

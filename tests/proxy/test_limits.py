@@ -16,7 +16,16 @@ def test_each_bound_can_be_said():
 
 
 @pytest.mark.parametrize(
-    "text", ["prefill=1", "prefill_s", "prefill_s=", "prefill_s=0", "prefill_s=-1", "idle_s=nan"]
+    "text",
+    [
+        "prefill=1",
+        "prefill_s",
+        "prefill_s=",
+        "prefill_s=0",
+        "prefill_s=-1",
+        "idle_s=nan",
+        "body_bytes=.5",
+    ],
 )
 def test_a_bound_that_is_none_is_refused_in_words(text):
     with pytest.raises(KvdError, match="--limit"):
