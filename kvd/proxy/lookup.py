@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from multidict import CIMultiDict
@@ -67,7 +68,9 @@ MOST_TOKENIZED_BYTES: Final = 4 * 2**20
 """A longer text is not worth an engine's time for this."""
 
 NAMESPACE_METRIC: Final = "vllm:kvd_namespace_info"
-_NAMESPACES: Final = re.compile(rb"^" + NAMESPACE_METRIC.encode() + rb"\{.*$", re.MULTILINE)
+_NAMESPACES: Final = re.compile(rb"^" + NAMESPACE_METRIC.encode() + rb"\{.{0,2000}$", re.MULTILINE)
+_MOST_NAMED: Final = 256
+"""Lines of a page, one for each engine behind an address; more are an engine's lie."""
 
 NAMED_AGAIN_S: Final = 30.0
 """An engine that has named its namespace is asked again; meanwhile it may have become another."""
@@ -409,7 +412,8 @@ class PromptLookup:
 
 def namespaces_in(page: bytes) -> set[str]:
     """The namespaces that an engine's page of metrics names as its present ones."""
-    lines = b"\n".join(_NAMESPACES.findall(page)).decode(errors="replace")
+    found = (line[0] for line in islice(_NAMESPACES.finditer(page), _MOST_NAMED))
+    lines = b"\n".join(found).decode(errors="replace")
     try:
         return {
             sample.labels["namespace"]

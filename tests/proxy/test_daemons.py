@@ -157,6 +157,11 @@ def test_a_page_of_metrics_names_the_namespaces_of_now(page, expected):
     assert namespaces_in(b"\xff\xfe\0" + b"x" * 100 + b"\n" + page.encode()) == expected
 
 
+def test_a_page_that_names_thousands_is_not_read_to_its_end():
+    assert len(namespaces_in(named(*map(str, range(10_000))).encode())) <= 256
+    assert namespaces_in(named("n" * 100_000, "m").encode()) == {"m"}
+
+
 async def test_an_engine_says_its_namespace_itself_and_may_change_it(
     daemon, lookup_for, monkeypatch
 ):
