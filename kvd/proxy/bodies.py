@@ -13,11 +13,13 @@ decode engine as it is. The room of kvd's own handoff is the prefill engine's, a
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import re
 import secrets
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, NoReturn, ParamSpec, TypeVar
 
 from kvd.errors import Code, KvdError, Refusal
@@ -70,13 +72,20 @@ _BEFORE_VALUES: Final = (b",", b"[", b"{")
 _LEAST_SNIFFED: Final = 4
 
 
+@functools.cache
+def _beside_the_loop() -> ThreadPoolExecutor:
+    # One thread: they take turns at the interpreter anyway, and the loop would wait for each.
+    return ThreadPoolExecutor(1, thread_name_prefix="kvd-proxy-json")
+
+
 async def worked(
     n_bytes: int, work: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs
 ) -> Made:
     """The work on so many bytes of JSON; beside the loop where it would hold up other requests."""
     if n_bytes <= LONG_BODY_BYTES:
         return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
+    made = functools.partial(work, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_beside_the_loop(), made)
 
 
 def most_values_in(raw: bytes) -> int:
