@@ -11,16 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from multidict import CIMultiDict
-from prometheus_client.parser import text_string_to_metric_families
 
 import kvd.client
 from kvd.errors import Code, KvdError
@@ -28,7 +25,7 @@ from kvd.proxy.bodies import is_one_prompt, json_bytes, prompt_bytes, token_ids,
 from kvd.proxy.engines import EngineState, soonest
 from kvd.proxy.exchange import EngineCall, EngineFault, FaultKind, whole_of
 from kvd.proxy.headers import own_request_headers
-from kvd.proxy.metrics import LookupEnd
+from kvd.proxy.metrics import NAMESPACE_METRIC, LookupEnd, namespaces_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -66,11 +63,6 @@ TOKENIZED: Final = ("model", "prompt", "messages", "tools", "chat_template_kwarg
 
 MOST_TOKENIZED_BYTES: Final = 4 * 2**20
 """A longer text is not worth an engine's time for this."""
-
-NAMESPACE_METRIC: Final = "vllm:kvd_namespace_info"
-_NAMESPACES: Final = re.compile(rb"^" + NAMESPACE_METRIC.encode() + rb"\{.{0,2000}$", re.MULTILINE)
-_MOST_NAMED: Final = 256
-"""Lines of a page, one for each engine behind an address; more are an engine's lie."""
 
 NAMED_AGAIN_S: Final = 30.0
 """An engine that has named its namespace is asked again; meanwhile it may have become another."""
@@ -408,21 +400,6 @@ class PromptLookup:
             said = zip(asked, answers, strict=True)
             cached |= {engine: found for engine, found in said if found is not None}
         return CachedPrompt(n_tokens, cached, prompt[:MOST_NOTED_BYTES], is_one)
-
-
-def namespaces_in(page: bytes) -> set[str]:
-    """The namespaces that an engine's page of metrics names as its present ones."""
-    found = (line[0] for line in islice(_NAMESPACES.finditer(page), _MOST_NAMED))
-    lines = b"\n".join(found).decode(errors="replace")
-    try:
-        return {
-            sample.labels["namespace"]
-            for family in text_string_to_metric_families(lines + "\n")
-            for sample in family.samples
-            if sample.value == 1
-        }
-    except (ValueError, KeyError):
-        return set()
 
 
 def _read(body: Body) -> tuple[bytes, list[int] | None, bool]:

@@ -15,8 +15,8 @@ from kvd.proxy.bodies import prompt_bytes
 from kvd.proxy.engines import EngineAddress, EngineRole, ProxiedEngine
 from kvd.proxy.exchange import EngineClient
 from kvd.proxy.limits import ProxyLimits
-from kvd.proxy.lookup import NAMED_AGAIN_S, DaemonLink, PromptLookup, namespaces_in
-from kvd.proxy.metrics import ProxyMetrics
+from kvd.proxy.lookup import NAMED_AGAIN_S, DaemonLink, PromptLookup
+from kvd.proxy.metrics import ProxyMetrics, namespaces_in
 from tests.proxy.engines import FakeEngine, http_answer, raw, running
 
 LIMIT_TOKENS = 2000
