@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 import click
 
 from kvd.cli.exits import NotInstalled
 from kvd.errors import KvdError
 from kvd.parts import missing
 
-ENGINE = "URL[,daemon=ENDPOINT,namespace=NAME]"
+LISTEN: Final = re.compile(
+    r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})"
+)
+
+ENGINE = "URL[,daemon=ENDPOINT[,namespace=NAME]]"
 
 
 @click.command()
@@ -62,28 +69,40 @@ def proxy_command(
 
     A request goes to the engine where its prompt would be there soonest: what its node lacks of it,
     and what waits there. With daemon=ENDPOINT that is asked of the daemon of the engine's node, by
-    its client socket on this host; namespace=NAME may follow. Without, it is guessed from what was
-    sent there before.
+    its client socket on this host. Engines of vLLM say in which namespace they keep their prompts;
+    for others it follows as namespace=NAME. Without a daemon it is guessed from what was sent there
+    before.
     """
     if lacking := missing("proxy"):
         raise NotInstalled("kvd proxy", "proxy", lacking)
-    from kvd.proxy.engines import EngineRole, parse_engine  # noqa: PLC0415 - needs no HTTP to fail
+    from kvd.proxy.engines import (  # noqa: PLC0415 - needs no HTTP to fail
+        EngineRole,
+        check_engines,
+        parse_engine,
+    )
     from kvd.proxy.limits import parse_limits  # noqa: PLC0415 - of an extra
+    from kvd.proxy.paths import NotForwarded, check_also  # noqa: PLC0415 - of an extra
     from kvd.proxy.server import run  # noqa: PLC0415 - of an extra
 
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    found = LISTEN.fullmatch(listen)
+    if found is None or int(found["port"]) > 65535:
         raise click.BadParameter(f"{listen!r} is no HOST:PORT", param_hint="--listen")
     for path in also:
-        if not path.startswith("/"):
-            raise click.BadParameter(f"{path!r} does not begin with /", param_hint="--pass-path")
+        try:
+            check_also(path)
+        except NotForwarded as error:
+            raise click.BadParameter(f"{path!r}: {error}", param_hint="--pass-path") from error
     try:
         bounds = parse_limits(limits)
         addresses = [
             *(parse_engine(EngineRole.PREFILL, text) for text in prefills),
             *(parse_engine(EngineRole.DECODE, text) for text in decodes),
         ]
+        check_engines(addresses)
     except KvdError as error:
         raise click.UsageError(str(error)) from error
-    click.echo(f"kvd proxy: http://{host}:{port} for {len(prefills)} + {len(decodes)} engines")
-    run(addresses, host.strip("[]"), int(port), bounds, also)
+    click.echo(f"kvd proxy: http://{listen} for {len(prefills)} + {len(decodes)} engines")
+    try:
+        run(addresses, found["host"] or found["v6"], int(found["port"]), bounds, also)
+    except OSError as error:
+        raise click.ClickException(f"--listen {listen}: {error.strerror or error}") from error

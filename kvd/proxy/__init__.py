@@ -10,7 +10,7 @@ It speaks the HTTP API of OpenAI to clients and to engines. The map of this room
     lookup     the tokens of a prompt, and how many of them each node has, asked or guessed
     exchange   one request to one engine: connections, and what may go wrong
     relay      one request of a client: prefill, then decode, streamed
-    metrics    what is counted
+    metrics    what is counted, and what is read of the counts of an engine
     server     the HTTP side of it, and health
 
 What must not live here: how an engine moves KV (``kvd.connectors``). The proxy hands on what the

@@ -12,11 +12,15 @@ decode engine as it is. The room of kvd's own handoff is the prefill engine's, a
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import math
 import re
 import secrets
-from typing import TYPE_CHECKING, Final, NoReturn
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, NoReturn, ParamSpec, TypeVar
 
 from kvd.errors import Code, KvdError, Refusal
 
@@ -42,6 +46,18 @@ NOT_OF_CLIENTS: Final = frozenset(
 MAX_DEPTH: Final = 200
 """Of a body; a request with tools has some twenty."""
 
+MOST_VALUES: Final = 1_000_000
+"""Of a body: numbers, texts, lists and objects; a prompt in tokens has one for each."""
+
+VALUE_BYTES: Final = 40
+"""About what is made of one value, beside its bytes: two bytes of JSON can become forty."""
+
+LONG_BODY_BYTES: Final = 2**17
+"""What is made of a longer one is made beside the loop."""
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
 _ONE_TOKEN: Final = ("max_tokens", "max_completion_tokens")
 _NOT_FOR_PREFILL: Final = ("stream_options", "min_tokens", "n", "best_of", "use_beam_search")
 """They speak of an answer, of which a prefill engine gives one token."""
@@ -50,16 +66,42 @@ _NAMES: Final = re.compile("|".join(sorted(NOT_OF_CLIENTS)).encode(), re.IGNOREC
 _NAME_BYTES: Final = max(len(name) for name in NOT_OF_CLIENTS)
 _STRINGS_AND_BRACKETS: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
 """A string without an end is taken to the end of the body, so that each byte is read once."""
+_STRINGS: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_BEFORE_VALUES: Final = (b",", b"[", b"{")
 
 _LEAST_SNIFFED: Final = 4
 
 
-def parse_json(raw: bytes) -> object:
+@functools.cache
+def _beside_the_loop() -> ThreadPoolExecutor:
+    # One thread: they take turns at the interpreter anyway, and the loop would wait for each.
+    return ThreadPoolExecutor(1, thread_name_prefix="kvd-proxy-json")
+
+
+async def worked(
+    n_bytes: int, work: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs
+) -> Made:
+    """The work on so many bytes of JSON; beside the loop where it would hold up other requests."""
+    if n_bytes <= LONG_BODY_BYTES:
+        return work(*args, **kwargs)
+    made = functools.partial(work, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_beside_the_loop(), made)
+
+
+def most_values_in(raw: bytes) -> int:
+    """At most so many values are in this JSON; what stands in texts is counted like the rest."""
+    return 1 + _before_values(raw, 0, len(raw))
+
+
+def parse_json(raw: bytes, most_values: int = MOST_VALUES) -> object:
     """One JSON value in UTF-8, without the names that are not for clients to say.
 
     Raises:
-        KvdError: ``bad-request``: it is none, or one that two readers would take for two values.
+        KvdError: ``bad-request``: it is none, or one that two readers would take for two values,
+            or it holds more than ``most_values``.
     """
+    if most_values_in(raw) > most_values:
+        _check_values(raw, most_values)
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
         _check_depth(raw)
     try:
@@ -79,13 +121,13 @@ def parse_json(raw: bytes) -> object:
     return found
 
 
-def parse_body(raw: bytes) -> Body:
+def parse_body(raw: bytes, most_values: int = MOST_VALUES) -> Body:
     """The JSON object of a request, as ``parse_json`` reads it.
 
     Raises:
         KvdError: ``bad-request``: it is none.
     """
-    body = parse_json(raw)
+    body = parse_json(raw, most_values)
     if not isinstance(body, dict):
         raise _bad("the body must be a JSON object")
     return body
@@ -170,7 +212,8 @@ def prompt_bytes(body: Body) -> bytes:
         return prompt.encode(errors="replace")
     tokens = token_ids(prompt)
     if tokens is not None:
-        return b"".join(token.to_bytes(4, "little") for token in tokens)
+        # Four bytes each; the order of the bytes is nobody's but this process's.
+        return array("I", tokens).tobytes()
     return json.dumps(prompt, separators=(",", ":")).encode()
 
 
@@ -184,7 +227,9 @@ def token_ids(prompt: object) -> list[int] | None:
     """A prompt that is one list of token ids; None if it is anything else."""
     if not isinstance(prompt, list) or not prompt:
         return None
-    return prompt if all(type(one) is int and 0 <= one < 1 << 31 for one in prompt) else None
+    # A million of them must not take the time of a Python loop.
+    is_all_ints = set(map(type, prompt)) == {int}
+    return prompt if is_all_ints and min(prompt) >= 0 and max(prompt) < 1 << 31 else None
 
 
 def error_json(message: str, kind: str, code: int) -> Body:
@@ -292,6 +337,24 @@ def _check_depth(raw: bytes) -> None:
                 raise _bad(f"the body is nested deeper than {MAX_DEPTH}")
         elif mark in {b"]", b"}"}:
             depth -= 1
+
+
+def _check_values(raw: bytes, most: int) -> None:
+    found, at = 1, 0
+    for text in _STRINGS.finditer(raw):
+        found += _before_values(raw, at, text.start())
+        at = text.end()
+        if found > most:
+            break
+    if found + _before_values(raw, at, len(raw)) > most:
+        raise _bad(
+            f"the body has more than {most} values (numbers, texts, lists and objects), which is "
+            "the proxy's limit body_values"
+        )
+
+
+def _before_values(raw: bytes, begin: int, end: int) -> int:
+    return sum(raw.count(mark, begin, end) for mark in _BEFORE_VALUES)
 
 
 def _bad(why: str) -> KvdError:

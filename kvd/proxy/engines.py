@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import enum
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 OPTIONS: Final = ("daemon", "namespace")
+
+_OPTION: Final = re.compile(f",(?=(?:{'|'.join(OPTIONS)})=)")
+_HOST: Final = re.compile(r"[a-z0-9._-]+|[0-9a-f:.]+(?:%[a-z0-9._-]+)?")
+_BASE: Final = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)*/?")
+"""Of a URL, what stands before the paths of the HTTP API."""
 
 DOUBTED_S: Final = 5.0
 """For each request in a row that an engine failed, whatever it says of its health meanwhile."""
@@ -63,7 +69,7 @@ class EngineAddress:
         url: ``http://host:port``, without a slash at the end; a user and password in it become
             ``authorization`` and are in no text of the proxy.
         daemon: the client socket of its node's daemon; empty where the proxy cannot reach it.
-        namespace: of that daemon, in which the engine keeps its prompts.
+        namespace: of that daemon, in which the engine keeps its prompts; None: it says so itself.
         authorization: what the proxy says to it in the header of that name; empty: what its client
             says.
     """
@@ -71,7 +77,7 @@ class EngineAddress:
     role: EngineRole
     url: str
     daemon: str = ""
-    namespace: str = ""
+    namespace: str | None = None
     authorization: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -205,47 +211,62 @@ def soonest(
 
 
 def parse_engine(role: EngineRole, text: str) -> EngineAddress:
-    """``URL[,daemon=ENDPOINT,namespace=NAME]``.
+    """``URL[,daemon=ENDPOINT[,namespace=NAME]]``.
 
     Raises:
         KvdError: ``bad-request``; says what is wrong with which part.
     """
     url, *options = text.split(",")
-    # What is wrong is said without the password that may be in it.
-    shown = url.rpartition("@")[2]
+    # What is wrong is said without the password that may be in it, also if that has a comma.
+    head = _OPTION.split(text)[0]
+    shown = head.rpartition("@")[2]
     try:
         parts = urlsplit(url)
         is_address = (
-            parts.scheme in ("http", "https")
-            and bool(parts.hostname)
+            ("@" in url or "@" not in head)
+            and parts.scheme in ("http", "https")
+            and not any(char.isspace() for char in url)
             and parts.port != 0
             and not parts.query
             and not parts.fragment
             and url.isascii()
-            and not any(char.isspace() for char in url)
+            and _HOST.fullmatch(parts.hostname or "") is not None
+            and _BASE.fullmatch(parts.path) is not None
         )
     except ValueError:
         is_address = False
     if not is_address:
-        raise _wrong(role, shown, f"{shown!r} is no address such as http://127.0.0.1:8100")
+        coded = " (in a password, %-encode all but letters and digits)" if "@" in text else ""
+        raise _wrong(role, shown, f"{shown!r} is no address such as http://127.0.0.1:8100{coded}")
     said: dict[str, str] = {}
     for option in options:
         key, is_given, value = option.partition("=")
         if not is_given or key not in OPTIONS or key in said:
             raise _wrong(role, shown, f"{option!r} is none of {', '.join(OPTIONS)}, each once")
         said[key] = value
-    if "namespace" in said and not said.get("daemon"):
-        raise _wrong(role, shown, "a namespace is of a daemon: give daemon=ENDPOINT too")
-    if said.get("daemon") and "namespace" not in said:
+    if not said.get("daemon", "ipc://").partition("://")[1]:
         raise _wrong(
-            role,
-            shown,
-            "a daemon is asked in one namespace, and no prompt is found in another: give "
-            "namespace=NAME too. Engines of vLLM keep theirs in that of their model, which `kvd "
-            "tree` shows on their node; namespace= with nothing behind it is the one without a "
-            "name",
+            role, shown, "daemon= is its client socket, such as ipc:///run/kvd/client.sock"
         )
+    if "namespace" in said and "daemon" not in said:
+        raise _wrong(role, shown, "a namespace is of a daemon: give daemon=ENDPOINT too")
     return EngineAddress(role=role, url=url.rstrip("/"), **said)
+
+
+def check_engines(addresses: Iterable[EngineAddress]) -> None:
+    """Whether each is there once in its role: a second one would be no other engine to try.
+
+    Raises:
+        KvdError: ``bad-request``; says which one is there twice.
+    """
+    seen = set()
+    for address in addresses:
+        parts = urlsplit(address.url)
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        where = (address.role, parts.scheme, parts.hostname, port, parts.path)
+        if where in seen:
+            raise _wrong(address.role, address.url, "this engine is named twice")
+        seen.add(where)
 
 
 def _wrong(role: EngineRole, shown: str, why: str) -> KvdError:

@@ -5,7 +5,8 @@
 
 A kept connection may have been closed by the engine at the moment when a request is put on it. That
 is no fault of the engine; such a request is sent once more, on a new connection. It is not when any
-byte of an answer has come, and not when its body cannot be sent again.
+byte of an answer has come, and not when its body cannot be sent again. Whether the engine had taken
+it nobody knows, so the second one may say something else.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import enum
 import errno
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
@@ -22,7 +23,7 @@ from aiohttp import hdrs
 from yarl import URL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
     from types import SimpleNamespace
 
     from multidict import CIMultiDict
@@ -76,6 +77,7 @@ class EngineCall:
         target: path and query, as they go on the wire.
         headers: all but those that the HTTP client says itself.
         body: bytes, an upload that can be sent once, or nothing.
+        again: what is sent in place of ``body`` to an engine that may have got that already.
         anew: on a connection of its own.
     """
 
@@ -83,6 +85,7 @@ class EngineCall:
     target: str
     headers: CIMultiDict[str]
     body: bytes | Upload | None = None
+    again: Callable[[], bytes] | None = None
     anew: bool = False
 
 
@@ -141,6 +144,8 @@ class EngineClient:
             if not met.get("reused") or has_begun:
                 raise
             self._metrics.stale.inc()
+            if call.again is not None:
+                call = replace(call, body=call.again())
             return await _send(self._fresh, engine, call)
 
 

@@ -33,9 +33,11 @@ class ProxyLimits(msgspec.Struct, frozen=True, kw_only=True):
         health_s: for the answer to ``/health``, and between two questions.
         doubted_s: for each request in a row that an engine failed; it gets what no other takes.
         tokenize_s: for the tokens of a prompt.
+        stop_s: for the requests that there are when the proxy is told to end.
         body_bytes: of one request in JSON.
-        bodies_bytes: of all of them that are being served; what is made of each takes about three
-            times as much beside it.
+        body_values: of one request in JSON: numbers, texts, lists and objects.
+        bodies_bytes: of all of them that are being served, each with forty bytes more for a value;
+            copies on their way to engines take about three times as much beside it.
     """
 
     head_s: float = 15.0
@@ -50,7 +52,9 @@ class ProxyLimits(msgspec.Struct, frozen=True, kw_only=True):
     health_s: float = 2.0
     doubted_s: float = 5.0
     tokenize_s: float = 1.0
+    stop_s: float = 60.0
     body_bytes: int = 64 * 2**20
+    body_values: int = 1_000_000
     bodies_bytes: int = 512 * 2**20
 
 
@@ -73,7 +77,10 @@ def parse_limits(given: Iterable[str]) -> ProxyLimits:
             raise _wrong(text, f"{value!r} is no number") from error
         if not 0 < number < math.inf:
             raise _wrong(text, "it must be above 0")
-        said[name] = int(number) if name.endswith("_bytes") else number
+        is_count = name.endswith(("_bytes", "_values"))
+        if is_count and number < 1:
+            raise _wrong(text, "it must be 1 or more")
+        said[name] = int(number) if is_count else number
     return msgspec.convert(said, ProxyLimits)
 
 

@@ -1,6 +1,8 @@
 """The tokens of a prompt, and how many of them each node has.
 
-A daemon of this host is asked, in tokens. Of other engines the proxy knows what it sent there
+A daemon of this host is asked, in tokens, in the namespace of its engine. Engines of vLLM with
+kvd's connector name that on their page of metrics, once they have had a request; it changes with
+weights and options, so it is read again. Of other engines the proxy knows what it sent there
 itself. No question waits long: a request is better sent anywhere than held.
 """
 
@@ -19,10 +21,11 @@ from multidict import CIMultiDict
 
 import kvd.client
 from kvd.errors import Code, KvdError
-from kvd.proxy.bodies import json_bytes, prompt_bytes, token_ids
-from kvd.proxy.engines import soonest
+from kvd.proxy.bodies import is_one_prompt, json_bytes, prompt_bytes, token_ids, worked
+from kvd.proxy.engines import EngineState, soonest
 from kvd.proxy.exchange import EngineCall, EngineFault, FaultKind, whole_of
 from kvd.proxy.headers import own_request_headers
+from kvd.proxy.metrics import NAMESPACE_METRIC, LookupEnd, namespaces_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from kvd.proxy.engines import ProxiedEngine
     from kvd.proxy.exchange import EngineClient
     from kvd.proxy.headers import Headers
+    from kvd.proxy.metrics import ProxyMetrics
 
 ASK_S: Final = 0.1
 """For the answer of a daemon."""
@@ -60,6 +64,11 @@ TOKENIZED: Final = ("model", "prompt", "messages", "tools", "chat_template_kwarg
 MOST_TOKENIZED_BYTES: Final = 4 * 2**20
 """A longer text is not worth an engine's time for this."""
 
+NAMED_AGAIN_S: Final = 30.0
+"""An engine that has named its namespace is asked again; meanwhile it may have become another."""
+
+MOST_PAGE_BYTES: Final = 16 * 2**20
+
 MOST_TOKENS_BYTES: Final = 32 * 2**20
 OK: Final = 200
 
@@ -77,10 +86,19 @@ MOST_BLOCKS: Final = 200_000
 
 
 class CachedPrompt(NamedTuple):
-    """A prompt: its length in tokens, as far as that is known, and how much of it each node has."""
+    """A prompt, and how much of it each node has.
+
+    Attributes:
+        n_tokens: of it, as far as that is known.
+        cached: of them, at each engine.
+        beginning: of the prompt, in bytes that begin alike where prompts do.
+        is_one: there are no further prompts in the request.
+    """
 
     n_tokens: int
     cached: dict[ProxiedEngine, int]
+    beginning: bytes
+    is_one: bool
 
 
 class ServedPrefixes:
@@ -191,12 +209,72 @@ class LookupCounts:
         answered: of them, in time and without a refusal.
         tokens: of the prompts answered.
         cached_tokens: of these, how many were cached.
+        no_namespace: prompts that it was not asked for, because its engine has not named one.
     """
 
     asked: int = 0
     answered: int = 0
     tokens: int = 0
     cached_tokens: int = 0
+    no_namespace: int = 0
+
+
+class EngineNamespaces:
+    """In which namespace each engine keeps its prompts: as it was given, or as the engine says."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._named: dict[ProxiedEngine, str] = {}
+        self._again_s: dict[ProxiedEngine, float] = {}
+        self.why: dict[ProxiedEngine, str] = {}
+        """Of an engine whose namespace is not known."""
+
+    def of(self, engine: ProxiedEngine) -> str | None:
+        """Its namespace; None if it has not said it."""
+        given = engine.address.namespace
+        return given if given is not None else self._named.get(engine)
+
+    async def ask(self, engine: ProxiedEngine, wait_s: float) -> None:
+        """Read it from the engine's page of metrics, unless it is given or was read lately.
+
+        An engine that is late is believed what it said before; one that is down may come back as
+        another.
+        """
+        if not engine.address.daemon or engine.address.namespace is not None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        if engine.state(now_s) is EngineState.DOWN:
+            self._forget(engine, "the engine is down")
+            return
+        if now_s < self._again_s.get(engine, now_s):
+            return
+        headers = own_request_headers(CIMultiDict(), media="text/plain")
+        if engine.address.authorization:
+            headers["authorization"] = engine.address.authorization
+        asks = EngineCall(method="GET", target="/metrics", headers=headers, anew=True)
+        until_s = now_s + wait_s
+        try:
+            async with self._client.asked(engine, asks, until_s=until_s) as answer:
+                page = await whole_of(answer, until_s=until_s, most_bytes=MOST_PAGE_BYTES)
+                if answer.status != OK:
+                    self._forget(engine, f"its /metrics says {answer.status}")
+                    return
+        except EngineFault as fault:
+            self.why.setdefault(engine, f"its /metrics: {fault.why}")
+            return
+        found = namespaces_in(page)
+        if len(found) == 1:
+            self._named[engine] = found.pop()
+            self._again_s[engine] = now_s + NAMED_AGAIN_S
+            self.why.pop(engine, None)
+        else:
+            said = "several" if found else "none; vLLM does after its first request"
+            self._forget(engine, f"its /metrics names {said} in {NAMESPACE_METRIC}")
+
+    def _forget(self, engine: ProxiedEngine, why: str) -> None:
+        self._named.pop(engine, None)
+        self._again_s.pop(engine, None)
+        self.why[engine] = why
 
 
 class Tokenizers:
@@ -209,10 +287,7 @@ class Tokenizers:
         self._again_s: dict[ProxiedEngine, float] = {}
 
     async def tokens_of(self, body: Body, headers: CIMultiDict[str]) -> list[int] | None:
-        """The prompt in tokens; None if no engine says it in time."""
-        given = token_ids(body.get("prompt"))
-        if given is not None:
-            return given
+        """A prompt in text, in tokens; None if no engine says it in time."""
         now_s = asyncio.get_running_loop().time()
         able = [one for one in self._engines if self._again_s.get(one, now_s) <= now_s]
         chosen = soonest(able, {}, 0, now_s)
@@ -254,13 +329,16 @@ class PromptLookup:
         self,
         client: EngineClient,
         engines: Iterable[ProxiedEngine],
+        metrics: ProxyMetrics,
         tokenize_s: float = TOKENIZE_S,
     ) -> None:
+        self._metrics = metrics
         self._engines = tuple(engines)
         self._tokenizers = Tokenizers(client, self._engines, tokenize_s)
         self._served = {engine: ServedPrefixes() for engine in self._engines}
         daemons = {engine.address.daemon for engine in self._engines} - {""}
         self._links = {endpoint: DaemonLink(endpoint) for endpoint in daemons}
+        self.namespaces = EngineNamespaces(client)
         self.counts = {engine: LookupCounts() for engine in self._engines if engine.address.daemon}
 
     async def close(self) -> None:
@@ -270,44 +348,63 @@ class PromptLookup:
 
     def why_not_asked(self, engine: ProxiedEngine) -> str:
         """Why its daemon is not asked now; empty if it is."""
+        if self.namespaces.of(engine) is None:
+            return self.namespaces.why.get(engine, "")
         link = self._links.get(engine.address.daemon)
         return link.why if link is not None else ""
 
-    def note(self, engine: ProxiedEngine, body: Body) -> None:
-        """The prompt was sent to that engine."""
-        self._served[engine].note(prompt_bytes(body))
+    async def _asked(self, engine: ProxiedEngine, tokens: list[int]) -> int | None:
+        counts = self.counts[engine]
+        labels = (engine.address.role.value, engine.address.url)
+        namespace = self.namespaces.of(engine)
+        if namespace is None:
+            counts.no_namespace += 1
+            self._metrics.lookups.labels(*labels, LookupEnd.NO_NAMESPACE.value).inc()
+            return None
+        counts.asked += 1
+        found = await self._links[engine.address.daemon].cached_tokens(tokens, namespace)
+        if found is None:
+            self._metrics.lookups.labels(*labels, LookupEnd.NO_ANSWER.value).inc()
+            return None
+        counts.answered += 1
+        counts.tokens += len(tokens)
+        counts.cached_tokens += found
+        self._metrics.lookups.labels(*labels, LookupEnd.ANSWERED.value).inc()
+        self._metrics.lookup_tokens.labels(*labels, "cached").inc(found)
+        self._metrics.lookup_tokens.labels(*labels, "lacking").inc(len(tokens) - found)
+        return found
 
-    async def cached(self, body: Body, headers: Headers | None = None) -> CachedPrompt:
+    def note(self, engine: ProxiedEngine, beginning: bytes) -> None:
+        """A prompt that begins like this was sent to that engine."""
+        self._served[engine].note(beginning)
+
+    async def cached(
+        self, body: Body, headers: Headers | None = None, n_bytes: int = 0
+    ) -> CachedPrompt:
         """Of the prompt of this request, at each engine.
 
-        ``headers``: what an engine that is asked for the tokens is told beside it.
+        Args:
+            body: of the request.
+            headers: what an engine that is asked for the tokens is told beside it.
+            n_bytes: of the body; a long one is read beside the loop.
         """
-        prompt = prompt_bytes(body)
-        tokens = None
-        if self._links:
+        prompt, tokens, is_one = await worked(n_bytes, _read, body)
+        if tokens is None and self._links and n_bytes <= MOST_TOKENIZED_BYTES:
             told = own_request_headers(headers if headers is not None else CIMultiDict())
             tokens = await self._tokenizers.tokens_of(body, told)
         n_tokens = len(prompt) // BYTES_A_TOKEN if tokens is None else len(tokens)
         cached = {engine: self._served[engine].cached_tokens(prompt) for engine in self._engines}
         if tokens is not None:
             asked = list(self.counts)
-            answers = await asyncio.gather(
-                *(
-                    self._links[engine.address.daemon].cached_tokens(
-                        tokens, engine.address.namespace
-                    )
-                    for engine in asked
-                )
-            )
-            for engine, found in zip(asked, answers, strict=True):
-                counts = self.counts[engine]
-                counts.asked += 1
-                if found is not None:
-                    counts.answered += 1
-                    counts.tokens += n_tokens
-                    counts.cached_tokens += found
-                    cached[engine] = found
-        return CachedPrompt(n_tokens, cached)
+            answers = await asyncio.gather(*(self._asked(engine, tokens) for engine in asked))
+            said = zip(asked, answers, strict=True)
+            cached |= {engine: found for engine, found in said if found is not None}
+        return CachedPrompt(n_tokens, cached, prompt[:MOST_NOTED_BYTES], is_one)
+
+
+def _read(body: Body) -> tuple[bytes, list[int] | None, bool]:
+    """Its prompt as bytes, and as tokens where it is given so; whether it has one."""
+    return prompt_bytes(body), token_ids(body.get("prompt")), is_one_prompt(body)
 
 
 def _blocks(prompt: bytes) -> Iterator[bytes]:

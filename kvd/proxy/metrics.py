@@ -1,13 +1,19 @@
-"""What a proxy counts, for Prometheus: requests by how they ended, and engines by what they did."""
+"""Metrics of Prometheus: what a proxy counts, and what it reads of those of an engine.
+
+Requests are counted by how they ended, and engines by what they did.
+"""
 
 from __future__ import annotations
 
 import enum
 import functools
+import re
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.proxy.engines import EngineState
 
@@ -17,6 +23,11 @@ if TYPE_CHECKING:
     from kvd.proxy.engines import ProxiedEngine
 
 METRICS_TYPE: Final = CONTENT_TYPE_LATEST
+
+NAMESPACE_METRIC: Final = "vllm:kvd_namespace_info"
+_NAMESPACES: Final = re.compile(rb"^" + NAMESPACE_METRIC.encode() + rb"\{.{0,2000}$", re.MULTILINE)
+_MOST_NAMED: Final = 256
+"""Lines of a page, one for each engine behind an address; more are an engine's lie."""
 
 
 class RequestEnd(enum.StrEnum):
@@ -44,6 +55,16 @@ class RequestEnd(enum.StrEnum):
     """A fault of the proxy."""
 
 
+class LookupEnd(enum.StrEnum):
+    """What came of asking an engine's daemon for a prompt."""
+
+    ANSWERED = "answered"
+    NO_ANSWER = "no-answer"
+    """It refused, was not there, or did not say it in time."""
+    NO_NAMESPACE = "no-namespace"
+    """It was not asked: the engine has not said where it keeps its prompts."""
+
+
 class ProxyMetrics:
     """What a proxy counts, in a registry of its own."""
 
@@ -66,7 +87,12 @@ class ProxyMetrics:
             "engine_faults", "What an engine did wrong.", "role", "engine", "fault"
         )
         self.lookups = self._counter(
-            "lookups", "Questions to daemons for a prompt, by what came of them.", "daemon", "how"
+            "lookups",
+            "Prompts by what came of asking an engine's daemon for them.",
+            *("role", "engine", "how"),
+        )
+        self.lookup_tokens = self._counter(
+            "lookup_tokens", "Of the prompts answered.", "role", "engine", "found"
         )
         for how in RequestEnd:
             self.ended.labels(how.value)
@@ -97,3 +123,18 @@ class ProxyMetrics:
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"kvd_proxy_{name}", about, labels, registry=self.registry)
+
+
+def namespaces_in(page: bytes) -> set[str]:
+    """The namespaces that an engine's page of metrics names as its present ones."""
+    found = (line[0] for line in islice(_NAMESPACES.finditer(page), _MOST_NAMED))
+    lines = b"\n".join(found).decode(errors="replace")
+    try:
+        return {
+            sample.labels["namespace"]
+            for family in text_string_to_metric_families(lines + "\n")
+            for sample in family.samples
+            if sample.value == 1
+        }
+    except (ValueError, KeyError):
+        return set()

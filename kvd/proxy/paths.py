@@ -128,6 +128,17 @@ def check_forwarded(method: str, path: str, also: tuple[str, ...] = ()) -> None:
         )
 
 
+def check_also(path: str) -> None:
+    """Whether a path that an operator has passed on can be one of a request.
+
+    Raises:
+        NotForwarded: with what is wrong with it.
+    """
+    found = target_of(path if path == "/" else path.removesuffix("/"))
+    if found.query or path == "//":
+        raise _odd("it is no path")
+
+
 def _is_below(path: str, allowed: tuple[str, ...]) -> bool:
     return any(path.startswith(one) if one.endswith("/") else path == one for one in allowed)
 

@@ -25,11 +25,11 @@ from aiohttp import web
 from kvd.proxy.bodies import (
     decode_body,
     error_body,
-    is_one_prompt,
     json_bytes,
     new_room,
     prefill_body,
     transfer_in,
+    worked,
 )
 from kvd.proxy.engines import EngineRole, EngineState, soonest
 from kvd.proxy.exchange import EngineCall, EngineFault, FaultKind, pieces_of, whole_of
@@ -154,16 +154,23 @@ class Relay:
         self._now_s = asyncio.get_running_loop().time
 
     async def serve(
-        self, request: web.Request, target: str, body: Body, trace: str
+        self, request: web.Request, target: str, body: Body, n_bytes: int, trace: str
     ) -> web.StreamResponse:
-        """Answer one request for tokens."""
+        """Answer one request for tokens; ``n_bytes``: of its body, as it came."""
         headers = request_headers(request.headers, self._name, trace, "")
-        prompt = await self._lookup.cached(body, headers)
+        prompt = await self._lookup.cached(body, headers, n_bytes)
         transfer, refusal = None, None
-        if is_one_prompt(body):
-            transfer, refusal = await self._prefilled(target, body, headers, prompt)
+        if prompt.is_one:
+            transfer, refusal = await self._prefilled(target, body, n_bytes, headers, prompt)
         if refusal is not None:
             return self._ended(RequestEnd.ANSWERED, refusal.for_client())
+
+        def without_kv() -> bytes:
+            # Whoever reads KV a second time may read what lies there by then.
+            nonlocal transfer
+            transfer = None
+            return json_bytes(decode_body(body, None))
+
         tries = self._tries(is_for_tokens=True)
         while tries.may_go_on:
             chosen = soonest(
@@ -184,15 +191,15 @@ class Relay:
                 method="POST",
                 target=target,
                 headers=self._with_credentials(told, engine),
-                body=json_bytes(decode_body(body, transfer)),
+                body=await worked(n_bytes, json_bytes, decode_body(body, transfer)),
+                again=without_kv if transfer is not None else None,
             )
             with self._at(engine, chosen.lacking_tokens) as begun:
-                self._lookup.note(engine, body)
+                self._lookup.note(engine, prompt.beginning)
                 response = await self._tried(request, engine, call, tries, begun)
             if response is not None:
                 return response
             if tries.may_have_taken:
-                # Whoever reads KV a second time may read what lies there by then.
                 transfer = None
         return self._no_answer(tries)
 
@@ -224,7 +231,12 @@ class Relay:
         return self._no_answer(tries)
 
     async def _prefilled(
-        self, target: str, body: Body, headers: CIMultiDict[str], prompt: CachedPrompt
+        self,
+        target: str,
+        body: Body,
+        n_bytes: int,
+        headers: CIMultiDict[str],
+        prompt: CachedPrompt,
     ) -> tuple[Body | None, HeardAnswer | None]:
         """Where a prefill engine says that the KV is, or its refusal, which is for the client."""
         tries = self._tries(is_for_tokens=True)
@@ -243,14 +255,14 @@ class Relay:
                 method="POST",
                 target=target,
                 headers=self._with_credentials(own_request_headers(headers), engine),
-                body=json_bytes(prefill_body(body, new_room())),
+                body=await worked(n_bytes, json_bytes, prefill_body(body, new_room())),
             )
             with self._at(engine, chosen.lacking_tokens):
-                self._lookup.note(engine, body)
+                self._lookup.note(engine, prompt.beginning)
                 try:
                     answer = await self._heard(engine, call)
                     if answer.status == OK:
-                        transfer = _transfer_of(answer)
+                        transfer = await worked(len(answer.body), _transfer_of, answer)
                         engine.served(self._now_s())
                         return transfer, None
                 except EngineFault as fault:

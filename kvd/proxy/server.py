@@ -14,20 +14,23 @@ import json
 import logging
 import resource
 import traceback
-from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import aiohttp
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
 from kvd.errors import KvdError
 from kvd.proxy.bodies import (
+    VALUE_BYTES,
     Upload,
     error_body,
     json_bytes,
+    most_values_in,
     new_traceparent,
     parse_body,
     parse_json,
+    worked,
 )
 from kvd.proxy.engines import EngineRole, EngineState, ProxiedEngine
 from kvd.proxy.exchange import EngineCall, EngineClient, EngineFault, FaultKind
@@ -46,7 +49,7 @@ from kvd.proxy.paths import (
 from kvd.proxy.relay import CLIENT_ERROR, JSON, OK, SERVER_ERROR, UNAVAILABLE, Relay
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from kvd.proxy.engines import EngineAddress
     from kvd.proxy.paths import RequestTarget
@@ -61,16 +64,11 @@ URLENCODED: Final = "application/x-www-form-urlencoded"
 UPLOADED: Final = ("audio/", "image/", "video/", "application/octet-stream")
 """What is no JSON and goes through unread, beside forms."""
 
-LONG_BODY_BYTES: Final = 2**20
-"""A longer one is parsed beside the loop."""
-
 LINGER_S: Final = 2.0
 """After a refusal, for what a client still sends: it could not read the answer otherwise."""
 
 WANTED_DESCRIPTORS: Final = 65_536
 BACKLOG: Final = 1024
-
-Parsed = TypeVar("Parsed")
 
 _said: Final = logging.getLogger("kvd.proxy")
 
@@ -166,11 +164,14 @@ class ProxyServer:
     async def _up(self, app: web.Application) -> AsyncIterator[None]:
         """Ask the engines once before anybody is served, and again and again meanwhile."""
         client = EngineClient(self.limits, self._metrics)
-        lookup = PromptLookup(client, self.engines, self.limits.tokenize_s)
+        lookup = PromptLookup(client, self.engines, self._metrics, self.limits.tokenize_s)
         self._client, self._lookup = client, lookup
         self._relay = Relay(client, self.engines, lookup, self._metrics, self.limits, self._name)
-        asking = [asyncio.create_task(self._keep_asking(engine)) for engine in self.engines]
+        asking = [asyncio.create_task(self._keep_asking(engine, lookup)) for engine in self.engines]
         await self._ask_all()
+        await asyncio.gather(
+            *(lookup.namespaces.ask(engine, self.limits.health_s) for engine in self.engines)
+        )
         try:
             yield
         finally:
@@ -183,10 +184,11 @@ class ProxyServer:
     async def _ask_all(self) -> None:
         await asyncio.gather(*(self._ask(engine) for engine in self.engines))
 
-    async def _keep_asking(self, engine: ProxiedEngine) -> None:
+    async def _keep_asking(self, engine: ProxiedEngine, lookup: PromptLookup) -> None:
         while True:
             await asyncio.sleep(self.limits.health_s)
             await self._ask(engine)
+            await lookup.namespaces.ask(engine, self.limits.health_s)
 
     async def _ask(self, engine: ProxiedEngine) -> None:
         """Ask an engine for its health. What it says late, or not at all, is no proof of death."""
@@ -216,11 +218,14 @@ class ProxyServer:
     async def _expect(self, request: web.Request) -> web.StreamResponse | None:
         """Judge a request before its client sends the body."""
         try:
-            _check_expected(request.headers["expect"])
+            _check_expected(", ".join(request.headers.getall("expect")))
             self._judged(request)
         except NotForwarded as error:
             self._count(RequestEnd.REFUSED)
             return _refused(error)
+        if request.version < HttpVersion11:
+            # It knows no answer before the answer (RFC 9110, 10.1.1).
+            return None
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         # That was no part of the answer.
         request.writer.output_size = 0
@@ -293,9 +298,10 @@ class ProxyServer:
         if target.is_for_tokens and request.method == "POST":
             self._metrics.requests.inc()
             raw = await self._whole_body(request, held)
-            body = await _beside_the_loop(parse_body, raw)
+            n_bytes = len(raw)
+            body = await worked(n_bytes, parse_body, raw, self.limits.body_values)
             del raw
-            return await self._relay.serve(request, target.as_it_came, body, trace)
+            return await self._relay.serve(request, target.as_it_came, body, n_bytes, trace)
         if target.path in OWN_PAGES:
             raise NotForwarded(METHOD_NOT_ALLOWED, f"{target.path} is read with GET")
         self._metrics.other_requests.inc()
@@ -311,8 +317,9 @@ class ProxyServer:
         raw = await self._whole_body(request, held)
         if not raw:
             return await self._relay.forward(request, target.as_it_came, None, trace)
-        found = await _beside_the_loop(parse_json, raw)
-        return await self._relay.forward(request, target.as_it_came, json_bytes(found), trace)
+        found = await worked(len(raw), parse_json, raw, self.limits.body_values)
+        told = await worked(len(raw), json_bytes, found)
+        return await self._relay.forward(request, target.as_it_came, told, trace)
 
     async def _whole_body(self, request: web.Request, held: contextlib.ExitStack) -> bytes:
         """A body in JSON; its bytes are given back when ``held`` closes."""
@@ -330,7 +337,12 @@ class ProxyServer:
             self._budget.take(len(piece))
             taken_bytes += len(piece)
             pieces.append(piece)
-        return b"".join(pieces)
+        raw = b"".join(pieces)
+        # What is made of it counts too, or a few megabytes of brackets would be as many gigabytes.
+        values_bytes = VALUE_BYTES * min(most_values_in(raw), self.limits.body_values)
+        self._budget.take(values_bytes)
+        taken_bytes += values_bytes
+        return raw
 
     async def _next_piece(self, request: web.Request, until_s: float) -> bytes:
         """Of a request's body; empty at its end.
@@ -382,11 +394,12 @@ class ProxyServer:
         }
         if (counts := self._lookup.counts.get(engine)) is not None:
             said["lookups"] = {
-                "namespace": engine.address.namespace,
+                "namespace": self._lookup.namespaces.of(engine),
                 "asked": counts.asked,
                 "answered": counts.answered,
                 "tokens": counts.tokens,
                 "cached_tokens": counts.cached_tokens,
+                "no_namespace": counts.no_namespace,
                 "why_not_asked": self._lookup.why_not_asked(engine),
             }
         return said
@@ -423,12 +436,6 @@ def _refused(error: NotForwarded) -> web.Response:
     return response
 
 
-async def _beside_the_loop(parse: Callable[[bytes], Parsed], raw: bytes) -> Parsed:
-    if len(raw) <= LONG_BODY_BYTES:
-        return parse(raw)
-    return await asyncio.to_thread(parse, raw)
-
-
 def _ago_s(then_s: float, now_s: float) -> float | None:
     return round(now_s - then_s, 1) if then_s > float("-inf") else None
 
@@ -440,7 +447,7 @@ def run(
     limits: ProxyLimits | None = None,
     also: tuple[str, ...] = (),
 ) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT; then end what there is, within ``stop_s``."""
     _allow_descriptors()
     server = ProxyServer(addresses, limits, also)
     web.run_app(
@@ -449,6 +456,8 @@ def run(
         port=port,
         backlog=BACKLOG,
         print=None,
+        # It waits so long for requests to end, and once more for those that it has told to.
+        shutdown_timeout=server.limits.stop_s / 2,
         **server.http_options(),
     )
 

@@ -292,6 +292,10 @@ metrics.observe({"hit_tokens": 1})
 labels = {"engine": "0", "namespace": "model:float32:1"}
 assert REGISTRY.get_sample_value("vllm:kvd_namespace_info", labels) == 1
 assert REGISTRY.get_sample_value("vllm:kvd_hit_tokens_total", {"engine": "0"}) == 8
+metrics.observe({"namespace": "model:float32:2"})
+assert REGISTRY.get_sample_value("vllm:kvd_namespace_info", labels) == 0
+labels["namespace"] = "model:float32:2"
+assert REGISTRY.get_sample_value("vllm:kvd_namespace_info", labels) == 1
 """
 
 

@@ -37,6 +37,7 @@ class FakeEngine:
     headers: list[dict[str, str]] = field(default_factory=list)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)
+    metrics: str = ""
     url: str = ""
 
     def application(self) -> web.Application:
@@ -46,11 +47,15 @@ class FakeEngine:
             app.router.add_post(path, self._complete)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/health", self._healthy)
+        app.router.add_get("/metrics", self._measured)
         app.router.add_get("/v1/models", self._models)
         return app
 
     async def _healthy(self, _: web.Request) -> web.Response:
         return web.Response()
+
+    async def _measured(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.metrics)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": self.name}], "asked": request.path_qs})

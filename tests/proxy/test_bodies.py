@@ -145,6 +145,26 @@ def test_nesting_has_one_bound_whatever_is_beside_it(depth):
             parse_json(raw)
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b'{"x": [' + value + b"]}" for value in (b"1," * 99 + b"1", b"[]," * 99 + b"1")),
+        *(b'{"x": [' + value + b"]}" for value in (b'"",' * 99 + b"1", b"{}," * 99 + b"1")),
+        b"{" + b",".join(b'"%d": 1' % number for number in range(101)) + b"}",
+        b"[" * 100 + b"]" * 100,
+    ],
+)
+def test_what_becomes_many_values_is_refused_before_it_does(raw):
+    with pytest.raises(KvdError, match="more than 100 values"):
+        parse_json(raw, 100)
+    assert parse_json(raw, 400) == json.loads(raw)
+
+
+def test_what_stands_in_texts_is_no_value():
+    text = json.dumps({"a": "[,{" * 1000, "b,": ['"' * 50 + "\\,", "," * 500]}).encode()
+    assert parse_json(text, 6) == json.loads(text)
+
+
 @pytest.mark.parametrize("name", sorted(NOT_OF_CLIENTS))
 def test_where_kv_is_is_said_by_no_client_however_it_is_spelled_and_wherever(name):
     escaped = "".join(f"\\u{ord(char):04x}" for char in name)

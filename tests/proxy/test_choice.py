@@ -12,6 +12,7 @@ from kvd.proxy.engines import (
     EngineRole,
     EngineState,
     ProxiedEngine,
+    check_engines,
     parse_engine,
     soonest,
 )
@@ -150,18 +151,34 @@ def test_the_namespace_without_a_name_is_said_too():
     assert parse_engine(EngineRole.DECODE, text).namespace == ""
 
 
-def test_a_daemon_without_a_namespace_finds_nothing_and_is_refused_with_what_to_say():
-    with pytest.raises(KvdError, match="give namespace=NAME"):
-        parse_engine(EngineRole.DECODE, "http://h:81,daemon=ipc:///run/kvd/client.sock")
+def test_a_namespace_that_is_not_given_is_for_the_engine_to_say():
+    text = "http://h:81,daemon=ipc:///run/kvd/client.sock"
+    assert parse_engine(EngineRole.DECODE, text).namespace is None
 
 
 def test_a_password_is_in_no_text_of_an_engine():
     address = parse_engine(EngineRole.PREFILL, "http://user:hunter%322@h:81/")
     assert (address.url, address.authorization) == ("http://h:81", "Basic dXNlcjpodW50ZXIyMg==")
     assert "dXNl" not in repr(address)
-    with pytest.raises(KvdError) as caught:
-        parse_engine(EngineRole.PREFILL, "ftp://user:hunter2@h:81")
-    assert "hunter2" not in str(caught.value)
+    for text in (
+        *("ftp://user:hunter2@h:81", "http://user:hunter2,x@h:81", "http://user:hunter2,/@h:81"),
+        *("http://user:hunter2é@h:81", "http://user:hunter2,x@h:81,daemon=ipc://@x"),
+        *("http://user:80,hunter2@h:81", "http://user:hunter2@h:81,daemon="),
+    ):
+        with pytest.raises(KvdError) as caught:
+            parse_engine(EngineRole.PREFILL, text)
+        assert "hunter2" not in str(caught.value)
+
+
+def test_an_engine_is_named_once_in_a_role_however_it_is_written():
+    def named(*texts):
+        return [parse_engine(EngineRole.DECODE, text) for text in texts]
+
+    check_engines(named("http://h", "http://h:81", "https://h", "http://h/a", "http://[::1]:80"))
+    check_engines([*named("http://h"), parse_engine(EngineRole.PREFILL, "http://h")])
+    for other in ("http://h", "HTTP://H:80", "http://h/", "http://user:p@h:080"):
+        with pytest.raises(KvdError, match="twice"):
+            check_engines(named("http://h", other))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +192,15 @@ def test_a_password_is_in_no_text_of_an_engine():
         "http://h:81?x",
         "http://h:81#x",
         "http://h 1",
+        "http://h\n",
         "http://h:81,daemon=,namespace=m",
+        "http://h:81,daemon=",
+        "http://h:81,daemon=client.sock",
+        "http://h;x:81",
+        "http://h\\x:81",
+        "http://h:81/../x",
+        "http://h:81/%2e",
+        "http://h:81//x",
         "ftp://h",
         "http://h:81,peer=x",
         "http://h:81,daemon",

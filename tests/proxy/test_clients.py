@@ -229,6 +229,22 @@ async def test_bodies_have_a_bound_each_and_one_for_all(decode):
         assert status_of(await say(url, nearly)) == 200
 
 
+async def test_a_few_bytes_that_would_become_many_values_have_a_bound(decode):
+    limits = ProxyLimits(body_values=20_000, bodies_bytes=1_000_000, body_idle_s=0.5)
+    async with proxy_for([], [decode.url], limits) as (_, url):
+        many = b'{"prompt": [' + b"1," * 30_000 + b"1]}"
+        for path in ("/v1/completions", "/v1/responses"):
+            answer = await say(url, post(path, many))
+            assert status_of(answer) == 400
+            assert b"body_values" in answer
+        # Each of them is far below the bytes for all, and what is made of both is not.
+        fewer = post("/v1/completions", b'{"prompt": [' + b"1," * 15_000 + b"1]}")
+        assert status_of(await say(url, fewer)) == 200
+    held = ProxyLimits(body_values=20_000, bodies_bytes=500_000)
+    async with proxy_for([], [decode.url], held) as (_, url):
+        assert status_of(await say(url, fewer)) == 503
+
+
 async def test_http_1_0_head_options_and_100_continue(proxy, decode):
     answer = await say(proxy, post("/v1/completions", BODY, version="1.0"))
     assert status_of(answer) == 200
@@ -240,8 +256,12 @@ async def test_http_1_0_head_options_and_100_continue(proxy, decode):
     assert status_of(await say(proxy, options)) == 200
     expecting = post("/v1/completions", BODY, "Expect: 100-continue")
     assert (await say(proxy, expecting)).startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
+    older = post("/v1/completions", BODY, "Expect: 100-continue", version="1.0")
+    assert status_of(await say(proxy, older)) == 200
+    two = post("/v1/completions", BODY, "Expect: 100-continue", "Expect: more")
+    assert status_of(await say(proxy, two)) == 417
     assert [request.line.split()[0] for request in decode.requests] == [
-        *("POST", "HEAD", "OPTIONS", "POST")
+        *("POST", "HEAD", "OPTIONS", "POST", "POST")
     ]
 
 

@@ -273,6 +273,24 @@ async def test_a_kept_connection_that_was_closed_is_no_fault_of_the_engine(metho
         assert await metric(url, "kvd_proxy_engine_faults_total") == 0
 
 
+async def test_what_may_have_fetched_the_kv_already_is_not_told_where_it_is_once_more():
+    """The request may have been taken before its connection ended: the KV may be others' by now."""
+    told = {"do_remote_prefill": True, "kvd": {"v": 1, "peer": "p", "room": "9"}}
+    prefilled = http_answer(json.dumps({"kv_transfer_params": told}).encode())
+    async with (
+        raw(says(prefilled)) as prefill,
+        raw(first_of_each_connection()) as first,
+        raw(says(http_answer(b"{}"))) as second,
+        proxy_for([prefill.url], [first.url, second.url]) as (_, url),
+    ):
+        for _ in range(6):
+            assert status_of(await say(url, ASK)) == 200
+        stale = await metric(url, "kvd_proxy_stale_connections_total")
+        bodies = [json.loads(request.body) for request in first.requests + second.requests]
+        assert stale >= 1
+        assert sum("kv_transfer_params" not in body for body in bodies) == stale
+
+
 @pytest.mark.parametrize("begun", [b"HTTP/1.1 200 OK\r\nX-A: ", b"HTTP/1.1 200 OK\r\n\r\n{"])
 async def test_once_a_byte_of_an_answer_has_come_nothing_is_asked_again(begun):
     engines = raw(first_of_each_connection(begun))

@@ -103,6 +103,7 @@ class KvdPromMetrics(KVConnectorPromMetrics):
                 engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
             }
 
+        self._told: dict[int, str] = {}
         self._namespace = metric_types[Gauge](
             name="vllm:kvd_namespace_info",
             documentation="1 for the namespace of what this engine caches.",
@@ -112,8 +113,12 @@ class KvdPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, float | str], engine_idx: int = 0) -> None:
         """Add what has come."""
         told = transfer_stats_data.get(NAMESPACE)
-        if told is not None:
+        if isinstance(told, str):
             of_engine = self.per_engine_labelvalues[engine_idx]
+            if (before := self._told.get(engine_idx, told)) != told:
+                # Its weights were changed: who reads this must find one.
+                self._namespace.labels(*of_engine, before).set(0)
+            self._told[engine_idx] = told
             self._namespace.labels(*of_engine, told).set(1)
         for name, value in transfer_stats_data.items():
             if name in self._counters:
