@@ -57,13 +57,19 @@ class EpochsFile:
             UnfitConfig: it cannot be read, or not be believed.
         """
         try:
-            file = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # Not waiting: a pipe in its place must not keep the daemon from saying so.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            file = os.open(self.path, flags)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise self._unfit(f"cannot be read: {error.strerror}") from error
+        # A directory is opened too, and has no bytes that ``open`` would take.
+        seen = os.fstat(file)
+        if not stat.S_ISREG(seen.st_mode):
+            os.close(file)
+            raise self._unfit("is no file")
         with open(file, "rb") as opened:
-            seen = os.fstat(file)
             if seen.st_uid not in {0, os.geteuid()} or seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 mode = f"{stat.S_IMODE(seen.st_mode):04o}"
                 raise self._unfit(f"is of uid {seen.st_uid} with mode {mode}: others can write it")

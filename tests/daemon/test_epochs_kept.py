@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +57,13 @@ def test_one_that_others_can_write_and_a_link_are_not_believed(tmp_path):
     file.path.symlink_to(tmp_path / "other")
     with pytest.raises(UnfitConfig, match="cannot be read"):
         file.read()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_refused_at_once(tmp_path, make):
+    make(tmp_path / "n.epochs")
+    with pytest.raises(UnfitConfig, match=r"n\.epochs, which says .* is no file.*kvd epoch"):
+        EpochsFile(tmp_path / "n.epochs").read()
 
 
 # ---- real daemons ------------------------------------------------------------------------------
