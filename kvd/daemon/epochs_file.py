@@ -7,6 +7,9 @@ A daemon that began in an older epoch would find KV of old weights, and pull it 
 epoch is answered when it is here (``core.leases.epochs``), and a daemon that cannot read this file
 does not start. It is read on the loop, once, and written in a thread: a disk may take its time.
 
+Whoever writes it writes all of it, so it has one daemon at a time: NAME.epochs.lock is held while
+that lives, also where two daemons of one name have sockets of their own.
+
 What must not live here: what an epoch means.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -49,6 +53,42 @@ class EpochsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: int | None = None
+
+    def lock(self) -> None:
+        """Keep every other daemon from it, until ``unlock`` or the end of this process.
+
+        Raises:
+            UnfitConfig: another one has it.
+            OSError: the directory cannot be written.
+        """
+        self.path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        path = self.path.with_name(f"{self.path.name}.lock")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.open(path, flags, _MODE)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(file, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(file)
+            raise UnfitConfig(
+                f"{path} is locked by pid {owner}: another kvd of this node.name keeps its epochs "
+                "there, and each would undo what the other has kept; set node.name or "
+                "cache.epochs_directory to another one"
+            ) from None
+        except OSError:
+            os.close(file)
+            raise
+        self._lock = file
+        # For people; nothing is read from it.
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+
+    def unlock(self) -> None:
+        """Let the next one have it; repeatable."""
+        file, self._lock = self._lock, None
+        if file is not None:
+            os.close(file)
 
     def read(self) -> KeptEpochs | None:
         """What the daemon before has kept; None where none has kept any.
@@ -120,17 +160,19 @@ class EpochKeeper:
         """Tell the node what was kept, and see that something can be.
 
         Raises:
-            UnfitConfig: what was kept cannot be read, or nothing can be written.
+            UnfitConfig: what was kept cannot be read, or nothing can be written, or it is another
+                daemon's.
         """
-        kept = self._file.read()
-        if kept is None:
-            try:
+        try:
+            self._file.lock()
+            kept = self._file.read()
+            if kept is None:
                 self._file.write({})
-            except OSError as error:
-                raise UnfitConfig(
-                    f"{self._file.path} cannot be written ({error.strerror}), and no epoch of a "
-                    "namespace outlives this daemon: set cache.epochs_directory to one that can"
-                ) from error
+        except OSError as error:
+            raise UnfitConfig(
+                f"{self._file.path} cannot be written ({error.strerror}), and no epoch of a "
+                "namespace outlives this daemon: set cache.epochs_directory to one that can"
+            ) from error
         epochs = {} if kept is None else kept.epochs
         self._reactor.feed(EpochsFound(self._reactor.clock(), epochs, is_first=kept is None))
 
@@ -150,6 +192,7 @@ class EpochKeeper:
         """What is being written still is."""
         if self._write is not None:
             await asyncio.wait([self._write])
+        self._file.unlock()
 
 
 def epochs_path(config: Config) -> Path:

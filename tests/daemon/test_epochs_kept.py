@@ -125,6 +125,32 @@ def test_what_cannot_be_written_is_refused_with_the_file_and_the_reason(daemon):
         assert json.loads(path.read_text())["epochs"] == {"m": 3}
 
 
+def test_two_daemons_of_one_name_do_not_keep_their_epochs_in_one_file(tmp_path):
+    shared = {**SHAPE, "cache.epochs_directory": str(tmp_path / "lib")}
+    for home in ("x", "y"):
+        (tmp_path / home).mkdir()
+    first, second = (Daemon("n", tmp_path / home, shared) for home in ("x", "y"))
+    first.start()
+    try:
+        first.wait_ready()
+        with kvd.client.connect_sync(first.client, name="e") as node:
+            assert node.new_epoch("m", 7).epoch == 7
+        second.start()
+        assert second._process.wait(30) == 78
+        assert f"n.epochs.lock is locked by pid {first.pid}" in second.quoted_log()
+        # The one after it is not kept out, however the first one ends.
+        again(first, killed=True)
+        assert first.snapshot().epochs == {"m": 7}
+    finally:
+        first.stop()
+    second.start()
+    try:
+        second.wait_ready()
+        assert second.snapshot().epochs == {"m": 7}
+    finally:
+        second.stop()
+
+
 def test_a_daemon_with_a_damaged_file_does_not_start(tmp_path):
     one = Daemon("n", tmp_path, SHAPE)
     (one.directory / "n.epochs").write_text("{")
