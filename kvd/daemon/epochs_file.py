@@ -56,12 +56,14 @@ class EpochsFile:
         self._lock: int | None = None
 
     def lock(self) -> None:
-        """Keep every other daemon from it, until ``unlock`` or the end of this process.
+        """Keep every other daemon from it, until ``unlock`` or the end of this process; repeatable.
 
         Raises:
             UnfitConfig: another one has it.
             OSError: the directory cannot be written.
         """
+        if self._lock is not None:
+            return
         self.path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         path = self.path.with_name(f"{self.path.name}.lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -123,9 +125,10 @@ class EpochsFile:
 
         Raises:
             OSError: they may not be there, and what was before is then; never a half of them.
+            UnfitConfig: they are another daemon's.
         """
+        self.lock()
         said = msgspec.json.format(msgspec.json.encode(KeptEpochs(epochs))) + b"\n"
-        self.path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         fresh = self.path.with_name(f"{self.path.name}.new")
         with contextlib.suppress(FileNotFoundError):
             fresh.unlink()  # of a daemon that was killed while it wrote
@@ -163,16 +166,19 @@ class EpochKeeper:
             UnfitConfig: what was kept cannot be read, or nothing can be written, or it is another
                 daemon's.
         """
-        try:
+        # First: who had it before writes no more when we read. Where nobody can write there we read
+        # all the same: the epochs of now are known, and those that are said later are refused.
+        with contextlib.suppress(OSError):
             self._file.lock()
-            kept = self._file.read()
-            if kept is None:
+        kept = self._file.read()
+        if kept is None:
+            try:
                 self._file.write({})
-        except OSError as error:
-            raise UnfitConfig(
-                f"{self._file.path} cannot be written ({error.strerror}), and no epoch of a "
-                "namespace outlives this daemon: set cache.epochs_directory to one that can"
-            ) from error
+            except OSError as error:
+                raise UnfitConfig(
+                    f"{self._file.path} cannot be written ({error.strerror}), and no epoch of a "
+                    "namespace outlives this daemon: set cache.epochs_directory to one that can"
+                ) from error
         epochs = {} if kept is None else kept.epochs
         self._reactor.feed(EpochsFound(self._reactor.clock(), epochs, is_first=kept is None))
 

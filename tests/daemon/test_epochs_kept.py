@@ -30,7 +30,7 @@ def test_what_is_written_is_read_and_a_half_of_it_never_is(tmp_path):
     file.write({"m": 2**53 - 1, "": 1, "ü#": 2})
     assert file.read() == KeptEpochs({"m": 2**53 - 1, "": 1, "ü#": 2})
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
-    assert [one.name for one in file.path.parent.iterdir()] == ["n.epochs"]
+    assert {one.name for one in file.path.parent.iterdir()} == {"n.epochs", "n.epochs.lock"}
 
 
 @pytest.mark.parametrize(
@@ -149,6 +149,23 @@ def test_two_daemons_of_one_name_do_not_keep_their_epochs_in_one_file(tmp_path):
         assert second.snapshot().epochs == {"m": 7}
     finally:
         second.stop()
+
+
+def test_where_nothing_can_be_written_any_more_a_daemon_begins_in_the_epochs_that_it_can_read(
+    daemon,
+):
+    lock = daemon.directory / "n.epochs.lock"
+    with kvd.client.connect_sync(daemon.client, name="e") as node:
+        node.new_epoch("m", 3)
+    lock.unlink()
+    lock.mkdir()  # which nobody can open as a file
+    again(daemon, killed=True)
+    with kvd.client.connect_sync(daemon.client, name="e") as node:
+        assert node.snapshot().epochs == {"m": 3}
+        with pytest.raises(KvdError, match=r"n\.epochs could|n\.epochs: "):
+            node.new_epoch("m", 4)
+        lock.rmdir()
+        assert node.new_epoch("m", 4).epoch == 4
 
 
 def test_a_daemon_with_a_damaged_file_does_not_start(tmp_path):
