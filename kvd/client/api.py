@@ -341,7 +341,8 @@ class Node:
             cache: as in ``lease``.
             step_tokens: as in ``lease``, for what is generated after the prompt.
             request_id: the router's. Asked again with it, it is the receive that is under way, with
-                one lease for both. It names this prompt in this namespace: others are refused.
+                one lease for both. It names this prompt in this namespace: others are refused. It
+                needs a room: pulls have none, each call is one of its own with a lease of its own.
 
         Raises:
             KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...;
