@@ -330,6 +330,7 @@ class Connection:
             receive.outcome.put(refusal)
             if receive.safe is not None:
                 receive.safe.put(refusal)
+        self._kept_rooms.clear()
         sends, self._sends = self._sends, {}
         for send in sends.values():
             send.lost = refusal
