@@ -330,7 +330,7 @@ class Node:
             extra_keys: as in ``lease``; both sides give the same.
             source: a peer's name, or an address to dial: tcp://HOST:PORT, NAME@tcp://HOST:PORT.
                 Several, each once: ranks that all have it divide the pages, others send their
-                layers and heads. All of it arrives, or nothing; the aux is the first one's.
+                layers and heads. All or nothing arrives; the aux is of the first with the last.
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.
