@@ -329,9 +329,8 @@ class Node:
             keys: as in ``lease``; both sides give the same.
             extra_keys: as in ``lease``; both sides give the same.
             source: a peer's name, or an address to dial: tcp://HOST:PORT, NAME@tcp://HOST:PORT.
-                Several where the KV is on several daemons, each once: ranks that all have it
-                divide the pages, others send their layers and heads. All of it arrives, or
-                nothing; the aux is that of the first with the last.
+                Several, each once: ranks that all have it divide the pages, others send their
+                layers and heads. All or nothing arrives; the aux is of the first with the last.
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.
@@ -340,8 +339,8 @@ class Node:
             deadline_s: of the whole handoff.
             cache: as in ``lease``.
             step_tokens: as in ``lease``, for what is generated after the prompt.
-            request_id: the router's. Asked again with it, it is the receive that is under way, with
-                one lease for both. It names this prompt in this namespace: others are refused.
+            request_id: the router's, for a room. Asked again, it is the receive that is under way,
+                with one lease for both. It names this prompt in this namespace: others are refused.
 
         Raises:
             KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...;

@@ -15,6 +15,9 @@ going to do::
     Sending                AbortSend
     anything else          nothing: its effect on a handle's record is applied as usual
 
+What was asked for again, with its request id, is the answer of several calls: it is undone when the
+last of their callers has gone away. Before that it is in use, and so are its pages.
+
 The daemon may end, and be back later in another life, which knows no call and no handoff of ours::
 
     here --lost--> away --returned--> here        calls begin only here
@@ -88,6 +91,9 @@ WAITS = wire.OpenLease | wire.ReceiveRequest | wire.ResumeLease | wire.HandOver
 UNDONE = "the engine no longer waits for it"
 """Why an abandoned send was aborted, for whoever reads its story."""
 
+MOST_KEPT_ROOMS = 4096
+"""Kept rooms of which it is known how many calls were told of them; the oldest is forgotten."""
+
 
 class KnownPrompt(msgspec.Struct, frozen=True):
     """A prompt that the daemon keeps: its number, and so many tokens that need not be told."""
@@ -131,6 +137,8 @@ class Connection:
         self._in_doubt: dict[int, ReceiveState] = {}
         """Receives into an arena that have failed, while a remote may still write its pages."""
         self._sends: dict[int, SendState] = {}
+        self._kept_rooms: dict[tuple[int, str], int] = {}
+        """By room and request id of a hand-over, how many callers want the room that it keeps."""
         self._leases: dict[int, LeaseView] = {}
         self._readers: list[EventQueue] = []
         self._outgoing: list[Outgoing] = []
@@ -206,7 +214,9 @@ class Connection:
         return call
 
     def abandon(self, call: Call) -> None:
-        """Nobody wants the answer any more: undo it, now or when it comes."""
+        """Nobody wants the answer any more: undo it, now or when it comes; repeatable."""
+        if call.is_abandoned:
+            return
         call.is_abandoned = True
         if call.request.call not in self._calls:
             if call.answer.value is not None:
@@ -320,6 +330,7 @@ class Connection:
             receive.outcome.put(refusal)
             if receive.safe is not None:
                 receive.safe.put(refusal)
+        self._kept_rooms.clear()
         sends, self._sends = self._sends, {}
         for send in sends.values():
             send.lost = refusal
@@ -413,10 +424,14 @@ class Connection:
                     number, prefix_tokens, prompt_tokens, is_in_arena=bool(is_in_arena)
                 )
                 self._receives[number] = call.receive
+                call.receive.callers += 1
             case wire.Sending(_, number):
                 call.send = self._sends.get(number) or SendState(number)
                 self._sends[number] = call.send
+                call.send.callers += 1
             case wire.Finished() | wire.Done():
+                if type(answer) is wire.Finished and answer.kept_s:
+                    self._note_kept(call.request)
                 self._ended(call)
             case _:
                 pass
@@ -484,15 +499,38 @@ class Connection:
             case wire.Receiving() if call.receive is not None:
                 self._undo_receive(call.receive)
             case wire.Sending(send=number) if call.send is not None and call.send.lost is None:
-                self._sends.pop(number, None)
-                self.tell(wire.AbortSend(self.next_call(), number, UNDONE))
+                call.send.callers -= 1
+                if not call.send.callers:
+                    self._sends.pop(number, None)
+                    self.tell(wire.AbortSend(self.next_call(), number, UNDONE))
             # Its engine has let go of the call, and nobody else ends the room before its time.
             case wire.Finished(kept_s=kept_s) if kept_s and type(call.request) is wire.HandOver:
-                self.tell(wire.KeepRoom(self.next_call(), call.request.room, 0.0))
+                if not self._is_kept_for_others(call.request):
+                    self.tell(wire.KeepRoom(self.next_call(), call.request.room, 0.0))
             case _:
                 pass
 
+    def _note_kept(self, request: wire.Request) -> None:
+        """One call more was told that its room is kept; only a request id makes them several."""
+        if type(request) is wire.HandOver and request.request_id:
+            kept, named = self._kept_rooms, (request.room, request.request_id)
+            # Out and in again: the oldest stands first.
+            kept[named] = kept.pop(named, 0) + 1
+            if len(kept) > MOST_KEPT_ROOMS:
+                del kept[next(iter(kept))]
+
+    def _is_kept_for_others(self, request: wire.HandOver) -> bool:
+        """One caller less wants that room; whether there are others."""
+        named = request.room, request.request_id
+        callers = self._kept_rooms.pop(named, 1) - 1
+        if callers:
+            self._kept_rooms[named] = callers
+        return callers > 0
+
     def _undo_receive(self, state: ReceiveState) -> None:
+        state.callers -= 1
+        if state.callers:
+            return
         match state.outcome.value:
             case wire.Received(lease=lease):
                 self._give_back(lease)

@@ -150,7 +150,8 @@ class ReceiveState:
 
     ``lease`` is its record, once it is delivered; ``lost`` why the daemon knows it no more.
     ``prompt_tokens``: how much of the prompt it will have; None: all of it. ``safe``: of one into
-    an arena, filled once no remote can write its pages any more.
+    an arena, filled once no remote can write its pages any more. ``callers``: so many calls have it
+    as their answer and their caller still wants it; more than one where it was asked for again.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class ReceiveState:
         self.prompt_tokens = prompt_tokens
         self.outcome: Slot[Received | Refusal] = Slot()
         self.is_unwanted = False
+        self.callers = 0
         self.lease: LeaseView | None = None
         self.lost: Refusal | None = None
         self.safe: Slot[Received | PagesBack | Refusal] | None = Slot() if is_in_arena else None
@@ -174,11 +176,12 @@ class ReceiveState:
 class SendState:
     """One send, from its ``Sending`` on. ``accepted``: what is to be sent, or the failure.
 
-    ``lost``: why the daemon knows it no more.
+    ``lost``: why the daemon knows it no more. ``callers`` as in ``ReceiveState``.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.callers = 0
         self.accepted: Slot[Accepted | Refusal] = Slot()
         self.failure: Refusal | None = None
         self.lost: Refusal | None = None

@@ -7,6 +7,9 @@ A daemon that began in an older epoch would find KV of old weights, and pull it 
 epoch is answered when it is here (``core.leases.epochs``), and a daemon that cannot read this file
 does not start. It is read on the loop, once, and written in a thread: a disk may take its time.
 
+Whoever writes it writes all of it, so it has one daemon at a time: NAME.epochs.lock is held while
+that lives, also where two daemons of one name have sockets of their own.
+
 What must not live here: what an epoch means.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -49,6 +53,44 @@ class EpochsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: int | None = None
+
+    def lock(self) -> None:
+        """Keep every other daemon from it, until ``unlock`` or the end of this process; repeatable.
+
+        Raises:
+            UnfitConfig: another one has it.
+            OSError: the directory cannot be written.
+        """
+        if self._lock is not None:
+            return
+        self.path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        path = self.path.with_name(f"{self.path.name}.lock")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.open(path, flags, _MODE)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(file, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(file)
+            raise UnfitConfig(
+                f"{path} is locked by pid {owner}: another kvd of this node.name keeps its epochs "
+                "there, and each would undo what the other has kept; set node.name or "
+                "cache.epochs_directory to another one"
+            ) from None
+        except OSError:
+            os.close(file)
+            raise
+        self._lock = file
+        # For people; nothing is read from it.
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+
+    def unlock(self) -> None:
+        """Let the next one have it; repeatable."""
+        file, self._lock = self._lock, None
+        if file is not None:
+            os.close(file)
 
     def read(self) -> KeptEpochs | None:
         """What the daemon before has kept; None where none has kept any.
@@ -57,13 +99,19 @@ class EpochsFile:
             UnfitConfig: it cannot be read, or not be believed.
         """
         try:
-            file = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # Not waiting: a pipe in its place must not keep the daemon from saying so.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            file = os.open(self.path, flags)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise self._unfit(f"cannot be read: {error.strerror}") from error
+        # A directory is opened too, and has no bytes that ``open`` would take.
+        seen = os.fstat(file)
+        if not stat.S_ISREG(seen.st_mode):
+            os.close(file)
+            raise self._unfit("is no file")
         with open(file, "rb") as opened:
-            seen = os.fstat(file)
             if seen.st_uid not in {0, os.geteuid()} or seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 mode = f"{stat.S_IMODE(seen.st_mode):04o}"
                 raise self._unfit(f"is of uid {seen.st_uid} with mode {mode}: others can write it")
@@ -77,9 +125,10 @@ class EpochsFile:
 
         Raises:
             OSError: they may not be there, and what was before is then; never a half of them.
+            UnfitConfig: they are another daemon's.
         """
+        self.lock()
         said = msgspec.json.format(msgspec.json.encode(KeptEpochs(epochs))) + b"\n"
-        self.path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         fresh = self.path.with_name(f"{self.path.name}.new")
         with contextlib.suppress(FileNotFoundError):
             fresh.unlink()  # of a daemon that was killed while it wrote
@@ -114,8 +163,13 @@ class EpochKeeper:
         """Tell the node what was kept, and see that something can be.
 
         Raises:
-            UnfitConfig: what was kept cannot be read, or nothing can be written.
+            UnfitConfig: what was kept cannot be read, or nothing can be written, or it is another
+                daemon's.
         """
+        # First: who had it before writes no more when we read. Where nobody can write there we read
+        # all the same: the epochs of now are known, and those that are said later are refused.
+        with contextlib.suppress(OSError):
+            self._file.lock()
         kept = self._file.read()
         if kept is None:
             try:
@@ -144,6 +198,7 @@ class EpochKeeper:
         """What is being written still is."""
         if self._write is not None:
             await asyncio.wait([self._write])
+        self._file.unlock()
 
 
 def epochs_path(config: Config) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvd.client.connection import UNDONE, Call, Connection
@@ -384,6 +385,81 @@ def test_an_abandoned_send_is_aborted() -> None:
     feed(own, wire.Sending(1, 12))
 
     assert sent(own) == [wire.AbortSend(2, 12, UNDONE)]
+
+
+@pytest.mark.parametrize("gone", [0, 1], ids=["the first", "the one that came again"])
+@pytest.mark.parametrize("is_delivered", [False, True])
+def test_what_was_asked_for_again_is_undone_when_the_last_caller_has_gone(
+    gone: int, *, is_delivered: bool
+) -> None:
+    """A lease that one caller uses must not be given back for the sake of another."""
+    own = connection()
+    request = wire.ReceiveRequest(0, 5, ("p",), request_id="r")
+    calls = [begin(own, msgspec.structs.replace(request, call=own.next_call())) for _ in range(2)]
+    feed(own, wire.Receiving(1, 11, 8), wire.Receiving(2, 11, 8))
+    if is_delivered:
+        feed(own, wire.Received(11, 70, pack_ids([4]), b""))
+    own.take_outgoing()
+
+    own.abandon(calls[gone])
+    own.abandon(calls[gone])
+
+    assert sent(own) == []
+    state = calls[1 - gone].receive
+    assert state is not None
+    if not is_delivered:
+        feed(own, wire.Received(11, 70, pack_ids([4]), b""))
+    assert state.lease is not None
+    assert (state.lease.number, state.lease.is_released) == (70, False)
+    assert sent(own) == []
+    own.abandon(calls[1 - gone])
+    assert sent(own) == [wire.ReleaseLease(3, 70)]
+
+
+def test_a_receive_that_is_asked_for_again_and_abandoned_before_the_answer_goes_on() -> None:
+    own = connection()
+    request = wire.ReceiveRequest(0, 5, ("p",), request_id="r")
+    first = begin(own, msgspec.structs.replace(request, call=own.next_call()))
+    feed(own, wire.Receiving(1, 11, 8))
+    again = begin(own, msgspec.structs.replace(request, call=own.next_call()))
+    own.abandon(again)
+    assert sent(own)[-1] == wire.CancelCall(3, 2)
+
+    feed(own, wire.Receiving(2, 11, 8))
+
+    assert sent(own) == []
+    own.abandon(first)
+    assert sent(own) == [wire.CancelReceive(4, 11)]
+
+
+def test_a_send_that_is_asked_for_again_is_aborted_when_nobody_wants_it() -> None:
+    own = connection()
+    request = wire.SendRequest(0, 5, 7, request_id="r")
+    calls = [begin(own, msgspec.structs.replace(request, call=own.next_call())) for _ in range(2)]
+    feed(own, wire.Sending(1, 12), wire.Sending(2, 12))
+    own.take_outgoing()
+    own.abandon(calls[1])
+    assert sent(own) == []
+    feed(own, wire.Accepted(12, 64))
+    assert calls[0].send is not None
+    assert calls[0].send.accepted.value == wire.Accepted(12, 64)
+    own.abandon(calls[0])
+    assert sent(own) == [wire.AbortSend(3, 12, UNDONE)]
+
+
+def test_a_kept_room_that_is_handed_over_again_is_ended_when_nobody_wants_it() -> None:
+    own = connection()
+    request = wire.HandOver(0, 5, 7, ttl_s=9.0, request_id="r")
+    calls = [begin(own, msgspec.structs.replace(request, call=own.next_call())) for _ in range(2)]
+    kept = wire.Finished(1, None, 0, 0, 0, kept_s=9.0)
+    feed(own, kept)
+    own.take_outgoing()
+    own.abandon(calls[1])
+    assert sent(own) == [wire.CancelCall(3, 2)]
+    feed(own, msgspec.structs.replace(kept, call=2))
+    assert sent(own) == []
+    own.abandon(calls[0])
+    assert sent(own) == [wire.KeepRoom(4, 5, 0.0)]
 
 
 def test_an_abandoned_commit_still_moves_the_pages() -> None:

@@ -633,6 +633,51 @@ def test_who_receives_a_kept_room_already_goes_on_and_nobody_comes_after():
     assert not violations(world.p.node)
 
 
+def written_in_a_room(world):
+    """A kept room of a prompt that its engine still writes; whoever receives it already."""
+    lease = world.p.lease(PROMPT, namespace="m")
+    world.p.write(lease.pages, PROMPT, "m")
+    fields = {"lease": lease.lease, "room": 7, "namespace": "m", "ttl_s": 5.0}
+    send = world.p.call(client.SendRequest, PROMPT, **fields).send
+    world.p.call(client.Advance, send=send, upto_tokens=2 * PAGE)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), namespace="m")
+    begin(world.p)
+    return send
+
+
+def test_who_receives_a_kept_room_that_is_still_written_gets_all_of_it_and_nobody_comes_after():
+    world = World(names=("d", "e"))
+    send = written_in_a_room(world)
+    world.sides["e"].call(client.ReceiveRequest, PROMPT, room=7, source=("p",), namespace="m")
+    (refusal,) = failed(world.sides["e"])
+    assert "over when its engine has written it" in str(snapshot(world.p.node).rooms)
+    assert refusal.numbers == {"epoch": 1, "sent_in_epoch": 0}
+    finished = world.p.call(client.Finish, send=send)
+    assert finished.failure == refusal
+    assert world.d.holds(received(world.d)[0].pages, PROMPT, "m")
+    # The room is over with what its engine had to write for them, not with its time.
+    assert snapshot(world.p.node).rooms == ()
+    assert not violations(world.p.node)
+
+
+@pytest.mark.parametrize("how", ["finish", "abort", "deadline"])
+def test_such_a_room_ends_also_where_nobody_receives_it_any_more(how):
+    world = World(names=("d", "e"))
+    send = written_in_a_room(world)
+    (receive,) = world.d.node.decoder.attempts
+    world.d.call(client.CancelReceive, receive=receive)
+    assert snapshot(world.p.node).rooms
+    if how == "finish":
+        world.p.call(client.Finish, send=send)
+    elif how == "abort":
+        world.p.call(client.AbortSend, send=send, reason="no use")
+    else:
+        world.pass_time(31.0)
+    assert snapshot(world.p.node).rooms == ()
+    assert not received(world.d)
+    assert not violations(world.p.node)
+
+
 def test_a_room_that_a_pull_has_opened_is_ended_and_its_answer_is_not_repeated():
     world = World()
     cached(world.p, PROMPT, "m")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +30,7 @@ def test_what_is_written_is_read_and_a_half_of_it_never_is(tmp_path):
     file.write({"m": 2**53 - 1, "": 1, "ü#": 2})
     assert file.read() == KeptEpochs({"m": 2**53 - 1, "": 1, "ü#": 2})
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
-    assert [one.name for one in file.path.parent.iterdir()] == ["n.epochs"]
+    assert {one.name for one in file.path.parent.iterdir()} == {"n.epochs", "n.epochs.lock"}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,13 @@ def test_one_that_others_can_write_and_a_link_are_not_believed(tmp_path):
     file.path.symlink_to(tmp_path / "other")
     with pytest.raises(UnfitConfig, match="cannot be read"):
         file.read()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_refused_at_once(tmp_path, make):
+    make(tmp_path / "n.epochs")
+    with pytest.raises(UnfitConfig, match=r"n\.epochs, which says .* is no file.*kvd epoch"):
+        EpochsFile(tmp_path / "n.epochs").read()
 
 
 # ---- real daemons ------------------------------------------------------------------------------
@@ -114,6 +123,49 @@ def test_what_cannot_be_written_is_refused_with_the_file_and_the_reason(daemon):
         blocked.rmdir()
         assert node.new_epoch("m", 3).epoch == 3
         assert json.loads(path.read_text())["epochs"] == {"m": 3}
+
+
+def test_two_daemons_of_one_name_do_not_keep_their_epochs_in_one_file(tmp_path):
+    shared = {**SHAPE, "cache.epochs_directory": str(tmp_path / "lib")}
+    for home in ("x", "y"):
+        (tmp_path / home).mkdir()
+    first, second = (Daemon("n", tmp_path / home, shared) for home in ("x", "y"))
+    first.start()
+    try:
+        first.wait_ready()
+        with kvd.client.connect_sync(first.client, name="e") as node:
+            assert node.new_epoch("m", 7).epoch == 7
+        second.start()
+        assert second._process.wait(30) == 78
+        assert f"n.epochs.lock is locked by pid {first.pid}" in second.quoted_log()
+        # The one after it is not kept out, however the first one ends.
+        again(first, killed=True)
+        assert first.snapshot().epochs == {"m": 7}
+    finally:
+        first.stop()
+    second.start()
+    try:
+        second.wait_ready()
+        assert second.snapshot().epochs == {"m": 7}
+    finally:
+        second.stop()
+
+
+def test_where_nothing_can_be_written_any_more_a_daemon_begins_in_the_epochs_that_it_can_read(
+    daemon,
+):
+    lock = daemon.directory / "n.epochs.lock"
+    with kvd.client.connect_sync(daemon.client, name="e") as node:
+        node.new_epoch("m", 3)
+    lock.unlink()
+    lock.mkdir()  # which nobody can open as a file
+    again(daemon, killed=True)
+    with kvd.client.connect_sync(daemon.client, name="e") as node:
+        assert node.snapshot().epochs == {"m": 3}
+        with pytest.raises(KvdError, match=r"n\.epochs could|n\.epochs: "):
+            node.new_epoch("m", 4)
+        lock.rmdir()
+        assert node.new_epoch("m", 4).epoch == 4
 
 
 def test_a_daemon_with_a_damaged_file_does_not_start(tmp_path):

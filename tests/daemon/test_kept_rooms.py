@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 import pytest
 
 import kvd.client
@@ -94,3 +97,35 @@ def test_the_lease_that_a_retry_brings_ends_as_it_says(nodes, pair):
     receive.lease.release()
     leases[2].release(())
     p.keep_room(room, 0.0)
+
+
+async def gone(call):
+    """A caller that has asked again, and goes away before the answer."""
+    task = asyncio.ensure_future(call)
+    await asyncio.sleep(0)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_who_asks_again_and_goes_away_takes_nothing_from_who_asked_first(engines):
+    p, d = engines.p, engines.d
+    tokens = tokens_of(500, seed=75)
+    lease = await p.lease(tokens)
+    write(p, lease, tokens)
+    for room in (7501, 7502):
+        how = {"request_id": "again-3", "cache": False}
+        receive = await d.receive(room, tokens, "p", **how)
+        await gone(d.receive(room, tokens, "p", **how))
+        send = await p.send(room, lease=lease, request_id="again-3")
+        await gone(p.send(room, lease=lease, request_id="again-3"))
+        assert (await send.finish()).committed
+        await receive.done()
+        assert digest(d, receive.lease.pages) == digest(p, lease.pages)
+        await receive.lease.release()
+    how = {"lease": lease, "ttl_s": 20.0, "request_id": "again-4"}
+    assert (await p.hand_over(7503, **how)).kept_s > 0
+    await gone(p.hand_over(7503, **how))
+    assert (await p.keep_room(7503, 5.0)).left_s > 0
+    await p.keep_room(7503, 0.0)
+    await lease.release()

@@ -123,6 +123,8 @@ def told_keeping(part: SendPart, keeping: Keeping) -> str:
     limit = f" of {keeping.limit}" if keeping.limit else ""
     by = ", ".join(dict.fromkeys(one.peer for one in keeping.taken))
     said = f"{who}, kept: received {keeping.takers}{limit} times" + (f" by {by}" if by else "")
+    if keeping.over is not None:
+        return f"{said}; over when its engine has written it: {keeping.over.message}"
     gives_way = keeping.takers and not keeping.limit
     return f"{said}; its pages go when an engine needs them" if gives_way else said
 
@@ -197,16 +199,20 @@ class KeptRooms:
             self._leases.let_give_way(engine.lease, f"send {keeper.id}")
 
     def answer_finish(self, part: SendPart) -> None:
-        """``finish`` of a room that is kept returns at once, and its time begins."""
+        """``finish`` of a room that is kept returns at once, and its time begins.
+
+        Where nobody is let in any more it hears why, whoever receives it still.
+        """
         if part.keeping is not None and part.finish_call is not None:
+            over = part.keeping.over
             part.deadline_s = self._sends.deadline_of(part.keeping.ttl_s)
             call, part.finish_call = part.finish_call, None
-            kept_s = part.deadline_s - self._out.at_s
+            kept_s = part.deadline_s - self._out.at_s if over is None else 0.0
             self._out.answer(
                 part.session,
                 client.Finished(
                     call=call,
-                    failure=None,
+                    failure=over,
                     decode_prefix_len=0,
                     sent_pages=0,
                     sent_bytes=0,
@@ -234,6 +240,8 @@ class KeptRooms:
         assert engine is not None
         if not keeper.awaited.is_by(peer):
             return not_for(keeper.room, keeper.awaited.destination, peer, side)
+        if keeper.keeping is not None and keeper.keeping.over is not None:
+            return keeper.keeping.over
         refusal = disagreement(offer, engine, self._payload, side)
         if refusal is not None:
             turned_away(keeper, peer, refusal, self._out.at_s)

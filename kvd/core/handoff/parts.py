@@ -411,13 +411,15 @@ class TakenBy:
 class Keeping:
     """A room that stays open behind its engine: how long, for how many, and who has had it."""
 
-    __slots__ = ("limit", "taken", "takers", "ttl_s")
+    __slots__ = ("limit", "over", "taken", "takers", "ttl_s")
 
     def __init__(self, ttl_s: float, limit: int) -> None:
         self.ttl_s = ttl_s
         """From ``finish`` on."""
         self.limit = limit
         """So many receives end it; 0: its time alone does."""
+        self.over: Refusal | None = None
+        """Why nobody is let in any more, while those who are go on."""
         self.takers = 0
         self.taken: deque[TakenBy] = deque(maxlen=MAX_TAKEN)
         """The last of them, oldest first."""

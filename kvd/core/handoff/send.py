@@ -120,6 +120,9 @@ class Prefiller:
         for part in self.waiting_of_family(family):
             if part.keeping is None:
                 self.give_up_send(part, why)
+            # Its engine still writes it for them: the room ends with ``finish``.
+            elif part.aux is None and takers_of(part, self.rooms):
+                part.keeping.over = why
             else:
                 self.end_kept(part, why)
 

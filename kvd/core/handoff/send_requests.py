@@ -227,7 +227,10 @@ class SendRequests:
         else:  # no Offer yet: it streams and flushes in one step when that comes
             self._sends.move_part(part, T.FINISHED, "")
         self._kept.answer_finish(part)
-        for taker in takers_of(part, self._sends.rooms):
+        takers = takers_of(part, self._sends.rooms)
+        if part.keeping is not None and part.keeping.over is not None:
+            self._sends.end_kept(part, part.keeping.over)
+        for taker in takers:
             if taker.state is P.STREAMING:
                 follow_keeper(taker, part)
                 self._sends.streaming_to_flushing(taker)
