@@ -329,9 +329,8 @@ class Node:
             keys: as in ``lease``; both sides give the same.
             extra_keys: as in ``lease``; both sides give the same.
             source: a peer's name, or an address to dial: tcp://HOST:PORT, NAME@tcp://HOST:PORT.
-                Several where the KV is on several daemons, each once: ranks that all have it
-                divide the pages, others send their layers and heads. All of it arrives, or
-                nothing; the aux is that of the first with the last.
+                Several, each once: ranks that all have the KV divide the pages, others send their
+                layers and heads; all or nothing. The aux is that of the first with the last layer.
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.
