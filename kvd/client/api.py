@@ -659,7 +659,8 @@ class Connecting:
         attachment.require(self._expects)
         attachment.key = self._key
         connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
-        channel = LoopChannel(endpoint, attachment, connection, self._name)
+        with attachment.or_left():
+            channel = LoopChannel(endpoint, attachment, connection, self._name)
         return Node(attachment, connection, channel, return_within_s=self._return_within_s)
 
 

@@ -566,7 +566,7 @@ async def _next_of(events: AsyncGenerator[Event | EventsLost, None]) -> Event | 
 
 def _wrapped(lease: Any) -> Lease:
     # What is none is refused where the request is made.
-    return lease.wrapped if isinstance(lease, SyncLease) else lease  # type: ignore[no-any-return]
+    return lease.wrapped if isinstance(lease, SyncLease) else lease
 
 
 class SyncNode:
@@ -908,8 +908,11 @@ def connect_sync(
     attachment.require(expects)
     attachment.key = key
     connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
-    channel = BlockingChannel(address, attachment, connection, name, waits_for_return=not misses)
     waits_s = 0.0 if misses else return_within_s
+    with attachment.or_left():
+        channel = BlockingChannel(
+            address, attachment, connection, name, waits_for_return=not misses
+        )
     node = Node(attachment, connection, channel, return_within_s=waits_s)
     return SyncNode(node, channel, misses_when_away=misses)
 

@@ -274,4 +274,5 @@ def join(
     longest_s = ATTACH_WITHIN_S + max(0.0, request.wait_s)
     attachment = blocking.attach(address, request, longest_s)
     attachment.require(expects)
-    return Worker(attachment, attach_path(address), rank=rank, ranks=ranks)
+    with attachment.or_left():
+        return Worker(attachment, attach_path(address), rank=rank, ranks=ranks)
