@@ -166,7 +166,8 @@ class Receive:
         self._delivered = delivered
         if self._lease is None and state is not None:
             state.kv_tokens = self._prompt.n_tokens
-            self._lease = Lease(self._port, self._pools, state, self._prompt)
+            # A copy, which grows with the lease: what has come stays what has come.
+            self._lease = Lease(self._port, self._pools, state, self._prompt.copy())
 
 
 async def sending(
