@@ -11,18 +11,18 @@ client runs these very verbs, see ``port``.
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, TypeGuard
 
 import msgspec
 
 from kvd.client.arena import PageArena
+from kvd.client.arguments import names, opaque, seconds, whole
 from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.connection import Connection
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import client_endpoint
 from kvd.client.handoff import Receive, Send, keep_room, outcome, room_number, sending
-from kvd.client.lease import Lease
+from kvd.client.lease import Lease, given_lease
 from kvd.client.lease_key import why_foreign, why_stale
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
@@ -266,17 +266,17 @@ class Node:
                 ``bad-keys``, ``bad-tokens``.
         """
         prompt = self._prompt(tokens, keys, extra_keys)
-        reserve = operator.index(reserve_tokens)
+        reserve = whole(reserve_tokens, "reserve_tokens")
         if not prompt.frame and not reserve:
             raise KvdError(_of_nothing("lease", "give tokens, or reserve_tokens"))
         opening = wire.OpenLease(
             call=self._port.connection.next_call(),
             namespace=namespace,
             reserve_tokens=reserve,
-            priority=operator.index(priority),
+            priority=whole(priority, "priority"),
             deadline_s=deadline_s,
             cache=cache,
-            step_tokens=operator.index(step_tokens),
+            step_tokens=whole(step_tokens, "step_tokens"),
         )
         request = opening if hold == "all" else _prefix_of(opening, hold)
         call = await perform_about(self._port, request, prompt, within_s=within(deadline_s))
@@ -296,7 +296,7 @@ class Node:
             KvdError: ``no-room`` with the longest run of free pages; ``too-large`` for more than
                 the pool has; ``not-supported`` where a pool has several components.
         """
-        request = wire.OpenArena(self._port.connection.next_call(), operator.index(pages))
+        request = wire.OpenArena(self._port.connection.next_call(), whole(pages, "pages"))
         call = await self._port.perform(request)
         if call.lease is None:
             raise confused(request, call.answer.value)
@@ -329,8 +329,8 @@ class Node:
             keys: as in ``lease``; both sides give the same.
             extra_keys: as in ``lease``; both sides give the same.
             source: a peer's name, or an address to dial: tcp://HOST:PORT, NAME@tcp://HOST:PORT.
-                Several, each once: ranks that all have it divide the pages, others send their
-                layers and heads. All or nothing arrives; the aux is of the first with the last.
+                Several, each once: ranks that all have the KV divide the pages, others send their
+                layers and heads; all or nothing. The aux is that of the first with the last layer.
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.
@@ -351,14 +351,14 @@ class Node:
         request = wire.ReceiveRequest(
             call=self._port.connection.next_call(),
             room=number,
-            source=(source,) if isinstance(source, str) else tuple(source),
+            source=names(source, "source"),
             namespace=namespace,
-            reserve_tokens=operator.index(reserve_tokens),
-            priority=operator.index(priority),
+            reserve_tokens=whole(reserve_tokens, "reserve_tokens"),
+            priority=whole(priority, "priority"),
             deadline_s=deadline_s,
             cache=cache,
             tier=tier,
-            step_tokens=operator.index(step_tokens),
+            step_tokens=whole(step_tokens, "step_tokens"),
             request_id=request_id,
         )
         return await self._receiving(request, prompt, within(deadline_s))
@@ -419,12 +419,12 @@ class Node:
         request = wire.SendRequest(
             call=self._port.connection.next_call(),
             room=room_number(room),
-            lease=lease.number_at(self._port),
+            lease=given_lease(lease).number_at(self._port),
             namespace=namespace,
             deadline_s=deadline_s,
             peer=to,
-            ttl_s=float(ttl_s),
-            takers=operator.index(takers),
+            ttl_s=seconds(ttl_s, "ttl_s"),
+            takers=whole(takers, "takers"),
             request_id=request_id,
         )
         prompt = self._sent_prompt(room, tokens, keys, extra_keys)
@@ -485,15 +485,15 @@ class Node:
         request = wire.HandOver(
             call=self._port.connection.next_call(),
             room=room_number(room),
-            lease=lease.number_at(self._port),
+            lease=given_lease(lease).number_at(self._port),
             namespace=namespace,
             deadline_s=deadline_s,
             peer=to,
-            aux=bytes(aux),
+            aux=opaque(aux, "aux"),
             after=handle_of(after),
             ends_lease=release,
-            ttl_s=float(ttl_s),
-            takers=operator.index(takers),
+            ttl_s=seconds(ttl_s, "ttl_s"),
+            takers=whole(takers, "takers"),
             request_id=request_id,
         )
         call = await perform_about(
@@ -560,7 +560,7 @@ class Node:
             KvdError: ``wrong-state`` for an epoch below that of now, with both; ``aborted`` where
                 it cannot be written down: it counts until the daemon ends.
         """
-        number = None if epoch is None else operator.index(epoch)
+        number = None if epoch is None else whole(epoch, "epoch")
         request = wire.BeginEpoch(self._port.connection.next_call(), namespace, number)
         return await self._flushed(request)
 
@@ -659,7 +659,8 @@ class Connecting:
         attachment.require(self._expects)
         attachment.key = self._key
         connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
-        channel = LoopChannel(endpoint, attachment, connection, self._name)
+        with attachment.or_left():
+            channel = LoopChannel(endpoint, attachment, connection, self._name)
         return Node(attachment, connection, channel, return_within_s=self._return_within_s)
 
 

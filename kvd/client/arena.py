@@ -12,9 +12,9 @@ its engine. The blocking client has the same verbs.
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING
 
+from kvd.client.arguments import opaque, seconds, whole
 from kvd.client.device_event import handle_of
 from kvd.client.handoff import Receive, Send, outcome, room_number, sending
 from kvd.client.lease import Lease
@@ -141,7 +141,7 @@ class PageArena:
             request_id=request_id,
             arena=self.id,
             pages=page_frame(pages),
-            have_tokens=operator.index(have_tokens),
+            have_tokens=whole(have_tokens, "have_tokens"),
         )
         within_s = within(deadline_s)
         call = await perform_about(
@@ -194,8 +194,8 @@ class PageArena:
             namespace=namespace,
             deadline_s=deadline_s,
             peer=to,
-            ttl_s=float(ttl_s),
-            takers=operator.index(takers),
+            ttl_s=seconds(ttl_s, "ttl_s"),
+            takers=whole(takers, "takers"),
             request_id=request_id,
             pages=page_frame(pages),
         )
@@ -233,10 +233,10 @@ class PageArena:
             namespace=namespace,
             deadline_s=deadline_s,
             peer=to,
-            aux=bytes(aux),
+            aux=opaque(aux, "aux"),
             after=handle_of(after),
-            ttl_s=float(ttl_s),
-            takers=operator.index(takers),
+            ttl_s=seconds(ttl_s, "ttl_s"),
+            takers=whole(takers, "takers"),
             request_id=request_id,
             pages=page_frame(pages),
         )

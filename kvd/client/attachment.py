@@ -108,6 +108,22 @@ class Attachment:
                 "one, or start the other daemon with its sockets in a directory of its own",
             )
 
+    @contextlib.contextmanager
+    def or_left(self) -> Iterator[None]:
+        """Leave the session where the block, which makes something of it, does not come to its end.
+
+        Raises:
+            KvdError: ``unreachable`` where no descriptor was left for it.
+        """
+        try:
+            yield
+        except BaseException as exc:
+            self.close()
+            if isinstance(exc, OSError) and exc.errno in {errno.EMFILE, errno.ENFILE}:
+                why = "no descriptor is left here for a session: raise ulimit -n"
+                raise _failure(Code.UNREACHABLE, why) from exc
+            raise
+
     def fileno(self) -> int:
         """Readable when the daemon hung up."""
         return self._sock.fileno()

@@ -103,8 +103,12 @@ class BlockingChannel:
         self._is_pumping = False
         self._bell: SessionBell | None = None
         self._sockets = SessionSockets(endpoint, attachment, connection, name, self)
-        self._sockets.open()
-        self._sockets.meet(CONNECT_WITHIN_S)
+        try:
+            self._sockets.open()
+            self._sockets.meet(CONNECT_WITHIN_S)
+        except BaseException:
+            self.close()
+            raise
 
     # ---- as Channel ------------------------------------------------------------------------------
 

@@ -595,7 +595,7 @@ def _header(request: wire.Request) -> bytes:
     try:
         header = CLIENT_REQUESTS.encode(request)
     except (TypeError, ValueError, OverflowError) as exc:
-        raise _bad(request, str(exc)) from exc
+        raise _bad(request, _unwritable(request) or str(exc)) from exc
     read = CLIENT_REQUESTS.decode(header)
     if isinstance(read, Refusal):
         raise _bad(request, _flaw(request, read.message))
@@ -603,6 +603,10 @@ def _header(request: wire.Request) -> bytes:
 
 
 _PLACE: Final = re.compile(r"^.*: (?P<why>.*) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
+
+
+_SAID_AS: Final = {"peer": "to", "n_pages": "pages", "extend_tokens": "extend"}
+"""Fields that engines know by another name."""
 
 
 def _flaw(request: wire.Request, message: str) -> str:
@@ -613,11 +617,28 @@ def _flaw(request: wire.Request, message: str) -> str:
     what, name = _at(request, [int(at) for at in re.findall(r"\[([0-9]+)\]", found["path"])])
     if not name:
         return message
+    name = _SAID_AS.get(name, name)
     limit = re.search(r"length <= ([0-9]+)", found["why"])
     if limit is not None and isinstance(what, str | bytes | tuple):
         unit = {str: "characters", bytes: "bytes"}.get(type(what), "elements")
         return f"{name} has {len(what)} {unit}, {limit[1]} are taken at most"
     return f"{name} is {what!r:.100}: {found['why']}"
+
+
+def _unwritable(request: wire.Request) -> str:
+    """Which field has what no message can carry, and why; empty where each of them could."""
+    about = _asked(request)
+    for name in about.__struct_fields__:
+        value = getattr(about, name)
+        try:
+            msgspec.msgpack.encode(value)
+        except (TypeError, ValueError, OverflowError) as exc:
+            return f"{_SAID_AS.get(name, name)} is {value!r:.100}: {exc}"
+    return ""
+
+
+def _asked(request: wire.Request) -> wire.Request:
+    return request.request if isinstance(request, wire.AboutPrompt) else request
 
 
 def _at(request: wire.Request, places: list[int]) -> tuple[object, str]:
@@ -637,11 +658,10 @@ def _at(request: wire.Request, places: list[int]) -> tuple[object, str]:
 
 
 def _bad(request: wire.Request, why: str) -> KvdError:
-    asked = request.request if isinstance(request, wire.AboutPrompt) else request
     return KvdError(
         Refusal(
             Code.BAD_REQUEST,
-            f"{type(asked).__name__} cannot be sent: {why}",
+            f"{type(_asked(request)).__name__} cannot be sent: {why}",
             side="client",
         )
     )

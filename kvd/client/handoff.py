@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-import operator
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.client.arguments import opaque, seconds, whole
 from kvd.client.device_event import handle_of
 from kvd.client.lease import Lease
 from kvd.client.port import ANSWER_WITHIN_S, Port, confused, within
@@ -166,7 +166,8 @@ class Receive:
         self._delivered = delivered
         if self._lease is None and state is not None:
             state.kv_tokens = self._prompt.n_tokens
-            self._lease = Lease(self._port, self._pools, state, self._prompt)
+            # A copy, which grows with the lease: what has come stays what has come.
+            self._lease = Lease(self._port, self._pools, state, self._prompt.copy())
 
 
 async def sending(
@@ -234,7 +235,7 @@ def room_number(room: int) -> int:
     Raises:
         KvdError: ``bad-room``.
     """
-    number = operator.index(room)
+    number = whole(room, "room")
     if not 1 <= number <= MAX_ROOM:
         raise KvdError(
             Refusal(
@@ -249,7 +250,7 @@ def room_number(room: int) -> int:
 
 async def keep_room(port: Port, room: int, ttl_s: float) -> KeptRoom:
     """Keep a room of this session, or end it with 0."""
-    request = wire.KeepRoom(port.connection.next_call(), room, float(ttl_s))
+    request = wire.KeepRoom(port.connection.next_call(), room, seconds(ttl_s, "ttl_s"))
     answer = await port.ask(request, wire.RoomKept)
     taken = tuple(
         Taken(
@@ -397,7 +398,7 @@ class Send:
         call = self._port.connection.next_call()
         handle = self._keep(after)
         request = wire.Advance(
-            call=call, send=self.id, upto_tokens=operator.index(upto_tokens), after=handle
+            call=call, send=self.id, upto_tokens=whole(upto_tokens, "upto_tokens"), after=handle
         )
         try:
             await self._port.ask(request, wire.Done, about=self._state)
@@ -436,10 +437,10 @@ class Send:
         handle = self._keep(after)
         number = self._port.connection.next_call()
         request: wire.Finish | wire.FinishAndRelease
-        request = wire.Finish(call=number, send=self.id, aux=bytes(aux), after=handle)
+        request = wire.Finish(call=number, send=self.id, aux=opaque(aux, "aux"), after=handle)
         if release:
             _no_event(handle)
-            request = wire.FinishAndRelease(number, self.id, bytes(aux))
+            request = wire.FinishAndRelease(number, self.id, opaque(aux, "aux"))
         lease = self._lease if release else None
         try:
             call = await self._port.perform(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvd.client.arguments import whole
 from kvd.client.device_event import handle_of
 from kvd.client.port import foreign, within
 from kvd.client.rows import Along, ComponentRow, along, page_frame, swapped
@@ -196,7 +196,7 @@ class Lease:
             KvdError: ``no-room`` with the numbers and the holders; the lease is as it was.
         """
         request = wire.ExtendLease(
-            self._port.connection.next_call(), self.id, operator.index(n_tokens)
+            self._port.connection.next_call(), self.id, whole(n_tokens, "n_tokens")
         )
         await self._port.ask(request, wire.PageTable, about=self._state)
 
@@ -218,7 +218,7 @@ class Lease:
         """
         self._check_runs()
         request = wire.SlideLease(
-            self._port.connection.next_call(), self.id, operator.index(upto_tokens)
+            self._port.connection.next_call(), self.id, whole(upto_tokens, "upto_tokens")
         )
         await self._port.ask(request, wire.PageTable, about=self._state)
 
@@ -291,9 +291,9 @@ class Lease:
         request = wire.SayWritten(
             call=self._port.connection.next_call(),
             lease=self.id,
-            upto_tokens=operator.index(upto_tokens),
-            rank=operator.index(rank),
-            ranks=operator.index(ranks),
+            upto_tokens=whole(upto_tokens, "upto_tokens"),
+            rank=whole(rank, "rank"),
+            ranks=whole(ranks, "ranks"),
             after=handle_of(after),
         )
         if after is not None and not isinstance(after, bytes):
@@ -341,10 +341,10 @@ class Lease:
         call = self._port.connection.next_call()
         request: wire.CommitLease | wire.CommitUpTo | wire.CommitAndExtend
         request = wire.CommitLease(call, self.id)
-        upto = None if upto_tokens is None else operator.index(upto_tokens)
+        upto = None if upto_tokens is None else whole(upto_tokens, "upto_tokens")
         if extend:
             request = wire.CommitAndExtend(
-                call, self.id, operator.index(extend), upto_tokens=upto, swaps=swap
+                call, self.id, whole(extend, "extend"), upto_tokens=upto, swaps=swap
             )
         elif upto is not None or not swap:
             request = wire.CommitUpTo(call=call, lease=self.id, upto_tokens=upto, swaps=swap)
@@ -433,7 +433,7 @@ class Lease:
             return
         request: wire.CommitAndRelease | wire.ReleaseUpTo = wire.CommitAndRelease(call, self.id)
         if upto_tokens is not None:
-            request = wire.ReleaseUpTo(call, self.id, operator.index(upto_tokens))
+            request = wire.ReleaseUpTo(call, self.id, whole(upto_tokens, "upto_tokens"))
         frame = self._prompt.following(new_tokens, keys)
         await self._port.ask(request, wire.Done, tokens=frame, about=self._state)
 
@@ -522,3 +522,18 @@ def _no_row(lease: int, component: str, n_rows: int) -> KvdError:
             side="client",
         )
     )
+
+
+def given_lease(lease: Lease) -> Lease:
+    """What a caller gave for a lease.
+
+    Raises:
+        KvdError: ``bad-request`` where it is none.
+    """
+    if isinstance(lease, Lease):
+        return lease
+    why = (
+        f"lease is {lease!r:.100}, a {type(lease).__name__}: it is what lease() of this node, or a "
+        "receive, has given"
+    )
+    raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client"))

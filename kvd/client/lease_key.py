@@ -44,6 +44,9 @@ def key_of(attached: Attached, lease: int, version: int) -> LeaseKey:
 
 def why_foreign(key: LeaseKey, attached: Attached) -> Refusal | None:
     """Why a key is not of the session that a process is attached to; None: it is."""
+    if not isinstance(key, LeaseKey):
+        why = f"key is {key!r:.100}, a {type(key).__name__}: it is the key of a lease"
+        return Refusal(Code.BAD_REQUEST, why, side="client")
     if key.incarnation != attached.incarnation:
         why = (
             f"this order is for lease {key.lease} of session {key.session} in another life of the "

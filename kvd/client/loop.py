@@ -82,7 +82,11 @@ class LoopChannel:
         self._until_s: dict[asyncio.Future[None], float] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._sockets.open()
+        try:
+            self._sockets.open()
+        except BaseException:
+            self.close()
+            raise
 
     def flush(self) -> None:
         """Send what the connection has queued, with all else that this turn of the loop brings."""

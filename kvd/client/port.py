@@ -214,7 +214,7 @@ def within(deadline_s: float) -> float:
         raise KvdError(
             Refusal(
                 Code.BAD_REQUEST,
-                f"deadline_s is {deadline_s!r}: it is the longest wait in seconds, 0 or more",
+                f"deadline_s is {deadline_s!r:.100}: it is the longest wait in seconds, 0 or more",
                 side="client",
             )
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from kvd.client.tokens import token_frame
 from kvd.errors import Code, KvdError, Refusal
@@ -42,7 +42,9 @@ class PromptAddress:
     ) -> None:
         self._page_tokens = page_tokens
         self._has_keys = keys is not None
-        self._extra = extra_keys
+        # A copy: an engine may fill one mapping anew for each prompt, and what this one is found by
+        # later must not change with it.
+        self._extra = dict(extra_keys) if isinstance(extra_keys, Mapping) else extra_keys
         self.n_tokens = 0
         self.handle: Prompt | None = None
         self._is_begun = False
@@ -69,12 +71,12 @@ class PromptAddress:
             if self._has_keys:
                 raise _bad("tokens after page keys: go on with keys")
             extra = self._extra_of(count(frame))
-            if not extra:
+            if not _says_something(extra):
                 return frame
             return _sound(page_address.with_extra(frame, extra, self._page_tokens, self.n_tokens))
         if not self._has_keys and self.n_tokens:
             raise _bad("page keys after tokens: go on with tokens")
-        if self._extra:
+        if _says_something(self._extra):
             raise _bad("extra keys beside page keys: put what they say into the keys")
         return _sound(page_address.of_keys(keys, self._page_tokens))
 
@@ -102,6 +104,12 @@ class PromptAddress:
             for page, key in self._extra.items()
             if first <= page and page * self._page_tokens < end
         }
+
+
+def _says_something(extra: ExtraKeys | None) -> TypeGuard[ExtraKeys]:
+    """Whether pages are not their tokens alone; also of what is no key, such as a salt of 0."""
+    is_empty = not extra
+    return extra is not None and not (is_empty and isinstance(extra, bytes | Mapping))
 
 
 def _sound(frame: Tokens | Refusal) -> Tokens:

@@ -97,14 +97,20 @@ class SessionSockets:
         self._lost_calls: set[int] = set()
         self._is_writing_watched = False
         self._is_closed = False
+        self._was_open = False
         self._may_meet = False
         """Whether nobody has waited for the handshake of this connection."""
         self.stream = self._new_stream()
 
     def open(self) -> None:
-        """Speak with the daemon that the attachment is with."""
+        """Speak with the daemon that the attachment is with.
+
+        Raises:
+            OSError: the first time, where no descriptor is left for it.
+        """
         self._watcher.watch(self._attachment.fileno(), self.look)
         self._dial()
+        self._was_open = True
 
     @property
     def is_away(self) -> bool:
@@ -292,7 +298,13 @@ class SessionSockets:
             self._watcher.step_after(way.pause_s)
 
     def _dial(self) -> None:
-        if self.stream.dial():
+        try:
+            is_dialed = self.stream.dial()
+        except OSError:
+            if not self._was_open:
+                raise
+            is_dialed = False  # there may be a descriptor soon
+        if is_dialed:
             self._may_meet = True
             self._watcher.watch(self.stream.fileno(), self.read)
             self.write()

@@ -75,7 +75,11 @@ class ClientStream:
         self.fault: ConnectionClosed | None = None
 
     def dial(self) -> bool:
-        """Connect and begin the handshake; whether somebody listens, and has room for one more."""
+        """Connect and begin the handshake; whether somebody listens, and has room for one more.
+
+        Raises:
+            OSError: no descriptor is left in this process.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)

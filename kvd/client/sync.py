@@ -564,6 +564,11 @@ async def _next_of(events: AsyncGenerator[Event | EventsLost, None]) -> Event | 
     return await events.__anext__()
 
 
+def _wrapped(lease: Any) -> Lease:
+    # What is none is refused where the request is made.
+    return lease.wrapped if isinstance(lease, SyncLease) else lease
+
+
 class SyncNode:
     """``Node``, blocking; a context manager that leaves the session.
 
@@ -744,7 +749,7 @@ class SyncNode:
         verb = self.wrapped.send(
             room,
             tokens,
-            lease=lease.wrapped,
+            lease=_wrapped(lease),
             keys=keys,
             extra_keys=extra_keys,
             namespace=namespace,
@@ -778,7 +783,7 @@ class SyncNode:
         verb = self.wrapped.hand_over(
             room,
             tokens,
-            lease=lease.wrapped,
+            lease=_wrapped(lease),
             keys=keys,
             extra_keys=extra_keys,
             aux=aux,
@@ -903,8 +908,11 @@ def connect_sync(
     attachment.require(expects)
     attachment.key = key
     connection = Connection(max_frame_bytes=attachment.attached.max_frame_bytes)
-    channel = BlockingChannel(address, attachment, connection, name, waits_for_return=not misses)
     waits_s = 0.0 if misses else return_within_s
+    with attachment.or_left():
+        channel = BlockingChannel(
+            address, attachment, connection, name, waits_for_return=not misses
+        )
     node = Node(attachment, connection, channel, return_within_s=waits_s)
     return SyncNode(node, channel, misses_when_away=misses)
 

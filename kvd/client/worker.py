@@ -10,7 +10,6 @@ disturbed.
 
 from __future__ import annotations
 
-import operator
 import os
 import select
 import threading
@@ -18,6 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from kvd.client import blocking
+from kvd.client.arguments import whole
 from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import attach_path, client_endpoint
@@ -153,7 +153,7 @@ class Worker:
             raise KvdError(self.end)
         if after is not None and not isinstance(after, bytes):
             self._events.append(after)
-        lease, upto = operator.index(lease_id), operator.index(upto_tokens)
+        lease, upto = whole(lease_id, "lease_id"), whole(upto_tokens, "upto_tokens")
         return self._words.begin(lease, upto, handle_of(after))
 
     def close(self) -> None:
@@ -268,10 +268,11 @@ def join(
             ``layout-mismatch`` where the pool is not as ``expects`` says.
     """
     address = client_endpoint(endpoint)
-    rank, ranks = operator.index(rank), operator.index(ranks)
+    rank, ranks = whole(rank, "rank"), whole(ranks, "ranks")
     request = Join(token, key=key, wait_s=wait_s if key else 0.0, rank=rank, ranks=ranks)
     # The daemon says at the end of the wait that nobody came.
     longest_s = ATTACH_WITHIN_S + max(0.0, request.wait_s)
     attachment = blocking.attach(address, request, longest_s)
     attachment.require(expects)
-    return Worker(attachment, attach_path(address), rank=rank, ranks=ranks)
+    with attachment.or_left():
+        return Worker(attachment, attach_path(address), rank=rank, ranks=ranks)

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from kvd.core.inputs import HandshakeFailed
+from kvd.core.peers.registry import BY_ADDRESS
 from kvd.zmtp.events import ConnectionFault
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ CROWDED: Final = "crowded"
 MALFORMED: Final = "malformed"
 REFUSED: Final = "refused"
 UNREACHABLE: Final = "unreachable"
+NO_KEY: Final = "no-key"
 
 TELL_AFTER_S: Final = 5.0
 """A daemon that restarts is not there for moments: that is told of who stays away."""
@@ -104,11 +106,19 @@ class Handshakes:
             reason, why = CUT_SHORT, f"{address} hangs up or is silent: is it the kvd of {name}?"
         else:
             reason = REFUSED
+            is_nameless = name == address  # an engine gave that alone
+            who = address if is_nameless else f"{name} at {address}"
+            its = "in peers.keys" if is_nameless else f"that of peers.keys.{name}"
             why = (
-                f"{name} at {address} ends the handshake: the key {keys.own.public} of this node "
-                f"must be in its peers.keys, and its own must be that of peers.keys.{name} here"
+                f"{who} ends the handshake: the key {keys.own.public} of this node must be in its "
+                f"peers.keys, and its own must be {its} here"
             )
         self._failed(link, address, reason, why)
+
+    def without_key(self, link: str, name: str, address: str) -> None:
+        """An engine named a node at an address, and nobody could prove to be that one."""
+        why = f"the key of {name} is not in peers.keys of this node, so {address} is not dialed"
+        self._failed(link, address, NO_KEY, why)
 
     def not_reached(self, link: str, name: str, address: str, why: str) -> None:
         """Nobody takes a connection; ``why`` empty: somebody does again. Told once for a reason."""
@@ -122,16 +132,19 @@ class Handshakes:
         if before != why and is_told:
             since_s, is_told = now_s - TELL_AFTER_S, False
         self._away[link] = (why, since_s)
-        if is_told or now_s - since_s < TELL_AFTER_S:
+        # An engine that gave the address waits now, and not for long.
+        is_by_address = link.startswith(BY_ADDRESS)
+        if is_told or now_s - since_s < (0.0 if is_by_address else TELL_AFTER_S):
             return
         self._away[link] = (why, float("inf"))
+        place = address if is_by_address else f"peers.connect.{name}"
         self._reactor.feed(
             HandshakeFailed(
                 at_s=now_s,
                 link=link,
                 address=address,
                 reason=UNREACHABLE,
-                why=f"{why}: is kvd up there, and is peers.connect.{name} its address?",
+                why=f"{why}: is kvd up there, and is {place} its address?",
                 times=1,
             )
         )

@@ -155,7 +155,9 @@ class PeerLinks(ListenerOwner):
             own, listed = self._keys.own.public, self._keys.of
             names = [one for one in names or listed if listed.get(one, own) != own]
             if not names:
-                return None  # and the core hears from nobody
+                # Behind this step, which may be one of the core's.
+                self.batch.loop.call_soon(self._handshakes.without_key, link, name, address)
+                return None
         answering = Answering(names or [NO_NAME], is_proven=self._keys is not None)
         dialer = self._dialers[link] = Dialer(
             place.host,

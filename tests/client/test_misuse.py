@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import socket
 import time
@@ -12,6 +13,7 @@ import pytest
 
 import kvd.client
 from kvd.client import KvdError
+from kvd.client.prompt_address import PromptAddress
 from kvd.types import pack_ids
 from kvd.wire import client as wire
 
@@ -299,3 +301,90 @@ def test_what_cannot_be_sent_is_named_as_the_engine_named_it(daemon: Daemon) -> 
             assert caught.value.code == code
             assert words in str(caught.value)
         assert daemon.got == []
+
+
+ODD = (object(), "\ud800", [1], {1: "a"}, 1e30, 2**70, -(2**70), float("nan"))
+"""Nothing that any field of any request takes, but for the numbers where it is a number."""
+
+FREE = {"self", "tokens", "new_tokens", "keys", "extra_keys", "swap", "release"}
+"""What has tests of its own, or is a yes or no here and is never sent as it is."""
+
+
+def verbs_of(node: Any) -> list[tuple[Callable[..., object], dict[str, Any]]]:
+    """Each verb that sends what it is given, with arguments that are right."""
+    lease = node.lease([1, 2])
+    send = node.send(6, [1], lease=lease)
+    return [
+        (node.lease, {"tokens": [1]}),
+        (node.match, {"tokens": [1]}),
+        (node.receive, {"room": 5, "tokens": [1], "source": "p", "deadline_s": 1}),
+        (node.send, {"room": 5, "tokens": [1], "lease": lease}),
+        (node.hand_over, {"room": 5, "tokens": [1], "lease": lease}),
+        (node.keep_room, {"room": 5, "ttl_s": 1}),
+        (node.arena, {"pages": 1}),
+        (node.new_epoch, {"namespace": "n"}),
+        (node.flush, {}),
+        (lease.extend, {"n_tokens": 1}),
+        (lease.written, {"upto_tokens": 1}),
+        (lease.commit, {}),
+        (lease.release, {}),
+        (lease.slide, {"upto_tokens": 1}),
+        (send.advance, {"upto_tokens": 1}),
+        (send.finish, {}),
+    ]
+
+
+def test_whatever_is_given_for_a_field_is_refused_by_its_name(daemon: Daemon) -> None:
+    def opens(request: Any, tokens: bytes) -> list[wire.Reply]:
+        if isinstance(request, wire.SendRequest):
+            return [wire.Sending(request.call, 12)]
+        return script(request, tokens)
+
+    daemon.script = opens
+    tried = 0
+    with kvd.client.connect_sync(daemon.endpoint, name="a") as node:
+        verbs = verbs_of(node)
+        daemon.got.clear()
+        for verb, right in verbs:
+            for name in set(inspect.signature(verb).parameters) - FREE:
+                for odd in ODD:
+                    if isinstance(odd, int | float) and name.endswith("_s"):
+                        continue
+                    with pytest.raises(KvdError) as caught:
+                        verb(**{**right, name: odd})
+                    assert name.split("_")[0] in str(caught.value), (verb, name, odd)
+                    assert caught.value.code.startswith("bad-")
+                    tried += 1
+        assert daemon.got == []
+    assert tried > 400
+
+
+def test_what_is_no_key_of_a_lease_is_nobodys(daemon: Daemon) -> None:
+    daemon.script = script
+    with kvd.client.connect_sync(daemon.endpoint, name="a") as node:
+        for odd in (None, 7, "key", object()):
+            assert not node.owns(odd)  # type: ignore[arg-type]
+            with pytest.raises(KvdError, match="it is the key of a lease"):
+                node.check(odd)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("odd", [0, "", [], (), False])
+def test_a_salt_that_is_no_bytes_is_refused_even_where_it_is_false(odd: Any) -> None:
+    with pytest.raises(KvdError, match="extra_keys are bytes"):
+        PromptAddress(8, [1], extra_keys=odd)
+    with pytest.raises(KvdError, match="extra keys beside page keys"):
+        PromptAddress(8, None, keys=[bytes(16)], extra_keys=odd)
+
+
+def test_no_salt_is_none() -> None:
+    frames = {PromptAddress(8, [1], extra_keys=none).frame for none in (None, b"", {})}
+    assert frames == {PromptAddress(8, [1]).frame}
+
+
+def test_extra_keys_are_those_of_when_they_were_given() -> None:
+    extra = {0: b"red", 1: b"red"}
+    address = PromptAddress(8, range(12), extra_keys=extra)
+    extra[1] = b"blue"
+
+    same = PromptAddress(8, range(12), extra_keys={0: b"red", 1: b"red"})
+    assert address.following([12, 13]) == same.following([12, 13])

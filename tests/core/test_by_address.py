@@ -80,6 +80,8 @@ def ticks(world: World, seconds: float) -> list[effects.Effect]:
         (DialRule.LOOPBACK, "tcp://localhost.evil.example:7402", False),
         (DialRule.NONE, "tcp://127.0.0.1:7402", False),
         (DialRule.ANY, "tcp://10.0.0.9", False),
+        (DialRule.ANY, "tcp://10.0.0.9:65535", True),
+        (DialRule.ANY, "tcp://10.0.0.9:65536", False),
         (DialRule.ANY, "x y@" + AT, False),
         (DialRule.ANY, "p2@" + AT, True),
     ],

@@ -13,7 +13,7 @@ import kvd.client
 from kvd import curve
 from kvd.client import KvdError
 from tests.daemon.kv import SHAPE
-from tests.support.daemons import Daemon
+from tests.support.daemons import Daemon, free_port
 
 SMALL = SHAPE
 PROMPT = list(range(1, 101))
@@ -117,6 +117,7 @@ def test_a_pull_comes_from_an_address_too(strangers):
     [
         ("nobody", "add it to peers.connect, or give its address"),
         ("tcp://", "add it to peers.connect, or give its address"),
+        ("tcp://127.0.0.1:70000", "add it to peers.connect, or give its address"),
         ("tcp://127.0.0.1:0", "add it to peers.connect, or give its address"),
         ("ipc:///tmp/x", "add it to peers.connect, or give its address"),
         ("a b@tcp://127.0.0.1:7", "add it to peers.connect, or give its address"),
@@ -133,6 +134,32 @@ def test_what_is_no_address_is_refused(strangers, source, why):
         asyncio.run(asked())
     assert refused.value.code == "peer-unknown"
     assert why in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        ("tcp://127.0.0.1:{closed}", "nobody listens at 127.0.0.1 port {closed}"),
+        ("a@tcp://127.0.0.1:{closed}", "nobody listens at 127.0.0.1 port {closed}"),
+        ("q@tcp://127.0.0.1:{closed}", "127.0.0.1"),
+        ("a@{p}", "at {p}"),
+    ],
+)
+def test_who_does_not_answer_at_an_address_is_told_within_a_short_deadline(strangers, named, why):
+    p, d = strangers
+    closed = free_port()
+
+    async def asked():
+        async with kvd.client.connect(d.client, name="de") as decode:
+            source = named.format(closed=closed, p=p.peers)
+            receive = await decode.receive(tokens=PROMPT, source=source, deadline_s=2)
+            await receive.done()
+
+    with pytest.raises(KvdError) as refused:
+        asyncio.run(asked())
+    assert refused.value.code == "deadline"
+    assert why.format(closed=closed, p=p.peers) in str(refused.value)
+    assert "peers.connect" not in str(refused.value), "no configuration names it"
 
 
 def test_without_keys_no_other_host_is_dialed(tmp_path):

@@ -1,12 +1,17 @@
-"""A daemon whose descriptors run out: engines are refused in words, operators are let in."""
+"""Descriptors run out: of a daemon, which lets operators in all the same, and of an engine."""
 
 from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
 
 import pytest
 
 import kvd.client
 from kvd.client import KvdError
-from tests.support.daemons import Daemon, Place
+from tests.support.daemons import Daemon, Place, one_daemon
 
 SMALL = {"pool.layers": "1", "pool.heads": "1", "pool.head_dim": "8", "pool.pages": "64"}
 FEW = Place(prefix=("bash", "-c", 'ulimit -n 80; exec "$@"', "kvd"))
@@ -39,3 +44,55 @@ def test_engines_that_would_take_the_last_descriptors_are_refused_with_the_numbe
         for one in sessions:
             one.close()
         daemon.stop()
+
+
+def open_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextlib.contextmanager
+def descriptors_left(number):
+    """This process may open so many more, or so: other ones than the lowest may be in use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + number, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def leave_again(endpoint):
+    node = await kvd.client.connect(endpoint, name="e")
+    await node.close()
+
+
+@pytest.mark.parametrize("how", ["connect_sync", "connect", "join"])
+def test_an_engine_without_descriptors_is_told_so_and_loses_none(tmp_path, how):
+    with (
+        one_daemon(tmp_path, SMALL) as daemon,
+        kvd.client.connect_sync(daemon.client, name="first") as first,
+        asyncio.Runner() as runner,
+    ):
+        token = first.token
+        ways = {
+            "connect_sync": lambda: kvd.client.connect_sync(daemon.client, name="e").close(),
+            "connect": lambda: runner.run(leave_again(daemon.client)),
+            "join": lambda: kvd.client.join(daemon.client, token=token).close(),
+        }
+        ways[how]()  # whatever is made once in a process is made
+        before, said = open_descriptors(), []
+        for left in range(10):
+            try:
+                with descriptors_left(left):
+                    ways[how]()
+                said.append("in")
+            except KvdError as error:
+                said.append(str(error))
+            assert open_descriptors() == before
+        known = ("no descriptor is left", "Too many open files")
+        assert all(one == "in" or any(words in one for words in known) for one in said), said
+        assert "in" not in said[:2]
+        assert said[-1] == "in"
+        daemon.wait_for(lambda: len(daemon.snapshot().clients) == 1, "sessions are left", 10)

@@ -136,10 +136,11 @@ def _unexpected_name(message: Hello, link: str, peers: Peers, side: str) -> Refu
     # address would have a room's pages written by another node.
     is_nameless = dialed is not None and dialed.name == dialed.address  # an engine gave that alone
     if dialed is not None and dialed.name != message.node and not is_nameless:
+        by = f"an engine of {side}" if dialed.by_address else f"peers.connect of {side}"
         return Refusal(
             Code.PEER_UNKNOWN,
             f"the daemon at {dialed.address} calls itself {message.node!r}, "
-            f"peers.connect of {side} calls it {dialed.name!r}: make the names equal",
+            f"{by} calls it {dialed.name!r}: make the names equal",
             side=side,
         )
     speaker = peers.by_incarnation.get(message.source)

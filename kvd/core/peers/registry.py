@@ -56,6 +56,7 @@ IDLE_S: Final = 60.0
 ADDRESS: Final = re.compile(
     r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?):[1-9]\d{0,4}"
 )
+MAX_PORT: Final = 65_535
 LOOPBACK: Final = re.compile(r"localhost|\[::1\]|127(?:\.\d{1,3}){3}")
 
 MAX_TOLD: Final = 1024
@@ -203,10 +204,12 @@ class Peers:
     def trouble(self, name: str) -> str:
         """Why a dialed peer was not heard again, if its handshake says so; empty if not."""
         peer = self.by_name.get(name)
-        for dialed in self.dialed.values():
-            # Older than its last word: it has been heard since, so that trouble is over.
-            if dialed.name == name and (peer is None or dialed.trouble_s > peer.heard_s):
-                return dialed.trouble
+        # Engines may give one name several addresses: the last one that was tried says most.
+        links = [dialed for dialed in self.dialed.values() if dialed.name == name]
+        last = max(links, key=lambda dialed: dialed.trouble_s, default=None)
+        # Older than its last word: it has been heard since, so that trouble is over.
+        if last is not None and (peer is None or last.trouble_s > peer.heard_s):
+            return last.trouble
         if peer is not None and peer.refused.at_s > peer.heard_s:
             return peer.refused.why
         return ""
@@ -423,7 +426,8 @@ class Peers:
         side = self._settings.name
         name, _, address = source.rpartition("@")
         found = ADDRESS.fullmatch(address)
-        if found is None or (name and not NODE.fullmatch(name)):
+        is_place = found is not None and int(address.rpartition(":")[2]) <= MAX_PORT
+        if found is None or not is_place or (name and not NODE.fullmatch(name)):
             known = ", ".join(self.names()) or "none"
             return Refusal(
                 Code.PEER_UNKNOWN,
