@@ -250,11 +250,14 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KvdWorkerMetadata) and told.packings:
             self._name(list(told.packings))
-        self._half.reported(
+        stale = self._half.reported(
             told.report if isinstance(told, KvdWorkerMetadata) else None,
             loaded=connector_output.finished_recving or (),
             failed=connector_output.failed_recving or (),
         )
+        if stale:
+            # vLLM reads whose blocks are filled behind this call, and whose are not before it.
+            connector_output.finished_recving = (connector_output.finished_recving or set()) - stale
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -277,13 +280,16 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         return self._half.has_work
 
     def reset_cache(self) -> bool | None:
-        """Drop what is cached of this model, for every engine of the node."""
-        if self._agreed is None:
-            return True
-        is_begun = self._half.flush()
-        # New weights may have been read from files that have changed since this engine began.
-        self._identify(self._agreed)
-        return is_begun
+        """Drop what is cached of this model, for every engine of the node.
+
+        False would end vLLM's pause or sleep in an error. A daemon that is not there is no reason:
+        this engine uses nothing of before until the daemon has dropped it.
+        """
+        is_remembered = self._half.flush()
+        if self._agreed is not None:
+            # New weights may have been read from files that have changed since this engine began.
+            self._identify(self._agreed)
+        return is_remembered
 
     # ---- the workers' half -------------------------------------------------------------------
 
