@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ANSWER_WITHIN_S: Final = 0.05
-"""A look-up or a lease that is not answered by then is not waited for."""
+"""A look-up or a lease that was looked for twice, and is not here by then, is not waited for."""
 
 PULL_WITHIN_S: Final = 0.5
 """So long for the word of another node, what of a prompt it has cached."""
@@ -100,6 +100,7 @@ class LookUps:
 
     def _probe(self, link: NodeLink, tracked: Tracked) -> None:
         tracked.stage, tracked.asked_s = RequestStage.PROBING, self._now_s()
+        tracked.was_missed = False
         tracked.call = link.ask(link.node.begin_match, tracked.prompt, namespace=tracked.namespace)
 
     def is_over(self, link: NodeLink, tracked: Tracked, *, is_idle: bool) -> bool:
@@ -138,7 +139,7 @@ class LookUps:
     def _is_probed(self, link: NodeLink, tracked: Tracked) -> bool:
         assert tracked.call is not None
         found = self._budget.answered(link, tracked.call)
-        if found is None and self._is_late(link, tracked.asked_s, ANSWER_WITHIN_S):
+        if found is None and self._is_late(link, tracked, ANSWER_WITHIN_S):
             found = link.poll(tracked.call)
             if found is None:
                 # What it computes may be saved all the same, once the daemon is well.
@@ -151,10 +152,15 @@ class LookUps:
         self._found(tracked, found.tokens)
         return True
 
-    def _is_late(self, link: NodeLink, asked_s: float, within_s: float) -> bool:
-        """Whether an answer is overdue, after all that has come was read."""
+    def _is_late(self, link: NodeLink, tracked: Tracked, within_s: float) -> bool:
+        """Whether an answer is overdue, after all that has come was read; it was not here just now.
+
+        It is looked for in two steps at least: one of them may take longer than that, and leave the
+        daemon no processor meanwhile.
+        """
+        was_missed, tracked.was_missed = tracked.was_missed, True
         now_s = self._now_s()
-        if now_s - asked_s < within_s:
+        if now_s - tracked.asked_s < within_s or not was_missed:
             return False
         link.look(now_s)
         link.doubt(now_s)
@@ -219,7 +225,7 @@ class LookUps:
                 self._found(tracked, found.tokens)
                 return True
         within_s = PULL_WITHIN_S if tracked.probe is None else ANSWER_WITHIN_S
-        if not self._is_late(link, tracked.asked_s, within_s):
+        if not self._is_late(link, tracked, within_s):
             return False
         if self._is_admitted(link, tracked, link.poll(tracked.call)):
             return False
