@@ -29,15 +29,13 @@ WORDS: Final = (np.uint64, np.uint32, np.uint16, np.uint8)
 
 
 HOST: Final = "cpu"
-"""The type of the device whose memory an engine's process can read."""
+"""The device whose memory an engine's process can read."""
 
 
 class TensorView(Protocol):
-    """What is read of a layer's tensor: torch has it."""
+    """What is read of a layer's tensor: torch has it. One without a ``device`` is host memory."""
 
     shape: Sequence[int]
-    device: Any
-    """Where its bytes are: ``type`` is ``cpu`` where this process can read them."""
 
     def stride(self) -> Sequence[int]:
         """In elements."""
@@ -71,9 +69,10 @@ def block_layout(name: str, tensor: TensorView) -> BlockLayout:
         KvdError: ``layout-mismatch``: the bytes of a block are not one stretch, or not in host
             memory: to read them there would end the engine.
     """
-    if tensor.device.type != HOST:
+    device = str(getattr(tensor, "device", HOST))
+    if device.split(":")[0] != HOST:
         raise _unfit(
-            f"the KV cache is on {tensor.device} (layer {name}): kvd's connector copies host "
+            f"the KV cache is on {device} (layer {name}): kvd's connector copies host "
             "memory only; run this engine without kvd"
         )
     shape, strides, width = list(tensor.shape), list(tensor.stride()), tensor.element_size()

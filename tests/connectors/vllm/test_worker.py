@@ -13,7 +13,7 @@ from kvd.connectors.vllm.beside import BesideTask
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.orders import CopyOrder, StepOrders, StepReport, session_key
 from kvd.connectors.vllm.worker import JOIN_WITHIN_S, SAVE_WITHIN_S, WorkerHalf
-from tests.connectors.vllm.world import BLOCK, SLOT, Device, Layer, World, refusal
+from tests.connectors.vllm.world import BLOCK, SLOT, Layer, World, refusal
 
 NOBODY = VllmOptions(endpoint="ipc:///nowhere/kvd/client.sock")
 
@@ -223,7 +223,7 @@ class Shaped:
 
     def __init__(self, shape, strides=None, address=4096, device="cpu"):
         self.shape = shape
-        self.device = Device(device)
+        self.device = device
         self._strides = strides or [int(np.prod(shape[n + 1 :])) for n in range(len(shape))]
         self._address = address
 

@@ -455,21 +455,10 @@ class World:
         raise refusal(Code.UNKNOWN_SESSION)
 
 
-class Device:
-    """Of a tensor."""
-
-    def __init__(self, name):
-        self.name, self.type = name, name.split(":")[0]
-
-    def __str__(self):
-        return self.name
-
-
 class Layer:
     """As a tensor: blocks, and the bytes of each."""
 
     def __init__(self):
-        self.device = Device("cpu")
         self.array = np.zeros((BLOCKS, BLOCK * SLOT), np.uint8)
         self.shape = self.array.shape
 
