@@ -70,7 +70,7 @@ def block_layout(name: str, tensor: TensorView) -> BlockLayout:
             memory: to read them there would end the engine.
     """
     device = str(getattr(tensor, "device", HOST))
-    if device.split(":")[0] != HOST:
+    if device.split(":", maxsplit=1)[0] != HOST:
         raise _unfit(
             f"the KV cache is on {device} (layer {name}): kvd's connector copies host "
             "memory only; run this engine without kvd"
