@@ -13,6 +13,7 @@ import math
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvd.client import Code, KvdError
+from kvd.connectors.vllm.identity import digest_of
 from kvd.connectors.vllm.tracked import RequestStage, Tracked
 from kvd.errors import Refusal
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvd.client import PendingCall, SyncLease, SyncReceive
     from kvd.connectors.vllm.options import VllmOptions
+    from kvd.connectors.vllm.params import Meeting
     from kvd.connectors.vllm.sessions import NodeLink, StepBudget
     from kvd.wire.snapshot import Snapshot
 
@@ -34,6 +36,8 @@ PULL_WITHIN_S: Final = 0.5
 
 MEET_WITHIN_S: Final = 2.0
 """By then the node that is to send has opened the room: it says so a step behind its prompt."""
+
+MOST_ID_CHARS: Final = 128
 
 LATE: Final = "no answer of the daemon in time"
 SILENT: Final = "the daemon does not answer"
@@ -81,6 +85,13 @@ class LookUps:
         if meeting is None or meeting.peer == link.name or tracked.prompt_tokens < 2:
             self._probe(link, tracked)
             return
+        try:
+            self._meet(link, tracked, meeting)
+        except KvdError:
+            # No name of a node, or nobody can be asked: that is said once more then.
+            self._probe(link, tracked)
+
+    def _meet(self, link: NodeLink, tracked: Tracked, meeting: Meeting) -> None:
         # Where there is a room somebody keeps the prompt for us; without, what is cached there.
         tracked.stage, tracked.asked_s = RequestStage.MEETING, self._now_s()
         tracked.call = link.ask(
@@ -91,7 +102,7 @@ class LookUps:
             namespace=tracked.namespace,
             reserve_tokens=self.reserve_tokens,
             deadline_s=self._options.deadline_s,
-            request_id=tracked.id if meeting.number else "",
+            request_id=_as_name(tracked.id) if meeting.number else "",
         )
         if meeting.number:
             tracked.probe = link.ask(
@@ -273,6 +284,13 @@ class LookUps:
     def _look_again(self, link: NodeLink, tracked: Tracked) -> None:
         self.drop(link, tracked)
         self._probe(link, tracked)
+
+
+def _as_name(request_id: str) -> str:
+    """A request's number as daemons take it; vLLM makes it of a header that its users send."""
+    if len(request_id) <= MOST_ID_CHARS and request_id.isprintable():
+        return request_id
+    return digest_of(request_id)
 
 
 def _given_up(why: str) -> KvdError:
