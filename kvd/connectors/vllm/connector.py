@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 from kvd.client import KvdError, connect_sync
 from kvd.connectors.vllm.identity import (
@@ -266,7 +267,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
         But those of a prompt that another node decodes, while it is not there yet.
         """
-        told = self._half.finished(request)
+        # Of one that was aborted vLLM passes the answer on to nobody.
+        is_heard = request.status not in {
+            RequestStatus.FINISHED_ABORTED,
+            RequestStatus.FINISHED_ERROR,
+        }
+        told = self._half.finished(request, is_heard=is_heard)
         return self._half.holds_blocks(request.request_id), told
 
     def request_finished_all_groups(

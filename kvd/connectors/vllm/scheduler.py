@@ -636,17 +636,21 @@ class SchedulerHalf:
 
     # ---- it is over --------------------------------------------------------------------------
 
-    def finished(self, request: RequestView) -> dict[str, object] | None:
-        """It is done, or was aborted; what its client, or the next node, is told of its KV."""
+    def finished(self, request: RequestView, *, is_heard: bool = True) -> dict[str, object] | None:
+        """It is done, or was aborted; what its client, or the next node, is told of its KV.
+
+        ``is_heard`` false: nobody is told, so nothing is kept for who decodes it; what was saved is
+        cached all the same.
+        """
         with self._kept_in("a request is over"):
-            return self._finished(request)
+            return self._finished(request, is_heard=is_heard)
         return None
 
     def holds_blocks(self, request_id: str) -> bool:
         """Whether vLLM must keep the blocks of a request that is over, until it hears of them."""
         return request_id in self._held
 
-    def _finished(self, request: RequestView) -> dict[str, object] | None:
+    def _finished(self, request: RequestView, *, is_heard: bool) -> dict[str, object] | None:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
@@ -658,7 +662,7 @@ class SchedulerHalf:
                 self._let_go(tracked)
             return None
         told: dict[str, object] | None = None
-        if self._can_be_handed_over(tracked):
+        if is_heard and self._can_be_handed_over(tracked):
             tracked.room = draw_room()
             told = kept_for_decode(link.name, tracked.room)
         elif tracked.transfer.meeting is not None and tracked.lease is not None:

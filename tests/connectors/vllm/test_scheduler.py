@@ -220,6 +220,19 @@ def test_an_aborted_prefill_promises_nothing(node, engine):
     assert not node.handed
 
 
+def test_a_prompt_whose_request_was_aborted_behind_it_is_cached_and_not_kept(node, engine):
+    """vLLM tells nobody of its room, so nobody would come for it."""
+    request = engine.add(Request(1, PROMPT, SENDS))
+    engine.step()
+    engine.generate(request, 2)
+    engine.running.remove(request)
+    assert engine.half.finished(request, is_heard=False) is None
+    engine.step()
+    assert not node.handed
+    assert not engine.half.holds_blocks("r1")
+    assert node.found(PROMPT) == WHOLE
+
+
 def test_who_decodes_gets_all_of_it_without_holding_blocks(node, engine):
     node.holds = True
     request = engine.add(Request(1, PROMPT, MEETS))
