@@ -157,7 +157,11 @@ class PendingCall(Generic[T]):
         if awaited.slot.value is None and not self._driver.is_over:
             if time.monotonic() < awaited.until_s:
                 return False
-            awaited.slot.forget(self._wake)
+            # Its engine may have looked away for longer than that: what has come in time lies in
+            # the socket, and is read before it is said that nothing has.
+            self._driver.glance()
+            if awaited.slot.value is None:
+                awaited.slot.forget(self._wake)
         return self._step(verb)
 
     def _step(self, verb: Coroutine[Any, Any, T]) -> bool:

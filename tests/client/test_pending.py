@@ -212,6 +212,24 @@ def test_a_call_ends_at_its_deadline_whoever_looks(
         pumped(node, lambda: len(daemon.asked(wire.CancelCall)) == 2)
 
 
+@pytest.mark.parametrize("looks", ["poll", "result", "pump"])
+def test_what_came_in_time_is_read_before_a_call_is_judged(daemon: Daemon, looks: str) -> None:
+    """An engine computes for longer than the call may take, and the answer lies in the socket."""
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        call = node.begin_lease([1], deadline_s=0)
+        while not daemon.asked(wire.OpenLease):
+            assert call.poll() is None
+        time.sleep(0.03)  # longer than a process that was stopped is waited for
+        assert call.poll() is None
+        daemon.push(wire.Leased(daemon.asked(wire.OpenLease)[0].call, 70, 0, pack_ids([4])))
+        time.sleep(0.3)
+        if looks == "pump":
+            node.pump()
+        lease = call.result() if looks == "result" else call.poll()
+        assert lease is not None
+        assert lease.id == 70
+
+
 def test_a_result_that_is_not_there_in_time_can_be_asked_for_again(daemon: Daemon) -> None:
     with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
         call = node.begin_match([1])

@@ -12,7 +12,7 @@ Read in this order:
 - ``tracked``: one request, as the scheduler's half knows it;
 - ``scheduler``: that half. It knows nothing of tensors. Its rooms: ``sessions`` (who is spoken to),
   ``lookup`` (until a prompt is found), ``moves`` (what is copied in a step), ``endings`` (until a
-  lease is given back);
+  lease is given back), ``resets`` (until new weights have a new epoch);
 - ``beside``, ``log``: work in threads, and lines in the engine's log;
 - ``layout``: which bytes of vLLM's cache are which page of the pool;
 - ``worker``: the half that copies;

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 from kvd.client import KvdError, connect_sync
 from kvd.connectors.vllm.identity import (
@@ -250,11 +251,14 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KvdWorkerMetadata) and told.packings:
             self._name(list(told.packings))
-        self._half.reported(
+        stale = self._half.reported(
             told.report if isinstance(told, KvdWorkerMetadata) else None,
             loaded=connector_output.finished_recving or (),
             failed=connector_output.failed_recving or (),
         )
+        if stale:
+            # vLLM reads whose blocks are filled behind this call, and whose are not before it.
+            connector_output.finished_recving = (connector_output.finished_recving or set()) - stale
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -263,7 +267,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
         But those of a prompt that another node decodes, while it is not there yet.
         """
-        told = self._half.finished(request)
+        # Of one that was aborted vLLM passes the answer on to nobody.
+        is_heard = request.status not in {
+            RequestStatus.FINISHED_ABORTED,
+            RequestStatus.FINISHED_ERROR,
+        }
+        told = self._half.finished(request, is_heard=is_heard)
         return self._half.holds_blocks(request.request_id), told
 
     def request_finished_all_groups(
@@ -277,13 +286,16 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         return self._half.has_work
 
     def reset_cache(self) -> bool | None:
-        """Drop what is cached of this model, for every engine of the node."""
-        if self._agreed is None:
-            return True
-        is_begun = self._half.flush()
-        # New weights may have been read from files that have changed since this engine began.
-        self._identify(self._agreed)
-        return is_begun
+        """Drop what is cached of this model, for every engine of the node.
+
+        False would end vLLM's pause or sleep in an error. A daemon that is not there is no reason:
+        this engine uses nothing of before until the daemon has dropped it.
+        """
+        is_remembered = self._half.flush()
+        if self._agreed is not None:
+            # New weights may have been read from files that have changed since this engine began.
+            self._identify(self._agreed)
+        return is_remembered
 
     # ---- the workers' half -------------------------------------------------------------------
 

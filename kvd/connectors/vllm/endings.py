@@ -108,6 +108,10 @@ class Endings:
         Those of a session that is left end with it, once the workers have left it too.
         """
         self._leases = [ending for ending in self._leases if ending.link is link]
+        self.share_nothing()
+
+    def share_nothing(self) -> None:
+        """What these have saved is for nobody: they are released, and no more."""
         for ending in self._leases:
             ending.shares = False
 

@@ -28,8 +28,12 @@ WORDS: Final = (np.uint64, np.uint32, np.uint16, np.uint8)
 """A copy goes by the widest that fits."""
 
 
+HOST: Final = "cpu"
+"""The device whose memory an engine's process can read."""
+
+
 class TensorView(Protocol):
-    """What is read of a layer's tensor: torch has it."""
+    """What is read of a layer's tensor: torch has it. One without a ``device`` is host memory."""
 
     shape: Sequence[int]
 
@@ -62,8 +66,15 @@ def block_layout(name: str, tensor: TensorView) -> BlockLayout:
     """How the blocks of this tensor lie.
 
     Raises:
-        KvdError: ``layout-mismatch``: the bytes of a block are not one stretch.
+        KvdError: ``layout-mismatch``: the bytes of a block are not one stretch, or not in host
+            memory: to read them there would end the engine.
     """
+    device = str(getattr(tensor, "device", HOST))
+    if device.split(":", maxsplit=1)[0] != HOST:
+        raise _unfit(
+            f"the KV cache is on {device} (layer {name}): kvd's connector copies host "
+            "memory only; run this engine without kvd"
+        )
     shape, strides, width = list(tensor.shape), list(tensor.stride()), tensor.element_size()
     inside = sorted(zip(strides[1:], shape[1:], strict=True))
     dense = 1

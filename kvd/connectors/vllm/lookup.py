@@ -13,6 +13,7 @@ import math
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvd.client import Code, KvdError
+from kvd.connectors.vllm.identity import digest_of
 from kvd.connectors.vllm.tracked import RequestStage, Tracked
 from kvd.errors import Refusal
 
@@ -21,19 +22,22 @@ if TYPE_CHECKING:
 
     from kvd.client import PendingCall, SyncLease, SyncReceive
     from kvd.connectors.vllm.options import VllmOptions
+    from kvd.connectors.vllm.params import Meeting
     from kvd.connectors.vllm.sessions import NodeLink, StepBudget
     from kvd.wire.snapshot import Snapshot
 
 T = TypeVar("T")
 
 ANSWER_WITHIN_S: Final = 0.05
-"""A look-up or a lease that is not answered by then is not waited for."""
+"""A look-up or a lease that was looked for twice, and is not here by then, is not waited for."""
 
 PULL_WITHIN_S: Final = 0.5
 """So long for the word of another node, what of a prompt it has cached."""
 
 MEET_WITHIN_S: Final = 2.0
 """By then the node that is to send has opened the room: it says so a step behind its prompt."""
+
+MOST_ID_CHARS: Final = 128
 
 LATE: Final = "no answer of the daemon in time"
 SILENT: Final = "the daemon does not answer"
@@ -81,6 +85,13 @@ class LookUps:
         if meeting is None or meeting.peer == link.name or tracked.prompt_tokens < 2:
             self._probe(link, tracked)
             return
+        try:
+            self._meet(link, tracked, meeting)
+        except KvdError:
+            # No name of a node, or nobody can be asked: that is said once more then.
+            self._probe(link, tracked)
+
+    def _meet(self, link: NodeLink, tracked: Tracked, meeting: Meeting) -> None:
         # Where there is a room somebody keeps the prompt for us; without, what is cached there.
         tracked.stage, tracked.asked_s = RequestStage.MEETING, self._now_s()
         tracked.call = link.ask(
@@ -91,7 +102,7 @@ class LookUps:
             namespace=tracked.namespace,
             reserve_tokens=self.reserve_tokens,
             deadline_s=self._options.deadline_s,
-            request_id=tracked.id if meeting.number else "",
+            request_id=_as_name(tracked.id) if meeting.number else "",
         )
         if meeting.number:
             tracked.probe = link.ask(
@@ -100,6 +111,7 @@ class LookUps:
 
     def _probe(self, link: NodeLink, tracked: Tracked) -> None:
         tracked.stage, tracked.asked_s = RequestStage.PROBING, self._now_s()
+        tracked.was_missed = False
         tracked.call = link.ask(link.node.begin_match, tracked.prompt, namespace=tracked.namespace)
 
     def is_over(self, link: NodeLink, tracked: Tracked, *, is_idle: bool) -> bool:
@@ -138,7 +150,7 @@ class LookUps:
     def _is_probed(self, link: NodeLink, tracked: Tracked) -> bool:
         assert tracked.call is not None
         found = self._budget.answered(link, tracked.call)
-        if found is None and self._is_late(link, tracked.asked_s, ANSWER_WITHIN_S):
+        if found is None and self._is_late(link, tracked, ANSWER_WITHIN_S):
             found = link.poll(tracked.call)
             if found is None:
                 # What it computes may be saved all the same, once the daemon is well.
@@ -151,10 +163,15 @@ class LookUps:
         self._found(tracked, found.tokens)
         return True
 
-    def _is_late(self, link: NodeLink, asked_s: float, within_s: float) -> bool:
-        """Whether an answer is overdue, after all that has come was read."""
+    def _is_late(self, link: NodeLink, tracked: Tracked, within_s: float) -> bool:
+        """Whether an answer is overdue, after all that has come was read; it was not here just now.
+
+        It is looked for in two steps at least: one of them may take longer than that, and leave the
+        daemon no processor meanwhile.
+        """
+        was_missed, tracked.was_missed = tracked.was_missed, True
         now_s = self._now_s()
-        if now_s - asked_s < within_s:
+        if now_s - tracked.asked_s < within_s or not was_missed:
             return False
         link.look(now_s)
         link.doubt(now_s)
@@ -219,7 +236,7 @@ class LookUps:
                 self._found(tracked, found.tokens)
                 return True
         within_s = PULL_WITHIN_S if tracked.probe is None else ANSWER_WITHIN_S
-        if not self._is_late(link, tracked.asked_s, within_s):
+        if not self._is_late(link, tracked, within_s):
             return False
         if self._is_admitted(link, tracked, link.poll(tracked.call)):
             return False
@@ -267,6 +284,13 @@ class LookUps:
     def _look_again(self, link: NodeLink, tracked: Tracked) -> None:
         self.drop(link, tracked)
         self._probe(link, tracked)
+
+
+def _as_name(request_id: str) -> str:
+    """A request's number as daemons take it; vLLM makes it of a header that its users send."""
+    if len(request_id) <= MOST_ID_CHARS and request_id.isprintable():
+        return request_id
+    return digest_of(request_id)
 
 
 def _given_up(why: str) -> KvdError:

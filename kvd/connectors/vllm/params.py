@@ -9,16 +9,16 @@ read, is looked up in the cache like any other: it is never an error.
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
 from kvd.types import MAX_ROOM
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 VERSION: Final = 1
+
+ROOM_DIGITS: Final = len(str(MAX_ROOM))
 
 OURS: Final = "kvd"
 """The one key that is answered: behind a connector of several, another one's answer has its own."""
@@ -37,7 +37,9 @@ class Meeting(msgspec.Struct, frozen=True):
     @property
     def number(self) -> int:
         """The room; 0: none that is one."""
-        number = int(self.room) if self.room.isdecimal() else 0
+        # Longer than any number: python reads thousands of digits slowly, and more not at all.
+        is_read = len(self.room) <= ROOM_DIGITS and self.room.isdecimal()
+        number = int(self.room) if is_read else 0
         return number if number <= MAX_ROOM else 0
 
 
@@ -51,17 +53,26 @@ class Transfer(msgspec.Struct, frozen=True):
     is_odd: bool = False
 
 
-def transfer_of(params: Mapping[str, object] | None) -> Transfer:
-    """What they mean; whatever cannot be read means nothing."""
+def transfer_of(params: object) -> Transfer:
+    """What they mean; whatever cannot be read means nothing.
+
+    Args:
+        params: of a request: a mapping, most often. vLLM passes on other values that its users
+            send, so one of them must not cost the session of all others.
+    """
     if not params:
         return Transfer()
+    if not isinstance(params, Mapping):
+        return Transfer(is_odd=True)
     sends = params.get("do_remote_decode") is True
     told = params.get(OURS)
     if told is None:
         return Transfer(sends=sends)
     try:
         meeting = msgspec.convert(told, Meeting)
-    except msgspec.ValidationError:
+        meeting.peer.encode()
+    except (msgspec.ValidationError, ValueError, TypeError, RecursionError):
+        # Texts may be none, as JSON has them: halves of characters.
         return Transfer(sends=sends, is_odd=True)
     is_odd = meeting.v != VERSION or bool(meeting.room and not meeting.number) or not meeting.peer
     return Transfer(sends=sends, meeting=None if is_odd else meeting, is_odd=is_odd)

@@ -26,7 +26,8 @@ from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE, SILENT, LookUps
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.orders import StepOrders
 from kvd.connectors.vllm.params import cached_at, draw_room, kept_for_decode, transfer_of
-from kvd.connectors.vllm.sessions import RETRY_S, UNFIT_RETRY_S, SessionLife, StepBudget
+from kvd.connectors.vllm.resets import Resets
+from kvd.connectors.vllm.sessions import PAUSE_S, RETRY_S, UNFIT_RETRY_S, SessionLife, StepBudget
 from kvd.connectors.vllm.tracked import RequestStage, Tracked
 
 if TYPE_CHECKING:
@@ -51,7 +52,12 @@ HELD_S: Final = 1.0
 AFTER_A_MISTAKE: Final = "after a mistake"
 """Where nothing more can be done about one."""
 
+RESET_WITHIN_S: Final = 0.05
+"""A reset waits so long for the daemon: no request that comes behind it has to go without."""
+
 NOBODY: Final = "no session with a daemon"
+RESET: Final = "the cache was reset"
+UNDONE: Final = "the cache was reset, and the daemon has not done it yet"
 RESTARTED: Final = "the daemon was restarted, or its session ended"
 
 
@@ -115,6 +121,9 @@ class SchedulerHalf:
         self._budget = StepBudget(options.probe_wait_s)
         self._look_ups = LookUps(options, self._budget, now_s)
         self._moves = Moves(options, block_size=block_size, block_ids=block_ids)
+        self._resets = Resets(self._log, now_s)
+        self._stale_loads: set[str] = set()
+        """Those whose blocks the workers fill with KV of before a reset."""
         self._number = 0
         """Of the last step."""
         self._tracked: dict[str, Tracked] = {}
@@ -147,7 +156,10 @@ class SchedulerHalf:
             self._life_is_over()
         handles, self._handles = self._handles, []
         sessions.close_left(handles)
-        return sessions.link if self._key else None
+        link = sessions.link if self._key else None
+        if link is not None:
+            self._resets.look(link, self._key)
+        return link
 
     def _life_is_over(self) -> None:
         """What requests hold is of a session that ended, or of a life of before a restart."""
@@ -182,20 +194,43 @@ class SchedulerHalf:
         self._key = ""
 
     def name(self, base_namespace: str) -> None:
-        """What the engine's KV is of is known now; said once, before any request is found."""
+        """What the engine's KV is of is known now, before any request is found."""
         self._base = base_namespace
+        self._resets.name(base_namespace)
 
     def flush(self) -> bool:
         """New weights: nothing of this model that was cached until now is found again.
 
-        With every salt and adapter. Requests that run go on in the epoch that they began in.
+        With every salt and adapter. Requests that are here go on without kvd: what they have saved
+        is of the epoch that they began in, and what they have not loaded they compute. So does
+        every later one until the daemon has done it, however long that takes.
+
+        Returns:
+            Whether it is remembered: it is, but for a mistake.
         """
         with self._kept_in("a reset of the cache"):
-            link = self._look()
-            if link is not None:
-                link.quietly(link.node.begin_new_epoch, self._base)
-                return True
+            self._resets.add(self._base)
+            for tracked in [*self._tracked.values(), *self._held.values()]:
+                if tracked.is_load_ordered:
+                    self._stale_loads.add(tracked.id)
+                self._alone(tracked, RESET)
+            self._ending.share_nothing()
+            self._await_reset()
+            return True
         return False
+
+    def _await_reset(self) -> None:
+        """Have the daemon do it; give it a moment."""
+        end_s = time.perf_counter() + RESET_WITHIN_S
+        link = self._look()
+        while (
+            link is not None
+            and not link.is_silent
+            and self._resets.is_asked
+            and time.perf_counter() < end_s
+        ):
+            time.sleep(PAUSE_S)
+            link = self._look()
 
     # ---- a request comes ---------------------------------------------------------------------
 
@@ -225,6 +260,8 @@ class SchedulerHalf:
             self._alone(tracked, NOBODY)
         elif link.is_silent:
             self._alone(tracked, SILENT)
+        elif self._resets.are_due(self._base):
+            self._alone(tracked, UNDONE)
         elif not tokens or extra is None:
             self._alone(tracked, "no tokens that it could be found by")
         else:
@@ -523,13 +560,23 @@ class SchedulerHalf:
 
     def reported(
         self, report: StepReport | None, *, loaded: Collection[str], failed: Collection[str]
-    ) -> None:
-        """What the workers have done: ``loaded`` and ``failed`` are vLLM's words of the same."""
+    ) -> set[str]:
+        """What the workers have done: ``loaded`` and ``failed`` are vLLM's words of the same.
+
+        Returns:
+            Of ``loaded`` those that vLLM must not hear of now, since what was loaded is of before a
+            reset: with the next step they are said to have failed.
+        """
+        stale: set[str] = set()
         with self._kept_in("what the workers say"):
+            stale = (self._stale_loads & set(loaded)) - set(failed)
+            self._stale_loads -= set(loaded)
+            self._failed += sorted(stale)
             self._loaded(loaded, failed)
             if report is not None:
                 self._reported(report)
             self._ending.settle()
+        return stale
 
     def _loaded(self, loaded: Collection[str], failed: Collection[str]) -> None:
         for request_id in loaded:
@@ -589,17 +636,21 @@ class SchedulerHalf:
 
     # ---- it is over --------------------------------------------------------------------------
 
-    def finished(self, request: RequestView) -> dict[str, object] | None:
-        """It is done, or was aborted; what its client, or the next node, is told of its KV."""
+    def finished(self, request: RequestView, *, is_heard: bool = True) -> dict[str, object] | None:
+        """It is done, or was aborted; what its client, or the next node, is told of its KV.
+
+        ``is_heard`` false: nobody is told, so nothing is kept for who decodes it; what was saved is
+        cached all the same.
+        """
         with self._kept_in("a request is over"):
-            return self._finished(request)
+            return self._finished(request, is_heard=is_heard)
         return None
 
     def holds_blocks(self, request_id: str) -> bool:
         """Whether vLLM must keep the blocks of a request that is over, until it hears of them."""
         return request_id in self._held
 
-    def _finished(self, request: RequestView) -> dict[str, object] | None:
+    def _finished(self, request: RequestView, *, is_heard: bool) -> dict[str, object] | None:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
@@ -611,7 +662,7 @@ class SchedulerHalf:
                 self._let_go(tracked)
             return None
         told: dict[str, object] | None = None
-        if self._can_be_handed_over(tracked):
+        if is_heard and self._can_be_handed_over(tracked):
             tracked.room = draw_room()
             told = kept_for_decode(link.name, tracked.room)
         elif tracked.transfer.meeting is not None and tracked.lease is not None:

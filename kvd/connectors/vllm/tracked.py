@@ -85,6 +85,7 @@ class Tracked:
         "stage",
         "started_tokens",
         "transfer",
+        "was_missed",
         "why_alone",
     )
 
@@ -111,6 +112,8 @@ class Tracked:
         """Whether it claims pages for all of its prompt, or those that are cached alone."""
         self.asked_s = 0.0
         """When what it waits for was asked."""
+        self.was_missed = False
+        """It was looked for once, and not answered yet."""
         self.is_unsure = False
         """The daemon did not answer in time when it was looked up."""
         self.lease: SyncLease | None = None

@@ -1,8 +1,8 @@
 """The workers' half: it maps the pool and copies between its pages and vLLM's blocks.
 
 Copies are made in the step that orders them: before its forward pass is waited for, or after it.
-On a CPU they are done when they return. On a device they are made through host memory, and waited
-for: that works, and is slow.
+They are done when they return. Blocks in the memory of a device are refused when the engine starts:
+this process cannot read them, and nothing here has a copy engine do it.
 
 An order is obeyed only by a worker that is of its session, in its life (``CopyOrder.session``):
 looked at before the copy, and again behind it. A session is joined and left beside the step. Until

@@ -151,9 +151,9 @@ class StandInNode:
         self.cached = []
         self.leases = {}
         self.last = 0
-        self.receive_fails = None
+        self.receive_fails = self.epoch_fails = None
         self.receives_hang = False
-        self.unaccepted = []
+        self.unaccepted, self.epochs = [], []
         self.asked = []
 
     def alive(self):
@@ -228,9 +228,17 @@ class StandInNode:
         return Call(self, lambda: SimpleNamespace(rooms=rooms))
 
     def begin_new_epoch(self, namespace):
+        self.alive()
+
+        def begin():
+            self.alive()
+            if self.epoch_fails is not None:
+                raise self.epoch_fails
+            self.cached.clear()
+            return True
+
         self.epochs.append(namespace)
-        self.cached.clear()
-        return Call(self, lambda: True)
+        return Call(self, begin)
 
 
 class Request:
@@ -358,7 +366,9 @@ class MiniEngine:
             self.running.append(request)
         self.late.append((report, loaded, failed))
         while self.late and not (self.delays and len(self.late) == 1):
-            self.half.reported(self.late[0][0], loaded=self.late[0][1], failed=self.late[0][2])
+            assert not self.half.reported(
+                self.late[0][0], loaded=self.late[0][1], failed=self.late[0][2]
+            )
             self.late.pop(0)
 
     def generate(self, request, n_tokens):

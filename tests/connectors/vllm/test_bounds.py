@@ -132,6 +132,34 @@ def test_a_look_up_is_waited_for_50_ms(engine, world):
     assert world.cached
 
 
+@pytest.mark.parametrize("params", [None, MEETS])
+def test_a_step_that_takes_longer_than_the_bound_is_followed_by_one_more_look(
+    engine, world, params
+):
+    """The engine computed for a second, and the daemon had no processor meanwhile."""
+    first = engine.add(Request(1, PROMPT))
+    engine.steps(8)
+    engine.finish(first)
+    engine.steps(2)
+    world.rooms.add(77)
+    world.holds = True
+    request = engine.add(Request(2, PROMPT, params))
+    engine.clock_s += 1.0
+    assert engine.half.matched(request, 0) == (None, False)
+    world.holds = False
+    engine.steps(3)
+    assert engine.loaded_tokens >= 28
+    engine.finish(request)
+    engine.steps(2)
+    world.holds = True
+    request = engine.add(Request(3, PROMPT, params))
+    engine.clock_s += 1.0
+    engine.step()
+    assert request in engine.waiting
+    engine.step()
+    assert request in engine.running, "it is looked for twice, and not more often"
+
+
 def test_a_full_pool_is_not_waited_for_by_who_decodes(engine, world):
     world.take_all()
     world.rooms.add(77)

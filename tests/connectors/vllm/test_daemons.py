@@ -231,6 +231,46 @@ def test_a_step_waits_a_millisecond_for_a_daemon_that_is_stopped(tmp_path, engin
         assert engine.run(Request(99, PROMPT))[0] == 127, "it is used again when it goes on"
 
 
+def test_a_reset_counts_though_the_daemon_is_stopped_or_away(tmp_path, engine_of):
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+        one_daemon(tmp_path, POOL | {"pool.backing": "shm", "pool.directory": memory}) as daemon,
+    ):
+        engine = engine_of(daemon)
+        engine.run(Request(1, PROMPT))
+        assert engine.half.flush()
+        assert engine.run(Request(2, PROMPT))[0] == 0
+        assert engine.run(Request(3, PROMPT))[0] == 127, "what came behind the reset was saved"
+
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            began_s = time.perf_counter()
+            assert engine.half.flush()
+            assert time.perf_counter() - began_s < 0.3, "a reset waits for a daemon that is stopped"
+            assert engine.run(Request(4, PROMPT))[0] == 0
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert engine.run(Request(5, PROMPT))[0] == 0
+        engine.idle(1.5)
+        assert engine.run(Request(6, PROMPT))[0] == 0
+        assert engine.run(Request(7, PROMPT))[0] == 127
+
+        daemon.kill()
+        engine.idle(0.1)
+        assert engine.half.flush()
+        assert engine.half.flush()
+        assert engine.run(Request(8, PROMPT))[0] == 0
+        daemon.start()
+        daemon.wait_ready()
+        engine.idle(2.5)
+        assert engine.run(Request(9, PROMPT))[0] == 0, "of before the restart, and the reset"
+        assert engine.run(Request(10, PROMPT))[0] == 127
+        assert leases_of(daemon) == []
+        with connect_sync(daemon.client, name="look") as look:
+            # Three were done; one that was under way as the daemon was stopped may have been twice.
+            assert look.flush("model").epoch in {3, 4}
+
+
 def test_who_decodes_computes_where_nothing_comes_and_leaves_nothing(tmp_path, engine_of):
     with two_daemons(tmp_path, POOL) as pair:
         decode = engine_of(pair.decode, reserve_tokens=32)

@@ -220,6 +220,19 @@ def test_an_aborted_prefill_promises_nothing(node, engine):
     assert not node.handed
 
 
+def test_a_prompt_whose_request_was_aborted_behind_it_is_cached_and_not_kept(node, engine):
+    """vLLM tells nobody of its room, so nobody would come for it."""
+    request = engine.add(Request(1, PROMPT, SENDS))
+    engine.step()
+    engine.generate(request, 2)
+    engine.running.remove(request)
+    assert engine.half.finished(request, is_heard=False) is None
+    engine.step()
+    assert not node.handed
+    assert not engine.half.holds_blocks("r1")
+    assert node.found(PROMPT) == WHOLE
+
+
 def test_who_decodes_gets_all_of_it_without_holding_blocks(node, engine):
     node.holds = True
     request = engine.add(Request(1, PROMPT, MEETS))
@@ -261,11 +274,52 @@ def test_a_meeting_that_fails_is_a_look_up(node, engine):
         ({"kvd": {"v": 1, "peer": "p", "room": "7", "later": 1}}, False, True, False),
         ({"kvd": "p"}, False, False, True),
         ({"do_remote_decode": "yes"}, False, False, False),
+        ({"kvd": {"v": 1, "peer": "\ud800", "room": "7"}}, False, False, True),
+        ({"kvd": {"v": 1, "peer": "p", "room": "7", "\ud800": 1}}, False, False, True),
+        ({"kvd": {"v": 1, "peer": "p", "room": "9" * 5000}}, False, False, True),
+        ({"kvd": {1: 2}}, False, False, True),
+        ({1: 2, "\ud800": 3}, False, False, False),
+        ("kvd", False, False, True),
+        (["kvd"], False, False, True),
+        (7, False, False, True),
+        (True, False, False, True),
     ],
 )
 def test_params_of_routers(params, sends, meets, is_odd):
     found = transfer_of(params)
     assert (found.sends, found.meeting is not None, found.is_odd) == (sends, meets, is_odd)
+
+
+@pytest.mark.parametrize("params", ["kvd", [1], {"kvd": {"v": 1, "peer": "\ud800", "room": "7"}}])
+def test_params_of_one_user_do_not_cost_the_session_of_all(node, engine, params):
+    node.share(PROMPT)
+    request = engine.add(Request(1, PROMPT, params))
+    engine.step()
+    assert [one.upto_tokens for one in engine.loads] == [WHOLE]
+    assert (engine.connects, engine.half.counts.odd_params) == (1, 1)
+    engine.finish(request)
+
+
+def test_a_node_that_cannot_be_asked_is_none(node, engine):
+    """As where its name is none: what is cached here is used."""
+    node.share(PROMPT)
+    node.begin_receive = lambda *_, **__: (_ for _ in ()).throw(refusal(Code.BAD_REQUEST))
+    request = engine.add(Request(1, PROMPT, MEETS))
+    engine.step()
+    assert [one.upto_tokens for one in engine.loads] == [WHOLE]
+    engine.finish(request)
+
+
+@pytest.mark.parametrize("number", ["r" * 129, "r1\n"])
+def test_a_request_whose_number_is_no_name_is_handed_over_all_the_same(node, engine, number):
+    request = Request(1, PROMPT, MEETS)
+    request.request_id = number
+    engine.half.arrived(request, lora=None, extra={})
+    ((room, peer, told),) = [one for one in node.asked if one != "model"]
+    assert (room, peer) == (77, "p")
+    assert told != number
+    assert len(told) <= 128
+    engine.half.finished(request)
 
 
 # ---- at random -----------------------------------------------------------------------------------

@@ -221,8 +221,9 @@ def test_an_outcome_that_nobody_wants_any_more_is_disposed_of():
 class Shaped:
     """A tensor of that shape, dense or with these strides."""
 
-    def __init__(self, shape, strides=None, address=4096):
+    def __init__(self, shape, strides=None, address=4096, device="cpu"):
         self.shape = shape
+        self.device = device
         self._strides = strides or [int(np.prod(shape[n + 1 :])) for n in range(len(shape))]
         self._address = address
 
@@ -260,6 +261,17 @@ def test_blocks_that_are_no_pages_are_refused(layers):
     with pytest.raises(KvdError) as refused:
         layout.block_layouts(layers)
     assert refused.value.code == Code.LAYOUT_MISMATCH.value
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "xpu:1", "hpu", "meta"])
+def test_an_engine_whose_blocks_are_on_a_device_does_not_start(device):
+    """Its addresses are none of this process: a copy would end the engine."""
+    half = WorkerHalf(NOBODY, block_size=BLOCK, open_session=lambda token: pytest.fail("joined"))
+    on_device = Shaped((4, 8), device=device)
+    with pytest.raises(KvdError, match=f"the KV cache is on {device} .layer b.") as caught:
+        half.register({"a": Shaped((4, 8)), "b": on_device})
+    assert caught.value.code == Code.LAYOUT_MISMATCH.value
+    assert "run this engine without kvd" in str(caught.value)
 
 
 def test_rows_are_copied_in_runs():

@@ -1,8 +1,9 @@
 """A daemon that can be replaced, and an engine whose blocks have bytes: the real workers copy them.
 
-The KV of a token is a hash of all tokens up to it, so whose KV a page or a block has can be read
-from its bytes. The daemon checks what is committed, the engine what was loaded, and another engine
-of the node fills all pages that it can get with bytes of its own, which nobody else may change.
+The KV of a token is a hash of the weights and of all tokens up to it, so whose KV a page or a block
+has can be read from its bytes. The daemon checks what is committed, the engine what was loaded, and
+another engine of the node fills all pages that it can get with bytes of its own, which nobody else
+may change.
 
 A daemon is replaced by one with other memory, in which the same page numbers are free again, or by
 one with the same, which keeps the leases of before for who holds them.
@@ -34,14 +35,15 @@ def refusal(code: Code, why: str = "no") -> KvdError:
     return KvdError(Refusal(code, why))
 
 
-def kv_of(tokens, layer) -> bytes:
+def kv_of(tokens, layer, weights) -> bytes:
     """Of the last of them."""
-    return zlib.crc32(repr((layer, tuple(tokens))).encode()).to_bytes(SLOT, "little")
+    told = repr((layer, weights, tuple(tokens)))
+    return zlib.crc32(told.encode()).to_bytes(SLOT, "little")
 
 
-def kv_rows(tokens, first, layer):
+def kv_rows(tokens, first, layer, weights):
     """The bytes of tokens ``first`` to the last, one after the other."""
-    return b"".join(kv_of(tokens[: n + 1], layer) for n in range(first, len(tokens)))
+    return b"".join(kv_of(tokens[: n + 1], layer, weights) for n in range(first, len(tokens)))
 
 
 class WorldCall:
@@ -91,6 +93,7 @@ class WorldLease:
         self.node, self.id, self.life = node, world.last, world.life
         self.tokens, self.prefix_len, self.namespace = list(tokens), prefix_len, namespace
         self.row = pages
+        self.epoch, self.weights = world.epoch, world.weights
         world.leases[self.id] = self
 
     @property
@@ -153,7 +156,7 @@ class WorldReceive:
             world = self.node.world
             if self.room not in world.rooms:
                 raise refusal(Code.ABORTED)
-            world.fill(self.lease.row, self.tokens)
+            world.fill(self.lease.row, self.tokens, self.lease.weights)
             self.is_delivered = True
             return self.lease
 
@@ -263,7 +266,7 @@ class WorldNode:
             lease._check()
             if self.world.refuses_rooms:
                 raise refusal(Code.DRAINING)
-            self.world.check(lease.row, lease.tokens)
+            self.world.check(lease.row, lease.tokens, lease.weights)
             self.world.handed.append(room)
             self.world.drop(lease)
             return room
@@ -272,7 +275,16 @@ class WorldNode:
         return WorldCall(self, hand_over, ends=lease)
 
     def begin_new_epoch(self, namespace):
-        return WorldCall(self, lambda: self.world.cached.clear() or True)
+        self.alive()
+
+        def begin():
+            self.alive()
+            if self.world.refuses_epochs:
+                raise refusal(Code.ABORTED)
+            self.world.epoch += 1
+            return self.world.epoch
+
+        return WorldCall(self, begin)
 
 
 class WorldWorker:
@@ -327,7 +339,9 @@ class World:
         self.nodes, self.foreign, self.handed = [], [], []
         self.rooms = set()
         self.is_hung = self.is_down = self.holds = False
-        self.are_workers_late = self.refuses_rooms = False
+        self.are_workers_late = self.refuses_rooms = self.refuses_epochs = False
+        self.epoch = self.weights = 0
+        """What is cached is of an epoch; ``weights``: those that its engine has now."""
         self.memory_of = {}
         self._fresh()
 
@@ -395,32 +409,32 @@ class World:
     def found(self, tokens, namespace):
         pages = []
         while len(tokens) >= (len(pages) + 1) * BLOCK:
-            key = (namespace, *tokens[: (len(pages) + 1) * BLOCK])
+            key = (self.epoch, namespace, *tokens[: (len(pages) + 1) * BLOCK])
             if key not in self.cached:
                 break
             pages.append(self.cached[key])
         return pages
 
-    def fill(self, pages, tokens):
+    def fill(self, pages, tokens, weights):
         for n in range(0, len(tokens), BLOCK):
             for layer, memory in enumerate(self.memory):
-                kv = kv_rows(tokens[: n + BLOCK], n, layer)
+                kv = kv_rows(tokens[: n + BLOCK], n, layer, weights)
                 memory[pages[n // BLOCK], : len(kv)] = np.frombuffer(kv, np.uint8)
 
-    def check(self, pages, tokens):
+    def check(self, pages, tokens, weights):
         """The KV of these tokens, and no other, is in these pages."""
         for n in range(0, len(tokens), BLOCK):
             for layer, memory in enumerate(self.memory):
-                kv = kv_rows(tokens[: n + BLOCK], n, layer)
+                kv = kv_rows(tokens[: n + BLOCK], n, layer, weights)
                 assert memory[pages[n // BLOCK]].tobytes()[: len(kv)] == kv, (
                     f"page {pages[n // BLOCK]} has other KV than that of its tokens"
                 )
 
     def share(self, lease, upto_tokens):
         whole = upto_tokens // BLOCK * BLOCK
-        self.check(lease.row, lease.tokens[:whole])
+        self.check(lease.row, lease.tokens[:whole], lease.weights)
         for n in range(whole // BLOCK):
-            key = (lease.namespace, *lease.tokens[: (n + 1) * BLOCK])
+            key = (lease.epoch, lease.namespace, *lease.tokens[: (n + 1) * BLOCK])
             self.cached.setdefault(key, lease.row[n])
 
     # ---- who comes ----
@@ -510,7 +524,12 @@ class WorldEngine:
         behind = {one: self.requests[one].num_computed_tokens + n for one, n in scheduled.items()}
         orders = self.half.step(behind)
         written = [
-            (self.blocks[one], list(self.requests[one].all_token_ids[:upto]), upto - scheduled[one])
+            (
+                self.blocks[one],
+                list(self.requests[one].all_token_ids[:upto]),
+                upto - scheduled[one],
+                self.world.weights,
+            )
             for one, upto in behind.items()
         ]
         for one, upto in behind.items():
@@ -547,11 +566,11 @@ class WorldEngine:
             self.running.append(request)
 
     def _work(self, orders, written):
-        for blocks, tokens, first in written:
+        for blocks, tokens, first, weights in written:
             for n in range(first, len(tokens)):
                 for layer, one in enumerate(self.layers.values()):
                     at = n % BLOCK * SLOT
-                    kv = np.frombuffer(kv_of(tokens[: n + 1], layer), np.uint8)
+                    kv = np.frombuffer(kv_of(tokens[: n + 1], layer, weights), np.uint8)
                     one.array[blocks[n // BLOCK], at : at + SLOT] = kv
         self.worker.load(orders)
         self.worker.save(orders)
@@ -559,7 +578,7 @@ class WorldEngine:
         for one in self.worker.take_freed():
             self.held.remove(one)
             del self.blocks[one]
-        self.half.reported(self.worker.take_report(), loaded=loaded, failed=failed)
+        loaded -= self.half.reported(self.worker.take_report(), loaded=loaded, failed=failed)
         for one in loaded:
             upto = self.remote.pop(one)
             request = self.requests[one]
@@ -581,9 +600,14 @@ class WorldEngine:
             for layer, one in enumerate(self.layers.values()):
                 at = n % BLOCK * SLOT
                 found = one.array[self.blocks[request.request_id][n // BLOCK], at : at + SLOT]
-                assert found.tobytes() == kv_of(tokens[: n + 1], layer), (
+                assert found.tobytes() == kv_of(tokens[: n + 1], layer, self.world.weights), (
                     f"token {n} of {request.request_id} is computed from KV that is not its own"
                 )
+
+    def update_weights(self):
+        """New weights, and a reset of the caches; running requests go on, as vLLM lets them."""
+        self.world.weights += 1
+        return self.half.flush()
 
     def preempt(self, request):
         self.running.remove(request)
@@ -608,6 +632,7 @@ class WorldEngine:
         """The daemon is well, and nothing is under way any more: nothing may be left anywhere."""
         world = self.world
         world.holds = world.is_hung = world.are_workers_late = self.is_slow = False
+        world.refuses_epochs = False
         self.has_no_blocks = False
         for _ in range(12):
             self.clock_s += 2.0

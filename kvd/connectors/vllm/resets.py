@@ -1,0 +1,111 @@
+"""Resets of the cache that the daemon has not done yet: the engine has new weights since.
+
+A reset is a new epoch of the engine's namespace. It may come while nobody can be asked, and its
+call may end in an error. So it is remembered until one was answered as done: before that the
+namespace is *stale*, and nothing is looked up or saved in it. It is said first in each session, and
+again when it fails. Several resets are one, but one behind a call that is under way needs another
+call: the daemon may have begun its epoch before the engine had those weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from kvd.client import KvdError
+from kvd.connectors.vllm.sessions import RETRY_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.client import PendingCall
+    from kvd.connectors.vllm.log import ConnectorLog
+    from kvd.connectors.vllm.sessions import NodeLink
+
+UNNAMED: Final = ""
+"""An engine that does not know its namespace yet."""
+
+
+class Resets:
+    """Those of one engine.
+
+    Args:
+        log: where changes are told.
+        now_s: a clock.
+    """
+
+    def __init__(self, log: ConnectorLog, now_s: Callable[[], float]) -> None:
+        self._log = log
+        self._now_s = now_s
+        self._due: set[str] = set()
+        self._call: PendingCall[Any] | None = None
+        self._namespace = ""
+        """That the call is of."""
+        self._asked: tuple[NodeLink, str] | None = None
+        """The session, and its life, that the call is of."""
+        self._is_due_again = False
+        """Whether there was a reset of that namespace behind the call."""
+        self._next_try_s = now_s()
+
+    def add(self, namespace: str) -> None:
+        """There are new weights behind this name."""
+        self._due.add(namespace)
+        self._is_due_again = self._is_due_again or namespace == self._namespace
+        self._next_try_s = self._now_s()
+
+    def name(self, namespace: str) -> None:
+        """An engine that was reset before it had a namespace has this one."""
+        if UNNAMED in self._due:
+            self._due.remove(UNNAMED)
+            self.add(namespace)
+
+    def are_due(self, namespace: str) -> bool:
+        """Whether what is cached behind this name may be of former weights."""
+        return namespace in self._due
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the daemon is about to answer one."""
+        return self._call is not None
+
+    def look(self, link: NodeLink, key: str) -> None:
+        """Say what is due in this session, in this life, and hear of what was said; never waits."""
+        if self._call is not None and self._asked != (link, key):
+            self._over()
+        if self._call is not None:
+            try:
+                if link.poll(self._call) is None:
+                    return
+            except KvdError as error:
+                self._failed(error)
+            else:
+                self._done()
+        due = sorted(self._due - {UNNAMED})
+        if self._call is None and due and self._now_s() >= self._next_try_s:
+            self._namespace, self._asked, self._is_due_again = due[0], (link, key), False
+            try:
+                self._call = link.ask(link.node.begin_new_epoch, due[0])
+            except KvdError as error:
+                self._failed(error)
+
+    def _over(self) -> None:
+        self._call = self._asked = None
+        self._namespace, self._is_due_again = "", False
+
+    def _done(self) -> None:
+        if not self._is_due_again:
+            self._due.discard(self._namespace)
+            self._log.changed(
+                "reset", logging.INFO, f"{self._namespace}: nothing of before the reset is found"
+            )
+        self._over()
+
+    def _failed(self, error: KvdError) -> None:
+        self._next_try_s = self._now_s() + RETRY_S
+        self._log.changed(
+            "reset",
+            logging.WARNING,
+            f"{self._namespace} was reset, and the daemon has not done it: {error}; requests are "
+            f"computed without kvd, and it is said again every {RETRY_S:.0f} s",
+        )
+        self._over()
