@@ -53,7 +53,15 @@ class Engine:
         if endpoint is not None:
             command += [
                 "--options",
-                json.dumps({"kvd.endpoint": endpoint, "kvd.namespace": "tests"}),
+                json.dumps(
+                    {
+                        "kvd.endpoint": endpoint,
+                        "kvd.namespace": "tests",
+                        # Three engines and two daemons share this machine: what is looked for here
+                        # is what moves, not how soon.
+                        "kvd.probe_wait_s": 0.25,
+                    }
+                ),
             ]
         with log.open("w") as target:
             self._process = subprocess.Popen(
