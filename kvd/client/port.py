@@ -7,6 +7,7 @@ copy of every verb.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvd.client.returning import RETURN_WITHIN_S
@@ -190,6 +191,10 @@ class Port:
 
     def close(self) -> None:
         """Leave the session: the daemon releases what this process held, if it was the last."""
+        if self.connection.end is None:
+            # The daemon may have been restarted since: the one that is back is told, too.
+            with contextlib.suppress(KvdError):
+                self._channel.look()
         self.connection.fail_all(
             Refusal(Code.UNREACHABLE, "this node was closed: connect again", side="client")
         )

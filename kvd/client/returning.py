@@ -10,6 +10,7 @@ what this process has mapped is nobody's pool any more, and the session is over:
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Final
 
@@ -69,6 +70,18 @@ class WayBack:
             raise KvdError(_pool_changed(self._attachment, changed))
         self._attachment.renew(found)
         return True
+
+    def leave_there(self) -> None:
+        """Give it up, and say so to a daemon that is back already; waits for nothing; repeatable.
+
+        To that one a process that lives and says nothing is still to come, and its leases hold.
+        """
+        if self.sock is None and os.getpid() == self._pid:
+            with contextlib.suppress(KvdError):
+                self.sock = dial(self._path)
+                if self.sock is not None:
+                    ask(self.sock, self._request())
+        self.abandon()
 
     def abandon(self) -> None:
         """Give it up because the engine is done with the pool; repeatable."""

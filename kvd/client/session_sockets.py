@@ -135,7 +135,7 @@ class SessionSockets:
             self._unwatch_attachment()
         else:
             self._unwatch_way()
-            self._way.abandon()
+            self._way.leave_there()
         self._attachment.close()
 
     def _close_copies(self) -> None:

@@ -182,3 +182,16 @@ async def test_a_rank_speaks_again_after_a_restart_and_others_join_by_the_key(ke
     for one in (worker, other):
         one.close()
     await node.close()
+
+
+async def test_a_node_that_is_closed_before_it_is_back_holds_nothing(kept):
+    sync = kvd.client.connect_sync(kept.client, name="sync", on_unreachable="miss")
+    node = await kvd.client.connect(kept.client, name="loop")
+    sync.lease(tokens_of(100, seed=1))
+    await node.lease(tokens_of(100, seed=2))
+    crash(kept)
+    kept.wait_ready()
+
+    sync.close()
+    await node.close()
+    kept.wait_for(lambda: not kept.snapshot().leases, "leases of closed nodes are held", 10)
