@@ -8,7 +8,7 @@ equal blocks. Nothing here knows vLLM, or needs more than numpy.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -30,6 +30,13 @@ WORDS: Final = (np.uint64, np.uint32, np.uint16, np.uint8)
 
 HOST: Final = "cpu"
 """The device whose memory an engine's process can read."""
+
+
+@runtime_checkable
+class NamesDevice(Protocol):
+    """A tensor that says where its memory is: torch's do."""
+
+    device: object
 
 
 class TensorView(Protocol):
@@ -69,7 +76,7 @@ def block_layout(name: str, tensor: TensorView) -> BlockLayout:
         KvdError: ``layout-mismatch``: the bytes of a block are not one stretch, or not in host
             memory: to read them there would end the engine.
     """
-    device = str(getattr(tensor, "device", HOST))
+    device = str(tensor.device) if isinstance(tensor, NamesDevice) else HOST
     if device.split(":", maxsplit=1)[0] != HOST:
         raise _unfit(
             f"the KV cache is on {device} (layer {name}): kvd's connector copies host "
