@@ -20,7 +20,7 @@ CATCH_ALLS = {
 """Files that may catch everything, with the reason; elsewhere catch what you can name."""
 
 SLEEPERS = {
-    "kvd/connectors/vllm/scheduler.py": "a reset waits a moment for its answer, outside of any step",
+    "kvd/connectors/vllm/scheduler.py": "a reset waits a moment for its answer, in no step",
     "kvd/connectors/vllm/sessions.py": "a step waits less than epoll can count: a millisecond",
     "kvd/daemon/lock.py": "runs before the loop does, and flock knows no time limit",
     "kvd/pools/file_memory.py": "runs before anybody is served, and flock knows no time limit",
