@@ -7,6 +7,7 @@ import pytest
 
 from kvd.core import inputs
 from kvd.core.inspect.why import of_peer
+from kvd.core.leases.admission import Admission
 from kvd.core.peers.claims import MAX_REPLACED
 from kvd.core.peers.hello import NEWS_AT_ONCE
 from kvd.core.peers.peer import Life
@@ -284,8 +285,13 @@ def test_a_node_that_restarts_all_the_time_is_believed_so_often():
 def test_a_hello_that_says_nothing_new_wakes_nobody():
     world = met()
     known = world.p.node.peers.by_name["d"]
-    woken: list[str] = []
-    world.p.node.admission.changed = woken.append  # type: ignore[method-assign]
+    node, woken = world.p.node, []
+
+    class Told(Admission):
+        def changed(self, name):
+            woken.append(name)
+
+    node.admission = Told(node.settings, node.leases, node.owners, node.out)
     hello = second(world, 50, HERE, source=known.incarnation, generation=known.generation)
     for _ in range(10):
         assert says(world, hello, known.link) == []
