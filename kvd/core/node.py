@@ -333,7 +333,7 @@ class NodeState:
         self.drainer.greet(peer)
         address = self.peers.named(link)
         if address:
-            self.decoder.rename(address, peer.name)
+            self.receives.rename(address, peer.name)
             self.pulls.rename(address, peer.name)
             self.admission.changed(address)
         # A Hello that says nothing new wakes nobody: it may be repeated at any rate, and there may

@@ -243,12 +243,6 @@ class Decoder:
         """A transfer process serves: it is asked what its predecessor did not answer."""
         self.verifying.ask_again()
 
-    def rename(self, address: str, name: str) -> None:
-        """Who was known by an address has said its name: what waits for it waits for that."""
-        for part in self.parts.values():
-            if part.peer == address:
-                part.peer = name
-
     def writer_gone(self, incarnation: str) -> None:
         """Proof that this incarnation never writes again: nothing of it need be drained."""
         refusal = writer_restarted(incarnation, self._settings)

@@ -86,6 +86,12 @@ class ReceiveRequests:
         self._receives = receives
         self._out = out
 
+    def rename(self, address: str, name: str) -> None:
+        """Who was known by an address has said its name: what waits for it waits for that."""
+        for part in self._receives.parts.values():
+            if part.peer == address:
+                part.peer = name
+
     def receive(
         self,
         session: int,
