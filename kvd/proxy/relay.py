@@ -53,7 +53,6 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 
 OK: Final = 200
-NO_CONTENT: Final = 204
 REDIRECTS: Final = frozenset({300, 301, 302, 303, 305, 307, 308})
 TOO_MANY: Final = 429
 BUSY: Final = frozenset({TOO_MANY, 503})

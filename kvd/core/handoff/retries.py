@@ -75,7 +75,7 @@ def sends_prompt_of(lease: LeaseRecord, tokens: Tokens, namespace: str) -> bool:
     return bool(tokens) and lease.tokens.startswith(tokens) and lease.namespace == namespace
 
 
-def differs(first: NamedRequest, now: NamedRequest, room: int, side: str) -> Refusal | None:
+def other_request(first: NamedRequest, now: NamedRequest, room: int, side: str) -> Refusal | None:
     """Why a call is not the one that its request id names; None: it is."""
     numbers: dict[str, Number] = {"first_tokens": first.n_tokens, "tokens": now.n_tokens}
     code, what = Code.PROMPT_MISMATCH, ""
@@ -180,7 +180,7 @@ class SendRetries:
         pages = Pages(message.pages)
         now = sent_request(message, digest, n_tokens, message.lease, pages)
         assert now is not None
-        return differs(first, now, message.room, self._settings.name)
+        return other_request(first, now, message.room, self._settings.name)
 
     def _unwritten(
         self, part: SendPart, first: NamedRequest, message: client.SendRequest | client.HandOver
@@ -236,11 +236,11 @@ class ReceiveRetries:
         for one in receives.attempts.values():
             if one.ended is None and _is_named(one, session, room, now.id):
                 assert one.request is not None
-                return differs(one.request, now, room, side) or one
+                return other_request(one.request, now, room, side) or one
         for lease, one in receives.ready.items():
             if _is_named(one, session, room, now.id):
                 assert one.request is not None
-                return differs(one.request, now, room, side) or Refusal(
+                return other_request(one.request, now, room, side) or Refusal(
                     Code.DUPLICATE_ROOM,
                     f"request {now.id} has received room {room} already: lease {lease} has its KV "
                     "until it is released",
