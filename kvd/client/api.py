@@ -27,8 +27,7 @@ from kvd.client.lease_key import why_foreign, why_stale
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
 from kvd.client.port import Port, confused, within
-from kvd.client.prompt import Prompt, address_of, perform_about
-from kvd.client.prompt_address import PromptAddress
+from kvd.client.prompt import Prompt, PromptAddress, address_of, perform_about
 from kvd.client.returning import RETURN_WITHIN_S
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire

@@ -19,8 +19,7 @@ from kvd.client.device_event import handle_of
 from kvd.client.handoff import Receive, Send, outcome, room_number, sending
 from kvd.client.lease import Lease
 from kvd.client.port import confused, within
-from kvd.client.prompt import address_of, perform_about
-from kvd.client.prompt_address import PromptAddress
+from kvd.client.prompt import PromptAddress, address_of, perform_about
 from kvd.client.rows import page_frame
 from kvd.wire import client as wire
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvd.client.connection import Call
     from kvd.client.device_event import WhenWritten
     from kvd.client.pool import Pools
-    from kvd.client.prompt_address import PromptAddress
+    from kvd.client.prompt import PromptAddress
     from kvd.client.state import LeaseView, ReceiveState, SendState
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvd.client.lease_key import LeaseKey
     from kvd.client.pool import Pools
     from kvd.client.port import Port
-    from kvd.client.prompt_address import PromptAddress
+    from kvd.client.prompt import PromptAddress
     from kvd.client.rows import PageNumbers
     from kvd.client.state import LeaseView
     from kvd.client.tokens import TokenIds

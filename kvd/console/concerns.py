@@ -74,13 +74,13 @@ def first_seen(context: Context, kind: str, apart: str = "") -> float:
 
 def kept_by(context: Context, budget: str) -> str:
     """Who keeps the most pages of a component, for the evidence."""
-    found = context.biggest.of(context, budget)
+    found = context.biggest.of(context.node, context.now_s, budget)
     return "; ".join(f"{one.ref} of {one.who}" for one in found) or "nobody"
 
 
 def open_biggest(context: Context, budget: str) -> str:
     """What to open of a component that is short: who keeps the most of it."""
-    found = context.biggest.of(context, budget)
+    found = context.biggest.of(context.node, context.now_s, budget)
     return f"open {found[0].ref}" if found else f"open pool:{budget}"
 
 
@@ -689,7 +689,7 @@ class Worry(msgspec.Struct, frozen=True):
 
 def concerns(context: Context) -> list[Concern]:
     """All there are: the gravest first, of those the oldest."""
-    context.progress.look(context)
+    context.progress.look(context.node, context.now_s)
     found = [one for look in _LOOKS for one in look(context)]
     # Only now: what no look asked for since the last time is over, and begins anew if it returns.
     context.since.end_look()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from typing_extensions import override
-
 from kvd.console.history import Biggest, LastMoved, Since
 from kvd.console.survey import Surveyor
-from kvd.core.inspect.view import NodeView
 
 if TYPE_CHECKING:
+    from kvd.console.console_view import ConsoleView
     from kvd.console.history import Recent
-    from kvd.core.audit.audit import StandingAudit
 
 
 class KnownProcesses(Protocol):
@@ -23,15 +20,6 @@ class KnownProcesses(Protocol):
 
     def is_alive(self, pid: int) -> bool:
         """Whether that process still runs."""
-
-
-class ConsoleView(NodeView, Protocol):
-    """Consoles see what the audit has found, too."""
-
-    @property
-    @override
-    def audit(self) -> StandingAudit:
-        """With its findings."""
 
 
 class Context:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvd.console.view import kept_holder
+from kvd.console.holders import kept_holder
 from kvd.wire import events
 from kvd.wire.admin import Because, Mark
 from kvd.wire.console import Latency, Sources
@@ -26,7 +26,6 @@ from kvd.wire.console import Latency, Sources
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvd.console.context import Context
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.handoff.parts import SendPart
     from kvd.core.inspect.view import NodeView
@@ -51,14 +50,14 @@ class LastMoved:
         """By side and part."""
         self._at_s = float("-inf")
 
-    def look(self, context: Context) -> None:
+    def look(self, node: NodeView, now_s: float) -> None:
         """Compare with the last look, unless that was just now; one look at all open parts."""
-        now_s, prefiller = context.now_s, context.node.prefiller
+        prefiller = node.prefiller
         if now_s - self._at_s < LOOK_EVERY_S:
             return
         self._at_s = now_s
         before, self._seen = self._seen, {}
-        for receive in context.node.decoder.parts.values():
+        for receive in node.decoder.parts.values():
             known = before.get(("decode", receive.id))
             last_s, n_bytes = receive.history.last_s, receive.moved_bytes
             if known is None:
@@ -99,13 +98,13 @@ class Biggest:
     def __init__(self) -> None:
         self._found: dict[str, tuple[float, tuple[Holder, ...]]] = {}
 
-    def of(self, context: Context, budget: str) -> tuple[Holder, ...]:
+    def of(self, node: NodeView, now_s: float, budget: str) -> tuple[Holder, ...]:
         """As of ``RANK_EVERY_S`` ago at most."""
         at_s, holders = self._found.get(budget, (float("-inf"), ()))
-        if context.now_s - at_s >= RANK_EVERY_S:
-            ranked = context.node.owners.biggest(budget)
-            holders = tuple(kept_holder(context, one) for one in ranked)
-            self._found[budget] = context.now_s, holders
+        if now_s - at_s >= RANK_EVERY_S:
+            ranked = node.owners.biggest(budget)
+            holders = tuple(kept_holder(node, one) for one in ranked)
+            self._found[budget] = now_s, holders
         return holders
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvd.console.context import ConsoleView
+    from kvd.console.console_view import ConsoleView
     from kvd.core.cache.lease_record import LeaseRecord
 
 SLICE_S = 0.001

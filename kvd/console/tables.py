@@ -78,7 +78,7 @@ def _rooms(context: Context, _: Query) -> Iterator[HandoffRow]:
     A delivered one is a lease like others. Under load most have been delivered: those come last,
     the latest first, so that what is under way and what has failed is at the top.
     """
-    context.progress.look(context)
+    context.progress.look(context.node, context.now_s)
     node = context.node
     alive = [receive_row(node.leases, part) for part in node.decoder.parts.values()]
     alive += [send_row(node.leases, part) for part in node.prefiller.known()]
@@ -130,7 +130,7 @@ PEERS: View[PeerRow] = View(
 
 def _pools(context: Context, _: Query) -> Iterator[PoolRow]:
     for one in pool_rows(context.node):
-        one.held_by = context.biggest.of(context, one.component.name)
+        one.held_by = context.biggest.of(context.node, context.now_s, one.component.name)
         yield one
 
 
@@ -142,7 +142,7 @@ POOLS: View[PoolRow] = View(
 def _waiting(context: Context, _: Query) -> Iterator[WaitingRow]:
     for one in waiting_rows(context.node):
         if one.lacks_pages:
-            one.held_by = context.biggest.of(context, one.waiter.budget)
+            one.held_by = context.biggest.of(context.node, context.now_s, one.waiter.budget)
         yield one
 
 

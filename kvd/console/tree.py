@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from kvd.console.view import View, lease_holder, state_of
+from kvd.console.holders import lease_holder, state_of
+from kvd.console.view import View
 from kvd.core.cache.eviction import peek
 from kvd.core.cache.namespaces import told
 from kvd.core.inspect.schema import StateField
@@ -56,7 +57,7 @@ class Crossings:
         """Some ``HOLDERS`` leases that lock this node."""
         if not locks_of(node):
             return ()
-        return tuple([lease_holder(self._scene, one) for one in self._first.get(node, ())])
+        return tuple([lease_holder(self._scene.node, one) for one in self._first.get(node, ())])
 
 
 def first_holders(leases: Iterable[LeaseRecord]) -> dict[RadixNode, list[LeaseRecord]]:
@@ -329,7 +330,7 @@ def _orphans(context: Context, _: Query) -> Iterator[TreeRow | None]:
             whys[node] = f"{node.lock_ref} locks, no holder"
     yield None
     for lease in context.node.leases.leases.values():
-        state = state_of(context, lease)
+        state = state_of(context.node, lease)
         step = lease.anchor if state in ABANDONED else None
         while step is not None and step.parent is not None:
             whys.setdefault(step, f"lease {lease.id} is {state}")

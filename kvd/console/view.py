@@ -17,18 +17,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
-from kvd.core.inspect.schema import session_name
-from kvd.core.inspect.words import lease_word
 from kvd.filters import WORD_KINDS, cell_passes, rank, texts_of
-from kvd.wire.console import Column, Filter, Holder, Query, TableRow
+from kvd.wire.console import Column, Filter, Query, TableRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
     from kvd.console.context import Context
-    from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.inspect.schema import StateField
-    from kvd.core.leases.owners import Kept
 
 
 T = TypeVar("T")
@@ -179,32 +175,3 @@ def _in_order(ranks: Sequence[Rank], *, is_falling: bool) -> list[int]:
     if len(places) < len(ranks):
         places += [place for place, rank in enumerate(ranks) if rank is None]
     return places
-
-
-def lease_holder(context: Context, lease: LeaseRecord, pages: str = "") -> Holder:
-    """A lease as a holder of something; ``pages`` says how much it has of it."""
-    session = context.node.sessions.by_id.get(lease.session)
-    who = (
-        session_name(context.node, lease.session) or "kvd"
-        if session is None
-        else f"{session.name} {session.pids[0]}"
-    )
-    room = f" room {lease.room}" if lease.room else ""
-    what = f"{who}: {lease.reason}{room}{pages}"
-    return Holder(
-        who=what, since_s=lease.since_s, ref=f"lease:{lease.id}", state=state_of(context, lease)
-    )
-
-
-def state_of(context: Context, lease: LeaseRecord) -> str:
-    """Empty for one that runs; ``gone`` where its owner is, else its state: see ``Holder``."""
-    word = lease_word(lease)
-    if word != "held":
-        return word
-    return "" if lease.session in context.node.sessions.by_id else "gone"
-
-
-def kept_holder(context: Context, kept: Kept) -> Holder:
-    """A lease as one of those that keep the most pages from others."""
-    locked = f", locks {kept.locked} cached" if kept.locked else ""
-    return lease_holder(context, kept.lease, f", {kept.pages} pages{locked}")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import ReceiveAttempt
     from kvd.core.inputs import FromClient, FromWorker
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.node import NodeState
+    from kvd.core.node_parts import NodeParts
     from kvd.core.outbox import Outbox
 
 
@@ -87,7 +87,7 @@ class LeaseAsker(MemoryAsker):
 class Engines:
     """The verbs of the client API."""
 
-    def __init__(self, node: NodeState) -> None:
+    def __init__(self, node: NodeParts) -> None:
         self._node = node
         self._leases = node.leases
         self._owners = node.owners

@@ -2,8 +2,8 @@
 
 ``Node.step`` is the single mutator. It never awaits, logs, reads a clock, draws a number or touches
 memory; the same inputs give the same outputs and the same state, so a recorded input log replays.
-This file routes; what a message does is in ``engines`` (requests of engines), ``operators``
-(requests of operators), and in the rooms: ``handoff``, ``peers``, ``leases``.
+This file routes; the parts are in ``node_parts``, what a message does is in ``engines`` (requests of
+engines), ``operators`` (requests of operators), and in the rooms: ``handoff``, ``peers``, ``leases``.
 """
 
 from __future__ import annotations
@@ -14,37 +14,13 @@ from msgspec import structs
 from mypy_extensions import mypyc_attr
 
 from kvd.core import inputs as i
-from kvd.core.audit.audit import StandingAudit
-from kvd.core.audit.containment import one_list
 from kvd.core.audit.invariants import faults
 from kvd.core.engines import Engines
-from kvd.core.handoff.drain import Drainer
-from kvd.core.handoff.kept import KeptRooms
-from kvd.core.handoff.offered import OfferReader
-from kvd.core.handoff.payload import Payload
-from kvd.core.handoff.pull import Pulls
-from kvd.core.handoff.pull_source import PullSource
-from kvd.core.handoff.receive import Decoder
-from kvd.core.handoff.receive_requests import ReceiveRequests
-from kvd.core.handoff.send import Prefiller
-from kvd.core.handoff.send_requests import SendRequests
-from kvd.core.handoff.transfers import Transfers
-from kvd.core.inspect.inquiries import Inquiries
-from kvd.core.leases.admission import OWN_TRANSFER, Admission
-from kvd.core.leases.copies import Copies
-from kvd.core.leases.epochs import EpochAnswers, Epochs
-from kvd.core.leases.fetch import Fetcher
-from kvd.core.leases.former_leases import FormerLeases
-from kvd.core.leases.lease_table import LeaseTable
-from kvd.core.leases.owners import Owners
-from kvd.core.leases.retraction import Retractor
-from kvd.core.leases.sessions import HandoffSides, Sessions, SessionTable
+from kvd.core.leases.admission import OWN_TRANSFER
+from kvd.core.node_parts import NodeParts
 from kvd.core.operators import Operators
-from kvd.core.outbox import Outbox
 from kvd.core.peers.hello import impostor
 from kvd.core.peers.peer import Life
-from kvd.core.peers.registry import Peers
-from kvd.core.recorded import RecorderFacts
 from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire import events
@@ -75,81 +51,16 @@ if TYPE_CHECKING:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class NodeState:
+class NodeState(NodeParts):
     """The state of one daemon, and its one verb."""
 
     def __init__(self, settings: Settings, at_s: float) -> None:
-        self.settings = settings
-        self.started_s = at_s
-        self.steps = 0
-        self.refused = 0
-        self.transport = ""
-        self.out = Outbox()
-        self.out.at_s = at_s
-        self.leases = LeaseTable(
-            settings.spec, settings.policy, self.out, is_journaled=settings.is_journaled
-        )
-        # Each is made with what it reads, so their order is given, and nothing is set afterwards.
-        out, leases = self.out, self.leases
-        open_sessions = SessionTable(settings.name, settings.max_told_bytes, out)
-        self.former_leases = FormerLeases(settings, leases, open_sessions, out)
-        self.owners = Owners(settings.name, leases, open_sessions, self.former_leases, out)
-        self.admission = Admission(settings, leases, self.owners, out)
-        self.peers = Peers(settings, out)
-        self.copies = Copies(out)
-        self.retractor = Retractor(
-            settings, leases, self.owners, self.admission, self.peers, self.copies, out
-        )
-        self.fetcher = Fetcher(
-            settings, leases, self.owners, self.retractor, self.peers, self.copies, out
-        )
-        self._make_handoffs(Payload(settings.spec, leases))
-        self.transfers = Transfers(settings, self.prefiller, self.peers, out)
-        self.sessions = Sessions(
-            owners=self.owners,
-            leases=leases,
-            admission=self.admission,
-            retractor=self.retractor,
-            fetcher=self.fetcher,
-            sides=HandoffSides(self.decoder, self.pulls, self.prefiller),
-            out=out,
-        )
-        self.drainer = Drainer(
-            settings,
-            leases,
-            self.admission,
-            self.sessions,
-            self.peers,
-            self.decoder,
-            self.prefiller,
-            out,
-        )
-        self.epochs = Epochs(settings.name)
-        self.epoch_answers = EpochAnswers(self.epochs, out)
+        super().__init__(settings, at_s)
         self.engines = Engines(self)
-        self.inquiries = Inquiries(self)
         self.operators = Operators(self)
-        self.audit = StandingAudit(self)
-        self.misgiven = one_list(self.leases)
-        self.recorded = RecorderFacts(self.out)
         # Last: the handlers are methods of what was made above.
         self._handlers = self._input_handlers()
         self._from_peers = self._peer_handlers()
-
-    def _make_handoffs(self, payload: Payload) -> None:
-        """Both sides of handoffs: what is open, then who asks for it."""
-        settings, leases, peers, out = self.settings, self.leases, self.peers, self.out
-        admission = self.admission
-        self.decoder = Decoder(settings, payload, leases, admission, peers, self.fetcher, out)
-        self.receives = ReceiveRequests(settings, leases, admission, peers, self.decoder, out)
-        self.pulls = Pulls(settings, leases, admission, peers, self.decoder, self.receives, out)
-        self.prefiller = Prefiller(settings, payload, leases, peers, out)
-        self.kept_rooms = KeptRooms(settings, payload, leases, self.prefiller, out)
-        self.sends = SendRequests(
-            settings, payload, leases, peers, self.prefiller, self.kept_rooms, out
-        )
-        self.offers = OfferReader(settings, payload, peers, self.prefiller, self.kept_rooms, out)
-        self.pull_source = PullSource(settings, leases, self.prefiller, out)
 
     def _input_handlers(self) -> dict[type, Callable[[Any], None]]:
         """One handler per input type: Any, because each takes its own type of input."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inputs import FromOperator
     from kvd.core.inspect.view import NodeView
-    from kvd.core.node import NodeState
+    from kvd.core.node_parts import NodeParts
 
 UNLOCKED = "unlocked"
 STRICT = "strict"
@@ -57,7 +57,7 @@ MAX_NOTES = 16
 class Operators:
     """The verbs of the admin socket that touch the node's state."""
 
-    def __init__(self, node: NodeState) -> None:
+    def __init__(self, node: NodeParts) -> None:
         self._node = node
         self._out = node.out
 
@@ -100,12 +100,12 @@ class Operators:
 # ---- verbs that only read ------------------------------------------------------------------------
 
 
-def status(node: NodeState, got: admin.ShowStatus) -> admin.Status:
+def status(node: NodeParts, got: admin.ShowStatus) -> admin.Status:
     """Everything there is to see."""
     return admin.Status(got.call, snapshot(node))
 
 
-def tree(node: NodeState, got: admin.ShowTree) -> admin.Tree:
+def tree(node: NodeParts, got: admin.ShowTree) -> admin.Tree:
     """The first nodes in display order, and how many there are."""
     edges = why.in_display_order(node.leases.tree)
     by_edge = holders(node.leases)
@@ -115,7 +115,7 @@ def tree(node: NodeState, got: admin.ShowTree) -> admin.Tree:
     return admin.Tree(got.call, shown, len(edges))
 
 
-def audit(node: NodeState, got: admin.Audit) -> admin.Report:
+def audit(node: NodeParts, got: admin.Audit) -> admin.Report:
     """Every rule at once; as good as a sweep of the standing audit, which hears of it."""
     found = faults(node)
     node.audit.looked_at_all(found)
@@ -443,7 +443,7 @@ PLANS: dict[type, Callable[[NodeView, Any], VerbPlan | Refusal]] = {
     admin.Undrain: undrain,
 }
 
-ANSWERS: dict[type, Callable[[NodeState, Any], admin.AdminReply | Refusal]] = {
+ANSWERS: dict[type, Callable[[NodeParts, Any], admin.AdminReply | Refusal]] = {
     admin.ShowStatus: status,
     admin.ShowTree: tree,
     admin.Why: why.because,

@@ -42,7 +42,7 @@ import itertools
 import os
 import resource
 import socket
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -61,8 +61,15 @@ from kvd.core.inputs import (
 from kvd.core.layout.spec import region_names
 from kvd.core.leases.written import MAX_RANKS
 from kvd.daemon.former_processes import FormerProcesses, process_now
-from kvd.daemon.session_keys import KeyOfUser, SessionKeys, is_told_apart
-from kvd.daemon.sessions import NO_PAST, TOKEN_HEAD, AttachConnection, EngineSessions, Rank
+from kvd.daemon.session_keys import SessionKeys, is_told_apart
+from kvd.daemon.sessions import (
+    NO_PAST,
+    TOKEN_HEAD,
+    AttachConnection,
+    EngineSessions,
+    KeyOfUser,
+    Rank,
+)
 from kvd.errors import Code, Refusal
 from kvd.journal.engines import NO_NOTES
 from kvd.wire.attach import (
@@ -87,7 +94,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvd.core.layout.spec import PoolSpec
-    from kvd.daemon.clients import ClientPort
     from kvd.daemon.reactor import Reactor
     from kvd.daemon.sessions import EngineSession, Past
     from kvd.journal.engines import Process, SessionNotes
@@ -140,6 +146,16 @@ DEFAULT_LIMITS: Final = AttachLimits()
 _WE_SPEAK: Final = Speaker(PROTOCOL, __version__)
 
 
+class AnsweredSessions(Protocol):
+    """Where sessions are answered, as far as their ends touch it."""
+
+    def over(self, session: int) -> None:
+        """The session is over."""
+
+    def hang_up(self, session: int) -> None:
+        """The session is served no more."""
+
+
 class AttachServer:
     """Serves the attach socket from ``start`` to ``close``."""
 
@@ -186,7 +202,7 @@ class AttachServer:
         self._acceptor: Acceptor | None = None
 
     def start(
-        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, clients: ClientPort
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, clients: AnsweredSessions
     ) -> None:
         """Serve ``sock``, bound and listening; ``clients`` hears who is served no more."""
         self._loop = loop

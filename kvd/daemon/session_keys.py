@@ -20,20 +20,13 @@ one.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from kvd.daemon.sessions import AttachConnection, EngineSession
+    from kvd.daemon.sessions import AttachConnection, EngineSession, KeyOfUser
 
 _EVERYBODY: Final = ["0", "0", "4294967295"]
 """What a user namespace maps that maps every user: the first one of the system."""
-
-
-class KeyOfUser(NamedTuple):
-    """A key, and the user whose processes it is for."""
-
-    uid: int
-    key: str
 
 
 class SessionKeys:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import asyncio
     from socket import socket
 
-    from kvd.daemon.session_keys import KeyOfUser
     from kvd.wire.attach import Join
 
 TOKEN_HEAD: Final = b"S"
@@ -66,6 +65,13 @@ class Rank(NamedTuple):
 
     rank: int
     ranks: int
+
+
+class KeyOfUser(NamedTuple):
+    """A key, and the user whose processes it is for."""
+
+    uid: int
+    key: str
 
 
 class AttachConnection:

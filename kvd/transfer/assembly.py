@@ -30,8 +30,7 @@ import numpy as np
 from kvd.core.layout.geometry import PieceRow
 from kvd.core.layout.shards import PageWindow
 from kvd.transfer.copies import Area
-from kvd.transfer.metadata import HOST, RegionNote
-from kvd.transfer.page_split import strips
+from kvd.transfer.metadata import HOST, RegionNote, strips
 from kvd.transfer.window_layout import tensors, window_strips
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
     from kvd.core.layout.shards import Piece
     from kvd.transfer.copies import Bytes
-    from kvd.transfer.page_split import Rows
+    from kvd.transfer.metadata import Rows
     from kvd.transfer.staging import Gather
 
     Ids = NDArray[np.int32]

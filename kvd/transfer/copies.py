@@ -27,8 +27,9 @@ import numpy as np
 
 from kvd.core.inputs import Copied, CopyFailed
 from kvd.transfer.descriptors import objection
+from kvd.transfer.metadata import strips
 from kvd.transfer.orders import UNSTAMPED
-from kvd.transfer.page_split import matched, strips
+from kvd.transfer.page_split import matched
 from kvd.transfer.window_layout import window_rows
 
 if TYPE_CHECKING:

@@ -18,12 +18,13 @@ import msgspec
 import xxhash
 
 from kvd.core.layout.geometry import PieceRow
-from kvd.transfer.page_split import strips
 
 VERSION = 1
 
 _HEAD = struct.Struct("<4sIQ")
 _MAGIC = b"kvdT"
+Rows = tuple[PieceRow, ...]
+
 _TOP = 2**63
 """Above every address and every sum of them, so that none overflows 64 bits."""
 _MOST_PAGES = 2**31
@@ -73,6 +74,21 @@ class RegionNote(msgspec.Struct, frozen=True):
     layers: int = 0
     heads: int = 0
     place: MemorySite = HOST
+
+
+def strips(note: RegionNote) -> Rows:
+    """Where each tensor of a page lies: strip ``i`` of page p is the p-th piece of the i-th row."""
+    if not note.strips:
+        return note.rows
+    rows = iter(note.rows)
+    row, inside = next(rows), 0
+    found = []
+    for size in note.strips:
+        if inside == row.piece_bytes:
+            row, inside = next(rows), 0
+        found.append(PieceRow(row.offset_bytes + inside, row.stride_bytes, size))
+        inside += size
+    return tuple(found)
 
 
 class Metadata(msgspec.Struct, frozen=True):

@@ -18,28 +18,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.layout.geometry import PieceRow
 from kvd.core.layout.page_sizes import pages_in
+from kvd.transfer.metadata import strips
 
 if TYPE_CHECKING:
-    from kvd.transfer.metadata import RegionNote
-
-Rows = tuple[PieceRow, ...]
-
-
-def strips(note: RegionNote) -> Rows:
-    """Where each tensor of a page lies: strip ``i`` of page p is the p-th piece of the i-th row."""
-    if not note.strips:
-        return note.rows
-    rows = iter(note.rows)
-    row, inside = next(rows), 0
-    found = []
-    for size in note.strips:
-        if inside == row.piece_bytes:
-            row, inside = next(rows), 0
-        found.append(PieceRow(row.offset_bytes + inside, row.stride_bytes, size))
-        inside += size
-    return tuple(found)
+    from kvd.transfer.metadata import RegionNote, Rows
 
 
 def uncut(note: RegionNote, split: int) -> str:

@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvd.transfer.page_split import strips
+from kvd.transfer.metadata import strips
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

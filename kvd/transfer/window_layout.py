@@ -26,15 +26,15 @@ import numpy as np
 
 from kvd.core.layout.geometry import PieceRow
 from kvd.core.layout.shards import PageWindow, Piece, Pieced
-from kvd.transfer.page_split import matched, strips
+from kvd.transfer.metadata import strips
+from kvd.transfer.page_split import matched
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from kvd.transfer.metadata import RegionNote
-    from kvd.transfer.page_split import Rows
+    from kvd.transfer.metadata import RegionNote, Rows
 
     Words = NDArray[np.uint64]
 

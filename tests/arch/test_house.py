@@ -1,7 +1,7 @@
 """One noun a room: names that occur once, files that live where they are used, arrows one way.
 
     layout <- effects, outbox, inputs <- cache <- settings <- components <- leases <- peers
-           <- handoff <- inspect <- audit <- engines, operators, node <- replay
+           <- handoff <- inspect <- audit <- node_parts <- engines, operators <- node <- replay
 
 That is ``kvd/core``; imports for type checkers count, so that a function below the node cannot take
 the whole of it.
@@ -25,7 +25,9 @@ ROOMS = (
     ("handoff",),
     ("inspect",),
     ("audit",),
-    ("engines", "operators", "recorded", "node"),
+    ("recorded", "node_parts"),
+    ("engines", "operators"),
+    ("node",),
     ("replay",),
 )
 """The rooms of the core, lowest first: each may import those before it, and its own row."""
@@ -112,7 +114,7 @@ FOR_EVERY_REQUEST = {
     "kvd/core/cache/radix.py": {"Extension"},
     "kvd/core/components/component_pages.py": {"Evicted"},
     "kvd/core/engines.py": {"Claim", "Leased"},
-    "kvd/core/handoff/protocol.py": {"HandoffEnded", "Moved"},
+    "kvd/core/handoff/transitions.py": {"HandoffEnded", "Moved"},
     "kvd/core/leases/lease_events.py": {"LeaseOpened", "LeaseCommitted", "LeaseReleased"},
 }
 """Made once in these files, by position: by keyword each takes 0.2 to 0.5 us more. That the fields

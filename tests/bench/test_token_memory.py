@@ -15,7 +15,7 @@ from kvd.client.connection import Connection
 from kvd.client.lease import Lease
 from kvd.client.pool import Pools
 from kvd.client.port import Port
-from kvd.client.prompt_address import PromptAddress
+from kvd.client.prompt import PromptAddress
 from kvd.client.state import LeaseView
 from kvd.core.layout.spec import (
     Buffer,

@@ -13,7 +13,7 @@ import pytest
 
 import kvd.client
 from kvd.client import KvdError
-from kvd.client.prompt_address import PromptAddress
+from kvd.client.prompt import PromptAddress
 from kvd.types import pack_ids
 from kvd.wire import client as wire
 

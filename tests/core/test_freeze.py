@@ -19,7 +19,7 @@ from kvd.core import inputs
 from kvd.core.audit.invariants import violations
 from kvd.core.cache.eviction import Policy
 from kvd.core.cache.radix_node import NO_CHILDREN
-from kvd.core.leases.sessions import HangUp
+from kvd.core.leases.session_table import HangUp
 from kvd.core.node import NodeState
 from kvd.core.replay import graph
 from kvd.core.replay.freeze import TooManyObjects, Unfreezable, freeze, state_hash

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from kvd.core import effects
-from kvd.core.handoff.payload import Payload, routes_of
+from kvd.core.handoff.payload import Payload
+from kvd.core.handoff.payload_route import routes_of
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.layout.shards import PageWindow, Pieced, Shard, Straight, tp_shards
 from kvd.errors import Code

@@ -23,8 +23,7 @@ from kvd.core.layout.spec import (
     companion_pages,
 )
 from kvd.transfer.descriptors import objection, writes
-from kvd.transfer.metadata import RegionNote
-from kvd.transfer.page_split import strips
+from kvd.transfer.metadata import RegionNote, strips
 from tests.transfer.layouts import ids, note, shaped, slots
 
 OURS, THEIRS = 7, 40

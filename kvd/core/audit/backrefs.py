@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
-from kvd.core.audit.component_rules import needs
 from kvd.core.handoff.protocol import Decode
+from kvd.core.inspect.page_states import needed_nodes
 
 if TYPE_CHECKING:
-    from kvd.core.audit.component_rules import Needs
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.handoff.parts import ReceivePart, SendPart
     from kvd.core.inspect.view import NodeView
+    from kvd.core.leases.lease_table import LeaseTable
+
+
+Needs = tuple[Counter["RadixNode"], ...]
+"""For each component beside the first: by node, how many leases need what lies there."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -49,7 +53,7 @@ class Backrefs:
     def needs(self) -> Needs:
         """For each component beside the first, by tree node, the leases that need what is there."""
         if self._needs is None:
-            self._needs = needs(self._node.leases)
+            self._needs = _needs(self._node.leases)
         return self._needs
 
     @property
@@ -112,3 +116,19 @@ class Backrefs:
         part = self.receives.get(lease_id)
         is_drained = part is not None and part.state is Decode.DRAINING
         return is_drained or lease_id in self._node.decoder.quarantines.leases
+
+
+def _needs(table: LeaseTable) -> Needs:
+    """Every lease's, counted from scratch: one walk for each lease that needs anything."""
+    leases = table.leases
+    return tuple(
+        Counter(
+            [
+                one
+                for number in keeper.leases
+                if number in leases
+                for one in needed_nodes(keeper, leases[number])
+            ]
+        )
+        for keeper in table.components.each
+    )

@@ -16,18 +16,18 @@ What must not live here: anything about the first component (``rules``).
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvd.core.audit.rules import AWAY, Fault, is_linked
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
 from kvd.core.components.windows import LeaseWindow, WindowPages
-from kvd.core.inspect.page_states import needed_nodes, nodes_behind
+from kvd.core.inspect.page_states import nodes_behind
 from kvd.core.layout.spec import companion_factor, is_companion
 from kvd.types import ID_BYTES, NULL_PAGE, count
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterator
 
     from kvd.core.audit.backrefs import Backrefs
@@ -38,29 +38,6 @@ if TYPE_CHECKING:
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.settings import Settings
-
-
-Needs = tuple[Counter["RadixNode"], ...]
-"""For each keeper: by node, how many leases need what lies there."""
-
-
-# ---- who needs what ------------------------------------------------------------------------------
-
-
-def needs(table: LeaseTable) -> Needs:
-    """Every lease's, counted from scratch: one walk for each lease that needs anything."""
-    leases = table.leases
-    return tuple(
-        Counter(
-            [
-                one
-                for number in keeper.leases
-                if number in leases
-                for one in needed_nodes(keeper, leases[number])
-            ]
-        )
-        for keeper in table.components.each
-    )
 
 
 # ---- everything at once --------------------------------------------------------------------------

@@ -52,7 +52,7 @@ from kvd.types import ID_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvd.core.audit.backrefs import Backrefs
+    from kvd.core.audit.backrefs import Backrefs, Needs
     from kvd.core.audit.rules import Fault
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.cache.radix_node import RadixNode
@@ -162,7 +162,7 @@ class Sweep:
         for tally, pool in zip(self._tallies, pools, strict=True):
             tally.learn(pool.condemned_ids())  # wherever they are, they are not judged
         self._anchored: Counter[RadixNode | None] = Counter()
-        self._needs: component_rules.Needs = ()
+        self._needs: Needs = ()
         self._pool = 0
         """Index of the pool whose free list is looked at, or that is judged."""
         self._next = 0

@@ -21,7 +21,8 @@ STREAMING or FLUSHING -> DRAINING until no post is outstanding, then Settled.
 
 Read in this order:
 
-1. ``protocol``    ``DECODE`` and ``PREFILL``: every state, every edge; no row, no transition
+1. ``protocol``    ``DECODE`` and ``PREFILL``: every state, every edge; no row, no transition;
+                   ``transitions`` takes a part along one, and tells
 2. ``parts``       ``ReceiveAttempt``, ``ReceivePart``, ``SendPart``: what either side remembers
 3. ``receive``     ``Decoder``: an edge of DECODE is a method, as ``_draining_to_closed``
 4. ``send``        ``Prefiller``: the same for PREFILL; ``settled`` for what follows SETTLED

@@ -23,7 +23,8 @@ from mypy_extensions import mypyc_attr
 from kvd.core.cache.namespaces import epoch_in, name_in
 from kvd.core.components.tail import tail_start
 from kvd.core.handoff.message_sizes import is_short, long_offer, long_settled
-from kvd.core.handoff.payload import pieces_of, routes_of
+from kvd.core.handoff.payload import pieces_of
+from kvd.core.handoff.payload_route import routes_of
 from kvd.core.handoff.refusals import of_source
 from kvd.core.handoff.sources import PrefillSource, TokenSpan, bad_share, is_whole, shares, span_of
 from kvd.core.layout.spec import PerRequest, Tail, shards_of

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvd.core.cache.lease_record import LeaseRecord
-    from kvd.core.handoff.payload import PayloadRoute
+    from kvd.core.handoff.payload_route import PayloadRoute
     from kvd.core.layout.seal import Seal
     from kvd.core.leases.admission import Waiter
     from kvd.core.settings import Settings

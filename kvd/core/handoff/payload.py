@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.components.component_pages import ComponentPages
     from kvd.core.handoff.parts import SendingEngine
+    from kvd.core.handoff.payload_route import PayloadRoute
     from kvd.core.handoff.sources import TokenSpan
     from kvd.core.layout.spec import PoolSpec
     from kvd.core.leases.lease_table import LeaseTable
@@ -72,28 +73,6 @@ class UnitRange:
     def __init__(self, first: int, end: int) -> None:
         self.first = first
         self.end = end
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class PayloadRoute:
-    """One grant of an Offer, from shard to shard; ``grant`` is its place among the grants."""
-
-    __slots__ = ("grant", "shard_route")
-
-    def __init__(self, grant: int, shard_route: ShardRoute) -> None:
-        self.grant = grant
-        self.shard_route = shard_route
-
-
-def routes_of(offer: Offer, shard_routes: tuple[ShardRoute, ...]) -> tuple[PayloadRoute, ...]:
-    """The routes of what an Offer grants, between the shards of two nodes, in both sides' order."""
-    return tuple(
-        [
-            PayloadRoute(grant, shard_route)
-            for grant in range(len(offer.grants))
-            for shard_route in shard_routes
-        ]
-    )
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

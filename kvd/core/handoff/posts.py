@@ -30,7 +30,8 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core import effects
 from kvd.core.handoff.parts import PeerFlow
-from kvd.core.handoff.payload import UnitRange, pieces_of, routes_of
+from kvd.core.handoff.payload import UnitRange, pieces_of
+from kvd.core.handoff.payload_route import routes_of
 from kvd.core.handoff.protocol import Prefill
 from kvd.core.handoff.sources import span_of
 from kvd.core.layout.seal import UNSEALED

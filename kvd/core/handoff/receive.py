@@ -29,7 +29,7 @@ from kvd.core.cache.lease import ARRIVAL
 from kvd.core.effects import Doubt
 from kvd.core.handoff.offer import OfferWriter
 from kvd.core.handoff.outcomes import Outcomes
-from kvd.core.handoff.protocol import Decode, DecodeTrigger, move_decode, tell_ended
+from kvd.core.handoff.protocol import Decode, DecodeTrigger
 from kvd.core.handoff.quarantine import Quarantines
 from kvd.core.handoff.refusals import (
     begun_elsewhere,
@@ -40,8 +40,9 @@ from kvd.core.handoff.refusals import (
     writer_restarted,
     writer_silent,
 )
+from kvd.core.handoff.transitions import move_decode, tell_ended
 from kvd.core.handoff.verify import SumFinding, Verifying
-from kvd.core.leases.arenas import RECEIVED
+from kvd.core.leases.lease_table import RECEIVED
 from kvd.errors import Code, Refusal
 from kvd.types import NO_TOKENS, Pages
 from kvd.wire import client

@@ -22,12 +22,13 @@ from mypy_extensions import mypyc_attr
 from kvd.core.cache.namespaces import family_of
 from kvd.core.handoff.parts import FailedSend, SendPart
 from kvd.core.handoff.posts import Posts
-from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill
+from kvd.core.handoff.protocol import Prefill, PrefillTrigger
 from kvd.core.handoff.refusals import rank_gone, reader_restarted, reader_silent, too_late
 from kvd.core.handoff.rooms import ExpiredRooms, Rooms, takers_of
 from kvd.core.handoff.served import ServedRooms
 from kvd.core.handoff.settled import SettledSends
 from kvd.core.handoff.sources import accepted
+from kvd.core.handoff.transitions import move_prefill
 from kvd.core.leases.written import promised_tokens
 from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal

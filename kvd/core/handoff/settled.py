@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING
 from mypy_extensions import mypyc_attr
 
 from kvd.core.handoff.message_sizes import page_bytes
-from kvd.core.handoff.protocol import Prefill, PrefillTrigger, move_prefill, tell_ended
+from kvd.core.handoff.protocol import Prefill, PrefillTrigger
 from kvd.core.handoff.refusals import never_delivered
 from kvd.core.handoff.sources import span_of
+from kvd.core.handoff.transitions import move_prefill, tell_ended
 from kvd.core.peers.peer import as_told
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvd.core.inspect.page_states import pools_of
 from kvd.core.leases.owners import owner_of
-from kvd.core.leases.sessions import Session
+from kvd.core.leases.session_table import Session
 from kvd.types import count
 
 if TYPE_CHECKING:

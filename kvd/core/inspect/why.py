@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvd.core.inspect.schema import S, StateTable, T
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.leases.sessions import Session
+    from kvd.core.leases.session_table import Session
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
     from kvd.wire.admin import Why

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.send import Prefiller
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.admission import Admission, Waiter
-    from kvd.core.leases.sessions import Session
+    from kvd.core.leases.session_table import Session
     from kvd.core.peers.peer import Peer
     from kvd.core.settings import Settings
 

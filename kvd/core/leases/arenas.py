@@ -30,20 +30,6 @@ if TYPE_CHECKING:
 REASON: Final = "arena"
 """What the lease of an arena is for, as tables show it."""
 
-RECEIVED: Final = "received"
-"""Why lent pages came back of whose end the engine hears anyway."""
-
-
-def without(pages: Pages, gone: Pages) -> Pages:
-    """Those of ``pages`` that are not in ``gone``, in their order."""
-    ids = np.frombuffer(pages, "<u4")
-    return Pages(ids[~np.isin(ids, np.frombuffer(gone, "<u4"))].tobytes())
-
-
-def has_all(pages: Pages, wanted: Pages) -> bool:
-    """Whether each of ``wanted`` is among ``pages``."""
-    return bool(np.isin(np.frombuffer(wanted, "<u4"), np.frombuffer(pages, "<u4")).all())
-
 
 def unfit_pool(leases: LeaseTable, side: str) -> Refusal | None:
     """Why this pool has no arenas."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.inputs import Branch, FormerLease, FormerSession, PoolAdopted
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.leases.sessions import SessionTable
+    from kvd.core.leases.session_table import SessionTable
     from kvd.core.outbox import Outbox
     from kvd.core.settings import Settings
 

@@ -23,9 +23,10 @@ Invariants: null + free + held + cached + quarantined = total (I1); no page in t
 from __future__ import annotations
 
 from operator import add
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+import numpy as np
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.eviction import eviction_order
@@ -39,7 +40,6 @@ from kvd.core.components.all_components import AllComponentPages
 from kvd.core.components.component_pages import tell_evicted
 from kvd.core.layout.spec import lockstep_bytes
 from kvd.core.leases import lease_events
-from kvd.core.leases.arenas import RECEIVED, without
 from kvd.core.leases.journal_notes import JournalNotes
 from kvd.core.leases.saved_area import SavedArea
 from kvd.core.leases.written import tokens_to_commit
@@ -55,6 +55,10 @@ if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.layout.spec import PoolSpec
     from kvd.core.outbox import Outbox
+
+
+RECEIVED: Final = "received"
+"""Why lent pages came back of whose end the engine hears anyway."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -541,7 +545,7 @@ class LeaseTable:
         """Pages of an arena for one receive; who asked has made sure that the arena has them."""
         arena = self.leases[lent.arena]
         self.moved.log.append(claim.pages)
-        arena.page_table = without(arena.page_table, claim.pages)
+        arena.page_table = _without(arena.page_table, claim.pages)
         n_pages = count(claim.pages)
         self.opened += 1
         lease = LeaseRecord(self.opened + self.number_above, claim, root, claim.pages)
@@ -893,6 +897,12 @@ def _cut(claim: Claim, n_tokens: int) -> Claim:
     """The claim of its first tokens, which others will follow."""
     tokens = Tokens(claim.tokens[: n_tokens * ID_BYTES])
     return msgspec.structs.replace(claim, tokens=tokens, goes_on=True)
+
+
+def _without(pages: Pages, gone: Pages) -> Pages:
+    """Those of ``pages`` that are not in ``gone``, in their order."""
+    ids = np.frombuffer(pages, "<u4")
+    return Pages(ids[~np.isin(ids, np.frombuffer(gone, "<u4"))].tobytes())
 
 
 def _beyond_pages(lease: LeaseRecord, n_tokens: int, room_tokens: int) -> Refusal:

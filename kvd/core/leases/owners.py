@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.leases.former_leases import FormerLeases
     from kvd.core.leases.lease_table import LeaseTable
-    from kvd.core.leases.sessions import Session, SessionTable
+    from kvd.core.leases.session_table import Session, SessionTable
     from kvd.core.outbox import Outbox
 
 HOLDERS_NAMED = 3

@@ -18,7 +18,7 @@ lease has none; one that is being saved has one of kv for each page of its token
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -40,8 +40,8 @@ from kvd.types import NO_PAGES, Pages, count, slice_pages
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
+    from kvd.core.components.all_components import AllComponentPages
     from kvd.core.layout.spec import Component, PoolSpec
-    from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.types import Tokens
 
@@ -54,10 +54,27 @@ class SavedMove(msgspec.Struct, frozen=True):
     slots: Pages
 
 
+class PoolOfLeases(Protocol):
+    """The table of leases, as far as one leaves the pool and comes back to it."""
+
+    @property
+    def components(self) -> AllComponentPages:
+        """What leases have beside the first component."""
+
+    def pages_for(self, n_tokens: int) -> int:
+        """Pages of the first component that hold so many tokens."""
+
+    def vacate(self, lease: LeaseRecord, tokens: Tokens) -> None:
+        """Its lock and its pages go, and it is of ``tokens``."""
+
+    def release(self, lease: LeaseRecord, holder: str, cause: str) -> None:
+        """``holder`` lets go."""
+
+
 class SavedArea:
     """The pages of the area, and a lease's way into it and out of it."""
 
-    def __init__(self, spec: PoolSpec, table: LeaseTable, out: Outbox) -> None:
+    def __init__(self, spec: PoolSpec, table: PoolOfLeases, out: Outbox) -> None:
         self.pools: dict[str, PagePool] = {}
         """By component: those that can be saved."""
         self._components: dict[str, Component] = {}

@@ -20,11 +20,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from kvd.core.cache.lease import ENGINE
 from kvd.core.cache.lease_state import LeaseStage
-from kvd.core.leases.prompts import PromptBudget, ToldPrompts
+from kvd.core.leases.session_table import DeadRank, HangUp
 from kvd.errors import Code, Refusal
 from kvd.wire import events
 
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
     from kvd.core.inputs import (
         ClientCameBack,
         ClientHungUp,
-        ClientJoined,
-        FormerSession,
         HungUpOn,
         RankLeft,
     )
@@ -43,57 +39,12 @@ if TYPE_CHECKING:
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.owners import Owners
     from kvd.core.leases.retraction import Retractor
+    from kvd.core.leases.session_table import Session
     from kvd.core.outbox import Outbox
 
 
 KEEPS_PAGES = {LeaseStage.RUNNING, LeaseStage.FORMER}
 """States of leases whose engine knows their pages, and may be writing them."""
-
-
-class HangUp(msgspec.Struct, frozen=True):
-    """Why and since when a session is served no more."""
-
-    why: Refusal
-    since_s: float
-
-
-class DeadRank:
-    """A process that wrote a part of every page is gone, of so many."""
-
-    __slots__ = ("at_s", "ranks", "why")
-
-    def __init__(self, at_s: float, ranks: int, why: str) -> None:
-        self.at_s = at_s
-        self.ranks = ranks
-        self.why = why
-
-
-class Session:
-    """One engine: its name, and the processes that map the pool for it."""
-
-    __slots__ = (
-        *("dead_ranks", "hang_up", "id", "is_former", "name", "pids", "prompts", "since_s"),
-    )
-
-    def __init__(
-        self, session_id: int, name: str, since_s: float, budget: PromptBudget | None = None
-    ) -> None:
-        self.id = session_id
-        self.name = name
-        self.pids: list[int] = []
-        self.since_s = since_s
-        self.dead_ranks: dict[int, DeadRank] = {}
-        """By rank; one that speaks again is none."""
-        self.is_former = False
-        """Whether it is of before the restart, and its engine has not come back yet."""
-        self.prompts = ToldPrompts(budget)
-        self.hang_up: HangUp | None = None
-        """Of the daemon on it, while processes of it live; ``pids`` are those then."""
-
-    def saw(self, pid: int) -> None:
-        """One more process of it, or one that was known from before the restart."""
-        if pid not in self.pids:
-            self.pids.append(pid)
 
 
 class ReceivingSide(Protocol):
@@ -134,49 +85,6 @@ class HandoffSides:
         self.receiving = receiving
         self.pulling = pulling
         self.sending = sending
-
-
-class SessionTable:
-    """The living sessions, by number."""
-
-    def __init__(self, name: str, max_told_bytes: int, out: Outbox) -> None:
-        self.by_id: dict[int, Session] = {}
-        self.name = name
-        """This node's."""
-        self.prompts = PromptBudget(max_told_bytes)
-        self._out = out
-
-    def _open(self, number: int, name: str) -> Session:
-        session = self.by_id[number] = Session(number, name, self._out.at_s, self.prompts)
-        return session
-
-    def end(self, session: Session) -> None:
-        """It is none of them any more, and what was kept of its prompts goes."""
-        if self.by_id.pop(session.id, None) is not None:
-            session.prompts.end()
-
-    def joined(self, got: ClientJoined) -> None:
-        """A process opened the session or joined it."""
-        session = self.by_id.get(got.session)
-        if session is None:
-            session = self._open(got.session, got.name)
-        session.saw(got.pid)
-        self._out.emit(events.ClientAttached(session=session.id, name=session.name, pid=got.pid))
-
-    def awaits(self, former: FormerSession) -> None:
-        """It was there before the restart; its engine may come back."""
-        session = self._open(former.id, former.name)
-        # At least one: what is told of its end names the last.
-        session.pids = list(former.pids) or [0]
-        session.is_former = True
-
-    def refusal(self, number: int) -> Refusal | None:
-        """Why no request of that session is served; None where one is."""
-        session = self.by_id.get(number)
-        if session is None:
-            why = "this session is over: attach again"
-            return Refusal(Code.UNKNOWN_SESSION, why, side=self.name)
-        return session.hang_up.why if session.hang_up is not None else None
 
 
 class Sessions:

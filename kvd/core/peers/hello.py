@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvd.errors import Code, Refusal
 from kvd.types import short
 from kvd.wire.peer import PROTOCOL, Hello
 
 if TYPE_CHECKING:
-    from kvd.core.peers.registry import Peers
+    from collections.abc import Mapping
+
+    from kvd.core.peers.claims import NameClaims
+    from kvd.core.peers.peer import Dialed, Peer
     from kvd.core.settings import Settings
     from kvd.wire.peer import Message
 
@@ -38,7 +41,31 @@ NEWS_PER_S: Final = 4.0
 nobody restarts as often. What is above that is heard with the next Hello."""
 
 
-def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusal | None:
+class KnownPeers(Protocol):
+    """Who is known already, as far as a Hello is measured by it."""
+
+    @property
+    def allowed(self) -> Mapping[str, frozenset[str]]:
+        """Who may speak, by name; empty: anybody."""
+
+    @property
+    def by_name(self) -> Mapping[str, Peer]:
+        """Peers by the names of their nodes."""
+
+    @property
+    def by_incarnation(self) -> Mapping[str, Peer]:
+        """Peers by their lives."""
+
+    @property
+    def dialed(self) -> Mapping[str, Dialed]:
+        """Links that this node made, and whom it wanted there."""
+
+    @property
+    def claims(self) -> NameClaims:
+        """Processes that want the name of another one."""
+
+
+def unwelcome(message: Hello, link: str, peers: KnownPeers, mine: Settings) -> Refusal | None:
     """Why ``mine`` does not exchange KV with the sender; None when it does."""
     is_named = INCARNATION.fullmatch(message.source) and NODE.fullmatch(message.node)
     if not is_named or message.generation < 1:
@@ -82,7 +109,7 @@ def unwelcome(message: Hello, link: str, peers: Peers, mine: Settings) -> Refusa
     return _too_long(message, mine.name) or _unexpected_name(message, link, peers, mine.name)
 
 
-def impostor(message: Message, proven: str, peers: Peers, mine: Settings) -> Refusal | None:
+def impostor(message: Message, proven: str, peers: KnownPeers, mine: Settings) -> Refusal | None:
     """Why a message is not acted on though its sender may connect: it speaks as another node.
 
     ``proven`` is whose key the sender has; empty where links need no keys, and then anyone may.
@@ -129,7 +156,7 @@ def _parts_at_most(text: str) -> int:
     return text.count(",") + text.count("[") + text.count("{")
 
 
-def _unexpected_name(message: Hello, link: str, peers: Peers, side: str) -> Refusal | None:
+def _unexpected_name(message: Hello, link: str, peers: KnownPeers, side: str) -> Refusal | None:
     """One link and one process have one name each, and a name has one process."""
     dialed = peers.dialed.get(link)
     # Whoever answers at a configured address must be whom the operator named there: else a wrong
