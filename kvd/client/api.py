@@ -23,7 +23,7 @@ from kvd.client.device_event import handle_of
 from kvd.client.endpoint import client_endpoint
 from kvd.client.handoff import Receive, Send, keep_room, outcome, room_number, sending
 from kvd.client.lease import Lease, given_lease
-from kvd.client.lease_key import why_foreign, why_stale
+from kvd.client.lease_key import is_ours, why_foreign, why_stale
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
 from kvd.client.port import Port, confused, within
@@ -165,11 +165,7 @@ class Node:
 
     def owns(self, key: LeaseKey) -> bool:
         """Whether ``check`` has nothing against it."""
-        try:
-            self.check(key)
-        except KvdError:
-            return False
-        return True
+        return is_ours(self.check, key)
 
     def pool(self, name: str) -> Pool:
         """The pool of that name: what a page holds, and its memory.

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.errors import Code, Refusal
+from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvd.client.state import LeaseView
     from kvd.wire.attach import Attached
 
@@ -40,6 +42,15 @@ def key_of(attached: Attached, lease: int, version: int) -> LeaseKey:
         lease=lease,
         version=version,
     )
+
+
+def is_ours(check: Callable[[LeaseKey], None], key: LeaseKey) -> bool:
+    """Whether ``check`` has nothing against that key."""
+    try:
+        check(key)
+    except KvdError:
+        return False
+    return True
 
 
 def why_foreign(key: LeaseKey, attached: Attached) -> Refusal | None:

@@ -21,7 +21,7 @@ from kvd.client.arguments import whole
 from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import attach_path, client_endpoint
-from kvd.client.lease_key import why_foreign
+from kvd.client.lease_key import is_ours, why_foreign
 from kvd.client.pool import Pools
 from kvd.client.rank_words import RankWords
 from kvd.client.returning import WayBack
@@ -113,11 +113,7 @@ class Worker:
 
     def owns(self, key: LeaseKey) -> bool:
         """Whether ``check`` has nothing against it."""
-        try:
-            self.check(key)
-        except KvdError:
-            return False
-        return True
+        return is_ours(self.check, key)
 
     def written(
         self, lease_id: int, upto_tokens: int, *, after: WhenWritten | bytes | None = None

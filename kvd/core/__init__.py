@@ -4,9 +4,9 @@ The shell (``kvd.daemon``, ``kvd.transfer``) feeds inputs and carries effects ou
 a replay do the same without a network. Nothing here imports them.
 
 Read first, in this order: ``inputs`` (what can happen), ``effects`` (what is to be done about it),
-``node_parts`` (what a node is made of), ``node.NodeState.step`` (the only mutator), then ``engines``
-and ``operators`` (what each request does), and ``settings`` (the figures it decides by). Then the
-rooms, each of which knows only those above it:
+``node_parts`` (what a node is made of), ``node.NodeState.step`` (the only mutator), then
+``engines`` and ``operators`` (what each request does), and ``settings`` (the figures it decides
+by). Then the rooms, each of which knows only those above it:
 
 - ``layout``: what a page is;
 - ``cache``: pages, the tree of prefixes, what a lease is;

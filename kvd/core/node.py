@@ -2,8 +2,9 @@
 
 ``Node.step`` is the single mutator. It never awaits, logs, reads a clock, draws a number or touches
 memory; the same inputs give the same outputs and the same state, so a recorded input log replays.
-This file routes; the parts are in ``node_parts``, what a message does is in ``engines`` (requests of
-engines), ``operators`` (requests of operators), and in the rooms: ``handoff``, ``peers``, ``leases``.
+This file routes; the parts are in ``node_parts``. What a message does is in ``engines`` (requests
+of engines), ``operators`` (requests of operators), and in the rooms: ``handoff``, ``peers``,
+``leases``.
 """
 
 from __future__ import annotations

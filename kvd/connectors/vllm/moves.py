@@ -109,8 +109,7 @@ class Moves:
         last = -(-upto // self._block)
         return CopyOrder(
             request=tracked.id,
-            session=tracked.key,
-            lease=lease.id,
+            key=lease.key,
             pages=tuple(lease.pages[first:last].tolist()),
             blocks=tuple(self._block_ids(tracked.id)[first:last]),
             upto_tokens=upto,

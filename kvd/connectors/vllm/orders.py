@@ -2,29 +2,24 @@
 
 Page numbers mean nothing by themselves. They are of a lease, the lease is of a session, and the
 session is of one life of the daemon: after a restart the same numbers may be another engine's. So
-each order names all three, and the workers compare them with what they have joined.
+each order has the key of its lease, and the workers hold it against what they have joined.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-
-def session_key(incarnation: str, session: int) -> str:
-    """One session in one life of the daemon; both halves see the same of it."""
-    return f"{incarnation} {session}"
+from kvd.client import LeaseKey
 
 
 class CopyOrder(msgspec.Struct, frozen=True):
     """Pages of a lease and blocks of the engine that stand for the same tokens, pair by pair.
 
-    ``session``: of which life of which session the lease is (``session_key``). ``upto_tokens``: the
-    KV of all tokens of the request below is there once this is done.
+    ``upto_tokens``: the KV of all tokens of the request below is there once this is done.
     """
 
     request: str
-    session: str
-    lease: int
+    key: LeaseKey
     pages: tuple[int, ...]
     blocks: tuple[int, ...]
     upto_tokens: int
@@ -34,17 +29,23 @@ class StepOrders(msgspec.Struct, frozen=True):
     """For the workers: what to copy before and after the forward pass of this step.
 
     ``number``: of the step; the report of it says the same. ``token`` opens the session that the
-    workers are to be of, empty: of none. ``failed``: requests whose blocks nobody fills. ``freed``:
-    requests that are over, whose blocks are needed no more. Both are reported at once.
+    workers are to be of, empty: of none. ``session`` and ``incarnation``: as in the keys of its
+    leases; 0 and empty while nobody can be asked. ``failed``: requests whose blocks nobody fills.
+    ``freed``: requests that are over, whose blocks are needed no more. Both are reported at once.
     """
 
     number: int = 0
     token: bytes = b""
-    session: str = ""
+    session: int = 0
+    incarnation: str = ""
     loads: tuple[CopyOrder, ...] = ()
     saves: tuple[CopyOrder, ...] = ()
     failed: tuple[str, ...] = ()
     freed: tuple[str, ...] = ()
+
+    def are_of(self, key: LeaseKey) -> bool:
+        """Whether a lease with that key is of the session that can be asked now."""
+        return (key.session, key.incarnation) == (self.session, self.incarnation)
 
 
 class StepReport(msgspec.Struct):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvd.client import PendingCall
     from kvd.connectors.vllm.log import ConnectorLog
-    from kvd.connectors.vllm.sessions import NodeLink
+    from kvd.connectors.vllm.sessions import Life, NodeLink
 
 UNNAMED: Final = ""
 """An engine that does not know its namespace yet."""
@@ -41,7 +41,7 @@ class Resets:
         self._call: PendingCall[Any] | None = None
         self._namespace = ""
         """That the call is of."""
-        self._asked: tuple[NodeLink, str] | None = None
+        self._asked: tuple[NodeLink, Life] | None = None
         """The session, and its life, that the call is of."""
         self._is_due_again = False
         """Whether there was a reset of that namespace behind the call."""
@@ -68,9 +68,9 @@ class Resets:
         """Whether the daemon is about to answer one."""
         return self._call is not None
 
-    def look(self, link: NodeLink, key: str) -> None:
+    def look(self, link: NodeLink, life: Life) -> None:
         """Say what is due in this session, in this life, and hear of what was said; never waits."""
-        if self._call is not None and self._asked != (link, key):
+        if self._call is not None and self._asked != (link, life):
             self._over()
         if self._call is not None:
             try:
@@ -82,7 +82,7 @@ class Resets:
                 self._done()
         due = sorted(self._due - {UNNAMED})
         if self._call is None and due and self._now_s() >= self._next_try_s:
-            self._namespace, self._asked, self._is_due_again = due[0], (link, key), False
+            self._namespace, self._asked, self._is_due_again = due[0], (link, life), False
             try:
                 self._call = link.ask(link.node.begin_new_epoch, due[0])
             except KvdError as error:

@@ -27,7 +27,14 @@ from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.orders import StepOrders
 from kvd.connectors.vllm.params import cached_at, draw_room, kept_for_decode, transfer_of
 from kvd.connectors.vllm.resets import Resets
-from kvd.connectors.vllm.sessions import PAUSE_S, RETRY_S, UNFIT_RETRY_S, SessionLife, StepBudget
+from kvd.connectors.vllm.sessions import (
+    NO_LIFE,
+    PAUSE_S,
+    RETRY_S,
+    UNFIT_RETRY_S,
+    SessionLife,
+    StepBudget,
+)
 from kvd.connectors.vllm.tracked import RequestStage, Tracked
 
 if TYPE_CHECKING:
@@ -114,9 +121,9 @@ class SchedulerHalf:
         self._now_s = now_s
         self._log = ConnectorLog(now_s)
         self._sessions = SessionLife(connect, self._log, now_s=now_s, start=start)
-        self._key = ""
-        """Of the session's life that requests are looked up in."""
-        self._key_since = 0
+        self._life = NO_LIFE
+        """Of the session, that requests are looked up in."""
+        self._life_since = 0
         """Steps up to this one were of another."""
         self._budget = StepBudget(options.probe_wait_s)
         self._look_ups = LookUps(options, self._budget, now_s)
@@ -152,21 +159,21 @@ class SchedulerHalf:
         sessions = self._sessions
         sessions.look()
         self.counts.failures, sessions.failures = self.counts.failures + sessions.failures, 0
-        if sessions.key != self._key:
+        if sessions.life != self._life:
             self._life_is_over()
         handles, self._handles = self._handles, []
         sessions.close_left(handles)
-        link = sessions.link if self._key else None
+        link = sessions.link if self._life != NO_LIFE else None
         if link is not None:
-            self._resets.look(link, self._key)
+            self._resets.look(link, self._life)
         return link
 
     def _life_is_over(self) -> None:
         """What requests hold is of a session that ended, or of a life of before a restart."""
-        self._key, self._key_since = self._sessions.key, self._number
+        self._life, self._life_since = self._sessions.life, self._number
         self._ending.life_is_over(self._sessions.link)
         for tracked in [*self._tracked.values(), *self._held.values()]:
-            if tracked.key != self._key:
+            if tracked.life != self._life:
                 self._alone(tracked, RESTARTED)
 
     def _give_up(self, why: str, *, retry_s: float = 0.0) -> None:
@@ -191,7 +198,7 @@ class SchedulerHalf:
         """Leave; whatever is held goes back."""
         self._log.tell(is_last=True)
         self._sessions.close()
-        self._key = ""
+        self._life = NO_LIFE
 
     def name(self, base_namespace: str) -> None:
         """What the engine's KV is of is known now, before any request is found."""
@@ -265,7 +272,7 @@ class SchedulerHalf:
         elif not tokens or extra is None:
             self._alone(tracked, "no tokens that it could be found by")
         else:
-            tracked.link, tracked.key, tracked.known_tokens = link, self._key, len(tokens)
+            tracked.link, tracked.life, tracked.known_tokens = link, self._life, len(tokens)
             try:
                 tracked.prompt = link.node.prompt(tokens, extra_keys=extra or None)
                 self._look_ups.begin(link, tracked)
@@ -488,10 +495,12 @@ class SchedulerHalf:
         failed, self._failed = tuple(self._failed), []
         freed, self._freed = tuple(self._freed), []
         self._budget.renew()
+        life = self._life
         return StepOrders(
             number=self._number,
             token=self._sessions.token,
-            session=self._key,
+            session=life.session,
+            incarnation=life.incarnation,
             loads=tuple(loads),
             saves=tuple(saves),
             failed=failed,
@@ -593,7 +602,7 @@ class SchedulerHalf:
     def _reported(self, report: StepReport) -> None:
         number = self._number if report.number is None else report.number
         self._ending.answered(number)
-        if number <= self._key_since:
+        if number <= self._life_since:
             return  # of pages of another session, or of before a restart
         for request_id, upto in report.saved.items():
             self._saved(request_id, upto, number)

@@ -4,10 +4,10 @@ What lives here: one session's sockets as the connector uses them, so that whate
 ``KvdError`` and known to be of that session, and which session there is now. What must not: leases
 and requests; who holds handles of a session that is over is told so, and drops them.
 
-A life of a session has a key. It changes when the daemon was restarted, also where it came back
-with the same memory: leases of before can be released then, and nothing else::
+A session has several lives: another one begins when the daemon was restarted and came back with the
+same memory. Leases of before can be released then, and nothing else::
 
-    nobody --opened--> here --the daemon ended--> away --with the same memory--> here, another key
+    nobody --opened--> here --the daemon ended--> away --with the same memory--> here, another life
        ^                 '--- over ---.             '--- with other memory ---.
        '------ left, closed beside <--'---------------------------------------'
 """
@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from kvd.client import Code, KvdError
 from kvd.connectors.vllm.beside import BesideTask, in_thread
-from kvd.connectors.vllm.orders import session_key
 from kvd.errors import Refusal
 
 if TYPE_CHECKING:
@@ -206,6 +205,16 @@ class NodeLink:
         return KvdError(Refusal(Code.UNREACHABLE, why, side="client"))
 
 
+class Life(NamedTuple):
+    """A session in one life of its daemon."""
+
+    session: int
+    incarnation: str
+
+
+NO_LIFE: Final = Life(0, "")
+
+
 class SessionLife:
     """Which session there is now: one at a time.
 
@@ -226,8 +235,8 @@ class SessionLife:
     ) -> None:
         self.link: NodeLink | None = None
         """Of the daemon that is there, or is looked for by its session itself."""
-        self.key = ""
-        """Of the session's life now; empty while there is nobody to ask."""
+        self.life = NO_LIFE
+        """The session's now; ``NO_LIFE`` while there is nobody to ask."""
         self.failures = 0
         self._connect = connect
         self._log = log
@@ -282,12 +291,12 @@ class SessionLife:
         if end is not None or link.is_broken:
             self.give_up("its session is over" if end is None else str(end))
         elif link.node.is_away:
-            if self.key:
-                self.key = ""
+            if self.life != NO_LIFE:
+                self.life = NO_LIFE
                 self._say(f"the daemon {link.name} has ended", "and it is looked for")
-        elif self._key_of(link) != self.key:
+        elif _life_of(link) != self.life:
             link.is_silent = False
-            self.key = self._key_of(link)
+            self.life = _life_of(link)
             self._log.changed(
                 "session",
                 logging.INFO,
@@ -300,7 +309,7 @@ class SessionLife:
 
         It is closed by ``close_left``, once nobody uses handles of it.
         """
-        link, self.link, self.key = self.link, None, ""
+        link, self.link, self.life = self.link, None, NO_LIFE
         if link is not None:
             self._left.append(link)
             self._next_try_s = self._now_s() + retry_s
@@ -322,7 +331,7 @@ class SessionLife:
         if self._opening is not None:
             self._opening.abandon()
             self._opening = None
-        link, self.link, self.key = self.link, None, ""
+        link, self.link, self.life = self.link, None, NO_LIFE
         self._next_try_s = float("inf")
         if link is not None:
             _close([link], ())
@@ -331,9 +340,6 @@ class SessionLife:
         self._log.changed(
             "session", logging.WARNING, f"{what}; requests are computed without kvd, {then}"
         )
-
-    def _key_of(self, link: NodeLink) -> str:
-        return session_key(link.node.incarnation, link.node.session)
 
     def _open(self) -> None:
         self._opening = BesideTask(self._connect, _leave, self._start)
@@ -353,7 +359,7 @@ class SessionLife:
             self._not_opened(error, is_unfit=is_unfit)
             return
         self.link = NodeLink(node)
-        self.key = self._key_of(self.link)
+        self.life = _life_of(self.link)
         self._log.changed(
             "session", logging.INFO, f"session {node.session} with daemon {node.name} is open"
         )
@@ -369,6 +375,10 @@ class SessionLife:
             f"no session: {error}; requests are computed without kvd, and it is tried again every "
             f"{every_s:.0f} s",
         )
+
+
+def _life_of(link: NodeLink) -> Life:
+    return Life(link.node.session, link.node.incarnation)
 
 
 def _leave(node: SyncNode) -> None:

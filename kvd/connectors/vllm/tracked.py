@@ -15,6 +15,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvd.connectors.vllm.sessions import NO_LIFE
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -67,10 +69,10 @@ class Tracked:
         "is_full",
         "is_load_ordered",
         "is_unsure",
-        "key",
         "known_tokens",
         "last_order",
         "lease",
+        "life",
         "link",
         "loads_to",
         "local_tokens",
@@ -99,7 +101,7 @@ class Tracked:
         """Steps before this one knew nothing of it, and what is reported of them is another's."""
         self.stage = RequestStage.PROBING
         self.link: NodeLink | None = None
-        self.key = ""
+        self.life = NO_LIFE
         """The session, and the life of its daemon, that all handles here are of."""
         self.prompt: Prompt | None = None
         self.call: PendingCall[Any] | None = None

@@ -4,8 +4,8 @@ Copies are made in the step that orders them: before its forward pass is waited 
 They are done when they return. Blocks in the memory of a device are refused when the engine starts:
 this process cannot read them, and nothing here has a copy engine do it.
 
-An order is obeyed only by a worker that is of its session, in its life (``CopyOrder.session``):
-looked at before the copy, and again behind it. A session is joined and left beside the step. Until
+An order is obeyed only by a worker that is of its session, in its life (``Worker.check``): looked
+at before the copy, and again behind it. A session is joined and left beside the step. Until
 it is joined loads wait, ``JOIN_WITHIN_S`` at most, and saves are asked for again.
 """
 
@@ -20,12 +20,12 @@ from kvd.client import Code, KvdError, connect_sync, join
 from kvd.connectors.vllm import layout
 from kvd.connectors.vllm.beside import BesideTask, in_thread
 from kvd.connectors.vllm.log import ConnectorLog
-from kvd.connectors.vllm.orders import StepReport, session_key
+from kvd.connectors.vllm.orders import StepReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvd.client import Pool, Worker
+    from kvd.client import LeaseKey, Pool, Worker
     from kvd.connectors.vllm.beside import Start
     from kvd.connectors.vllm.layout import Rows
     from kvd.connectors.vllm.options import VllmOptions
@@ -63,19 +63,14 @@ class JoinedPool:
     """A session that this process is of, and the pages that it has mapped there."""
 
     def __init__(self, session: Worker, pages: list[Rows]) -> None:
-        self._session = session
+        self.session = session
         self.pages = pages
-
-    def is_of(self, key: str) -> bool:
-        """Whether it is of that session, in that life of the daemon, as far as has been noticed."""
-        session = self._session
-        return session.end is None and session_key(session.incarnation, session.session) == key
 
     def leave(self) -> None:
         """Write no page of it any more."""
         self.pages = []
         with contextlib.suppress(KvdError, OSError):
-            self._session.close()
+            self.session.close()
 
 
 class PoolJoin:
@@ -135,8 +130,8 @@ class PoolJoin:
             )
             self._take()
 
-    def of(self, key: str) -> JoinedPool | None:
-        """The pages of that session; waits a moment if it is being joined."""
+    def of(self, key: LeaseKey) -> JoinedPool | None:
+        """The pages that an order with that key is about; waits a moment if it is being joined."""
         within_s = STEP_WAITS_S if self._has_waited else JOIN_WITHIN_S
         if self._joining is not None and self._waited_s < within_s:
             began_s = time.perf_counter()
@@ -145,7 +140,7 @@ class PoolJoin:
             self._has_waited = True
             self._take()
         joined = self._joined
-        return joined if joined is not None and joined.is_of(key) else None
+        return joined if joined is not None and joined.session.owns(key) else None
 
     def waits_longer_than(self, within_s: float) -> bool:
         """Whether the session is to be joined for that time already."""
@@ -291,11 +286,11 @@ class WorkerHalf:
         began_s = time.perf_counter()
         waiting, self._waiting = self._waiting, []
         for load in waiting:
-            copy, pool = load.copy, self._join.of(load.copy.session)
+            copy, pool = load.copy, self._join.of(load.copy.key)
             if pool is not None:
                 is_loaded = self._copied(pool, copy, to_pages=False)
                 (self._loaded if is_loaded else self._failed).add(copy.request)
-            elif copy.session != orders.session or now_s - load.since_s >= JOIN_WITHIN_S:
+            elif not orders.are_of(copy.key) or now_s - load.since_s >= JOIN_WITHIN_S:
                 self._failed.add(copy.request)
             else:
                 self._waiting.append(load)
@@ -308,7 +303,7 @@ class WorkerHalf:
             return
         began_s = time.perf_counter()
         for copy in orders.saves:
-            pool = self._join.of(copy.session)
+            pool = self._join.of(copy.key)
             if pool is None:
                 is_over = self._join.waits_longer_than(SAVE_WITHIN_S)
                 (report.lost if is_over else report.again).add(copy.request)
@@ -332,7 +327,7 @@ class WorkerHalf:
         except (ValueError, IndexError) as error:
             self._log.bug("a copy", error)
             return False
-        return pool.is_of(copy.session)
+        return pool.session.owns(copy.key)
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Requests that were loaded, failed ones among them; and those that failed. Once each."""

@@ -10,8 +10,8 @@ Read first, in this order:
 - ``lease_table.LeaseTable``: everything that moves a page or a lock; ``written`` is how far an
   engine says that it is, beyond which nothing is shared;
 - ``admission.Admission``: the one queue in front of it;
-- ``session_table.SessionTable``: which engines there are; ``sessions.Sessions``: what ends with one;
-  ``owners.Owners``: whose a lease is;
+- ``session_table.SessionTable``: which engines there are; ``sessions.Sessions``: what ends with
+  one; ``owners.Owners``: whose a lease is;
 - ``retraction.Retractor``: out of the pool and back; its bytes are in ``saved_area``, and
   ``copies`` are the copies that move them;
 - ``fetch.Fetcher``: pages into a device buffer; ``receive_tier`` is what a receive may ask of that.

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kvd.client import Code, KvdError
+from kvd.client import Code, KvdError, LeaseKey
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
@@ -69,6 +69,9 @@ class Lease:
         self.node, self.id, self.tokens = node, node.last, list(tokens)
         self.prefix_len = prefix_len
         self.pages = np.arange(100 * self.id, 100 * self.id + n_pages)
+        self.key = LeaseKey(
+            session=node.session, incarnation=node.incarnation, lease=self.id, version=1
+        )
         self.committed = []
         node.leases[self.id] = self
 

@@ -7,15 +7,19 @@ import time
 import numpy as np
 import pytest
 
-from kvd.client import Code, KvdError
+from kvd.client import Code, KvdError, LeaseKey
 from kvd.connectors.vllm import layout
 from kvd.connectors.vllm.beside import BesideTask
 from kvd.connectors.vllm.options import VllmOptions
-from kvd.connectors.vllm.orders import CopyOrder, StepOrders, StepReport, session_key
+from kvd.connectors.vllm.orders import CopyOrder, StepOrders, StepReport
 from kvd.connectors.vllm.worker import JOIN_WITHIN_S, SAVE_WITHIN_S, WorkerHalf
 from tests.connectors.vllm.world import BLOCK, SLOT, Layer, World, refusal
 
 NOBODY = VllmOptions(endpoint="ipc:///nowhere/kvd/client.sock")
+
+
+def key_of(session, incarnation):
+    return LeaseKey(session=session, incarnation=incarnation, lease=1, version=1)
 
 
 class Rank:
@@ -45,10 +49,14 @@ class Rank:
 
     @property
     def key(self):
-        return session_key(self.node.incarnation, self.node.session)
+        return key_of(self.node.session, self.node.incarnation)
 
     def step(self, *, loads=(), saves=(), number=1, **more):
-        told = {"token": self.node.token, "session": self.key} | more
+        told = {
+            "token": self.node.token,
+            "incarnation": self.node.incarnation,
+            "session": self.node.session,
+        } | more
         orders = StepOrders(number=number, loads=loads, saves=saves, **told)
         self.half.load(orders)
         self.half.save(orders)
@@ -57,8 +65,7 @@ class Rank:
     def order(self, **more):
         told = {
             "request": "r1",
-            "session": self.key,
-            "lease": 1,
+            "key": self.key,
             "pages": (3, 4),
             "blocks": (7, 9),
             "upto_tokens": 2 * BLOCK,
@@ -89,13 +96,15 @@ def test_blocks_come_to_pages_and_back(rank):
 
 
 @pytest.mark.parametrize(
-    "session", ["", "life 1 2", "life 2 1", "life 0 1"], ids=["none", "other", "later", "earlier"]
+    ("session", "life"),
+    [(0, ""), (2, "life 1"), (1, "life 2"), (1, "life 0")],
+    ids=["none", "other", "later", "earlier"],
 )
-def test_an_order_of_another_session_is_not_obeyed(rank, session):
+def test_an_order_of_another_session_is_not_obeyed(rank, session, life):
     rank.step(saves=(rank.order(pages=(1, 2)),))
     for layer in rank.world.memory:
         layer[:] = 0
-    copy = rank.order(session=session)
+    copy = rank.order(key=key_of(session, life))
     report = rank.step(saves=(copy,), loads=(copy,), number=2)
     assert not report.saved
     assert report.again == {"r1"}
@@ -129,7 +138,7 @@ def test_what_was_copied_while_the_daemon_was_restarted_is_not_believed(
     order = rank.order()
     report = rank.step(saves=(order,), number=2)
     assert not report.saved
-    rank.step(loads=(rank.order(session=session_key(f"life {rank.world.life}", 1)),), number=3)
+    rank.step(loads=(rank.order(key=key_of(1, f"life {rank.world.life}")),), number=3)
     assert rank.half.take_results() == ({"r1"}, {"r1"})
 
 
@@ -177,7 +186,7 @@ def test_a_pool_that_does_not_fit_is_told_of():
 def test_it_leaves_when_there_is_no_session_any_more(rank):
     rank.step(saves=(rank.order(),))
     assert rank.node.workers
-    rank.step(token=b"", session="", number=2)
+    rank.step(token=b"", session=0, incarnation="", number=2)
     assert not rank.node.workers
 
 

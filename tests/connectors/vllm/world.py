@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from kvd.client import Code, KvdError
+from kvd.client import Code, KvdError, LeaseKey
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.worker import WorkerHalf
@@ -99,6 +99,12 @@ class WorldLease:
     @property
     def pages(self):
         return np.array(self.row, dtype=np.int32)
+
+    @property
+    def key(self):
+        return LeaseKey(
+            session=self.node.session, incarnation=self.node.incarnation, lease=self.id, version=1
+        )
 
     def _check(self):
         self.node.alive()
@@ -300,10 +306,10 @@ class WorldWorker:
     def incarnation(self):
         return f"life {self.life}"
 
-    @property
-    def end(self):
+    def owns(self, key):
         self.notice()
-        return self._end
+        is_ours = (key.session, key.incarnation) == (self.session, self.incarnation)
+        return self._end is None and is_ours
 
     def notice(self):
         world = self.world
