@@ -10,9 +10,11 @@ Read in this order:
 - ``params``: what a router's ``kv_transfer_params`` say;
 - ``orders``: what the scheduler's half tells the workers' in each step, and what these answer;
 - ``tracked``: one request, as the scheduler's half knows it;
-- ``scheduler``: that half. It knows nothing of tensors. Its rooms: ``sessions`` (who is spoken to),
-  ``lookup`` (until a prompt is found), ``moves`` (what is copied in a step), ``endings`` (until a
-  lease is given back), ``resets`` (until new weights have a new epoch);
+- ``scheduler``: that half, and what happens in a step. It knows nothing of tensors. Its rooms:
+  ``sessions`` (who is spoken to), ``requests`` (which are here, and how one goes on alone),
+  ``lookup`` (until a prompt is found), ``claims`` (until it has a lease), ``moves`` (what is copied
+  in a step), ``held`` (until what is over is copied), ``endings`` (until a lease is given back),
+  ``resets`` (until new weights have a new epoch);
 - ``beside``, ``log``: work in threads, and lines in the engine's log;
 - ``layout``: which bytes of vLLM's cache are which page of the pool;
 - ``worker``: the half that copies;

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from kvd.client import SyncLease
     from kvd.connectors.vllm.options import VllmOptions
+    from kvd.connectors.vllm.requests import Requests
     from kvd.connectors.vllm.sessions import NodeLink
     from kvd.connectors.vllm.tracked import Tracked
 
@@ -26,6 +27,7 @@ class Moves:
 
     Args:
         options: what the user has set.
+        requests: where one goes on alone whose lease has no pages any more.
         block_size: tokens of a block, and of a page.
         block_ids: the blocks that vLLM has given a request.
     """
@@ -33,36 +35,51 @@ class Moves:
     def __init__(
         self,
         options: VllmOptions,
+        requests: Requests,
         *,
         block_size: int,
         block_ids: Callable[[str], Sequence[int]],
     ) -> None:
         self._save = options.save
+        self._requests = requests
         self._reserve = options.reserve_tokens if options.save == "all" else 0
         self._block = block_size
         self._block_ids = block_ids
 
-    def load(self, tracked: Tracked) -> CopyOrder:
-        """Fill the blocks that wait, from its pages.
+    def will_send(self, tracked: Tracked) -> bool:
+        """Whether it will be handed over: of one token there is nothing that could be loaded."""
+        return tracked.transfer.sends and self._save != "none" and tracked.prompt_tokens > 1
 
-        Raises:
-            KvdError: its lease has no pages any more.
-        """
+    def loads(self, tracked: Tracked) -> list[CopyOrder]:
+        """Fill the blocks that wait, from its pages."""
         assert tracked.lease is not None
-        first = tracked.started_tokens // self._block
-        return self._copy(tracked, tracked.lease, first, tracked.loads_to)
+        try:
+            first = tracked.started_tokens // self._block
+            order = self._copy(tracked, tracked.lease, first, tracked.loads_to)
+        except KvdError as error:
+            self._requests.alone_after(tracked, error)
+            return []
+        del self._requests.loading[tracked.id]
+        tracked.is_load_ordered = True
+        return [order]
 
-    def save(
-        self, link: NodeLink, tracked: Tracked, computed_tokens: int, number: int
+    def saves(self, tracked: Tracked, computed_tokens: int, number: int) -> list[CopyOrder]:
+        """Whole blocks that step ``number`` completes, and the last one of a sent prompt."""
+        if tracked.lease is None or tracked.link is None or self._save == "none":
+            return []
+        try:
+            order = self._save_order(tracked.link, tracked, tracked.lease, computed_tokens)
+        except KvdError as error:
+            self._requests.alone_after(tracked, error)
+            return []
+        if order is None:
+            return []
+        tracked.ordered_tokens, tracked.last_order = order.upto_tokens, number
+        return [order]
+
+    def _save_order(
+        self, link: NodeLink, tracked: Tracked, lease: SyncLease, computed_tokens: int
     ) -> CopyOrder | None:
-        """Whole blocks that step ``number`` completes, and the last, partial one of a sent prompt.
-
-        Raises:
-            KvdError: as ``load``.
-        """
-        lease = tracked.lease
-        if self._save == "none" or lease is None:
-            return None
         prompt_tokens = tracked.prompt_tokens
         upto = min(computed_tokens, tracked.request.num_tokens)
         if self._save == "prompt":
@@ -73,9 +90,7 @@ class Moves:
             whole = prompt_tokens
         if whole <= tracked.ordered_tokens:
             return None
-        order = self._copy(tracked, lease, tracked.ordered_tokens // self._block, whole)
-        tracked.ordered_tokens, tracked.last_order = whole, number
-        return order
+        return self._copy(tracked, lease, tracked.ordered_tokens // self._block, whole)
 
     def has_pages_for_prompt(self, tracked: Tracked) -> bool:
         """Whether its lease can have all of its prompt."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvd.client import PendingCall
     from kvd.connectors.vllm.log import ConnectorLog
-    from kvd.connectors.vllm.sessions import Life, NodeLink
+    from kvd.connectors.vllm.sessions import DaemonLife, NodeLink
 
 UNNAMED: Final = ""
 """An engine that does not know its namespace yet."""
@@ -41,7 +41,7 @@ class Resets:
         self._call: PendingCall[Any] | None = None
         self._namespace = ""
         """That the call is of."""
-        self._asked: tuple[NodeLink, Life] | None = None
+        self._asked: tuple[NodeLink, DaemonLife] | None = None
         """The session, and its life, that the call is of."""
         self._is_due_again = False
         """Whether there was a reset of that namespace behind the call."""
@@ -68,7 +68,7 @@ class Resets:
         """Whether the daemon is about to answer one."""
         return self._call is not None
 
-    def look(self, link: NodeLink, life: Life) -> None:
+    def look(self, link: NodeLink, life: DaemonLife) -> None:
         """Say what is due in this session, in this life, and hear of what was said; never waits."""
         if self._call is not None and self._asked != (link, life):
             self._over()

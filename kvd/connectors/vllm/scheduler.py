@@ -6,6 +6,11 @@ it computes, whole blocks are copied to the pages of its lease, and said to be w
 the lease is released, with what was generated. KV is never said to be written before the workers
 have said that it is, in a report of the session that the lease is of.
 
+A step, in order: of each request that vLLM may schedule it asks ``matched``; of one that it does it
+says ``given_blocks``, and its lease is asked for. ``step`` takes the leases that have come, and
+orders loads, then saves of what is computed with it. The workers copy, and ``reported`` hears of
+that before the next step. ``arrived`` and ``finished`` are said in between.
+
 A step waits for the daemon ``kvd.probe_wait_s`` in all, and a request no longer than
 ``ANSWER_WITHIN_S`` for what the daemon of its own node can say at once. Whatever fails ends in
 computing; no error leaves this module.
@@ -15,17 +20,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from kvd.client import Code, KvdError
+from kvd.client import KvdError
 from kvd.connectors.vllm.beside import in_thread
+from kvd.connectors.vllm.claims import Claims
 from kvd.connectors.vllm.endings import Endings
+from kvd.connectors.vllm.held import HeldBlocks
 from kvd.connectors.vllm.identity import namespace_of
 from kvd.connectors.vllm.log import ConnectorLog
 from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE, SILENT, LookUps
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.orders import StepOrders
 from kvd.connectors.vllm.params import cached_at, draw_room, kept_for_decode, transfer_of
+from kvd.connectors.vllm.requests import Requests
 from kvd.connectors.vllm.resets import Resets
 from kvd.connectors.vllm.sessions import (
     NO_LIFE,
@@ -40,7 +48,7 @@ from kvd.connectors.vllm.tracked import RequestStage, Tracked
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
-    from kvd.client import PendingCall, SyncNode
+    from kvd.client import SyncNode
     from kvd.connectors.vllm.beside import Start
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import CopyOrder, StepReport
@@ -49,12 +57,6 @@ if TYPE_CHECKING:
 
 Extra = dict[int, bytes]
 """By page of a prompt, what it is found by beside its tokens."""
-
-FULL: Final = frozenset({Code.DEADLINE.value, Code.NO_ROOM.value, Code.TOO_LARGE.value})
-"""With these a lease is refused whose pages are not free now."""
-
-HELD_S: Final = 1.0
-"""So long vLLM keeps the blocks of a prompt that is over, until they are copied for who decodes."""
 
 AFTER_A_MISTAKE: Final = "after a mistake"
 """Where nothing more can be done about one."""
@@ -66,24 +68,6 @@ NOBODY: Final = "no session with a daemon"
 RESET: Final = "the cache was reset"
 UNDONE: Final = "the cache was reset, and the daemon has not done it yet"
 RESTARTED: Final = "the daemon was restarted, or its session ended"
-
-
-class Counts:
-    """What has come of it, for metrics."""
-
-    def __init__(self) -> None:
-        self.hit_tokens = 0
-        """Loaded, or about to be."""
-        self.received_tokens = 0
-        """Of these, sent by another node."""
-        self.failed_loads = 0
-        """Requests that were computed after all."""
-        self.went_alone = 0
-        """Requests that were computed without kvd, or went on without it, for whatever reason."""
-        self.failures = 0
-        """Calls that ended in an error."""
-        self.odd_params = 0
-        """Requests with ``kv_transfer_params`` that made no sense."""
 
 
 class SchedulerHalf:
@@ -114,7 +98,6 @@ class SchedulerHalf:
         now_s: Callable[[], float] = time.monotonic,
         start: Start = in_thread,
     ) -> None:
-        self.counts = Counts()
         self._options = options
         self._base = base_namespace
         self.block_size = block_size
@@ -122,31 +105,22 @@ class SchedulerHalf:
         self._log = ConnectorLog(now_s)
         self._sessions = SessionLife(connect, self._log, now_s=now_s, start=start)
         self._life = NO_LIFE
-        """Of the session, that requests are looked up in."""
+        """Of the session in which requests are looked up."""
         self._life_since = 0
         """Steps up to this one were of another."""
         self._budget = StepBudget(options.probe_wait_s)
         self._look_ups = LookUps(options, self._budget, now_s)
-        self._moves = Moves(options, block_size=block_size, block_ids=block_ids)
+        self._ending = Endings(options)
+        self._requests = Requests(self._sessions, self._look_ups, self._ending, self._log, now_s)
+        self.counts = self._requests.counts
+        self._claims = Claims(self._requests, self._look_ups, self._budget, now_s)
+        self._moves = Moves(options, self._requests, block_size=block_size, block_ids=block_ids)
+        self._held = HeldBlocks(self._requests, self._moves, self._ending, now_s)
         self._resets = Resets(self._log, now_s)
         self._stale_loads: set[str] = set()
         """Those whose blocks the workers fill with KV of before a reset."""
         self._number = 0
         """Of the last step."""
-        self._tracked: dict[str, Tracked] = {}
-        self._claiming: dict[str, Tracked] = {}
-        """Those whose lease has not come yet."""
-        self._loading: dict[str, Tracked] = {}
-        """Those whose lease is here, and whose blocks are to be filled with the next step."""
-        self._held: dict[str, Tracked] = {}
-        """Those that are over, and whose blocks vLLM keeps until they are copied."""
-        self._ending = Endings(options)
-        self._failed: list[str] = []
-        """To be reported as not loaded, with the next step."""
-        self._freed: list[str] = []
-        """To be reported as copied, with the next step."""
-        self._handles: list[PendingCall[Any]] = []
-        """Calls of a session that was given up."""
         self._is_idle = True
         """Whether the last step had nothing to compute."""
         self._sessions.open_first()
@@ -161,8 +135,7 @@ class SchedulerHalf:
         self.counts.failures, sessions.failures = self.counts.failures + sessions.failures, 0
         if sessions.life != self._life:
             self._life_is_over()
-        handles, self._handles = self._handles, []
-        sessions.close_left(handles)
+        sessions.close_left(self._requests.take_handles())
         link = sessions.link if self._life != NO_LIFE else None
         if link is not None:
             self._resets.look(link, self._life)
@@ -172,9 +145,9 @@ class SchedulerHalf:
         """What requests hold is of a session that ended, or of a life of before a restart."""
         self._life, self._life_since = self._sessions.life, self._number
         self._ending.life_is_over(self._sessions.link)
-        for tracked in [*self._tracked.values(), *self._held.values()]:
+        for tracked in self._requests.all_of_them():
             if tracked.life != self._life:
-                self._alone(tracked, RESTARTED)
+                self._requests.alone(tracked, RESTARTED)
 
     def _give_up(self, why: str, *, retry_s: float = 0.0) -> None:
         """The session is of no use any more, whatever is under way in it."""
@@ -217,10 +190,10 @@ class SchedulerHalf:
         """
         with self._kept_in("a reset of the cache"):
             self._resets.add(self._base)
-            for tracked in [*self._tracked.values(), *self._held.values()]:
+            for tracked in self._requests.all_of_them():
                 if tracked.is_load_ordered:
                     self._stale_loads.add(tracked.id)
-                self._alone(tracked, RESET)
+                self._requests.alone(tracked, RESET)
             self._ending.share_nothing()
             self._await_reset()
             return True
@@ -254,30 +227,30 @@ class SchedulerHalf:
 
     def _arrived(self, request: RequestView, lora: str | None, extra: Extra | None) -> None:
         link = self._look()
-        former = self._tracked.pop(request.request_id, None)
+        former = self._requests.here.pop(request.request_id, None)
         if former is not None:
-            self._let_go(former)
+            self._requests.let_go(former)
         transfer = transfer_of(request.kv_transfer_params if self._options.handoffs else None)
         self.counts.odd_params += transfer.is_odd
         namespace = namespace_of(self._base, lora, request.cache_salt)
         tracked = Tracked(request, transfer, namespace, born=self._number + 1)
-        self._tracked[request.request_id] = tracked
+        self._requests.here[request.request_id] = tracked
         tokens = request.prompt_token_ids
         if link is None:
-            self._alone(tracked, NOBODY)
+            self._requests.alone(tracked, NOBODY)
         elif link.is_silent:
-            self._alone(tracked, SILENT)
+            self._requests.alone(tracked, SILENT)
         elif self._resets.are_due(self._base):
-            self._alone(tracked, UNDONE)
+            self._requests.alone(tracked, UNDONE)
         elif not tokens or extra is None:
-            self._alone(tracked, "no tokens that it could be found by")
+            self._requests.alone(tracked, "no tokens that it could be found by")
         else:
             tracked.link, tracked.life, tracked.known_tokens = link, self._life, len(tokens)
             try:
                 tracked.prompt = link.node.prompt(tokens, extra_keys=extra or None)
                 self._look_ups.begin(link, tracked)
             except KvdError as error:
-                self._alone(tracked, _told(error))
+                self._requests.alone_after(tracked, error)
 
     def matched(self, request: RequestView, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind those that vLLM has itself can be loaded; None: not known yet.
@@ -290,7 +263,7 @@ class SchedulerHalf:
         return 0, False
 
     def _matched(self, request: RequestView, local_tokens: int) -> tuple[int | None, bool]:
-        tracked = self._tracked.get(request.request_id)
+        tracked = self._requests.here.get(request.request_id)
         if tracked is None or tracked.link is None:
             return 0, False
         if not self._is_looked_up(tracked.link, tracked):
@@ -314,12 +287,12 @@ class SchedulerHalf:
         try:
             is_over = self._look_ups.is_over(link, tracked, is_idle=self._is_idle)
         except KvdError as error:
-            self._alone(tracked, _told(error))
+            self._requests.alone_after(tracked, error)
             return True
         received, self._look_ups.received_tokens = self._look_ups.received_tokens, 0
         self.counts.received_tokens += received
         if is_over and tracked.is_unsure:
-            self._count_alone(LATE)
+            self._requests.count_alone(LATE)
         return is_over
 
     def _has_pages_to_send(self, tracked: Tracked) -> bool:
@@ -328,22 +301,17 @@ class SchedulerHalf:
         It is over after its only step, and where its pages came after that, its blocks would have
         to be held. So its lease comes before its blocks.
         """
-        if not self._is_to_be_sent(tracked) or tracked.is_unsure or tracked.lease is not None:
+        if not self._moves.will_send(tracked) or tracked.is_unsure or tracked.lease is not None:
             return True
         if tracked.claim is None:
             tracked.asked_s = self._now_s()
             assert tracked.link is not None
-            self._claim(tracked.link, tracked, is_whole=True)
+            self._claims.begin(tracked.link, tracked, is_whole=True)
         if tracked.claim is not None:
-            self._take_claim(tracked)
+            self._claims.take(tracked)
         if tracked.claim is None:
             return True
         return self._now_s() - tracked.asked_s >= ANSWER_WITHIN_S
-
-    def _is_to_be_sent(self, tracked: Tracked) -> bool:
-        """Whether it will be handed over: of one token there is nothing that could be loaded."""
-        can_be = self._options.save != "none" and tracked.prompt_tokens > 1
-        return tracked.transfer.sends and can_be
 
     # ---- it gets blocks ----------------------------------------------------------------------
 
@@ -356,14 +324,14 @@ class SchedulerHalf:
         with self._kept_in("a request gets blocks"):
             self._given_blocks(request, external_tokens)
             return
-        if external_tokens and request.request_id not in self._failed:
-            self._failed.append(request.request_id)
+        if external_tokens and request.request_id not in self._requests.unfilled:
+            self._requests.unfilled.append(request.request_id)
 
     def _given_blocks(self, request: RequestView, external_tokens: int) -> None:
-        tracked = self._tracked.get(request.request_id)
+        tracked = self._requests.here.get(request.request_id)
         if tracked is None or tracked.link is None or tracked.stage is RequestStage.ALONE:
             if external_tokens:
-                self._failed.append(request.request_id)
+                self._requests.unfilled.append(request.request_id)
             return
         if external_tokens:
             tracked.started_tokens = tracked.local_tokens
@@ -377,109 +345,9 @@ class SchedulerHalf:
             tracked.stage = RequestStage.COMPUTING
         if tracked.lease is not None:
             if external_tokens:
-                self._load(tracked)
+                self._requests.load(tracked)
         elif tracked.claim is None and (external_tokens or self._options.save != "none"):
-            self._claim(tracked.link, tracked, is_whole=self._options.save != "none")
-
-    def _claim(self, link: NodeLink, tracked: Tracked, *, is_whole: bool) -> None:
-        """Lock what is cached, and take pages for the rest; never waits for room."""
-        try:
-            tracked.claim = link.ask(
-                link.node.begin_lease,
-                tracked.prompt,
-                hold="all" if is_whole else "prefix",
-                namespace=tracked.namespace,
-                reserve_tokens=self._look_ups.reserve_tokens if is_whole else 0,
-                deadline_s=0.0,
-            )
-        except KvdError as error:
-            self._alone(tracked, _told(error))
-            return
-        tracked.claims_all = is_whole
-        self._claiming[tracked.id] = tracked
-
-    def _take_claim(self, tracked: Tracked) -> None:
-        """Take its lease, if it has come; give it up, if it will not, or not in time."""
-        link, claim = tracked.link, tracked.claim
-        assert link is not None
-        assert claim is not None
-        try:
-            # Waited for: a short request has no later step in which it could be saved.
-            lease = self._budget.answered(link, claim)
-        except KvdError as error:
-            tracked.claim = None
-            del self._claiming[tracked.id]
-            is_hit = tracked.waits_for_load or (
-                tracked.stage is RequestStage.FOUND and tracked.found_tokens > 0
-            )
-            if error.code in FULL and tracked.claims_all and is_hit:
-                # A full pool serves what is in it: without pages of its own nothing is saved.
-                self._claim(link, tracked, is_whole=False)
-            else:
-                self._alone(tracked, _told(error))
-            return
-        if lease is None:
-            if tracked.waits_for_load and self._now_s() - tracked.asked_s >= ANSWER_WITHIN_S:
-                link.doubt(self._now_s())
-                self._alone(tracked, LATE)
-            return
-        tracked.claim = None
-        del self._claiming[tracked.id]
-        known_tokens = tracked.known_tokens if tracked.claims_all else lease.prefix_len
-        tracked.took(lease, known_tokens=known_tokens, filled_tokens=lease.prefix_len)
-        if tracked.stage is RequestStage.FOUND:
-            tracked.found_tokens = lease.prefix_len
-        elif tracked.stage is RequestStage.CLAIMING:
-            if lease.prefix_len < tracked.loads_to:
-                self._alone(tracked, "evicted between look-up and lease")
-            else:
-                self._load(tracked)
-
-    def _load(self, tracked: Tracked) -> None:
-        tracked.stage = RequestStage.LOADING
-        self._loading[tracked.id] = tracked
-
-    def _alone(self, tracked: Tracked, why: str) -> None:
-        """It is computed as if kvd were not there."""
-        if tracked.stage is RequestStage.ALONE:
-            return
-        if tracked.waits_for_load:
-            self.counts.failed_loads += 1
-        self._not_loaded(tracked)
-        tracked.stage, tracked.why_alone = RequestStage.ALONE, why
-        self._let_go(tracked)
-        self._count_alone(why)
-
-    def _count_alone(self, why: str) -> None:
-        self.counts.went_alone += 1
-        self._log.alone(why)
-
-    def _not_loaded(self, tracked: Tracked) -> None:
-        """Whoever waits for its blocks hears that nobody fills them; the workers say it of others.
-
-        ``_loading`` has those of which the workers have not been told.
-        """
-        is_untold = self._loading.pop(tracked.id, None) is not None
-        if is_untold or tracked.stage is RequestStage.CLAIMING:
-            self._failed.append(tracked.id)
-
-    def _let_go(self, tracked: Tracked) -> None:
-        """Nothing is held for it any more; nothing of it is shared that was not before."""
-        self._claiming.pop(tracked.id, None)
-        link, claim, tracked.claim = tracked.link, tracked.claim, None
-        if link is None:
-            return
-        if link is not self._sessions.link:
-            # Its session is being closed, in a thread that cancels these first.
-            calls = (tracked.call, tracked.probe, claim, tracked.extension)
-            self._handles += [call for call in calls if call is not None]
-            tracked.call = tracked.probe = tracked.extension = tracked.receive = None
-            tracked.lease = None
-            return
-        self._look_ups.drop(link, tracked)
-        if claim is not None:
-            link.cancel(claim)
-        self._ending.add(tracked, link, shares=False, now_s=self._now_s())
+            self._claims.begin(tracked.link, tracked, is_whole=self._options.save != "none")
 
     # ---- a step ------------------------------------------------------------------------------
 
@@ -492,15 +360,14 @@ class SchedulerHalf:
         saves: list[CopyOrder] = []
         with self._kept_in("a step"):
             self._step(computed, loads, saves)
-        failed, self._failed = tuple(self._failed), []
-        freed, self._freed = tuple(self._freed), []
+        failed, self._requests.unfilled = tuple(self._requests.unfilled), []
+        freed, self._held.freed = tuple(self._held.freed), []
         self._budget.renew()
-        life = self._life
         return StepOrders(
             number=self._number,
             token=self._sessions.token,
-            session=life.session,
-            incarnation=life.incarnation,
+            session=self._life.session,
+            incarnation=self._life.incarnation,
             loads=tuple(loads),
             saves=tuple(saves),
             failed=failed,
@@ -513,57 +380,19 @@ class SchedulerHalf:
         self._is_idle = not computed
         self._look()
         self._log.tell()
-        for tracked in list(self._claiming.values()):
-            self._take_claim(tracked)
-        for tracked in list(self._loading.values()):
-            loads += self._load_order(tracked)
-        for tracked in list(self._held.values()):
-            saves += self._go_on(tracked)
+        for tracked in list(self._requests.claiming.values()):
+            self._claims.take(tracked)
+        for tracked in list(self._requests.loading.values()):
+            loads += self._moves.loads(tracked)
+        for tracked in list(self._requests.held.values()):
+            saves += self._held.saves(tracked, self._number)
         for request_id, upto in computed.items():
-            running = self._tracked.get(request_id)
+            running = self._requests.here.get(request_id)
             if running is not None and running.stage is RequestStage.COMPUTING:
-                saves += self._save_order(running, upto)
+                saves += self._moves.saves(running, upto, self._number)
         self._ending.settle()
         if self._ending.are_overdue(self._now_s()):
             self._give_up("the workers do not answer what they were ordered")
-
-    def _load_order(self, tracked: Tracked) -> list[CopyOrder]:
-        try:
-            order = self._moves.load(tracked)
-        except KvdError as error:
-            self._alone(tracked, _told(error))
-            return []
-        del self._loading[tracked.id]
-        tracked.is_load_ordered = True
-        return [order]
-
-    def _save_order(self, tracked: Tracked, computed_tokens: int) -> list[CopyOrder]:
-        if tracked.lease is None or tracked.link is None:
-            return []
-        try:
-            order = self._moves.save(tracked.link, tracked, computed_tokens, self._number)
-        except KvdError as error:
-            self._alone(tracked, _told(error))
-            return []
-        return [] if order is None else [order]
-
-    def _go_on(self, held: Tracked) -> list[CopyOrder]:
-        """Have the blocks of a prompt copied that is over, and is to be decoded elsewhere."""
-        if held.stage is not RequestStage.ALONE and held.lease is not None:
-            saves = self._save_order(held, held.request.num_computed_tokens)
-            is_saved = held.saved_tokens >= held.prompt_tokens
-            if saves or (not is_saved and self._now_s() - held.asked_s < HELD_S):
-                return saves
-        elif held.claim is not None and self._now_s() - held.asked_s < HELD_S:
-            return []
-        del self._held[held.id]
-        self._freed.append(held.id)
-        if held.stage is RequestStage.ALONE:
-            return []
-        if held.saved_tokens < held.prompt_tokens:
-            self._count_alone("a prompt was not copied in time for who decodes it")
-        self._end(held)
-        return []
 
     # ---- what the workers say ----------------------------------------------------------------
 
@@ -580,7 +409,7 @@ class SchedulerHalf:
         with self._kept_in("what the workers say"):
             stale = (self._stale_loads & set(loaded)) - set(failed)
             self._stale_loads -= set(loaded)
-            self._failed += sorted(stale)
+            self._requests.unfilled += sorted(stale)
             self._loaded(loaded, failed)
             if report is not None:
                 self._reported(report)
@@ -590,12 +419,12 @@ class SchedulerHalf:
     def _loaded(self, loaded: Collection[str], failed: Collection[str]) -> None:
         for request_id in loaded:
             self._ending.loaded(request_id)
-            tracked = self._tracked.get(request_id)
+            tracked = self._requests.here.get(request_id)
             if tracked is None:
                 continue
             tracked.is_load_ordered = False
             if tracked.stage is RequestStage.LOADING and request_id in failed:
-                self._alone(tracked, "the workers could not load it")
+                self._requests.alone(tracked, "the workers could not load it")
             elif tracked.stage is RequestStage.LOADING:
                 tracked.stage = RequestStage.COMPUTING
 
@@ -607,28 +436,20 @@ class SchedulerHalf:
         for request_id, upto in report.saved.items():
             self._saved(request_id, upto, number)
         for request_id in report.again:
-            tracked = self._find(request_id, number)
+            tracked = self._requests.find(request_id, number)
             if tracked is not None:
                 # Later steps may have gone on from what was not copied: their word is no use.
                 tracked.ordered_tokens = tracked.saved_tokens
                 tracked.believed_from = tracked.last_order + 1
         for request_id in report.lost:
-            tracked = self._find(request_id, number)
+            tracked = self._requests.find(request_id, number)
             if tracked is not None and tracked.lease is not None:
-                self._alone(tracked, "the workers could not save it")
+                self._requests.alone(tracked, "the workers could not save it")
         if report.unfit:
             self._give_up(report.unfit, retry_s=UNFIT_RETRY_S)
 
-    def _find(self, request_id: str, number: int) -> Tracked | None:
-        """The request of that name for which something was ordered in that step."""
-        for requests in (self._tracked, self._held):
-            tracked = requests.get(request_id)
-            if tracked is not None and tracked.born <= number:
-                return tracked
-        return self._ending.find(request_id, number)
-
     def _saved(self, request_id: str, upto_tokens: int, number: int) -> None:
-        tracked = self._find(request_id, number)
+        tracked = self._requests.find(request_id, number)
         if tracked is None or upto_tokens <= tracked.saved_tokens:
             return
         if number < tracked.believed_from:
@@ -637,7 +458,7 @@ class SchedulerHalf:
         link, lease = tracked.link, tracked.lease
         if lease is None or link is None or upto_tokens > tracked.prompt_tokens:
             return
-        if request_id in self._tracked:
+        if request_id in self._requests.here:
             # Its chunks are there for others while it goes on.
             more = tracked.unknown_tokens(upto_tokens)
             tracked.known_tokens = max(tracked.known_tokens, upto_tokens)
@@ -657,68 +478,30 @@ class SchedulerHalf:
 
     def holds_blocks(self, request_id: str) -> bool:
         """Whether vLLM must keep the blocks of a request that is over, until it hears of them."""
-        return request_id in self._held
+        return request_id in self._requests.held
 
     def _finished(self, request: RequestView, *, is_heard: bool) -> dict[str, object] | None:
-        tracked = self._tracked.pop(request.request_id, None)
+        tracked = self._requests.here.pop(request.request_id, None)
         if tracked is None:
             return None
         link = tracked.link
         if link is None or tracked.stage is not RequestStage.COMPUTING:
-            self._not_loaded(tracked)
+            self._requests.not_loaded(tracked)
             if tracked.stage is not RequestStage.ALONE:
                 tracked.stage, tracked.why_alone = RequestStage.ALONE, "it is over"
-                self._let_go(tracked)
+                self._requests.let_go(tracked)
             return None
         told: dict[str, object] | None = None
-        if is_heard and self._can_be_handed_over(tracked):
+        if is_heard and self._held.can_be_handed_over(tracked):
             tracked.room = draw_room()
             told = kept_for_decode(link.name, tracked.room)
         elif tracked.transfer.meeting is not None and tracked.lease is not None:
             told = cached_at(link.name)
-        if tracked.room and tracked.ordered_tokens < tracked.prompt_tokens:
-            tracked.asked_s = self._now_s()
-            self._held[tracked.id] = tracked
-        else:
-            self._end(tracked)
+        self._held.over(tracked)
         return told
-
-    def _can_be_handed_over(self, tracked: Tracked) -> bool:
-        """Whether who decodes it can be told that its KV is here, or is about to be."""
-        if not self._is_to_be_sent(tracked):
-            return False
-        if tracked.request.num_computed_tokens < tracked.prompt_tokens:
-            return False  # aborted
-        if tracked.lease is not None:
-            return self._moves.has_pages_for_prompt(tracked)
-        return tracked.claim is not None and not tracked.is_unsure
-
-    def _end(self, tracked: Tracked) -> None:
-        """Let go of its lease, once no copy to its pages is under way; what is saved is shared."""
-        assert tracked.link is not None
-        if tracked.lease is None:
-            self._let_go(tracked)
-        else:
-            self._claiming.pop(tracked.id, None)
-            self._ending.add(tracked, tracked.link, shares=True, now_s=self._now_s())
 
     @property
     def has_work(self) -> bool:
         """Whether vLLM must go on stepping: blocks wait for a word, or pages for a copy."""
-        return bool(self._failed or self._freed or self._held or len(self._ending))
-
-
-def _told(error: KvdError) -> str:
-    """Why a request goes on alone, in the words that are counted."""
-    if error.refusal.message == SILENT:
-        return SILENT
-    return f"{error.code}: {_WHY[error.code]}" if error.code in _WHY else error.code
-
-
-_WHY: Final = {
-    Code.DEADLINE.value: "no pages are free",
-    Code.NO_ROOM.value: "no pages are free",
-    Code.TOO_LARGE.value: "the pool is smaller than the prompt",
-    Code.UNREACHABLE.value: "the daemon has ended",
-    Code.POOL_CHANGED.value: "the daemon was restarted with other memory",
-}
+        requests = self._requests
+        return bool(requests.unfilled or self._held.freed or requests.held or len(self._ending))

@@ -205,14 +205,14 @@ class NodeLink:
         return KvdError(Refusal(Code.UNREACHABLE, why, side="client"))
 
 
-class Life(NamedTuple):
+class DaemonLife(NamedTuple):
     """A session in one life of its daemon."""
 
     session: int
     incarnation: str
 
 
-NO_LIFE: Final = Life(0, "")
+NO_LIFE: Final = DaemonLife(0, "")
 
 
 class SessionLife:
@@ -377,8 +377,8 @@ class SessionLife:
         )
 
 
-def _life_of(link: NodeLink) -> Life:
-    return Life(link.node.session, link.node.incarnation)
+def _life_of(link: NodeLink) -> DaemonLife:
+    return DaemonLife(link.node.session, link.node.incarnation)
 
 
 def _leave(node: SyncNode) -> None:

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kvd.connectors.vllm.scheduler import Counts
+    from kvd.connectors.vllm.requests import Counts
     from kvd.connectors.vllm.worker import CopyCounts
 
 COUNTERS = {

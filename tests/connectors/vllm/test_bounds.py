@@ -271,7 +271,7 @@ def test_an_old_calls_error_does_not_close_the_session_after_it(engine, world):
     world.holds = True
     engine.add(Request(1, PROMPT))
     engine.step()
-    call = engine.half._tracked["r1"].call
+    call = engine.half._requests.here["r1"].call
     world.kill()
     world.holds = False
     engine.step()

@@ -90,7 +90,7 @@ def test_the_cache_is_reset_while_a_request_is(state, daemon):
     state(engine)
     daemon(engine)
     assert engine.update_weights(), "vLLM would end its pause in an error"
-    assert all(one.stage is RequestStage.ALONE for one in engine.half._tracked.values())
+    assert all(one.stage is RequestStage.ALONE for one in engine.half._requests.here.values())
     before = engine.loaded_tokens
     engine.is_slow = engine.has_no_blocks = False
     engine.steps(4)

@@ -45,7 +45,7 @@ def delivered(engine):
     engine.has_no_blocks = True
     engine.add(Request(1, [7, *PROMPT], MEETS))
     engine.steps(3)
-    assert engine.half._tracked["r1"].lease is not None
+    assert engine.half._requests.here["r1"].lease is not None
 
 
 def found(engine):
@@ -86,14 +86,14 @@ def claiming_to_save(engine):
     engine.step()
     engine.has_no_blocks, engine.world.holds = False, True
     engine.steps(2)
-    assert engine.half._tracked["r1"].claim is not None
+    assert engine.half._requests.here["r1"].claim is not None
 
 
 def claiming_to_send(engine):
     engine.add(Request(1, [5, *PROMPT], SENDS))
     engine.world.holds = True
     engine.steps(2)
-    assert engine.half._tracked["r1"].claim is not None
+    assert engine.half._requests.here["r1"].claim is not None
 
 
 def extending(engine):
@@ -103,7 +103,7 @@ def extending(engine):
         engine.world.holds = True
         request.all_token_ids.append(1000 + token)
         engine.step()
-    assert engine.half._tracked["r1"].extension is not None
+    assert engine.half._requests.here["r1"].extension is not None
 
 
 def preempted(engine):
@@ -177,7 +177,7 @@ def test_the_daemon_is_replaced_while_a_request_is(state, same_memory, are_worke
     engine = WorldEngine(world, reserve_tokens=8)
     warm(engine)
     state(engine)
-    tracked = engine.half._tracked.get("r1")
+    tracked = engine.half._requests.here.get("r1")
     assert (tracked.stage if tracked is not None else None) == STATES[state]
 
     world.are_workers_late = are_workers_late
@@ -200,7 +200,7 @@ def test_the_daemon_is_replaced_while_a_request_is(state, same_memory, are_worke
             request.all_token_ids.append(2000 + token)
             engine.step()
     world.check_foreign()
-    if tracked is not None and "r1" in engine.half._tracked:
+    if tracked is not None and "r1" in engine.half._requests.here:
         assert tracked.stage is RequestStage.ALONE
 
     assert not world.handed or state not in {handing_over, held}

@@ -1,0 +1,94 @@
+"""Leases that requests have asked for: until they come, are refused, or come too late.
+
+Pages are claimed once vLLM has given a request blocks, and before that for a prompt which another
+node will decode. A claim locks what is cached of the prompt, and takes pages for the rest of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvd.client import Code, KvdError
+from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE
+from kvd.connectors.vllm.tracked import RequestStage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.connectors.vllm.lookup import LookUps
+    from kvd.connectors.vllm.requests import Requests
+    from kvd.connectors.vllm.sessions import NodeLink, StepBudget
+    from kvd.connectors.vllm.tracked import Tracked
+
+FULL: Final = frozenset({Code.DEADLINE.value, Code.NO_ROOM.value, Code.TOO_LARGE.value})
+"""With these a lease is refused whose pages are not free now."""
+
+
+class Claims:
+    """Those of one engine."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        look_ups: LookUps,
+        budget: StepBudget,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._requests = requests
+        self._look_ups = look_ups
+        self._budget = budget
+        self._now_s = now_s
+
+    def begin(self, link: NodeLink, tracked: Tracked, *, is_whole: bool) -> None:
+        """Lock what is cached, and take pages for the rest; never waits for room."""
+        try:
+            tracked.claim = link.ask(
+                link.node.begin_lease,
+                tracked.prompt,
+                hold="all" if is_whole else "prefix",
+                namespace=tracked.namespace,
+                reserve_tokens=self._look_ups.reserve_tokens if is_whole else 0,
+                deadline_s=0.0,
+            )
+        except KvdError as error:
+            self._requests.alone_after(tracked, error)
+            return
+        tracked.claims_all = is_whole
+        self._requests.claiming[tracked.id] = tracked
+
+    def take(self, tracked: Tracked) -> None:
+        """Take its lease, if it has come; give it up, if it will not, or not in time."""
+        link, claim = tracked.link, tracked.claim
+        assert link is not None
+        assert claim is not None
+        try:
+            # Waited for: a short request has no later step in which it could be saved.
+            lease = self._budget.answered(link, claim)
+        except KvdError as error:
+            tracked.claim = None
+            del self._requests.claiming[tracked.id]
+            is_hit = tracked.waits_for_load or (
+                tracked.stage is RequestStage.FOUND and tracked.found_tokens > 0
+            )
+            if error.code in FULL and tracked.claims_all and is_hit:
+                # A full pool serves what is in it: without pages of its own nothing is saved.
+                self.begin(link, tracked, is_whole=False)
+            else:
+                self._requests.alone_after(tracked, error)
+            return
+        if lease is None:
+            if tracked.waits_for_load and self._now_s() - tracked.asked_s >= ANSWER_WITHIN_S:
+                link.doubt(self._now_s())
+                self._requests.alone(tracked, LATE)
+            return
+        tracked.claim = None
+        del self._requests.claiming[tracked.id]
+        known_tokens = tracked.known_tokens if tracked.claims_all else lease.prefix_len
+        tracked.took(lease, known_tokens=known_tokens, filled_tokens=lease.prefix_len)
+        if tracked.stage is RequestStage.FOUND:
+            tracked.found_tokens = lease.prefix_len
+        elif tracked.stage is RequestStage.CLAIMING:
+            if lease.prefix_len < tracked.loads_to:
+                self._requests.alone(tracked, "evicted between look-up and lease")
+            else:
+                self._requests.load(tracked)

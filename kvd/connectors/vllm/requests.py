@@ -1,0 +1,166 @@
+"""The requests of one engine that are here, by what they wait for, and how one goes on without kvd.
+
+Whatever fails ends in ``alone``: what is held for the request goes back, whoever waits for its
+blocks hears that nobody fills them, and vLLM computes it. What must not live here: what is asked of
+the daemon (``lookup``, ``claims``), what is copied (``moves``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from kvd.client import Code, KvdError
+from kvd.connectors.vllm.lookup import SILENT
+from kvd.connectors.vllm.tracked import RequestStage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.client import PendingCall
+    from kvd.connectors.vllm.endings import Endings
+    from kvd.connectors.vllm.log import ConnectorLog
+    from kvd.connectors.vllm.lookup import LookUps
+    from kvd.connectors.vllm.sessions import SessionLife
+    from kvd.connectors.vllm.tracked import Tracked
+
+
+class Counts:
+    """What has come of it, for metrics."""
+
+    def __init__(self) -> None:
+        self.hit_tokens = 0
+        """Loaded, or about to be."""
+        self.received_tokens = 0
+        """Of these, sent by another node."""
+        self.failed_loads = 0
+        """Requests that were computed after all."""
+        self.went_alone = 0
+        """Requests that were computed without kvd, or went on without it, for whatever reason."""
+        self.failures = 0
+        """Calls that ended in an error."""
+        self.odd_params = 0
+        """Requests with ``kv_transfer_params`` that made no sense."""
+
+
+class Requests:
+    """All of them.
+
+    Args:
+        sessions: the session that there is now.
+        look_ups: what of a request that is given up is taken back.
+        ending: where its lease goes.
+        log: where it is told that a request goes on without kvd.
+        now_s: a clock.
+    """
+
+    def __init__(
+        self,
+        sessions: SessionLife,
+        look_ups: LookUps,
+        ending: Endings,
+        log: ConnectorLog,
+        now_s: Callable[[], float],
+    ) -> None:
+        self.counts = Counts()
+        self.here: dict[str, Tracked] = {}
+        """Those that vLLM has."""
+        self.claiming: dict[str, Tracked] = {}
+        """Those whose lease has not come yet."""
+        self.loading: dict[str, Tracked] = {}
+        """Those whose lease is here, and whose blocks are to be filled with the next step."""
+        self.held: dict[str, Tracked] = {}
+        """Those that are over, and whose blocks vLLM keeps until they are copied."""
+        self.unfilled: list[str] = []
+        """To be reported as not loaded, with the next step."""
+        self._sessions = sessions
+        self._look_ups = look_ups
+        self._ending = ending
+        self._log = log
+        self._now_s = now_s
+        self._handles: list[PendingCall[Any]] = []
+        """Calls of a session that was given up."""
+
+    def all_of_them(self) -> list[Tracked]:
+        """Those that are over too, as long as their blocks are held."""
+        return [*self.here.values(), *self.held.values()]
+
+    def find(self, request_id: str, number: int) -> Tracked | None:
+        """The request of that name for which something was ordered in that step."""
+        for requests in (self.here, self.held):
+            tracked = requests.get(request_id)
+            if tracked is not None and tracked.born <= number:
+                return tracked
+        return self._ending.find(request_id, number)
+
+    def load(self, tracked: Tracked) -> None:
+        """Its lease is here: its blocks are filled with the next step."""
+        tracked.stage = RequestStage.LOADING
+        self.loading[tracked.id] = tracked
+
+    def alone(self, tracked: Tracked, why: str) -> None:
+        """It is computed as if kvd were not there."""
+        if tracked.stage is RequestStage.ALONE:
+            return
+        if tracked.waits_for_load:
+            self.counts.failed_loads += 1
+        self.not_loaded(tracked)
+        tracked.stage, tracked.why_alone = RequestStage.ALONE, why
+        self.let_go(tracked)
+        self.count_alone(why)
+
+    def count_alone(self, why: str) -> None:
+        """A request goes on without kvd, or a part of it does."""
+        self.counts.went_alone += 1
+        self._log.alone(why)
+
+    def not_loaded(self, tracked: Tracked) -> None:
+        """Whoever waits for its blocks hears that nobody fills them; the workers say it of others.
+
+        ``loading`` has those of which the workers have not been told.
+        """
+        is_untold = self.loading.pop(tracked.id, None) is not None
+        if is_untold or tracked.stage is RequestStage.CLAIMING:
+            self.unfilled.append(tracked.id)
+
+    def let_go(self, tracked: Tracked) -> None:
+        """Nothing is held for it any more; nothing of it is shared that was not before."""
+        self.claiming.pop(tracked.id, None)
+        link, claim, tracked.claim = tracked.link, tracked.claim, None
+        if link is None:
+            return
+        if link is not self._sessions.link:
+            # Its session is being closed, in a thread that cancels these first.
+            calls = (tracked.call, tracked.probe, claim, tracked.extension)
+            self._handles += [call for call in calls if call is not None]
+            tracked.call = tracked.probe = tracked.extension = tracked.receive = None
+            tracked.lease = None
+            return
+        self._look_ups.drop(link, tracked)
+        if claim is not None:
+            link.cancel(claim)
+        self._ending.add(tracked, link, shares=False, now_s=self._now_s())
+
+    def alone_after(self, tracked: Tracked, error: KvdError) -> None:
+        """A call for it ended in that error: it is computed as if kvd were not there."""
+        self.alone(tracked, _told(error))
+
+    def take_handles(self) -> list[PendingCall[Any]]:
+        """Calls of sessions that were given up; once each."""
+        handles, self._handles = self._handles, []
+        return handles
+
+
+def _told(error: KvdError) -> str:
+    """Why a request goes on alone, in the words that are counted."""
+    if error.refusal.message == SILENT:
+        return SILENT
+    return f"{error.code}: {_WHY[error.code]}" if error.code in _WHY else error.code
+
+
+_WHY: Final = {
+    Code.DEADLINE.value: "no pages are free",
+    Code.NO_ROOM.value: "no pages are free",
+    Code.TOO_LARGE.value: "the pool is smaller than the prompt",
+    Code.UNREACHABLE.value: "the daemon has ended",
+    Code.POOL_CHANGED.value: "the daemon was restarted with other memory",
+}
