@@ -176,7 +176,6 @@ class Daemon:
         return reply
 
     def close(self) -> None:
-        """Stop answering."""
         self._stop.set()
         self._thread.join()
         self._router.close(linger=0)

@@ -108,11 +108,9 @@ class Daemon(AttachListener):
         return self._attach._sessions.awaited()
 
     def session_opened(self, session: int, token: bytes, name: str, process: Process) -> None:
-        """As ``SessionNotes``."""
         self._engines[session] = EngineRecord(session, b"S" + token, name, (Process(process.pid),))
 
     def session_joined(self, session: int, process: Process) -> None:
-        """As ``SessionNotes``."""
         one = self._engines[session]
         processes = (*one.processes, Process(process.pid))
         self._engines[session] = EngineRecord(session, one.token, one.name, processes)
@@ -121,11 +119,9 @@ class Daemon(AttachListener):
         """As ``SessionNotes``."""
 
     def session_ended(self, session: int) -> None:
-        """As ``SessionNotes``."""
         self._engines.pop(session, None)
 
     def stop(self) -> None:
-        """End it; repeatable."""
         if self._thread.is_alive():
             self._call(self._shut)
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -22,7 +22,6 @@ def connection() -> Connection:
 
 
 def begin(own: Connection, request: wire.Request, lease: LeaseView | None = None) -> Call:
-    """Begin and send."""
     call = own.begin(request, Tokens(b"") if type(request) in wire.TAKES_TOKENS else None, lease)
     own.take_outgoing()
     return call

@@ -43,7 +43,6 @@ class Stage:
         self._published = 0
 
     def now(self) -> Context:
-        """The context as it is now."""
         self.bus.publish(self.side.events[self._published :])
         self._published = len(self.side.events)
         self.context.now_s = self.side.world.now_s
@@ -66,5 +65,4 @@ class Stage:
         }
 
     def row(self, view: str, key: str) -> dict[str, Cell]:
-        """One of them."""
         return self.rows(view)[key]

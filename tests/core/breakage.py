@@ -100,7 +100,6 @@ def page_in_two_leases(node: NodeState) -> str:
 
 
 def page_in_two_plain_leases(node: NodeState) -> str:
-    """Of one engine."""
     first, second = list(node.leases.leases.values())[:2]
     second.page_table = Pages(second.page_table + first.page_table[-ID_BYTES:])
     return f"is in lease {first.id} and in lease {second.id}"

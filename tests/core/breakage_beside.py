@@ -93,7 +93,6 @@ def away(node: NodeState) -> tuple[LeaseRecord, LeaseRecord]:
 
 
 def part_of(lease: LeaseRecord, component: str) -> SavedPart:
-    """What is saved of it."""
     assert lease.saved is not None
     return next(one for one in lease.saved.parts if one.component == component)
 

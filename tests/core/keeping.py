@@ -115,7 +115,6 @@ def windows(table: LeaseTable) -> WindowPages:
 
 
 def states(table: LeaseTable) -> StatePages:
-    """The keeper of states."""
     keeper = table.components.named("state")
     assert isinstance(keeper, StatePages)
     return keeper
@@ -133,7 +132,6 @@ def pages_left(table: LeaseTable) -> dict[str, tuple[int, int]]:
 
 
 def check(table: LeaseTable) -> None:
-    """Everything, from scratch."""
     assert not tree_faults(table.tree)
     leases = list(table.leases.values())
     nodes = list(table.tree.nodes())

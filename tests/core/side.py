@@ -274,7 +274,6 @@ class Side(NodeShell):
         self.inbox.append(inputs.EpochsKept(0.0, effect.ticket, self.disk_fails))
 
     def let_disk_go(self) -> None:
-        """What was to be written is."""
         self.hold_disk = False
         unkept, self.unkept = self.unkept, []
         for effect in unkept:
@@ -317,7 +316,6 @@ class Side(NodeShell):
     # ---- engines and operators ---------------------------------------------------------------
 
     def attach(self, name: str = "engine") -> int:
-        """Open a session."""
         self.sessions += 1
         self.feed(inputs.ClientJoined(self.world.now_s, self.sessions, name, 1000 + self.sessions))
         return self.sessions
@@ -382,7 +380,6 @@ class Side(NodeShell):
         return reply
 
     def ask(self, request: admin.AdminRequest) -> admin.AdminReply:
-        """One request of an operator."""
         self.feed(inputs.FromOperator(self.world.now_s, b"op", request))
         self.world.run()
         return self.reports[-1]
@@ -543,7 +540,6 @@ class Side(NodeShell):
             self.inbox.append(inputs.PostDone(0.0, flight.post.post, moved, flight.sums))
 
     def bytes_of(self, post: effects.Post) -> int:
-        """Of one page of a post."""
         return self.node.leases.page_bytes
 
     def made_of(self, post: effects.Post, page: int, piece: int) -> str:

@@ -35,7 +35,6 @@ class Double:
         self._library.double_set.argtypes = (ctypes.c_void_p, ctypes.c_int)
 
     def let_come(self, event: int) -> None:
-        """The stream has come to the event."""
         self._library.double_set(event, 0)
 
     def break_event(self, event: int) -> None:

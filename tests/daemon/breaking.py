@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 async def serve(config: Config, log: EventLog, wish: Path) -> None:
-    """Serve until SIGTERM."""
     daemon = Daemon(config, log)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, daemon.stopped.set)

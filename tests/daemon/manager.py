@@ -76,7 +76,6 @@ class Manager:
             self._new.get()
 
     def names(self) -> list[str]:
-        """Of what is stored."""
         return [name for name, _ in self.store]
 
     def _listen(self) -> None:

@@ -65,7 +65,6 @@ class Memory:
         }
 
     def page(self, part: PoolPart, page: int) -> list[torch.Tensor]:
-        """A copy of what is in one page."""
         return [
             tensor[page].clone()
             for (name, _, _), tensor in self._tensors.items()
@@ -129,7 +128,6 @@ class SlidingLease:
         self.slid: list[int] = []
 
     def pages_of(self, component: str) -> NDArray[np.int32]:
-        """The row of a component."""
         rows = {"kv": self._kv, "swa": self._row, "state": [0, 5]}
         return np.array(rows[component], dtype=np.int32)
 

@@ -68,7 +68,6 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def type(self) -> torch.dtype:
-        """As torch has it."""
         found = getattr(torch, self.dtype)
         assert isinstance(found, torch.dtype)
         return found
@@ -123,7 +122,6 @@ class Pool:
         return [self.random(count, heads, self.shape.k_dim) for count in counts]
 
     def rule(self, **how: object) -> AttentionRule:
-        """Scaled as usual."""
         return AttentionRule(scale=self.shape.k_dim**-0.5, **how)  # type: ignore[arg-type]
 
 

@@ -86,7 +86,6 @@ class Ranks:
         self._processes[rank].wait()
 
     def stop(self) -> None:
-        """End them all."""
         for process in self._processes:
             process.kill()
             process.wait()

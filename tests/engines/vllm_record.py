@@ -58,7 +58,6 @@ def encoded(value, apart=frozenset()):
 
 
 def main() -> None:
-    """Print it."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import torch  # noqa: PLC0415 - reads the environment

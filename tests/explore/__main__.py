@@ -22,7 +22,6 @@ WALKING = 0.25
 
 
 def main() -> int:
-    """The command line."""
     words = argparse.ArgumentParser(description="The real core, every order of a few steps.")
     words.add_argument("--depth", type=int, default=3)
     words.add_argument("--faults", type=int, default=2)

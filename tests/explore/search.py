@@ -104,7 +104,6 @@ def walk(name: str, seed: int, *, steps: int = 25, faults: int = 6) -> None:
 
 
 def walks(name: str, seeds: Iterable[int]) -> None:
-    """One walk for each seed."""
     for seed in seeds:
         walk(name, seed)
 

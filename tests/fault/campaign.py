@@ -66,8 +66,6 @@ class Outcome(msgspec.Struct):
 
 
 class Campaign:
-    """One run."""
-
     def __init__(self, made: Cluster, seed: int, kinds: Sequence[str] = ()) -> None:
         self.cluster = made
         self.kinds = list(kinds) or possible(has_network=made.network is not None)
@@ -240,7 +238,6 @@ async def one_round(campaign: Campaign, planned: list[Planned]) -> None:
 
 
 def main() -> int:
-    """The command line."""
     words = argparse.ArgumentParser(description="Faults in real daemons, under load.")
     words.add_argument("--faults", type=int, default=200)
     words.add_argument("--most-s", type=float, default=420.0)

@@ -186,7 +186,6 @@ async def run(pair: Pair, chosen: list[tuple[str, str]], seed: int) -> list[Deat
 
 
 def figures(found: list[Death], seed: int) -> Figures:
-    """By verb."""
     rows = []
     for verb in dict.fromkeys(one.verb for one in found):
         took = [1e3 * one.released_s for one in found if one.verb == verb]
@@ -201,7 +200,6 @@ def figures(found: list[Death], seed: int) -> Figures:
 
 
 def main() -> int:
-    """The command line."""
     words = argparse.ArgumentParser(description="Engines killed at every point of every call.")
     words.add_argument("--repeats", type=int, default=1)
     words.add_argument("--seed", type=int, default=1)

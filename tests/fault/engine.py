@@ -109,7 +109,6 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, line: bytes) -> None:
-        """Start a job."""
         task = asyncio.create_task(self._do(JOBS.decode(line)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -129,7 +129,6 @@ class Engine:
         await self.start()
 
     async def end(self) -> None:
-        """End it at once."""
         if self._process is None:
             return
         kill(self._process.pid)
@@ -248,7 +247,6 @@ class Server:
         return await asyncio.to_thread(self._ask, request)
 
     async def snapshot(self) -> Snapshot:
-        """Its whole state."""
         reply = await self.ask(admin.ShowStatus(1))
         assert isinstance(reply, admin.Status), reply
         return reply.snapshot

@@ -67,8 +67,6 @@ class Spent(msgspec.Struct):
 
 
 class Row(msgspec.Struct):
-    """One socket."""
-
     socket: str
     connections: int = 0
     frames: int = 0
@@ -181,7 +179,6 @@ class Flood:
         return row
 
     def close(self) -> None:
-        """End the flooder."""
         self._flooder.kill()
         self._flooder.wait()
         for pipe in (self._flooder.stdin, self._flooder.stdout):
@@ -319,7 +316,6 @@ def _word(row: Row) -> str:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description="Flood each socket beside an honest engine.")
     parser.add_argument("--connections", type=int, default=100_000, help="for each socket")
     parser.add_argument("--frames", type=int, default=100_000, help="for each socket")

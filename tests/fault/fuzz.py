@@ -197,7 +197,6 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def say(text: str) -> None:
-    """To whoever watches."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

@@ -95,7 +95,6 @@ class Engine:
         return len(self.report.handoffs_ms) > 1
 
     def round(self) -> None:
-        """One of everything."""
         now_s = time.monotonic()
         if now_s - self._handoff_s > HANDOFF_EVERY_S:
             self._handoff_s = now_s

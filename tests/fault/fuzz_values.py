@@ -224,5 +224,4 @@ def _shape(
 
 
 def kinds_of(union: object) -> tuple[type[msgspec.Struct], ...]:
-    """The messages of a union."""
     return typing.get_args(union)

@@ -517,7 +517,6 @@ def table(rows: list[Row], seed: int) -> str:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description="Besiege ZMTP itself on every socket.")
     parser.add_argument("--cases", type=int, default=3000, help="for each socket")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))

@@ -137,7 +137,6 @@ def figures(found: list[Found], seed: int, planned: int) -> Figures:
 
 
 def main() -> int:
-    """The command line."""
     words = argparse.ArgumentParser(description="Late bytes of dead writers, over a slow link.")
     words.add_argument("--attempts", type=int, default=200)
     words.add_argument("--seed", type=int, default=1)

@@ -89,7 +89,6 @@ class Stops:
         return span
 
     def end(self, span: list[float]) -> None:
-        """It runs again."""
         span[1] = time.monotonic()
 
     def since(self, start_s: float) -> float:
@@ -119,7 +118,6 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, routes: list[Route]) -> None:
-        """Begin."""
         self._may_open.set()
         for route in routes:
             for number in range(route.workers):
@@ -139,7 +137,6 @@ class Load:
         self._may_open.clear()
 
     def resume(self) -> None:
-        """Go on."""
         self._may_open.set()
 
     async def idle(self) -> None:

@@ -50,7 +50,6 @@ class Prompt(msgspec.Struct, frozen=True):
     namespace: str = ""
 
     def tokens(self) -> NDArray[np.int32]:
-        """Its token ids."""
         shared = _draw(("trunk", self.family), TRUNK_PAGES * PAGE_TOKENS)[: self.trunk]
         return np.concatenate([shared, _draw(("own", self.family, self.branch), self.own)])
 

@@ -84,7 +84,6 @@ def figures(found: list[Restarted], seed: int) -> Figures:
 
 
 def main() -> int:
-    """The command line."""
     words = argparse.ArgumentParser(description="Daemons killed and restarted under load.")
     words.add_argument("--each", type=int, default=50)
     words.add_argument("--seed", type=int, default=1)

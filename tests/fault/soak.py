@@ -116,7 +116,6 @@ class Running:
 
 
 def main() -> int:
-    """The command line."""
     words = argparse.ArgumentParser(description="Every long test, within half an hour.")
     words.add_argument("--seed", type=int, default=1)
     words.add_argument("--only", nargs="*", choices=[part.name for part in parts(1)])

@@ -282,7 +282,6 @@ def test_health_pages_tell_the_truth(daemon):
 
 
 def table(daemon: Daemon) -> list[Row]:
-    """Every row, measured."""
     dead = kill_a_client(daemon)
     rows = [
         Row(

@@ -60,7 +60,6 @@ def announced(length: int, flags: int = 0) -> bytes:
 
 
 def command(name: bytes, body: bytes = b"") -> bytes:
-    """A command frame."""
     return frame(bytes([len(name)]) + name + body, COMMAND)
 
 
@@ -112,7 +111,6 @@ class Sodium:
         self._library = ctypes.CDLL(str(found[0]))
 
     def pair(self) -> Keys:
-        """A new one."""
         public, secret = ctypes.create_string_buffer(32), ctypes.create_string_buffer(32)
         self._library.crypto_box_keypair(public, secret)
         return Keys(public.raw, secret.raw)
@@ -178,7 +176,6 @@ class Curve:
         return self.cookie + nonce + boxed
 
     def message(self, body: bytes, flags: int = 0) -> bytes:
-        """The body of MESSAGE."""
         nonce = self._nonce()
         prefix = b"CurveZMQMESSAGEC" + nonce
         boxed = self._sodium.box(bytes([flags]) + body, prefix, self._theirs, self._passing.secret)

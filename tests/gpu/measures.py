@@ -56,7 +56,6 @@ def copies(runtime: Runtime, mib: int) -> Iterator[Row]:
 
 
 def bare(mib: int) -> Iterator[Row]:
-    """NIXL without kvd."""
     command = [sys.executable, "-m", "tests.gpu.raw", str(mib), str(ROUNDS)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=RAW_WITHIN_S, check=False

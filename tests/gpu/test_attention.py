@@ -51,7 +51,6 @@ def moved(kv: BatchPages | Packed, *, latent: bool) -> BatchPages | Packed:
 def skip_unless_it_serves(
     by_flash: bool, q: torch.Tensor, kv: BatchPages | Packed, rule: AttentionRule
 ) -> None:
-    """Skip with the reason."""
     reason = why_not_flash(q, kv, rule)
     if by_flash and reason is not None:
         pytest.skip(f"flash-attn: {reason}")

@@ -108,11 +108,9 @@ class PartsWorld:
     # --- steps ------------------------------------------------------------------------------
 
     def free_steps(self, world: int) -> list[tuple[Edge, int]]:
-        """The steps that are no fault."""
         return self.after([move for move in self.moves(world) if move[0].cause < Cause.LOSS])
 
     def fault_steps(self, world: int) -> list[tuple[Edge, int]]:
-        """The steps that are faults in scope."""
         found = [move for move in self.moves(world) if move[0].cause in self.scope.faults]
         flight = world >> 3 * BITS
         for bit in bits(flight):

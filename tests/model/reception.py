@@ -228,7 +228,6 @@ def given_up(whole: Reception, joint: Joint) -> ReceptionStep:
 
 
 def part_steps(whole: Reception, link: int, joint: Joint) -> Iterator[ReceptionStep]:
-    """Repetitions, and verifying."""
     part = whole.parts[link]
     if part.state in WRITABLE:
         is_over = part.state is D.DRAINING

@@ -88,8 +88,6 @@ def test_console_log_is_for_people_and_without_colours_off_a_terminal() -> None:
 
 
 class Terminal(io.StringIO):
-    """Takes colours."""
-
     @override
     def isatty(self) -> bool:
         return True

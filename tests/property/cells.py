@@ -122,8 +122,6 @@ class CellSide(SlotSide):
 
 
 class CellWorld(SlotWorld):
-    """Two of them."""
-
     side = CellSide
 
 

@@ -40,8 +40,6 @@ class SlotSide(Side):
 
 
 class SlotWorld(World):
-    """Two of them."""
-
     side = SlotSide
 
 
@@ -96,7 +94,6 @@ class Sequence:
 
     @property
     def marks(self) -> list[str]:
-        """Of each token."""
         for token in self.text[len(self._marks) :]:
             one = hashlib.blake2s(self._digest + token.to_bytes(4, "little"), digest_size=8)
             self._digest = one.digest()

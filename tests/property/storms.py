@@ -176,7 +176,6 @@ class Storm:
         return opened[0] if opened else None
 
     def lease(self, side: Side) -> None:
-        """A lease that stays."""
         rng = self.rng
         more = {"cache": rng.random() < 0.85, "priority": rng.choice((0, 0, 1))}
         self.open(side, self.asked(), deadline_s=rng.choice((0.3, 5)), **more)
@@ -330,8 +329,6 @@ class Storm:
             one.committed = before
 
     def resume(self, one: Sequence) -> None:
-        """And comes back."""
-
         def then(reply: client.Reply) -> None:
             one.standing = Standing.AWAY
             if isinstance(reply, client.Resumed):

@@ -62,8 +62,6 @@ class Owner:
 
 
 class Storm:
-    """One seed."""
-
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.page = page = rng.choice((1, 2, 4, 16))

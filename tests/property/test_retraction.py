@@ -121,8 +121,6 @@ class Owned:
 
 
 class Storm:
-    """One seed."""
-
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.world = Watched(spec=pool(seed, self.rng.choice((16, 24))), max_deadline_s=3.0)

@@ -61,7 +61,6 @@ def cancel(storm: Storm) -> None:
 
 
 def trouble(storm: Storm, side: Side) -> None:
-    """One of them."""
     world, dice = storm.world, storm.rng.random()
     if dice < 0.15:
         operate(storm, side, admin.Flush(1))
@@ -115,7 +114,6 @@ def let_some_go(storm: Storm) -> None:
 
 
 def let_all_go(storm: Storm) -> None:
-    """All of it."""
     for side in storm.sides:
         while side.copies:
             side.finish_copy()

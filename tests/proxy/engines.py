@@ -41,7 +41,6 @@ class FakeEngine:
     url: str = ""
 
     def application(self) -> web.Application:
-        """What it serves."""
         app = web.Application()
         for path in ("/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._complete)
@@ -151,7 +150,6 @@ class RawEngine:
         self.url = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
         self.connections += 1
         try:
             for number in itertools.count():

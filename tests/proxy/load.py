@@ -65,7 +65,6 @@ class LoadedEngine:
     faults: Counter[str] = field(default_factory=Counter)
 
     async def answer(self, request: RawRequest) -> bool:
-        """One request."""
         body = json.loads(request.body)
         prompt = body["prompt"]
         fault = prompt.partition("!")[2]
@@ -118,7 +117,6 @@ class ProcessSize:
 
     @classmethod
     def of(cls, pid: int) -> ProcessSize:
-        """Now."""
         place = Path(f"/proc/{pid}")
         pages = int((place / "statm").read_text("ascii").split()[1])
         return cls(pages * 4096 / 1e6, len(list((place / "fd").iterdir())))
@@ -149,14 +147,12 @@ class LoadedProxy:
         }
 
     async def open_requests(self) -> float:
-        """At all engines."""
         found = await self.metrics()
         return sum(value for name, value in found.items() if "open_requests" in name)
 
 
 @asynccontextmanager
 async def loaded(*options: str) -> AsyncIterator[LoadedProxy]:
-    """The process, serving."""
     async with contextlib.AsyncExitStack() as stack:
         # One of each role does what a prompt says, the other one is always well.
         prefills = [LoadedEngine("prefill"), LoadedEngine("well")]

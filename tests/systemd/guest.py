@@ -137,7 +137,6 @@ class Guest:
                     process.kill()
 
     def systemctl(self, *argv: str, check: bool = True) -> str:
-        """What systemctl prints."""
         return self.run("systemctl", "--no-pager", *argv, check=check).stdout
 
     def drop_in(self, unit: str, text: str) -> None:
@@ -148,11 +147,9 @@ class Guest:
         self.systemctl("daemon-reload")
 
     def show(self, unit: str, name: str) -> str:
-        """One property of a unit."""
         return self.systemctl("show", "-P", name, unit).strip()
 
     def journal(self, unit: str) -> str:
-        """What the unit has said."""
         return self.run("journalctl", "--no-pager", "-o", "cat", "-u", unit).stdout
 
     def until(self, is_so: Callable[[], bool], what: str, within_s: float = 10.0) -> None:

@@ -40,7 +40,6 @@ class Model(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """A latent is one."""
         return self.layout.heads if isinstance(self.layout, Mha) else 1
 
     @property
@@ -56,7 +55,6 @@ TOGETHER = BY_HEAD._replace(layout=Mha(4, 6, 0, "bfloat16"))
 
 
 def memory_of(model: Model, shard: Shard, pages: int, order: PageOrder) -> Geometry:
-    """What a shard keeps of it."""
     layout = model.layout
     if isinstance(layout, Mha):
         layout = msgspec.structs.replace(layout, heads=shard.end_head - shard.first_head)

@@ -56,11 +56,9 @@ class Operator:
         await self._pilot.press(*keys)
 
     async def turns(self, page: str) -> None:
-        """To a page by its number."""
         await self._pilot.press(str(PAGES.index(page) + 1))
 
     async def types(self, command: str) -> None:
-        """A command in the bar."""
         await self._pilot.press("colon", *(KEYS.get(sign, sign) for sign in command), "enter")
 
     async def reads(self, name: str, *sentences: str, within_s: float = FOUND_S) -> str:

@@ -63,7 +63,6 @@ def lease(number, held=4, since_s=90.0, *, state="held", owner="engine-1"):
 
 
 def table(*rows, revision=1, at_s=100.0, **fields):
-    """All leases."""
     whole = Table(
         view="leases",
         revision=revision,
@@ -84,7 +83,6 @@ def changes(*rows, since, revision, order=None, total=2, at_s=101.0):
 
 
 def page_map(cells=b"\x00\x01", revision=1, **fields):
-    """A map of two cells."""
     plain = PageMap(
         component="kv",
         lens="state",

@@ -18,7 +18,6 @@ from tests.tui.frames import frame, lease, table, vitals
 
 
 def main(endpoint: str, incarnation: str) -> None:
-    """Answer until killed."""
     router = zmq.Context.instance().socket(zmq.ROUTER)
     router.bind(endpoint)
     sys.stdout.write("ready\n")

@@ -57,8 +57,6 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class Town(msgspec.Struct, frozen=True):
-    """The daemons."""
-
     prefills: tuple[Daemon, ...]
     decode: Daemon
 
@@ -135,7 +133,6 @@ def take(daemon: Daemon, picture: Picture, seconds: float, to: Path) -> Path:
 
 
 def main() -> None:
-    """Make them all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--to", type=Path, default=PICTURES)
     parser.add_argument("--seconds", type=float, default=SECONDS)

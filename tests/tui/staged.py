@@ -30,7 +30,6 @@ class Stage(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is on the screen."""
         return text_of(self.app)
 
     async def press(self, *keys: str) -> None:

@@ -123,7 +123,6 @@ class Terminal:
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def press(self, keys: str) -> None:
-        """Type."""
         self.send(keys.encode())
 
     def send(self, raw: bytes) -> None:

@@ -179,8 +179,6 @@ class WorldReceive:
 
 
 class WorldNode:
-    """One session."""
-
     def __init__(self, world):
         self.world, self.name = world, "n0"
         self.session = len(world.nodes) + 1
