@@ -42,7 +42,6 @@ from kvd.wire.console import EventQuery, MapQuery, PageMap, Query, Table
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
-    from types import TracebackType
 
     import numpy.typing as npt
 
@@ -259,12 +258,7 @@ class ConsoleTerminal:
         asyncio.get_running_loop().add_reader(self._fd, self._read)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         asyncio.get_running_loop().remove_reader(self._fd)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGCONT)

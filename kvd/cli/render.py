@@ -53,9 +53,9 @@ def answer(form: str, value: object, *blocks: RenderableType) -> None:
         show(*blocks)
 
 
-def print_json(value: object, *, indent: int = 2) -> None:
+def print_json(value: object) -> None:
     """Print a value as JSON, alone on the standard output."""
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=indent))
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 _STYLES = {

@@ -15,8 +15,6 @@ from kvd.sockets import nobody_listens, open_dealer
 from kvd.wire.codec import ADMIN_REPLIES, ADMIN_REQUESTS, MAX_REPLY_BYTES
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from kvd.wire.admin import AdminReply, AdminRequest
 
 
@@ -73,12 +71,7 @@ class AdminClient:
     def __enter__(self) -> AdminClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _silent(self, timeout_s: float) -> KvdError:

@@ -35,7 +35,6 @@ from kvd.wire.attach import Attach
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-    from types import TracebackType
 
     from kvd.client.attachment import Attachment
     from kvd.client.device_event import WhenWritten
@@ -638,12 +637,7 @@ class Connecting:
         self._node = await self._open()
         return self._node
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._node is not None:
             await self._node.close()
 

@@ -77,11 +77,10 @@ class LeaseView:
         prefix_tokens: int,
         pages: bytes,
         beside: tuple[bytes, ...] = (),
-        kv_tokens: int | None = None,
     ) -> None:
         self.number = number
         self.prefix_tokens = prefix_tokens
-        self.kv_tokens = prefix_tokens if kv_tokens is None else kv_tokens
+        self.kv_tokens = prefix_tokens
         self.is_released = False
         self.is_retracted = False
         self.lost: Refusal | None = None

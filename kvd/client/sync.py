@@ -23,7 +23,6 @@ from kvd.wire.attach import Attach
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
-    from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
@@ -546,12 +545,7 @@ class SyncEvents:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _begun(self) -> PendingCall[Event | EventsLost]:
@@ -626,12 +620,7 @@ class SyncNode:
     def __enter__(self) -> SyncNode:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def pool(self, name: str) -> Pool:

@@ -30,7 +30,6 @@ from kvd.wire.attach import Join
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
     from kvd.client.attachment import Attachment
     from kvd.client.device_event import WhenWritten
@@ -170,12 +169,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _stay(self) -> None:

@@ -60,9 +60,7 @@ class DeviceReach(Reach):
 class Devices:
     """The runtime of this process, and what it has on devices."""
 
-    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        """``environ`` says where a runtime is looked for; None: that of the process."""
-        self._environ = environ
+    def __init__(self) -> None:
         self._runtime: Runtime | None = None
         self._used: dict[str, int] = {}
         """The device of each region that lies on one."""
@@ -76,7 +74,7 @@ class Devices:
         """
         # When it is first needed: a pool in host memory must come up on a host without CUDA.
         if self._runtime is None:
-            found = load(self._environ)
+            found = load()
             if not isinstance(found, Runtime):
                 raise DeviceUnusable(found.sentence)
             self._runtime = found

@@ -110,11 +110,10 @@ class _Boxes:
 class CurveServer(_Boxes):
     """The side that holds a ring of listed keys."""
 
-    def __init__(self, ring: KeyRing, socket_type: bytes = ROUTER) -> None:
+    def __init__(self, ring: KeyRing) -> None:
         super().__init__(BY_SERVER, BY_CLIENT)
         self.is_listening = True
         self._ring = ring
-        self._socket_type = socket_type
         self._their_public = b""
         self._cookie = b""
         self._is_over = False
@@ -172,13 +171,13 @@ class CurveServer(_Boxes):
         if name is None:
             return ConnectionClosed(ConnectionFault.UNKNOWN_KEY, "its key is not listed")
         self._key = key
-        return met(self._socket_type, metadata, name)
+        return met(ROUTER, metadata, name)
 
     def accept(self) -> bytes:
         """As ``Mechanism``."""
         nonce = self._next_nonce()
         box = bindings.crypto_secretbox_easy(
-            own_properties(self._socket_type, b""), b"CurveZMQREADY---" + nonce, self._key
+            own_properties(ROUTER, b""), b"CurveZMQREADY---" + nonce, self._key
         )
         return frames.command(b"READY", nonce + box)
 

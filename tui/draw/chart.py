@@ -87,11 +87,10 @@ def area(values: Sequence[Value], width: int, height: int, top: float) -> list[L
     return lines
 
 
-def spark(values: Sequence[Value], width: int, top: float | None = None) -> Styled:
+def spark(values: Sequence[Value], width: int) -> Styled:
     """The last values as steps, one column each; a dot where nobody knows."""
     shown = _last(values, width)
-    peak = max([value for value in shown if value is not None], default=0.0)
-    highest = peak if top is None else top
+    highest = max([value for value in shown if value is not None], default=0.0)
     steps = "".join([_step(value, highest) for value in shown])
     newest = shown[-1] if shown else None
     share = newest / highest if newest is not None and highest > 0 else 0.0

@@ -96,11 +96,9 @@ class Notice(msgspec.Struct, frozen=True):
 class Mirror:
     """What a console has of one daemon."""
 
-    def __init__(
-        self, history: SnapshotHistory | None = None, rates: NodeRates | None = None
-    ) -> None:
+    def __init__(self, history: SnapshotHistory | None = None) -> None:
         self.history = history if history is not None else SnapshotHistory()
-        self.rates = rates if rates is not None else NodeRates()
+        self.rates = NodeRates()
         self.notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
         self.frames = 0
         """Frames taken, of any daemon: a screen that has shown this one need not paint again."""
