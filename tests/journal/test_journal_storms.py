@@ -11,7 +11,6 @@ The seed of a failure is in the name of its test; ``KVD_SEEDS=first:last`` runs 
 from __future__ import annotations
 
 import operator
-import os
 import random
 
 import msgspec
@@ -38,8 +37,9 @@ from tests.journal.journaled import (
     places_in,
     read,
 )
+from tests.support.seeds import seed_range
 
-FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:24").split(":"))
+FIRST, LAST = seed_range("0:24")
 SEEDS = range(FIRST, LAST)
 N_PAGES = 48
 STEPS = 60

@@ -28,12 +28,13 @@ from kvd.core.cache.lease_state import LeaseStage, LeaseTransition
 from kvd.errors import Refusal
 from kvd.types import ID_BYTES, Tokens, count, pack_ids, page_ids
 from tests.core.keeping import arrival, check, claim, table_of
+from tests.support.seeds import repeatable, seed_range
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.leases.saved_area import SavedMove
 
-FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:24").split(":"))
+FIRST, LAST = seed_range("0:24")
 STEPS = int(os.environ.get("KVD_COMPONENT_STEPS", "130"))
 A_TEST = 8
 
@@ -433,14 +434,11 @@ class Storm:
 @pytest.mark.parametrize("first", range(FIRST, LAST, A_TEST))
 def test_who_reads_finds_what_was_written(first):
     for seed in range(first, min(first + A_TEST, LAST)):
-        try:
+        with repeatable(seed, __file__):
             storm = Storm(seed)
             for _ in range(STEPS):
                 storm.step()
             storm.calm()
-        except BaseException as error:
-            error.add_note(f"seed {seed}: KVD_SEEDS={seed}:{seed + 1}")
-            raise
 
 
 def test_everything_happened():

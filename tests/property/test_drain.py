@@ -6,7 +6,6 @@ holds while a node drains; beside that, no lease is opened in it and no handoff 
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,11 +18,12 @@ from tests.property.handoffs import hand_off
 from tests.property.storms import Storm
 from tests.property.test_family_storm import step
 from tests.property.trouble import calm, let_all_go
+from tests.support.seeds import repeatable, seed_range
 
 if TYPE_CHECKING:
     from tests.core.side import Side
 
-FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:1").split(":"))
+FIRST, LAST = seed_range("0:1")
 STEPS = 25
 
 
@@ -48,7 +48,7 @@ def check_nothing_began(side: Side, first: int, is_drained: bool) -> None:
 
 def drained(seed: int, family: str) -> None:
     """One storm; a failure says how to repeat it."""
-    try:
+    with repeatable(seed, __file__, family):
         storm = Storm(seed, family)
         for _ in range(STEPS):
             before = [
@@ -80,12 +80,6 @@ def drained(seed: int, family: str) -> None:
             side.ask(admin.Undrain(1))
         storm.hear()
         calm(storm)
-    except BaseException as error:
-        error.add_note(
-            f"{family}, seed {seed}: KVD_SEEDS={seed}:{seed + 1} python -m pytest -q "
-            f"{os.path.relpath(__file__)} -k {family}"
-        )
-        raise
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,6 @@ A failure names its seed. ``KVD_SEEDS=first:last`` runs others.
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 
@@ -23,8 +22,9 @@ from kvd.wire import admin, client
 from tests.core.side import PAGE, Side
 from tests.core.test_prompts import about
 from tests.core.world import World
+from tests.support.seeds import repeatable, seed_range
 
-FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:60").split(":"))
+FIRST, LAST = seed_range("0:60")
 STEPS = 150
 NAMESPACES = ("m", "m#a", "m#a;b", "x", "", "#a")
 ROOMS = 6
@@ -209,15 +209,12 @@ class Weights:
 @pytest.mark.parametrize("seed", range(FIRST, LAST))
 def test_no_token_of_another_epoch_is_ever_found_pulled_or_received(seed):
     weights = Weights(seed)
-    try:
+    with repeatable(seed, __file__):
         for _ in range(STEPS):
             weights.step()
         weights.world.hold_wire = False
         weights.world.pass_time(4.0)
         weights.listen()
-    except BaseException as error:
-        error.add_note(f"KVD_SEEDS={seed}:{seed + 1} pytest {os.path.relpath(__file__)}")
-        raise
 
 
 def test_all_of_it_happened():

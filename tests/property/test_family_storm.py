@@ -13,7 +13,6 @@ A failure names its family and seed. ``KVD_SEEDS=first:last`` runs others:
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
@@ -22,8 +21,9 @@ from tests.property.drawn import FAMILIES
 from tests.property.handoffs import advance, hand_off
 from tests.property.storms import Storm
 from tests.property.trouble import calm, check_nobody_waits_alone, let_some_go, trouble
+from tests.support.seeds import repeatable, seed_range
 
-FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:5").split(":"))
+FIRST, LAST = seed_range("0:5")
 STEPS = 80
 A_TEST = 20
 
@@ -105,17 +105,11 @@ def use(storm: Storm, act: str) -> None:
 
 def stormed(seed: int, family: str) -> Storm:
     """The whole of one seed; a failure says how to repeat it."""
-    try:
+    with repeatable(seed, __file__, family):
         storm = Storm(seed, family)
         for _ in range(STEPS):
             step(storm)
         calm(storm)
-    except BaseException as error:
-        error.add_note(
-            f"{family}, seed {seed}: KVD_SEEDS={seed}:{seed + 1} python -m pytest -q "
-            f"{os.path.relpath(__file__)} -k {family}"
-        )
-        raise
     return storm
 
 

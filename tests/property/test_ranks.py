@@ -7,7 +7,6 @@ written. A failure names its seed. ``KVD_SEEDS=first:last`` runs others.
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 
@@ -19,8 +18,9 @@ from kvd.types import ID_BYTES, Tokens, count, page_ids
 from kvd.wire import client
 from tests.core.side import PAGE, content, tokens
 from tests.core.world import World
+from tests.support.seeds import repeatable, seed_range
 
-FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:80").split(":"))
+FIRST, LAST = seed_range("0:80")
 STEPS = 60
 
 done: Counter[str] = Counter()
@@ -225,7 +225,7 @@ class Run:
 @pytest.mark.parametrize("seed", range(FIRST, LAST))
 def test_nothing_is_read_or_shared_before_every_rank_has_written_it(seed):
     run = Run(seed)
-    try:
+    with repeatable(seed, __file__):
         for _ in range(STEPS):
             run.step()
             run.check()
@@ -234,9 +234,6 @@ def test_nothing_is_read_or_shared_before_every_rank_has_written_it(seed):
             run.come(event)
         run.world.pass_time(40.0, 1.0)
         run.check()
-    except BaseException as error:
-        error.add_note(f"KVD_SEEDS={seed}:{seed + 1} pytest {os.path.relpath(__file__)}")
-        raise
     assert not [part for part in run.p.node.prefiller.by_send.values() if part.aux is None]
     assert not run.p.node.prefiller.posts.parts
 

@@ -6,7 +6,6 @@ it reports is what the events of that step say has happened.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from tests.property.handoffs import hand_off
 from tests.property.storms import Storm
 from tests.property.test_family_storm import step, use
 from tests.property.trouble import calm
+from tests.support.seeds import repeatable, seed_range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvd.wire.events import Event
     from tests.core.side import Side
 
-FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:3").split(":"))
+FIRST, LAST = seed_range("0:3")
 STEPS = 30
 
 Verb = admin.Flush | admin.Evict | admin.AbortRoom | admin.Fence
@@ -119,7 +119,7 @@ def a_send_goes_on(storm: Storm) -> None:
 
 def rehearsed(seed: int, family: str) -> None:
     """One storm with its rehearsals; a failure says how to repeat it."""
-    try:
+    with repeatable(seed, __file__, family):
         storm = Storm(seed, family)
         for _ in range(STEPS):
             step(storm)
@@ -129,12 +129,6 @@ def rehearsed(seed: int, family: str) -> None:
             if storm.rng.random() < 0.5:
                 rehearse_and_do(storm, storm.rng.choice(storm.sides))
         calm(storm)
-    except BaseException as error:
-        error.add_note(
-            f"{family}, seed {seed}: KVD_SEEDS={seed}:{seed + 1} python -m pytest -q "
-            f"{os.path.relpath(__file__)} -k {family}"
-        )
-        raise
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,6 @@ reads has been given to anybody. A failure names its seed. ``KVD_SEEDS=first:las
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
@@ -20,8 +19,9 @@ from kvd.core.cache.eviction import Policy
 from kvd.core.replay.freeze import state_hash
 from tests.property.journaled import JournaledPool
 from tests.property.restarts import Pool, calm, step
+from tests.support.seeds import repeatable, seed_range
 
-FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:8").split(":"))
+FIRST, LAST = seed_range("0:8")
 STEPS = 250
 A_TEST = 4
 
@@ -30,15 +30,11 @@ done: Counter[str] = Counter()
 
 def lived(seed: int, kind: type[Pool] = Pool) -> Pool:
     """The whole of one seed; a failure says how to repeat it."""
-    try:
+    with repeatable(seed, __file__):
         pool = kind(seed, list(Policy)[seed % len(Policy)])
         for _ in range(STEPS):
             step(pool)
         calm(pool)
-    except BaseException as error:
-        here = os.path.relpath(__file__)
-        error.add_note(f"seed {seed}: KVD_SEEDS={seed}:{seed + 1} python -m pytest -q {here}")
-        raise
     return pool
 
 

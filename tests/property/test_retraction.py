@@ -9,7 +9,6 @@ pages. The seed of a failure is in the message; ``KVD_SEEDS=first:last`` runs ot
 
 from __future__ import annotations
 
-import os
 import random
 from typing import TYPE_CHECKING
 
@@ -35,13 +34,14 @@ from kvd.types import ID_BYTES, NO_TOKENS, Tokens, count, page_ids
 from kvd.wire import admin, client
 from tests.core.world import PAGE, World, tokens
 from tests.core.writing import lost, rows_of, what, write
+from tests.support.seeds import repeatable, seed_range
 
 if TYPE_CHECKING:
     from kvd.core.cache.radix_node import RadixNode
     from kvd.core.effects import Step
     from tests.core.side import Side
 
-FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:24").split(":"))
+FIRST, LAST = seed_range("0:24")
 STEPS = 200
 A_TEST = 8
 
@@ -355,14 +355,11 @@ class Storm:
 @pytest.mark.parametrize("first", range(FIRST, LAST, A_TEST))
 def test_leases_keep_their_kv_on_every_way_out_and_back(first):
     for seed in range(first, min(first + A_TEST, LAST)):
-        try:
+        with repeatable(seed, __file__):
             storm = Storm(seed)
             for _ in range(STEPS):
                 storm.step()
             storm.calm()
-        except BaseException as error:
-            error.add_note(f"seed {seed}: KVD_SEEDS={seed}:{seed + 1}")
-            raise
         stormed.add(seed)
 
 

@@ -12,7 +12,6 @@ A failure names its seed. ``KVD_SEEDS=first:last`` runs others:
 
 from __future__ import annotations
 
-import os
 import random
 
 import msgspec
@@ -24,8 +23,9 @@ from kvd.wire import client
 from kvd.wire.peer import Integrity
 from tests.core.world import tokens
 from tests.property.cells import CellWorld, check, fill, sharded
+from tests.support.seeds import seed_range
 
-FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:48").split(":"))
+FIRST, LAST = seed_range("0:48")
 A_TEST = 12
 PAGE = 16
 

@@ -9,7 +9,6 @@ A failure names its seed. ``KVD_SEEDS=first:last`` runs others.
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 
@@ -19,8 +18,9 @@ from kvd.types import ID_BYTES, Tokens, pack_ids, page_ids
 from kvd.wire import client
 from tests.core.side import PAGE, content
 from tests.core.world import World
+from tests.support.seeds import repeatable, seed_range
 
-FIRST, LAST = (int(part) for part in os.environ.get("KVD_SEEDS", "0:60").split(":"))
+FIRST, LAST = seed_range("0:60")
 STEPS = 120
 POOL_PAGES = 40
 SESSIONS = 3
@@ -176,13 +176,10 @@ class Engines:
 @pytest.mark.parametrize("seed", range(FIRST, LAST))
 def test_the_tree_never_has_a_page_whose_tokens_were_not_written(seed):
     engines = Engines(seed)
-    try:
+    with repeatable(seed, __file__):
         for _ in range(STEPS):
             engines.step()
             engines.check()
-    except BaseException as error:
-        error.add_note(f"KVD_SEEDS={seed}:{seed + 1} pytest {os.path.relpath(__file__)}")
-        raise
     for one in list(engines.writers):
         engines.end(one)
     engines.check()
