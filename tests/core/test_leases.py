@@ -13,7 +13,7 @@ from tests.core.world import PAGE, World, tokens
 PROMPT = tokens((1, 100))
 
 
-@pytest.mark.parametrize(
+of_a_lease = pytest.mark.parametrize(
     ("kind", "fields"),
     [
         (client.ReleaseLease, {}),
@@ -26,6 +26,9 @@ PROMPT = tokens((1, 100))
         (client.SendRequest, {"room": 9}),
     ],
 )
+
+
+@of_a_lease
 def test_the_lease_of_a_prompt_that_is_still_arriving_belongs_to_no_engine(kind, fields):
     world = World()
     world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
@@ -39,19 +42,7 @@ def test_the_lease_of_a_prompt_that_is_still_arriving_belongs_to_no_engine(kind,
     assert list(world.d.node.leases.leases) == [lease]
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        (client.ReleaseLease, {}),
-        (client.CommitLease, {}),
-        (client.CommitAndRelease, {}),
-        (client.CommitUpTo, {"upto_tokens": 16}),
-        (client.ReleaseUpTo, {"upto_tokens": 16}),
-        (client.SayWritten, {"upto_tokens": 16}),
-        (client.ExtendLease, {"n_tokens": 16}),
-        (client.SendRequest, {"room": 9}),
-    ],
-)
+@of_a_lease
 def test_a_lease_of_another_session_is_unknown(kind, fields):
     world = World()
     other = world.p.attach("other")

@@ -6,7 +6,6 @@ import pytest
 
 from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
-from tui.model.clients import COLUMNS
 
 HOSTILE = "[red]x\x1b[31m"
 ESCAPED = r"[red]x\x1b[31m"
@@ -87,18 +86,6 @@ async def test_h_shows_its_handoffs():
         assert stage.app.page.NAME == "handoffs"
         assert [stage.app.page.table().data.cell(key, "client") for key in
                 stage.app.page.table().data.order] == ["client:1", "client:1"]  # fmt: skip
-
-
-async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():
-    async with staged("clients") as stage:
-        table = stage.app.page.table()
-        seen = set()
-        for _ in range(len(table.source.columns) + 1):
-            table.sort_next()
-            seen.add(table.sort.removeprefix("-"))
-        await stage.frame()
-        assert not seen & {column.name for column in COLUMNS}
-        assert table.data.trouble == ""
 
 
 async def test_a_hostile_name_is_written_out_wherever_it_stands():

@@ -9,7 +9,6 @@ from kvd.wire.admin import AbortRoom, AskOtherEnd, Fence, Rehearse, Why
 from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
 from tests.tui.town import land
-from tui.model.handoffs import COLUMNS
 from tui.screens.handoffs import StoryPanel
 
 HOSTILE = "[red]x\x1b[31m"
@@ -134,19 +133,6 @@ async def test_z_leaves_those_without_a_byte_for_long():
     async with staged("handoffs") as stage:
         await stage.press("z")
         assert stage.app.page.table().data.total == 0
-
-
-async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():
-    async with staged("handoffs") as stage:
-        table = stage.app.page.table()
-        seen = set()
-        for _ in range(len(table.source.columns) + 1):
-            table.sort_next()
-            seen.add(table.sort.removeprefix("-"))
-        await stage.frame()
-        assert seen == {"", *(column.name for column in table.source.columns)}
-        assert not seen & {column.name for column in COLUMNS}
-        assert table.data.trouble == ""
 
 
 async def test_a_column_that_is_made_here_sorts_by_what_it_is_made_of():

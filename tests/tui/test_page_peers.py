@@ -8,7 +8,6 @@ from kvd.wire.admin import Fence, Rehearse
 from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
 from tests.tui.town import land
-from tui.model.peers import COLUMNS
 from tui.screens.peers import UNKNOWN, PeerPanel
 
 
@@ -72,18 +71,6 @@ async def test_h_shows_its_handoffs():
         assert stage.app.page.NAME == "handoffs"
         assert 'handoffs /peer="peer:prefill1"' in stage.text
         assert {"prefill0"} & set(stage.text.split()) == set()
-
-
-async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():
-    async with staged("peers") as stage:
-        table = stage.app.page.table()
-        seen = set()
-        for _ in range(len(table.source.columns) + 1):
-            table.sort_next()
-            seen.add(table.sort.removeprefix("-"))
-        await stage.frame()
-        assert not seen & {column.name for column in COLUMNS}
-        assert table.data.trouble == ""
 
 
 async def test_capital_x_shows_what_a_fence_would_do():
