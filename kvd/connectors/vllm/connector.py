@@ -32,6 +32,7 @@ from kvd.connectors.vllm.identity import (
     identity_of,
     packing_of,
 )
+from kvd.connectors.vllm.layout import check_groups
 from kvd.connectors.vllm.options import options_of
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
@@ -433,13 +434,16 @@ def _check(config: VllmConfig, cache: KVCacheConfig, *, any_version: bool) -> No
             f"vLLM {vllm.__version__}: kvd's connector was tested with {tested}; "
             'set "kvd.any_version": true to try'
         )
-    if len(cache.kv_cache_groups) != 1:
-        names = sorted({type(one.kv_cache_spec).__name__ for one in cache.kv_cache_groups})
-        raise Unfit(
-            f"a model with {len(cache.kv_cache_groups)} KV cache groups ({', '.join(names)}): "
-            "kvd's connector serves one; run it without kvd"
+    parallel = config.parallel_config
+    try:
+        check_groups(
+            [group.kv_cache_spec for group in cache.kv_cache_groups],
+            context_ranks=parallel.prefill_context_parallel_size
+            * parallel.decode_context_parallel_size,
         )
-    if config.parallel_config.pipeline_parallel_size > 1:
+    except KvdError as error:
+        raise Unfit(str(error)) from None
+    if parallel.pipeline_parallel_size > 1:
         raise Unfit("pipeline parallel engines are not served by kvd's connector")
 
 
