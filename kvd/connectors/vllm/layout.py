@@ -44,6 +44,13 @@ class NamesDevice(Protocol):
     device: object
 
 
+@runtime_checkable
+class NamesCausality(Protocol):
+    """A group of layers that says whether tokens attend to later ones: vLLM's of 0.32 do."""
+
+    non_causal: bool
+
+
 class TensorView(Protocol):
     """What is read of a layer's tensor: torch has it. One without a ``device`` is host memory."""
 
@@ -127,7 +134,7 @@ def block_layouts(layers: Mapping[str, TensorView]) -> list[BlockLayout]:
 
 
 def check_groups(specs: Sequence[object], *, context_ranks: int = 1) -> None:
-    """Whether each block of a request is there until its end, and is of so many tokens in a row.
+    """Whether a block is of so many tokens in a row and those before, and stays until the end.
 
     Args:
         specs: vLLM's, one for each group of layers that have their blocks in common.
@@ -147,6 +154,11 @@ def check_groups(specs: Sequence[object], *, context_ranks: int = 1) -> None:
             f"the layers of this model are of {kinds[0]}: vLLM does not keep the blocks of a whole "
             f"request of them, and kvd's connector copies whole requests ({', '.join(WHOLE)}); run "
             "it without kvd"
+        )
+    if isinstance(specs[0], NamesCausality) and specs[0].non_causal:
+        raise _unfit(
+            "the layers of this model attend to later tokens: the KV of a prefix is another one in "
+            "each prompt, so nothing of it can be cached; run it without kvd"
         )
     if context_ranks != 1:
         raise _unfit(

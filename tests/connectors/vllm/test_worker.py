@@ -263,13 +263,14 @@ def test_blocks_that_are_no_pages_are_refused(layers):
     assert refused.value.code == Code.LAYOUT_MISMATCH.value
 
 
-def of_kind(name):
-    return type(name, (), {})()
+def of_kind(name, **fields):
+    return type(name, (), fields)()
 
 
 @pytest.mark.parametrize("kind", ["FullAttentionSpec", "MLAAttentionSpec"])
 def test_one_group_of_layers_whose_blocks_stay_is_served(kind):
     layout.check_groups([of_kind(kind)])
+    layout.check_groups([of_kind(kind, non_causal=False)])
 
 
 @pytest.mark.parametrize(
@@ -290,6 +291,12 @@ def test_layers_whose_blocks_do_not_stay_are_refused(kinds, told):
     with pytest.raises(KvdError, match=told) as refused:
         layout.check_groups([of_kind(kind) for kind in kinds])
     assert refused.value.code == Code.LAYOUT_MISMATCH.value
+
+
+def test_layers_that_attend_to_later_tokens_are_refused():
+    """VLLM turns its own prefix cache off for these: a prefix has no KV of its own."""
+    with pytest.raises(KvdError, match="attend to later tokens"):
+        layout.check_groups([of_kind("FullAttentionSpec", non_causal=True)])
 
 
 def test_a_block_whose_tokens_are_shared_among_ranks_is_refused():
