@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -169,20 +168,17 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Look it up, so that the answer is here when it is scheduled."""
-        extra = _extra_keys(request, self._half.block_size) if self._namespace else None
-        lora = None
-        if request.lora_request is not None:
-            lora = self._adapter(request.lora_request)
-            extra = extra if lora is not None else None
-        self._half.arrived(request, lora=lora, extra=extra)
+        with self._half.kept_in("a request comes"):
+            extra = _extra_keys(request, self._half.block_size) if self._namespace else None
+            adapter = request.lora_request
+            lora = None if adapter is None else self._adapters.ask(adapter)
+            self._half.arrived(request, lora=lora, extra=extra)
 
-    def _adapter(self, request: LoRARequest) -> str | None:
-        """What its adapter is known by; None: its requests are neither cached nor looked up."""
-        known = self._adapters.known_as(request)
+    def _tell_of_adapters(self) -> None:
+        """Those whose requests are neither cached nor looked up, and why."""
         while self._adapters.flaws:
             name, flaw = self._adapters.flaws.popitem()
             logger.warning("kvd does not cache what LoRA adapter %s computes: %s", name, flaw)
-        return known
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -238,6 +234,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The orders of this step."""
+        self._tell_of_adapters()
         computed = {
             one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs
         }

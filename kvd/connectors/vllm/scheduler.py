@@ -20,9 +20,17 @@ from typing import TYPE_CHECKING, Any, Final
 from kvd.client import Code, KvdError
 from kvd.connectors.vllm.beside import in_thread
 from kvd.connectors.vllm.endings import Endings
-from kvd.connectors.vllm.identity import namespace_of
+from kvd.connectors.vllm.identity import RequestNamespace
 from kvd.connectors.vllm.log import ConnectorLog
-from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE, SILENT, LookUps
+from kvd.connectors.vllm.lookup import (
+    ANSWER_WITHIN_S,
+    LATE,
+    LATE_ADAPTER,
+    LOOKED_UP,
+    SILENT,
+    UNKNOWN_ADAPTER,
+    LookUps,
+)
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.orders import StepOrders
 from kvd.connectors.vllm.params import cached_at, draw_room, kept_for_decode, transfer_of
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
 
     from kvd.client import PendingCall, SyncNode
     from kvd.connectors.vllm.beside import Start
+    from kvd.connectors.vllm.identity import PendingName
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import CopyOrder, StepReport
     from kvd.connectors.vllm.sessions import NodeLink
@@ -175,7 +184,7 @@ class SchedulerHalf:
         self._life_is_over()
 
     @contextlib.contextmanager
-    def _kept_in(self, where: str) -> Generator[None, None, None]:
+    def kept_in(self, where: str) -> Generator[None, None, None]:
         """A mistake here is told, and nothing is done with the session any more; vLLM goes on."""
         try:
             yield
@@ -183,7 +192,7 @@ class SchedulerHalf:
             self.counts.failures += 1
             self._log.bug(where, error)
             if where != AFTER_A_MISTAKE:
-                with self._kept_in(AFTER_A_MISTAKE):
+                with self.kept_in(AFTER_A_MISTAKE):
                     what = f"a bug of the connector's ({type(error).__name__})"
                     self._give_up(what, retry_s=RETRY_S)
 
@@ -208,7 +217,7 @@ class SchedulerHalf:
         Returns:
             Whether it is remembered: it is, but for a mistake.
         """
-        with self._kept_in("a reset of the cache"):
+        with self.kept_in("a reset of the cache"):
             self._resets.add(self._base)
             for tracked in [*self._tracked.values(), *self._held.values()]:
                 if tracked.is_load_ordered:
@@ -234,26 +243,28 @@ class SchedulerHalf:
 
     # ---- a request comes ---------------------------------------------------------------------
 
-    def arrived(self, request: RequestView, *, lora: str | None, extra: Extra | None) -> None:
+    def arrived(
+        self, request: RequestView, *, lora: PendingName | None, extra: Extra | None
+    ) -> None:
         """A request is new: look it up.
 
         Args:
             request: vLLM's.
-            lora: what its adapter is known by.
+            lora: what its adapter is known by, if it has one.
             extra: by page, what it is found by beside its tokens; None: it cannot be found.
         """
-        with self._kept_in("a request comes"):
+        with self.kept_in("a request comes"):
             self._arrived(request, lora, extra)
 
-    def _arrived(self, request: RequestView, lora: str | None, extra: Extra | None) -> None:
+    def _arrived(self, request: RequestView, lora: PendingName | None, extra: Extra | None) -> None:
         link = self._look()
         former = self._tracked.pop(request.request_id, None)
         if former is not None:
             self._let_go(former)
         transfer = transfer_of(request.kv_transfer_params if self._options.handoffs else None)
         self.counts.odd_params += transfer.is_odd
-        namespace = namespace_of(self._base, lora, request.cache_salt)
-        tracked = Tracked(request, transfer, namespace, born=self._number + 1)
+        naming = RequestNamespace(self._base, lora, request.cache_salt)
+        tracked = Tracked(request, transfer, naming, born=self._number + 1)
         self._tracked[request.request_id] = tracked
         tokens = request.prompt_token_ids
         if link is None:
@@ -278,7 +289,7 @@ class SchedulerHalf:
         Owns nothing and changes nothing that a later call would miss; vLLM may ask every step. At
         least one token is left to be computed: for a request that has none vLLM would ask for ever.
         """
-        with self._kept_in("a request is to be scheduled"):
+        with self.kept_in("a request is to be scheduled"):
             return self._matched(request, local_tokens)
         return 0, False
 
@@ -302,7 +313,7 @@ class SchedulerHalf:
 
     def _is_looked_up(self, link: NodeLink, tracked: Tracked) -> bool:
         """Whether nobody waits for its look-up any more."""
-        if tracked.stage not in {RequestStage.PROBING, RequestStage.MEETING}:
+        if tracked.stage not in LOOKED_UP:
             return True
         try:
             is_over = self._look_ups.is_over(link, tracked, is_idle=self._is_idle)
@@ -346,7 +357,7 @@ class SchedulerHalf:
         This is said again, with 0, when they are. It is said with 0 whatever was found where vLLM
         computes all of a prompt, as for its logprobs.
         """
-        with self._kept_in("a request gets blocks"):
+        with self.kept_in("a request gets blocks"):
             self._given_blocks(request, external_tokens)
             return
         if external_tokens and request.request_id not in self._failed:
@@ -363,7 +374,10 @@ class SchedulerHalf:
             tracked.loads_to = tracked.local_tokens + external_tokens
             tracked.stage, tracked.asked_s = RequestStage.CLAIMING, self._now_s()
             self.counts.hit_tokens += external_tokens
-        elif tracked.stage in {RequestStage.PROBING, RequestStage.MEETING}:
+        elif tracked.stage is RequestStage.NAMING:
+            self._alone(tracked, LATE_ADAPTER)
+            return
+        elif tracked.stage in LOOKED_UP:
             self._look_ups.drop(tracked.link, tracked)
             tracked.stage = RequestStage.COMPUTING
         elif tracked.stage is RequestStage.FOUND:
@@ -439,7 +453,7 @@ class SchedulerHalf:
         if tracked.waits_for_load:
             self.counts.failed_loads += 1
         self._not_loaded(tracked)
-        tracked.stage, tracked.why_alone = RequestStage.ALONE, why
+        tracked.stage = RequestStage.ALONE
         self._let_go(tracked)
         self._count_alone(why)
 
@@ -483,7 +497,7 @@ class SchedulerHalf:
         # the workers copy nothing, and say so.
         loads: list[CopyOrder] = []
         saves: list[CopyOrder] = []
-        with self._kept_in("a step"):
+        with self.kept_in("a step"):
             self._step(computed, loads, saves)
         failed, self._failed = tuple(self._failed), []
         freed, self._freed = tuple(self._freed), []
@@ -568,7 +582,7 @@ class SchedulerHalf:
             reset: with the next step they are said to have failed.
         """
         stale: set[str] = set()
-        with self._kept_in("what the workers say"):
+        with self.kept_in("what the workers say"):
             stale = (self._stale_loads & set(loaded)) - set(failed)
             self._stale_loads -= set(loaded)
             self._failed += sorted(stale)
@@ -642,7 +656,7 @@ class SchedulerHalf:
         ``is_heard`` false: nobody is told, so nothing is kept for who decodes it; what was saved is
         cached all the same.
         """
-        with self._kept_in("a request is over"):
+        with self.kept_in("a request is over"):
             return self._finished(request, is_heard=is_heard)
         return None
 
@@ -658,7 +672,7 @@ class SchedulerHalf:
         if link is None or tracked.stage is not RequestStage.COMPUTING:
             self._not_loaded(tracked)
             if tracked.stage is not RequestStage.ALONE:
-                tracked.stage, tracked.why_alone = RequestStage.ALONE, "it is over"
+                tracked.stage = RequestStage.ALONE
                 self._let_go(tracked)
             return None
         told: dict[str, object] | None = None
@@ -701,8 +715,8 @@ class SchedulerHalf:
 
 def _told(error: KvdError) -> str:
     """Why a request goes on alone, in the words that are counted."""
-    if error.refusal.message == SILENT:
-        return SILENT
+    if error.refusal.message in {SILENT, LATE_ADAPTER, UNKNOWN_ADAPTER}:
+        return error.refusal.message
     return f"{error.code}: {_WHY[error.code]}" if error.code in _WHY else error.code
 
 
