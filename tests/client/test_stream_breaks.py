@@ -14,6 +14,7 @@ import pytest
 
 import kvd.client
 from kvd.client import KvdError
+from kvd.client.session_sockets import SessionSockets
 from kvd.client.sync import MISS
 from kvd.types import pack_ids
 from kvd.wire import client as wire
@@ -225,3 +226,22 @@ def test_a_begun_call_waits_for_no_daemon_that_takes_no_connection(deaf: Daemon)
         calls = [node.begin_match([number]) for number in range(100)]
         assert time.monotonic() - began_s < 1
         assert not any(call.is_done for call in calls)
+
+
+@pytest.mark.parametrize(("on_unreachable", "most_s"), [("wait", 0.005), ("miss", 0.0002)])
+def test_a_begun_call_waits_for_a_handshake_no_longer_than_its_engine_may(
+    deaf: Daemon, monkeypatch: pytest.MonkeyPatch, on_unreachable: Any, most_s: float
+) -> None:
+    waited: list[float] = []
+    meet = SessionSockets.meet
+
+    def noted(sockets: SessionSockets, within_s: float) -> None:
+        waited.append(within_s)
+        meet(sockets, within_s)
+
+    with kvd.client.connect_sync(
+        deaf.endpoint, name="decode-0", on_unreachable=on_unreachable
+    ) as node:
+        monkeypatch.setattr(SessionSockets, "meet", noted)
+        node.begin_match([1])
+        assert waited == [most_s]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client import Code, KvdError
-from kvd.connectors.vllm.lookup import SILENT
+from kvd.connectors.vllm.lookup import LATE_ADAPTER, SILENT, UNKNOWN_ADAPTER
 from kvd.connectors.vllm.tracked import RequestStage
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Requests:
         if tracked.waits_for_load:
             self.counts.failed_loads += 1
         self.not_loaded(tracked)
-        tracked.stage, tracked.why_alone = RequestStage.ALONE, why
+        tracked.stage = RequestStage.ALONE
         self.let_go(tracked)
         self.count_alone(why)
 
@@ -152,8 +152,8 @@ class Requests:
 
 def _told(error: KvdError) -> str:
     """Why a request goes on alone, in the words that are counted."""
-    if error.refusal.message == SILENT:
-        return SILENT
+    if error.refusal.message in {SILENT, LATE_ADAPTER, UNKNOWN_ADAPTER}:
+        return error.refusal.message
     return f"{error.code}: {_WHY[error.code]}" if error.code in _WHY else error.code
 
 
