@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from kvd.console.view import View, lease_holder, state_of
 from kvd.core.cache.eviction import peek
-from kvd.core.cache.namespaces import told
+from kvd.core.cache.namespaces import NO_NAMESPACE, told
 from kvd.core.inspect.schema import StateField
 from kvd.core.inspect.why import beside
 from kvd.types import ID_BYTES, count
@@ -112,7 +112,6 @@ SHOWN_AT_ONCE = 1024
 SIBLINGS_AT_ONCE = 4096
 """In one step: a millisecond at most."""
 
-NO_NAMESPACE = "(no namespace)"
 ABANDONED = frozenset({"gone", "lingering"})
 """States of holders that no engine stands for any more."""
 

@@ -282,6 +282,10 @@ def test_a_key_leads_back_and_is_nobody_elses(namespace, epoch):
     assert SEPARATOR not in told(key) + quoted(key)
 
 
+def test_the_namespace_without_a_name_is_shown_with_its_epoch():
+    assert [told(key_of("", n)) for n in (0, 2)] == ["", "(no namespace), epoch 2"]
+
+
 def test_there_are_only_so_many_and_members_do_not_count():
     epochs = Epochs("n")
     for number in range(MOST_EPOCHS):

@@ -59,10 +59,14 @@ def keys_meant(namespace: str, keys: Iterable[str]) -> tuple[str, ...]:
     return tuple(key for key in keys if namespace in {name_in(key), family_of(key)})
 
 
+NO_NAMESPACE: Final = "(no namespace)"
+"""How the namespace with an empty name is shown where something must be."""
+
+
 def told(key: str) -> str:
-    """For people: ``llama``, or ``llama, epoch 7``."""
+    """For people: ``llama``, ``llama, epoch 7`` or ``(no namespace), epoch 7``; may be empty."""
     epoch = epoch_in(key)
-    return f"{name_in(key)}, epoch {epoch}" if epoch else name_in(key)
+    return f"{name_in(key) or NO_NAMESPACE}, epoch {epoch}" if epoch else name_in(key)
 
 
 def quoted(key: str) -> str:
