@@ -268,6 +268,7 @@ class NodeState:
         Every other figure of ``settings`` stays as it was when the node was made.
         """
         self.peers.allow(got.allow)
+        self.pull_source.end_unreadable(self.peers)
         self.admission.retune(max_queue=got.max_queue, overtakers=got.overtakers)
         self.out.emit(events.ConfigReloaded(changed=got.changed, needs_restart=got.needs_restart))
 
@@ -342,7 +343,8 @@ class NodeState:
             self.admission.changed(peer.name)
 
     def _offered(self, peer: Any, message: Offer) -> None:
-        self.offers.offered(peer, message, self.drainer.refusal())
+        refusal = self.peers.unlisted(peer.name) or self.drainer.refusal()
+        self.offers.offered(peer, message, refusal)
 
     def _prefix_asked(self, peer: Any, message: AskPrefix) -> None:
         # Before it is looked up whether it was answered before: an answer of another epoch must

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import Claim, Shortage
+from kvd.core.cache.namespaces import name_in
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine
 from kvd.core.handoff.protocol import Prefill
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 P = Prefill
@@ -284,6 +286,17 @@ class PullSource:
         """The puller is silent."""
         refusal = reader_silent(peer, self._out.at_s, self._settings)
         self._end_pulls(peer.incarnation, refusal)
+
+    def end_unreadable(self, peers: Peers) -> None:
+        """What a peer may pull has changed: what it may not any more is not sent to its end."""
+        for ticket in self.open_pulls():
+            part = ticket.part
+            if part is None or part.engine is None:
+                continue
+            namespace = name_in(part.engine.lease.namespace)
+            refusal = peers.not_to_read(part.awaited.destination, namespace)
+            if refusal is not None:
+                self._sends.give_up_send(part, refusal)
 
     def _end_pulls(self, incarnation: str, refusal: Refusal) -> None:
         """A peer that has not offered pages for what it pulls will not."""

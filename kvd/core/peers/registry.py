@@ -23,7 +23,7 @@ from mypy_extensions import mypyc_attr
 from kvd.core import effects
 from kvd.core.layout.spec import fingerprint
 from kvd.core.peers.agents import Agents
-from kvd.core.peers.allowed import allowed_by_name, unreadable
+from kvd.core.peers.allowed import allowed_by_name, unlisted, unreadable
 from kvd.core.peers.claims import NameClaims, replace
 from kvd.core.peers.compatibility import read_layout
 from kvd.core.peers.hello import NEWS_AT_ONCE, NEWS_PER_S, NODE, unwelcome
@@ -411,6 +411,10 @@ class Peers:
     def allow(self, entries: tuple[str, ...]) -> None:
         """An operator has changed ``peers.allow``: it holds for what is asked from now on."""
         self.allowed = allowed_by_name(entries)
+
+    def unlisted(self, peer: str) -> Refusal | None:
+        """Why it may exchange nothing with this node."""
+        return unlisted(self.allowed, peer, self._settings.name)
 
     def not_to_read(self, peer: str, namespace: str) -> Refusal | None:
         """Why a peer may not pull what is cached in a namespace."""
