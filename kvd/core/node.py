@@ -329,6 +329,7 @@ class NodeState:
             self.decoder.writer_gone(gone)
             self.pull_source.outlived(gone)
             self.prefiller.outlived(gone)
+            self.pulls.outlived(peer.name)
         elif peer.generation > generation > 0:
             self.transfers.generation_changed(peer)
         self.drainer.greet(peer)

@@ -99,16 +99,11 @@ NOBODY = r"^unreachable: nobody listens at ipc://.*client.sock \(.*\), and node-
 async def test_a_client_socket_that_is_gone_is_said_when_connecting(daemon: Daemon) -> None:
     daemon.break_stream()
     try:
-        for _ in range(2):
-            with pytest.raises(KvdError, match=NOBODY):
-                kvd.client.connect_sync(daemon.endpoint, name="a")
-            with pytest.raises(KvdError, match=NOBODY):
-                await kvd.client.connect(daemon.endpoint, name="a")
-            os.unlink(daemon.endpoint.removeprefix("ipc://"))
-            with pytest.raises(KvdError, match="No such file"):
-                kvd.client.connect_sync(daemon.endpoint, name="a")
-            (open(daemon.endpoint.removeprefix("ipc://"), "w")).close()
-        await until(lambda: len(daemon.ended) == 6)
+        with pytest.raises(KvdError, match=NOBODY):
+            kvd.client.connect_sync(daemon.endpoint, name="a")
+        with pytest.raises(KvdError, match=NOBODY):
+            await kvd.client.connect(daemon.endpoint, name="a")
+        await until(lambda: len(daemon.ended) == 2)
     finally:
         daemon.listen_again()
 
