@@ -355,6 +355,7 @@ class NodeState:
             peer.name, namespace, epoch
         )
         if isinstance(key, Refusal):
+            self.peers.note_epochs(peer, key)
             mine = self.settings.incarnation
             told = PrefixFound(mine, peer.incarnation, ask=message.ask, refusal=key)
             self.out.send(peer.link, told)

@@ -233,6 +233,10 @@ class PullAsks:
             peer.link, Withdrawn(source=mine, target=peer.incarnation, room=room, reason=why)
         )
 
+    def note_epochs(self, peer: Peer, ask: PullAsk, why: Refusal) -> None:
+        """What a source has refused, where that is for our epoch."""
+        self._peers.heard_epochs(peer, ask.message.namespace, why)
+
     def keep(self, ask: PullAsk, attempt: ReceiveAttempt, room: int) -> None:
         """What it was answered with waits for memory: its source is asked again now and then."""
         ask.attempt, ask.room = attempt, room
@@ -371,6 +375,7 @@ class Pulls:
             return
         if message.refusal is not None:
             why = message.refusal
+            self.asks.note_epochs(peer, ask, why)
             said = f"{peer.name} sends nothing of the prompt: {why.message}"
             self._end_pull(ask, Refusal(why.code, said, side=peer.name, numbers=why.numbers))
             return
