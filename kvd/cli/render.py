@@ -227,6 +227,7 @@ def _troubles(shot: Snapshot) -> list[Text]:
         for peer in shot.peers
         if peer.state in {"suspect", "lost"}
     ]
+    found += [clean(peer.epochs) for peer in shot.peers if peer.epochs]
     found += [
         f"{clean(one.name)} of before the restart has not come back for {duration(one.age_s)}, "
         f"{one.former_leases} leases with {one.held_pages} pages wait for it: kvd locks"

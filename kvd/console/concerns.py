@@ -427,6 +427,19 @@ def peers(context: Context) -> Iterator[Concern]:
                 rule="there is a sending agent towards every peer that lives",
                 action=f"open {ref}",
             )
+        other_epoch = known.other_epoch(peer.name)
+        if other_epoch and peer.life is Life.UP:
+            what, _, action = other_epoch.partition("; ")
+            yield Concern(
+                severity=MEDIUM,
+                kind="peer-refused",
+                subject=ref,
+                evidence=what,
+                since_s=first_seen(context, "peer-refused", f"epochs:{peer.name}"),
+                rule="nodes that hand each other KV of a model are in the same epoch of it",
+                action=action,
+                apart=f"epochs:{peer.name}",
+            )
     yield from _unanswered(context)
 
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from kvd.console.holders import lease_holder, state_of
 from kvd.console.view import View
 from kvd.core.cache.eviction import peek
-from kvd.core.cache.namespaces import told
+from kvd.core.cache.namespaces import NO_NAMESPACE, told
 from kvd.core.inspect.schema import StateField
 from kvd.core.inspect.why import beside
 from kvd.types import ID_BYTES, count
@@ -113,7 +113,6 @@ SHOWN_AT_ONCE = 1024
 SIBLINGS_AT_ONCE = 4096
 """In one step: a millisecond at most."""
 
-NO_NAMESPACE = "(no namespace)"
 ABANDONED = frozenset({"gone", "lingering"})
 """States of holders that no engine stands for any more."""
 

@@ -94,6 +94,68 @@ async def test_what_is_asked_while_nobody_listens_is_answered_once_somebody_does
         assert (await matching).tokens == 8
 
 
+NOBODY = r"^unreachable: nobody listens at ipc://.*client.sock \(.*\), and node-a lives and answers"
+
+
+async def test_a_client_socket_that_is_gone_is_said_when_connecting(daemon: Daemon) -> None:
+    daemon.break_stream()
+    try:
+        with pytest.raises(KvdError, match=NOBODY):
+            kvd.client.connect_sync(daemon.endpoint, name="a")
+        with pytest.raises(KvdError, match=NOBODY):
+            await kvd.client.connect(daemon.endpoint, name="a")
+        await until(lambda: len(daemon.ended) == 2)
+    finally:
+        daemon.listen_again()
+
+
+async def test_calls_end_with_words_while_nobody_listens_and_go_on_once_somebody_does(
+    daemon: Daemon,
+) -> None:
+    daemon.script = script
+    async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
+        await node.match([1])
+        daemon.break_stream()
+        began_s = time.monotonic()
+        with pytest.raises(KvdError, match=NOBODY) as told:
+            await node.lease([1])
+        assert told.value.retryable
+        assert time.monotonic() - began_s < 2
+        began_s = time.monotonic()
+        with pytest.raises(KvdError, match=NOBODY):
+            await node.match([1])
+        assert time.monotonic() - began_s < 0.05
+
+        daemon.listen_again()
+
+        await until(lambda: daemon.asked(wire.CancelCall))
+        assert (await node.match([1])).tokens == 8
+        assert daemon.lives == 1
+
+
+def test_a_begun_call_ends_with_words_while_nobody_listens(daemon: Daemon) -> None:
+    daemon.script = script
+    with kvd.client.connect_sync(daemon.endpoint, name="prefill-0") as node:
+        node.match([1])
+        daemon.break_stream()
+        leasing = node.begin_lease([1])
+        began_s = time.monotonic()
+        while not node.pump():
+            assert time.monotonic() - began_s < 2
+            time.sleep(0.01)
+        with pytest.raises(KvdError, match=NOBODY):
+            leasing.poll()
+        daemon.listen_again()
+        began_s = time.monotonic()
+        while True:
+            try:
+                assert node.match([1]).tokens == 8
+            except KvdError:
+                assert time.monotonic() - began_s < 2
+            else:
+                break
+
+
 def test_the_blocking_client_dials_again_and_nobody_notices(daemon: Daemon) -> None:
     daemon.script = script
     with kvd.client.connect_sync(daemon.endpoint, name="prefill-0") as node:

@@ -133,6 +133,9 @@ def _as_known(one: ConfiguredPeer, peer: PeerState | None) -> DoctorFinding:
     if peer.layout != SAME:
         make = poor if ONE_WAY in peer.layout else wrong
         return make(check, f"{clean(peer.layout)} ({OURS})", _ALIKE)
+    if peer.epochs:
+        what, _, fix = clean(peer.epochs).partition("; ")
+        return poor(check, f"{what} ({OURS})", fix)
     took = f"{peer.round_trip_ms:.1f} ms round trip"
     return good(check, f"up, {took}, pools are laid out alike ({OURS})")
 

@@ -242,7 +242,7 @@ class KeptRooms:
             return not_for(keeper.room, keeper.awaited.destination, peer, side)
         if keeper.keeping is not None and keeper.keeping.over is not None:
             return keeper.keeping.over
-        refusal = disagreement(offer, engine, self._payload, side)
+        refusal = disagreement(offer, peer, engine, self._payload, side)
         if refusal is not None:
             turned_away(keeper, peer, refusal, self._out.at_s)
         return refusal or no_place(
