@@ -107,7 +107,7 @@ def epoch_command(
 def evict_command(target: Target, form: str, rehearsal: bool, pages: int) -> None:
     """Evict at least PAGES cached pages, in the order in which they would go anyway."""
     report = carry_out(target, admin.Evict(CALL, pages), form, rehearsal=rehearsal)
-    must_not_refuse(report, "what is left is locked or held: kvd locks names the holders")
+    must_not_refuse(report, "kvd locks names who holds or locks pages, if anybody does")
 
 
 @click.command()

@@ -3,10 +3,9 @@
 Each takes the ``Subject`` and returns findings; none changes anything or needs a daemon. Where a
 daemon runs, its limits are judged, not those of the shell that asks.
 
-Deadlines, silences and ages are measured by the monotonic clock, which nobody can set. The time of
-day counts in one place: it is the beginning of a daemon's incarnation, by which peers tell a
-restarted daemon from the one before it. The lock file keeps it growing until the host is booted
-anew; from then on it is the clock's word alone.
+Deadlines, silences and ages are measured by the monotonic clock, which nobody can set. Of two lives
+of a daemon a lock file says which is the later one. The time of day is in what is written down:
+events, logs, recordings. Peers of before there were homes compare lives by it too.
 """
 
 from __future__ import annotations
@@ -530,15 +529,15 @@ def judge_clocks(clocks: Clocks) -> list[DoctorFinding]:
 def _time_of_day(clocks: Clocks) -> DoctorFinding:
     shown = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(clocks.now_s))
     if clocks.now_s < EARLIEST_S:
-        what = f"says {shown}: peers that knew this node before refuse it as older (peer-stale)"
+        what = f"says {shown}: times in events, logs and recordings of this node are wrong"
         return wrong("clock", what, f"date -s '2026-01-31 12:00' with the right time, then {_SYNC}")
     if clocks.is_synchronised is None:
         what = "whether it is synchronised cannot be asked: the system call is not allowed here"
         return poor("clock", what, "look outside of this container: timedatectl")
     if not clocks.is_synchronised:
         what = (
-            "not synchronised: set back over a reboot, it makes this node look older than it was, "
-            "and peers refuse it (peer-stale); times of two nodes' events do not compare"
+            "not synchronised: times of two nodes' events do not compare; a peer with a kvd that "
+            "has no homes yet refuses this node when it was set back over a reboot (peer-stale)"
         )
         return poor("clock", what, _SYNC)
     return good("clock", f"synchronised, at most {clocks.max_error_s * 1e3:.0f} ms off")
