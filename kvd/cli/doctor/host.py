@@ -251,7 +251,7 @@ def user(subject: Subject) -> list[DoctorFinding]:
         fix = f"usermod -aG {group} {name}, and log in anew; or remove sockets.group"
         return [wrong("user", what, fix)]
     # Users are of a group by its list, or because it is their primary one.
-    primary = [one.pw_name for one in pwd.getpwall() if one.pw_gid == entry.gr_gid]
+    primary = [user.pw_name for user in pwd.getpwall() if user.pw_gid == entry.gr_gid]
     if members := sorted({*entry.gr_mem, *primary}):
         return [good("user", f"{me}; group {group}: {', '.join(members)}")]
     what = f"nobody is in group {group}: only {name} and root can connect to the sockets"
@@ -280,7 +280,7 @@ def recordings(subject: Subject) -> list[DoctorFinding]:
 
 def visible(path: Path) -> Path:
     """The path if this user can see it, else the nearest of its parents that can be seen."""
-    return next(one for one in (path, *path.parents) if os.path.exists(one))
+    return next(ancestor for ancestor in (path, *path.parents) if os.path.exists(ancestor))
 
 
 def devices(subject: Subject) -> list[DoctorFinding]:
@@ -550,7 +550,7 @@ def _source(subject: Subject) -> list[DoctorFinding]:
     if source not in SLOW_SOURCES:
         return []
     others = subject.text(f"{place}/available_clocksource").split()
-    better = next((one for one in others if one not in SLOW_SOURCES), "")
+    better = next((source for source in others if source not in SLOW_SOURCES), "")
     fix = f"echo {better} > /{place}/current_clocksource"
     if not better:
         fix = "look for why the kernel distrusts the TSC: dmesg | grep -i tsc"
