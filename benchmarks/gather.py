@@ -102,7 +102,7 @@ def measure_rank(group: dist.ProcessGroup, tokens: int, rounds: int) -> GatherTi
         gather.start(x, sharding, out=out).wait()
 
     took = _timed((collective, in_order, least, gathered), rounds, group)
-    ms = [statistics.median(one.clock_ms for one in of_step) for of_step in took]
+    ms = [statistics.median(timed.clock_ms for timed in of_step) for of_step in took]
     pairs = zip(took[2], took[3], strict=True)
     return GatherTimes(
         result_bytes=out.nbytes,

@@ -205,11 +205,11 @@ class TurnDecode:
             await self._arrived.wait()
             batch = list(self._running)
             await self._work.step(is_first=is_first)
-            self._memory.write(*(one.last_written() for one in batch))
+            self._memory.write(*(sequence.last_written() for sequence in batch))
             now_s = time.monotonic()
             for sequence in batch:
                 sequence.say(sequence.next_said(), now_s)
-            self._running = [one for one in self._running if not one.ended.is_set()]
+            self._running = [sequence for sequence in self._running if not sequence.ended.is_set()]
             if not self._running:
                 self._arrived.clear()
             await asyncio.sleep(0)

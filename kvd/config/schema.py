@@ -289,6 +289,6 @@ class Config(msgspec.Struct, frozen=True):
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
-    one.name: one.type for one in msgspec.structs.fields(Config) if one.name != "origins"
+    field.name: field.type for field in msgspec.structs.fields(Config) if field.name != "origins"
 }
 """Sections in the order in which they are shown; [pool] without the keys of one family alone."""

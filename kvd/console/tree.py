@@ -57,7 +57,7 @@ class Crossings:
         """Some ``HOLDERS`` leases that lock this node."""
         if not locks_of(node):
             return ()
-        return tuple([lease_holder(self._scene.node, one) for one in self._first.get(node, ())])
+        return tuple([lease_holder(self._scene.node, lease) for lease in self._first.get(node, ())])
 
 
 def first_holders(leases: Iterable[LeaseRecord]) -> dict[RadixNode, list[LeaseRecord]]:
@@ -152,7 +152,8 @@ def _table(
     """A table of nodes with these of all ``FIELDS``, some of which mean something else in it."""
     found = [FIELDS[column] for column in columns.split()]
     fields = [
-        StateField(one.column, one.unit, one.get, helps.get(one.column, one.help)) for one in found
+        StateField(field.column, field.unit, field.get, helps.get(field.column, field.help))
+        for field in found
     ]
     return NodeTable(
         name, fields, objects=objects, key=lambda one: f"node:{one.node.id}", sort=sort
@@ -179,9 +180,9 @@ def name_of(node: RadixNode) -> str:
 def beside_of(table: LeaseTable, node: RadixNode) -> str:
     """What of the components beside the first lies there: ``swa 4, state 1 (2 locks)``."""
     said = []
-    for one in beside(table, node) if node.parent is not None else ():
-        locks = f" ({one.locks} locks)" if one.locks else ""
-        said.append(f"{one.component} {one.pages or 'gone'}{locks}")
+    for component in beside(table, node) if node.parent is not None else ():
+        locks = f" ({component.locks} locks)" if component.locks else ""
+        said.append(f"{component.component} {component.pages or 'gone'}{locks}")
     return ", ".join(said)
 
 
@@ -232,7 +233,7 @@ _ALL: tuple[StateField[TreeRow], ...] = (
         "windows and snapshots that lie there",
     ),
 )
-FIELDS = {one.column: one for one in _ALL}
+FIELDS = {field.column: field for field in _ALL}
 
 
 # ---- tree ----------------------------------------------------------------------------------------
