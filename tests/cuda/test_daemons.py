@@ -1,7 +1,8 @@
-"""Pools on devices from end to end: real daemons, engines and NIXL, a double of the CUDA runtime.
+"""Pools on devices from end to end: real daemons and engines, doubles of the CUDA runtime and NIXL.
 
 The prefill daemon has its pool on cuda:0, the decode daemon on cuda:1; what engines see is memory
-of the transfer processes, opened by IPC handles.
+of the transfer processes, opened by IPC handles. No process of kvd's reaches it by the processor:
+engines alone do, whose torch stands for their kernels.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +25,7 @@ import kvd.client
 from kvd.client import HandoffError, KvdError
 from kvd.errors import Code
 from kvd.wire import admin
-from tests.cuda.double import STREAM, holders, memory_of_devices
+from tests.cuda.double import holders, memory_of_devices
 from tests.daemon.conftest import Engines, settle, until
 from tests.daemon.kv import PAGE, PAGE_BYTES, SHAPE, digest, tokens_of, write
 from tests.support.daemons import Daemon, two_daemons
@@ -33,11 +35,14 @@ if TYPE_CHECKING:
 
     from tests.cuda.double import Double
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
+ROOT = Path(__file__).parents[2]
 ON = {**SHAPE, "pool.saved_size": "8MiB", "transfer.integrity": "full"}
 
 
 @pytest.fixture(scope="module")
-def with_double(double) -> Iterator[Double]:
+def with_double(double, nixl) -> Iterator[Double]:
     """Every process that is started here finds the double, and this one does."""
     with pytest.MonkeyPatch.context() as environment:
         for name, value in double.environment.items():
@@ -98,7 +103,7 @@ async def test_pages_are_sent_as_they_are_when_the_event_comes(engines, cuda, wi
     receive = await engines.d.receive(9002, tokens, "p")
     send = await engines.p.send(9002, tokens, lease=lease)
     await send.accepted()
-    event = Recorded(cuda)
+    event = Recorded(with_double)
 
     await send.advance(64, after=event)
     await send.advance(80, after=event.ipc_handle())
@@ -135,7 +140,7 @@ async def test_pages_of_several_ranks_are_sent_when_the_event_of_each_has_come(
     receive = await engines.d.receive(9007, tokens, "p")
     send = await engines.p.send(9007, tokens, lease=lease)
     await send.accepted()
-    events = [Recorded(cuda), Recorded(cuda)]
+    events = [Recorded(with_double), Recorded(with_double)]
 
     for worker, event in zip(workers, events, strict=True):
         await worker.begin_written(lease.id, 96, after=event)
@@ -169,7 +174,7 @@ async def test_a_handoff_whose_kernels_fail_fails_alone(engines, cuda, with_doub
     receive = await engines.d.receive(9003, tokens, "p")
     send = await engines.p.send(9003, tokens, lease=lease)
     await send.accepted()
-    event = Recorded(cuda)
+    event = Recorded(with_double)
     await send.advance(64, after=event)
     with_double.break_event(event.event)
 
@@ -211,9 +216,10 @@ async def test_an_engine_that_does_not_see_the_device_is_told_so(engines, monkey
 class Recorded:
     """As ``torch.cuda.Event(interprocess=True)``, recorded in a stream that has not come to it."""
 
-    def __init__(self, cuda) -> None:
+    def __init__(self, double) -> None:
+        cuda = double.runtime
         self.event = cuda.event(0)
-        cuda.record(self.event, STREAM)
+        cuda.record(self.event, double.held())
         self._cuda = cuda
 
     def ipc_handle(self) -> bytes:
@@ -321,6 +327,7 @@ def engine_of(daemon: Daemon) -> Iterator[subprocess.Popen[str]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, "DOUBLE_MEMORY": "reachable"},
     ) as child:
         yield child
         child.stdin.close()
@@ -333,7 +340,7 @@ def engine_of(daemon: Daemon) -> Iterator[subprocess.Popen[str]]:
         ({}, {"CUDART_LIBRARY": "/nowhere"}, 78, "no CUDA device can be used here: /nowhere:"),
         ({}, {"DOUBLE_COUNT_ERROR": "100"}, 1, "counting devices: cudaErrorNoDevice (100)"),
         ({}, {"DOUBLE_BYTES": "4194304"}, 1, "lower pool.pages or pool.size"),
-        ({}, {"DOUBLE_SIDE": "2"}, 1, "nixl-cu12 or nixl-cu13"),
+        ({}, {"PYTHONPATH": str(ROOT)}, 1, "nixl-cu12 or nixl-cu13"),
         ({"pool.backing": "shm"}, {}, 78, "is refused with pool.backing = shm: memory of a device"),
         (
             {"pool.tp_size": "2", "pool.device": "cuda:1"},
