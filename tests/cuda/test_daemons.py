@@ -28,6 +28,7 @@ from kvd.wire import admin
 from tests.cuda.double import holders, memory_of_devices
 from tests.daemon.conftest import Engines, settle, until
 from tests.daemon.kv import PAGE, PAGE_BYTES, SHAPE, digest, tokens_of, write
+from tests.gpu.face import ILLEGAL_ADDRESS
 from tests.support.daemons import Daemon, two_daemons
 
 if TYPE_CHECKING:
@@ -201,6 +202,38 @@ async def test_a_retracted_lease_leaves_the_device_and_comes_back(engines):
     assert digest(engines.d, lease.pages) == before
     await other.release(())
     await lease.release(())
+
+
+def test_an_engine_without_a_torch_for_cuda_is_told_so_and_touches_nothing(pair):
+    """Its processor does not reach the pool: an engine that did would be dead."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE, pair.decode.client],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 1, done.stderr
+    assert "has no CUDA: install a CUDA build of torch" in done.stderr
+    settle(pair)
+
+
+async def test_tensors_are_let_go_of_in_silence_when_the_device_has_failed(engines, with_double):
+    """Whoever drops the last one could not do anything about it."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", told.append)
+        patch.setattr(sys, "excepthook", lambda *words: told.append(words))
+        engines.d.pool("main").layer(0)
+        with_double.poison(ILLEGAL_ADDRESS)
+        try:
+            engines.d.pool("main").close()
+        finally:
+            with_double.poison(0)
+
+    assert not told, told
+    engines.d.pool("main").layer(0)
 
 
 async def test_an_engine_that_does_not_see_the_device_is_told_so(engines, monkeypatch):
