@@ -67,7 +67,7 @@ def must_not_refuse(report: Report, advice: str) -> None:
 
 @click.command()
 @click.option("--strict", is_flag=True, help="Change nothing at all if any cached page is locked.")
-@click.option("--namespace", help="Of this one, of a family all members; without, all of them.")
+@click.option("--namespace", help="Of this one and its members, NAME#...; without, all of them.")
 @with_target
 @with_format
 @with_rehearsal
@@ -92,9 +92,9 @@ def epoch_command(
 ) -> None:
     """Say that the weights behind NAMESPACE are number EPOCH: nothing of before is found again.
 
-    Without EPOCH they are the next ones. It is of a family: llama, and every llama#... with it. An
-    epoch goes up only, and the next daemon begins in it. Leases of before keep their pages until
-    they are released; sends that nobody has begun to receive end.
+    Without EPOCH they are the next ones. It is of a base and its members: llama, and every
+    llama#... An epoch goes up only, and the next daemon begins in it. Leases of before keep their
+    pages until they are released; sends that nobody has begun to receive end.
     """
     carry_out(target, admin.RaiseEpoch(CALL, namespace, epoch), form, rehearsal=rehearsal)
 

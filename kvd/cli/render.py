@@ -120,18 +120,18 @@ class TextTable:
         return Group(*lines)
 
 
-MAX_FAMILIES = 8
-"""Families of namespaces in a status; --format json has all."""
+MAX_EPOCHS = 8
+"""Epochs in a status; --format json has all."""
 
 
-def _epochs(by_family: dict[str, int]) -> str:
-    """The epoch of each family that was told of new weights."""
+def _epochs(by_base: dict[str, int]) -> str:
+    """The epoch of each base that was told of new weights."""
     first = [
-        clean(f"{family or '(no name)'} {epoch}")
-        for family, epoch in list(by_family.items())[:MAX_FAMILIES]
+        clean(f"{base or '(no name)'} {epoch}")
+        for base, epoch in list(by_base.items())[:MAX_EPOCHS]
     ]
-    more = len(by_family) - len(first)
-    return f"{len(by_family)}  {', '.join(first)}{f' and {more} more' if more else ''}"
+    more = len(by_base) - len(first)
+    return f"{len(by_base)}  {', '.join(first)}{f' and {more} more' if more else ''}"
 
 
 def nothing(what: str) -> Text:

@@ -526,7 +526,7 @@ class Node:
         new weights say ``new_epoch``.
 
         Args:
-            namespace: of a family (no ``#`` in it): all its members too. ``llama`` drops ``llama``
+            namespace: of a base (no ``#`` in it) all its members too: ``llama`` drops ``llama``
                 and every ``llama#...``, ``llama#salt=1`` that alone.
         """
         return await self._flushed(
@@ -536,7 +536,7 @@ class Node:
     async def new_epoch(self, namespace: str, epoch: int | None = None) -> FlushResult:
         """The weights of a model have changed: nothing of it that was cached is found again.
 
-        An epoch is of a family of namespaces: ``llama``, and every ``llama#...`` that a salt or an
+        An epoch is of a base and its members: ``llama``, and every ``llama#...`` that a salt or an
         adapter makes of it. It counts for every call behind this one, and is answered when it is on
         disk: the next daemon of this node begins in it. Each engine of a node may say the same
         number: the first one counts.
@@ -547,7 +547,7 @@ class Node:
         refused as ``prompt-mismatch``, with both numbers.
 
         Args:
-            namespace: of any member of the family. It is in epoch 0 at first.
+            namespace: of any member of the base. It is in epoch 0 at first.
             epoch: the number of the weights; it goes up only. None: the next one; the answer says
                 which that is.
 

@@ -109,8 +109,8 @@ class CacheSection(msgspec.Struct, frozen=True):
     epochs_directory: Annotated[str | None, rule("an absolute path"), example("/var/lib/kvd")] = (
         None
     )
-    """Where NAME.epochs is kept, which tells the next daemon of this node the epoch of each family
-    of namespaces. Left out: beside sockets.client, which a restart of the host empties."""
+    """Where NAME.epochs is kept, which tells the next daemon of this node the epochs of its
+    namespaces. Left out: beside sockets.client, which a restart of the host empties."""
 
 
 class EngineSection(msgspec.Struct, frozen=True):

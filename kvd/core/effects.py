@@ -244,10 +244,11 @@ class NoteEnded(msgspec.Struct, frozen=True, tag="NoteEnded"):
 
 
 class KeepEpochs(msgspec.Struct, frozen=True, tag="KeepEpochs"):
-    """Write down the epoch of each family, for the next daemon of this node; say ``EpochsKept``."""
+    """Write down the epoch of each base, for the next daemon of this node; say ``EpochsKept``."""
 
     ticket: int
-    by_family: dict[str, int]
+    by_base: dict[str, int] = msgspec.field(name="by_family")
+    """By base of namespaces; recordings have the other name."""
 
 
 TransferOrder = (

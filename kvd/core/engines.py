@@ -13,7 +13,7 @@ from mypy_extensions import mypyc_attr
 from kvd.core import effects
 from kvd.core.cache.lease import ENGINE, Claim, Shortage
 from kvd.core.cache.lease_record import LeaseRecord
-from kvd.core.cache.namespaces import family_of, keys_meant
+from kvd.core.cache.namespaces import base_of, keys_meant
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.handoff.posts import no_event
@@ -234,23 +234,23 @@ class Engines:
         return None
 
     def _begin_epoch(self, session: int, message: client.BeginEpoch, _: Tokens) -> Refusal | None:
-        """Its family is in that epoch from now on; the answer comes when it is on disk."""
+        """Its base is in that epoch from now on; the answer comes when it is on disk."""
         epochs, namespace = self._epochs, message.namespace
         refusal = epochs.flaw(namespace, message.epoch)
         if refusal is not None:
             return refusal
-        family, epoch = family_of(namespace), epochs.after(namespace, message.epoch)
+        base, epoch = base_of(namespace), epochs.after(namespace, message.epoch)
         if epoch == epochs.now(namespace):
             # Each engine of the node says it after the same update: the first has done it.
             report = client.FlushReport(message.call, 0, 0, epoch=epoch)
         else:
             who = self._sessions.by_id[session].name
             sends, out = self._prefiller, self._out
-            begin_epoch(epochs, sends, out, family=family, epoch=epoch, who=who)
+            begin_epoch(epochs, sends, out, base=base, epoch=epoch, who=who)
             # Of no use to anybody from now on; what is locked goes when it is the oldest.
-            report = self._flush(message.call, family)
+            report = self._flush(message.call, base)
         self._node.epoch_answers.answer(
-            EpochAnswer(family, self._out.at_s, report=report, session=session)
+            EpochAnswer(base, self._out.at_s, report=report, session=session)
         )
         return None
 

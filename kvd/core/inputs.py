@@ -329,12 +329,13 @@ class Tick(TimedInput, frozen=True, tag="Tick"):
 
 
 class EpochsFound(TimedInput, frozen=True, tag="EpochsFound"):
-    """The epochs of families that the daemon before has kept; before ``PoolAdopted``.
+    """The epochs of namespaces that the daemon before has kept; before ``PoolAdopted``.
 
     ``is_first``: none has kept any, so its namespaces may bear epochs in their names.
     """
 
-    by_family: dict[str, int]
+    by_base: dict[str, int] = msgspec.field(name="by_family")
+    """By base; recordings have the other name."""
     is_first: bool = False
 
 

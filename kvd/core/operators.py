@@ -24,7 +24,7 @@ from kvd.core import effects
 from kvd.core.audit.invariants import faults
 from kvd.core.cache.eviction import victims
 from kvd.core.cache.lease import ENGINE
-from kvd.core.cache.namespaces import bad_name, family_of, keys_meant, quoted
+from kvd.core.cache.namespaces import bad_name, base_of, keys_meant, quoted
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.handoff.receive import ASKING
 from kvd.core.handoff.send import WRITING
@@ -72,7 +72,7 @@ class Operators:
         elif isinstance(got.message, admin.RaiseEpoch) and isinstance(answer, admin.Report):
             self._node.epoch_answers.answer(
                 EpochAnswer(
-                    family_of(got.message.namespace),
+                    base_of(got.message.namespace),
                     self._out.at_s,
                     report=answer,
                     operator=got.operator,
@@ -180,19 +180,19 @@ def flush(node: NodeView, got: admin.Flush) -> VerbPlan | Refusal:
 
 
 def raise_epoch(node: NodeView, got: admin.RaiseEpoch) -> VerbPlan | Refusal:
-    """What is cached of a family is never found again, and dropped as far as nobody locks it."""
+    """What is cached of a base is never found again, and dropped as far as nobody locks it."""
     epochs = node.epochs
     refusal = epochs.flaw(got.namespace, got.epoch)
     if refusal is not None:
         return refusal
-    family, epoch = family_of(got.namespace), epochs.after(got.namespace, got.epoch)
-    before = epochs.now(family)
+    base, epoch = base_of(got.namespace), epochs.after(got.namespace, got.epoch)
+    before = epochs.now(base)
     if epoch == before:
-        note = f"{family!r} is in epoch {before} already"
+        note = f"{base!r} is in epoch {before} already"
         return VerbPlan(admin.Report(got.call, {"freed_pages": 0}, (), notes=(note,)), _nothing)
-    keys = keys_meant(family, node.leases.tree.roots)
-    sends = node.prefiller.waiting_of_family(family)
-    notes = [f"{family!r} and its members ({family}#...) go from epoch {before} to {epoch}"]
+    keys = keys_meant(base, node.leases.tree.roots)
+    sends = node.prefiller.waiting_of_base(base)
+    notes = [f"{base!r} and its members ({base}#...) go from epoch {before} to {epoch}"]
     notes += [f"{_said_of_send(part, _freed_by_sender(part))}: it ends" for part in sends]
     # Of these a lease ends that nobody else has, and what it locks is dropped.
     ending = {f"send {part.id}" for part in sends}
@@ -204,8 +204,8 @@ def raise_epoch(node: NodeView, got: admin.RaiseEpoch) -> VerbPlan | Refusal:
 
     def begin() -> None:
         who = "an operator"
-        begin_epoch(epochs, node.prefiller, node.out, family=family, epoch=epoch, who=who)
-        node.leases.flush(keys, family)
+        begin_epoch(epochs, node.prefiller, node.out, base=base, epoch=epoch, who=who)
+        node.leases.flush(keys, base)
 
     return VerbPlan(report, begin)
 

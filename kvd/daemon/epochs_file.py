@@ -44,7 +44,7 @@ class KeptEpochs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is in the file, as JSON."""
 
     epochs: dict[str, Annotated[int, Meta(ge=0, le=MAX_EPOCH)]]
-    """By family of namespaces."""
+    """By base of namespaces."""
     format: Annotated[int, Meta(ge=FORMAT, le=FORMAT)] = FORMAT
 
 
@@ -185,7 +185,7 @@ class EpochKeeper:
     def keep(self, effect: KeepEpochs) -> None:
         """Write them in a thread, and say how it went."""
         loop = asyncio.get_running_loop()
-        write = self._write = loop.run_in_executor(None, self._file.write, effect.by_family)
+        write = self._write = loop.run_in_executor(None, self._file.write, effect.by_base)
 
         def over(done: asyncio.Future[None]) -> None:
             error = None if done.cancelled() else done.exception()

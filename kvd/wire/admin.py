@@ -78,11 +78,11 @@ class Flush(OperatorRequest, frozen=True, tag="flush"):
 
     mode: Name = "unlocked"
     namespace: Namespace | None = None
-    """Of this one, and of its members where it is a family; None: all of them."""
+    """Of this one, and of its members where it is a base; None: all of them."""
 
 
 class RaiseEpoch(OperatorRequest, frozen=True, tag="epoch"):
-    """A family has new weights: what is cached of it is never found again. ``Report``."""
+    """A base and its members have new weights: what is cached is never found again. ``Report``."""
 
     namespace: Namespace
     epoch: Figure | None = None

@@ -417,7 +417,7 @@ class ForgetPrompts(msgspec.Struct, frozen=True, array_like=True, tag="forget-pr
 class FlushNamespace(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
     """Drop what is cached of a namespace now and not locked. Answer: ``FlushReport``.
 
-    The name of a family (without ``#``) means all its members.
+    The name of a base (without ``#``) means all its members.
     """
 
     call: Call
@@ -425,7 +425,7 @@ class FlushNamespace(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
 
 
 class BeginEpoch(msgspec.Struct, frozen=True, array_like=True, tag="epoch"):
-    """A family of namespaces has new weights: what is cached of it is never found again.
+    """A base and its members have new weights: what is cached of them is never found again.
 
     ``epoch`` goes up only; the one that it is in changes nothing, None is the next one. Answer,
     when the next daemon would know it too: ``FlushReport``.

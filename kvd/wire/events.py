@@ -402,7 +402,7 @@ class Flushed(NumberedEvent, frozen=True, kw_only=True, tag="flushed"):
 
 
 class EpochBegan(NumberedEvent, frozen=True, kw_only=True, tag="epoch"):
-    """A family of namespaces has new weights: nothing that was cached of it is found again."""
+    """A base and its members have new weights: nothing that was cached of them is found again."""
 
     namespace: str
     epoch: int

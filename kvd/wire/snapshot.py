@@ -364,4 +364,4 @@ class Snapshot(msgspec.Struct, frozen=True):
     drain: DrainState | None = None
     """None while the node serves."""
     epochs: dict[str, int] = {}
-    """By family of namespaces, those that were told of new weights; the others are in epoch 0."""
+    """By base of namespaces, those that were told of new weights; the others are in epoch 0."""

@@ -270,7 +270,7 @@ class Side(NodeShell):
             self.unkept.append(effect)
             return
         if not self.disk_fails:
-            self.disk = dict(effect.by_family)
+            self.disk = dict(effect.by_base)
         self.inbox.append(inputs.EpochsKept(0.0, effect.ticket, self.disk_fails))
 
     def let_disk_go(self) -> None:

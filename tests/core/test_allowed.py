@@ -44,9 +44,9 @@ def test_a_pull_is_of_the_namespaces_that_are_named(epoch):
     every = {*NAMES}
     assert reads(epoch=epoch) == every
     assert reads("d", "e:x", epoch=epoch) == every
-    family = {"llama", "llama#salt=1", "llama#salt=2"}
-    assert reads("d:llama", epoch=epoch) == family
-    assert reads("d:llama", "d:qwen", "e", epoch=epoch) == {*family, "qwen"}
+    members = {"llama", "llama#salt=1", "llama#salt=2"}
+    assert reads("d:llama", epoch=epoch) == members
+    assert reads("d:llama", "d:qwen", "e", epoch=epoch) == {*members, "qwen"}
     assert reads("d:llama#salt=1", epoch=epoch) == {"llama#salt=1"}
     assert reads("d:", epoch=epoch) == {"", "#x"}
     assert reads("d:nothing", epoch=epoch) == set()

@@ -1,4 +1,4 @@
-"""Namespaces that are flushed, and families of them whose weights have changed."""
+"""Namespaces that are flushed, and those whose weights have changed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvd.core.audit.invariants import violations
 from kvd.core.cache.namespaces import (
     SEPARATOR,
     bad_name,
+    base_of,
     epoch_in,
-    family_of,
     key_of,
     name_in,
     quoted,
@@ -32,7 +32,7 @@ from tests.core.test_prompts import about
 from tests.core.world import PAGE, World, tokens
 
 PROMPT = tokens((1, 6 * PAGE))
-FAMILY = ("m", "m#salt=1", "m#lora=a;salt=2")
+MEMBERS = ("m", "m#salt=1", "m#lora=a;salt=2")
 OTHERS = ("", "m ", "mm", "m2#salt=1")
 
 
@@ -82,9 +82,9 @@ def test_a_flush_is_of_one_namespace_and_names_who_locks_what_stays():
 
 
 @pytest.mark.parametrize("of_operator", [False, True])
-def test_a_flush_of_a_family_takes_its_members_and_one_of_a_member_takes_that_alone(of_operator):
+def test_a_flush_of_a_base_takes_its_members_and_one_of_a_member_takes_that_alone(of_operator):
     side = World(d_pages=100).d
-    for namespace in (*FAMILY, *OTHERS):
+    for namespace in (*MEMBERS, *OTHERS):
         cached(side, PROMPT, namespace)
 
     def flush(namespace):
@@ -93,9 +93,9 @@ def test_a_flush_of_a_family_takes_its_members_and_one_of_a_member_takes_that_al
         return side.call(client.FlushNamespace, namespace=namespace).freed_pages
 
     assert flush("m#salt=1") == 6
-    assert [found(side, name) for name in FAMILY] == [6 * PAGE, 0, 6 * PAGE]
+    assert [found(side, name) for name in MEMBERS] == [6 * PAGE, 0, 6 * PAGE]
     assert flush("m") == 12
-    assert [found(side, name) for name in FAMILY] == [0, 0, 0]
+    assert [found(side, name) for name in MEMBERS] == [0, 0, 0]
     assert [found(side, name) for name in OTHERS] == [6 * PAGE] * 4
     # A namespace of which there is nothing is not all of them.
     assert flush("nobody") == 0
@@ -127,18 +127,18 @@ def test_nothing_of_before_is_found_in_a_new_epoch_and_leases_of_before_go_on():
 
 
 @pytest.mark.parametrize("said_of", ["m", "m#salt=1"])
-def test_an_epoch_is_of_the_family_whichever_member_is_named(said_of):
+def test_an_epoch_is_of_the_base_whichever_member_is_named(said_of):
     side = World(d_pages=100).d
-    for namespace in (*FAMILY, *OTHERS):
+    for namespace in (*MEMBERS, *OTHERS):
         cached(side, PROMPT, namespace)
-    running = [side.lease(PROMPT, namespace=name) for name in FAMILY]
+    running = [side.lease(PROMPT, namespace=name) for name in MEMBERS]
 
     assert begin(side, said_of).epoch == 1
 
-    assert [found(side, name) for name in FAMILY] == [0, 0, 0]
+    assert [found(side, name) for name in MEMBERS] == [0, 0, 0]
     for lease in running:
         side.call(client.CommitAndRelease, lease=lease.lease)
-    assert [found(side, name) for name in FAMILY] == [0, 0, 0]
+    assert [found(side, name) for name in MEMBERS] == [0, 0, 0]
     assert [found(side, name) for name in OTHERS] == [6 * PAGE] * 4
     assert snapshot(side.node).epochs == {"m": 1}
 
@@ -197,7 +197,7 @@ def test_a_lease_of_before_is_not_sent_under_the_new_weights():
 
 def test_an_operator_says_it_too_and_rehearses_it_first():
     side = World().d
-    for name in FAMILY[:2]:
+    for name in MEMBERS[:2]:
         cached(side, PROMPT, name)
     verb = admin.RaiseEpoch(1, "m", 2)
     rehearsed = side.ask(admin.Rehearse(1, verb))
@@ -278,7 +278,7 @@ def test_a_key_leads_back_and_is_nobody_elses(namespace, epoch):
         return
     key = key_of(namespace, epoch)
     assert (name_in(key), epoch_in(key)) == (namespace, epoch)
-    assert family_of(key) == family_of(namespace)
+    assert base_of(key) == base_of(namespace)
     assert (bad_name(key, "n") is None) is (epoch == 0)
     assert SEPARATOR not in told(key) + quoted(key)
 
@@ -384,12 +384,12 @@ def test_the_next_daemon_begins_in_the_epoch_though_its_pool_is_lost():
     assert not any(isinstance(one, effects.KeepEpochs) for one in world.p.effects)
 
 
-def adopting(by_family, *keys, is_first=False):
+def adopting(by_base, *keys, is_first=False):
     """A new node that finds the epochs of the one before, and a page cached under each key."""
     side = World().d
     side.life += 1
     side.begin()
-    side.feed(inputs.EpochsFound(1.0, by_family, is_first))
+    side.feed(inputs.EpochsFound(1.0, by_base, is_first))
     branches = tuple(
         inputs.Branch(-1, key, tokens((1, PAGE)), Pages(pack_ids([page])))
         for page, key in enumerate(keys, start=1)
@@ -483,7 +483,7 @@ def test_nodes_in_different_epochs_pull_nothing_and_say_both(p_epoch, d_epoch, n
     fix = f"run on {behind}: kvd epoch m {max(p_epoch, d_epoch)}"
     of_p = f"p is in epoch {p_epoch} of 'm', d in {d_epoch}: "
     both_say(world, of_p, f"d is in epoch {d_epoch} of 'm', p in {p_epoch}: ", fix)
-    # Another family is none of it.
+    # Another base is none of it.
     cached(world.p, PROMPT, "x")
     assert isinstance(pull(world, "x"), client.Receiving)
 
@@ -515,7 +515,7 @@ def test_a_pull_of_a_peer_that_says_no_epoch_is_one_in_epoch_0():
         if isinstance(one, effects.SendToPeer) and isinstance(one.message, PrefixFound)
     )
     assert told.refusal.numbers == {"epoch": 7, "peer_epoch": 0}
-    # What that version called its epochs is the name of another family here.
+    # What that version called its epochs is the name of another base here.
     named = msgspec.structs.replace(old, ask=2, namespace=f"m{FORMER_MARK}7")
     world.inject(world.p, named, world.d)
     assert snapshot(world.p.node).rooms == ()
@@ -611,7 +611,7 @@ def sent(world, room=7, namespace="m", **fields):
     return world.p.call(client.HandOver, PROMPT, ends_lease=True, **fields)
 
 
-@pytest.mark.parametrize("namespace", FAMILY)
+@pytest.mark.parametrize("namespace", MEMBERS)
 @pytest.mark.parametrize("ttl_s", [0.0, 5.0])
 def test_what_nobody_has_come_for_is_ended_by_a_new_epoch(namespace, ttl_s):
     world = World()
@@ -648,7 +648,7 @@ def test_a_send_of_an_arena_ends_by_the_namespace_that_was_said_with_it():
     assert received(world.d)
 
 
-def test_sends_of_other_families_go_on():
+def test_sends_of_other_namespaces_go_on():
     world = World()
     sent(world, namespace="mm")
     begin(world.p)

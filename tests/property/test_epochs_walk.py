@@ -1,4 +1,4 @@
-"""Two nodes whose weights change at any moment, each in its own time, in families of namespaces.
+"""Two nodes whose weights change at any moment, each in its own time, under bases of namespaces.
 
 Every page holds the KV of its tokens, its namespace and the epoch it was computed in. Whatever
 is found, pulled or received in an epoch is of that epoch: engines look at every page that they are
@@ -15,7 +15,7 @@ from collections import Counter
 
 import pytest
 
-from kvd.core.cache.namespaces import family_of
+from kvd.core.cache.namespaces import base_of
 from kvd.core.inspect.snapshot import snapshot
 from kvd.errors import Code
 from kvd.types import ID_BYTES, Tokens, pack_ids
@@ -52,7 +52,7 @@ class Weights:
         self.rng = random.Random(seed)
         self.world = World(p_pages=90, d_pages=90)
         self.epochs: dict[tuple[str, str], int] = {}
-        """By node and family."""
+        """By node and base."""
         self.held: dict[str, list[Held]] = {"p": [], "d": []}
         self.asked: dict[int, tuple[Tokens, str, int]] = {}
         """By call of the decode side."""
@@ -60,7 +60,7 @@ class Weights:
         self.heard = 0
 
     def epoch(self, side: Side, namespace: str) -> int:
-        return self.epochs.get((side.name, family_of(namespace)), 0)
+        return self.epochs.get((side.name, base_of(namespace)), 0)
 
     def draw(self) -> tuple[Side, Tokens, str]:
         side = self.rng.choice([self.world.p, self.world.d])
@@ -112,7 +112,7 @@ class Weights:
             return
         assert not isinstance(said, client.Failed | admin.AdminFailed), said
         if after:
-            self.epochs[side.name, family_of(namespace)] = after
+            self.epochs[side.name, base_of(namespace)] = after
         done["an epoch"] += 1
 
     def flush(self) -> None:
@@ -173,7 +173,7 @@ class Weights:
             self.heard = 0
         self.world.restart(side)
         side.attach()
-        kept = {family: epoch for (name, family), epoch in self.epochs.items() if name == side.name}
+        kept = {base: epoch for (name, base), epoch in self.epochs.items() if name == side.name}
         assert snapshot(side.node).epochs == kept
         done["a restart"] += 1
 

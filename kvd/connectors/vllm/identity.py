@@ -8,8 +8,8 @@ What only decides how values are computed (kernels, compilation, batches, ranks)
 cannot be described is a random number: such an engine shares with nobody.
 
 A name reads ``PARTITION/MODEL@REVISION:DTYPE:DIGEST``; requests with an adapter or a salt have
-``#lora=...;salt=...`` behind it. What stands before the ``#`` is the family: new weights end what
-is cached of all its members at once.
+``#lora=...;salt=...`` behind it. What stands before the ``#`` is the base: new weights end what is
+cached of all its members at once.
 
 Nothing here imports vLLM: its objects are read by the names of their fields.
 """
@@ -39,7 +39,7 @@ SCHEME: Final = 1
 """Of what is digested: another number is another name for the same KV."""
 
 MEMBER: Final = "#"
-"""Between a family and what tells its members apart."""
+"""Between a base and what tells its members apart."""
 
 MOST: Final = {
     "partition": 24,
@@ -498,11 +498,11 @@ def adapter_rules(lora_config: Any) -> str:
     return gathered.found["lora"]
 
 
-def namespace_of(family: str, adapter: str | None, salt: str | None) -> str:
-    """Requests that share KV have one namespace: of an engine's family, adapter and cache salt.
+def namespace_of(base: str, adapter: str | None, salt: str | None) -> str:
+    """Requests that share KV have one namespace: of an engine's base, adapter and cache salt.
 
     Args:
-        family: an identity's namespace.
+        base: an identity's namespace.
         adapter: as ``AdapterQuestion`` says it.
         salt: as the request says it: a secret of its user, maybe, and tables show namespaces.
     """
@@ -514,7 +514,7 @@ def namespace_of(family: str, adapter: str | None, salt: str | None) -> str:
         members.append(f"lora={name}")
     if salt:
         members.append(f"salt={digest_of(salt)}")
-    return f"{family}{MEMBER}{';'.join(members)}" if members else family
+    return f"{base}{MEMBER}{';'.join(members)}" if members else base
 
 
 class PendingName(Protocol):
@@ -532,10 +532,10 @@ class PendingName(Protocol):
 class RequestNamespace:
     """That of one request: see ``namespace_of``."""
 
-    def __init__(self, family: str, adapter: PendingName | None, salt: str | None) -> None:
+    def __init__(self, base: str, adapter: PendingName | None, salt: str | None) -> None:
         self.known = ""
         """Once ``poll`` has said it."""
-        self._family = family
+        self._base = base
         self._adapter = adapter
         self._salt = salt
 
@@ -550,7 +550,7 @@ class RequestNamespace:
             adapter = self._adapter.poll()
             if adapter is None:
                 return None
-        self.known = namespace_of(self._family, adapter, self._salt)
+        self.known = namespace_of(self._base, adapter, self._salt)
         return self.known
 
 

@@ -5,10 +5,10 @@
 
 No name from outside may have a control character, so no name is another one in some epoch: what was
 cached before an epoch begins can never be found in it, whatever it was called. What is shown to
-anybody is ``told``. The *family* of a namespace is what stands before its first ``#``: ``llama``
-and ``llama#salt=1`` are of one family, and a family has one epoch (``leases.epochs``).
+anybody is ``told``. The *base* of a namespace is what stands before its first ``#``: ``llama``
+and ``llama#salt=1`` are members of the base ``llama``, which has one epoch (``leases.epochs``).
 
-What must not live here: which epoch a family is in.
+What must not live here: which epoch a base is in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEPARATOR: Final = "\x1f"
 """Between a name and its epoch."""
 
 MEMBER: Final = "#"
-"""Behind it stands what tells the members of a family apart."""
+"""Behind it stands what tells the members of a base apart."""
 
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
 
@@ -47,17 +47,17 @@ def epoch_in(key: str) -> int:
     return int(number) if number.isascii() and number.isdigit() else 0
 
 
-def family_of(namespace: str) -> str:
-    """The family of a namespace, given by its name or its key."""
+def base_of(namespace: str) -> str:
+    """The base of a namespace, given by its name or its key."""
     return name_in(namespace).partition(MEMBER)[0]
 
 
 def keys_meant(namespace: str, keys: Iterable[str]) -> tuple[str, ...]:
     """Those of ``keys`` that a flush of ``namespace`` is about, in whatever epoch.
 
-    The name of a family means all its members, the name of a member that one alone.
+    The name of a base means all its members, the name of a member that one alone.
     """
-    return tuple(key for key in keys if namespace in {name_in(key), family_of(key)})
+    return tuple(key for key in keys if namespace in {name_in(key), base_of(key)})
 
 
 NO_NAMESPACE: Final = "(no namespace)"
@@ -77,16 +77,16 @@ def quoted(key: str) -> str:
 
 
 def epochs_differ(key: str, *, side: str, peer: str, peer_epoch: int) -> str:
-    """For people: which epochs of one family these two nodes are in, and what to type where.
+    """For people: which epochs of one base these two nodes are in, and what to type where.
 
     ``key`` is that of ``side``. The last half sentence is the command.
     """
-    epoch, family = epoch_in(key), family_of(key)
+    epoch, base = epoch_in(key), base_of(key)
     behind = peer if peer_epoch < epoch else side
     return (
-        f"{side} is in epoch {epoch} of {family!r}, {peer} in {peer_epoch}: KV of other weights is "
+        f"{side} is in epoch {epoch} of {base!r}, {peer} in {peer_epoch}: KV of other weights is "
         f"not handed over; once both have the same weights, run on {behind}: "
-        f"kvd epoch {shlex.quote(family)} {max(epoch, peer_epoch)}"
+        f"kvd epoch {shlex.quote(base)} {max(epoch, peer_epoch)}"
     )
 
 

@@ -157,7 +157,6 @@ class NamedRequest:
         n_tokens: int,
         lease: int = 0,
         pages: Pages = NO_PAGES,
-        have_tokens: int = 0,
         cache: bool = True,
     ) -> None:
         self.id = request_id
@@ -172,7 +171,7 @@ class NamedRequest:
         """The lease that was sent, or the arena that is sent from or received into."""
         self.pages = pages
         """Of an arena."""
-        self.have_tokens = have_tokens
+        self.have_tokens = 0
         """The first of its pages is for the tokens behind these."""
         self.cache = cache
         """Whether what is written into its lease may be found by others."""

@@ -59,7 +59,7 @@ def received_request(message: client.ReceiveRequest, tokens: Tokens) -> NamedReq
     """What a receive is called; None: nothing."""
     if not message.request_id:
         return None
-    return NamedRequest(
+    named = NamedRequest(
         message.request_id,
         verb="receive",
         namespace=message.namespace,
@@ -67,9 +67,10 @@ def received_request(message: client.ReceiveRequest, tokens: Tokens) -> NamedReq
         n_tokens=count(tokens),
         lease=message.arena,
         pages=Pages(message.pages),
-        have_tokens=message.have_tokens,
         cache=message.cache,
     )
+    named.have_tokens = message.have_tokens
+    return named
 
 
 def sends_prompt_of(lease: LeaseRecord, tokens: Tokens, namespace: str) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from mypy_extensions import mypyc_attr
 
-from kvd.core.cache.namespaces import family_of
+from kvd.core.cache.namespaces import base_of
 from kvd.core.handoff.parts import FailedSend, SendPart
 from kvd.core.handoff.posts import Posts
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger
@@ -103,22 +103,22 @@ class Prefiller:
 
     # ---- rooms that are kept -----------------------------------------------------------------
 
-    def waiting_of_family(self, family: str) -> list[SendPart]:
-        """The sends of a family of namespaces that nobody has begun to receive."""
+    def waiting_of_base(self, base: str) -> list[SendPart]:
+        """The sends of a base and its members that nobody has begun to receive."""
         return [
             part
             for part in self.rooms.live()
             if part.state is P.AWAIT_OFFER
             and part.engine is not None
-            and family_of(part.engine.namespace) == family
+            and base_of(part.engine.namespace) == base
         ]
 
-    def end_family(self, family: str, why: Refusal) -> None:
+    def end_base(self, base: str, why: Refusal) -> None:
         """It has new weights: what was computed with the old ones is sent to nobody who comes now.
 
         Who receives it already goes on.
         """
-        for part in self.waiting_of_family(family):
+        for part in self.waiting_of_base(base):
             if part.keeping is None:
                 self.give_up_send(part, why)
             # Its engine still writes it for them: the room ends with ``finish``.

@@ -1,10 +1,10 @@
-"""Generations of families of namespaces: what was cached before new weights is never found again.
+"""Generations of namespaces: what was cached before new weights is never found again.
 
 A namespace in epoch 3 is a namespace of its own to the tree, to leases and to handoffs: its key has
 the number behind it (``cache.namespaces``). So a request that says ``llama`` means ``llama`` in the
 epoch of now, a lease of before keeps the key that it began with, and two nodes in different epochs
 have different prompts. Epoch 0 is the name alone: a node that was never told of an epoch looks at
-none. An epoch is of a whole family: ``llama`` and every ``llama#...``.
+none. An epoch is of a base and its members: ``llama`` and every ``llama#...``.
 
 An epoch counts from the step in which it is said, and is answered when it is on disk: whoever has
 heard of it finds the next daemon of this node in it too (``EpochAnswers``)::
@@ -27,9 +27,9 @@ from kvd.core.cache.namespaces import (
     MEMBER,
     SEPARATOR,
     bad_name,
+    base_of,
     epoch_in,
     epochs_differ,
-    family_of,
     key_of,
     name_in,
 )
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvd.core.outbox import Outbox
 
 MOST_EPOCHS: Final = 4096
-"""Families that may have one at a time; each costs some hundred bytes, here and on disk."""
+"""Bases that may have one at a time; each costs some hundred bytes, here and on disk."""
 
 MAX_EPOCH: Final = 2**53 - 1
 
@@ -59,7 +59,7 @@ FORMER_MARK: Final = " @epoch "
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Epochs:
-    """The epoch of each family that has one.
+    """The epoch of each base that has one.
 
     ``plain`` are names that are their own keys, so that most requests cost one look.
     """
@@ -76,7 +76,7 @@ class Epochs:
 
     def now(self, namespace: str) -> int:
         """The epoch that a namespace is in."""
-        return self.by_namespace.get(family_of(namespace), 0)
+        return self.by_namespace.get(base_of(namespace), 0)
 
     def internal(self, namespace: str) -> str | Refusal:
         """What the tree calls it now."""
@@ -104,27 +104,27 @@ class Epochs:
         )
 
     def flaw(self, namespace: str, epoch: int | None) -> Refusal | None:
-        """Why this epoch cannot be that of the family; the one that it has is no flaw.
+        """Why this epoch cannot be that of the base; the one that it has is no flaw.
 
         None: the next one.
         """
         refusal = bad_name(namespace, self.name)
         if refusal is not None:
             return refusal
-        family, before = family_of(namespace), self.now(namespace)
+        base, before = base_of(namespace), self.now(namespace)
         after = before + 1 if epoch is None else epoch
         if not before <= after <= MAX_EPOCH:
             return Refusal(
                 Code.WRONG_STATE,
-                f"epoch {after} of {family!r}, which is in {before}: an epoch goes up only, to "
+                f"epoch {after} of {base!r}, which is in {before}: an epoch goes up only, to "
                 f"{MAX_EPOCH} at most; take the number of the weights, or none for the next one",
                 side=self.name,
                 numbers={"epoch": after, "now": before},
             )
-        if family not in self.by_namespace and len(self.by_namespace) >= MOST_EPOCHS:
+        if base not in self.by_namespace and len(self.by_namespace) >= MOST_EPOCHS:
             return Refusal(
                 Code.TOO_LARGE,
-                f"{MOST_EPOCHS} families of namespaces have an epoch: use fewer names, each with "
+                f"{MOST_EPOCHS} namespaces have an epoch: use fewer names, each with "
                 f"its members behind {MEMBER!r}",
                 side=self.name,
                 numbers={"limit": MOST_EPOCHS},
@@ -136,23 +136,23 @@ class Epochs:
         return self.now(namespace) + 1 if epoch is None else epoch
 
     def begin(self, namespace: str, epoch: int) -> None:
-        """Its family is in this epoch from now on; ``flaw`` was asked."""
+        """Its base is in this epoch from now on; ``flaw`` was asked."""
         if epoch:
-            self.by_namespace[family_of(namespace)] = epoch
+            self.by_namespace[base_of(namespace)] = epoch
             self.plain.clear()
 
     # ---- over restarts -----------------------------------------------------------------------
 
     def found(self, got: EpochsFound) -> None:
         """What the daemon before has kept; before anything else happens."""
-        for family, epoch in got.by_family.items():
-            self.begin(family, epoch)
+        for base, epoch in got.by_base.items():
+            self.begin(base, epoch)
         self.is_first = got.is_first
 
     def learn(self, keys: Iterable[str]) -> bool:
         """What the tree of before a restart has beyond that; whether there was anything.
 
-        The highest epoch of each family counts: more than what is on disk where that was lost, or
+        The highest epoch of each base counts: more than what is on disk where that was lost, or
         where the daemon ended while it wrote.
         """
         before = dict(self.by_namespace)
@@ -161,7 +161,7 @@ class Epochs:
                 self._at_least(name_in(key), epoch_in(key))
             elif self.is_first and FORMER_MARK in key:
                 # Which epoch that was cannot be believed, anybody could call a namespace so. That
-                # its family had one can: nothing of before is found in the next.
+                # its base had one can: nothing of before is found in the next.
                 self._at_least(key.rpartition(FORMER_MARK)[0], 1)
         return self.by_namespace != before
 
@@ -179,30 +179,30 @@ class Epochs:
         )
 
 
-class SendsOfFamilies(Protocol):
+class SendsOfNamespaces(Protocol):
     """The prefill side, as far as a new epoch touches it."""
 
-    def end_family(self, family: str, why: Refusal) -> None:
-        """End the sends of a family of namespaces that nobody has begun to receive."""
+    def end_base(self, base: str, why: Refusal) -> None:
+        """End the sends of a base and its members that nobody has begun to receive."""
 
 
 def begin_epoch(
-    epochs: Epochs, sends: SendsOfFamilies, out: Outbox, *, family: str, epoch: int, who: str
+    epochs: Epochs, sends: SendsOfNamespaces, out: Outbox, *, base: str, epoch: int, who: str
 ) -> None:
-    """A family is in this epoch from now on; the caller drops what is cached, and answers."""
-    before = epochs.now(family)
-    epochs.begin(family, epoch)
-    out.emit(events.EpochBegan(namespace=family, epoch=epoch, who=who))
+    """A base is in this epoch from now on; the caller drops what is cached, and answers."""
+    before = epochs.now(base)
+    epochs.begin(base, epoch)
+    out.emit(events.EpochBegan(namespace=base, epoch=epoch, who=who))
     # What is being received goes on: it was asked for before, and the decode side keeps it in its
     # own epoch. What nobody has come for yet would be received from now on.
     why = Refusal(
         Code.PROMPT_MISMATCH,
-        f"{epochs.name} is in epoch {epoch} of {family!r} now, and this was sent in {before}: "
+        f"{epochs.name} is in epoch {epoch} of {base!r} now, and this was sent in {before}: "
         "compute and send it again",
         side=epochs.name,
         numbers={"epoch": epoch, "sent_in_epoch": before},
     )
-    sends.end_family(family, why)
+    sends.end_base(base, why)
 
 
 def other_epoch(key: str, peer: str, peer_epoch: int, side: str) -> Refusal:
@@ -222,18 +222,18 @@ def other_epoch(key: str, peer: str, peer_epoch: int, side: str) -> Refusal:
 class EpochAnswer:
     """Who is told of an epoch once it is on disk: an engine, or an operator."""
 
-    __slots__ = ("family", "operator", "report", "session", "since_s")
+    __slots__ = ("base", "operator", "report", "session", "since_s")
 
     def __init__(
         self,
-        family: str,
+        base: str,
         since_s: float,
         *,
         report: client.FlushReport | admin.Report,
         session: int = 0,
         operator: bytes = b"",
     ) -> None:
-        self.family = family
+        self.base = base
         self.since_s = since_s
         self.report = report
         self.session = session
@@ -263,12 +263,12 @@ class EpochAnswers:
 
     def found(self, got: EpochsFound) -> None:
         """What is on disk from the start."""
-        self.kept = dict(got.by_family)
+        self.kept = dict(got.by_base)
 
     def answer(self, answer: EpochAnswer) -> None:
         """Tell it now if its epoch is on disk, else when it is."""
         epochs = self._epochs.by_namespace
-        if self.kept.get(answer.family, 0) == epochs.get(answer.family, 0):
+        if self.kept.get(answer.base, 0) == epochs.get(answer.base, 0):
             self._tell(answer, None)
             return
         self.waiting.append(answer)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvd.core.cache.namespaces import family_of
+from kvd.core.cache.namespaces import base_of
 from kvd.errors import Code, Refusal
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ def unreadable(
     if refusal is not None:
         return refusal
     readable = allowed.get(peer, EVERY)
-    if not readable or namespace in readable or family_of(namespace) in readable:
+    if not readable or namespace in readable or base_of(namespace) in readable:
         return None
     return Refusal(
         Code.NOT_SUPPORTED,
         f"{peer} may not pull namespace {namespace!r} from {side}: add "
-        f"{f'{peer}{OF}{family_of(namespace)}'!r} to peers.allow there, or have an engine send it",
+        f"{f'{peer}{OF}{base_of(namespace)}'!r} to peers.allow there, or have an engine send it",
         side=side,
     )

@@ -397,21 +397,21 @@ def test_whatever_things_are_called_a_name_is_one(tmp_path, name):
         made.model_config.revision = name
         made.cache_config.cache_dtype = name
 
-    family = engine(model, change, options=config).namespace
-    assert family.isascii()
-    assert family.isprintable()
-    assert not set(family) & {"#", " "}
-    member = namespace_of(family, f"{name[:16]}-{'0' * 24}", name)
-    assert member.split("#")[0] == family
+    base = engine(model, change, options=config).namespace
+    assert base.isascii()
+    assert base.isprintable()
+    assert not set(base) & {"#", " "}
+    member = namespace_of(base, f"{name[:16]}-{'0' * 24}", name)
+    assert member.split("#")[0] == base
     assert member.count("#") == 1
     assert len(member) <= 200
     # The wire takes 256, an epoch behind it counted.
     assert " " not in member
     # What is cut, or cannot be written, is told apart all the same.
-    assert namespace_of(family, f"{name} 1", None) != namespace_of(family, f"{name}_1", None)
+    assert namespace_of(base, f"{name} 1", None) != namespace_of(base, f"{name}_1", None)
 
 
-def test_members_of_a_family():
+def test_members_of_a_base():
     names = {
         namespace_of("f", adapter, salt)
         for adapter in (None, "a-1", "a-2", "b-1")
