@@ -434,6 +434,7 @@ class SchedulerHalf:
         del self._claiming[tracked.id]
         known_tokens = tracked.known_tokens if tracked.claims_all else lease.prefix_len
         tracked.took(lease, known_tokens=known_tokens, filled_tokens=lease.prefix_len)
+        self._end_room(link, tracked)
         if tracked.stage is RequestStage.FOUND:
             tracked.found_tokens = lease.prefix_len
         elif tracked.stage is RequestStage.CLAIMING:
@@ -441,6 +442,12 @@ class SchedulerHalf:
                 self._alone(tracked, "evicted between look-up and lease")
             else:
                 self._load(tracked)
+
+    def _end_room(self, link: NodeLink, tracked: Tracked) -> None:
+        """What this node keeps for it needs to be kept no more."""
+        room, tracked.takes_room = tracked.takes_room, 0
+        if room:
+            link.quietly(link.node.begin_keep_room, room, 0.0)
 
     def _load(self, tracked: Tracked) -> None:
         tracked.stage = RequestStage.LOADING
@@ -484,6 +491,7 @@ class SchedulerHalf:
             tracked.lease = None
             return
         self._look_ups.drop(link, tracked)
+        self._end_room(link, tracked)
         if claim is not None:
             link.cancel(claim)
         self._ending.add(tracked, link, shares=False, now_s=self._now_s())
