@@ -108,6 +108,7 @@ class LookUps:
         meeting = tracked.transfer.meeting
         # Of one token nothing can be loaded: the last one is computed in any case.
         if meeting is None or meeting.peer == link.name or tracked.prompt_tokens < 2:
+            tracked.takes_room = meeting.number if meeting and meeting.peer == link.name else 0
             self._probe(link, tracked)
             return
         try:

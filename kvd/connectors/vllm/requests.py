@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.endings import Endings
     from kvd.connectors.vllm.log import ConnectorLog
     from kvd.connectors.vllm.lookup import LookUps
-    from kvd.connectors.vllm.sessions import SessionLife
+    from kvd.connectors.vllm.sessions import NodeLink, SessionLife
     from kvd.connectors.vllm.tracked import Tracked
 
 
@@ -136,9 +136,16 @@ class Requests:
             tracked.lease = None
             return
         self._look_ups.drop(link, tracked)
+        self.end_room(link, tracked)
         if claim is not None:
             link.cancel(claim)
         self._ending.add(tracked, link, shares=False, now_s=self._now_s())
+
+    def end_room(self, link: NodeLink, tracked: Tracked) -> None:
+        """What this node keeps for it needs to be kept no more."""
+        room, tracked.takes_room = tracked.takes_room, 0
+        if room:
+            link.quietly(link.node.begin_keep_room, room, 0.0)
 
     def alone_after(self, tracked: Tracked, error: KvdError) -> None:
         """A call for it ended in that error: it is computed as if kvd were not there."""

@@ -89,6 +89,7 @@ class Tracked:
         "saved_tokens",
         "stage",
         "started_tokens",
+        "takes_room",
         "transfer",
         "was_missed",
     )
@@ -143,8 +144,9 @@ class Tracked:
         """The last step in which something was to be copied to its pages."""
         self.believed_from = 0
         """What was saved in steps before this one has a hole in front of it."""
-        self.room = 0
-        """Where the prompt will be handed over; 0: nowhere."""
+        self.room = self.takes_room = 0
+        """Where the prompt will be handed over; and where it is kept for this request, on its own
+        node. 0: nowhere."""
 
     @property
     def id(self) -> str:
