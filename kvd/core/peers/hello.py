@@ -44,9 +44,8 @@ nobody restarts as often. What is above that is heard with the next Hello."""
 class KnownPeers(Protocol):
     """Who is known already, as far as a Hello is measured by it."""
 
-    @property
-    def allowed(self) -> Mapping[str, frozenset[str]]:
-        """Who may speak, by name; empty: anybody."""
+    def unlisted(self, peer: str) -> Refusal | None:
+        """Why a node of that name may exchange nothing; None: it may."""
 
     @property
     def by_name(self) -> Mapping[str, Peer]:
