@@ -31,7 +31,7 @@ class ConsoleView(NodeView, Protocol):
     @property
     @override
     def audit(self) -> StandingAudit:
-        """With its findings."""
+        """The standing audit, with what it has found."""
 
 
 class Context:
