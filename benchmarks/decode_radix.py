@@ -145,7 +145,7 @@ class NarrowLink:
         self._router = router
 
     def sent(self) -> CountedBytes:
-        """So far."""
+        """What the prefill daemon has counted since its start, and what went over the cable."""
         prefill = self._pair.prefill
         link = self._sender.connect("127.0.0.1", prefill.http_port)
         (counted,) = _COUNTED.findall(prefill.metrics(link))

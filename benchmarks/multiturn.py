@@ -139,7 +139,6 @@ class SeenPages:
         return -(-len(tokens) // self._page_bytes) - n_known
 
     def _cut(self, tokens: Tokens) -> Iterator[bytes]:
-        """Its whole pages."""
         size = self._page_bytes
         return (tokens[end - size : end] for end in range(size, len(tokens) + 1, size))
 
@@ -284,7 +283,7 @@ class RoundPlan(msgspec.Struct, frozen=True):
 
     @property
     def cache(self) -> str:
-        """For people."""
+        """``on`` or ``off``, as the table says it."""
         return "on" if self.is_cached else "off"
 
 
@@ -297,7 +296,7 @@ class PlayedRound(msgspec.Struct, frozen=True):
 
     @property
     def sent_bytes(self) -> int:
-        """What was sent."""
+        """Sent to the decode node, of all turns."""
         return sum(turn.sent_bytes for turn in self.turns)
 
     @property

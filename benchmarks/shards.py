@@ -119,7 +119,7 @@ class _End:
             await self.reports.next(Collapsed)
 
     async def stop(self) -> None:
-        """End it."""
+        """End the process, then close its memory."""
         await self.process.stop()
         for region in self.regions:
             os.close(region.fd)

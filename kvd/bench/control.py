@@ -254,7 +254,7 @@ class ComparedVerbs:
         self._server = {"client": os.getpid(), "server": server.pid}
 
     async def match(self, n_tokens: int) -> ComparedCalls:
-        """One at a time."""
+        """Matches of that length beside echoes of as many bytes, one call at a time."""
         (prompt,) = prompts(1, n_tokens, seed=n_tokens)
         frame = prompt.tobytes()
 
@@ -465,7 +465,7 @@ async def warm_up(compared: list[ComparedCalls], told: Told) -> None:
 
 
 async def play(compared: list[ComparedCalls], rounds: int, told: Told) -> None:
-    """All rounds."""
+    """Time each comparison once a round, so that no figure has a quieter minute than another."""
     for number in range(rounds):
         told(f"round {number + 1}")
         for comparison in compared:
@@ -560,7 +560,7 @@ def run(
 
 
 def shown(found: ControlResult, rounds: int) -> BenchmarkResult:
-    """The tables of it."""
+    """Tables, goals and notes for people."""
     way = found.counts[0].get("counted_by")
     with_calls = tuple(found.counts) if way else ()
     return BenchmarkResult(

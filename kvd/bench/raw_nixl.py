@@ -168,7 +168,7 @@ class _Bare:
         return RegionMade(pack(told))
 
     def obey(self, command: RawCommand) -> WorkDone:
-        """Do it."""
+        """Carry the command out, and say when that began and ended."""
         match command:
             case ConnectRaw(metadata):
                 return self._connect(unpack(metadata))

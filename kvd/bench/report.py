@@ -59,7 +59,7 @@ class Goal(msgspec.Struct, frozen=True):
 
     @property
     def is_met(self) -> bool:
-        """Whether it was."""
+        """Whether ``got`` is on the right side of ``wanted``."""
         return self.got >= self.wanted if self.at_least else self.got <= self.wanted
 
 

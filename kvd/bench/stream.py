@@ -163,7 +163,7 @@ class StreamCaseResult(msgspec.Struct, frozen=True):
     lag_beats: int
 
     def row(self) -> Measured:
-        """For the table."""
+        """Case and figures, one column each."""
         return {
             **msgspec.structs.asdict(self),
             **self.case,

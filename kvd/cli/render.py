@@ -105,7 +105,6 @@ class TextTable:
         self._prose.append([clean(line) for line in prose.split("\n") if line])
 
     def __rich__(self) -> Group:
-        """The lines."""
         widths = [max(cell.cell_len for cell in column) for column in zip(*self._rows, strict=True)]
         lines: list[Text] = []
         for row, prose in zip(self._rows, self._prose, strict=True):

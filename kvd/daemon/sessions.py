@@ -220,7 +220,7 @@ class EngineSessions:
         return len(self._by_token)
 
     def open(self) -> EngineSession:
-        """A new one."""
+        """A session with the next number and a token that nobody can guess."""
         session = EngineSession(self._next, TOKEN_HEAD + secrets.token_bytes(TOKEN_BYTES))
         self._next += 1
         self._by_token[session.token] = session
@@ -268,7 +268,7 @@ class EngineSessions:
         self._by_route.pop(session.route, None)
 
     def forget(self, session: EngineSession) -> None:
-        """It is over."""
+        """Neither its token nor its route is of a session any more."""
         del self._by_token[session.token]
         self._by_route.pop(session.route, None)
 

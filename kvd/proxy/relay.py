@@ -105,13 +105,13 @@ class Tries:
         self.faults: list[EngineFault] = []
 
     def note_busy(self, engine: ProxiedEngine, answer: HeardAnswer) -> None:
-        """It said 429 or 503."""
+        """It is not asked again; if all say so, its answer is the client's."""
         self.without.add(engine)
         self.busy = answer
         self._said_503 = self._said_503 or answer.status != TOO_MANY
 
     def note_fault(self, engine: ProxiedEngine, fault: EngineFault) -> None:
-        """It failed."""
+        """It is not asked again, and why is told if nobody else answers."""
         self.without.add(engine)
         self.faults.append(fault)
 

@@ -127,7 +127,7 @@ class NodeShell:
                 self.perform_other(effect)
 
     def tell_engine(self, effect: effects.AnswerEngine) -> None:
-        """An engine is told."""
+        """Deliver an answer or a push to the engine of that session."""
         raise NotImplementedError
 
     def tell_operator(self, effect: effects.AnswerOperator) -> None:

@@ -64,7 +64,7 @@ class NixlUnusable(Exception):
 
 
 class MemorySpan(NamedTuple):
-    """Memory to register."""
+    """Memory in a row that NIXL is to know before it writes there."""
 
     address: int
     size: int

@@ -130,7 +130,7 @@ class _Turn(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of it."""
+        """Bytes of this handle of the post."""
         return self.running.plan.sizes[self.part]
 
 
@@ -143,7 +143,7 @@ class _Flight(NamedTuple):
 
     @property
     def first(self) -> _Running:
-        """One of its posts."""
+        """The first of the posts that share the handle."""
         return self.turns[0].running
 
     @property

@@ -1,10 +1,16 @@
-"""What every test of the console has: a pilot that waits until the app is still."""
+"""What every test of the console has: a pilot that waits until the app is still.
+
+And for those of its link a daemon behind a socket, in this process or in one of its own.
+"""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.cli.admin_peer import Daemon
+from tests.tui.links import answer, processes
 from tests.tui.stillness import until_still
+from tui.endpoint import Local
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +21,27 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr("textual.pilot.wait_for_idle", until_still)
     monkeypatch.setattr("textual.app.wait_for_idle", until_still)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "admin.sock"
+
+
+@pytest.fixture
+def endpoint(path):
+    return Local(f"ipc://{path}")
+
+
+@pytest.fixture
+def daemon(endpoint):
+    one = Daemon(endpoint.endpoint)
+    one.answer = answer
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def process(endpoint):
+    with processes(endpoint) as start:
+        yield start

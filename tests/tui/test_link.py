@@ -11,37 +11,11 @@ import pytest
 from kvd.errors import Code, Refusal
 from kvd.wire.admin import AdminFailed, Because, Evict, Flush, Look, Report, Why
 from kvd.wire.console import EventQuery
-from tests.cli.admin_peer import Daemon
 from tests.tui.frames import LEASES
-from tests.tui.links import LIMIT_S, WANTED, Watched, answer, processes, running
+from tests.tui.links import LIMIT_S, WANTED, Watched, running
 from tui import link as link_module
-from tui.endpoint import Local
 from tui.link import Link
 from tui.model.mirror import LinkConnecting, Mirror
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "admin.sock"
-
-
-@pytest.fixture
-def endpoint(path):
-    return Local(f"ipc://{path}")
-
-
-@pytest.fixture
-def daemon(endpoint):
-    one = Daemon(endpoint.endpoint)
-    one.answer = answer
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def process(endpoint):
-    with processes(endpoint) as start:
-        yield start
 
 
 async def test_frames_come_to_the_mirror(daemon, endpoint):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvd.core.inspect.snapshot import room_states
 from kvd.wire.admin import AbortRoom, AskOtherEnd, Fence, Rehearse, Why
-from tests.tui.golden import same_picture, same_text
-from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
+from tests.tui.staged import Stage, staged
 from tests.tui.town import land
-from tui.model.handoffs import COLUMNS
 from tui.screens.handoffs import StoryPanel
 
 HOSTILE = "[red]x\x1b[31m"
@@ -136,19 +132,6 @@ async def test_z_leaves_those_without_a_byte_for_long():
         assert stage.app.page.table().data.total == 0
 
 
-async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():
-    async with staged("handoffs") as stage:
-        table = stage.app.page.table()
-        seen = set()
-        for _ in range(len(table.source.columns) + 1):
-            table.sort_next()
-            seen.add(table.sort.removeprefix("-"))
-        await stage.frame()
-        assert seen == {"", *(column.name for column in table.source.columns)}
-        assert not seen & {column.name for column in COLUMNS}
-        assert table.data.trouble == ""
-
-
 async def test_a_column_that_is_made_here_sorts_by_what_it_is_made_of():
     async with staged("handoffs") as stage:
         stage.app.page.table().sort_by("progress")
@@ -178,30 +161,3 @@ async def test_a_room_is_found_by_its_part():
         await stage.frame()
         assert stage.app.page.chosen() == "receive:10"
         assert not stage.app.page.seek("room:99")
-
-
-@pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
-async def test_the_page_of_a_node_at_work(size):
-    async with staged("handoffs", size=size) as stage:
-        await stage.press("down", "down")
-        name = f"handoffs-{size[0]}x{size[1]}"
-        (same_picture if size == MIDDLE else same_text)(stage.app, name)
-
-
-async def test_the_page_without_any_handoff():
-    async with staged("handoffs", "empty", SMALL) as stage:
-        same_text(stage.app, "handoffs-empty")
-
-
-async def test_the_page_of_a_daemon_that_is_gone():
-    async with staged("handoffs", size=SMALL) as stage:
-        stage.link.down = "nobody answers at ipc:///run/kvd/admin.sock"
-        await stage.pass_time(3.0)
-        same_text(stage.app, "handoffs-down")
-
-
-async def test_the_page_frozen():
-    async with staged("handoffs", "stuck", SMALL) as stage:
-        await stage.press("space")
-        await stage.pass_time(2.0)
-        same_text(stage.app, "handoffs-frozen")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvd.wire.admin import Fence, Rehearse
-from tests.tui.golden import same_picture, same_text
-from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
+from tests.tui.staged import SMALL, Stage, staged
 from tests.tui.town import land
-from tui.model.peers import COLUMNS
 from tui.screens.peers import UNKNOWN, PeerPanel
 
 
@@ -74,18 +70,6 @@ async def test_h_shows_its_handoffs():
         assert {"prefill0"} & set(stage.text.split()) == set()
 
 
-async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by():
-    async with staged("peers") as stage:
-        table = stage.app.page.table()
-        seen = set()
-        for _ in range(len(table.source.columns) + 1):
-            table.sort_next()
-            seen.add(table.sort.removeprefix("-"))
-        await stage.frame()
-        assert not seen & {column.name for column in COLUMNS}
-        assert table.data.trouble == ""
-
-
 async def test_capital_x_shows_what_a_fence_would_do():
     async with staged("peers") as stage:
         await stage.press("X")
@@ -110,24 +94,3 @@ async def test_enter_opens_the_card_of_the_peer():
         assert stage.app.card.ref == "peer:prefill1"
         await stage.press("escape")
         assert stage.app.card.ref == ""
-
-
-@pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
-async def test_the_page_of_a_node_at_work(size):
-    async with staged("peers", size=size) as stage:
-        name = f"peers-{size[0]}x{size[1]}"
-        (same_picture if size == MIDDLE else same_text)(stage.app, name)
-
-
-async def test_the_page_of_a_daemon_that_is_gone():
-    async with staged("peers", size=SMALL) as stage:
-        stage.link.down = "nobody answers at ipc:///run/kvd/admin.sock"
-        await stage.pass_time(3.0)
-        same_text(stage.app, "peers-down")
-
-
-async def test_the_page_frozen():
-    async with staged("peers", "silent-peer", SMALL) as stage:
-        await stage.press("space")
-        await stage.pass_time(2.0)
-        same_text(stage.app, "peers-frozen")

@@ -13,36 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvd.wire.admin import Evict
-from tests.cli.admin_peer import Daemon
-from tests.tui.links import Watched, answer, processes, running
+from tests.tui.links import Watched, running
 from tui import link as link_module
-from tui.endpoint import Local, Remote
+from tui.endpoint import Remote
 from tui.model.mirror import LinkConnecting
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "admin.sock"
-
-
-@pytest.fixture
-def endpoint(path):
-    return Local(f"ipc://{path}")
-
-
-@pytest.fixture
-def daemon(endpoint):
-    one = Daemon(endpoint.endpoint)
-    one.answer = answer
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def process(endpoint):
-    with processes(endpoint) as start:
-        yield start
-
 
 SSH = """#!{python}
 # Forwards as ssh -N -L LOCAL:REMOTE does: one connection after the other, each way.

@@ -43,7 +43,7 @@ class NamedRow:
         return cell if isinstance(cell, int | float) and math.isfinite(cell) else None
 
     def text(self, name: str) -> str:
-        """Text, or nothing."""
+        """The text of that column; empty where there is none, or something else."""
         cell = self.cell(name)
         return cell if isinstance(cell, str) else ""
 

@@ -53,7 +53,7 @@ class CommandRule(msgspec.Struct, frozen=True):
 
     @property
     def word(self) -> str:
-        """What it is called by."""
+        """The first word, by which it is typed."""
         return self.usage.partition(" ")[0]
 
 

@@ -79,7 +79,7 @@ class EventsPage(Page):
 
     @property
     def log_lines(self) -> EventLogView:
-        """The log."""
+        """The list under the cursor keys."""
         return self.query_one(EventLogView)
 
     # ---- what is shown ----------------------------------------------------------------------
@@ -278,7 +278,7 @@ class EventLogView(Canvas):
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """All lines."""
+        """What passes the filters, oldest first."""
         return self._entries
 
     # ---- showing ----------------------------------------------------------------------------

@@ -116,7 +116,7 @@ class ReportDialog(ModalScreen[bool]):
         self.dismiss(event.button.id == "agree")
 
     def action_agree(self) -> None:
-        """Do it."""
+        """Have done what was rehearsed."""
         self.dismiss(result=True)
 
     def action_leave(self) -> None:
