@@ -126,8 +126,8 @@ def measured(place: Path, bench: str) -> Figures:
 def figures_in(found: object, row: str = "") -> Iterator[tuple[str, float]]:
     """Every number in it, named by its key and the texts of its row."""
     if isinstance(found, list):
-        for one in found:
-            yield from figures_in(one, row)
+        for item in found:
+            yield from figures_in(item, row)
     if not isinstance(found, dict):
         return
     said = [
@@ -230,14 +230,14 @@ def run(
         trace = PLACE / "trace.jsonl"
         make_trace(trace)
     replayed = f" --trace {trace.resolve()}"  # the one option that a bench cannot do without
-    benches = [one + replayed * (one.split()[0] == "radix") for one in bench]
+    benches = [command + replayed * (command.split()[0] == "radix") for command in bench]
     played: list[tuple[Figures, Figures]] = []
     for number in range(rounds):
         found: dict[str, Figures] = {BASE: {}, HERE: {}}
-        for one in benches:
+        for command in benches:
             for side in list(sides)[:: 1 if number % 2 else -1]:
-                told(f"round {number + 1} of {rounds}, {side}: {one.split()[0]}")
-                found[side] |= measured(sides[side], one)
+                told(f"round {number + 1} of {rounds}, {side}: {command.split()[0]}")
+                found[side] |= measured(sides[side], command)
         played.append((found[BASE], found[HERE]))
     rows = compared(played, figures)
     wrong = [

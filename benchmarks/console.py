@@ -350,7 +350,9 @@ async def measure(load: ConsoleLoad, told: Told) -> BenchmarkResult:
         "one real console": figure(terminal, "working") - 100 * rest,
         "a stopped console": figure(terminal, "stopped") - 100 * rest,
     }
-    shares: list[Measured] = [{"what": what, "percent": one} for what, one in percents.items()]
+    shares: list[Measured] = [
+        {"what": what, "percent": percent} for what, percent in percents.items()
+    ]
     size = f"{load.pages:,} pages, {nodes:,} nodes, {held:,} leases"
     return result_of(shares, {**links, **terminal}, screens, size)
 

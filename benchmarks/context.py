@@ -125,8 +125,10 @@ def measure(decode: DecodeSide, kind: PromptKind, repeats: int) -> list[Measured
     ][1:]
     rows: list[Measured] = []
     for strategy in Strategy:
-        took = [one[strategy] for one in rounds]
-        ratios = [one[strategy][0] / one[Strategy.NO_GATHER][0] for one in rounds]
+        took = [by_strategy[strategy] for by_strategy in rounds]
+        ratios = [
+            by_strategy[strategy][0] / by_strategy[Strategy.NO_GATHER][0] for by_strategy in rounds
+        ]
         gathered_ms = float(np.median([handed.gathered_s for _, handed in took])) * 1e3
         sent = took[0][1].sent_bytes
         rows.append(
@@ -141,7 +143,8 @@ def measure(decode: DecodeSide, kind: PromptKind, repeats: int) -> list[Measured
                 "sent_bytes": sent,
                 "sent_mib": tuple(size / 2**20 for size in sent),
                 "wrong_bytes": sum(
-                    abs(one - due) for one, due in zip(sent, kind.due_bytes(strategy), strict=True)
+                    abs(n_bytes - due)
+                    for n_bytes, due in zip(sent, kind.due_bytes(strategy), strict=True)
                 ),
             }
         )
@@ -156,9 +159,11 @@ def open_decode_side(settings: dict[str, str], ranks: int) -> Iterator[DecodeSid
         star_of_daemons(Path(name), settings, ranks) as (prefill, decode),
         connect_sync(decode.client, name="decode") as node,
     ):
-        processes = Ranks("benchmarks.context_rank", len(prefill), *[one.client for one in prefill])
+        processes = Ranks(
+            "benchmarks.context_rank", len(prefill), *[daemon.client for daemon in prefill]
+        )
         try:
-            yield DecodeSide(processes, [one.name for one in prefill], node)
+            yield DecodeSide(processes, [daemon.name for daemon in prefill], node)
         finally:
             processes.stop()
 

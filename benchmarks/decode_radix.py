@@ -145,7 +145,7 @@ class NarrowLink:
         self._router = router
 
     def sent(self) -> CountedBytes:
-        """So far."""
+        """What the prefill daemon has counted since its start, and what went over the cable."""
         prefill = self._pair.prefill
         link = self._sender.connect("127.0.0.1", prefill.http_port)
         (counted,) = _COUNTED.findall(prefill.metrics(link))
@@ -205,14 +205,14 @@ async def measure(
 
 def row_of(played: list[RoundOfRequests]) -> Measured:
     """What was measured with the decode side's cache on or off, over all rounds."""
-    turns = [turn for one in played for turn in one.turns]
+    turns = [turn for run in played for turn in run.turns]
     firsts = np.percentile([turn.first_token_s for turn in turns], [50, 99]) * 1e3
     gaps = np.percentile([gap for turn in turns for gap in turn.gaps_s], [50, 99]) * 1e3
     sent = {
-        "told_bytes": sum(one.told_bytes for one in played),
-        "counted_bytes": sum(one.sent.counted for one in played),
-        "cable_bytes": sum(one.sent.cable for one in played),
-        "bound_bytes": sum(one.bound_bytes for one in played),
+        "told_bytes": sum(run.told_bytes for run in played),
+        "counted_bytes": sum(run.sent.counted for run in played),
+        "cable_bytes": sum(run.sent.cable for run in played),
+        "bound_bytes": sum(run.bound_bytes for run in played),
     }
     return {
         "cache": "on" if played[0].is_cached else "off",
@@ -223,7 +223,7 @@ def row_of(played: list[RoundOfRequests]) -> Measured:
         "first_token_p99_ms": float(firsts[1]),
         "gap_p50_ms": float(gaps[0]),
         "gap_p99_ms": float(gaps[1]),
-        "requests_per_s": statistics.median(len(one.turns) / one.seconds for one in played),
+        "requests_per_s": statistics.median(len(run.turns) / run.seconds for run in played),
     }
 
 
@@ -247,7 +247,7 @@ def measure_link(shape: LinkShape, told: Told) -> BenchmarkResult:
     except NoNamespaces as why:
         raise ChildFailed(f"there can be no narrow link here: {why}") from why
     on, off = (
-        row_of([one for one in played if one.is_cached is cached]) for cached in (True, False)
+        row_of([run for run in played if run.is_cached is cached]) for cached in (True, False)
     )
     return BenchmarkResult(
         tables=(

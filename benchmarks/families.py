@@ -87,11 +87,11 @@ class FamilySeen(msgspec.Struct, frozen=True):
 
     def held_bytes(self, tier: str) -> int:
         """Bytes of one request in that memory."""
-        return sum(one.held_pages * one.page_bytes for one in self.parts if one.tier == tier)
+        return sum(part.held_pages * part.page_bytes for part in self.parts if part.tier == tier)
 
     def pool_bytes(self, tier: str) -> int:
         """Bytes of the whole pool there, null pages included."""
-        return sum(one.pool_bytes for one in self.parts if one.tier == tier)
+        return sum(part.pool_bytes for part in self.parts if part.tier == tier)
 
     @property
     def p50_ms(self) -> float | None:
@@ -111,9 +111,9 @@ class FamilyTurns:
         self._sides = sides
         self._prefill, self._decode = sides[0], sides[-1]
         self._parts = self._decode.node.pool("main").memory.components
-        self._held = dict.fromkeys((one.name for one in self._parts), 0)
+        self._held = dict.fromkeys((component.name for component in self._parts), 0)
         of_prefill = self._prefill.node.pool("main").memory.components
-        self._windows = [one.name for one in of_prefill if one.extent == "tail"]
+        self._windows = [component.name for component in of_prefill if component.extent == "tail"]
         self._slid = 0
         """The most window pages that the prefill side's lease had mapped."""
         self._room = 0
@@ -134,8 +134,8 @@ class FamilyTurns:
         }
         for name, pages in leased_pages(full).items():
             self._figures[f"pages of {name} by the daemon's count"] = pages
-        for one in kept:
-            await one.release()
+        for held in kept:
+            await held.release()
 
     async def turn(self) -> None:
         """One handoff that is timed, decoded to the end of its answer, and released."""
@@ -166,26 +166,31 @@ class FamilyTurns:
             lease = await self._prefill.node.lease(self._fresh())
             figures["the same, computed at once"] = distinct(lease, self._windows[0])
             await lease.release()
-        every = [await one.node.snapshot() for one in self._sides]
-        if any(one.totals.handoffs_failed for one in every):
+        every = [await side.node.snapshot() for side in self._sides]
+        if any(snapshot.totals.handoffs_failed for snapshot in every):
             raise DaemonFailed(f"{self.family.name}: a handoff has failed")
         handed_off = max(1, every[-1].totals.handoffs_delivered)
         figures |= {
             "components": len(self._parts),
             "bytes sent": every[0].totals.sent_bytes / handed_off,
             "bytes received": every[-1].totals.received_bytes / handed_off,
-            "pages still held at the end": sum(sum(leased_pages(one).values()) for one in every),
-            "broken invariants": sum(one.totals.violations + one.audit.findings for one in every),
+            "pages still held at the end": sum(
+                sum(leased_pages(snapshot).values()) for snapshot in every
+            ),
+            "broken invariants": sum(
+                snapshot.totals.violations + snapshot.audit.findings for snapshot in every
+            ),
         }
         parts = tuple(
             ComponentSeen(
-                name=one.name,
-                tier=HOST if one.tier == HOST else DEVICE,  # what is only counted is the device's
-                page_bytes=one.total_bytes // one.pages,
-                pool_bytes=one.total_bytes,
-                held_pages=self._held[one.name],
+                name=component.name,
+                # What is only counted is the device's.
+                tier=HOST if component.tier == HOST else DEVICE,
+                page_bytes=component.total_bytes // component.pages,
+                pool_bytes=component.total_bytes,
+                held_pages=self._held[component.name],
             )
-            for one in self._parts
+            for component in self._parts
         )
         for part in parts:
             figures[f"pages of {part.name} held"] = part.held_pages
@@ -250,7 +255,7 @@ class FamilyTurns:
         """
         asked = asyncio.ensure_future(request)
         snapshot = await asyncio.ensure_future(self._decode.node.snapshot())
-        short = [one for one in snapshot.waiting if one.missing_pages]
+        short = [request for request in snapshot.waiting if request.missing_pages]
         if not short:
             return await asked
         self._short_of = short[0].budget
@@ -289,8 +294,8 @@ class FamilyTurns:
 def leased_pages(snapshot: Snapshot) -> dict[str, int]:
     """Pages that leases have, by component: their own, cached ones that they need, quarantined."""
     return {
-        one.component: one.held_pages + one.locked_pages + one.quarantined_pages
-        for one in snapshot.pools
+        pool.component: pool.held_pages + pool.locked_pages + pool.quarantined_pages
+        for pool in snapshot.pools
     }
 
 
@@ -316,15 +321,15 @@ async def _measure_group(
                 both = stack.enter_context(pair)
                 daemons = [both.prefill, both.decode]
             sides = []
-            for one in daemons:
-                session = kvd.client.connect(one.client, name="bench")
-                sides.append(EngineSide(one, await stack.enter_async_context(session)))
+            for daemon in daemons:
+                session = kvd.client.connect(daemon.client, name="bench")
+                sides.append(EngineSide(daemon, await stack.enter_async_context(session)))
             turns.append(FamilyTurns(family, work, sides))
         for each in turns:
             told(f"{each.family.name}, until one has to wait")
             await each.fill()
         handing = [each for each in turns if each.family.name != PREFILL_ONLY]
-        told(f"{' and '.join(one.family.name for one in handing)}, handoffs")
+        told(f"{' and '.join(turn.family.name for turn in handing)}, handoffs")
         for _ in range(work.repeats):
             for each in handing:
                 await each.turn()
@@ -368,22 +373,22 @@ def result_of(
 ) -> BenchmarkResult:
     """Tables and goals; wrong is what arithmetic says otherwise."""
     by_name = {family.name: (family, seen) for family, seen in found}
-    apart = [each for one in found for each in disagreements(*one, work)]
+    apart = [each for pair in found for each in disagreements(*pair, work)]
     return BenchmarkResult(
         tables=(
             ResultTable(
                 title=f"Requests of {work.prompt_tokens} + {work.answer_tokens} tokens, pages of "
                 f"{work.page_tokens}, {work.device_mib} MiB on the device",
                 columns=COLUMNS,
-                rows=tuple(row for one in found for row in _rows(*one, work)),
+                rows=tuple(row for pair in found for row in _rows(*pair, work)),
             ),
             ResultTable(
                 title="The first beside the second, in the same run",
                 columns=RATIO_COLUMNS,
                 rows=tuple(
-                    _ratios(one, by_name[one[0].beside])
-                    for one in found
-                    if one[0].beside in by_name
+                    _ratios(pair, by_name[pair[0].beside])
+                    for pair in found
+                    if pair[0].beside in by_name
                 ),
             ),
         ),
@@ -399,8 +404,8 @@ def _rows(family: FamilyForm, seen: FamilySeen, work: FamilyWorkload) -> list[Me
     rows: list[Measured] = [
         {
             "family": family.name,
-            "held_pages": " + ".join(f"{one.held_pages} {one.name}" for one in seen.parts),
-            "held_pages_form": tuple(one.held_pages for one in family.parts),
+            "held_pages": " + ".join(f"{part.held_pages} {part.name}" for part in seen.parts),
+            "held_pages_form": tuple(part.held_pages for part in family.parts),
             "held": _mib(*(seen.held_bytes(tier) for tier in (DEVICE, HOST))),
             "held_form": _mib(*(family.held_bytes(tier) for tier in (DEVICE, HOST))),
             "sent_mib": figures["bytes sent"] / MIB,
@@ -451,9 +456,9 @@ def _ratios(one: tuple[FamilyForm, FamilySeen], other: tuple[FamilyForm, FamilyS
 
 def _goals(seen: dict[str, FamilySeen], work: FamilyWorkload) -> list[Goal]:
     """What was to be reached, of the families that were measured."""
-    largest = max(one.pool_bytes(DEVICE) for one in seen.values())
+    largest = max(family.pool_bytes(DEVICE) for family in seen.values())
     goals = [at_most("MiB of the largest pool on the device", work.device_mib, largest / MIB)]
-    admitted = {name: one.figures["requests admitted"] for name, one in seen.items()}
+    admitted = {name: family.figures["requests admitted"] for name, family in seen.items()}
     if SWA in seen and MHA in seen:
         ratio = admitted[SWA] / admitted[MHA]
         goals.append(at_least("requests admitted, swa tail / full allocation", 5.0, ratio))

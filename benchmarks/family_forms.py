@@ -127,12 +127,12 @@ class FamilyForm(msgspec.Struct, frozen=True):
 
     def held_bytes(self, tier: str) -> int:
         """Bytes of one request in that memory."""
-        return sum(one.held_bytes for one in self.parts if one.tier == tier)
+        return sum(part.held_bytes for part in self.parts if part.tier == tier)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of one handoff."""
-        return sum(one.sent_bytes for one in self.parts)
+        return sum(part.sent_bytes for part in self.parts)
 
     def admitted(self, work: FamilyWorkload) -> int:
         """Requests that fit: into the device's memory, and into the host's where any lies there."""
@@ -142,10 +142,10 @@ class FamilyForm(msgspec.Struct, frozen=True):
             return (sizes[DEVICE] - self.counted_page_bytes) // held
         fits = []
         for tier, size in sizes.items():
-            parts = [one for one in self.parts if one.tier == tier and one.page_bytes]
+            parts = [part for part in self.parts if part.tier == tier and part.page_bytes]
             if parts:
-                null_bytes = sum(one.page_bytes for one in parts)
-                fits.append((size - null_bytes) // sum(one.held_bytes for one in parts))
+                null_bytes = sum(part.page_bytes for part in parts)
+                fits.append((size - null_bytes) // sum(part.held_bytes for part in parts))
         return min(fits)
 
     def figures(self, work: FamilyWorkload) -> dict[str, float]:
@@ -160,14 +160,14 @@ class FamilyForm(msgspec.Struct, frozen=True):
             "pages still held at the end": 0,
             "broken invariants": 0,
         }
-        for one in self.parts:
-            told[f"pages of {one.name} held"] = one.held_pages
-            told[f"bytes of {one.name} held"] = one.held_bytes
-            told[f"pages of {one.name} by the daemon's count"] = admitted * one.held_pages
-            if one.name == BUFFER:
-                told["pages copied by a first fetch"] = one.held_pages
-                told["hits of a second"] = one.held_pages
-                told["bytes copied by both"] = one.held_bytes
+        for part in self.parts:
+            told[f"pages of {part.name} held"] = part.held_pages
+            told[f"bytes of {part.name} held"] = part.held_bytes
+            told[f"pages of {part.name} by the daemon's count"] = admitted * part.held_pages
+            if part.name == BUFFER:
+                told["pages copied by a first fetch"] = part.held_pages
+                told["hits of a second"] = part.held_pages
+                told["bytes copied by both"] = part.held_bytes
         if self.name == SWA:
             page, window, chunk = work.page_tokens, work.window_tokens, work.chunk_tokens
             told["window pages of a prefill"] = window_pages(window, chunk, page)
@@ -192,7 +192,7 @@ def tail_pages(prompt: int, window: int, page: int) -> int:
 
 def families_of(work: FamilyWorkload) -> dict[str, FamilyForm]:
     """Every family on that workload, by name."""
-    return {one.name: one for one in (*_heads(work), *_latents(work), *_states(work))}
+    return {form.name: form for form in (*_heads(work), *_latents(work), *_states(work))}
 
 
 def _settings(work: FamilyWorkload) -> dict[str, str]:

@@ -75,7 +75,7 @@ def measure(ranks: int, tokens: int, rounds: int) -> Measured:
 
 
 def measure_rank(group: dist.ProcessGroup, tokens: int, rounds: int) -> GatherTimes:
-    """Be one rank."""
+    """The times of this rank: each way to gather, in turns with the others."""
     ranks = group.size()
     sharding = shard(Split.ZIGZAG, [tokens], ranks)
     row = (HEADS, HEAD_DIM)
@@ -102,7 +102,7 @@ def measure_rank(group: dist.ProcessGroup, tokens: int, rounds: int) -> GatherTi
         gather.start(x, sharding, out=out).wait()
 
     took = _timed((collective, in_order, least, gathered), rounds, group)
-    ms = [statistics.median(one.clock_ms for one in of_step) for of_step in took]
+    ms = [statistics.median(timed.clock_ms for timed in of_step) for of_step in took]
     pairs = zip(took[2], took[3], strict=True)
     return GatherTimes(
         result_bytes=out.nbytes,
@@ -170,7 +170,7 @@ command = benchmark(
 
 
 def main(rank: int, ranks: int, store: str, tokens: int, rounds: int) -> None:
-    """Be one of the ranks."""
+    """Join the group as this rank, measure, and tell whoever started it."""
     group = join_ranks(rank, ranks, store)
     answer(measure_rank(group, tokens, rounds))
     dist.destroy_process_group()

@@ -56,14 +56,16 @@ def benchmark(
         told: Told, **given: Parameter | Path
     ) -> tuple[BenchmarkResult, BenchmarkFile]:
         found = run(told, **given)
-        parameters = {k: one.name if isinstance(one, Path) else one for k, one in given.items()}
+        parameters = {
+            k: value.name if isinstance(value, Path) else value for k, value in given.items()
+        }
         return found, BenchmarkFile(
             name=name,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             machine=machine(),
             cpus=len(os.sched_getaffinity(0)),
             python=platform.python_version(),
-            versions={one: metadata.version(one) for one in PACKAGES},
+            versions={package: metadata.version(package) for package in PACKAGES},
             parameters=parameters,
             found=found,
         )

@@ -67,7 +67,7 @@ class VerifiedTurns:
 
     def _cpu_s(self) -> float:
         both = (self._pair.prefill, self._pair.decode)
-        return sum(busy_s(one.pid) + busy_s(one.transfer_pid()) for one in both)
+        return sum(busy_s(daemon.pid) + busy_s(daemon.transfer_pid()) for daemon in both)
 
     def _verifying_s(self) -> float:
         """Seconds that parts of the decode side have spent in VERIFYING."""
@@ -85,8 +85,8 @@ async def _take_turns(
             engines = await up.enter_async_context(two_engines(pair, prompt_tokens))
             turns[mode] = VerifiedTurns(pair, engines)
         for number in range(repeats + 1):
-            for one in turns.values():
-                await one.turn(is_counted=number > 0)  # the first one warms what is cold
+            for of_mode in turns.values():
+                await of_mode.turn(is_counted=number > 0)  # the first one warms what is cold
         return turns
 
 
@@ -114,12 +114,12 @@ def measure(memory: str, page_bytes: int, size_bytes: int, repeats: int) -> list
             "memory": memory,
             "page_kib": page_bytes // KIB,
             "integrity": mode.value,
-            "rate_gb_s": size_bytes / statistics.median(one.times_s) / GIGA,
-            "to_off": statistics.median(o / m for o, m in zip(base, one.times_s, strict=True)),
-            "cpu_s": statistics.median(one.cpus_s),
-            "verify_ms": statistics.median(one.verifying_s) * 1e3,
+            "rate_gb_s": size_bytes / statistics.median(turns.times_s) / GIGA,
+            "to_off": statistics.median(o / m for o, m in zip(base, turns.times_s, strict=True)),
+            "cpu_s": statistics.median(turns.cpus_s),
+            "verify_ms": statistics.median(turns.verifying_s) * 1e3,
         }
-        for mode, one in found.items()
+        for mode, turns in found.items()
     ]
 
 

@@ -60,7 +60,7 @@ class SentBytes:
 
         def counted(connection: Connection) -> list[Outgoing]:
             out = take(connection)
-            self.n_bytes += sum(len(frame) for one in out for frame in one.frames)
+            self.n_bytes += sum(len(frame) for message in out for frame in message.frames)
             return out
 
         Connection.take_outgoing = counted  # type: ignore[method-assign, assignment]
@@ -126,8 +126,8 @@ async def measure(daemon: DaemonProcess, rounds: int, calls: int, told: Told) ->
     async with kvd.client.connect(daemon.client, name="bench") as node:
         for n_tokens in PROMPT_TOKENS:
             prompts = [AskedPrompt(node, rng, n_tokens) for _ in range(PROMPTS)]
-            for one in prompts:
-                await one.cache(node)
+            for prompt in prompts:
+                await prompt.cache(node)
             for verb in ("match", "lease and release"):
                 told(f"{verb}, {n_tokens} tokens")
                 ask = AskedPrompt.match if verb == "match" else AskedPrompt.lease

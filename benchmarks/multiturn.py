@@ -139,7 +139,6 @@ class SeenPages:
         return -(-len(tokens) // self._page_bytes) - n_known
 
     def _cut(self, tokens: Tokens) -> Iterator[bytes]:
-        """Its whole pages."""
         size = self._page_bytes
         return (tokens[end - size : end] for end in range(size, len(tokens) + 1, size))
 
@@ -284,7 +283,7 @@ class RoundPlan(msgspec.Struct, frozen=True):
 
     @property
     def cache(self) -> str:
-        """For people."""
+        """``on`` or ``off``, as the table says it."""
         return "on" if self.is_cached else "off"
 
 
@@ -297,7 +296,7 @@ class PlayedRound(msgspec.Struct, frozen=True):
 
     @property
     def sent_bytes(self) -> int:
-        """What was sent."""
+        """Sent to the decode node, of all turns."""
         return sum(turn.sent_bytes for turn in self.turns)
 
     @property
@@ -337,15 +336,17 @@ async def play(router: Router, shape: TalkShape, plan: RoundPlan) -> PlayedRound
             await asyncio.sleep(max(0.0, due_s + number * plan.pace_s - time.monotonic()))
             await take_turn(conversation)
 
-    talks = [Conversation(system, shape, (plan.number, one)) for one in range(shape.conversations)]
+    talks = [
+        Conversation(system, shape, (plan.number, number)) for number in range(shape.conversations)
+    ]
     began_s = time.monotonic()
     await take_turn(talks[0])
     now_s = time.monotonic()
     offset_s = plan.pace_s / shape.conversations
     await asyncio.gather(
         *(
-            go_on(talk, shape.turns - (one == 0), now_s + one * offset_s)
-            for one, talk in enumerate(talks)
+            go_on(talk, shape.turns - (number == 0), now_s + number * offset_s)
+            for number, talk in enumerate(talks)
         )
     )
     seconds = time.monotonic() - began_s
@@ -364,7 +365,7 @@ async def measure(pair: Pair, shape: TalkShape, told: Told) -> list[PlayedRound]
         for is_cached in (True, False):
             told(f"warm-up, cache {'on' if is_cached else 'off'}")
             warm.append(await play(router, shape, RoundPlan(is_cached, 0, 0.0)))
-        pace_s = SLACK * max(one.seconds for one in warm) / shape.turns
+        pace_s = SLACK * max(run.seconds for run in warm) / shape.turns
         played = []
         for plan in plans(shape, pace_s):
             told(f"{'paced' if plan.pace_s else 'at once'}, cache {plan.cache}")
@@ -384,15 +385,15 @@ def plans(shape: TalkShape, pace_s: float) -> list[RoundPlan]:
 
 def row_of(played: list[PlayedRound]) -> Measured:
     """What was measured with the decode side's cache on or off, over all rounds."""
-    paced = [turn for one in played if one.plan.pace_s for turn in one.turns]
-    at_once = [one for one in played if not one.plan.pace_s]
+    paced = [turn for run in played if run.plan.pace_s for turn in run.turns]
+    at_once = [run for run in played if not run.plan.pace_s]
     firsts = np.percentile([turn.first_token_s for turn in paced], [50, 99]) * 1e3
     gaps = np.percentile([gap for turn in paced for gap in turn.gaps_s], [50, 99]) * 1e3
-    sent_bytes = sum(one.sent_bytes for one in played)
-    bound_bytes = sum(one.bound_bytes for one in played)
+    sent_bytes = sum(run.sent_bytes for run in played)
+    bound_bytes = sum(run.bound_bytes for run in played)
     return {
         "cache": played[0].plan.cache,
-        "requests": sum(len(one.turns) for one in played),
+        "requests": sum(len(run.turns) for run in played),
         "sent_bytes": sent_bytes,
         "bound_bytes": bound_bytes,
         "sent_mib": sent_bytes / 2**20,
@@ -401,8 +402,8 @@ def row_of(played: list[PlayedRound]) -> Measured:
         "first_token_p99_ms": float(firsts[1]),
         "gap_p50_ms": float(gaps[0]),
         "gap_p99_ms": float(gaps[1]),
-        "requests_per_s": sum(len(one.turns) for one in at_once)
-        / sum(one.seconds for one in at_once),
+        "requests_per_s": sum(len(run.turns) for run in at_once)
+        / sum(run.seconds for run in at_once),
     }
 
 
@@ -420,7 +421,7 @@ def measure_talks(shape: TalkShape, told: Told) -> BenchmarkResult:
         two_daemons(Path(directory), settings) as pair,
     ):
         played = uvloop.run(measure(pair, shape, told))
-    rows = [row_of([one for one in played if one.plan.is_cached is on]) for on in (True, False)]
+    rows = [row_of([run for run in played if run.plan.is_cached is on]) for on in (True, False)]
     apart = [abs(figure(row, "sent_bytes") - figure(row, "bound_bytes")) for row in rows]
     on, off = rows
     return BenchmarkResult(

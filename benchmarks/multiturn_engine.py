@@ -142,11 +142,11 @@ class RunningSequence:
 
     @property
     def output(self) -> bytes:
-        """What it has said."""
+        """The ids of the tokens behind the prompt."""
         return self._ids[self._n_prompt : self._n_tokens].tobytes()
 
     def last_written(self) -> WrittenTokens:
-        """Its last token."""
+        """The last token, whose KV is to be written."""
         n_tokens = self._n_tokens
         return WrittenTokens(
             lease=self._lease, tokens=self._ids.data, first=n_tokens - 1, last=n_tokens
@@ -205,11 +205,11 @@ class TurnDecode:
             await self._arrived.wait()
             batch = list(self._running)
             await self._work.step(is_first=is_first)
-            self._memory.write(*(one.last_written() for one in batch))
+            self._memory.write(*(sequence.last_written() for sequence in batch))
             now_s = time.monotonic()
             for sequence in batch:
                 sequence.say(sequence.next_said(), now_s)
-            self._running = [one for one in self._running if not one.ended.is_set()]
+            self._running = [sequence for sequence in self._running if not sequence.ended.is_set()]
             if not self._running:
                 self._arrived.clear()
             await asyncio.sleep(0)
@@ -236,7 +236,7 @@ class SteadyWork:
         """Nothing to wait for: no step is computed while anything else runs."""
 
     def run(self) -> None:
-        """Compute."""
+        """Keep the processor busy for one step."""
         for _ in range(self._times):
             self._matrix @ self._matrix
 

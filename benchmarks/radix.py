@@ -193,7 +193,7 @@ class TimedIndex:
         self._preempted += lost
 
     def row(self) -> Measured:
-        """Of the table."""
+        """What the table shows of this index."""
         times, floor = _times_us("", self._served), _times_us("floor_", self._floors)
         return {
             "index": self._name,

@@ -79,14 +79,14 @@ async def measure(
     rows: list[Measured] = []
     async with AsyncExitStack() as up:
         nodes = [
-            await up.enter_async_context(kvd.client.connect(one.client, name="bench"))
-            for one in daemons
+            await up.enter_async_context(kvd.client.connect(daemon.client, name="bench"))
+            for daemon in daemons
         ]
         for n_tokens in PROMPT_TOKENS:
             told(f"{n_tokens} tokens")
             prompts = [rng.integers(0, 50_000, n_tokens, dtype=np.int32) for _ in range(PROMPTS)]
             pairs = zip(("without", "with"), daemons, nodes, strict=True)
-            kinds = {kind: cycles_of(one, node, prompts) for kind, one, node in pairs}
+            kinds = {kind: cycles_of(daemon, node, prompts) for kind, daemon, node in pairs}
             compared = ComparedCalls(f"{n_tokens} tokens", IN_FLIGHT, cycles, kinds)
             once_round = RING_BYTES // (4 * n_tokens + 2 * RECORD_BYTES) + PROMPTS
             for _ in range(-(-once_round // cycles)):
@@ -120,15 +120,15 @@ def _round_us(
     records.forget(records.end)
     began_s = time.process_time()
     for _ in range(cycles):
-        for one in requests:
-            records.write(headed_request(one, frame), one.tokens)
+        for request in requests:
+            records.write(headed_request(request, frame), request.tokens)
     return (time.process_time() - began_s) / cycles * 1e6
 
 
 def row_of(n_tokens: int, compared: ComparedCalls, floor_us: float) -> Measured:
     """The daemon's time for a cycle, the ratio of each round, and the floor."""
     ratio = compared.ratio("with", "without", lambda turn: turn.cpu_us[DAEMON])
-    us = {f"{kind}_us": one.cpu_us(DAEMON) for kind, one in compared.kinds.items()}
+    us = {f"{kind}_us": calls.cpu_us(DAEMON) for kind, calls in compared.kinds.items()}
     return {
         "prompt_tokens": n_tokens,
         **us,

@@ -125,19 +125,19 @@ def _anywhere(term: re.Match[str], value: str) -> Filter | SyntaxFlaw:
 
 def _column(name: str, columns: Sequence[Column]) -> Column | None:
     """By its name, by what it tells, or by its beginning if only one begins so."""
-    by_name = [one for one in columns if one.name == name]
-    by_kind = [one for one in columns if one.kind == MOMENTS.get(name, "")]
+    by_name = [column for column in columns if column.name == name]
+    by_kind = [column for column in columns if column.kind == MOMENTS.get(name, "")]
     if by_name or by_kind:
         return (by_name or by_kind)[0]
-    alike = [one for one in columns if one.name.startswith(name)]
+    alike = [column for column in columns if column.name.startswith(name)]
     return alike[0] if len(alike) == 1 else None
 
 
 def _no_column(name: str, columns: Sequence[Column]) -> str:
-    alike = [one.name for one in columns if one.name.startswith(name)]
+    alike = [column.name for column in columns if column.name.startswith(name)]
     if alike:
         return f"{name!r} may be {' or '.join(alike)}"
-    return f"there is no column {name!r}: {' '.join(one.name for one in columns)}"
+    return f"there is no column {name!r}: {' '.join(column.name for column in columns)}"
 
 
 def _equal(term: re.Match[str], column: Column, value: str) -> Filter | SyntaxFlaw:
@@ -252,7 +252,11 @@ def texts_of(cell: Cell) -> list[str]:
         case None:
             return []
         case tuple():
-            return [text for one in cell for text in (one.who.casefold(), one.ref, one.state)]
+            return [
+                text
+                for holder in cell
+                for text in (holder.who.casefold(), holder.ref, holder.state)
+            ]
         case _:
             return [str(cell).casefold()]
 

@@ -95,7 +95,7 @@ def sort_by(app: KvdTui, column: str) -> None:
     table = app.page.table()
     if table is None:
         return
-    names = {one.name for one in table.columns}
+    names = {column.name for column in table.columns}
     if column and names and column.removeprefix("-") not in names:
         app.say(f"there is no column {clean(column)}: {' '.join(sorted(names))}", is_bad=True)
         return
@@ -170,7 +170,7 @@ def room_of(app: KvdTui) -> str:
     if row is not None and "room" in names:
         return str(row.cells[names.index("room")])
     links = app.card.links if app.card.ref else ()
-    found = (one.partition(":") for one in (ref, *links))
+    found = (reference.partition(":") for reference in (ref, *links))
     return next((number for kind, _, number in found if kind == "room"), "")
 
 

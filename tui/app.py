@@ -114,7 +114,7 @@ class Location(msgspec.Struct, frozen=True):
 
     def crumbs(self) -> tuple[str, ...]:
         """The way from the page to what is open."""
-        return (*(one.label for one in self.above), self.label)
+        return (*(view.label for view in self.above), self.label)
 
     def open(self, page: str, ref: str) -> Location:
         """Open something from here, on the page that shows it; what was here is one crumb up."""
@@ -568,8 +568,8 @@ class KvdTui(App[None], inherit_bindings=False):
         """A page was clicked; the tab also follows when it is gone to in another way."""
         page = (message.tab.id or "").removeprefix("tab-")
         # Said by a sign too: a terminal without colours, and a text of the screen, have no style.
-        for one in PAGES:
-            self._tabs.query_one(f"#tab-{one}", Tab).label = _tab_label(one, page)
+        for name in PAGES:
+            self._tabs.query_one(f"#tab-{name}", Tab).label = _tab_label(name, page)
         if page != self.place.page:
             await self.go(Location(page))
 

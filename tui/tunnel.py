@@ -36,7 +36,7 @@ MAX_LINE = 300
 
 def arguments(target: Remote, local_path: str) -> list[str]:
     """What ssh is called with."""
-    options = [word for one in OPTIONS for word in ("-o", one)]
+    options = [word for option in OPTIONS for word in ("-o", option)]
     port = ["-p", str(target.port)] if target.port else []
     host = f"{target.user}@{target.host}" if target.user else target.host
     return ["ssh", "-N", *options, *port, "-L", f"{local_path}:{target.path}", "--", host]
@@ -54,8 +54,8 @@ class _Child(asyncio.SubprocessProtocol):
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         *whole, self._rest = (self._rest + data).split(b"\n")
         self._rest = self._rest[-MAX_LINE:]
-        for one in whole:
-            text = clean(one.decode(errors="replace").strip())[:MAX_LINE]
+        for line in whole:
+            text = clean(line.decode(errors="replace").strip())[:MAX_LINE]
             if text:
                 self.lines.append(text)
 

@@ -254,7 +254,7 @@ class ComparedVerbs:
         self._server = {"client": os.getpid(), "server": server.pid}
 
     async def match(self, n_tokens: int) -> ComparedCalls:
-        """One at a time."""
+        """Matches of that length beside echoes of as many bytes, one call at a time."""
         (prompt,) = prompts(1, n_tokens, seed=n_tokens)
         frame = prompt.tobytes()
 
@@ -354,7 +354,7 @@ def time_row(compared: ComparedCalls) -> Measured:
 
 def cost_row(compared: ComparedCalls) -> Measured:
     """What each process computed for a call, and how often a core changed its thread."""
-    ours, echo, recorded = (compared.kinds[one] for one in (OURS, ECHO, RECORDED))
+    ours, echo, recorded = (compared.kinds[kind] for kind in (OURS, ECHO, RECORDED))
     return {
         **head(compared),
         **{f"{name}_us": ours.cpu_us(name) for name in ours.processes},
@@ -372,9 +372,9 @@ def cost_row(compared: ComparedCalls) -> Measured:
 async def counted_messages(compared: list[ComparedCalls], up: ServingPair) -> list[Measured]:
     """Messages of a call on each socket, as the recorders have them: one more turn of each."""
     spans: list[Span] = []
-    for one in compared:
+    for comparison in compared:
         began_s = time.monotonic()
-        await one.kinds[RECORDED].take_turn(one.calls, one.in_flight)
+        await comparison.kinds[RECORDED].take_turn(comparison.calls, comparison.in_flight)
         spans.append((began_s, time.monotonic()))
     both = {
         name: messages_of(daemon, spans)
@@ -382,11 +382,11 @@ async def counted_messages(compared: list[ComparedCalls], up: ServingPair) -> li
     }
     return [
         {
-            f"{name}_{key}": count / one.calls
+            f"{name}_{key}": count / comparison.calls
             for name, counts in both.items()
             for key, count in msgspec.structs.asdict(counts[number]).items()
         }
-        for number, one in enumerate(compared)
+        for number, comparison in enumerate(compared)
     ]
 
 
@@ -436,7 +436,9 @@ async def measure(
         messages = await counted_messages(compared, up[RECORDED])
         await play(compared, rounds, told)
         told("counting system calls")
-        called = [await counted_system_calls(one) if calls else {} for one in compared]
+        called = [
+            await counted_system_calls(comparison) if calls else {} for comparison in compared
+        ]
         told("beginning calls")
         (prompt,) = prompts(1, MATCH_TOKENS[0], seed=MATCH_TOKENS[0])
         pending = pending_row(up[OURS].blocking, prompt)
@@ -444,11 +446,11 @@ async def measure(
     blocking_echo.close()
     context.term()
     return ControlResult(
-        times=[time_row(one) for one in compared],
-        costs=[cost_row(one) for one in compared],
+        times=[time_row(comparison) for comparison in compared],
+        costs=[cost_row(comparison) for comparison in compared],
         counts=[
-            {**head(one), **sent, **counted}
-            for one, sent, counted in zip(compared, messages, called, strict=True)
+            {**head(comparison), **sent, **counted}
+            for comparison, sent, counted in zip(compared, messages, called, strict=True)
         ],
         pending=[pending],
         keys=[],
@@ -458,16 +460,16 @@ async def measure(
 async def warm_up(compared: list[ComparedCalls], told: Told) -> None:
     """A turn of each kind that does not count."""
     told("warming up")
-    for one in compared:
-        await one.warm_up()
+    for comparison in compared:
+        await comparison.warm_up()
 
 
 async def play(compared: list[ComparedCalls], rounds: int, told: Told) -> None:
-    """All rounds."""
+    """Time each comparison once a round, so that no figure has a quieter minute than another."""
     for number in range(rounds):
         told(f"round {number + 1}")
-        for one in compared:
-            await one.play_round(number)
+        for comparison in compared:
+            await comparison.play_round(number)
 
 
 async def measure_keys(keyed: Pair, bare: Pair, rounds: int, told: Told) -> list[Measured]:
@@ -481,14 +483,14 @@ async def measure_keys(keyed: Pair, bare: Pair, rounds: int, told: Told) -> list
         compared = []
         for in_flight, calls in HANDOFFS.items():
             kinds = {}
-            for name, one in up.items():
-                handoffs = full_hits(one, prompt, in_flight * 1_000_000)
+            for name, engines in up.items():
+                handoffs = full_hits(engines, prompt, in_flight * 1_000_000)
                 call = await stack.enter_async_context(handoffs)
-                kinds[name] = CallKind(call, one.processes)
+                kinds[name] = CallKind(call, engines.processes)
             compared.append(ComparedCalls("handoff", in_flight, calls, kinds))
         await warm_up(compared, told)
         await play(compared, rounds, told)
-    return [key_row(one) for one in compared]
+    return [key_row(comparison) for comparison in compared]
 
 
 def key_row(compared: ComparedCalls) -> Measured:
@@ -558,7 +560,7 @@ def run(
 
 
 def shown(found: ControlResult, rounds: int) -> BenchmarkResult:
-    """The tables of it."""
+    """Tables, goals and notes for people."""
     way = found.counts[0].get("counted_by")
     with_calls = tuple(found.counts) if way else ()
     return BenchmarkResult(

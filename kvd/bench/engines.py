@@ -101,9 +101,9 @@ class HandoffEngines:
 
     async def move(self, handoffs: list[OneHandoff]) -> Took:
         """Finish them all at once, and give everything back."""
-        took = Took(tuple(await asyncio.gather(*(one.finish() for one in handoffs))))
-        for one in handoffs:
-            await one.end()
+        took = Took(tuple(await asyncio.gather(*(handoff.finish() for handoff in handoffs))))
+        for handoff in handoffs:
+            await handoff.end()
         return took
 
     async def scatter(self, seed: int) -> None:

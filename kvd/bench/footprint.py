@@ -72,9 +72,9 @@ def run(told: Told, *, starts: int, idle_s: float) -> tuple[BenchmarkResult, obj
         told(f"at rest for {idle_s:g} s")
         processes = _at_rest(Path(directory), idle_s)
     start_s, start_cpu_s = (
-        statistics.median(one[key] for one in begun) for key in ("wall_s", "cpu_s")
+        statistics.median(start[key] for start in begun) for key in ("wall_s", "cpu_s")
     )
-    rows = tuple(one.row() for one in processes)
+    rows = tuple(process.row() for process in processes)
     beyond_mb = sum(figure(row, "beyond_bytes") for row in rows)
     goals = (
         at_most("start to ready in s, median", 0.6, start_s),
@@ -86,7 +86,7 @@ def run(told: Told, *, starts: int, idle_s: float) -> tuple[BenchmarkResult, obj
         tables=(ResultTable(title, COLUMNS, rows),),
         notes=(
             f"start to ready: median {start_s:.2f} s of "
-            + ", ".join(f"{one['wall_s']:.2f}" for one in begun)
+            + ", ".join(f"{start['wall_s']:.2f}" for start in begun)
             + f"; all processes computed {start_cpu_s:.2f} s meanwhile",
             f"CPU: over {idle_s:g} s, after the pool was collapsed to huge pages",
             "beyond pool: RssAnon + RssFile; the pool is RssShmem, mapped by the transfer process "

@@ -67,7 +67,7 @@ def when_collapsed(pair: Pair, pool_bytes: int) -> None:
     """Return when both transfer processes see their whole pool in huge pages, or will not."""
     deadline_s = time.monotonic() + COLLAPSE_S
     while time.monotonic() < deadline_s:
-        found = [huge_bytes(one.transfer_pid()) for one in (pair.prefill, pair.decode)]
+        found = [huge_bytes(daemon.transfer_pid()) for daemon in (pair.prefill, pair.decode)]
         if all(size >= pool_bytes for size in found):
             return
         time.sleep(LOOK_EVERY_S)

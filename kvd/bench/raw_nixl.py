@@ -168,7 +168,7 @@ class _Bare:
         return RegionMade(pack(told))
 
     def obey(self, command: RawCommand) -> WorkDone:
-        """Do it."""
+        """Carry the command out, and say when that began and ended."""
         match command:
             case ConnectRaw(metadata):
                 return self._connect(unpack(metadata))
@@ -339,7 +339,7 @@ class RawPair:
     @property
     def huge_bytes(self) -> tuple[int, ...]:
         """Bytes of the pools that each of them has mapped as 2 MiB pages so far."""
-        return tuple(huge_bytes(one.pid) for one in self._processes)
+        return tuple(huge_bytes(process.pid) for process in self._processes)
 
     def tune(self, source: bytes, destination: bytes) -> None:
         """Find the fastest way to write these pages, one way."""
@@ -373,10 +373,10 @@ class RawPair:
 
     def _both(self, command: RawCommand, ways: int) -> Took:
         active = self._processes[:ways]
-        for one in active:
-            one.tell(command)
-        done = [one.hear(WorkDone) for one in active]
-        return Took(tuple((one.began_s, one.ended_s) for one in done))
+        for process in active:
+            process.tell(command)
+        done = [process.hear(WorkDone) for process in active]
+        return Took(tuple((work.began_s, work.ended_s) for work in done))
 
 
 @contextlib.contextmanager

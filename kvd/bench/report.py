@@ -59,7 +59,7 @@ class Goal(msgspec.Struct, frozen=True):
 
     @property
     def is_met(self) -> bool:
-        """Whether it was."""
+        """Whether ``got`` is on the right side of ``wanted``."""
         return self.got >= self.wanted if self.at_least else self.got <= self.wanted
 
 
@@ -89,7 +89,7 @@ class ResultColumn(msgspec.Struct, frozen=True):
             case bool():
                 return "yes" if value else "no"
             case tuple():
-                return "+".join(format(one, self.form) for one in value)
+                return "+".join(format(item, self.form) for item in value)
             case _:
                 return format(value, "" if isinstance(value, str) else self.form)
 

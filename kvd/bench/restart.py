@@ -226,7 +226,7 @@ def run(
         for how in ("cold", "stop", "kill"):
             told(f"starts, {how}")
             starts.append(measure_starts(how, int(gib * 2**30) // PAGE_BYTES, times))
-    without, stopped, killed = (_rate(one) for one in hits)
+    without, stopped, killed = (_rate(row) for row in hits)
     title = f"s from start to ready, {gib:g} GiB, after a"
     goals = (
         at_least("hit rate after a stop over that without", 1.0, stopped / without),
@@ -239,14 +239,14 @@ def run(
             ResultTable(
                 f"Hits of the second half of {len(prompts)} requests, pool of 1 GiB",
                 HIT_COLUMNS,
-                tuple({**one, "rate": _rate(one)} for one in hits),
+                tuple({**row, "rate": _rate(row)} for row in hits),
             ),
             ResultTable(
                 f"Starts with a pool of {gib:g} GiB, medians of {times}",
                 START_COLUMNS,
                 tuple(
-                    {**one, "per_s": figure(one, "adopted_pages") / figure(one, "ready_s")}
-                    for one in starts
+                    {**row, "per_s": figure(row, "adopted_pages") / figure(row, "ready_s")}
+                    for row in starts
                 ),
             ),
         ),

@@ -163,7 +163,7 @@ class StreamCaseResult(msgspec.Struct, frozen=True):
     lag_beats: int
 
     def row(self) -> Measured:
-        """For the table."""
+        """Case and figures, one column each."""
         return {
             **msgspec.structs.asdict(self),
             **self.case,
@@ -265,7 +265,9 @@ async def _measure(up: _Running) -> StreamSiteResult:
         network=site.network,
         memory=site.memory,
         pool_bytes=plan.pool_pages * PAGE_BYTES,
-        huge_bytes=tuple(huge_bytes(one.transfer_pid()) for one in (pair.prefill, pair.decode)),
+        huge_bytes=tuple(
+            huge_bytes(daemon.transfer_pid()) for daemon in (pair.prefill, pair.decode)
+        ),
         raw_huge_bytes=up.raw.huge_bytes,
         tuning=up.raw.tuning,
         idle_lag_p99_s=percentile_s(idle, 0.99),
@@ -385,7 +387,7 @@ def run(
             "lag: of both daemons, from kvd_loop_lag_seconds at /metrics, while handoffs follow "
             "one another; upper bound of the bucket",
             *(site.note() for site in sites),
-            *(f"{one['network']}: skipped, {one['why']}" for one in skipped),
+            *(f"{row['network']}: skipped, {row['why']}" for row in skipped),
         ),
         goals=goals,
     )

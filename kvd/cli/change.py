@@ -107,7 +107,7 @@ def epoch_command(
 def evict_command(target: Target, form: str, rehearsal: bool, pages: int) -> None:
     """Evict at least PAGES cached pages, in the order in which they would go anyway."""
     report = carry_out(target, admin.Evict(CALL, pages), form, rehearsal=rehearsal)
-    must_not_refuse(report, "what is left is locked or held: kvd locks names the holders")
+    must_not_refuse(report, "kvd locks names who holds or locks pages, if anybody does")
 
 
 @click.command()
@@ -244,7 +244,7 @@ def _until_it_changes(target: Target, after_seq: int, give_up_s: float, left: st
         page = ask(
             target, admin.ListEvents(CALL, after_seq, LISTEN_S), admin.EventPage, wait_s=LISTEN_S
         )
-        if page.lost or TELLING & {one.__struct_config__.tag for one in page.events}:
+        if page.lost or TELLING & {event.__struct_config__.tag for event in page.events}:
             return
         after_seq = page.events[-1].seq if page.events else after_seq
 
@@ -263,8 +263,8 @@ def reload_command(target: Target, form: str) -> None:
     """
     reloaded = ask(target, admin.Reload(CALL), admin.Reloaded)
     outcome = {
-        "changed": [msgspec.structs.asdict(one) for one in reloaded.changed],
-        "needs_restart": [msgspec.structs.asdict(one) for one in reloaded.needs_restart],
+        "changed": [msgspec.structs.asdict(change) for change in reloaded.changed],
+        "needs_restart": [msgspec.structs.asdict(change) for change in reloaded.needs_restart],
         "errors": reloaded.errors,
     }
     words = [
@@ -282,7 +282,8 @@ def reload_command(target: Target, form: str) -> None:
 
 def _listed(head: str, changes: Sequence[admin.Changed]) -> list[str]:
     lines = [
-        f"  {clean(one.key)}: {clean(one.before) or 'none'} -> {clean(one.after) or 'none'}"
-        for one in changes
+        f"  {clean(change.key)}: {clean(change.before) or 'none'}"
+        f" -> {clean(change.after) or 'none'}"
+        for change in changes
     ]
     return [head, *lines] if lines else []

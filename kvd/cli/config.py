@@ -108,15 +108,15 @@ def _no_devices(config: Config) -> list[ConfigError]:
 
 def _pool_in_words(spec: PoolSpec) -> str:
     """Its pages by budget; where nothing is held, the tokens that are counted."""
-    if not any(has_bytes(one) for one in spec.components):
+    if not any(has_bytes(component) for component in spec.components):
         kv = spec.components[0]
         tokens = (spec.pages[0] - 1) * kv.page_size
         return (
             f"{spec.name} counts {tokens} tokens and holds 0 bytes; a placeholder of one page has "
             f"{page_bytes(kv)}"
         )
-    counts = [f"{spec.pages[spec.index(one.name)]} pages" for one in budgets(spec)]
-    names = [one.name for one in budgets(spec)]
+    counts = [f"{spec.pages[spec.index(component.name)]} pages" for component in budgets(spec)]
+    names = [component.name for component in budgets(spec)]
     if len(names) == 1:
         if spec.held is None:
             return f"{spec.name} of {counts[0]}"
@@ -227,10 +227,10 @@ def plan(model_file: Path, family: str | None, form: str, **options: Any) -> Non
         outcomes = plans(model, wanted, family)
     except NotPlanned as exc:
         raise VerbFailed(f"{model_file}: {exc}") from exc
-    outcomes = [one for one in outcomes if family in {None, one.family}]
-    made = [one for one in outcomes if isinstance(one, FamilyPlan)]
-    unsuited = [one for one in outcomes if isinstance(one, Unsuited)]
-    told = [f"{one.family}: {one.why}" for one in unsuited]
+    outcomes = [outcome for outcome in outcomes if family in {None, outcome.family}]
+    made = [outcome for outcome in outcomes if isinstance(outcome, FamilyPlan)]
+    unsuited = [outcome for outcome in outcomes if isinstance(outcome, Unsuited)]
+    told = [f"{outcome.family}: {outcome.why}" for outcome in unsuited]
     if not made:
         what = "for any family: " if family is None else "for "
         raise VerbFailed(f"{model_file}: no plan {what}{'; '.join(told)}")
@@ -276,15 +276,15 @@ def _wanted(
 def _blocks(made: list[FamilyPlan], told: list[str]) -> Iterator[RenderableType]:
     """The plans, what is not planned and why, and the best one to paste."""
     sheet = render.TextTable("FAMILY", "B/TOKEN>", "TOKENS>", "A REQUEST>", "ROOMS>", "GAIN>")
-    for one in made:
+    for plan in made:
         sheet.row(
-            one.family,
-            str(one.bytes_per_token),
-            str(one.tokens),
-            amount(one.request_bytes),
-            str(one.rooms),
-            f"{one.gain:.2f}x",
-            prose="\n".join([one.note, *_parts(one)]),
+            plan.family,
+            str(plan.bytes_per_token),
+            str(plan.tokens),
+            amount(plan.request_bytes),
+            str(plan.rooms),
+            f"{plan.gain:.2f}x",
+            prose="\n".join([plan.note, *_parts(plan)]),
         )
     yield sheet
     if told:
@@ -312,8 +312,8 @@ def _head(model: Model, wanted: PlanRequest) -> str:
 
 def _parts(made: FamilyPlan) -> list[str]:
     return [
-        f"{one.name}: {one.pages} pages of {amount(one.page_bytes)}"
-        + (f" in {one.shards} shards" if one.shards > 1 else "")
-        + f" ({amount(one.total_bytes)} {one.tier}), {one.request_pages} a request"
-        for one in made.parts
+        f"{part.name}: {part.pages} pages of {amount(part.page_bytes)}"
+        + (f" in {part.shards} shards" if part.shards > 1 else "")
+        + f" ({amount(part.total_bytes)} {part.tier}), {part.request_pages} a request"
+        for part in made.parts
     ]

@@ -156,7 +156,10 @@ def _lines(outcome: replay.ReplayOutcome) -> list[str]:
         + (f": {outcome.stopped}" if outcome.stopped else "")
     ]
     lines += [f"step {bug.step}, {bug.happened}, raised {bug.error}" for bug in outcome.bugs]
-    lines += [f"step {one.step} broke an invariant: {one.what}" for one in outcome.broken]
+    lines += [
+        f"step {violation.step} broke an invariant: {violation.what}"
+        for violation in outcome.broken
+    ]
     lines.append(f"{outcome.marks} states on the way were those of the live node")
     lines.append(f"state: {outcome.state_hash}")
     if outcome.stopped or outcome.strayed:

@@ -105,7 +105,6 @@ class TextTable:
         self._prose.append([clean(line) for line in prose.split("\n") if line])
 
     def __rich__(self) -> Group:
-        """The lines."""
         widths = [max(cell.cell_len for cell in column) for column in zip(*self._rows, strict=True)]
         lines: list[Text] = []
         for row, prose in zip(self._rows, self._prose, strict=True):
@@ -156,11 +155,11 @@ def status(shot: Snapshot) -> RenderableType:
     held = sum(lease.held_pages for lease in shot.leases)
     beside = Counter[str]()
     for lease in shot.leases:
-        beside.update({one.component: one.held_pages for one in lease.beside})
+        beside.update({component.component: component.held_pages for component in lease.beside})
     holding = ", ".join([f"{held} pages", *(f"{n} of {clean(of)}" for of, n in beside.items())])
     engines = ", ".join(
-        clean(f"{one.name} {list(one.pids)}{'' if one.state == 'attached' else f' {one.state}'}")
-        for one in shot.clients
+        clean(f"{client.name} {list(client.pids)} {client.state}".removesuffix(" attached"))
+        for client in shot.clients
     )
     totals = shot.totals
     handoffs = (
@@ -172,8 +171,8 @@ def status(shot: Snapshot) -> RenderableType:
     for name, text in (
         ("engines", f"{len(shot.clients)}  {engines}"),
         ("leases", f"{len(shot.leases)}  holding {holding}; {len(shot.waiting)} wait for room"),
-        ("rooms", f"{len(shot.rooms)}  {_tally(one.side for one in shot.rooms)}"),
-        ("peers", f"{len(shot.peers)}  {_tally(one.state for one in shot.peers)}"),
+        ("rooms", f"{len(shot.rooms)}  {_tally(part.side for part in shot.rooms)}"),
+        ("peers", f"{len(shot.peers)}  {_tally(peer.state for peer in shot.peers)}"),
         ("handoffs", handoffs),
         *([("epochs", _epochs(shot.epochs))] if shot.epochs else []),
         ("audit", _audit_summary(shot.audit)),
@@ -181,9 +180,9 @@ def status(shot: Snapshot) -> RenderableType:
     ):
         rows.add_row(Text(name, style="bold"), Text(text.rstrip()))
     alarms = [
-        Text(f"! {clean(one.rule)}: {clean(one.what)}: kvd audit", style="bold red")
-        for one in shot.audit.found
-        if one.state == BROKEN
+        Text(f"! {clean(violation.rule)}: {clean(violation.what)}: kvd audit", style="bold red")
+        for violation in shot.audit.found
+        if violation.state == BROKEN
     ]
     return Group(*alarms, head, Text(), pools(shot.pools), Text(), rows, *_troubles(shot))
 
@@ -227,23 +226,26 @@ def _troubles(shot: Snapshot) -> list[Text]:
         for peer in shot.peers
         if peer.state in {"suspect", "lost"}
     ]
+    found += [clean(peer.epochs) for peer in shot.peers if peer.epochs]
     found += [
-        f"{clean(one.name)} of before the restart has not come back for {duration(one.age_s)}, "
-        f"{one.former_leases} leases with {one.held_pages} pages wait for it: kvd locks"
-        for one in shot.clients
-        if one.state == "awaited" and one.leases
+        f"{clean(client.name)} of before the restart has not come back for "
+        f"{duration(client.age_s)}, "
+        f"{client.former_leases} leases with {client.held_pages} pages wait for it: kvd locks"
+        for client in shot.clients
+        if client.state == "awaited" and client.leases
     ]
     found += [
-        f"kvd hung up on {clean(one.name)} and keeps {one.leases} leases with {one.held_pages} "
-        f"pages until pid {', '.join(map(str, one.pids))} ends: {clean(one.why)}"
-        for one in shot.clients
-        if one.state == "hung-up-on"
+        f"kvd hung up on {clean(client.name)} and keeps {client.leases} leases with "
+        f"{client.held_pages} pages until pid {', '.join(map(str, client.pids))} ends: "
+        f"{clean(client.why)}"
+        for client in shot.clients
+        if client.state == "hung-up-on"
     ]
     quarantined = sum(pool.quarantined_pages for pool in shot.pools)
     if quarantined:
         found.append(f"{quarantined} pages are quarantined, a remote may still write: kvd locks")
     if shot.waiting:
-        longest_s = max(one.waited_s for one in shot.waiting)
+        longest_s = max(request.waited_s for request in shot.waiting)
         found.append(f"a request has waited {duration(longest_s)} for room: kvd locks")
     healed = shot.totals.violations - shot.audit.findings
     if healed > 0:
@@ -265,21 +267,21 @@ def pools(states: tuple[PoolState, ...]) -> RenderableType:
     out = TextTable(
         *("POOL", "TOTAL>", "FREE>", "HELD>", "CACHED>", "LOCKED>", "EVICTABLE>", "QUAR>", "SUM"),
     )
-    for one in states:
+    for component in states:
         counts = (
-            one.total_pages,
-            one.free_pages,
-            one.held_pages,
-            one.cached_pages,
-            one.locked_pages,
-            one.evictable_pages,
-            one.quarantined_pages,
+            component.total_pages,
+            component.free_pages,
+            component.held_pages,
+            component.cached_pages,
+            component.locked_pages,
+            component.evictable_pages,
+            component.quarantined_pages,
         )
         out.row(
-            f"{one.pool}/{one.component}",
+            f"{component.pool}/{component.component}",
             *(str(count) for count in counts),
-            _sum_check(one),
-            prose="\n".join(_prose(one)),
+            _sum_check(component),
+            prose="\n".join(_prose(component)),
         )
     if len(states) == 1 and not states[0].companions:
         return out
@@ -351,19 +353,21 @@ def _shards(one: PoolState) -> str:
 
 def _total_bytes(states: tuple[PoolState, ...]) -> str:
     """All components in bytes; a companion's go with the pages that they belong to."""
-    bytes_each = [_whole_bytes(one) for one in states]
+    bytes_each = [_whole_bytes(component) for component in states]
     sums = {
-        "": [one.total_pages for one in states],
-        " free": [one.free_pages for one in states],
-        " held": [one.held_pages for one in states],
-        " cached": [one.cached_pages for one in states],
-        " quarantined": [one.quarantined_pages for one in states],
+        "": [component.total_pages for component in states],
+        " free": [component.free_pages for component in states],
+        " held": [component.held_pages for component in states],
+        " cached": [component.cached_pages for component in states],
+        " quarantined": [component.quarantined_pages for component in states],
     }
     parts = [
         f"{amount(sum(map(int.__mul__, pages, bytes_each)))}{name}" for name, pages in sums.items()
     ]
     names = [
-        name for one in states for name in (one.component, *(c.component for c in one.companions))
+        name
+        for component in states
+        for name in (component.component, *(c.component for c in component.companions))
     ]
     return f"total of {clean(', '.join(names))}: {parts[0]}; {', '.join(parts[1:])}"
 
@@ -392,24 +396,24 @@ def leases(states: tuple[shown.LeaseState, ...]) -> RenderableType:
     out = TextTable(
         "LEASE>", "STATE", "OWNER", "REASON", "ROOM", "PREFIX>", "HELD>", "QUAR>", "AGE>"
     )
-    for one in states:
-        facts = [f"held by {', '.join(one.holders)}"] if one.holders else []
-        facts += [f"namespace {one.namespace}"] if one.namespace else []
+    for lease in states:
+        facts = [f"held by {', '.join(lease.holders)}"] if lease.holders else []
+        facts += [f"namespace {lease.namespace}"] if lease.namespace else []
         # Pages of further components: its own, and those in its row that it shares.
-        beside = ", ".join(_held(has) for has in one.beside if has.mapped_pages)
+        beside = ", ".join(_held(has) for has in lease.beside if has.mapped_pages)
         facts += [f"beside {beside}"] if beside else []
-        facts += [_saved(one)] if one.saved_pages or one.retracted_s else []
-        facts += [f"waits for {one.waiting_for}"] if one.waiting_for else []
+        facts += [_saved(lease)] if lease.saved_pages or lease.retracted_s else []
+        facts += [f"waits for {lease.waiting_for}"] if lease.waiting_for else []
         out.row(
-            str(one.id),
-            state(one.state),
-            f"{one.owner}[{one.pid}]",
-            one.reason,
-            room(one.room),
-            f"{one.prefix_tokens}/{one.prompt_tokens}",
-            str(one.held_pages),
-            str(one.quarantined_pages),
-            duration(one.age_s),
+            str(lease.id),
+            state(lease.state),
+            f"{lease.owner}[{lease.pid}]",
+            lease.reason,
+            room(lease.room),
+            f"{lease.prefix_tokens}/{lease.prompt_tokens}",
+            str(lease.held_pages),
+            str(lease.quarantined_pages),
+            duration(lease.age_s),
             prose="; ".join(facts),
         )
     return out if states else nothing("leases")
@@ -430,16 +434,16 @@ def _saved(one: shown.LeaseState) -> str:
 def waiting(states: tuple[shown.WaitingState, ...]) -> RenderableType:
     """The admission queue, in the order in which it is served."""
     out = TextTable("WAITING", "OWNER", "ROOM", "PRIORITY>", "WAITED>", "ENDS IN>", "PAGES>")
-    for one in states:
+    for request in states:
         out.row(
-            one.kind,
-            one.owner,
-            room(one.room),
-            str(one.priority),
-            duration(one.waited_s),
-            duration(one.deadline_in_s),
-            str(one.needed_pages),
-            prose="; ".join([one.why, *(f"held by {who}" for who in one.held_by)]),
+            request.kind,
+            request.owner,
+            room(request.room),
+            str(request.priority),
+            duration(request.waited_s),
+            duration(request.deadline_in_s),
+            str(request.needed_pages),
+            prose="; ".join([request.why, *(f"held by {who}" for who in request.held_by)]),
         )
     return out if states else nothing("requests waiting for room")
 
@@ -450,20 +454,20 @@ def waiting(states: tuple[shown.WaitingState, ...]) -> RenderableType:
 def rooms(states: tuple[shown.RoomState, ...]) -> RenderableType:
     """Handoffs on this side: state, progress, and what each waits for."""
     out = TextTable("ROOM", "SIDE", "STATE", "PEER", "PREFIX>", "PAGES>", "AGE>", "ENDS IN>")
-    for one in states:
-        facts = [f"part {one.part} of {one.owner}" if one.owner else f"part {one.part}"]
-        facts += [one.share] if one.share else []
-        facts.append(f"{amount(one.moved_bytes)} of {amount(one.total_bytes)}")
-        facts += [f"waits for {one.waiting_for}"] if one.waiting_for else []
+    for part in states:
+        facts = [f"part {part.part} of {part.owner}" if part.owner else f"part {part.part}"]
+        facts += [part.share] if part.share else []
+        facts.append(f"{amount(part.moved_bytes)} of {amount(part.total_bytes)}")
+        facts += [f"waits for {part.waiting_for}"] if part.waiting_for else []
         out.row(
-            room(one.room),
-            one.side,
-            state(one.state),
-            one.peer,
-            f"{one.decode_prefix_len}/{one.prompt_tokens}",
-            progress(one),
-            duration(one.age_s),
-            duration(one.deadline_in_s),
+            room(part.room),
+            part.side,
+            state(part.state),
+            part.peer,
+            f"{part.decode_prefix_len}/{part.prompt_tokens}",
+            progress(part),
+            duration(part.age_s),
+            duration(part.deadline_in_s),
             prose="; ".join(facts),
         )
     return out if states else nothing("rooms")
@@ -472,28 +476,28 @@ def rooms(states: tuple[shown.RoomState, ...]) -> RenderableType:
 def stories(states: tuple[shown.RoomState, ...]) -> RenderableType:
     """The last transitions of each room, oldest first."""
     lines: list[Text] = []
-    for one in states:
-        head = f"\nroom {one.room} {clean(one.side)} part {one.part}, handoff {one.handoff}, "
-        tail = f"lease {one.lease}, {one.outstanding_posts} posts outstanding"
+    for part in states:
+        head = f"\nroom {part.room} {clean(part.side)} part {part.part}, handoff {part.handoff}, "
+        tail = f"lease {part.lease}, {part.outstanding_posts} posts outstanding"
         lines.append(Text(head + tail, style="bold"))
-        lines += [said(f"  {step}") for step in one.story]
+        lines += [said(f"  {step}") for step in part.story]
     return Group(*lines)
 
 
 def peers(states: tuple[shown.PeerState, ...]) -> RenderableType:
     """Other daemons: link, sending agent, and how long they have been silent."""
     out = TextTable("PEER", "STATE", "SILENT>", "RTT>", "RECEIVES>", "SENDS>", "AGENT")
-    for one in states:
-        life = f"incarnation {short(one.incarnation)}, generation {one.generation}"
-        lines = [f"{one.address}, {life}", f"layout {one.layout}", one.drain, one.trouble]
+    for peer in states:
+        life = f"incarnation {short(peer.incarnation)}, generation {peer.generation}"
+        lines = [f"{peer.address}, {life}", f"layout {peer.layout}", peer.drain, peer.trouble]
         out.row(
-            one.name,
-            state(one.state),
-            duration(one.silent_s),
-            f"{one.round_trip_ms:.2f} ms",
-            str(one.open_receives),
-            str(one.open_sends),
-            one.agent,
+            peer.name,
+            state(peer.state),
+            duration(peer.silent_s),
+            f"{peer.round_trip_ms:.2f} ms",
+            str(peer.open_receives),
+            str(peer.open_sends),
+            peer.agent,
             prose="\n".join(lines),
         )
     return out if states else nothing("peers: name them in peers.connect")
@@ -504,14 +508,16 @@ def peers(states: tuple[shown.PeerState, ...]) -> RenderableType:
 
 def tree(answer: Tree) -> RenderableType:
     """Nodes indented below their parents."""
-    beside = list(dict.fromkeys(one.component for node in answer.nodes for one in node.beside))
+    beside = list(
+        dict.fromkeys(component.component for node in answer.nodes for component in node.beside)
+    )
     headings = [clean(name).upper() for name in beside]
     out = TextTable("NODE", "TOKENS", "PAGES>", "HITS>", "LOCKS>", *headings, "BEGINS WITH")
     depths: dict[int, int] = {}
     for node in answer.nodes:
         depth = depths.get(node.parent, -1) + 1
         depths[node.id] = depth
-        there = {one.component: one for one in node.beside}
+        there = {component.component: component for component in node.beside}
         # The namespace at the top only, where it begins.
         namespace = f" [{node.namespace}]" if node.namespace and depth <= 1 else ""
         out.row(
@@ -606,8 +612,8 @@ def audit(answer: Report) -> RenderableType:
         lines += [Text(f"broken: {clean(what)}", style="bold red") for what in answer.refused]
     else:
         lines += _standing(state)
-        for one in state.found:
-            lines += _finding(one)
+        for finding in state.found:
+            lines += _finding(finding)
     if not is_broken(answer):
         lines.append(Text("every invariant holds", style="green"))
     return Group(*lines)

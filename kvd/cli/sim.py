@@ -359,7 +359,7 @@ def _row(routed: Routed) -> tuple[str, ...]:
         f"{routed.refused}",
         f"{routed.reuse:.2%}",
         f"{routed.saved_bytes / GB:.1f}",
-        *(f"{x:.2f}" for one in balances for x in (one.max_over_mean, one.variation)),
+        *(f"{x:.2f}" for balance in balances for x in (balance.max_over_mean, balance.variation)),
         f"{routed.wait_p50_s:.3f}",
         f"{routed.wait_p99_s:.3f}",
         f"{routed.wait_mean_s:.3f}",

@@ -369,7 +369,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 class FileOrigin(enum.Enum):
-    """Whose a file is."""
+    """Who wrote what stands in a file that ``install`` would write."""
 
     OURS = "ours"
     EDITED = "edited"

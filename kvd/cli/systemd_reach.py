@@ -87,17 +87,17 @@ def flaws(python: Path, user: User) -> list[str]:
 
 def _flaw(what: str, path: Path, user: User) -> str:
     """Why this path, as it is written or as it resolves, is out of reach; empty if it is not."""
-    for one in dict.fromkeys((path, path.resolve())):
+    for spelling in dict.fromkeys((path, path.resolve())):
         for line, places in HIDDEN.items():
             for place in places:
-                if one.is_relative_to(place):
-                    return f"{what}, {one}, lies under {place}, which the unit hides ({line})"
-        for directory in reversed(one.parents):
+                if spelling.is_relative_to(place):
+                    return f"{what}, {spelling}, lies under {place}, which the unit hides ({line})"
+        for directory in reversed(spelling.parents):
             if not _may_enter(directory, user):
                 mode = stat.S_IMODE(directory.stat().st_mode)
                 return (
-                    f"{what}, {one}, lies under {directory}, which user {user.name} may not enter "
-                    f"(mode {mode:04o}): chmod o+x {directory}"
+                    f"{what}, {spelling}, lies under {directory}, which user {user.name} may not "
+                    f"enter (mode {mode:04o}): chmod o+x {directory}"
                 )
     return ""
 

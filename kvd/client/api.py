@@ -427,7 +427,9 @@ class Node:
     async def keep_room(self, room: int, ttl_s: float) -> KeptRoom:
         """Keep a room that this session has opened for ``ttl_s`` from now on; 0 ends it.
 
-        As ``Send.renew`` and ``Send.end``, for a room of ``hand_over``.
+        As ``Send.renew`` and ``Send.end``, for a room of ``hand_over``. One that another session of
+        this node has handed over with ``takers=1`` is ended by who was to receive it and has found
+        the prompt in the cache here.
 
         Raises:
             KvdError: as ``Send.renew``.

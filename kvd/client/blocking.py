@@ -30,6 +30,9 @@ CONNECT_WITHIN_S: Final = 0.5
 MEET_WITHIN_S: Final = 0.005
 """The same for a connection that was made again, once for each: by then a pump goes on with it."""
 
+MISS_MEET_WITHIN_S: Final = 0.0002
+"""The same where no call ever waits for the daemon: it takes a tenth of a millisecond, or hangs."""
+
 _PUMP_TURNS: Final = 16
 """Of reading, at most, in one pump: a scheduler has a step to begin."""
 
@@ -119,7 +122,7 @@ class BlockingChannel:
         was read, this has the message leave all the same, within ``MEET_WITHIN_S``.
         """
         self._sockets.flush()
-        self._sockets.mend(MEET_WITHIN_S)
+        self._sockets.mend(MEET_WITHIN_S if self._waits_for_return else MISS_MEET_WITHIN_S)
 
     async def wait(self, slot: Slot[Any], within_s: float) -> None:
         """Say what the verb waits for; it goes on once ``slot`` is filled or the time is up."""

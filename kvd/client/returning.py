@@ -1,8 +1,8 @@
 """The way back to a daemon that has ended: dialled again and again, in steps that never wait.
 
-What lives here: when to dial, what to say there, and whether what is found can be gone on with.
-What must not: a loop, a thread, a clock; whoever waits does so between two steps, until ``sock`` is
-readable, or for ``pause_s`` where there is none.
+What lives here: when to dial, what to say there, and whether what is found can be gone on with; and
+the goodbye of a node that is closed before. What must not: a loop; whoever waits does so between
+two steps, until ``sock`` is readable, or for ``pause_s`` where there is none.
 
 A daemon that is back may have other memory, where the pool was refused or does not outlive it. Then
 what this process has mapped is nobody's pool any more, and the session is over: ``pool-changed``.
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from threading import Thread
 from typing import TYPE_CHECKING, Final
 
 from kvd.client.attachment import Attachment, ask, dial, forked, leave, take_answer
@@ -31,6 +33,10 @@ LONGEST_PAUSE_S: Final = 1.0
 
 RETURN_WITHIN_S: Final = 10.0
 """How long a call waits for a daemon that is away, unless the engine says otherwise."""
+
+FAREWELL_S: Final = 600.0
+FAREWELL_PAUSE_S: Final = 0.2
+"""How long, and how often, a node that was closed meanwhile looks for it to say so."""
 
 
 class WayBack:
@@ -71,17 +77,20 @@ class WayBack:
         self._attachment.renew(found)
         return True
 
-    def leave_there(self) -> None:
-        """Give it up, and say so to a daemon that is back already; waits for nothing; repeatable.
+    def leave_there(self) -> bool:
+        """Give it up, and say so to a daemon that is back already; whether there was one.
 
         To that one a process that lives and says nothing is still to come, and its leases hold.
+        Waits for nothing; repeatable. A forked child has nothing to say.
         """
         if self.sock is None and os.getpid() == self._pid:
             with contextlib.suppress(KvdError):
                 self.sock = dial(self._path)
                 if self.sock is not None:
                     ask(self.sock, self._request())
+        is_said = self.sock is not None or os.getpid() != self._pid
         self.abandon()
+        return is_said
 
     def abandon(self) -> None:
         """Give it up because the engine is done with the pool; repeatable."""
@@ -112,6 +121,22 @@ class WayBack:
 
     def _pause(self) -> None:
         self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), LONGEST_PAUSE_S)
+
+
+def leave_next(way: WayBack) -> None:
+    """Say that this process is done with its pool to the daemon that is back, or to the next one.
+
+    That may be long after the node was closed, and nobody may run a loop then: where no daemon is
+    there a thread looks for one, for ``FAREWELL_S`` at most.
+    """
+    if not way.leave_there():
+        Thread(target=_leave_when_there, args=(way,), name="kvd-farewell", daemon=True).start()
+
+
+def _leave_when_there(way: WayBack) -> None:
+    end_s = time.monotonic() + FAREWELL_S
+    while not way.leave_there() and time.monotonic() < end_s:
+        time.sleep(FAREWELL_PAUSE_S)  # no event tells that somebody listens
 
 
 def main_way(path: str, attachment: Attachment, name: str, connection: Connection) -> WayBack:

@@ -7,7 +7,9 @@ event loop or a blocking thread.
 Theory of operation. The attach socket says whether the daemon lives, the client stream is only how
 it is spoken to. So where the stream breaks alone, it is dialed again; what the daemon cannot have
 read goes out on the next connection, and the calls that it may have read end, because their answers
-went with the old one. Where the attach socket is hung up, the stream goes with it::
+went with the old one. Where nobody is found there for ``NOBODY_S``, calls end, because a file that
+was removed does not come back by itself. Where the attach socket is hung up, the stream goes with
+it::
 
     here --stream breaks--> here, dialing
       |---- hung up, and why is retryable --> away --the same memory--> here
@@ -25,9 +27,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kvd.client.endpoint import attach_path, socket_path
 from kvd.client.port import unread
-from kvd.client.returning import WayBack, go_back, main_way
+from kvd.client.returning import WayBack, go_back, leave_next, main_way
 from kvd.client.stream import ClientStream
-from kvd.errors import Code, Refusal
+from kvd.errors import Code, KvdError, Refusal
 from kvd.types import Sent
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ many prompts in memory at once, which the allocator gives back each time it is r
 
 REDIAL_S: Final = 0.1
 """Between two attempts to connect a broken stream to a daemon that lives."""
+
+NOBODY_S: Final = 1.0
+"""So long nobody may listen at the client socket of a daemon that lives before calls end."""
 
 
 class Watcher(Protocol):
@@ -100,6 +105,10 @@ class SessionSockets:
         self._was_open = False
         self._may_meet = False
         """Whether nobody has waited for the handshake of this connection."""
+        self._nobody_since_s: float | None = None
+        """Since when nobody has listened at the client socket, as far as was tried."""
+        self._nobody: Refusal | None = None
+        """What calls end with, once that has been so for ``NOBODY_S``."""
         self.stream = self._new_stream()
 
     def open(self) -> None:
@@ -107,9 +116,13 @@ class SessionSockets:
 
         Raises:
             OSError: the first time, where no descriptor is left for it.
+            KvdError: the first time, where nobody listens at the client socket. A daemon listens
+                there before it does at the attach socket.
         """
         self._watcher.watch(self._attachment.fileno(), self.look)
         self._dial()
+        if not self._was_open and self.stream.nobody:
+            raise KvdError(self._nobody_listens())
         self._was_open = True
 
     @property
@@ -135,7 +148,7 @@ class SessionSockets:
             self._unwatch_attachment()
         else:
             self._unwatch_way()
-            self._way.leave_there()
+            leave_next(self._way)
         self._attachment.close()
 
     def _close_copies(self) -> None:
@@ -167,6 +180,10 @@ class SessionSockets:
             return
         stream = self.stream
         for outgoing in self._connection.take_outgoing():
+            # What nobody waits for is kept: what it gives back is else held as long as the session.
+            if self._nobody is not None and outgoing.call in self._connection.under_way():
+                self._connection.not_sent(outgoing, self._nobody)
+                continue
             sent = stream.send(outgoing.frames, outgoing.call)
             if sent is Sent.FULL:
                 self.write()
@@ -304,12 +321,36 @@ class SessionSockets:
             if not self._was_open:
                 raise
             is_dialed = False  # there may be a descriptor soon
+        self._note_nobody()
         if is_dialed:
             self._may_meet = True
             self._watcher.watch(self.stream.fileno(), self.read)
             self.write()
         else:
             self._watcher.step_after(REDIAL_S)
+
+    def _note_nobody(self) -> None:
+        """Whether calls can be sent at all: the daemon lives, but its client socket may be gone."""
+        if not self.stream.nobody:
+            self._nobody_since_s = self._nobody = None
+            return
+        now_s = time.monotonic()
+        if self._nobody_since_s is None:
+            self._nobody_since_s = now_s
+        if self._nobody is None and now_s - self._nobody_since_s >= NOBODY_S:
+            self._nobody = self._nobody_listens()
+            self._broken, self._lost_calls = None, set()
+            self._connection.unanswered(self._nobody, self._connection.under_way())
+
+    def _nobody_listens(self) -> Refusal:
+        return Refusal(
+            Code.UNREACHABLE,
+            f"nobody listens at {self._endpoint} ({self.stream.nobody}), and "
+            f"{self._attachment.attached.node} lives and answers at the attach socket beside it: "
+            "the file of its client socket was removed or replaced; restart that daemon "
+            "(`systemctl restart kvd`), and let nothing clean up its directory",
+            side="client",
+        )
 
     def _stream_broke(self, why: ConnectionClosed) -> None:
         was_met = self.stream.is_met

@@ -73,6 +73,8 @@ class ClientStream:
         self.is_left = False
         """Whether something has come that was not dealt with, and no descriptor tells of it."""
         self.fault: ConnectionClosed | None = None
+        self.nobody = ""
+        """Why the last dialing found nobody who listens; empty where somebody does."""
 
     def dial(self) -> bool:
         """Connect and begin the handshake; whether somebody listens, and has room for one more.
@@ -84,9 +86,12 @@ class ClientStream:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             sock.connect(self._path)
-        except OSError:
+        except OSError as exc:
             sock.close()
+            # A queue that is full is that of somebody who listens.
+            self.nobody = "" if isinstance(exc, BlockingIOError) else exc.strerror or str(exc)
             return False
+        self.nobody = ""
         self._sock = sock
         self._machine = self._new_machine()
         self._own.clear()

@@ -112,7 +112,7 @@ class _Draft:
 
     def take(self, source: Found) -> None:
         """Let one source override what weaker ones said; what cannot be read is told first."""
-        self.errors += [one for one in source if isinstance(one, ConfigError)]
+        self.errors += [item for item in source if isinstance(item, ConfigError)]
         taken: set[str] = set()
         for assignment in source:
             if isinstance(assignment, ConfigError):
@@ -223,7 +223,7 @@ def _converted(key: ConfigKey, assignment: Assignment) -> Value | _Flaw:
     # Before the type is judged: "must be one of" would not say why fp4 is none of them.
     reason = reason_not_built(key.path, raw)
     if reason is not None:
-        built = [one for one in key.choices if reason_not_built(key.path, one) is None]
+        built = [choice for choice in key.choices if reason_not_built(key.path, choice) is None]
         return _Flaw(f"is refused: {reason}", f"write {' or '.join(built)}")
     try:
         value: Value = msgspec.convert(raw, key.annotation)

@@ -131,8 +131,8 @@ def _plan(
     config = _checked(pool, others)
     spec = pool_spec(config)
     parts = tuple(
-        _part(one, pages, wanted.context_tokens, spec)
-        for one, pages in zip(spec.components, spec.pages, strict=True)
+        _part(component, pages, wanted.context_tokens, spec)
+        for component, pages in zip(spec.components, spec.pages, strict=True)
     )
     rooms = _rooms(spec, wanted.context_tokens)
     full = full or _full_rooms(spec, wanted)
@@ -141,7 +141,7 @@ def _plan(
         family=family.name,
         parts=parts,
         bytes_per_token=lockstep_bytes(spec) // first.page_size,
-        request_bytes=sum(one.request_pages * one.page_bytes for one in parts),
+        request_bytes=sum(part.request_pages * part.page_bytes for part in parts),
         tokens=(spec.pages[0] - 1) * first.page_size,
         rooms=rooms,
         gain=rooms / full if full else 1.0,
@@ -185,7 +185,7 @@ def _checked(pool: dict[str, Value], others: dict[str, dict[str, Value]]) -> Con
     found = load(None, {}, sets, host=_NOWHERE)
     if not isinstance(found, Config):
         raise NotPlanned(
-            "; ".join(f"{one.key} = {one.value} {one.rule}: {one.fix}" for one in found)
+            "; ".join(f"{error.key} = {error.value} {error.rule}: {error.fix}" for error in found)
         )
     return found
 
@@ -215,15 +215,17 @@ def _held(component: Component, context_tokens: int) -> int:
 
 def _rooms(spec: PoolSpec, context_tokens: int) -> int:
     return min(
-        (spec.pages[spec.index(one.name)] - 1) // _held(one, context_tokens)
-        for one in budgets(spec)
+        (spec.pages[spec.index(component.name)] - 1) // _held(component, context_tokens)
+        for component in budgets(spec)
     )
 
 
 def _full_rooms(spec: PoolSpec, wanted: PlanRequest) -> int:
     """Requests that fit if the sliding layers had KV of every token; 0 for other pools."""
-    if not any(isinstance(one.extent, Tail) for one in spec.components):
+    if not any(isinstance(component.extent, Tail) for component in spec.components):
         return 0
     kv = spec.components[0]
-    pages = (size_bytes(wanted.memory) or 0) // sum(page_bytes(one) for one in spec.components)
+    pages = (size_bytes(wanted.memory) or 0) // sum(
+        page_bytes(component) for component in spec.components
+    )
     return (pages - 1) // pages_of_request(kv, wanted.context_tokens)

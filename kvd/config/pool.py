@@ -34,10 +34,10 @@ def _laid_out(pool: PoolSection, parts: tuple[Component, ...]) -> tuple[Componen
     """The interior is the pool's: its families make components without it."""
     interior = Interior(pool.interior)
     return tuple(
-        one
-        if isinstance(one.layout, Raw | State)
-        else msgspec.structs.replace(one, interior=interior)
-        for one in parts
+        component
+        if isinstance(component.layout, Raw | State)
+        else msgspec.structs.replace(component, interior=interior)
+        for component in parts
     )
 
 
@@ -89,7 +89,9 @@ def _belonging() -> dict[str, tuple[frozenset[str], str]]:
         table |= dict.fromkeys(group.keys, (frozenset(having), _why(group, having)))
     for row in POOLS.values():
         for name in row.section.__struct_fields__[len(PoolSection.__struct_fields__) :]:
-            having = [one.name for one in POOLS.values() if name in one.section.__struct_fields__]
+            having = [
+                family.name for family in POOLS.values() if name in family.section.__struct_fields__
+            ]
             verb = "has" if len(having) == 1 else "have"
             why = f"only {among(having)} {verb} {POOLS[having[0]].alone}"
             table[name] = (frozenset(having), why)

@@ -219,7 +219,7 @@ class KeyChange(msgspec.Struct, frozen=True):
 
 def changes(before: Config, after: Config) -> list[KeyChange]:
     """Everything that differs, in the order of the schema."""
-    return [one for key in KEYS.values() for one in _of_key(key, before, after)]
+    return [change for key in KEYS.values() for change in _of_key(key, before, after)]
 
 
 def with_changes(config: Config, taken: list[KeyChange]) -> Config:

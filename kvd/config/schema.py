@@ -156,7 +156,8 @@ class PullSection(msgspec.Struct, frozen=True):
     """What other nodes pull from this one's cache, beside this node's own engines."""
 
     offer_s: Annotated[float, Meta(ge=0.1, le=600)] = 10.0
-    """How long a pull locks what is cached before the other node has offered pages for it."""
+    """How long a pull locks what is cached before the other node has offered pages for it, or said
+    again that it waits for them."""
     max_open: Annotated[int, Meta(ge=1, le=65536)] = 2048
     """Pulls that wait for their Offer or are being sent, of all nodes; the next is refused."""
     max_open_per_peer: Annotated[int, Meta(ge=1, le=1000)] = 512
@@ -288,6 +289,6 @@ class Config(msgspec.Struct, frozen=True):
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
-    one.name: one.type for one in msgspec.structs.fields(Config) if one.name != "origins"
+    field.name: field.type for field in msgspec.structs.fields(Config) if field.name != "origins"
 }
 """Sections in the order in which they are shown; [pool] without the keys of one family alone."""

@@ -88,9 +88,9 @@ def read_file(path: Path) -> Found:
     else:
         place_of = (where, line_numbers(text))
         return [
-            one
+            value
             for section, content in parsed.items()
-            for one in _section(section, content, place_of)
+            for value in _section(section, content, place_of)
         ]
     return [ConfigError(where=where, rule=rule, fix=fix)]
 
@@ -186,7 +186,7 @@ def read_environment(environ: Mapping[str, str]) -> Found:
     """
     found: Found = []
     meant = {_together(key): key for key in KEYS}
-    for name in sorted(one for one in environ if one.startswith(PREFIX)):
+    for name in sorted(variable for variable in environ if variable.startswith(PREFIX)):
         section, separator, rest = name.removeprefix(PREFIX).partition("__")
         if separator:
             origin = ValueOrigin(ValueSource.ENVIRONMENT, name)

@@ -75,7 +75,7 @@ def first_seen(context: Context, kind: str, apart: str = "") -> float:
 def kept_by(context: Context, budget: str) -> str:
     """Who keeps the most pages of a component, for the evidence."""
     found = context.biggest.of(context.node, context.now_s, budget)
-    return "; ".join(f"{one.ref} of {one.who}" for one in found) or "nobody"
+    return "; ".join(f"{holder.ref} of {holder.who}" for holder in found) or "nobody"
 
 
 def open_biggest(context: Context, budget: str) -> str:
@@ -138,13 +138,13 @@ def waiting(context: Context) -> Iterator[Concern]:
     if not len(context.node.admission):
         return
     groups: dict[str, list[WaitingRow]] = {}
-    for one in waiting_rows(context.node):
-        if context.now_s - one.waiter.since_s <= WAITS_S:
+    for row in waiting_rows(context.node):
+        if context.now_s - row.waiter.since_s <= WAITS_S:
             continue
-        if one.lacks_pages:
-            groups.setdefault(one.waiter.budget, []).append(one)
-        elif (blocked := one.waiter.asker.blocked()) is not None:
-            groups.setdefault(blocked, []).append(one)
+        if row.lacks_pages:
+            groups.setdefault(row.waiter.budget, []).append(row)
+        elif (blocked := row.waiter.asker.blocked()) is not None:
+            groups.setdefault(blocked, []).append(row)
     for group in groups.values():
         yield _waiting(context, min(group, key=lambda one: one.waiter.since_s), len(group))
 
@@ -188,7 +188,7 @@ def quarantines(context: Context) -> Iterator[Concern]:
         held = first.quarantine
         if held is None:
             continue
-        pages = sum(one.held_pages for one in group)
+        pages = sum(row.held_pages for row in group)
         is_long = context.now_s - held.since_s > LONG_QUARANTINE_S
         others = f" and {amount(len(group) - 1, 'more lease')}" if len(group) > 1 else ""
         yield Concern(
@@ -261,9 +261,9 @@ def gone_clients(context: Context) -> Iterator[Concern]:
     """Sessions with a dead process that still hold something."""
     alive = context.engines.is_alive
     suspects = [
-        one
-        for one in context.node.sessions.by_id.values()
-        if not (one.is_former or one.hang_up) and not all(map(alive, one.pids))
+        session
+        for session in context.node.sessions.by_id.values()
+        if not (session.is_former or session.hang_up) and not all(map(alive, session.pids))
     ]
     held = client_rows(context.node) if suspects else {}
     for session in suspects:
@@ -313,7 +313,7 @@ def hung_up_clients(context: Context) -> Iterator[Concern]:
     for session in node.sessions.by_id.values():
         if session.hang_up is None:
             continue
-        leases = [one for one in node.leases.leases.values() if one.session == session.id]
+        leases = [lease for lease in node.leases.leases.values() if lease.session == session.id]
         pids = " ".join(map(str, session.pids))
         yield Concern(
             severity=MEDIUM,
@@ -426,6 +426,19 @@ def peers(context: Context) -> Iterator[Concern]:
                 since_s=peer.agent_since_s,
                 rule="there is a sending agent towards every peer that lives",
                 action=f"open {ref}",
+            )
+        other_epoch = known.other_epoch(peer.name)
+        if other_epoch and peer.life is Life.UP:
+            what, _, action = other_epoch.partition("; ")
+            yield Concern(
+                severity=MEDIUM,
+                kind="peer-refused",
+                subject=ref,
+                evidence=what,
+                since_s=first_seen(context, "peer-refused", f"epochs:{peer.name}"),
+                rule="nodes that hand each other KV of a model are in the same epoch of it",
+                action=action,
+                apart=f"epochs:{peer.name}",
             )
     yield from _unanswered(context)
 
@@ -571,10 +584,10 @@ def draining(context: Context) -> Iterator[Concern]:
 def refused(context: Context) -> Iterator[Concern]:
     """Somebody keeps sending what cannot be acted on."""
     lately = []
-    for one in reversed(context.recent.refused):
-        if context.now_s - one.at_s > REFUSED_OVER_S:
+    for refusal in reversed(context.recent.refused):
+        if context.now_s - refusal.at_s > REFUSED_OVER_S:
             break
-        lately.append(one)
+        lately.append(refusal)
     if len(lately) < MANY_REFUSED:
         return
     last = lately[0]
@@ -690,7 +703,7 @@ class Worry(msgspec.Struct, frozen=True):
 def concerns(context: Context) -> list[Concern]:
     """All there are: the gravest first, of those the oldest."""
     context.progress.look(context.node, context.now_s)
-    found = [one for look in _LOOKS for one in look(context)]
+    found = [concern for look in _LOOKS for concern in look(context)]
     # Only now: what no look asked for since the last time is over, and begins anew if it returns.
     context.since.end_look()
     found.sort(key=lambda one: (GRAVEST.index(one.severity), one.since_s))

@@ -103,7 +103,7 @@ class Biggest:
         at_s, holders = self._found.get(budget, (float("-inf"), ()))
         if now_s - at_s >= RANK_EVERY_S:
             ranked = node.owners.biggest(budget)
-            holders = tuple(kept_holder(node, one) for one in ranked)
+            holders = tuple(kept_holder(node, lease) for lease in ranked)
             self._found[budget] = now_s, holders
         return holders
 
@@ -195,11 +195,11 @@ class Recent:
     def latency(self, now_s: float) -> Latency:
         """Of the handoffs that ended in the last minute, as far as they are remembered."""
         lately = []
-        for one in reversed(self.ended):
-            if now_s - one.at_s > WINDOW_S:
+        for handoff in reversed(self.ended):
+            if now_s - handoff.at_s > WINDOW_S:
                 break
-            lately.append(one)
-        took = sorted(one.took_s for one in lately if one.outcome in DELIVERED)
+            lately.append(handoff)
+        took = sorted(handoff.took_s for handoff in lately if handoff.outcome in DELIVERED)
         failed = len(lately) - len(took)
         if not took:
             return Latency(len(lately), failed)
@@ -274,7 +274,7 @@ def with_lock_history(
     """What was said of node ``number``, with its last lock changes, oldest first."""
     tree = node.leases.tree
     edges = chain(tree.roots.values(), tree.nodes())
-    edge = next((one for one in edges if one.id == number), None)
+    edge = next((edge for edge in edges if edge.id == number), None)
     if edge is None:
         return said
     changes = lock_changes(node, edge, happened)
@@ -287,7 +287,7 @@ def with_lock_history(
     return msgspec.structs.replace(
         said,
         facts=(*said.facts, fact),
-        marks=tuple([Mark(now_s - one.at_s, one.what) for one in shown]),
+        marks=tuple([Mark(now_s - change.at_s, change.what) for change in shown]),
     )
 
 
@@ -307,7 +307,7 @@ class _Story:
         self.changes: list[LockChange] = []
         self._node = node
         self._below = _ids_below(edge)
-        self._names = {one.id: one.name for one in node.sessions.by_id.values()}
+        self._names = {session.id: session.name for session in node.sessions.by_id.values()}
         self._owners: dict[int, str] = {}
         """By lease, as far as its beginning is remembered."""
         self._inside: dict[int, float] = {}

@@ -168,7 +168,7 @@ def _mark(
         case "lease" if int(number) in leases:
             marked[_things([leases[int(number)]], plane, survey, set())] = 1
         case "client":
-            its = [one for one in leases.values() if one.session == int(number)]
+            its = [lease for lease in leases.values() if lease.session == int(number)]
             seen: set[int] = set()
             for start in range(0, len(its), LEASES_AT_ONCE):
                 some = its[start : start + LEASES_AT_ONCE]
@@ -188,14 +188,16 @@ def _things(
         if lease.id in survey.leases:
             found.append(survey.leases[lease.id])
         if plane.where.keeper is not None:
-            needed += [one.id for one in needed_nodes(plane.where.keeper, lease)]
+            needed += [tree_node.id for tree_node in needed_nodes(plane.where.keeper, lease)]
             continue
         step = lease.anchor
         while step is not None and not plane.where.saves and step.id not in seen:
             seen.add(step.id)
             needed.append(step.id)
             step = step.parent
-    return found + [FIRST_NODE + survey.index[one] for one in needed if one in survey.index]
+    return found + [
+        FIRST_NODE + survey.index[node_id] for node_id in needed if node_id in survey.index
+    ]
 
 
 # ---- what there is not ---------------------------------------------------------------------------
@@ -203,9 +205,9 @@ def _things(
 
 def _no_plane(component: str, survey: Survey, node: NodeView) -> str:
     spec = node.settings.spec
-    for one in spec.components:
-        if one.name == component and is_companion(spec, one):
-            first, each = spec.components[0].name, companion_factor(spec, one)
+    for part in spec.components:
+        if part.name == component and is_companion(spec, part):
+            first, each = spec.components[0].name, companion_factor(spec, part)
             return f"pages of {component} go in lockstep, {each} with each of {first}: look there"
     known = ", ".join(plane.name for plane in survey.planes)
     return f"there is no component {component!r} with pages of its own: it is {known}"

@@ -70,10 +70,10 @@ def owner(plane: PageOwners, node: NodeView, _: float) -> MapValues:
     biggest = np.argsort(-pages, kind="stable")
     named = sorted(int(sessions[at]) for at in biggest[:OWNERS_NAMED] if pages[at])
     words = [_FREE, ("c", "cache"), ("o", "others")]
-    words += [(chr(ord("A") + k), owner_of(node, one)[0]) for k, one in enumerate(named)]
+    words += [(chr(ord("A") + k), owner_of(node, session)[0]) for k, session in enumerate(named)]
     value_of = np.full(sessions.size, 2)
-    for k, one in enumerate(named):
-        value_of[sessions == one] = 3 + k
+    for k, session in enumerate(named):
+        value_of[sessions == session] = 3 + k
     values = np.ones(things.session.size, np.intp)
     values[owned] = value_of[place]
     return _shown(plane, _apart(things.what, values, len(words)), (*words, _NOBODY))

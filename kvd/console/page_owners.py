@@ -101,12 +101,12 @@ class Things(NamedTuple):
 
     def and_also(self, *others: Things) -> Things:
         """These, then those."""
-        columns: list[Any] = [np.concatenate(one) for one in zip(self, *others, strict=True)]
+        columns: list[Any] = [np.concatenate(pieces) for pieces in zip(self, *others, strict=True)]
         return Things(*columns)
 
     def some(self, numbers: npt.NDArray[np.intp]) -> Things:
         """A copy of those."""
-        columns: list[Any] = [one[numbers] for one in self]
+        columns: list[Any] = [column[numbers] for column in self]
         return Things(*columns)
 
 
@@ -211,8 +211,8 @@ class PageOwners:
 def page_owners_of(node: NodeView) -> list[PageOwners]:
     """One for each component with pages of its own, the first one first; then the saved areas."""
     table, spec = node.leases, node.settings.spec
-    by_name = {one.name: one for one in spec.components}
-    saved = [one for one in saved_pools_of(table) if one.pool.total_pages > 1]
+    by_name = {component.name: component for component in spec.components}
+    saved = [area for area in saved_pools_of(table) if area.pool.total_pages > 1]
     found = []
     for where in (*pools_of(table), *saved):
         component = by_name[where.saves or where.pool.name]

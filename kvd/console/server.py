@@ -123,7 +123,7 @@ def vitals(context: Context, worry: Worry, latency: Latency, console_share: floa
         leases=len(node.leases.leases),
         rooms=len(decoder.parts) + len(prefiller.rooms.by_room),
         waiting=len(node.admission),
-        peers=len({*node.peers.by_name, *(one.name for one in node.peers.dialed.values())}),
+        peers=len({*node.peers.by_name, *(peer.name for peer in node.peers.dialed.values())}),
         peers_up=sum(peer.life is Life.UP for peer in node.peers.by_name.values()),
         findings=worry.count,
         worst=worry.worst,
@@ -361,7 +361,7 @@ class ConsoleServer:
             self._pay()
 
     def _forget(self, now_s: float) -> None:
-        for query in [key for key, one in self._feeds.items() if now_s - one.asked_s > FORGET_S]:
+        for query in [key for key, feed in self._feeds.items() if now_s - feed.asked_s > FORGET_S]:
             self._drop(query)
 
     def _drop(self, query: Query | MapQuery) -> None:
@@ -384,9 +384,9 @@ class ConsoleServer:
         lost, events = self._events(after)
         if asked.kinds:
             kinds = set(asked.kinds)
-            events = [one for one in events if one.__struct_config__.tag in kinds]
+            events = [event for event in events if event.__struct_config__.tag in kinds]
         if asked.about:
-            events = [one for one in events if is_about(one, asked.about)]
+            events = [event for event in events if is_about(event, asked.about)]
         skipped = max(0, len(events) - asked.limit)
         return lost, skipped, tuple(events[skipped:])
 

@@ -82,7 +82,7 @@ class Survey:
         """Of that component; empty: the first one's."""
         if not component:
             return self.planes[0]
-        return next((one for one in self.planes if one.name == component), None)
+        return next((plane for plane in self.planes if plane.name == component), None)
 
     def below(self, node: RadixNode) -> int | None:
         """Pages of its subtree, its own included; None for a node that it has not seen."""
@@ -127,13 +127,17 @@ class Survey:
         first = 0
         while first < len(nodes):
             seen, n_children = _next_nodes(nodes, first)
-            ids = [one.id for one in seen]
+            ids = [tree_node.id for tree_node in seen]
             self.index.update(zip(ids, range(first, first + len(ids)), strict=True))
             self._parents.append(np.repeat(np.arange(first, first + len(ids)), n_children))
-            self._own_pages.extend([len(one.pages) // ID_BYTES for one in seen])
-            self.used_s.extend([one.touched_at for one in seen])
-            self._hits.extend([one.hits for one in seen])
-            self.locked += [one for one in seen if one.lock_ref and one.parent is not None]
+            self._own_pages.extend([len(tree_node.pages) // ID_BYTES for tree_node in seen])
+            self.used_s.extend([tree_node.touched_at for tree_node in seen])
+            self._hits.extend([tree_node.hits for tree_node in seen])
+            self.locked += [
+                tree_node
+                for tree_node in seen
+                if tree_node.lock_ref and tree_node.parent is not None
+            ]
             for plane in planes:
                 locks[plane.name].extend(plane.where.locks_at(seen))
                 yield from plane.see(plane.where.at(seen), FIRST_NODE + first)
@@ -164,12 +168,14 @@ class Survey:
         numbers = list(node.leases.leases)
         for first in range(0, len(numbers), LEASES):
             by_id = node.leases.leases
-            there = [by_id[one] for one in numbers[first : first + LEASES] if one in by_id]
+            there = [
+                by_id[lease_id] for lease_id in numbers[first : first + LEASES] if lease_id in by_id
+            ]
             thing = first_lease + len(self.leases)
-            self.leases.update((one.id, thing + k) for k, one in enumerate(there))
+            self.leases.update((lease.id, thing + k) for k, lease in enumerate(there))
             for plane in self.planes:
                 of_leases[plane.name].append(_things_of_leases(there, plane))
-                yield from plane.see([plane.where.of(one) for one in there], thing)
+                yield from plane.see([plane.where.of(lease) for lease in there], thing)
             yield
 
     def _things_of_nodes(self, plane: PageOwners, locks: array[int] | None) -> Things:
@@ -187,7 +193,7 @@ class Survey:
 
 def _nobodys(node: ConsoleView, plane: PageOwners) -> npt.NDArray[np.int32]:
     """Pages that the audit has found nowhere, or has condemned."""
-    broken = [one.fault for one in node.audit.findings.by_key.values() if one.is_broken]
+    broken = [finding.fault for finding in node.audit.findings.by_key.values() if finding.is_broken]
     pages = [
         fault.pages
         for fault in broken
@@ -205,10 +211,10 @@ def _next_nodes(nodes: list[RadixNode], first: int) -> tuple[list[RadixNode], li
     n_children: list[int] = []
     while len(seen) < NODES and first + len(seen) < len(nodes):
         level = [
-            one if (above := one.parent) is None or above.children.get(one.key) is one else GONE
-            for one in nodes[first + len(seen) : first + NODES]
+            node if (above := node.parent) is None or above.children.get(node.key) is node else GONE
+            for node in nodes[first + len(seen) : first + NODES]
         ]
-        children = [one.children for one in level]
+        children = [node.children for node in level]
         n_children += map(len, children)
         nodes.extend(chain.from_iterable([some.values() for some in children if some]))
         seen += level
@@ -216,10 +222,12 @@ def _next_nodes(nodes: list[RadixNode], first: int) -> tuple[list[RadixNode], li
 
 
 def _things_of_leases(leases: Sequence[LeaseRecord], plane: PageOwners) -> Things:
-    what = [_in_area(one) if plane.where.saves else _in_pool(one) for one in leases]
-    since_s = [one.since_s if one.quarantine is None else one.quarantine.since_s for one in leases]
-    is_saved = [bool(plane.where.saves) or one.saved is not None for one in leases]
-    return Things.of(what, [one.session for one in leases], since_s, is_saved=is_saved)
+    what = [_in_area(lease) if plane.where.saves else _in_pool(lease) for lease in leases]
+    since_s = [
+        lease.since_s if lease.quarantine is None else lease.quarantine.since_s for lease in leases
+    ]
+    is_saved = [bool(plane.where.saves) or lease.saved is not None for lease in leases]
+    return Things.of(what, [lease.session for lease in leases], since_s, is_saved=is_saved)
 
 
 def _in_pool(lease: LeaseRecord) -> Is:

@@ -57,10 +57,10 @@ LEASES = Leases(
 
 
 def _clients(context: Context, _: Query) -> Iterator[ClientRow]:
-    for one in client_rows(context.node).values():
-        one.alive = [context.engines.is_alive(pid) for pid in one.session.pids]
-        one.calls = context.engines.calls(one.session.id)
-        yield one
+    for row in client_rows(context.node).values():
+        row.alive = [context.engines.is_alive(pid) for pid in row.session.pids]
+        row.calls = context.engines.calls(row.session.id)
+        yield row
 
 
 CLIENTS: View[ClientRow] = View(
@@ -82,10 +82,10 @@ def _rooms(context: Context, _: Query) -> Iterator[HandoffRow]:
     node = context.node
     alive = [receive_row(node.leases, part) for part in node.decoder.parts.values()]
     alive += [send_row(node.leases, part) for part in node.prefiller.known()]
-    for one in sorted(alive, key=lambda one: one.since_s):
-        one.moved_s = context.progress.moved_s(one.side, one.part)
-        yield one
-    shown = {one.ref for one in alive}
+    for row in sorted(alive, key=lambda one: one.since_s):
+        row.moved_s = context.progress.moved_s(row.side, row.part)
+        yield row
+    shown = {row.ref for row in alive}
     over = []
     for end in reversed(context.recent.ended):
         if context.now_s - end.at_s > SHOWN_S:
@@ -115,12 +115,12 @@ ROOMS: View[HandoffRow] = View("rooms", ROOM.columns, objects=_rooms, key=lambda
 
 
 def _peers(context: Context, _: Query) -> Iterator[PeerRow]:
-    for one in peer_rows(context.node).values():
-        traffic = context.recent.traffic(one.name)
-        one.in_bytes += traffic.in_bytes
-        one.out_bytes += traffic.out_bytes
-        one.delivered, one.failed = traffic.delivered, traffic.failed
-        yield one
+    for row in peer_rows(context.node).values():
+        traffic = context.recent.traffic(row.name)
+        row.in_bytes += traffic.in_bytes
+        row.out_bytes += traffic.out_bytes
+        row.delivered, row.failed = traffic.delivered, traffic.failed
+        yield row
 
 
 PEERS: View[PeerRow] = View(
@@ -129,9 +129,9 @@ PEERS: View[PeerRow] = View(
 
 
 def _pools(context: Context, _: Query) -> Iterator[PoolRow]:
-    for one in pool_rows(context.node):
-        one.held_by = context.biggest.of(context.node, context.now_s, one.component.name)
-        yield one
+    for row in pool_rows(context.node):
+        row.held_by = context.biggest.of(context.node, context.now_s, row.component.name)
+        yield row
 
 
 POOLS: View[PoolRow] = View(
@@ -140,10 +140,10 @@ POOLS: View[PoolRow] = View(
 
 
 def _waiting(context: Context, _: Query) -> Iterator[WaitingRow]:
-    for one in waiting_rows(context.node):
-        if one.lacks_pages:
-            one.held_by = context.biggest.of(context.node, context.now_s, one.waiter.budget)
-        yield one
+    for row in waiting_rows(context.node):
+        if row.lacks_pages:
+            row.held_by = context.biggest.of(context.node, context.now_s, row.waiter.budget)
+        yield row
 
 
 WAITING_REQUESTS: View[WaitingRow] = View(

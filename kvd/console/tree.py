@@ -19,7 +19,7 @@ from typing_extensions import override
 from kvd.console.holders import lease_holder, state_of
 from kvd.console.view import View
 from kvd.core.cache.eviction import peek
-from kvd.core.cache.namespaces import told
+from kvd.core.cache.namespaces import NO_NAMESPACE, told
 from kvd.core.inspect.schema import StateField
 from kvd.core.inspect.why import beside
 from kvd.types import ID_BYTES, count
@@ -57,7 +57,7 @@ class Crossings:
         """Some ``HOLDERS`` leases that lock this node."""
         if not locks_of(node):
             return ()
-        return tuple([lease_holder(self._scene.node, one) for one in self._first.get(node, ())])
+        return tuple([lease_holder(self._scene.node, lease) for lease in self._first.get(node, ())])
 
 
 def first_holders(leases: Iterable[LeaseRecord]) -> dict[RadixNode, list[LeaseRecord]]:
@@ -113,7 +113,6 @@ SHOWN_AT_ONCE = 1024
 SIBLINGS_AT_ONCE = 4096
 """In one step: a millisecond at most."""
 
-NO_NAMESPACE = "(no namespace)"
 ABANDONED = frozenset({"gone", "lingering"})
 """States of holders that no engine stands for any more."""
 
@@ -153,7 +152,8 @@ def _table(
     """A table of nodes with these of all ``FIELDS``, some of which mean something else in it."""
     found = [FIELDS[column] for column in columns.split()]
     fields = [
-        StateField(one.column, one.unit, one.get, helps.get(one.column, one.help)) for one in found
+        StateField(field.column, field.unit, field.get, helps.get(field.column, field.help))
+        for field in found
     ]
     return NodeTable(
         name, fields, objects=objects, key=lambda one: f"node:{one.node.id}", sort=sort
@@ -180,9 +180,9 @@ def name_of(node: RadixNode) -> str:
 def beside_of(table: LeaseTable, node: RadixNode) -> str:
     """What of the components beside the first lies there: ``swa 4, state 1 (2 locks)``."""
     said = []
-    for one in beside(table, node) if node.parent is not None else ():
-        locks = f" ({one.locks} locks)" if one.locks else ""
-        said.append(f"{one.component} {one.pages or 'gone'}{locks}")
+    for component in beside(table, node) if node.parent is not None else ():
+        locks = f" ({component.locks} locks)" if component.locks else ""
+        said.append(f"{component.component} {component.pages or 'gone'}{locks}")
     return ", ".join(said)
 
 
@@ -233,7 +233,7 @@ _ALL: tuple[StateField[TreeRow], ...] = (
         "windows and snapshots that lie there",
     ),
 )
-FIELDS = {one.column: one for one in _ALL}
+FIELDS = {field.column: field for field in _ALL}
 
 
 # ---- tree ----------------------------------------------------------------------------------------

@@ -67,8 +67,8 @@ class View(Generic[T]):
     ) -> None:
         self.name = name
         self.fields = tuple(fields)
-        self.columns = tuple(Column(one.column, one.unit, one.help) for one in self.fields)
-        self._by_name = {one.column: one for one in self.fields}
+        self.columns = tuple(Column(field.column, field.unit, field.help) for field in self.fields)
+        self._by_name = {field.column: field for field in self.fields}
         self._objects = objects
         self._key = key
         self._sort = sort
@@ -84,11 +84,11 @@ class View(Generic[T]):
             known = ", ".join(self._by_name)
             return NoWindow(f"{self.name} has no column {unknown!r}: it has {known}")
         everything: list[T] = []
-        for one in self._objects(context, query):
-            if one is None:
+        for item in self._objects(context, query):
+            if item is None:
                 yield
             else:
-                everything.append(one)
+                everything.append(item)
         sort = query.sort or self._sort
         passing, ranks = everything, None
         if query.filters or sort:
@@ -102,15 +102,15 @@ class View(Generic[T]):
         node, getters = context.node, [field.get for field in self.fields]
         for start in range(0, len(shown), ROWS):
             rows += [
-                TableRow(self._key(one), tuple([get(node, one) for get in getters]))
-                for one in shown[start : start + ROWS]
-                if self.is_there(context, one)
+                TableRow(self._key(item), tuple([get(node, item) for get in getters]))
+                for item in shown[start : start + ROWS]
+                if self.is_there(context, item)
             ]
             yield
         return TableWindow(tuple(rows), len(passing), len(everything))
 
     def _unknown(self, query: Query) -> str:
-        asked = [query.sort.removeprefix("-"), *[one.column for one in query.filters]]
+        asked = [query.sort.removeprefix("-"), *[condition.column for condition in query.filters]]
         return next((name for name in asked if name and name not in self._by_name), "")
 
     def _passing(
@@ -123,19 +123,19 @@ class View(Generic[T]):
         ranks: list[Rank] = []
         for start in range(0, len(everything), OBJECTS):
             some = everything[start : start + OBJECTS]
-            some = [one for one in some if self.is_there(context, one)]
+            some = [item for item in some if self.is_there(context, item)]
             for holds in tests:
-                some = [one for one in some if holds(one)]
+                some = [item for item in some if holds(item)]
             passing += some
             if get is not None:
-                ranks += [rank(get(context.node, one)) for one in some]
+                ranks += [rank(get(context.node, item)) for item in some]
             yield
         return passing, ranks if get is not None else None
 
     def _tests(self, context: Context, filters: Sequence[Filter]) -> list[Callable[[T], bool]]:
         """The conditions as tests of one object: one by one, those of any text together."""
-        tests = [self._test(context, one) for one in filters if one.column]
-        of_any = [one for one in filters if not one.column]
+        tests = [self._test(context, condition) for condition in filters if condition.column]
+        of_any = [condition for condition in filters if not condition.column]
         return [*tests, self._test_any(context, of_any)] if of_any else tests
 
     def _test(self, context: Context, condition: Filter) -> Callable[[T], bool]:
@@ -145,7 +145,10 @@ class View(Generic[T]):
 
     def _test_any(self, context: Context, conditions: Sequence[Filter]) -> Callable[[T], bool]:
         """Some text of the object has each of what is wanted, and none what is not."""
-        wanted = [(str(one.value).casefold(), not one.test.endswith("-not")) for one in conditions]
+        wanted = [
+            (str(condition.value).casefold(), not condition.test.endswith("-not"))
+            for condition in conditions
+        ]
         getters = [field.get for field in self.fields if field.unit in WORD_KINDS]
         node = context.node
 

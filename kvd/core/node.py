@@ -180,6 +180,7 @@ class NodeState(NodeParts):
         Every other figure of ``settings`` stays as it was when the node was made.
         """
         self.peers.allow(got.allow)
+        self.pull_source.end_unreadable(self.peers)
         self.admission.retune(max_queue=got.max_queue, overtakers=got.overtakers)
         self.out.emit(events.ConfigReloaded(changed=got.changed, needs_restart=got.needs_restart))
 
@@ -240,6 +241,7 @@ class NodeState(NodeParts):
             self.decoder.writer_gone(gone)
             self.pull_source.outlived(gone)
             self.prefiller.outlived(gone)
+            self.pulls.outlived(peer.name)
         elif peer.generation > generation > 0:
             self.transfers.generation_changed(peer)
         self.drainer.greet(peer)
@@ -254,7 +256,8 @@ class NodeState(NodeParts):
             self.admission.changed(peer.name)
 
     def _offered(self, peer: Any, message: Offer) -> None:
-        self.offers.offered(peer, message, self.drainer.refusal())
+        refusal = self.peers.unlisted(peer.name) or self.drainer.refusal()
+        self.offers.offered(peer, message, refusal)
 
     def _prefix_asked(self, peer: Any, message: AskPrefix) -> None:
         # Before it is looked up whether it was answered before: an answer of another epoch must
@@ -264,6 +267,7 @@ class NodeState(NodeParts):
             peer.name, namespace, epoch
         )
         if isinstance(key, Refusal):
+            self.peers.note_epochs(peer, key)
             mine = self.settings.incarnation
             told = PrefixFound(mine, peer.incarnation, ask=message.ask, refusal=key)
             self.out.send(peer.link, told)

@@ -77,7 +77,7 @@ class Settings(msgspec.Struct, frozen=True):
     linger_s: float = 30.0
     """How long Settled is repeated to a decode side that never says Closed."""
     pull_offer_s: float = 10.0
-    """How long what a peer pulls is locked before its Offer has come, whatever its deadline."""
+    """How long what a peer pulls is locked before its Offer has come, or the ask has come again."""
     max_pulls: int = 2048
     """Open at a time: waiting for an Offer, or being sent."""
     max_peer_pulls: int = 512

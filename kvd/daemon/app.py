@@ -223,7 +223,7 @@ class Daemon:
         attach = self.attach = AttachServer(
             self.reactor,
             (pool_memory(spec),),
-            [one.arena.fd for one in placed if one.is_pool and one.arena is not None],
+            [region.arena.fd for region in placed if region.is_pool and region.arena is not None],
             on_devices=device_memory(spec, self.transfer.shared),
             past=self.past,
             notes=NO_NOTES if self.journalist is None else self.journalist.writer.engines,

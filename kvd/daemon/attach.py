@@ -360,7 +360,7 @@ class AttachServer:
         connection.is_shut = True
         # The others of the session have kept the rules, and go on.
         session = connection.session
-        if session is not None and all(one.is_shut for one in session.connections):
+        if session is not None and all(connection.is_shut for connection in session.connections):
             self._shut(session, refusal)
 
     def _look_away(self, connection: AttachConnection) -> None:
@@ -501,13 +501,13 @@ class AttachServer:
         # key was taken meanwhile: what joined that by its token stays of it.
         if not key or session.main is not connection or self._keys.session(owned) is not None:
             return
-        for one in self._keys.claim(owned, session):
-            self._keys.wait_no_more(one)
-            request, one.join = one.join, None
+        for waiting in self._keys.claim(owned, session):
+            self._keys.wait_no_more(waiting)
+            request, waiting.join = waiting.join, None
             assert request is not None, "it waits"
-            refusal = self._join_session(one, request, session)
+            refusal = self._join_session(waiting, request, session)
             if refusal is not None:
-                self._turn_away(one, refusal)
+                self._turn_away(waiting, refusal)
 
     def _joined(self, session: EngineSession, connection: AttachConnection, name: str) -> None:
         """A process is of the session; one that opened it gives it its name."""
@@ -529,8 +529,8 @@ class AttachServer:
                 leases=leases,
             )
         )
-        kept = {one.id for one in self._reactor.node.former_leases.of_session(session.number)}
-        return tuple(one for one in leases if one in kept)
+        kept = {lease.id for lease in self._reactor.node.former_leases.of_session(session.number)}
+        return tuple(lease for lease in leases if lease in kept)
 
     def _join(self, connection: AttachConnection, request: Join) -> Refusal | None:
         refusal = self._bad_join(connection, request)
@@ -779,7 +779,9 @@ class AttachServer:
         """Processes that were awaited are dead."""
         session = self._sessions.of_number(number)
         if session is not None:
-            session.awaited = tuple([one for one in session.awaited if one not in processes])
+            session.awaited = tuple(
+                [process for process in session.awaited if process not in processes]
+            )
             self._fewer(session, processes)
 
     def _fewer(self, session: EngineSession, gone: tuple[Process, ...]) -> None:
@@ -794,10 +796,10 @@ class AttachServer:
             self._clients.over(session.number)
             return
         pids = session.pids
-        for one in gone:
+        for process in gone:
             # One process may have had several connections: it has left with the last.
-            if one.pid not in pids:
-                self._notes.process_left(session.number, one.pid)
+            if process.pid not in pids:
+                self._notes.process_left(session.number, process.pid)
         if session.refusal is not None:
             self._say_who(session, session.refusal)
         elif session.lingers and not session.connections:
@@ -896,6 +898,6 @@ def device_memory(spec: PoolSpec, shared: Iterable[SharedRegion]) -> tuple[Devic
         for shard, name in enumerate(region_names(spec, component.name))
     }
     return tuple(
-        DeviceMemory(spec.name, *regions[one.region], bus_id=one.bus_id, handle=one.handle)
-        for one in shared
+        DeviceMemory(spec.name, *regions[region.region], bus_id=region.bus_id, handle=region.handle)
+        for region in shared
     )

@@ -92,7 +92,7 @@ class ClientPort(ListenerOwner):
         """The request that is being carried out: most are answered at once."""
 
     def over(self, session: int) -> None:
-        """The session is over."""
+        """Serve the connection of that session no more, and let it make place for others."""
         connection = self._at.pop(session, None)
         # The connection may outlive its session: it is of none from now on, and none that stays.
         if connection is not None:

@@ -108,7 +108,11 @@ class Consoles:
         # With the beat, whatever was due: what is left over is the first of the next.
         self._busy_s = 0.0
         self._desk.turn(now_s)
-        due = [one for one in self._watches.items() if one[1].due_s - EARLY_S <= now_s]
+        due = [
+            (console, watch)
+            for console, watch in self._watches.items()
+            if watch.due_s - EARLY_S <= now_s
+        ]
         for console, watch in due:
             if self._busy_s >= BEAT_S:
                 break

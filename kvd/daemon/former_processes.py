@@ -111,7 +111,7 @@ class FormerProcesses:
         # Before anybody is told: what they do may await another one, and begin to look anew.
         self._next = self._loop.call_later(self._gap_s, self._look) if awaited else None
         for session, processes in awaited.items():
-            dead = tuple([one for one in processes if not is_alive(one)])
+            dead = tuple([process for process in processes if not is_alive(process)])
             if dead:
                 self._on_dead(session, dead)
 

@@ -87,5 +87,7 @@ def http_pages(config: Config, node: NodeState, exposition: Exposition) -> HttpP
 
 def _for_anyone(shot: Snapshot) -> Snapshot:
     """Without namespaces: they hold cache salts, and any user of this host may read this page."""
-    leases = tuple(replace(one, namespace=HIDDEN) if one.namespace else one for one in shot.leases)
+    leases = tuple(
+        replace(lease, namespace=HIDDEN) if lease.namespace else lease for lease in shot.leases
+    )
     return replace(shot, leases=leases)

@@ -65,7 +65,9 @@ class Launch:
         self._lock_fd = lock_fd
         self._environment = config.transfer.ucx
         in_huge_pages = config.pool.huge_pages == "collapse" and config.pool.backing != "hugetlbfs"
-        self._regions = [_planned(one, in_huge_pages=in_huge_pages) for one in pool.memory.placed]
+        self._regions = [
+            _planned(region, in_huge_pages=in_huge_pages) for region in pool.memory.placed
+        ]
         self.first = self._process(FIRST_GENERATION, child)
 
     def process(self, generation: int) -> TransferProcess:

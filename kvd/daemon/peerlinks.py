@@ -153,7 +153,7 @@ class PeerLinks(ListenerOwner):
         names = [name] if name else []
         if self._keys is not None:
             own, listed = self._keys.own.public, self._keys.of
-            names = [one for one in names or listed if listed.get(one, own) != own]
+            names = [name for name in names or listed if listed.get(name, own) != own]
             if not names:
                 # Behind this step, which may be one of the core's.
                 self.batch.loop.call_soon(self._handshakes.without_key, link, name, address)
@@ -190,7 +190,7 @@ class PeerLinks(ListenerOwner):
     @override
     async def close(self) -> None:
         """Close every link; the last words still go out."""
-        dialers = [one.close(linger_s=LAST_WORDS_S) for one in self._dialers.values()]
+        dialers = [dialer.close(linger_s=LAST_WORDS_S) for dialer in self._dialers.values()]
         await asyncio.gather(super().close(), *dialers, *self._ending)
 
     def send(self, effect: effects.SendToPeer) -> None:

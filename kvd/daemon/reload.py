@@ -68,8 +68,10 @@ class Reloader:
             return Reloaded(call=call, changed=(), needs_restart=(), errors=errors)
         # Against what is in force, and not against the file as it was last read.
         differences = changes(daemon.config, found)
-        live = [one for one in differences if _is_live(one, daemon.config, found)]
-        waiting = [one for one in differences if one not in live]
+        live = [
+            difference for difference in differences if _is_live(difference, daemon.config, found)
+        ]
+        waiting = [difference for difference in differences if difference not in live]
         # With what has changed only: the rest differs again at the next reload, and is named again.
         daemon.config = config = with_changes(daemon.config, live)
         # The shell before the core, whose event tells everybody that it is done.
@@ -86,14 +88,14 @@ class Reloader:
         )
         return Reloaded(
             call,
-            tuple(Changed(*one.texts) for one in live),
-            tuple(Changed(*one.texts) for one in waiting),
+            tuple(Changed(*difference.texts) for difference in live),
+            tuple(Changed(*difference.texts) for difference in waiting),
         )
 
     def _apply(self, live: list[KeyChange]) -> None:
         """What is the shell's own; the core hears of its figures by an input."""
         daemon, config = self._daemon, self._daemon.config
-        keys = {one.key for one in live}
+        keys = {difference.key for difference in live}
         if "log.level" in keys:
             daemon.set_log_level(config.log.level)
         daemon.auditor.share = config.audit.budget
@@ -113,9 +115,9 @@ def _is_live(change: KeyChange, before: Config, after: Config) -> bool:
 def _added(live: list[KeyChange], table: str) -> dict[str, str]:
     """New entries of a table."""
     return {
-        one.entry: cast("str", one.after)
-        for one in live
-        if one.key == table and one.entry is not None
+        difference.entry: cast("str", difference.after)
+        for difference in live
+        if difference.key == table and difference.entry is not None
     }
 
 

@@ -50,7 +50,7 @@ class SessionKeys:
         return self._waiting.pop(key, [])
 
     def release(self, session: EngineSession) -> None:
-        """That session is over."""
+        """Its key finds nothing any more."""
         if session.key is not None and self._sessions.get(session.key) is session:
             del self._sessions[session.key]
 

@@ -134,8 +134,8 @@ class EngineSession:
     @property
     def pids(self) -> tuple[int, ...]:
         """Of the processes that keep it, each once."""
-        attached = sorted([one.pid for one in self.connections])
-        return tuple(dict.fromkeys([*attached, *[one.pid for one in self.awaited]]))
+        attached = sorted([connection.pid for connection in self.connections])
+        return tuple(dict.fromkeys([*attached, *[process.pid for process in self.awaited]]))
 
     @property
     def is_over(self) -> bool:
@@ -149,8 +149,12 @@ class EngineSession:
 
     def why_no_rank(self, wanted: Rank) -> Refusal | None:
         """Why no process can join as that rank."""
-        ranked = [(one, one.rank) for one in self.connections if one.rank is not None]
-        for one, rank in ranked:
+        ranked = [
+            (connection, connection.rank)
+            for connection in self.connections
+            if connection.rank is not None
+        ]
+        for connection, rank in ranked:
             if rank.ranks != wanted.ranks:
                 return Refusal(
                     Code.BAD_REQUEST,
@@ -159,18 +163,18 @@ class EngineSession:
                     numbers={"ranks": wanted.ranks, "session_ranks": rank.ranks},
                 )
             # Of one that is dead the hang-up is on its way.
-            if rank.rank == wanted.rank and (one.pid == 0 or is_alive(one.process)):
+            if rank.rank == wanted.rank and (connection.pid == 0 or is_alive(connection.process)):
                 return Refusal(
                     Code.WRONG_STATE,
-                    f"rank {rank.rank} of session {self.number} is pid {one.pid}, which lives: "
-                    "each rank joins once",
-                    numbers={"rank": rank.rank, "pid": one.pid},
+                    f"rank {rank.rank} of session {self.number} is pid {connection.pid}, "
+                    "which lives: each rank joins once",
+                    numbers={"rank": rank.rank, "pid": connection.pid},
                 )
         return None
 
     def knows(self, pid: int) -> bool:
         """Whether a process of that number is awaited."""
-        return any(one.pid == pid for one in self.awaited)
+        return any(process.pid == pid for process in self.awaited)
 
     def take(self, connection: AttachConnection) -> bool:
         """A process attached; returns whether it was awaited.
@@ -179,13 +183,13 @@ class EngineSession:
         """
         connection.session = self
         self.connections.add(connection)
-        mine = [one for one in self.awaited if one.pid == connection.pid]
+        mine = [process for process in self.awaited if process.pid == connection.pid]
         gone = mine[:1] if connection.pid == 0 else mine
         # One by one: of processes that cannot be seen from here several look alike, and only one
         # came.
-        for one in gone:
+        for process in gone:
             left = list(self.awaited)
-            left.remove(one)
+            left.remove(process)
             self.awaited = tuple(left)
         return bool(gone)
 
@@ -205,8 +209,8 @@ class EngineSessions:
 
     def __init__(self, past: Past = NO_PAST) -> None:
         self._by_token = {
-            one.token: EngineSession(one.session, one.token, one.processes or UNSEEN)
-            for one in past.engines
+            engine.token: EngineSession(engine.session, engine.token, engine.processes or UNSEEN)
+            for engine in past.engines
         }
         self._by_route: dict[bytes, EngineSession] = {}
         self._next = past.first_session
@@ -216,7 +220,7 @@ class EngineSessions:
         return len(self._by_token)
 
     def open(self) -> EngineSession:
-        """A new one."""
+        """A session with the next number and a token that nobody can guess."""
         session = EngineSession(self._next, TOKEN_HEAD + secrets.token_bytes(TOKEN_BYTES))
         self._next += 1
         self._by_token[session.token] = session
@@ -252,7 +256,9 @@ class EngineSessions:
 
     def of_number(self, number: int) -> EngineSession | None:
         """The session of that number."""
-        return next((one for one in self._by_token.values() if one.number == number), None)
+        return next(
+            (session for session in self._by_token.values() if session.number == number), None
+        )
 
     def shut(self, session: EngineSession, refusal: Refusal) -> None:
         """It is served no more."""
@@ -262,13 +268,17 @@ class EngineSessions:
         self._by_route.pop(session.route, None)
 
     def forget(self, session: EngineSession) -> None:
-        """It is over."""
+        """Neither its token nor its route is of a session any more."""
         del self._by_token[session.token]
         self._by_route.pop(session.route, None)
 
     def awaited(self) -> dict[int, tuple[Process, ...]]:
         """Session to its processes that have no connection and are not proven dead."""
-        return {one.number: one.awaited for one in self._by_token.values() if one.awaited}
+        return {
+            session.number: session.awaited
+            for session in self._by_token.values()
+            if session.awaited
+        }
 
     def clear(self) -> None:
         """Forget all of them."""

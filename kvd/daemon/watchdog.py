@@ -103,8 +103,8 @@ class Watchdog:
 def status_line(node: NodeState, state: str) -> str:
     """What ``systemctl status`` shows: one line, no walk over anything that grows."""
     peers = node.peers
-    known = {*peers.by_name, *(one.name for one in peers.dialed.values())}
-    up = sum(one.life is Life.UP for one in peers.by_name.values())
+    known = {*peers.by_name, *(link.name for link in peers.dialed.values())}
+    up = sum(peer.life is Life.UP for peer in peers.by_name.values())
     table = node.leases
     rooms = len(node.decoder.parts) + len(node.prefiller.rooms.by_room)
     return (

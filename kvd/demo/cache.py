@@ -273,7 +273,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             new = torch.arange(start, total)
             where = self._table.pages[new // self._page_size], new % self._page_size
             key, value = (
-                one[0, :, start - first :].transpose(0, 1) for one in (key_states, value_states)
+                states[0, :, start - first :].transpose(0, 1)
+                for states in (key_states, value_states)
             )
             self._write(where, key, value)
         self._written_tokens, self._new_tokens = total, total - first

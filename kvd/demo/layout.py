@@ -113,7 +113,7 @@ class PoolLayout(msgspec.Struct, frozen=True):
         """Bytes of one page of ``part`` over its layers; 0 for what the pool does not have."""
         shape = self.shape
         if part is PoolPart.STATE:
-            each = sum(math.prod(one) for one in state_tensors(shape).values())
+            each = sum(math.prod(sizes) for sizes in state_tensors(shape).values())
         elif shape.latent_dim:
             each = self.page_size * (shape.latent_dim + shape.rope_dim)
         else:

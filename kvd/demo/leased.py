@@ -102,16 +102,18 @@ def leased_cache(
     """What to hand to a model as its cache: the pages of one lease, of each part of the pool."""
     layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
     shape, written = views.shape, lengths.written_tokens
-    for place, one in zip(places(shape), views.layers, strict=True):
+    for place, layer in zip(places(shape), views.layers, strict=True):
         table = tables[place.part]
-        if isinstance(one, StateViews):
+        if isinstance(layer, StateViews):
             source, own = table.pages.tolist()
-            layers.append(StateLayer(one, source_page=source, own_page=own, written_tokens=written))
+            layers.append(
+                StateLayer(layer, source_page=source, own_page=own, written_tokens=written)
+            )
         elif place.part is PoolPart.WINDOW:
-            layers.append(WindowLayer(one, table, lengths, window_tokens=shape.window_tokens))
+            layers.append(WindowLayer(layer, table, lengths, window_tokens=shape.window_tokens))
         else:
             kind = LatentLayer if shape.latent_dim else PagedLayer
-            layers.append(kind(one, table, lengths))
+            layers.append(kind(layer, table, lengths))
     return Cache(layers=layers)
 
 

@@ -63,7 +63,7 @@ class EngineProcess:
         self.name = name
         self._log = directory / f"{name}.log"
         self._link, theirs = Pipe()
-        inherited = {key: one for key, one in os.environ.items() if not key.startswith("KVD_")}
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVD_")}
         command = [sys.executable, "-m", "kvd.demo.engine", name, model, str(theirs.fileno())]
         # Appending: libraries in the process may open the file once more, as /dev/stderr.
         with self._log.open("ab") as sink, theirs:
@@ -161,7 +161,9 @@ def open_stage(model: str, pool: Mapping[str, str], watcher: ProgressLines) -> I
             )
         except (DemoFailed, DaemonFailed, KvdError) as failure:
             why = f"a daemon refused: {failure}" if isinstance(failure, KvdError) else str(failure)
-            raise DemoFailed("\n".join([why, *(one.quoted_log() for one in daemons)])) from failure
+            raise DemoFailed(
+                "\n".join([why, *(daemon.quoted_log() for daemon in daemons)])
+            ) from failure
 
 
 def _start_daemons(pool: Mapping[str, str], directory: Path, daemons: list[DaemonProcess]) -> None:

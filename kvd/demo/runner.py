@@ -108,7 +108,7 @@ class _Performance:
         self._cached = ExpectedCache(self._pool.page_size)
 
     def play(self, watcher: ProgressLines) -> tuple[TurnRow, ...]:
-        """All turns."""
+        """Hand every turn over, in order; a row of what was seen of each."""
         rows: list[TurnRow] = []
         turns = self._script.turns
         for turn in turns:

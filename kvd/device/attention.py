@@ -364,8 +364,8 @@ def _scores(
     behind = rule.window is not None and keys.start <= queries.stop - 1 - rule.window
     if ahead or behind:
         at, of = (
-            torch.arange(one.start, one.stop, dtype=torch.int32, device=rows.device)
-            for one in (queries, keys)
+            torch.arange(span.start, span.stop, dtype=torch.int32, device=rows.device)
+            for span in (queries, keys)
         )
         distance = at[:, None] - of
         hidden = distance < 0

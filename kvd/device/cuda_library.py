@@ -71,7 +71,7 @@ def candidates(environ: Mapping[str, str], path: list[str]) -> Iterator[str]:
         here = Path(place)
         for pattern in (f"nvidia/*/lib/{_NAME}", f"torch/lib/{_NAME}"):
             with contextlib.suppress(OSError):  # a place that this user may not look into
-                yield from (str(one) for one in sorted(here.glob(pattern), reverse=True))
+                yield from (str(library) for library in sorted(here.glob(pattern), reverse=True))
     yield from _LOADER
 
 

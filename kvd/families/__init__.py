@@ -36,7 +36,9 @@ NAMES = ("mha", "mla", "swa", "hisparse", "recurrent", "raw", "prefill_only")
 """Modules of this package with a ``FAMILY``, in the order in which families are shown."""
 
 # By name and not by import statement, so that a family is one word here.
-_ROWS: list[PoolFamily[PoolSection]] = [import_module(f"{__name__}.{one}").FAMILY for one in NAMES]
+_ROWS: list[PoolFamily[PoolSection]] = [
+    import_module(f"{__name__}.{name}").FAMILY for name in NAMES
+]
 
 FAMILIES = {row.name: row for row in _ROWS}
 """Every family by its name."""

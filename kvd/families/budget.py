@@ -50,13 +50,13 @@ def factor(kv: Component, component: Component) -> int:
 def block_bytes(parts: tuple[Component, ...], shards: int = 1) -> int:
     """Bytes of one page of kv with its companions, in all shards together."""
     kv = parts[0]
-    one_shard = page_bytes(kv) + sum(factor(kv, one) * page_bytes(one) for one in parts[1:])
+    one_shard = page_bytes(kv) + sum(factor(kv, part) * page_bytes(part) for part in parts[1:])
     return shards * one_shard
 
 
 def beside(parts: tuple[Component, ...]) -> Component | None:
     """The one component that has a budget of its own beside kv, if the family has one."""
-    return next((one for one in parts[1:] if not isinstance(one.extent, Whole)), None)
+    return next((part for part in parts[1:] if not isinstance(part.extent, Whole)), None)
 
 
 def pages_of_request(component: Component, tokens: int) -> int:
@@ -98,7 +98,7 @@ def page_counts(parts: tuple[Component, ...], divided: tuple[int, int]) -> tuple
     ``divided``: pages of kv, and of what has a budget beside it.
     """
     first, second = divided
-    kinds = [factor(parts[0], one) for one in parts]
+    kinds = [factor(parts[0], part) for part in parts]
     return tuple([first * k if k else second for k in kinds])
 
 
@@ -153,26 +153,26 @@ def saved_counts(
     no more than its null page.
     """
     total = shard_count(pool) * sum(
-        page_bytes(one) * count
-        for one, count in zip(parts, counts, strict=True)
-        if not isinstance(one.extent, Buffer)
+        page_bytes(part) * count
+        for part, count in zip(parts, counts, strict=True)
+        if not isinstance(part.extent, Buffer)
     )
     size = size_bytes(pool.saved_size) if pool.saved_size is not None else None
     if size is None:
         size = min(total // USUAL_SAVED_SHARE, USUAL_SAVED_BYTES)
     first = min(size * counts[0] // total if total else 0, MAX_PAGES)
     saved = []
-    for one, count in zip(parts, counts, strict=True):
-        if isinstance(one.extent, Buffer):
+    for part, count in zip(parts, counts, strict=True):
+        if isinstance(part.extent, Buffer):
             saved.append(0)
-        elif k := factor(parts[0], one):
+        elif k := factor(parts[0], part):
             saved.append(first * k)
         else:
             share = min(size * count // total, MAX_PAGES)
-            saved.append(max(share, min(count, _one_lease(one) + 1)) if size else 0)
+            saved.append(max(share, min(count, _one_lease(part) + 1)) if size else 0)
     is_useful = all(
         count > 1
-        for one, count in zip(parts, saved, strict=True)
-        if not isinstance(one.extent, Buffer)
+        for part, count in zip(parts, saved, strict=True)
+        if not isinstance(part.extent, Buffer)
     )
     return tuple(saved) if is_useful else (0,) * len(parts)

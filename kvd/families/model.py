@@ -117,7 +117,7 @@ class ModelFacts:
     def kinds(self, key: str) -> list[str]:
         """The list of texts at ``key``; empty for none."""
         found = self.values.get(key)
-        return [str(one) for one in found] if isinstance(found, list) else []
+        return [str(text) for text in found] if isinstance(found, list) else []
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -279,10 +279,10 @@ def _windows(facts: ModelFacts, n_layers: int) -> tuple[int, int]:
     kinds = facts.get("layer_types")
     pattern = facts.get("hybrid_layer_pattern")
     if isinstance(pattern, list):
-        kinds = [_SLIDING if one == 1 else "full_attention" for one in pattern]
+        kinds = [_SLIDING if kind == 1 else "full_attention" for kind in pattern]
     if isinstance(kinds, list):
         kinds = kinds[:n_layers]
-        unknown = sorted({str(one) for one in kinds} - _FULL - {_SLIDING})
+        unknown = sorted({str(kind) for kind in kinds} - _FULL - {_SLIDING})
         if unknown:
             raise NotPlanned(f"layer_types holds {', '.join(unknown)}, of which nothing is known")
         sliding = kinds.count(_SLIDING)
@@ -311,7 +311,7 @@ def _tensors(
 ) -> dict[str, str]:
     carried = facts.get("mamba_ssm_dtype") or "float32"
     columns, kernel = conv
-    shape = ",".join(str(one) for one in ssm)
+    shape = ",".join(str(size) for size in ssm)
     return {"conv": f"{dtype}[{columns},{kernel - 1}]", "ssm": f"{carried}[{shape}]"}
 
 

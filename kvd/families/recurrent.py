@@ -66,7 +66,7 @@ def state_tensor(name: str, text: str) -> StateTensor | None:
     match = _TENSOR.fullmatch(text)
     if match is None or match[1] not in DTYPE_BYTES:
         return None
-    shape = tuple(int(one) for one in match[2].split(","))
+    shape = tuple(int(size) for size in match[2].split(","))
     return (
         StateTensor(name, shape, match[1]) if 0 < math.prod(shape) <= _MAX_STATE_ELEMENTS else None
     )

@@ -272,21 +272,21 @@ class Pair(msgspec.Struct, frozen=True):
 def _serving(every: Mapping[DaemonProcess, int]) -> Iterator[None]:
     """These daemons serve, each linked to so many peers, for as long as the block lasts."""
     try:
-        for one in every:
-            one.start()
-        for one in every:
-            one.wait_ready()
-        for one, peers in every.items():
+        for daemon in every:
+            daemon.start()
+        for daemon in every:
+            daemon.wait_ready()
+        for daemon, peers in every.items():
             if peers:
-                one.wait_for(
-                    lambda one=one, peers=peers: is_linked(one, peers),  # type: ignore[misc]
+                daemon.wait_for(
+                    lambda daemon=daemon, peers=peers: is_linked(daemon, peers),  # type: ignore[misc]
                     "has no agent for a peer",
                     START_S,
                 )
         yield
     finally:
-        for one in every:
-            one.stop()
+        for daemon in every:
+            daemon.stop()
 
 
 @contextlib.contextmanager
@@ -319,10 +319,10 @@ def two_daemons(
         DaemonProcess("p", directory, of_p, places[0]),
         DaemonProcess("d", directory, settings, places[1]),
     )
-    for one in (pair.prefill, pair.decode):
-        one.knows(pair.other(one))
+    for daemon in (pair.prefill, pair.decode):
+        daemon.knows(pair.other(daemon))
         if with_keys:
-            pair.other(one).trusts(one.name, one.make_keys())
+            pair.other(daemon).trusts(daemon.name, daemon.make_keys())
     with _serving({pair.prefill: 1, pair.decode: 1}):
         yield pair
 
@@ -334,9 +334,9 @@ def star_of_daemons(
     """Daemons ``p0``, ``p1`` ... that can send to one ``d``, for as long as the block lasts."""
     decode = DaemonProcess("d", directory, settings)
     prefill = [DaemonProcess(f"p{number}", directory, settings) for number in range(sources)]
-    for one in prefill:
-        one.knows(decode)
-        decode.knows(one)
+    for daemon in prefill:
+        daemon.knows(decode)
+        decode.knows(daemon)
     with _serving({**dict.fromkeys(prefill, 1), decode: sources}):
         yield prefill, decode
 

@@ -169,9 +169,9 @@ class EngineRecords(SessionNotes):
     def _enter(self, slot: int, session: int, process: Process) -> None:
         places = self._places(slot)
         proof = sealed(process.pid, session ^ process.start_ticks)
-        if process.pid and any(self._words[one + 1] == proof for one in places):
+        if process.pid and any(self._words[place + 1] == proof for place in places):
             return  # it has joined twice
-        at = next((one for one in places if not self._words[one + 1]), None)
+        at = next((place for place in places if not self._words[place + 1]), None)
         if at is None:
             # One that is not noted must not be forgotten: an engine with a process that nobody
             # knows is never found dead.

@@ -206,8 +206,8 @@ def _memory_bytes(pools: tuple[PoolState, ...]) -> dict[Labels, float]:
     sizes: dict[Labels, float] = {}
     for pool in pools:
         sizes[pool.pool, pool.component] = pool.page_bytes * pool.total_pages
-        for one in pool.companions:
-            sizes[pool.pool, one.component] = one.page_bytes * one.total_pages
+        for companion in pool.companions:
+            sizes[pool.pool, companion.component] = companion.page_bytes * companion.total_pages
     return sizes
 
 

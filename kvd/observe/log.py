@@ -139,7 +139,6 @@ class EventLog:
             self.lost_lines += 1
 
     def _kind(self, kind: type[msgspec.Struct]) -> tuple[int, str]:
-        """Rank and tag."""
         known = self._kinds.get(kind)
         if known is None:
             tag = str(kind.__struct_config__.tag)
@@ -202,7 +201,7 @@ class Timestamps:
         self._spelled = ""
 
     def now(self) -> str:
-        """Of this moment."""
+        """The time as ISO 8601 in UTC; date and second are spelled once a second."""
         second, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
         if second != self._second:
             self._second = second
@@ -265,7 +264,7 @@ class SpillLogger:
         self._spill = spill
 
     def info(self, line: str) -> None:
-        """Queue it."""
+        """Queue the line, to be written together with others."""
         self._spill.put(line + "\n")
 
     def warning(self, line: str) -> None:

@@ -54,12 +54,12 @@ def reserve_all(
     """
     placed: list[PoolRegion] = []
     with contextlib.ExitStack() as undo:
-        for one in wanted:
+        for region in wanted:
             arena = None
-            if one.device is None:
-                arena = reserve(f"{spec.name}.{one.name}", one.geometry.total_bytes, advance)
+            if region.device is None:
+                arena = reserve(f"{spec.name}.{region.name}", region.geometry.total_bytes, advance)
                 undo.callback(arena.close)
-            placed.append(msgspec.structs.replace(one, arena=arena))
+            placed.append(msgspec.structs.replace(region, arena=arena))
         undo.pop_all()
     return placed
 
@@ -72,16 +72,16 @@ def reserved_bytes(spec: PoolSpec) -> dict[str, int]:
 def device_bytes(spec: PoolSpec) -> dict[int, int]:
     """What the pool takes of each device, by its number."""
     taken: dict[int, int] = {}
-    for one in pool_regions(spec):
-        if one.device is not None:
-            size = round_up(one.geometry.total_bytes)
-            taken[one.device] = taken.get(one.device, 0) + size
+    for region in pool_regions(spec):
+        if region.device is not None:
+            size = round_up(region.geometry.total_bytes)
+            taken[region.device] = taken.get(region.device, 0) + size
     return taken
 
 
 def sizes(wanted: list[PoolRegion]) -> dict[str, int]:
     """Bytes of each region of host memory by its name."""
-    return {one.name: one.geometry.total_bytes for one in wanted if one.device is None}
+    return {region.name: region.geometry.total_bytes for region in wanted if region.device is None}
 
 
 def pool_regions(spec: PoolSpec) -> Iterator[PoolRegion]:

@@ -83,7 +83,7 @@ def open_memory(
 
 def kept_names(spec: PoolSpec) -> tuple[str, ...]:
     """The names under which the memory of such a pool is kept."""
-    return (*(PREFIX + one.name for one in pool_regions(spec)), JOURNAL)
+    return (*(PREFIX + region.name for region in pool_regions(spec)), JOURNAL)
 
 
 def _keeper(place: PoolLocation, given: Mapping[str, int] | None) -> KeptMemory:
@@ -134,7 +134,7 @@ class DaemonMemory:
         self._spec = spec
         self.keeper = keeper
         self._pool = list(pool_regions(spec))
-        self._regions = [one for one in self._pool if one.device is None]
+        self._regions = [region for region in self._pool if region.device is None]
         self._saved = list(saved_regions(spec))
         self._sizes = {PREFIX + name: size for name, size in sizes(self._regions).items()}
         if journal_bytes:
@@ -148,7 +148,7 @@ class DaemonMemory:
     def placed(self) -> list[PoolRegion]:
         """The components in the order of the specification, then the saved areas."""
         arenas = self._arenas
-        pool = [replace(one, arena=arenas.get(PREFIX + one.name)) for one in self._pool]
+        pool = [replace(region, arena=arenas.get(PREFIX + region.name)) for region in self._pool]
         return [*pool, *self._saved_placed]
 
     @property
@@ -159,8 +159,8 @@ class DaemonMemory:
     @property
     def identity(self) -> bytes:
         """16 bytes that are of these arenas alone while they live, for the journal to name them."""
-        seen = [os.fstat(self._arenas[PREFIX + one.name].fd) for one in self._regions]
-        whole = [(one.st_dev, one.st_ino, one.st_size) for one in seen]
+        seen = [os.fstat(self._arenas[PREFIX + region.name].fd) for region in self._regions]
+        whole = [(status.st_dev, status.st_ino, status.st_size) for status in seen]
         return hashlib.blake2b(repr(whole).encode(), digest_size=16).digest()
 
     def obtain(self) -> None:
@@ -196,9 +196,9 @@ class DaemonMemory:
     def close(self) -> None:
         """Drop our descriptors. What is kept stays, and the lock if somebody holds a copy."""
         self._close_arenas()
-        for one in self._saved_placed:
-            if one.arena is not None:
-                one.arena.close()
+        for region in self._saved_placed:
+            if region.arena is not None:
+                region.arena.close()
         self.keeper.close()
 
     def _find(self) -> dict[str, UnfitMemory]:

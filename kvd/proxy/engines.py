@@ -123,7 +123,7 @@ class ProxiedEngine:
     doubted_s: float = DOUBTED_S
 
     def state(self, now_s: float) -> EngineState:
-        """What is thought of it."""
+        """Whether requests go to it, only if nobody else takes them, or not at all."""
         if self.is_refusing:
             return EngineState.DOWN
         never = self.answered_s == -math.inf

@@ -289,7 +289,7 @@ class Tokenizers:
     async def tokens_of(self, body: Body, headers: CIMultiDict[str]) -> list[int] | None:
         """A prompt in text, in tokens; None if no engine says it in time."""
         now_s = asyncio.get_running_loop().time()
-        able = [one for one in self._engines if self._again_s.get(one, now_s) <= now_s]
+        able = [engine for engine in self._engines if self._again_s.get(engine, now_s) <= now_s]
         chosen = soonest(able, {}, 0, now_s)
         if chosen is None:
             return None

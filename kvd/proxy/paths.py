@@ -140,7 +140,10 @@ def check_also(path: str) -> None:
 
 
 def _is_below(path: str, allowed: tuple[str, ...]) -> bool:
-    return any(path.startswith(one) if one.endswith("/") else path == one for one in allowed)
+    return any(
+        path.startswith(pattern) if pattern.endswith("/") else path == pattern
+        for pattern in allowed
+    )
 
 
 def _without_origin(raw: str) -> str:

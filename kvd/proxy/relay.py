@@ -105,25 +105,27 @@ class Tries:
         self.faults: list[EngineFault] = []
 
     def note_busy(self, engine: ProxiedEngine, answer: HeardAnswer) -> None:
-        """It said 429 or 503."""
+        """It is not asked again; if all say so, its answer is the client's."""
         self.without.add(engine)
         self.busy = answer
         self._said_503 = self._said_503 or answer.status != TOO_MANY
 
     def note_fault(self, engine: ProxiedEngine, fault: EngineFault) -> None:
-        """It failed."""
+        """It is not asked again, and why is told if nobody else answers."""
         self.without.add(engine)
         self.faults.append(fault)
 
     @property
     def may_have_taken(self) -> bool:
         """One of them may have fetched the KV: it was reached, and did not say 429."""
-        return self._said_503 or any(one.fault is not FaultKind.UNREACHABLE for one in self.faults)
+        return self._said_503 or any(
+            fault.fault is not FaultKind.UNREACHABLE for fault in self.faults
+        )
 
     @property
     def may_go_on(self) -> bool:
         """Another engine may be tried."""
-        faults = [one.fault for one in self.faults]
+        faults = [fault.fault for fault in self.faults]
         broken = len(faults) - faults.count(FaultKind.UNREACHABLE)
         return broken < MOST_BROKEN and FaultKind.OURS not in faults
 
@@ -390,7 +392,7 @@ class Relay:
             with contextlib.suppress(ClientAway, ConnectionError):
                 await self._to_client(response.write(b"data: " + said + b"\n\n"))
         elif not {"transfer-encoding", "content-length"} & {
-            one.lower() for one in response.headers
+            name.lower() for name in response.headers
         }:
             # To a client of HTTP/1.0 the end of the connection is the end of the answer, unless the
             # connection is reset.
@@ -452,7 +454,11 @@ class Relay:
         return Tries(self._now_s() + self._limits.answer_s, is_for_tokens=is_for_tokens)
 
     def _of(self, role: EngineRole, without: set[ProxiedEngine]) -> list[ProxiedEngine]:
-        return [one for one in self._engines if one.address.role is role and one not in without]
+        return [
+            engine
+            for engine in self._engines
+            if engine.address.role is role and engine not in without
+        ]
 
     @contextlib.contextmanager
     def _at(self, engine: ProxiedEngine, lacking_tokens: int) -> Iterator[contextlib.ExitStack]:
@@ -482,7 +488,7 @@ class Relay:
         """What a client is told that no engine answered."""
         if tries.busy is not None:
             return self._ended(RequestEnd.OVERLOADED, tries.busy.for_client())
-        faults = {one.fault for one in tries.faults}
+        faults = {fault.fault for fault in tries.faults}
         if FaultKind.SLOW in faults:
             last = tries.faults[-1]
             return self._ended(
@@ -490,7 +496,7 @@ class Relay:
                 failed(TOO_LATE, f"a decode engine did not answer: {last.why}"),
             )
         if faults & {FaultKind.BROKE, FaultKind.LIED}:
-            whys = "; ".join(dict.fromkeys(one.why for one in tries.faults))
+            whys = "; ".join(dict.fromkeys(fault.why for fault in tries.faults))
             return self._ended(
                 RequestEnd.BROKEN, failed(BAD_GATEWAY, f"no decode engine answered: {whys}")
             )

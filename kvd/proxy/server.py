@@ -370,7 +370,7 @@ class ProxyServer:
             for engine in self.engines
             if engine.address.role is EngineRole.DECODE
         )
-        said = json.dumps({"engines": [self._evidence(one, now_s) for one in self.engines]})
+        said = json.dumps({"engines": [self._evidence(engine, now_s) for engine in self.engines]})
         return web.Response(
             status=OK if is_up else UNAVAILABLE, body=said.encode(), content_type=JSON
         )

@@ -172,8 +172,12 @@ def mark_of(node: NodeState) -> StateMark:
         table.tree.evictable_pages,
         table.tree.protected_pages,
         *(
-            (one.pool.free_ids()[-_TOP_BYTES:], one.pool.free_pages, one.evictable_pages)
-            for one in table.components.each
+            (
+                component.pool.free_ids()[-_TOP_BYTES:],
+                component.pool.free_pages,
+                component.evictable_pages,
+            )
+            for component in table.components.each
         ),
         (table.opened, table.released, table.evicted_pages),
         (len(table.leases), len(node.admission)),

@@ -64,7 +64,7 @@ class Covered(msgspec.Struct, frozen=True, tag="covered"):
 
 
 class SavedFile(msgspec.Struct, frozen=True, tag="saved"):
-    """The file is there."""
+    """The recording that was asked for under this ticket is written, whole."""
 
     ticket: int
     path: str

@@ -158,8 +158,8 @@ class RecorderProcess:
         try:
             os.pwrite(descriptor, base, 0)
             inherited = (self._connection.fileno(), self._records.ring.descriptor, descriptor)
-            for one in inherited:
-                os.set_inheritable(one, True)  # noqa: FBT003 - its only form
+            for kept in inherited:
+                os.set_inheritable(kept, True)  # noqa: FBT003 - its only form
             os.execv(sys.executable, orders.command(inherited, begin))
         except OSError:  # it goes on as it is
             os.close(descriptor)

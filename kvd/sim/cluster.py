@@ -302,13 +302,13 @@ def run(
         agenda.at(START_S + request.timestamp / MS_PER_S / shape.speed, arrive, number)
     while agenda.is_waiting:
         agenda.step()
-    prompt_tokens = sum(one.prompt_tokens for one in served)
-    reused_tokens = sum(one.reused_tokens for one in served)
+    prompt_tokens = sum(answer.prompt_tokens for answer in served)
+    reused_tokens = sum(answer.reused_tokens for answer in served)
     counts, sent = np.zeros((2, shape.nodes))
-    for one in served:
-        counts[one.node] += 1
-        sent[one.node] += one.prompt_tokens - one.reused_tokens
-    waits = np.array([one.wait_s for one in served] or [0.0])
+    for answer in served:
+        counts[answer.node] += 1
+        sent[answer.node] += answer.prompt_tokens - answer.reused_tokens
+    waits = np.array([answer.wait_s for answer in served] or [0.0])
     p50, p99 = np.percentile(waits, [50, 99]).tolist()
     return Routed(
         routing=routing,

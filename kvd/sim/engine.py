@@ -163,7 +163,7 @@ class EngineRows:
             if not all(row[first : len(contents)]):
                 raise Violated(f"{host.name}: {what}: null page in the window of {name}: {row}")
             mapped = [(page, due) for page, due in zip(row, contents, strict=False) if page]
-            pages, dues = [one for one, _ in mapped], [due for _, due in mapped]
+            pages, dues = [page for page, _ in mapped], [due for _, due in mapped]
             host.check_beside(name, pages, dues, what)
         for number, name in kinds.states:
             if n_tokens:

@@ -192,7 +192,9 @@ class SimHost(NodeShell):
         step = self.node.step(inputs.AuditTurn(self.world.agenda.now_s, SWEEP_WORK))
         audit = self.node.audit
         if step.events or audit.refuted:
-            found = "; ".join(f"{one.rule}: {one.what}" for one in audit.findings.states())
+            found = "; ".join(
+                f"{finding.rule}: {finding.what}" for finding in audit.findings.states()
+            )
             raise Violated(f"{self.name}: the standing audit: {found or 'a page moves unnoted'}")
 
     def hear(self, life: int, link: str, message: Message) -> None:
@@ -267,9 +269,9 @@ class SimHost(NodeShell):
     def _check_balance(self) -> None:
         """Free + cached + held is the pool, whenever one of them has changed."""
         table = self.node.leases
-        for one in pools_of(table)[1:]:
-            if is_uncounted(one):
-                raise Violated(f"I1: {self.name}: pages of {one.component} do not add up")
+        for pool in pools_of(table)[1:]:
+            if is_uncounted(pool):
+                raise Violated(f"I1: {self.name}: pages of {pool.component} do not add up")
         free, cached = table.pool.free_pages, table.tree.cached_pages
         if (free, cached) == self._balance:
             return

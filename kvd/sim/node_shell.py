@@ -72,7 +72,7 @@ class InboundStreams:
 
     def exempt(self, order: effects.Exempt) -> None:
         """These are of living writers."""
-        for question in [one for one in self.questions if one.lease in order.leases]:
+        for question in [question for question in self.questions if question.lease in order.leases]:
             if question.ends & set(order.streams):
                 question.ends -= set(order.streams)
                 self.waits_for(question)
@@ -80,7 +80,7 @@ class InboundStreams:
     def end(self, stream: Stream) -> None:
         """What it had left has arrived, and nothing follows."""
         del self.streams[stream.name]
-        for question in [one for one in self.questions if stream.name in one.ends]:
+        for question in [question for question in self.questions if stream.name in question.ends]:
             question.ends.discard(stream.name)
             self.waits_for(question)
 
@@ -127,7 +127,7 @@ class NodeShell:
                 self.perform_other(effect)
 
     def tell_engine(self, effect: effects.AnswerEngine) -> None:
-        """An engine is told."""
+        """Deliver an answer or a push to the engine of that session."""
         raise NotImplementedError
 
     def tell_operator(self, effect: effects.AnswerOperator) -> None:

@@ -146,18 +146,18 @@ def kinds_of(spec: PoolSpec) -> Kinds:
     units = spec.components[0].page_size // PAGE_TOKENS
     companions, windows, states, buffers = [], [], [], []
     row = 0
-    for one in spec.components[1:]:
-        if is_companion(spec, one):
-            factor = companion_factor(spec, one)
-            companions.append(Companion(one.name, factor, one.page_size // units))
+    for component in spec.components[1:]:
+        if is_companion(spec, component):
+            factor = companion_factor(spec, component)
+            companions.append(Companion(component.name, factor, component.page_size // units))
             continue
-        match one.extent:
+        match component.extent:
             case Tail(tokens):
-                windows.append((row, one.name, tokens))
+                windows.append((row, component.name, tokens))
             case PerRequest():
-                states.append((row, one.name))
+                states.append((row, component.name))
             case _:
-                buffers.append((row, one.name))
+                buffers.append((row, component.name))
         row += 1
     return Kinds(units, tuple(companions), tuple(windows), tuple(states), tuple(buffers))
 
@@ -168,10 +168,12 @@ class SimMemory:
     def __init__(self, spec: PoolSpec, contents: Contents) -> None:
         self.kinds = kinds_of(spec)
         self.regions: dict[str, list[int]] = {}
-        for one, pages, saved in zip(spec.components, spec.pages, spec.saved_pages, strict=True):
-            units = self.kinds.units if isinstance(one.extent, Whole) else 1
-            self.regions[one.name] = [UNWRITTEN] * (pages * units)
-            self.regions[saved_region(one)] = [UNWRITTEN] * (max(1, saved) * units)
+        for component, pages, saved in zip(
+            spec.components, spec.pages, spec.saved_pages, strict=True
+        ):
+            units = self.kinds.units if isinstance(component.extent, Whole) else 1
+            self.regions[component.name] = [UNWRITTEN] * (pages * units)
+            self.regions[saved_region(component)] = [UNWRITTEN] * (max(1, saved) * units)
         self.first = self.regions[spec.components[0].name]
         self._contents = contents
 

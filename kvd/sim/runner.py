@@ -83,7 +83,7 @@ def run_seed(seed: int, plan: SimPlan, make_node: MakeNode = NodeState) -> Endin
         lost_messages=world.network.lost,
         faults=world.faults.done,
         violation=f"after {world.steps} steps: {violation}" if violation else "",
-        last_inputs=tuple(_told(*one) for one in world.recent) if violation else (),
+        last_inputs=tuple(_told(*step) for step in world.recent) if violation else (),
     )
 
 

@@ -326,7 +326,7 @@ class SimTransferProcess:
             self._loading[agent] = False
             return
         doubtful = 0
-        for flight in [one for one in self.flights.values() if one.agent == agent]:
+        for flight in [flight for flight in self.flights.values() if flight.agent == agent]:
             del self.flights[flight.post]
             self._fail(flight, "agent destroyed")
             doubtful += self._leave_behind(flight)

@@ -261,7 +261,7 @@ class World:
         """The same for states: whole pages mostly, since only their states are kept for others."""
         rng, asked = self.rng, self._asked
         n_tokens = rng.choice((rng.randint(1, 60), 16, 32, 48))
-        whole = [one for one in asked[-12:] if one.n_tokens % PAGE_TOKENS == 0]
+        whole = [prompt for prompt in asked[-12:] if prompt.n_tokens % PAGE_TOKENS == 0]
         if whole and rng.random() < 0.7:
             return rng.choice(whole).followed_by(self.some_tokens(n_tokens))
         return WrittenPrompt(

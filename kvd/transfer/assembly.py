@@ -116,11 +116,13 @@ class Assembly:
             for area, piece in pieces
         ]
         # As one where both sides allow it: memory is read in one sweep, not tensor by tensor.
-        is_even = all(one.is_even for side in sides for one in side)
+        is_even = all(tensors.is_even for side in sides for tensors in side)
         self._moves = [
             _Move(area.array(read.offset, read.shape, read.steps), store)
             for (area, _), side in zip(pieces, sides, strict=True)
-            for read, store in zip(*(one.grids(is_even=is_even) for one in side), strict=True)
+            for read, store in zip(
+                *(tensors.grids(is_even=is_even) for tensors in side), strict=True
+            )
         ]
         self._layers = max(store.shape[0] for _, store in self._moves)
 

@@ -96,10 +96,10 @@ class EventWaits:
 
     def step(self) -> None:
         """Look at every event."""
-        for handle, one in list(self._events.items()):
+        for handle, event in list(self._events.items()):
             # Posts that waited for an earlier one may have met this one come, and it is let go of.
-            if self._events.get(handle) is one:
-                self._look(handle, one)
+            if self._events.get(handle) is event:
+                self._look(handle, event)
 
     def forget(self, post: int) -> None:
         """Nobody wants it any more; one that does not wait is no matter of ours."""
@@ -132,11 +132,11 @@ class EventWaits:
             self._post(order)
 
     def _remove(self, is_over: Callable[[Post], bool], why: str) -> None:
-        for handle, one in list(self._events.items()):
-            over = [waiting.order for waiting in one.posts if is_over(waiting.order)]
-            one.posts[:] = [waiting for waiting in one.posts if not is_over(waiting.order)]
+        for handle, event in list(self._events.items()):
+            over = [waiting.order for waiting in event.posts if is_over(waiting.order)]
+            event.posts[:] = [waiting for waiting in event.posts if not is_over(waiting.order)]
             # With the last: an event that nobody waits for would be looked at for ever.
-            if not one.posts:
+            if not event.posts:
                 self._close(handle)
             for order in over:
                 self._report(Unposted(UNSTAMPED, order.post, why))

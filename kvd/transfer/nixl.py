@@ -64,7 +64,7 @@ class NixlUnusable(Exception):
 
 
 class MemorySpan(NamedTuple):
-    """Memory to register."""
+    """Memory in a row that NIXL is to know before it writes there."""
 
     address: int
     size: int
@@ -114,7 +114,7 @@ class Binding:
     def register(self, agent: Any, spans: list[MemorySpan]) -> None:
         """Register memory with ``agent``, kind by kind."""
         for kind, segment in self.segments.items():
-            rows = [(*one[:2], one.place.device, "") for one in spans if one.place.kind is kind]
+            rows = [(*span[:2], span.place.device, "") for span in spans if span.place.kind is kind]
             if rows:
                 agent.registerMem(self.api.nixlRegDList(segment, rows))
 
@@ -140,7 +140,7 @@ def no_backend() -> str:
     devices = {*_listed("/sys/class/net"), *_listed("/sys/class/infiniband")}
     chosen = os.environ.get("UCX_NET_DEVICES", "all").split(",")
     # As UCX writes them: mlx5_0:1 is a port, ^eth0 is all but that.
-    named = {one.strip().partition(":")[0] for one in chosen if not one.startswith("^")}
+    named = {device.strip().partition(":")[0] for device in chosen if not device.startswith("^")}
     missing = sorted(named - devices - {"", "all"})
     if missing:
         return (

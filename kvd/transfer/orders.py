@@ -79,14 +79,15 @@ MOST_DESCRIPTORS: Final = 253
 
 def descriptors_of(begin: BeginTransfer) -> list[int]:
     """Every descriptor that the order names, in the order in which they travel."""
-    return [*begin.kept, *(one.fd for one in begin.regions if one.device is None)]
+    return [*begin.kept, *(region.fd for region in begin.regions if region.device is None)]
 
 
 def with_descriptors(begin: BeginTransfer, received: list[int]) -> BeginTransfer:
     """The order with the numbers that its descriptors have where they arrived."""
     kept, mapped = received[: len(begin.kept)], iter(received[len(begin.kept) :])
     regions = (
-        one if one.device is not None else replace(one, fd=next(mapped)) for one in begin.regions
+        region if region.device is not None else replace(region, fd=next(mapped))
+        for region in begin.regions
     )
     return replace(begin, kept=tuple(kept), regions=tuple(regions))
 

@@ -68,7 +68,7 @@ def found(
     """The regions of a post against which nothing speaks, or what does."""
     making = order.making
     shards = (
-        [making.shard] if isinstance(making, Straight) else [one.shard for one in making.pieces]
+        [making.shard] if isinstance(making, Straight) else [piece.shard for piece in making.pieces]
     )
     names = [shard_region(order.component, shard) for shard in shards]
     missing = [name for name in names if name not in ours]
@@ -152,9 +152,12 @@ def _assembled(regions: FoundRegions, making: Pieced) -> list[_Band] | None:
     # Not even one layer of a page fits into a slot.
     if not fitting or not is_worth_gathering(lying, together):
         return None
-    areas = dict(zip((one.shard for one in pieces), regions.ours, strict=True))
+    areas = dict(zip((piece.shard for piece in pieces), regions.ours, strict=True))
     return [
-        _Band(part.window, Assembly(part.window, [(areas[one.shard], one) for one in part.pieces]))
+        _Band(
+            part.window,
+            Assembly(part.window, [(areas[piece.shard], piece) for piece in part.pieces]),
+        )
         for part in bands(window, pieces, fitting)
     ]
 
@@ -169,12 +172,12 @@ def _gather(
 
 def _in_bands(order: Post, regions: FoundRegions, found: list[_Band]) -> PostPlan:
     """The first of these layers of all pages, then the next."""
-    wanted = [Band(one.assembly.steps, one.assembly.page_bytes) for one in found]
+    wanted = [Band(band.assembly.steps, band.assembly.page_bytes) for band in found]
     names = tuple(area.note.name for area in regions.ours)
     packing = Packing(names, order.source, wanted)
     made = [
-        packed_writes(order.destination, regions.theirs, packing.handle_pages, one.window)
-        for one in found
+        packed_writes(order.destination, regions.theirs, packing.handle_pages, band.window)
+        for band in found
     ]
     sides = Sides(MemoryKind.DRAM, regions.theirs.place.kind)
     return PostPlan(one_after_another(made), packing, sides)
@@ -193,7 +196,7 @@ def _objection(order: Post, areas: tuple[Area, ...], theirs: RegionNote) -> str:
             return objection(order.source, order.destination, areas[0].note, theirs, split)
         case Pieced(window, pieces):
             sources = [
-                WindowSource(area.note, one) for area, one in zip(areas, pieces, strict=True)
+                WindowSource(area.note, piece) for area, piece in zip(areas, pieces, strict=True)
             ]
             return window_objection(order.source, order.destination, window, sources, theirs)
 

@@ -130,7 +130,7 @@ class _Turn(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of it."""
+        """Bytes of this handle of the post."""
         return self.running.plan.sizes[self.part]
 
 
@@ -143,7 +143,7 @@ class _Flight(NamedTuple):
 
     @property
     def first(self) -> _Running:
-        """One of its posts."""
+        """The first of the posts that share the handle."""
         return self.turns[0].running
 
     @property
@@ -193,14 +193,14 @@ class PostQueue:
         # our back, and no descriptor tells when that is over.
         is_here = self.path is WritePath.SAME_HOST
         return not self.sender.polls or (
-            is_here and any(one.first.is_of_device for one in self._flights)
+            is_here and any(flight.first.is_of_device for flight in self._flights)
         )
 
     @property
     def is_fast(self) -> bool:
         """Whether handles go from device to device of one host: some take less than 100 us."""
         return self.path is WritePath.SAME_HOST and any(
-            one.first.is_between_devices for one in self._flights
+            flight.first.is_between_devices for flight in self._flights
         )
 
     @property
@@ -268,7 +268,7 @@ class PostQueue:
         self._flights.append(_Flight(handle, turns, slot))
         # At the end of the line: a small post behind waits for one handle of a large one.
         posted = dict.fromkeys(running for running, _ in turns)
-        self._turns += [one for one in posted if one.turns < one.plan.handles]
+        self._turns += [running for running in posted if running.turns < running.plan.handles]
 
     def step(self) -> None:
         """Take note of the handles that are done."""
@@ -300,14 +300,14 @@ class PostQueue:
             self._fail(running, why)
         # Before any slot is free again: until it is gone a handle in flight may read it.
         self.sender.destroy()
-        turns = [turn for one in self._flights for turn in one.turns]
+        turns = [turn for flight in self._flights for turn in flight.turns]
         for area in {area for turn in turns for area in turn.running.ours}:
             area.reach.settle()  # what the device copies of its own accord is over after this
         slots = [flight.slot for flight in self._flights if flight.slot is not None]
         self._staging.give([*slots, *self._lost_slots])
         match self.path:
             case WritePath.SAME_HOST:
-                return sum(one.size for one in self._flights if one.first.is_of_device)
+                return sum(flight.size for flight in self._flights if flight.first.is_of_device)
             case WritePath.NETWORK:
                 return self._lost_bytes + sum(flight.size for flight in self._flights)
 

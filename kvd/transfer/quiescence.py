@@ -121,9 +121,9 @@ class Quiescence:
         # With what is there at this moment: by its name alone a stream may be another one's by now.
         seen, leases = self._look(), set(order.leases)
         self._begin(seen)
-        for one in self._open:
-            if one.lease in leases:
-                one.exempt(set(order.streams), seen)
+        for question in self._open:
+            if question.lease in leases:
+                question.exempt(set(order.streams), seen)
         self._next_s = 0.0
 
     def step(self) -> None:
@@ -138,14 +138,14 @@ class Quiescence:
         # Asked at every look: what is not open now may be later.
         is_blind = bool(devices := rdma_devices())
         rest = []
-        for one in self._open:
-            one.look(seen)
+        for question in self._open:
+            question.look(seen)
             # What comes by RDMA leaves no mark: no look here could ever say that it is over.
-            if is_blind or not self._is_at_rest(one):
-                rest.append(one)
+            if is_blind or not self._is_at_rest(question):
+                rest.append(question)
             else:
-                self._told.pop(one.lease, None)
-                self._report(Quiet(UNSTAMPED, one.lease))
+                self._told.pop(question.lease, None)
+                self._report(Quiet(UNSTAMPED, question.lease))
         self._open = rest
         self._tell(tuple(f"rdma ({device})" for device in devices))
         tick_s = (now_s - self._since_s) / TICKS_PER_WAIT
@@ -155,7 +155,7 @@ class Quiescence:
         """What is asked is about what there is now."""
         begun = [PendingQuiesce(order, seen) for order in self._asked]
         # Only where an end is waited for: a silent host would never give it by itself.
-        if ends := {name for one in begun for name in one.ends}:
+        if ends := {name for question in begun for name in question.ends}:
             ask_alive(ends)
         self._open += begun
         # Answered from now on by ``_open``: a question asked after this has a look of its own.
@@ -179,12 +179,12 @@ class Quiescence:
     def _tell(self, unseen: tuple[str, ...]) -> None:
         """Report what is waited for where it has changed; together, where it is the same."""
         groups: dict[tuple[str, ...], list[int]] = {}
-        for one in self._open:
-            streams = (*unseen, *sorted(one.ends.values()))
+        for question in self._open:
+            streams = (*unseen, *sorted(question.ends.values()))
             # Each lease hears of a change only: a look comes every few milliseconds.
-            if self._told.get(one.lease, ()) != streams:
-                self._told[one.lease] = streams
-                groups.setdefault(streams, []).append(one.lease)
+            if self._told.get(question.lease, ()) != streams:
+                self._told[question.lease] = streams
+                groups.setdefault(streams, []).append(question.lease)
         for streams, leases in groups.items():
             self._report(Awaiting(UNSTAMPED, tuple(leases), streams))
 

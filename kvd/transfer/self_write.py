@@ -109,7 +109,6 @@ def _row(address: int, size: int, place: MemorySite = HOST) -> Words:
 
 
 def _write(sender: SendingAgent, rows: tuple[Words, Words], sides: Sides) -> None:
-    """One write, to its end."""
     handle = sender.post(*rows, sides)
     until_s = time.monotonic() + WITHIN_S
     news = select.poll()

@@ -174,7 +174,7 @@ class SendingAgents:
 
     def sockets(self) -> set[str]:
         """Those of all agents but the ones being built, by name."""
-        senders = [one.sender for one in self._warming.values()]
+        senders = [warming.sender for warming in self._warming.values()]
         senders += [queue.sender for queue in self._queues.values()]
         return names([poll for sender in senders for poll in sender.polls])
 

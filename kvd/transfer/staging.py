@@ -255,17 +255,17 @@ class Staging:
     def _begin(self, post: PackedPost) -> list[Portion]:
         """The next handle of the post, and with it those of others that read the same pages."""
         wanted = [post]
-        for one in self._line:
+        for packed in self._line:
             # What another is packed from is in the cache while this one is.
-            is_like = one.begun == post.begun and one.packing.reads == post.packing.reads
-            if is_like and one is not post and one.ahead < AHEAD:
-                wanted.append(one)
+            is_like = packed.begun == post.begun and packed.packing.reads == post.packing.reads
+            if is_like and packed is not post and packed.ahead < AHEAD:
+                wanted.append(packed)
         room = max(1, len(self.free) - RESERVED)
-        portions = [Portion(one, one.begun, self.free.pop()) for one in wanted[:room]]
-        for one, _, _ in portions:
-            one.begun += 1
-            one.ahead += 1
-        self._line = [one for one in self._line if not one.is_begun]
+        portions = [Portion(packed, packed.begun, self.free.pop()) for packed in wanted[:room]]
+        for packed, _, _ in portions:
+            packed.begun += 1
+            packed.ahead += 1
+        self._line = [packed for packed in self._line if not packed.is_begun]
         return portions
 
     def _wake(self) -> None:
@@ -302,7 +302,7 @@ class Staging:
         if self._rest or len(self.free) <= RESERVED:
             return []
         post = min(
-            (one for one in self._line if one.ahead < AHEAD),
+            (packed for packed in self._line if packed.ahead < AHEAD),
             key=lambda one: one.ahead,
             default=None,
         )
@@ -312,7 +312,7 @@ class Staging:
 def _pack(portions: list[Portion]) -> None:
     """Pack them, those of several posts in turns."""
     step_bytes = SLOT_BYTES if len(portions) == 1 else IN_TURNS_BYTES
-    works = [one.packing.steps(at, slot.memory, step_bytes) for one, at, slot in portions]
+    works = [packed.packing.steps(at, slot.memory, step_bytes) for packed, at, slot in portions]
     for _ in zip_longest(*works):
         pass
 

@@ -103,7 +103,7 @@ def ask_alive(wanted: set[str]) -> None:
 def inward(of_process: dict[str, StreamMark]) -> dict[str, StreamMark]:
     """Of these connections, those whose other end is not among them too."""
     streams = {mark.stream for mark in of_process.values() if mark.stream}
-    return {name: one for name, one in of_process.items() if _turned(one.stream) not in streams}
+    return {name: mark for name, mark in of_process.items() if _turned(mark.stream) not in streams}
 
 
 def rdma_devices() -> tuple[str, ...]:

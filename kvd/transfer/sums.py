@@ -163,9 +163,9 @@ def _read(order: Post, areas: Mapping[str, Area]) -> Reading | None:
                 return None
             return _read_whole(area, order.split)
         case Pieced(window, pieces):
-            found = [areas.get(shard_region(order.component, one.shard)) for one in pieces]
-            parts = [(a, one) for a, one in zip(found, pieces, strict=True) if a is not None]
-            sources = [WindowSource(area.note, one) for area, one in parts]
+            found = [areas.get(shard_region(order.component, piece.shard)) for piece in pieces]
+            parts = [(a, piece) for a, piece in zip(found, pieces, strict=True) if a is not None]
+            sources = [WindowSource(area.note, piece) for area, piece in parts]
             if len(parts) < len(pieces) or unmade(window, sources):
                 return None
             if any(strays(order.source, area.note).size for area, _ in parts):

@@ -365,7 +365,8 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand-over"):
 class KeepRoom(msgspec.Struct, frozen=True, array_like=True, tag="keep-room"):
     """Keep a room of this session for ``ttl_s`` from now on; 0 ends it. Answer: ``RoomKept``.
 
-    Who receives it already goes on to its end.
+    Who receives it already goes on to its end. With 0 also a room for one receive of another
+    session, that has finished: who was to receive it has the prompt on this node.
     """
 
     call: Call

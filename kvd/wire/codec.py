@@ -187,9 +187,9 @@ def readable_replies(frame: bytes) -> tuple[list[client.Reply], int]:
         return _known_events(parts)
     found: list[client.Reply] = []
     n_unreadable = 0
-    for one in () if parts is None else parts.replies:
-        reply = CLIENT_REPLIES.decode(bytes(one))
-        inner = _parts_of(one) if isinstance(reply, Refusal) else None
+    for part in () if parts is None else parts.replies:
+        reply = CLIENT_REPLIES.decode(bytes(part))
+        inner = _parts_of(part) if isinstance(reply, Refusal) else None
         if isinstance(inner, client.EventsInParts):
             events, unreadable = _known_events(inner)
             found += events
@@ -230,12 +230,12 @@ def joined_replies(encoded: Sequence[bytes]) -> list[bytes]:
     found: list[bytes] = []
     together: list[bytes] = []
     n_bytes = 0
-    for one in encoded:
-        if together and n_bytes + len(one) > SEVERAL_BYTES:
+    for message in encoded:
+        if together and n_bytes + len(message) > SEVERAL_BYTES:
             found.append(_several(together))
             together, n_bytes = [], 0
-        together.append(one)
-        n_bytes += len(one)
+        together.append(message)
+        n_bytes += len(message)
     found.append(_several(together))
     return found
 
@@ -245,7 +245,7 @@ def _several(encoded: list[bytes]) -> bytes:
         return encoded[0]
     # Made of what is encoded already: each was when it was said, so that one that cannot be costs
     # nobody else anything.
-    return _ENCODE((_SEVERAL_TAG, [msgspec.Raw(one) for one in encoded]))
+    return _ENCODE((_SEVERAL_TAG, [msgspec.Raw(message) for message in encoded]))
 
 
 def check_tokens(frame: bytes, *, max_tokens: int) -> Tokens | Refusal:

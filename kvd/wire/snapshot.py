@@ -213,6 +213,9 @@ class PeerState(msgspec.Struct, frozen=True):
     """Why the last handshake with it failed, if it has not been heard since."""
     drain: str = ""
     """That it begins nothing new, why, and since when we know; empty where it serves."""
+    epochs: str = ""
+    """That something was lately not handed over because it is in another epoch of a model, and
+    what to run where."""
 
 
 class ClientState(msgspec.Struct, frozen=True):

@@ -155,7 +155,7 @@ def test_a_synchronised_clock_is_good_and_another_poor_or_wrong():
     assert judged[0][0].what == sentence_of(
         "a synchronised clock is good and another poor or wrong"
     )
-    assert judged[3][0].what.startswith("says 1970-01-01T00:16:40Z: peers")
+    assert judged[3][0].what.startswith("says 1970-01-01T00:16:40Z: times in events")
 
 
 def test_the_kernel_says_whether_the_clock_is_synchronised():

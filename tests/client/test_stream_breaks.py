@@ -14,6 +14,7 @@ import pytest
 
 import kvd.client
 from kvd.client import KvdError
+from kvd.client.session_sockets import SessionSockets
 from kvd.client.sync import MISS
 from kvd.types import pack_ids
 from kvd.wire import client as wire
@@ -91,6 +92,68 @@ async def test_what_is_asked_while_nobody_listens_is_answered_once_somebody_does
         daemon.listen_again()
 
         assert (await matching).tokens == 8
+
+
+NOBODY = r"^unreachable: nobody listens at ipc://.*client.sock \(.*\), and node-a lives and answers"
+
+
+async def test_a_client_socket_that_is_gone_is_said_when_connecting(daemon: Daemon) -> None:
+    daemon.break_stream()
+    try:
+        with pytest.raises(KvdError, match=NOBODY):
+            kvd.client.connect_sync(daemon.endpoint, name="a")
+        with pytest.raises(KvdError, match=NOBODY):
+            await kvd.client.connect(daemon.endpoint, name="a")
+        await until(lambda: len(daemon.ended) == 2)
+    finally:
+        daemon.listen_again()
+
+
+async def test_calls_end_with_words_while_nobody_listens_and_go_on_once_somebody_does(
+    daemon: Daemon,
+) -> None:
+    daemon.script = script
+    async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
+        await node.match([1])
+        daemon.break_stream()
+        began_s = time.monotonic()
+        with pytest.raises(KvdError, match=NOBODY) as told:
+            await node.lease([1])
+        assert told.value.retryable
+        assert time.monotonic() - began_s < 2
+        began_s = time.monotonic()
+        with pytest.raises(KvdError, match=NOBODY):
+            await node.match([1])
+        assert time.monotonic() - began_s < 0.05
+
+        daemon.listen_again()
+
+        await until(lambda: daemon.asked(wire.CancelCall))
+        assert (await node.match([1])).tokens == 8
+        assert daemon.lives == 1
+
+
+def test_a_begun_call_ends_with_words_while_nobody_listens(daemon: Daemon) -> None:
+    daemon.script = script
+    with kvd.client.connect_sync(daemon.endpoint, name="prefill-0") as node:
+        node.match([1])
+        daemon.break_stream()
+        leasing = node.begin_lease([1])
+        began_s = time.monotonic()
+        while not node.pump():
+            assert time.monotonic() - began_s < 2
+            time.sleep(0.01)
+        with pytest.raises(KvdError, match=NOBODY):
+            leasing.poll()
+        daemon.listen_again()
+        began_s = time.monotonic()
+        while True:
+            try:
+                assert node.match([1]).tokens == 8
+            except KvdError:
+                assert time.monotonic() - began_s < 2
+            else:
+                break
 
 
 def test_the_blocking_client_dials_again_and_nobody_notices(daemon: Daemon) -> None:
@@ -225,3 +288,22 @@ def test_a_begun_call_waits_for_no_daemon_that_takes_no_connection(deaf: Daemon)
         calls = [node.begin_match([number]) for number in range(100)]
         assert time.monotonic() - began_s < 1
         assert not any(call.is_done for call in calls)
+
+
+@pytest.mark.parametrize(("on_unreachable", "most_s"), [("wait", 0.005), ("miss", 0.0002)])
+def test_a_begun_call_waits_for_a_handshake_no_longer_than_its_engine_may(
+    deaf: Daemon, monkeypatch: pytest.MonkeyPatch, on_unreachable: Any, most_s: float
+) -> None:
+    waited: list[float] = []
+    meet = SessionSockets.meet
+
+    def noted(sockets: SessionSockets, within_s: float) -> None:
+        waited.append(within_s)
+        meet(sockets, within_s)
+
+    with kvd.client.connect_sync(
+        deaf.endpoint, name="decode-0", on_unreachable=on_unreachable
+    ) as node:
+        monkeypatch.setattr(SessionSockets, "meet", noted)
+        node.begin_match([1])
+        assert waited == [most_s]

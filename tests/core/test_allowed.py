@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import inputs
+from kvd.core.audit.invariants import faults
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.peers.allowed import EVERY, allowed_by_name
 from kvd.errors import Code
 from kvd.wire import client
+from kvd.wire.peer import Offer
 from tests.core.test_epochs import PROMPT, begin, cached, pull, received, sent
 from tests.core.world import World
 
@@ -73,3 +75,45 @@ def test_it_can_be_changed_while_the_daemon_runs():
     assert pull(world, "m#2").refusal.code is Code.NOT_SUPPORTED
     world.p.feed(inputs.Reconfigured(world.now_s, allow=("d:m",), **figures))
     assert pull(world, "m#2").prompt_tokens
+
+
+FIGURES = {"max_queue": 8, "overtakers": 0, "changed": (), "needs_restart": ()}
+
+
+@pytest.mark.parametrize("entries", [("d:other",), ("e",)])
+def test_what_may_not_be_pulled_any_more_ends_with_the_reload(entries):
+    world = World()
+    cached(world.p, PROMPT, "m")
+    cached(world.p, PROMPT, "other")
+    world.lost = {Offer}
+    world.d.call(client.ReceiveRequest, PROMPT, room=0, source=("p",), namespace="m")
+    world.lost = set()
+    world.hold_posts = True
+    world.d.call(client.ReceiveRequest, PROMPT, room=0, source=("p",), namespace="m")
+    world.d.call(client.ReceiveRequest, PROMPT, room=0, source=("p",), namespace="other")
+    assert len(world.p.node.pull_source.open_pulls()) == 3
+
+    world.p.feed(inputs.Reconfigured(world.now_s, allow=entries, **FIGURES))
+    world.hold_posts = False
+    world.land_posts()
+    world.pass_time(3)
+
+    ended = [one for one in world.d.take() if isinstance(one, client.ReceiveFailed)]
+    assert len(ended) == (2 if entries[0] == "d:other" else 3)
+    words = "may not pull namespace 'm'" if entries[0] == "d:other" else "is not in peers.allow"
+    assert all(words in one.refusal.message for one in ended)
+    assert not world.p.node.pull_source.open_pulls()
+    assert not faults(world.p.node)
+
+
+def test_who_is_taken_off_the_list_gets_nothing_more_though_its_link_is_up():
+    world = World()
+    cached(world.p, PROMPT, "m")
+    sent(world)
+    world.p.feed(inputs.Reconfigured(world.now_s, allow=("e",), **FIGURES))
+
+    assert pull(world).refusal.code is Code.PEER_UNKNOWN
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), namespace="m")
+    (told,) = [one for one in world.d.take() if isinstance(one, client.ReceiveFailed)]
+    assert told.refusal.code is Code.PEER_UNKNOWN
+    assert "'d' is not in peers.allow of p" in told.refusal.message

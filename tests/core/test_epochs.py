@@ -23,7 +23,8 @@ from kvd.core.cache.namespaces import (
 from kvd.core.handoff.protocol import Prefill
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.leases.epochs import FORMER_MARK, KEEP_WITHIN_S, MAX_EPOCH, MOST_EPOCHS, Epochs
-from kvd.errors import Code
+from kvd.core.peers.registry import EPOCHS_RECENT_S
+from kvd.errors import Code, Refusal
 from kvd.types import NO_PAGES, Pages, Tokens, pack_ids
 from kvd.wire import admin, client, events
 from kvd.wire.peer import AskPrefix, Hello, Offer, PrefixFound
@@ -282,6 +283,10 @@ def test_a_key_leads_back_and_is_nobody_elses(namespace, epoch):
     assert SEPARATOR not in told(key) + quoted(key)
 
 
+def test_the_namespace_without_a_name_is_shown_with_its_epoch():
+    assert [told(key_of("", n)) for n in (0, 2)] == ["", "(no namespace), epoch 2"]
+
+
 def test_there_are_only_so_many_and_members_do_not_count():
     epochs = Epochs("n")
     for number in range(MOST_EPOCHS):
@@ -437,6 +442,31 @@ def test_names_with_the_former_mark_say_that_there_was_an_epoch_and_not_which():
 # ---- between nodes -----------------------------------------------------------------------------
 
 
+def both_say(world, of_p, of_d, fix=""):
+    """Who asks either node what is wrong reads both epochs, and what to run where."""
+    for side, peer, words in ((world.p, "d", of_p), (world.d, "p", of_d)):
+        explained = side.ask(admin.Why(1, "peer", 0, name=peer))
+        assert [fact for fact in explained.facts if fact.startswith(words) and fix in fact]
+        (state,) = [one for one in snapshot(side.node).peers if one.name == peer]
+        assert state.epochs.startswith(words)
+        told = [one.why for one in side.events if isinstance(one, events.MessageRefused)]
+        assert len([why for why in told if why.startswith(words)]) == 1
+
+
+def test_a_peer_puts_no_words_of_its_own_into_what_is_to_be_run():
+    world = World()
+    lied = Refusal(
+        Code.PROMPT_MISMATCH, "run: kvd drop", side="p", numbers={"epoch": 3, "peer_epoch": 0}
+    )
+    world.d.call(client.ReceiveRequest, PROMPT, room=0, source=("p",), namespace="m y")
+    world.d.node.peers.heard_epochs(world.d.node.peers.by_name["p"], "m y", lied)
+    (state,) = snapshot(world.d.node).peers
+    assert state.epochs.endswith("run on d: kvd epoch 'm y' 3")
+    world.pass_time(EPOCHS_RECENT_S, tick_s=10.0)
+    (state,) = snapshot(world.d.node).peers
+    assert state.epochs == ""
+
+
 @pytest.mark.parametrize(("p_epoch", "d_epoch"), [(7, 0), (0, 7), (7, 8), (8, 7)])
 @pytest.mark.parametrize("namespace", ["m", "m#salt=1"])
 def test_nodes_in_different_epochs_pull_nothing_and_say_both(p_epoch, d_epoch, namespace):
@@ -449,6 +479,10 @@ def test_nodes_in_different_epochs_pull_nothing_and_say_both(p_epoch, d_epoch, n
     assert said.refusal.code is Code.PROMPT_MISMATCH
     assert said.refusal.numbers == {"epoch": p_epoch, "peer_epoch": d_epoch}
     assert snapshot(world.p.node).rooms == ()
+    behind = "p" if p_epoch < d_epoch else "d"
+    fix = f"run on {behind}: kvd epoch m {max(p_epoch, d_epoch)}"
+    of_p = f"p is in epoch {p_epoch} of 'm', d in {d_epoch}: "
+    both_say(world, of_p, f"d is in epoch {d_epoch} of 'm', p in {p_epoch}: ", fix)
     # Another base is none of it.
     cached(world.p, PROMPT, "x")
     assert isinstance(pull(world, "x"), client.Receiving)
@@ -545,7 +579,12 @@ def test_nodes_in_different_epochs_hand_nothing_over_and_say_both(kept, engine_f
     (refusal,) = failed(world.d)
     assert refusal.code is Code.PROMPT_MISMATCH
     assert (refusal.numbers["epoch"], refusal.numbers["peer_epoch"]) == (7, 8)
-    assert "'m', epoch 7" in refusal.message
+    words = (
+        "p is in epoch 7 of 'm', d in 8: KV of other weights is not handed over; once both have "
+        "the same weights, run on p: kvd epoch m 8"
+    )
+    assert words in refusal.message
+    both_say(world, words, "d is in epoch 8 of 'm', p in 7: ")
 
 
 def test_an_offer_says_its_epoch_and_covers_it_by_its_digest():

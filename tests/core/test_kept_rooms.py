@@ -107,6 +107,34 @@ def test_a_room_is_renewed_by_its_engine_and_by_no_other_session():
     received(world.d)
 
 
+def test_a_room_for_one_is_ended_by_who_has_it_on_the_same_node():
+    """An engine that decodes where the prompt was prefilled finds it in the cache."""
+    world = World()
+    hand_over(world, takers=1)
+    assert locked(world)
+    world.p.feed(inputs.ClientJoined(world.now_s, 2, "decode", 1002))
+    renewed = world.p.call(client.KeepRoom, room=7, ttl_s=5.0, session=2)
+    assert isinstance(renewed, client.Failed)
+
+    ended = world.p.call(client.KeepRoom, room=7, ttl_s=0.0, session=2)
+
+    assert isinstance(ended, client.RoomKept)
+    assert ended.left_s == 0.0
+    assert locked(world) == 0
+    assert world.p.node.prefiller.rooms.by_room == {}
+    again = world.p.call(client.KeepRoom, room=7, ttl_s=0.0, session=2)
+    assert isinstance(again, client.Failed)
+
+
+def test_a_room_for_one_that_its_engine_still_writes_is_ended_by_nobody_else():
+    world = World()
+    world.p.feed(inputs.ClientJoined(world.now_s, 2, "decode", 1002))
+    lease = world.p.lease(PROMPT)
+    world.p.call(client.SendRequest, PROMPT, room=7, lease=lease.lease, ttl_s=5.0, takers=1)
+    other = world.p.call(client.KeepRoom, room=7, ttl_s=0.0, session=2)
+    assert isinstance(other, client.Failed)
+
+
 def test_a_room_is_kept_no_longer_than_the_longest_deadline():
     world = World()
     finished = hand_over(world, ttl_s=1e9)

@@ -201,6 +201,12 @@ def test_who_was_replaced_is_not_heard_and_comes_back_with_a_new_transfer_proces
     (reject,) = says(world, old, "in:d")
     assert isinstance(reject, Reject)
     assert reject.refusal.code is Code.PEER_STALE
+    # Both say what is to be done: whoever hung does nothing wrong that it could see by itself.
+    world.inject(world.d, reject, world.p)
+    for node, name in ((world.p.node, "d"), (world.d.node, "p")):
+        said = of_peer(node, name)
+        assert not isinstance(said, Refusal)
+        assert any("run kvd fence on its host, or restart it" in fact for fact in said.facts)
 
     again = msgspec.structs.replace(old, generation=2)
     _, ping = says(world, again, "in:d")

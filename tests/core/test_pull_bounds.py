@@ -139,16 +139,94 @@ def test_its_own_deadline_ends_it_sooner():
     assert not open_rooms(world)
 
 
-def test_asking_again_does_not_prolong_it():
+def test_asking_again_keeps_it_to_the_deadline_that_was_said_first():
     world, peer = asking()
     cached(world.p, PROMPT)
-    first = peer.ask()
-    (part,) = open_rooms(world)
-    until_s = part.deadline_s
+    first = peer.ask(deadline_s=4.0)
     for _ in range(3):
-        world.pass_time(0.5)
-        assert peer.ask(number=1) == first
-    assert [one.deadline_s for one in open_rooms(world)] == [until_s]
+        world.pass_time(1.2)
+        assert peer.ask(number=1, deadline_s=600.0) == first
+    assert locked(world) == N_PAGES
+    world.pass_time(0.6)
+    assert not open_rooms(world)
+    assert locked(world) == 0
+
+
+def waiting_for_memory(**more: int) -> tuple[World, client.Leased]:
+    """A pull that has its answer and no pages, and the lease that has them."""
+    world = World(pull_offer_s=OFFER_S, d_pages=3 * N_PAGES, **more)
+    cached(world.p, PROMPT)
+    had = world.d.lease(other(7, 3 * N_PAGES - 1))
+    world.d.call(client.ReceiveRequest, PROMPT, room=0, source=("p",), deadline_s=30.0)
+    assert locked(world) == N_PAGES
+    assert len(world.d.node.admission) == 1
+    return world, had
+
+
+def test_a_puller_that_waits_for_memory_is_waited_for_while_it_lives():
+    world, had = waiting_for_memory()
+    (room,) = [part.room for part in open_rooms(world)]
+    world.pass_time(5 * OFFER_S)
+    assert [part.room for part in open_rooms(world)] == [room]
+    assert locked(world) == N_PAGES
+
+    world.d.call(client.ReleaseLease, lease=had.lease)
+
+    assert [one for one in world.d.take() if isinstance(one, client.Received)]
+    world.pass_time(3)
+    assert not world.d.node.pulls.asks.queued
+    assert locked(world) == 0
+
+
+def test_a_puller_that_is_silent_while_it_waits_is_not_waited_for():
+    world, _ = waiting_for_memory()
+    world.lost = {AskPrefix}
+    world.pass_time(OFFER_S + 0.2)
+    assert not open_rooms(world)
+    assert locked(world) == 0
+
+
+def test_a_pull_whose_pages_were_needed_hears_what_its_source_has_now():
+    world, had = waiting_for_memory(p_pages=2 * N_PAGES)
+    mine = world.p.lease(other(8, 2 * N_PAGES - 1))
+    assert not open_rooms(world)
+    world.pass_time(OFFER_S)
+    world.d.call(client.ReleaseLease, lease=had.lease)
+    world.run()
+    (got,) = [one for one in world.d.take() if isinstance(one, client.Receiving)]
+    assert got.prompt_tokens == 0
+    assert mine.pages
+
+
+def test_a_pull_goes_on_with_the_next_daemon_of_its_source():
+    world, had = waiting_for_memory()
+    world.lost = {AskPrefix}
+    world.restart(world.p)
+    world.run()
+    world.p.attach()
+    cached(world.p, Tokens(PROMPT[: ID_BYTES * PAGE * 4]))
+    assert not open_rooms(world)
+    world.lost = set()
+    world.pass_time(OFFER_S)
+    assert len(open_rooms(world)) == 1
+    world.d.call(client.ReleaseLease, lease=had.lease)
+    world.run()
+    world.pass_time(1)
+    told = world.d.take()
+    (got,) = [one for one in told if isinstance(one, client.Receiving)]
+    assert got.prompt_tokens == 4 * PAGE
+    assert [one for one in told if isinstance(one, client.Received)]
+    assert not open_rooms(world)
+
+
+def test_who_cancels_a_pull_that_waits_leaves_no_lock_there():
+    world, _ = waiting_for_memory()
+    world.pass_time(OFFER_S)
+    world.d.call(client.CancelCall, of=world.d.calls)
+    world.pass_time(OFFER_S)
+    assert not open_rooms(world)
+    assert not world.d.node.pulls.asks.queued
+    assert locked(world) == 0
 
 
 def test_an_ask_whose_room_is_over_is_answered_anew():

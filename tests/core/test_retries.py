@@ -101,7 +101,20 @@ def test_a_receive_into_other_pages_of_an_arena_is_not_answered_by_the_first():
 
     assert refusal(receive(world.d, arena=arena.lease, pages=other)).code is Code.BAD_PAGES
     assert refusal(receive(world.d)).code is Code.BAD_PAGES
+    shifted = refusal(receive(world.d, arena=arena.lease, pages=first, have_tokens=PAGE))
+    assert shifted.code is Code.BAD_PAGES
+    assert shifted.numbers["first_have_tokens"] == 0
     assert isinstance(receive(world.d, arena=arena.lease, pages=first), client.Receiving)
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_what_is_kept_out_of_the_cache_has_no_lease_with_what_is_not(cache):
+    world = World()
+    assert isinstance(receive(world.d, cache=cache), client.Receiving)
+    why = refusal(receive(world.d, cache=not cache))
+    assert why.code is Code.DUPLICATE_ROOM
+    assert f"it said cache={cache}" in why.message
+    assert isinstance(receive(world.d, cache=cache), client.Receiving)
 
 
 def test_another_session_is_not_answered_by_the_first():

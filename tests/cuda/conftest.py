@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
-from tests.cuda.double import compiled
+from tests.cuda.double import NIXL, compiled
 from tests.transfer.conftest import Rig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from kvd.device.cuda import Runtime
     from tests.cuda.double import Double
@@ -26,6 +27,22 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Double:
 def cuda(double: Double) -> Runtime:
     """The double in this process."""
     return double.runtime
+
+
+@pytest.fixture
+def kernels(double: Double) -> Iterator[None]:
+    """This process stands for an engine's kernels, which reach device memory."""
+    with double.kernels():
+        yield
+
+
+@pytest.fixture(scope="module")
+def nixl() -> Iterator[None]:
+    """Processes that are started have the double of NIXL, which moves memory of the double."""
+    path = os.environ.get("PYTHONPATH", "")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(NIXL), path))))
+        yield
 
 
 @pytest_asyncio.fixture

@@ -16,23 +16,38 @@ from kvd.device.cuda import Runtime
 from kvd.device.cuda_library import VARIABLE, load
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 SOURCE = Path(__file__).with_name("cudart.c")
-STREAM = 1
-"""What is recorded in it comes when ``let_come`` says so."""
+NIXL = Path(__file__).with_name("nixl")
+"""On the path of a process, it has the double of NIXL for the real one."""
 
 
 class Double:
     """A compiled double, for this process and for those that get ``environment``."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.environment: Mapping[str, str] = {VARIABLE: str(path)}
         found = load(self.environment)
         assert isinstance(found, Runtime), found
         self.runtime = found
         self._library = ctypes.CDLL(str(path))
         self._library.double_set.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        self._library.double_hold.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        self._library.double_break_next.argtypes = (ctypes.c_size_t,)
+        self._held: dict[int, int] = {}
+
+    def held(self, device: int = 0) -> int:
+        """A stream that does nothing: what is recorded in it comes when ``let_come`` says so."""
+        if device not in self._held:
+            stream = ctypes.c_void_p(0)
+            with self.runtime.on(device):
+                assert not self._library.cudaStreamCreateWithFlags(ctypes.byref(stream), 1)
+            self._library.double_hold(stream, 1)
+            assert stream.value
+            self._held[device] = stream.value
+        return self._held[device]
 
     def let_come(self, event: int) -> None:
         self._library.double_set(event, 0)
@@ -41,15 +56,37 @@ class Double:
         """What the stream did before the event has failed."""
         self._library.double_set(event, 719)
 
+    def fail_next(self, number: int) -> None:
+        """The next call of this process fails with this error."""
+        self._library.double_fail_next(number)
 
-def compiled(into: Path) -> Double:
-    """Compile it, or skip the test where nobody can."""
+    def break_next(self, after_bytes: int) -> None:
+        """The next copy of this process fails when so much of it is done, and all calls after."""
+        self._library.double_break_next(after_bytes)
+
+    def poison(self, number: int) -> None:
+        """Every call of this process fails with this error; 0 ends it."""
+        self._library.double_poison(number)
+
+    @contextlib.contextmanager
+    def kernels(self) -> Iterator[None]:
+        """This process stands for kernels: its processor reaches the memory that it opens now."""
+        self._library.double_reach(1)
+        try:
+            yield
+        finally:
+            self._library.double_reach(0)
+
+
+def compiled(into: Path, *defined: str) -> Double:
+    """Compile it, or skip the test where nobody can; ``defined`` is for the preprocessor."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler here: the double of the CUDA runtime cannot be built")
     path = into / "libcudart.so"
     flags = ("-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread")
-    subprocess.run([compiler, *flags, "-o", str(path), str(SOURCE)], check=True)
+    names = [f"-D{name}" for name in defined]
+    subprocess.run([compiler, *flags, *names, "-o", str(path), str(SOURCE)], check=True)
     return Double(path)
 
 

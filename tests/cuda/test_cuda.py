@@ -51,8 +51,10 @@ def other(double, verb: str, device: int, handle: bytes) -> Iterator[Other]:
             child.stdin.close()
 
 
-def content(address: int, size: int) -> bytes:
-    return ctypes.string_at(address, size)
+def content(cuda, address: int, size: int) -> bytes:
+    found = ctypes.create_string_buffer(size)
+    cuda.copy(ctypes.addressof(found), address, size)
+    return found.raw
 
 
 def test_a_runtime_says_what_there_is(cuda):
@@ -81,8 +83,8 @@ def test_memory_is_zeroed_and_given_back(cuda):
     before = cuda.room(0).free_bytes
     address = cuda.allocate(0, 2 * MIB)
     try:
-        assert content(address, 2 * MIB) == bytes(2 * MIB)
-        assert cuda.side(address + MIB) is MemorySide.HOST, "the double's memory is the host's"
+        assert content(cuda, address, 2 * MIB) == bytes(2 * MIB)
+        assert cuda.side(address + MIB) is MemorySide.DEVICE
         assert cuda.room(0).free_bytes == before - 2 * MIB
     finally:
         cuda.free(address)
@@ -118,7 +120,7 @@ def test_another_process_sees_the_memory_and_writes_into_it(cuda, double):
             assert engine.said == "open"
             assert bytes.fromhex(engine.asks("read 4")) == b"kvd!"
             assert engine.asks("write 4 7") == "written"
-            assert content(address, 4) == bytes([7] * 4)
+            assert content(cuda, address, 4) == bytes([7] * 4)
             assert engine.asks("close") == "closed"
     finally:
         cuda.free(address)
@@ -153,7 +155,7 @@ def test_only_a_whole_allocation_can_be_shared(cuda):
 def test_an_event_comes_when_its_stream_does_in_every_process(cuda, double):
     event = cuda.event(0)
     assert cuda.has_come(event), "never recorded"
-    cuda.record(event, 1)
+    cuda.record(event, double.held())
     with other(double, "open_event", 0, cuda.share_event(event)) as transfer:
         assert (cuda.has_come(event), transfer.asks("has_come")) == (False, "False")
         double.let_come(event)
@@ -163,9 +165,10 @@ def test_an_event_comes_when_its_stream_does_in_every_process(cuda, double):
     cuda.destroy(event)
 
 
-def test_the_default_stream_is_done_at_once_in_the_double(cuda):
+def test_an_event_of_the_default_stream_comes_when_that_is_waited_for(cuda):
     event = cuda.event(1)
     cuda.record(event)
+    cuda.synchronize()
     assert cuda.has_come(event)
     cuda.destroy(event)
 

@@ -1,7 +1,8 @@
-"""Pools on devices from end to end: real daemons, engines and NIXL, a double of the CUDA runtime.
+"""Pools on devices from end to end: real daemons and engines, doubles of the CUDA runtime and NIXL.
 
 The prefill daemon has its pool on cuda:0, the decode daemon on cuda:1; what engines see is memory
-of the transfer processes, opened by IPC handles.
+of the transfer processes, opened by IPC handles. No process of kvd's reaches it by the processor:
+engines alone do, whose torch stands for their kernels.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,9 +25,10 @@ import kvd.client
 from kvd.client import HandoffError, KvdError
 from kvd.errors import Code
 from kvd.wire import admin
-from tests.cuda.double import STREAM, holders, memory_of_devices
+from tests.cuda.double import holders, memory_of_devices
 from tests.daemon.conftest import Engines, settle, until
 from tests.daemon.kv import PAGE, PAGE_BYTES, SHAPE, digest, tokens_of, write
+from tests.gpu.face import ILLEGAL_ADDRESS
 from tests.support.daemons import Daemon, two_daemons
 
 if TYPE_CHECKING:
@@ -33,11 +36,14 @@ if TYPE_CHECKING:
 
     from tests.cuda.double import Double
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
+ROOT = Path(__file__).parents[2]
 ON = {**SHAPE, "pool.saved_size": "8MiB", "transfer.integrity": "full"}
 
 
 @pytest.fixture(scope="module")
-def with_double(double) -> Iterator[Double]:
+def with_double(double, nixl) -> Iterator[Double]:
     """Every process that is started here finds the double, and this one does."""
     with pytest.MonkeyPatch.context() as environment:
         for name, value in double.environment.items():
@@ -98,7 +104,7 @@ async def test_pages_are_sent_as_they_are_when_the_event_comes(engines, cuda, wi
     receive = await engines.d.receive(9002, tokens, "p")
     send = await engines.p.send(9002, tokens, lease=lease)
     await send.accepted()
-    event = Recorded(cuda)
+    event = Recorded(with_double)
 
     await send.advance(64, after=event)
     await send.advance(80, after=event.ipc_handle())
@@ -135,7 +141,7 @@ async def test_pages_of_several_ranks_are_sent_when_the_event_of_each_has_come(
     receive = await engines.d.receive(9007, tokens, "p")
     send = await engines.p.send(9007, tokens, lease=lease)
     await send.accepted()
-    events = [Recorded(cuda), Recorded(cuda)]
+    events = [Recorded(with_double), Recorded(with_double)]
 
     for worker, event in zip(workers, events, strict=True):
         await worker.begin_written(lease.id, 96, after=event)
@@ -169,7 +175,7 @@ async def test_a_handoff_whose_kernels_fail_fails_alone(engines, cuda, with_doub
     receive = await engines.d.receive(9003, tokens, "p")
     send = await engines.p.send(9003, tokens, lease=lease)
     await send.accepted()
-    event = Recorded(cuda)
+    event = Recorded(with_double)
     await send.advance(64, after=event)
     with_double.break_event(event.event)
 
@@ -198,6 +204,38 @@ async def test_a_retracted_lease_leaves_the_device_and_comes_back(engines):
     await lease.release(())
 
 
+def test_an_engine_without_a_torch_for_cuda_is_told_so_and_touches_nothing(pair):
+    """Its processor does not reach the pool: an engine that did would be dead."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE, pair.decode.client],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 1, done.stderr
+    assert "has no CUDA: install a CUDA build of torch" in done.stderr
+    settle(pair)
+
+
+async def test_tensors_are_let_go_of_in_silence_when_the_device_has_failed(engines, with_double):
+    """Whoever drops the last one could not do anything about it."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", told.append)
+        patch.setattr(sys, "excepthook", lambda *words: told.append(words))
+        engines.d.pool("main").layer(0)
+        with_double.poison(ILLEGAL_ADDRESS)
+        try:
+            engines.d.pool("main").close()
+        finally:
+            with_double.poison(0)
+
+    assert not told, told
+    engines.d.pool("main").layer(0)
+
+
 async def test_an_engine_that_does_not_see_the_device_is_told_so(engines, monkeypatch):
     monkeypatch.setenv("DOUBLE_DEVICES", "1")
     with pytest.raises(KvdError, match="which this process does not see") as found:
@@ -211,9 +249,10 @@ async def test_an_engine_that_does_not_see_the_device_is_told_so(engines, monkey
 class Recorded:
     """As ``torch.cuda.Event(interprocess=True)``, recorded in a stream that has not come to it."""
 
-    def __init__(self, cuda) -> None:
+    def __init__(self, double) -> None:
+        cuda = double.runtime
         self.event = cuda.event(0)
-        cuda.record(self.event, STREAM)
+        cuda.record(self.event, double.held())
         self._cuda = cuda
 
     def ipc_handle(self) -> bytes:
@@ -321,6 +360,7 @@ def engine_of(daemon: Daemon) -> Iterator[subprocess.Popen[str]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, "DOUBLE_MEMORY": "reachable"},
     ) as child:
         yield child
         child.stdin.close()
@@ -333,7 +373,7 @@ def engine_of(daemon: Daemon) -> Iterator[subprocess.Popen[str]]:
         ({}, {"CUDART_LIBRARY": "/nowhere"}, 78, "no CUDA device can be used here: /nowhere:"),
         ({}, {"DOUBLE_COUNT_ERROR": "100"}, 1, "counting devices: cudaErrorNoDevice (100)"),
         ({}, {"DOUBLE_BYTES": "4194304"}, 1, "lower pool.pages or pool.size"),
-        ({}, {"DOUBLE_SIDE": "2"}, 1, "nixl-cu12 or nixl-cu13"),
+        ({}, {"PYTHONPATH": str(ROOT)}, 1, "nixl-cu12 or nixl-cu13"),
         ({"pool.backing": "shm"}, {}, 78, "is refused with pool.backing = shm: memory of a device"),
         (
             {"pool.tp_size": "2", "pool.device": "cuda:1"},

@@ -17,7 +17,6 @@ from kvd.core.inputs import AgentDropped, PostDone, PostMoved, Unposted
 from kvd.core.layout.seal import Seal
 from kvd.transfer.orders import Alive, Probe
 from kvd.wire.peer import Integrity
-from tests.cuda.double import STREAM
 from tests.transfer.conftest import Rig
 from tests.transfer.loopback import Loopback
 
@@ -35,10 +34,11 @@ async def pair(rig, double) -> tuple[Node, Node]:
 
 
 @contextlib.contextmanager
-def recorded(cuda, device: int = 0) -> Iterator[int]:
+def recorded(double, device: int = 0) -> Iterator[int]:
     """An event that has not come."""
+    cuda = double.runtime
     event = cuda.event(device)
-    cuda.record(event, STREAM)
+    cuda.record(event, double.held(device))
     yield event
     cuda.destroy(event)
 
@@ -56,7 +56,7 @@ async def test_pages_are_read_when_the_event_has_come_and_not_before(pair, cuda,
     ours, theirs = sender.memories["kv"], receiver.memories["kv"]
     before = theirs.bytes.copy()
 
-    with recorded(cuda, device) as event:
+    with recorded(double, device) as event:
         sender.post(1, receiver, PAGES, PAGES, after=cuda.share_event(event))
         sender.post(2, receiver, [9], [9])
         assert isinstance(await sender.outcome(2), PostDone)
@@ -81,7 +81,7 @@ async def test_sums_are_of_the_bytes_that_the_event_has_brought(pair, cuda, doub
     expected = (await sender.outcome(1)).sums
     sender.memories["kv"].bytes[:] = 6
 
-    with recorded(cuda) as event:
+    with recorded(double) as event:
         sender.post(2, receiver, PAGES, PAGES, seal=seal, after=cuda.share_event(event))
         await looked(sender)
         sender.memories["kv"].bytes[:] = 5
@@ -107,7 +107,7 @@ async def test_posts_of_one_event_go_in_their_order_and_an_event_can_be_waited_f
     pair, cuda, double
 ):
     sender, receiver = pair
-    with recorded(cuda) as event:
+    with recorded(double) as event:
         handle = cuda.share_event(event)
         for first in (1, 4):
             for post in range(first, first + 3):
@@ -116,7 +116,7 @@ async def test_posts_of_one_event_go_in_their_order_and_an_event_can_be_waited_f
             assert not sender.heard(PostDone, post=first)
             double.let_come(event)
             await sender.outcome(first + 2)
-            cuda.record(event, STREAM)
+            cuda.record(event, double.held())
 
     assert [one.post for one in sender.reports if isinstance(one, PostDone)] == [1, 2, 3, 4, 5, 6]
 
@@ -126,7 +126,7 @@ async def test_a_post_of_several_ranks_waits_for_the_event_of_each(pair, cuda, d
     sender, receiver = pair
     ours, theirs = sender.memories["kv"], receiver.memories["kv"]
     size = theirs.shape.page_bytes
-    with recorded(cuda) as one, recorded(cuda, 1) as other:
+    with recorded(double) as one, recorded(double, 1) as other:
         handles = [cuda.share_event(one), cuda.share_event(other)]
         sender.post(1, receiver, PAGES, PAGES, after=b"".join(handles))
         sender.post(2, receiver, [5], [5], after=handles[1 - last])
@@ -146,7 +146,7 @@ async def test_a_post_of_several_ranks_waits_for_the_event_of_each(pair, cuda, d
 async def test_events_that_come_together_are_let_go_of_once(pair, cuda, double):
     """The second has come when the posts behind the first get to it, in one look."""
     sender, receiver = pair
-    with recorded(cuda) as one, recorded(cuda, 1) as other:
+    with recorded(double) as one, recorded(double, 1) as other:
         handles = [cuda.share_event(one), cuda.share_event(other)]
         sender.post(1, receiver, [1], [1], after=b"".join(handles))
         sender.post(2, receiver, [2], [2], after=handles[1])
@@ -164,7 +164,7 @@ async def test_events_that_come_together_are_let_go_of_once(pair, cuda, double):
 async def test_a_rank_whose_event_fails_fails_the_post(pair, cuda, double, number):
     sender, receiver = pair
     before = receiver.memories["kv"].bytes.copy()
-    with recorded(cuda) as one, recorded(cuda, 1) as other:
+    with recorded(double) as one, recorded(double, 1) as other:
         handles = [cuda.share_event(one), cuda.share_event(other)]
         sender.post(1, receiver, PAGES, PAGES, after=b"".join(handles))
         await looked(sender)
@@ -180,7 +180,7 @@ async def test_a_rank_whose_event_fails_fails_the_post(pair, cuda, double, numbe
 async def test_a_post_that_waits_in_vain_sends_nothing(pair, cuda, double, end):
     sender, receiver = pair
     before = receiver.memories["kv"].bytes.copy()
-    with recorded(cuda) as event:
+    with recorded(double) as event:
         sender.post(1, receiver, PAGES, PAGES, after=cuda.share_event(event))
         match end:
             case "forgotten":

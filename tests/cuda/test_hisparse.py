@@ -38,7 +38,7 @@ DECODE = {
 
 
 @pytest_asyncio.fixture
-async def both(double, tmp_path, monkeypatch) -> AsyncIterator[Both]:
+async def both(double, nixl, kernels, tmp_path, monkeypatch) -> AsyncIterator[Both]:
     """Prefill on cuda:0 with larger pages; the device half of decode on cuda:1."""
     for name, value in double.environment.items():
         monkeypatch.setenv(name, value)

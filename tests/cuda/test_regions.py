@@ -1,13 +1,15 @@
-"""Regions on devices: real transfer processes and real NIXL, over a double of the CUDA runtime.
+"""Regions on devices: real transfer processes, over doubles of the CUDA runtime and of NIXL.
 
-The double's memory is the host's, and says so, so NIXL has it as DRAM: how NIXL moves VRAM is for
-tests/gpu. Everything else is as on a device: who allocates, who opens, who copies, what ends when.
+No processor reaches the memory of the transfer processes; this process stands for an engine's
+kernels, which do. How NIXL moves such memory is for tests/gpu. Everything else is as on a device:
+who allocates, who opens, who copies, what ends when.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
     from tests.transfer.conftest import Node
 
+pytestmark = pytest.mark.usefixtures("nixl", "kernels")
+
+ROOT = Path(__file__).parents[2]
 PATTERNS = (([3], [5]), (list(range(1, 25)), list(range(1, 25))), ([9, 2, 17, 24], [4, 23, 8, 1]))
 SIDES = {"device to device": (ON_DEVICE, ON_DEVICE)} | {
     "device to host": (ON_DEVICE, {}),
@@ -51,11 +56,11 @@ async def two(double, ours, theirs, **settings) -> Iterator[tuple[Node, Node]]:
         yield sender, receiver
 
 
-@pytest.mark.parametrize("tcp", [{}, {"UCX_TLS": "tcp"}], ids=["same-host", "tcp"])
+@pytest.mark.parametrize("late", [{}, {"DOUBLE_LATE_US": "2000"}], ids=["at-once", "late"])
 @pytest.mark.parametrize("sides", SIDES)
-async def test_pages_arrive_and_nothing_else_changes(double, sides, tcp):
+async def test_pages_arrive_and_nothing_else_changes(double, sides, late):
     numbers = iter(range(1, 99))
-    async with two(double, *SIDES[sides], **tcp) as (sender, receiver):
+    async with two(double, *SIDES[sides], **late) as (sender, receiver):
         for region in ("kv", "layered"):
             ours, theirs = sender.memories[region], receiver.memories[region]
             for source, destination in PATTERNS:
@@ -211,17 +216,24 @@ async def test_the_memory_ends_with_its_process_whoever_has_opened_it(double, cu
             {"CUDART_LIBRARY": "/nowhere"},
             "no CUDA device can be used here: /nowhere: cannot be loaded",
         ),
-        (
-            ON_DEVICE,
-            {"DOUBLE_SIDE": "2"},
-            r"NIXL does not reach the memory of the device: .*nixl-cu12 or nixl-cu13; here: nixl",
-        ),
     ],
-    ids=["too-much", "no-such-device", "no-cuda", "nixl-cannot"],
+    ids=["too-much", "no-such-device", "no-cuda"],
 )
 async def test_a_device_that_does_not_serve_ends_the_start_with_what_to_do(
     double, devices, settings, why
 ):
     with pytest.raises(TransportDown, match=why):
         async with node_of(double, "decode", devices, **settings):
+            pass
+
+
+async def test_a_nixl_that_does_not_reach_the_device_ends_the_start_with_what_to_do(
+    double, monkeypatch
+):
+    """The real one: its UCX has no module for the CUDA of this host."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    why = "NIXL does not reach the memory of the device: .*nixl-cu12 or nixl-cu13; here: nixl"
+
+    with pytest.raises(TransportDown, match=why):
+        async with node_of(double, "decode", ON_DEVICE):
             pass

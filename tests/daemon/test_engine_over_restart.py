@@ -195,3 +195,17 @@ async def test_a_node_that_is_closed_before_it_is_back_holds_nothing(kept):
     sync.close()
     await node.close()
     kept.wait_for(lambda: not kept.snapshot().leases, "leases of closed nodes are held", 10)
+
+
+async def test_a_node_that_is_closed_while_no_daemon_is_there_holds_nothing_of_the_next(kept):
+    sync = kvd.client.connect_sync(kept.client, name="sync", on_unreachable="miss")
+    node = await kvd.client.connect(kept.client, name="loop")
+    sync.lease(tokens_of(100, seed=1))
+    await node.lease(tokens_of(100, seed=2))
+    kept.kill()
+
+    sync.close()
+    await node.close()
+    kept.start()
+    kept.wait_ready()
+    kept.wait_for(lambda: not kept.snapshot().leases, "leases of closed nodes are held", 10)

@@ -103,6 +103,8 @@ def test_words_of_the_glossary_are_defined_once(pages):
     assert len(words) == len(set(words))
     assert 35 <= len(words) <= 65
     assert words == sorted(words, key=str.lower)
+    twice = re.findall(r"^(\S.*)\n  .*\n  ", body, flags=re.M)
+    assert not twice
 
 
 def test_words_that_refer_to_the_glossary_are_there(pages):

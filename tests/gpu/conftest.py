@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from kvd.device.cuda import MemorySide, Runtime
+from kvd.device.cuda import Runtime
 from kvd.device.cuda_library import load
+from tests.gpu.face import Face
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -40,12 +41,8 @@ def cuda() -> Runtime:
 
 @pytest.fixture(scope="session")
 def is_double(cuda: Runtime) -> bool:
-    """Whether the runtime is the double, whose devices have memory of the host."""
-    address = cuda.allocate(DEVICE, 2**21)
-    try:
-        return cuda.side(address) is MemorySide.HOST
-    finally:
-        cuda.free(address)
+    """Whether the runtime is the double of tests/cuda."""
+    return Face(cuda.path).is_double
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,9 @@ def main() -> int:
         if is_rehearsal:
             from tests.cuda.double import compiled  # noqa: PLC0415 - needs a compiler
 
-            os.environ |= {**compiled(Path(directory)).environment, "DOUBLE_BYTES": str(2**30)}
+            # Reachable, because torch without CUDA and the real NIXL stand for those of a GPU.
+            settings = {"DOUBLE_BYTES": str(2**30), "DOUBLE_MEMORY": "reachable"}
+            os.environ |= {**compiled(Path(directory)).environment, **settings}
         return run(REHEARSED_MIB if is_rehearsal else MIB)
 
 

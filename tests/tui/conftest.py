@@ -1,4 +1,7 @@
-"""What tests of the console have: a pilot that waits for the app, a daemon that answers."""
+"""What every test of the console has: a pilot that waits until the app is still.
+
+And for those of its link a daemon behind a socket, in this process or in one of its own.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from tests.tui.opened import opened
 from tests.tui.staged import staged
 from tui import actions
 from tui.app import KvdTui, Location
-from tui.model import clients, handoffs, peers
 from tui.model.commands import PAGES
 from tui.screens import ALL
 
@@ -124,20 +123,3 @@ async def test_every_key_that_ends_it_does(name):
         assert app.return_code is None
         await pilot.press(name)
     assert app.return_code == 0
-
-
-@pytest.mark.parametrize(
-    ("page", "made_here"),
-    [("clients", clients.COLUMNS), ("peers", peers.COLUMNS), ("handoffs", handoffs.COLUMNS)],
-)
-async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by(page, made_here):
-    async with staged(page) as stage:
-        table = stage.app.page.table()
-        seen = set()
-        for _ in range(len(table.source.columns) + 1):
-            table.sort_next()
-            seen.add(table.sort.removeprefix("-"))
-        await stage.frame()
-        assert seen == {"", *(column.name for column in table.source.columns)}
-        assert not seen & {column.name for column in made_here}
-        assert table.data.trouble == ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tui.golden import same_picture, same_text
-from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
+from tests.tui.golden import same_text
+from tests.tui.staged import SMALL, Stage, staged
 
 HOSTILE = "[red]x\x1b[31m"
 ESCAPED = r"[red]x\x1b[31m"
@@ -107,30 +107,3 @@ async def test_of_ten_thousand_leases_only_those_on_the_screen_are_asked_for():
         assert len(table.data.rows) < 60
         assert table.chosen() == table.data.order[-1]
         same_text(stage.app, "clients-overloaded")
-
-
-@pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
-async def test_the_page_of_a_node_at_work(size):
-    async with staged("clients", size=size) as stage:
-        await stage.press("down")
-        name = f"clients-{size[0]}x{size[1]}"
-        (same_picture if size == MIDDLE else same_text)(stage.app, name)
-
-
-async def test_the_page_without_any_client():
-    async with staged("clients", "empty", SMALL) as stage:
-        same_text(stage.app, "clients-empty")
-
-
-async def test_the_page_of_a_daemon_that_is_gone():
-    async with staged("clients", "dead-client", SMALL) as stage:
-        stage.link.down = "nobody answers at ipc:///run/kvd/admin.sock"
-        await stage.pass_time(3.0)
-        same_text(stage.app, "clients-down")
-
-
-async def test_the_page_frozen():
-    async with staged("clients", size=SMALL) as stage:
-        await stage.press("down", "space")
-        await stage.pass_time(2.0)
-        same_text(stage.app, "clients-frozen")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvd.core.inspect.snapshot import room_states
 from kvd.wire.admin import AbortRoom, AskOtherEnd, Fence, Rehearse, Why
-from tests.tui.golden import same_picture, same_text
-from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
+from tests.tui.staged import Stage, staged
 from tests.tui.town import land
 from tui.screens.handoffs import StoryPanel
 
@@ -164,30 +161,3 @@ async def test_a_room_is_found_by_its_part():
         await stage.frame()
         assert stage.app.page.chosen() == "receive:10"
         assert not stage.app.page.seek("room:99")
-
-
-@pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
-async def test_the_page_of_a_node_at_work(size):
-    async with staged("handoffs", size=size) as stage:
-        await stage.press("down", "down")
-        name = f"handoffs-{size[0]}x{size[1]}"
-        (same_picture if size == MIDDLE else same_text)(stage.app, name)
-
-
-async def test_the_page_without_any_handoff():
-    async with staged("handoffs", "empty", SMALL) as stage:
-        same_text(stage.app, "handoffs-empty")
-
-
-async def test_the_page_of_a_daemon_that_is_gone():
-    async with staged("handoffs", size=SMALL) as stage:
-        stage.link.down = "nobody answers at ipc:///run/kvd/admin.sock"
-        await stage.pass_time(3.0)
-        same_text(stage.app, "handoffs-down")
-
-
-async def test_the_page_frozen():
-    async with staged("handoffs", "stuck", SMALL) as stage:
-        await stage.press("space")
-        await stage.pass_time(2.0)
-        same_text(stage.app, "handoffs-frozen")

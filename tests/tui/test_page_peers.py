@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvd.wire.admin import Fence, Rehearse
-from tests.tui.golden import same_picture, same_text
-from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
+from tests.tui.staged import SMALL, Stage, staged
 from tests.tui.town import land
 from tui.screens.peers import UNKNOWN, PeerPanel
 
@@ -97,24 +94,3 @@ async def test_enter_opens_the_card_of_the_peer():
         assert stage.app.card.ref == "peer:prefill1"
         await stage.press("escape")
         assert stage.app.card.ref == ""
-
-
-@pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
-async def test_the_page_of_a_node_at_work(size):
-    async with staged("peers", size=size) as stage:
-        name = f"peers-{size[0]}x{size[1]}"
-        (same_picture if size == MIDDLE else same_text)(stage.app, name)
-
-
-async def test_the_page_of_a_daemon_that_is_gone():
-    async with staged("peers", size=SMALL) as stage:
-        stage.link.down = "nobody answers at ipc:///run/kvd/admin.sock"
-        await stage.pass_time(3.0)
-        same_text(stage.app, "peers-down")
-
-
-async def test_the_page_frozen():
-    async with staged("peers", "silent-peer", SMALL) as stage:
-        await stage.press("space")
-        await stage.pass_time(2.0)
-        same_text(stage.app, "peers-frozen")

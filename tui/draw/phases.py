@@ -200,7 +200,12 @@ def _bar(phase: HandoffPhase, columns: int) -> str:
     room = columns - 1 - len(tail)
     name = clean(phase.state)
     label = next(
-        (one for one in (f"{name} {lasting(phase.lasted_s)}", name) if columns_of(one) <= room), ""
+        (
+            words
+            for words in (f"{name} {lasting(phase.lasted_s)}", name)
+            if columns_of(words) <= room
+        ),
+        "",
     )
     return f"│{label}{'─' * (room - columns_of(label))}{tail}"
 
@@ -238,8 +243,8 @@ def _words(end: HandoffEnd, width: int) -> list[Line]:
         items.append(line(clean(end.state)))
     room = width - width_of((name,))
     lines = [
-        fit((name if at == 0 else Styled(" " * (width - room)), *one), width)
-        for at, one in enumerate(wrapped(items, room))
+        fit((name if at == 0 else Styled(" " * (width - room)), *wrapped_line), width)
+        for at, wrapped_line in enumerate(wrapped(items, room))
     ]
     if end.waiting_for:
         lines.append(fit((Styled("  waits for ", "dim"), Styled(clean(end.waiting_for))), width))

@@ -209,4 +209,4 @@ def wrapped(items: Iterable[Line], width: int, gap: int = 2) -> list[Line]:
             room = width
         lines[-1] += item
         room -= need
-    return [fit(one, width) for one in lines]
+    return [fit(line, width) for line in lines]

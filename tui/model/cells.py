@@ -128,8 +128,8 @@ def _style_of_figure(value: float, kind: str, now_s: float) -> Style:
 
 def _holders(holders: tuple[Holder, ...], now_s: float, width: int) -> CellText:
     """As many as fit, then how many more there are: ``engine-1 2.1s, !engine-2 gone 31s, +3``."""
-    told = [holder(one, now_s) for one in holders]
-    style: Style = "bad" if any(one.state == "gone" for one in holders) else "plain"
+    told = [holder(who, now_s) for who in holders]
+    style: Style = "bad" if any(who.state == "gone" for who in holders) else "plain"
     for count in range(len(told), 0, -1):
         rest = [f"+{len(told) - count}"] if count < len(told) else []
         text = ", ".join((*told[:count], *rest))

@@ -43,7 +43,7 @@ class NamedRow:
         return cell if isinstance(cell, int | float) and math.isfinite(cell) else None
 
     def text(self, name: str) -> str:
-        """Text, or nothing."""
+        """The text of that column; empty where there is none, or something else."""
         cell = self.cell(name)
         return cell if isinstance(cell, str) else ""
 
@@ -84,7 +84,7 @@ class ComputedColumns:
         if data.columns != self._for:
             self._for, self._known = data.columns, {}
         at = places(data.columns)
-        own = [place for place, one in enumerate(self._columns) if one.name not in at]
+        own = [place for place, column in enumerate(self._columns) if column.name not in at]
         both = (*data.columns, *(self._columns[place] for place in own))
         ranks = {name: rank for rank, name in enumerate(self._first)}
         order = sorted(range(len(both)), key=lambda place: ranks.get(both[place].name, len(ranks)))

@@ -53,7 +53,7 @@ class CommandRule(msgspec.Struct, frozen=True):
 
     @property
     def word(self) -> str:
-        """What it is called by."""
+        """The first word, by which it is typed."""
         return self.usage.partition(" ")[0]
 
 
@@ -81,8 +81,10 @@ def complete(text: str, choices: CommandChoices) -> list[str]:
     if isinstance(rule, SyntaxFlaw) or rule.choices is None:
         return []
     begun = rest.lstrip()
-    found = [one for one in rule.choices(choices) if one.startswith(begun) and one != begun]
-    return [f"{rule.word} {one}" for one in dict.fromkeys(found)][:50]
+    found = [
+        choice for choice in rule.choices(choices) if choice.startswith(begun) and choice != begun
+    ]
+    return [f"{rule.word} {choice}" for choice in dict.fromkeys(found)][:50]
 
 
 def _rule(word: str) -> CommandRule | SyntaxFlaw:
@@ -196,7 +198,7 @@ def _record(rest: str) -> Command | SyntaxFlaw:
 def _refs(kind: str) -> Callable[[CommandChoices], Iterable[str]]:
     """What follows ``lease`` is what follows ``lease:`` of the refs on the screen."""
     head = f"{kind}:"
-    return lambda choices: [one[len(head) :] for one in choices.refs if one.startswith(head)]
+    return lambda choices: [ref[len(head) :] for ref in choices.refs if ref.startswith(head)]
 
 
 RULES: tuple[CommandRule, ...] = (

@@ -53,12 +53,12 @@ def only(log: Log, slot: EventQuery) -> Log:
     """The events that ``slot`` asks for; gaps stay, as what is in them is not known."""
     kinds, about = set(slot.kinds), slot.about
     items = [
-        one
-        for one in log.items()
-        if isinstance(one, EventGap)
+        item
+        for item in log.items()
+        if isinstance(item, EventGap)
         or (
-            (not kinds or one.__struct_config__.tag in kinds)
-            and (not about or about in refs_of(one))
+            (not kinds or item.__struct_config__.tag in kinds)
+            and (not about or about in refs_of(item))
         )
     ]
     return Log().add(items, log.last_seq)
@@ -75,7 +75,7 @@ class Log(msgspec.Struct, frozen=True):
 
     def items(self) -> list[Item]:
         """Everything that is kept."""
-        return [one for chunk in self.chunks for one in chunk]
+        return [item for chunk in self.chunks for item in chunk]
 
     def tail(self, count: int) -> list[Item]:
         """The last ``count``."""
@@ -89,11 +89,11 @@ class Log(msgspec.Struct, frozen=True):
     def add(self, items: Iterable[Item], last_seq: int) -> Log:
         """The log with ``items`` at its end, and without the oldest beyond ``MAX_ITEMS``."""
         chunks = list(self.chunks)
-        for one in items:
+        for item in items:
             if chunks and len(chunks[-1]) < CHUNK_ITEMS:
-                chunks[-1] = (*chunks[-1], one)
+                chunks[-1] = (*chunks[-1], item)
             else:
-                chunks.append((one,))
+                chunks.append((item,))
         count = sum(len(chunk) for chunk in chunks)
         while chunks and count - len(chunks[0]) >= MAX_ITEMS:
             count -= len(chunks.pop(0))
@@ -195,9 +195,13 @@ def restarts_of(notices: Iterable[Notice], heard_s: float, vitals: Vitals | None
     if vitals is None:
         return []
     made = [
-        Entry(vitals.at_s - (heard_s - one.heard_s), f"restart:{one.heard_s}", Restart(one.text))
-        for one in notices
-        if one.kind == "restart" and one.heard_s <= heard_s
+        Entry(
+            vitals.at_s - (heard_s - notice.heard_s),
+            f"restart:{notice.heard_s}",
+            Restart(notice.text),
+        )
+        for notice in notices
+        if notice.kind == "restart" and notice.heard_s <= heard_s
     ]
     return [*made[:-1], msgspec.structs.replace(made[-1], at_s=vitals.started_s)] if made else []
 
@@ -217,7 +221,7 @@ class LogEntries:
 
     def entries(self, log: Log, now_s: float, more: Sequence[Entry] = ()) -> list[Entry]:
         """The lines of a log; ``more`` are put where they belong in time."""
-        if self.filters != self._for or any(one.column == "at" for one in self.filters):
+        if self.filters != self._for or any(condition.column == "at" for condition in self.filters):
             self._for, self._made, self._last = self.filters, {}, ((), [])
         known, last = self._made, self._last
         self._made = {}
@@ -239,24 +243,26 @@ class LogEntries:
 
     def _of(self, chunk: Sequence[Item], now_s: float) -> list[Entry]:
         made: list[Entry] = []
-        at_s = next((one.at_s for one in chunk if not isinstance(one, EventGap)), now_s)
-        for place, one in enumerate(chunk):
-            match one:
+        at_s = next((item.at_s for item in chunk if not isinstance(item, EventGap)), now_s)
+        for place, item in enumerate(chunk):
+            match item:
                 case EventGap():
                     after = chunk[place + 1 : place + 2]
                     at_s = next((e.at_s for e in after if not isinstance(e, EventGap)), at_s)
-                    made.append(Entry(at_s, f"gap:{one.before_seq}:{at_s}", one))
+                    made.append(Entry(at_s, f"gap:{item.before_seq}:{at_s}", item))
                 case _:
-                    at_s = one.at_s
-                    if self._passes(one, now_s):
-                        made.append(Entry(at_s, event_words.key_of(one), one))
+                    at_s = item.at_s
+                    if self._passes(item, now_s):
+                        made.append(Entry(at_s, event_words.key_of(item), item))
         return made
 
     def _passes(self, event: Event, now_s: float) -> bool:
         if not self.filters:
             return True
         row = event_words.row_of(event)
-        return all(row_passes(one, row, event_words.COLUMNS, now_s) for one in self.filters)
+        return all(
+            row_passes(condition, row, event_words.COLUMNS, now_s) for condition in self.filters
+        )
 
 
 def _when(entry: Entry) -> float:

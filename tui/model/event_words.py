@@ -211,7 +211,7 @@ def words(event: Event) -> str:
     for part, names in _PARTS.get(tag_of(event), ()):
         found = {name: getattr(event, name) for name in names}
         if not made or all(found.values()):
-            made += part.format_map({name: shown(name, one) for name, one in found.items()})
+            made += part.format_map({name: shown(name, value) for name, value in found.items()})
     return clean(made)
 
 
@@ -219,7 +219,7 @@ def shown(name: str, value: object) -> str:
     """The value of a field, with the unit that its name says."""
     match value:
         case tuple():
-            return ", ".join(str(one) for one in value)
+            return ", ".join(str(item) for item in value)
         case int() | float() if name.endswith("_bytes"):
             return compact_bytes(value)
         case float() if name.endswith("_s"):
@@ -303,7 +303,7 @@ def record_of(event: Event) -> tuple[TableRow, tuple[Column, ...]]:
 def kinds_for(filters: Iterable[Filter]) -> tuple[str, ...]:
     """The kinds whose events may pass, to ask only for these; none where all may."""
     wanted = list(filters)
-    found = tuple(kind for kind in KINDS if all(_may_pass(kind, one) for one in wanted))
+    found = tuple(kind for kind in KINDS if all(_may_pass(kind, condition) for condition in wanted))
     return () if len(found) == len(KINDS) else found or ("none",)
 
 

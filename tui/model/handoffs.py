@@ -184,11 +184,11 @@ class HandoffStory(msgspec.Struct, frozen=True):
         Where there is no answer, what it said before stays: the head says how old that is.
         """
         kept = self.there.answer if self.there is not None else ()
-        was_told = isinstance(kept, tuple) and any(not one.why_none for one in kept)
+        was_told = isinstance(kept, tuple) and any(not end.why_none for end in kept)
         if isinstance(answer, Refusal) and was_told:
             return self
         if isinstance(answer, tuple):
-            answer = tuple(one for one in answer if one.ours == self.ref)
+            answer = tuple(end for end in answer if end.ours == self.ref)
         return msgspec.structs.replace(self, there=StoryAnswer(at_s, answer))
 
 
@@ -251,7 +251,7 @@ def _others(story: HandoffStory, row: NamedRow, peer: str, now_s: float) -> tupl
                         "this daemon tells of no other end",
                     ),
                 )
-            return tuple(_other(one, now_s - at_s) for one in found)
+            return tuple(_other(end, now_s - at_s) for end in found)
         case _:
             return ()
 

@@ -144,8 +144,8 @@ class Mirror:
 
     def queries(self, wanted: Iterable[Slot]) -> tuple[Slot, ...]:
         """The queries with the revisions that are here, each once, ``MAX_QUERIES`` at most."""
-        slots = list(dict.fromkeys(slot_of(one) for one in wanted))[:MAX_QUERIES]
-        return tuple(msgspec.structs.replace(one, have=self._have(one)) for one in slots)
+        slots = list(dict.fromkeys(slot_of(query) for query in wanted))[:MAX_QUERIES]
+        return tuple(msgspec.structs.replace(slot, have=self._have(slot)) for slot in slots)
 
     def look(
         self, call: int, wanted: Subscription, frames: int = 1, every_s: float = EVERY_S
@@ -281,7 +281,7 @@ class Mirror:
         """Put events into their log. What was before the first ask is no loss."""
         slot = log_slot(asked)
         log = self._logs.get(slot, Log())
-        fresh: list[Event] = [one for one in frame.events if one.seq > log.last_seq]
+        fresh: list[Event] = [event for event in frame.events if event.seq > log.last_seq]
         items: list[Item] = list(fresh)
         if log.last_seq and (frame.lost or frame.skipped):
             items.insert(0, EventGap(fresh[0].seq if fresh else 0, frame.lost, frame.skipped))

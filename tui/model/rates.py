@@ -83,8 +83,8 @@ class NodeRates:
             return [0.0] * len(names), 0.0
         end = points[-1]
         start_s = max(points[0].at_s, end.at_s - over_s)
-        grown = [end.counters[_AT[one]] - _value_at(points, _AT[one], start_s) for one in names]
-        return [max(0.0, one) for one in grown], max(0.0, end.at_s - start_s)
+        grown = [end.counters[_AT[name]] - _value_at(points, _AT[name], start_s) for name in names]
+        return [max(0.0, growth) for growth in grown], max(0.0, end.at_s - start_s)
 
     def per_second(
         self, name: str, count: int, *, step_s: float = 1.0, end_s: float | None = None
@@ -152,7 +152,7 @@ def _add(points: deque[Point], point: Point) -> None:
 
 
 def _until(points: Iterable[Point], end_s: float | None) -> list[Point]:
-    return [one for one in points if end_s is None or one.at_s <= end_s]
+    return [point for point in points if end_s is None or point.at_s <= end_s]
 
 
 def _when(point: Point) -> float:

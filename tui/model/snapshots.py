@@ -51,7 +51,9 @@ class DaemonSnapshot(msgspec.Struct, frozen=True):
         exact = self.tables.get(slot)
         if exact is not None:
             return exact
-        alike = [one for one in self.tables.values() if one.view == slot.view and one.columns]
+        alike = [
+            table for table in self.tables.values() if table.view == slot.view and table.columns
+        ]
         return derive(alike, slot, self.now_s) if alike else None
 
     def page_map(self, query: MapQuery) -> PageMap | None:
@@ -61,7 +63,11 @@ class DaemonSnapshot(msgspec.Struct, frozen=True):
         exact = self.maps.get(slot)
         if exact is not None:
             return exact
-        alike = [one for was, one in self.maps.items() if _is_alike(was, slot, one) and one.cells]
+        alike = [
+            page_map
+            for was, page_map in self.maps.items()
+            if _is_alike(was, slot, page_map) and page_map.cells
+        ]
         return regrid(min(alike, key=lambda one: one.pages_each), slot) if alike else None
 
     def log(self, query: EventQuery) -> Log:

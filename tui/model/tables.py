@@ -175,7 +175,7 @@ def derive(tables: Sequence[TableData], slot: Query, now_s: float) -> TableData:
     rows = [
         row
         for row in best.listed()
-        if all(row_passes(one, row, best.columns, now_s) for one in slot.filters)
+        if all(row_passes(condition, row, best.columns, now_s) for condition in slot.filters)
     ]
     if slot.sort and slot.sort != best.slot.sort:
         rows = _sorted(rows, slot.sort, best)
@@ -245,8 +245,8 @@ def regrid(page_map: PageMap, slot: MapQuery) -> PageMap:
         revision=0,
         first_page=slot.first_page,
         pages_each=slot.pages_each,
-        cells=bytes(max(cells[one.start : one.stop], default=0) for one in here),
-        lit=tuple(at for at, one in enumerate(here) if not lit.isdisjoint(one)) if lit else (),
+        cells=bytes(max(cells[pages.start : pages.stop], default=0) for pages in here),
+        lit=tuple(at for at, pages in enumerate(here) if not lit.isdisjoint(pages)) if lit else (),
     )
 
 

@@ -79,7 +79,7 @@ class EventsPage(Page):
 
     @property
     def log_lines(self) -> EventLogView:
-        """The log."""
+        """The list under the cursor keys."""
         return self.query_one(EventLogView)
 
     # ---- what is shown ----------------------------------------------------------------------
@@ -93,7 +93,7 @@ class EventsPage(Page):
         self._snapshot = snapshot
         mirror = console(self).mirror
         now_s = snapshot.now_s
-        more = [one for one in self._told if one.at_s <= now_s]
+        more = [entry for entry in self._told if entry.at_s <= now_s]
         if not self.about:
             more = event_log.restarts_of(mirror.notices, snapshot.heard_s, snapshot.vitals)
         lines = self.log_lines
@@ -128,9 +128,9 @@ class EventsPage(Page):
         wanted = int(number)
         for log in self._snapshot.logs.values():
             for chunk in reversed(log.chunks):
-                for one in chunk:
-                    if not isinstance(one, EventGap) and one.seq == wanted:
-                        return one
+                for event in chunk:
+                    if not isinstance(event, EventGap) and event.seq == wanted:
+                        return event
         return None
 
     @override
@@ -278,7 +278,7 @@ class EventLogView(Canvas):
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """All lines."""
+        """What passes the filters, oldest first."""
         return self._entries
 
     # ---- showing ----------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class EventLogView(Canvas):
         self._settle()
 
     def _index(self, key: str) -> int | None:
-        return next((at for at, one in enumerate(self._entries) if one.key == key), None)
+        return next((at for at, entry in enumerate(self._entries) if entry.key == key), None)
 
     def _settle(self) -> None:
         """Keep the cursor on a line and the window around it."""
@@ -348,7 +348,7 @@ class EventLogView(Canvas):
             Styled(told.words, told.style if told.style in {"warn", "bad"} else "plain"),
         )
         line = spans.fit(made, width)
-        return tuple(one._replace(under="cursor") for one in line) if is_chosen else line
+        return tuple(span._replace(under="cursor") for span in line) if is_chosen else line
 
     def _told(self, entry: Entry) -> event_log.EventLine:
         known = self._known.get(entry.key)

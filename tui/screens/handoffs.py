@@ -219,8 +219,8 @@ def _figures(story: HandoffStory, row: NamedRow, node: str, now_s: float, width:
     made = [_of_end(node, _ours(row), width)]
     if story.there is not None and isinstance(story.there.answer, tuple):
         by_s = now_s - story.there.at_s
-        told = [one for one in story.there.answer if not one.why_none]
-        made += [_of_end(one.peer, _told(one, by_s), width) for one in told]
+        told = [end for end in story.there.answer if not end.why_none]
+        made += [_of_end(end.peer, _told(end, by_s), width) for end in told]
     return made
 
 

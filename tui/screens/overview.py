@@ -366,7 +366,7 @@ def ledger_lines(snapshot: DaemonSnapshot, width: int) -> list[Line]:
 def _component(row: NamedRow, last: str, plus: str) -> Line:
     """Whether null + free + held + cached + quarantined is the total."""
     name, total = row.text("component"), round(row.number("total") or 0)
-    parts = [(one, round(row.number(one) or 0)) for one in PARTS]
+    parts = [(part, round(row.number(part) or 0)) for part in PARTS]
     known = NULL_PAGES + sum(pages for _, pages in parts)
     named = [*PARTS[:-1], last]
     terms = plus.join(
@@ -410,7 +410,7 @@ def _audit(data: TableData | None, now_s: float, width: int) -> list[Line]:
     first, *rest = wrap_words(words, max(20, room))
     return [
         (*head, Styled(f"  {first}")),
-        *((Styled(" " * (width - room)), Styled(one)) for one in rest),
+        *((Styled(" " * (width - room)), Styled(text)) for text in rest),
     ]
 
 
@@ -445,8 +445,8 @@ def detail_lines(row: NamedRow | None, now_s: float, width: int, *, is_waiting: 
 
 def _holders(holders: Iterable[Holder], now_s: float, width: int) -> list[Line]:
     made: list[Line] = []
-    for one in holders:
-        text = f"{clean(one.ref)} {cells.holder(one, now_s)}"
+    for holder in holders:
+        text = f"{clean(holder.ref)} {cells.holder(holder, now_s)}"
         made += _told("held by" if not made else "", text, width)
     return made
 
@@ -488,7 +488,7 @@ class SourceBar(Canvas):
         """Make the lines for this width; how many they are."""
         names = [f"from_{name}" for name in Sources.__struct_fields__]
         grown, known_s = rates.grown(names, over_s=MINUTE_S, end_s=end_s)
-        tokens = Sources(*(round(one) for one in grown))
+        tokens = Sources(*(round(growth) for growth in grown))
         when = f"last {known_s:.0f}s"
         if not any(grown):
             tokens, when = vitals.sources, f"since it began, none in the {when}"
@@ -508,7 +508,7 @@ def _source_lines(tokens: Sources, width: int) -> list[Line]:
     made = [bars.stacked(parts, width), *bars.key(parts, width)]
     if any(part.size for part in missed):
         made += [(Styled("computed because", "dim"),), *bars.key(missed, width)]
-    return [(Styled("  "), *one) for one in made]
+    return [(Styled("  "), *line) for line in made]
 
 
 # ---- events --------------------------------------------------------------------------------------
@@ -517,10 +517,10 @@ def _source_lines(tokens: Sources, width: int) -> list[Line]:
 def _remarkable(log: Log) -> Iterator[Event]:
     """The newest first, without handoffs that went well: they would hide the one that did not."""
     for chunk in reversed(log.chunks):
-        for one in reversed(chunk):
-            is_fine = isinstance(one, HandoffEnded) and one.outcome in event_words.DELIVERED
-            if not isinstance(one, EventGap) and not is_fine:
-                yield one
+        for event in reversed(chunk):
+            is_fine = isinstance(event, HandoffEnded) and event.outcome in event_words.DELIVERED
+            if not isinstance(event, EventGap) and not is_fine:
+                yield event
 
 
 class LastEvents(Canvas):
@@ -537,12 +537,14 @@ class LastEvents(Canvas):
         if not width or room < 1:
             return
         self._shown = list(itertools.islice(_remarkable(snapshot.log(LAST_EVENTS)), room))
-        self._words = {one.seq: self._words.get(one.seq) or self._told(one) for one in self._shown}
+        self._words = {
+            event.seq: self._words.get(event.seq) or self._told(event) for event in self._shown
+        }
         title = (Styled("last events ", "head"), Styled("(6: what went well too)", "dim"))
         made = [spans.headed(title, width)]
-        for one in self._shown:
-            ago = age(snapshot.now_s - one.at_s)
-            made.append(spans.fit((Styled(f"{ago:>8} ", "dim"), *self._words[one.seq]), width))
+        for event in self._shown:
+            ago = age(snapshot.now_s - event.at_s)
+            made.append(spans.fit((Styled(f"{ago:>8} ", "dim"), *self._words[event.seq]), width))
         if not self._shown:
             made.append(spans.line("  nothing worth a word", "dim"))
         self.paint(made)

@@ -110,9 +110,9 @@ class Page(Container, can_focus=True):
 
     def activate(self, table: WindowedTable) -> None:
         """Keys are about this table from now on."""
-        for one in self.tables():
-            one.is_active = one is table
-            one.redraw()
+        for other in self.tables():
+            other.is_active = other is table
+            other.redraw()
 
     def next_table(self) -> None:
         """Keys are about the next table."""

@@ -67,7 +67,7 @@ class PeersPage(Page):
 
     @property
     def peers(self) -> WindowedTable:
-        """The matrix."""
+        """The table, a peer a row."""
         return self.query_one("#table-peers", WindowedTable)
 
     def _made(self, row: NamedRow) -> tuple[Cell, ...]:

@@ -52,7 +52,7 @@ class PoolsPage(Page):
 
     @property
     def lines(self) -> PoolTable:
-        """The components."""
+        """The table above the map, a component a row."""
         return self.query_one(PoolTable)
 
     @property

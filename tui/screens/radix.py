@@ -118,7 +118,7 @@ class TreeTable(WindowedTable):
         """Show nothing below the node under the cursor any more; whether it was open."""
         if self.number not in self.opened:
             return False
-        self._set_opened(tuple(one for one in self.opened if one != self.number))
+        self._set_opened(tuple(node for node in self.opened if node != self.number))
         return True
 
     def _set_opened(self, opened: tuple[int, ...]) -> None:
@@ -148,7 +148,7 @@ class TreeTable(WindowedTable):
         row = self.row()
         if not self.is_tree and row is not None:
             above = [self._of(row, "namespace"), self._before(row), self._of(row, "name")]
-            return tuple(str(one) for one in above if one)
+            return tuple(str(name) for name in above if name)
         made: list[str] = []
         key = self.chosen()
         while key in self._named and len(made) < MAX_OPENED:

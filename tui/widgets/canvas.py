@@ -48,13 +48,13 @@ def strip_of(line: Line, palette: Palette, under: str = "") -> Strip:
 
 def rich_lines(lines: Iterable[Line], palette: Palette) -> Group:
     """Lines for a widget that wraps what is too long for it."""
-    return Group(*[Text.assemble(*[(text, palette.style(style)) for text, style, _ in one])
-                   for one in lines])  # fmt: skip
+    return Group(*[Text.assemble(*[(text, palette.style(style)) for text, style, _ in line])
+                   for line in lines])  # fmt: skip
 
 
 def wrap_words(text: str, width: int) -> list[str]:
     """``text`` in lines of at most ``width`` columns, at blanks where there are any."""
-    return [one.plain.rstrip() for one in Content(text).wrap(max(1, width))]
+    return [line.plain.rstrip() for line in Content(text).wrap(max(1, width))]
 
 
 class Canvas(Widget, can_focus=False):

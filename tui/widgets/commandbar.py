@@ -133,7 +133,7 @@ class CommandBar(Container):
         if not found:
             return
         common = found[0]
-        while not all(one.startswith(common) for one in found):
+        while not all(choice.startswith(common) for choice in found):
             common = common[:-1]
         text = common if len(common) > len(self.text) else found[0]
         self._put(text if len(found) > 1 or text.endswith(":") else f"{text} ")

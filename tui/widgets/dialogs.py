@@ -46,10 +46,10 @@ def report_lines(answer: Report | Recorded | Refusal) -> list[Line]:
     made = made or [line("nothing", "dim")]
     if answer.notes:
         made += [EMPTY, line("which means", "dim")]
-        made += [(cleaned(f"- {one}"),) for one in answer.notes]
+        made += [(cleaned(f"- {note}"),) for note in answer.notes]
     if answer.refused:
         made += [EMPTY, line("refused, or in the way", "warn")]
-        made += [(cleaned(f"! {one}"),) for one in answer.refused]
+        made += [(cleaned(f"! {refusal}"),) for refusal in answer.refused]
     if answer.standing is not None:
         text = f"standing audit: {counted(answer.standing.findings, 'finding')} now"
         made += [EMPTY, line(text, "bad" if answer.standing.findings else "ok")]
@@ -116,7 +116,7 @@ class ReportDialog(ModalScreen[bool]):
         self.dismiss(event.button.id == "agree")
 
     def action_agree(self) -> None:
-        """Do it."""
+        """Have done what was rehearsed."""
         self.dismiss(result=True)
 
     def action_leave(self) -> None:
@@ -158,7 +158,7 @@ class MenuDialog(ModalScreen[str]):
         with box:
             if not self._choices:
                 yield Static("nothing has to do with it")
-            names = [clean(one) for one in self._choices]
+            names = [clean(choice) for choice in self._choices]
             yield NumberedOptions(
                 *(f"{at} {name}" for at, name in enumerate(names, start=1)), markup=False
             )

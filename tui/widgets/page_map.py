@@ -140,7 +140,7 @@ class PageMapPanel(Canvas):
         asked = self.asks()
         exact = snapshot.page_map(asked[0])
         if exact is None or exact.trouble:
-            alike = [one for one in self._of_component(snapshot) if one.cells]
+            alike = [page_map for page_map in self._of_component(snapshot) if page_map.cells]
             self._shown = alike[-1] if alike else exact
         else:
             self._shown = exact
@@ -148,13 +148,19 @@ class PageMapPanel(Canvas):
             if self._seeks_lit and exact.cells:
                 self._seeks_lit = False
                 self.page = pages.pages_of(exact, min(exact.lit, default=0)).start
-        owned = [one for one in self._of_component(snapshot) if one.lens == "owner" and one.levels]
+        owned = [
+            page_map
+            for page_map in self._of_component(snapshot)
+            if page_map.lens == "owner" and page_map.levels
+        ]
         self._owners = owned[-1] if owned else None
         self.redraw()
 
     def _of_component(self, snapshot: DaemonSnapshot) -> list[PageMap]:
         """Maps that are in the picture: to be seen until the one that was asked for comes."""
-        return [one for slot, one in snapshot.maps.items() if slot.component == self.component]
+        return [
+            page_map for slot, page_map in snapshot.maps.items() if slot.component == self.component
+        ]
 
     @override
     def make_lines(self, width: int, height: int) -> Sequence[Line]:
@@ -289,7 +295,7 @@ class PageMapPanel(Canvas):
             return False
         cell = pages.cell_of(shown, self.page)
         lit = sorted(shown.lit)
-        there = next((one for one in lit if cell is None or one > cell), lit[0])
+        there = next((lit_cell for lit_cell in lit if cell is None or lit_cell > cell), lit[0])
         self.page = pages.pages_of(shown, there).start
         self.redraw()
         return True

@@ -171,13 +171,13 @@ class PoolTable(Canvas):
         )
         room = width - GUTTER - name_columns - GAP - LEAST_BAR_COLUMNS
         figures: list[PoolFigure] = []
-        for one in FIGURES:
-            if data.index(one.name) < 0 and one.name not in COMPUTED:
+        for figure in FIGURES:
+            if data.index(figure.name) < 0 and figure.name not in COMPUTED:
                 continue
-            if one.width + GAP > room:
+            if figure.width + GAP > room:
                 break
-            figures.append(one)
-            room -= one.width + GAP
+            figures.append(figure)
+            room -= figure.width + GAP
         bar_columns = LEAST_BAR_COLUMNS + min(room, MORE_BAR_COLUMNS)
         lines = [self._heads(figures, name_columns, bar_columns)]
         lines += [
@@ -194,7 +194,7 @@ class PoolTable(Canvas):
         heads = [
             spans.left("component", name_columns + GAP),
             spans.left("pages", bar_columns),
-            *(spans.right(one.head, one.width + GAP) for one in figures),
+            *(spans.right(figure.head, figure.width + GAP) for figure in figures),
         ]
         return Styled(" " * GUTTER), Styled("".join(heads), "head")
 
@@ -214,9 +214,9 @@ class PoolTable(Canvas):
             Styled(spans.left(name, name_columns) + " " * GAP, style),
             *bars.stacked(bars.pool(pages_of(data, key)), bar_columns),
         ]
-        for one in figures:
-            text, told = self._figure(data, key, one)
-            made.append(Styled(spans.right(text, one.width + GAP), told))
+        for figure in figures:
+            text, told = self._figure(data, key, figure)
+            made.append(Styled(spans.right(text, figure.width + GAP), told))
         return spans.merged(made)
 
     def _figure(self, data: TableData, key: str, one: PoolFigure) -> cells.CellText:
@@ -242,7 +242,7 @@ class PoolTable(Canvas):
         told = [str(data.cell(key, name) or "") for name in WORDS]
         state = str(data.cell(key, "state") or "")
         made = [Styled("  "), cleaned(f"{state}, ", "bad")] if " " in state else [Styled("  ")]
-        made.append(cleaned(", ".join(one for one in told if one and one != USUAL), "dim"))
+        made.append(cleaned(", ".join(word for word in told if word and word != USUAL), "dim"))
         at = data.index("held_by")
         if at >= 0 and data.rows[key].cells[at]:
             holders = cells.show(data.rows[key].cells[at], "holders", self._now_s, 120)

@@ -295,7 +295,7 @@ class WindowedTable(Canvas):
         self._cursor = max(0, min(self._cursor, data.total - 1))
         self._scroll()
         self._key = self._key_at(self._cursor)
-        self._known = {key: one for key, one in self._known.items() if key in data.rows}
+        self._known = {key: row for key, row in self._known.items() if key in data.rows}
 
     def _scroll(self) -> None:
         """Move the window so that the cursor is in it, and no further than the last row."""
@@ -421,7 +421,7 @@ class WindowedTable(Canvas):
             gap = " " * GAP
         if not is_chosen:
             return spans.merged(made)
-        return tuple(one._replace(under="cursor") for one in spans.fit(made, self.size.width))
+        return tuple(span._replace(under="cursor") for span in spans.fit(made, self.size.width))
 
     # ---- moving -----------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class Subject(msgspec.Struct, frozen=True):
 
 
 def good(check: str, what: str) -> DoctorFinding:
-    """All is well."""
+    """Nothing is to be done about it."""
     return DoctorFinding(check, Severity.GOOD, what)
 
 

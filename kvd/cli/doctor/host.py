@@ -3,10 +3,9 @@
 Each takes the ``Subject`` and returns findings; none changes anything or needs a daemon. Where a
 daemon runs, its limits are judged, not those of the shell that asks.
 
-Deadlines, silences and ages are measured by the monotonic clock, which nobody can set. The time of
-day counts in one place: it is the beginning of a daemon's incarnation, by which peers tell a
-restarted daemon from the one before it. The lock file keeps it growing until the host is booted
-anew; from then on it is the clock's word alone.
+Deadlines, silences and ages are measured by the monotonic clock, which nobody can set. Of two lives
+of a daemon a lock file says which is the later one. The time of day is in what is written down:
+events, logs, recordings. Peers of before there were homes compare lives by it too.
 """
 
 from __future__ import annotations
@@ -252,7 +251,7 @@ def user(subject: Subject) -> list[DoctorFinding]:
         fix = f"usermod -aG {group} {name}, and log in anew; or remove sockets.group"
         return [wrong("user", what, fix)]
     # Users are of a group by its list, or because it is their primary one.
-    primary = [one.pw_name for one in pwd.getpwall() if one.pw_gid == entry.gr_gid]
+    primary = [user.pw_name for user in pwd.getpwall() if user.pw_gid == entry.gr_gid]
     if members := sorted({*entry.gr_mem, *primary}):
         return [good("user", f"{me}; group {group}: {', '.join(members)}")]
     what = f"nobody is in group {group}: only {name} and root can connect to the sockets"
@@ -281,7 +280,7 @@ def recordings(subject: Subject) -> list[DoctorFinding]:
 
 def visible(path: Path) -> Path:
     """The path if this user can see it, else the nearest of its parents that can be seen."""
-    return next(one for one in (path, *path.parents) if os.path.exists(one))
+    return next(ancestor for ancestor in (path, *path.parents) if os.path.exists(ancestor))
 
 
 def devices(subject: Subject) -> list[DoctorFinding]:
@@ -530,15 +529,15 @@ def judge_clocks(clocks: Clocks) -> list[DoctorFinding]:
 def _time_of_day(clocks: Clocks) -> DoctorFinding:
     shown = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(clocks.now_s))
     if clocks.now_s < EARLIEST_S:
-        what = f"says {shown}: peers that knew this node before refuse it as older (peer-stale)"
+        what = f"says {shown}: times in events, logs and recordings of this node are wrong"
         return wrong("clock", what, f"date -s '2026-01-31 12:00' with the right time, then {_SYNC}")
     if clocks.is_synchronised is None:
         what = "whether it is synchronised cannot be asked: the system call is not allowed here"
         return poor("clock", what, "look outside of this container: timedatectl")
     if not clocks.is_synchronised:
         what = (
-            "not synchronised: set back over a reboot, it makes this node look older than it was, "
-            "and peers refuse it (peer-stale); times of two nodes' events do not compare"
+            "not synchronised: times of two nodes' events do not compare; a peer with a kvd that "
+            "has no homes yet refuses this node when it was set back over a reboot (peer-stale)"
         )
         return poor("clock", what, _SYNC)
     return good("clock", f"synchronised, at most {clocks.max_error_s * 1e3:.0f} ms off")
@@ -551,7 +550,7 @@ def _source(subject: Subject) -> list[DoctorFinding]:
     if source not in SLOW_SOURCES:
         return []
     others = subject.text(f"{place}/available_clocksource").split()
-    better = next((one for one in others if one not in SLOW_SOURCES), "")
+    better = next((source for source in others if source not in SLOW_SOURCES), "")
     fix = f"echo {better} > /{place}/current_clocksource"
     if not better:
         fix = "look for why the kernel distrusts the TSC: dmesg | grep -i tsc"

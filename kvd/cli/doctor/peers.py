@@ -74,26 +74,26 @@ def neighbours(subject: Subject) -> list[DoctorFinding]:
         return []
     known = _known(subject)
     if known is not None:
-        return [_as_known(one, known.get(one.name)) for one in wanted]
+        return [_as_known(peer, known.get(peer.name)) for peer in wanted]
     secret = subject.config.peers.secret_key_file
     own = None if secret is None else read_pair(Path(secret))
     if isinstance(own, KeyFlaw):
         return []  # said by the check of the keys
     with zmq.Context() as context, contextlib.ExitStack() as opened:
         asked = []
-        for one in wanted:
+        for peer in wanted:
             dealer = opened.enter_context(open_dealer(context))
             if own is not None:
-                be_client(dealer, own, subject.config.peers.keys[one.name])
-            asked.append((one, dealer, opened.enter_context(_ask(dealer, one))))
+                be_client(dealer, own, subject.config.peers.keys[peer.name])
+            asked.append((peer, dealer, opened.enter_context(_ask(dealer, peer))))
         reached_s = time.monotonic() + CONNECT_S
         end_s = time.monotonic() + HELLO_S
         found: list[DoctorFinding] = []
-        for one, dealer, monitor in asked:
+        for peer, dealer, monitor in asked:
             if not monitor.poll(_until_ms(reached_s)):
-                found.append(_unreached(one))
+                found.append(_unreached(peer))
                 continue
-            found += _heard(subject, one, _answer(dealer, end_s), is_keyed=own is not None)
+            found += _heard(subject, peer, _answer(dealer, end_s), is_keyed=own is not None)
     return found
 
 
@@ -133,6 +133,9 @@ def _as_known(one: ConfiguredPeer, peer: PeerState | None) -> DoctorFinding:
     if peer.layout != SAME:
         make = poor if ONE_WAY in peer.layout else wrong
         return make(check, f"{clean(peer.layout)} ({OURS})", _ALIKE)
+    if peer.epochs:
+        what, _, fix = clean(peer.epochs).partition("; ")
+        return poor(check, f"{what} ({OURS})", fix)
     took = f"{peer.round_trip_ms:.1f} ms round trip"
     return good(check, f"up, {took}, pools are laid out alike ({OURS})")
 

@@ -211,7 +211,7 @@ def judge_network(subject: Subject, measured: Measured) -> DoctorFinding:
         what = f"{_speed(measured)}, although there is {', '.join(rdma)}"
         fix = "see rdma and memlock above; unset UCX_TLS and UCX_NET_DEVICES; ibv_devinfo"
         return poor(name, what, fix)
-    strange = [one for one in SIDE_DEVICES if f"/{one}" in measured.lanes]
+    strange = [device for device in SIDE_DEVICES if f"/{device}" in measured.lanes]
     if strange and subject.config.peers.connect:
         what = f"{_speed(measured)}: {', '.join(strange)}* leads to no other host"
         fix = "kvd.toml, [transfer.ucx]: UCX_NET_DEVICES = the device of ip route get PEER"
@@ -223,7 +223,7 @@ def without_host(tls: str) -> str:
     """A value of UCX_TLS without the transports that need a shared kernel."""
     if tls.startswith("^"):
         return f"{tls},{SHARED}"
-    rest = [one for one in tls.split(",") if one.strip() not in NEED_ONE_HOST]
+    rest = [transport for transport in tls.split(",") if transport.strip() not in NEED_ONE_HOST]
     return f"^{SHARED}" if "all" in rest or not rest else ",".join(rest)
 
 

@@ -85,6 +85,7 @@ class Claims:
         del self._requests.claiming[tracked.id]
         known_tokens = tracked.known_tokens if tracked.claims_all else lease.prefix_len
         tracked.took(lease, known_tokens=known_tokens, filled_tokens=lease.prefix_len)
+        self._requests.end_room(link, tracked)
         if tracked.stage is RequestStage.FOUND:
             tracked.found_tokens = lease.prefix_len
         elif tracked.stage is RequestStage.CLAIMING:

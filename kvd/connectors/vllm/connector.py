@@ -32,6 +32,7 @@ from kvd.connectors.vllm.identity import (
     identity_of,
     packing_of,
 )
+from kvd.connectors.vllm.layout import check_groups
 from kvd.connectors.vllm.options import options_of
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -168,20 +168,17 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Look it up, so that the answer is here when it is scheduled."""
-        extra = _extra_keys(request, self._half.block_size) if self._namespace else None
-        lora = None
-        if request.lora_request is not None:
-            lora = self._adapter(request.lora_request)
-            extra = extra if lora is not None else None
-        self._half.arrived(request, lora=lora, extra=extra)
+        with self._half.kept_in("a request comes"):
+            extra = _extra_keys(request, self._half.block_size) if self._namespace else None
+            adapter = request.lora_request
+            lora = None if adapter is None else self._adapters.ask(adapter)
+            self._half.arrived(request, lora=lora, extra=extra)
 
-    def _adapter(self, request: LoRARequest) -> str | None:
-        """What its adapter is known by; None: its requests are neither cached nor looked up."""
-        known = self._adapters.known_as(request)
+    def _tell_of_adapters(self) -> None:
+        """Those whose requests are neither cached nor looked up, and why."""
         while self._adapters.flaws:
             name, flaw = self._adapters.flaws.popitem()
             logger.warning("kvd does not cache what LoRA adapter %s computes: %s", name, flaw)
-        return known
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -237,6 +234,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The orders of this step."""
+        self._tell_of_adapters()
         computed = {
             one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs
         }
@@ -433,13 +431,16 @@ def _check(config: VllmConfig, cache: KVCacheConfig, *, any_version: bool) -> No
             f"vLLM {vllm.__version__}: kvd's connector was tested with {tested}; "
             'set "kvd.any_version": true to try'
         )
-    if len(cache.kv_cache_groups) != 1:
-        names = sorted({type(one.kv_cache_spec).__name__ for one in cache.kv_cache_groups})
-        raise Unfit(
-            f"a model with {len(cache.kv_cache_groups)} KV cache groups ({', '.join(names)}): "
-            "kvd's connector serves one; run it without kvd"
+    parallel = config.parallel_config
+    try:
+        check_groups(
+            [group.kv_cache_spec for group in cache.kv_cache_groups],
+            context_ranks=parallel.prefill_context_parallel_size
+            * parallel.decode_context_parallel_size,
         )
-    if config.parallel_config.pipeline_parallel_size > 1:
+    except KvdError as error:
+        raise Unfit(str(error)) from None
+    if parallel.pipeline_parallel_size > 1:
         raise Unfit("pipeline parallel engines are not served by kvd's connector")
 
 

@@ -24,7 +24,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -503,7 +503,7 @@ def namespace_of(base: str, adapter: str | None, salt: str | None) -> str:
 
     Args:
         base: an identity's namespace.
-        adapter: as ``Adapters.known_as`` says it.
+        adapter: as ``AdapterQuestion`` says it.
         salt: as the request says it: a secret of its user, maybe, and tables show namespaces.
     """
     members = []
@@ -515,6 +515,43 @@ def namespace_of(base: str, adapter: str | None, salt: str | None) -> str:
     if salt:
         members.append(f"salt={digest_of(salt)}")
     return f"{base}{MEMBER}{';'.join(members)}" if members else base
+
+
+class PendingName(Protocol):
+    """What an adapter is known by, as soon as somebody has found it out."""
+
+    def poll(self) -> str | None:
+        """None while it is being found out.
+
+        Raises:
+            UnknownWeights: nobody knows.
+        """
+        ...
+
+
+class RequestNamespace:
+    """That of one request: see ``namespace_of``."""
+
+    def __init__(self, base: str, adapter: PendingName | None, salt: str | None) -> None:
+        self.known = ""
+        """Once ``poll`` has said it."""
+        self._base = base
+        self._adapter = adapter
+        self._salt = salt
+
+    def poll(self) -> str | None:
+        """The namespace; None while its adapter is being looked at.
+
+        Raises:
+            UnknownWeights: nobody knows its adapter.
+        """
+        adapter = None
+        if self._adapter is not None:
+            adapter = self._adapter.poll()
+            if adapter is None:
+                return None
+        self.known = namespace_of(self._base, adapter, self._salt)
+        return self.known
 
 
 # ---- what the workers pack ---------------------------------------------------------------------

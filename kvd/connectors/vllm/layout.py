@@ -28,6 +28,11 @@ WORDS: Final = (np.uint64, np.uint32, np.uint16, np.uint8)
 """A copy goes by the widest that fits."""
 
 
+WHOLE: Final = ("FullAttentionSpec", "MLAAttentionSpec")
+"""Kinds of layers of which vLLM keeps every block of a request until that is over. Of others, as of
+sliding windows, it takes blocks away meanwhile, and its null block stands where they were: saved in
+their place, that would be the KV of nobody."""
+
 HOST: Final = "cpu"
 """The device whose memory an engine's process can read."""
 
@@ -37,6 +42,13 @@ class NamesDevice(Protocol):
     """A tensor that says where its memory is: torch's do."""
 
     device: object
+
+
+@runtime_checkable
+class NamesCausality(Protocol):
+    """A group of layers that says whether tokens attend to later ones: vLLM's of 0.32 do."""
+
+    non_causal: bool
 
 
 class TensorView(Protocol):
@@ -119,6 +131,40 @@ def block_layouts(layers: Mapping[str, TensorView]) -> list[BlockLayout]:
             "family raw has pages of one size; run this model without kvd"
         )
     return list(found.values())
+
+
+def check_groups(specs: Sequence[object], *, context_ranks: int = 1) -> None:
+    """Whether a block is of so many tokens in a row and those before, and stays until the end.
+
+    Args:
+        specs: vLLM's, one for each group of layers that have their blocks in common.
+        context_ranks: how many ranks share the tokens of a block among them.
+
+    Raises:
+        KvdError: ``layout-mismatch``: it is not.
+    """
+    kinds = [type(spec).__name__ for spec in specs]
+    if len(kinds) != 1:
+        raise _unfit(
+            f"a model with {len(kinds)} KV cache groups ({', '.join(sorted(set(kinds)))}): kvd's "
+            "connector serves one; run it without kvd, or with --disable-hybrid-kv-cache-manager"
+        )
+    if kinds[0] not in WHOLE:
+        raise _unfit(
+            f"the layers of this model are of {kinds[0]}: vLLM does not keep the blocks of a whole "
+            f"request of them, and kvd's connector copies whole requests ({', '.join(WHOLE)}); run "
+            "it without kvd"
+        )
+    if isinstance(specs[0], NamesCausality) and specs[0].non_causal:
+        raise _unfit(
+            "the layers of this model attend to later tokens: the KV of a prefix is another one in "
+            "each prompt, so nothing of it can be cached; run it without kvd"
+        )
+    if context_ranks != 1:
+        raise _unfit(
+            f"{context_ranks} ranks share the tokens of a block (context parallelism): kvd's "
+            "connector takes a block for tokens in a row; run it without kvd"
+        )
 
 
 def rows_of(layout: BlockLayout, memory: object) -> Rows:

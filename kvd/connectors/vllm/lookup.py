@@ -1,9 +1,9 @@
 """How a prompt is looked up: in the cache of the node, or where another node keeps it.
 
-What lives here: PROBING and MEETING, until the request is FOUND. What must not: its blocks, and the
-lease that it takes for them. Nothing here waits longer than a step's budget. A request waits for
-what its own daemon can say at once ``ANSWER_WITHIN_S`` at most, and for bytes of another node as
-long as the user has said, unless its own daemon does not answer meanwhile.
+What lives here: NAMING, PROBING and MEETING, until the request is FOUND. What must not: its blocks,
+and the lease that it takes for them. Nothing here waits longer than a step's budget. A request
+waits for what its own daemon can say at once ``ANSWER_WITHIN_S`` at most, and for bytes of another
+node as long as the user has said, unless its own daemon does not answer meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from kvd.client import Code, KvdError
 from kvd.connectors.vllm.identity import digest_of
 from kvd.connectors.vllm.tracked import RequestStage, Tracked
+from kvd.connectors.vllm.weights import UnknownWeights
 from kvd.errors import Refusal
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ T = TypeVar("T")
 ANSWER_WITHIN_S: Final = 0.05
 """A look-up or a lease that was looked for twice, and is not here by then, is not waited for."""
 
+NAMED_WITHIN_S: Final = 0.25
+"""So long for the files of an adapter to be read, at its first request; reading goes on then."""
+
 PULL_WITHIN_S: Final = 0.5
 """So long for the word of another node, what of a prompt it has cached."""
 
@@ -41,6 +45,11 @@ MOST_ID_CHARS: Final = 128
 
 LATE: Final = "no answer of the daemon in time"
 SILENT: Final = "the daemon does not answer"
+LATE_ADAPTER: Final = "the files of its adapter were not read in time"
+UNKNOWN_ADAPTER: Final = "nobody knows the weights of its adapter"
+
+LOOKED_UP: Final = frozenset({RequestStage.NAMING, RequestStage.PROBING, RequestStage.MEETING})
+"""Of a request that is being looked up."""
 
 UNACCEPTED: Final = "offered"
 """The state of a receive whose source has not said that it sends."""
@@ -75,14 +84,31 @@ class LookUps:
         return self._options.reserve_tokens if self._options.save == "all" else 0
 
     def begin(self, link: NodeLink, tracked: Tracked) -> None:
-        """Look it up.
+        """Look it up, now or when its adapter is known.
 
         Raises:
-            KvdError: nobody can be asked.
+            KvdError: nobody can be asked, or nobody knows its adapter.
         """
+        tracked.stage, tracked.asked_s = RequestStage.NAMING, self._now_s()
+        if self._is_named(tracked, tracked.naming.poll):
+            self._ask(link, tracked)
+
+    def _is_named(self, tracked: Tracked, poll: Callable[[], str | None]) -> bool:
+        """Whether it is known who shares its KV."""
+        try:
+            if poll() is not None:
+                return True
+        except UnknownWeights:
+            raise _given_up(UNKNOWN_ADAPTER) from None
+        if self._now_s() - tracked.asked_s >= NAMED_WITHIN_S:
+            raise _given_up(LATE_ADAPTER)
+        return False
+
+    def _ask(self, link: NodeLink, tracked: Tracked) -> None:
         meeting = tracked.transfer.meeting
         # Of one token nothing can be loaded: the last one is computed in any case.
         if meeting is None or meeting.peer == link.name or tracked.prompt_tokens < 2:
+            tracked.takes_room = meeting.number if meeting and meeting.peer == link.name else 0
             self._probe(link, tracked)
             return
         try:
@@ -119,12 +145,17 @@ class LookUps:
 
         Args:
             link: of its session.
-            tracked: it is PROBING or MEETING.
+            tracked: it is one of ``LOOKED_UP``.
             is_idle: the engine has nothing else to do, so it may wait for another node too.
 
         Raises:
             KvdError: it cannot be looked up.
         """
+        if tracked.stage is RequestStage.NAMING:
+            poll = tracked.naming.poll
+            if not self._is_named(tracked, lambda: self._budget.heard(poll)):
+                return False
+            self._ask(link, tracked)
         if tracked.stage is RequestStage.MEETING and not self._is_met(link, tracked, is_idle):
             return False
         return tracked.stage is not RequestStage.PROBING or self._is_probed(link, tracked)

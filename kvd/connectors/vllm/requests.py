@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client import Code, KvdError
-from kvd.connectors.vllm.lookup import SILENT
+from kvd.connectors.vllm.lookup import LATE_ADAPTER, SILENT, UNKNOWN_ADAPTER
 from kvd.connectors.vllm.tracked import RequestStage
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.endings import Endings
     from kvd.connectors.vllm.log import ConnectorLog
     from kvd.connectors.vllm.lookup import LookUps
-    from kvd.connectors.vllm.sessions import SessionLife
+    from kvd.connectors.vllm.sessions import NodeLink, SessionLife
     from kvd.connectors.vllm.tracked import Tracked
 
 
@@ -104,7 +104,7 @@ class Requests:
         if tracked.waits_for_load:
             self.counts.failed_loads += 1
         self.not_loaded(tracked)
-        tracked.stage, tracked.why_alone = RequestStage.ALONE, why
+        tracked.stage = RequestStage.ALONE
         self.let_go(tracked)
         self.count_alone(why)
 
@@ -136,9 +136,16 @@ class Requests:
             tracked.lease = None
             return
         self._look_ups.drop(link, tracked)
+        self.end_room(link, tracked)
         if claim is not None:
             link.cancel(claim)
         self._ending.add(tracked, link, shares=False, now_s=self._now_s())
+
+    def end_room(self, link: NodeLink, tracked: Tracked) -> None:
+        """What this node keeps for it needs to be kept no more."""
+        room, tracked.takes_room = tracked.takes_room, 0
+        if room:
+            link.quietly(link.node.begin_keep_room, room, 0.0)
 
     def alone_after(self, tracked: Tracked, error: KvdError) -> None:
         """A call for it ended in that error: it is computed as if kvd were not there."""
@@ -152,8 +159,8 @@ class Requests:
 
 def _told(error: KvdError) -> str:
     """Why a request goes on alone, in the words that are counted."""
-    if error.refusal.message == SILENT:
-        return SILENT
+    if error.refusal.message in {SILENT, LATE_ADAPTER, UNKNOWN_ADAPTER}:
+        return error.refusal.message
     return f"{error.code}: {_WHY[error.code]}" if error.code in _WHY else error.code
 
 

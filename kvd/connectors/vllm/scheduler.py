@@ -27,9 +27,16 @@ from kvd.connectors.vllm.beside import in_thread
 from kvd.connectors.vllm.claims import Claims
 from kvd.connectors.vllm.endings import Endings
 from kvd.connectors.vllm.held import HeldBlocks
-from kvd.connectors.vllm.identity import namespace_of
+from kvd.connectors.vllm.identity import RequestNamespace
 from kvd.connectors.vllm.log import ConnectorLog
-from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE, SILENT, LookUps
+from kvd.connectors.vllm.lookup import (
+    ANSWER_WITHIN_S,
+    LATE,
+    LATE_ADAPTER,
+    LOOKED_UP,
+    SILENT,
+    LookUps,
+)
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.orders import StepOrders
 from kvd.connectors.vllm.params import cached_at, draw_room, kept_for_decode, transfer_of
@@ -50,6 +57,7 @@ if TYPE_CHECKING:
 
     from kvd.client import SyncNode
     from kvd.connectors.vllm.beside import Start
+    from kvd.connectors.vllm.identity import PendingName
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import CopyOrder, StepReport
     from kvd.connectors.vllm.sessions import NodeLink
@@ -155,7 +163,7 @@ class SchedulerHalf:
         self._life_is_over()
 
     @contextlib.contextmanager
-    def _kept_in(self, where: str) -> Generator[None, None, None]:
+    def kept_in(self, where: str) -> Generator[None, None, None]:
         """A mistake here is told, and nothing is done with the session any more; vLLM goes on."""
         try:
             yield
@@ -163,7 +171,7 @@ class SchedulerHalf:
             self.counts.failures += 1
             self._log.bug(where, error)
             if where != AFTER_A_MISTAKE:
-                with self._kept_in(AFTER_A_MISTAKE):
+                with self.kept_in(AFTER_A_MISTAKE):
                     what = f"a bug of the connector's ({type(error).__name__})"
                     self._give_up(what, retry_s=RETRY_S)
 
@@ -188,7 +196,7 @@ class SchedulerHalf:
         Returns:
             Whether it is remembered: it is, but for a mistake.
         """
-        with self._kept_in("a reset of the cache"):
+        with self.kept_in("a reset of the cache"):
             self._resets.add(self._base)
             for tracked in self._requests.all_of_them():
                 if tracked.is_load_ordered:
@@ -214,26 +222,28 @@ class SchedulerHalf:
 
     # ---- a request comes ---------------------------------------------------------------------
 
-    def arrived(self, request: RequestView, *, lora: str | None, extra: Extra | None) -> None:
+    def arrived(
+        self, request: RequestView, *, lora: PendingName | None, extra: Extra | None
+    ) -> None:
         """A request is new: look it up.
 
         Args:
             request: vLLM's.
-            lora: what its adapter is known by.
+            lora: what its adapter is known by, if it has one.
             extra: by page, what it is found by beside its tokens; None: it cannot be found.
         """
-        with self._kept_in("a request comes"):
+        with self.kept_in("a request comes"):
             self._arrived(request, lora, extra)
 
-    def _arrived(self, request: RequestView, lora: str | None, extra: Extra | None) -> None:
+    def _arrived(self, request: RequestView, lora: PendingName | None, extra: Extra | None) -> None:
         link = self._look()
         former = self._requests.here.pop(request.request_id, None)
         if former is not None:
             self._requests.let_go(former)
         transfer = transfer_of(request.kv_transfer_params if self._options.handoffs else None)
         self.counts.odd_params += transfer.is_odd
-        namespace = namespace_of(self._base, lora, request.cache_salt)
-        tracked = Tracked(request, transfer, namespace, born=self._number + 1)
+        naming = RequestNamespace(self._base, lora, request.cache_salt)
+        tracked = Tracked(request, transfer, naming, born=self._number + 1)
         self._requests.here[request.request_id] = tracked
         tokens = request.prompt_token_ids
         if link is None:
@@ -258,7 +268,7 @@ class SchedulerHalf:
         Owns nothing and changes nothing that a later call would miss; vLLM may ask every step. At
         least one token is left to be computed: for a request that has none vLLM would ask for ever.
         """
-        with self._kept_in("a request is to be scheduled"):
+        with self.kept_in("a request is to be scheduled"):
             return self._matched(request, local_tokens)
         return 0, False
 
@@ -282,7 +292,7 @@ class SchedulerHalf:
 
     def _is_looked_up(self, link: NodeLink, tracked: Tracked) -> bool:
         """Whether nobody waits for its look-up any more."""
-        if tracked.stage not in {RequestStage.PROBING, RequestStage.MEETING}:
+        if tracked.stage not in LOOKED_UP:
             return True
         try:
             is_over = self._look_ups.is_over(link, tracked, is_idle=self._is_idle)
@@ -321,7 +331,7 @@ class SchedulerHalf:
         This is said again, with 0, when they are. It is said with 0 whatever was found where vLLM
         computes all of a prompt, as for its logprobs.
         """
-        with self._kept_in("a request gets blocks"):
+        with self.kept_in("a request gets blocks"):
             self._given_blocks(request, external_tokens)
             return
         if external_tokens and request.request_id not in self._requests.unfilled:
@@ -338,7 +348,10 @@ class SchedulerHalf:
             tracked.loads_to = tracked.local_tokens + external_tokens
             tracked.stage, tracked.asked_s = RequestStage.CLAIMING, self._now_s()
             self.counts.hit_tokens += external_tokens
-        elif tracked.stage in {RequestStage.PROBING, RequestStage.MEETING}:
+        elif tracked.stage is RequestStage.NAMING:
+            self._requests.alone(tracked, LATE_ADAPTER)
+            return
+        elif tracked.stage in LOOKED_UP:
             self._look_ups.drop(tracked.link, tracked)
             tracked.stage = RequestStage.COMPUTING
         elif tracked.stage is RequestStage.FOUND:
@@ -358,7 +371,7 @@ class SchedulerHalf:
         # the workers copy nothing, and say so.
         loads: list[CopyOrder] = []
         saves: list[CopyOrder] = []
-        with self._kept_in("a step"):
+        with self.kept_in("a step"):
             self._step(computed, loads, saves)
         failed, self._requests.unfilled = tuple(self._requests.unfilled), []
         freed, self._held.freed = tuple(self._held.freed), []
@@ -406,7 +419,7 @@ class SchedulerHalf:
             reset: with the next step they are said to have failed.
         """
         stale: set[str] = set()
-        with self._kept_in("what the workers say"):
+        with self.kept_in("what the workers say"):
             stale = (self._stale_loads & set(loaded)) - set(failed)
             self._stale_loads -= set(loaded)
             self._requests.unfilled += sorted(stale)
@@ -472,7 +485,7 @@ class SchedulerHalf:
         ``is_heard`` false: nobody is told, so nothing is kept for who decodes it; what was saved is
         cached all the same.
         """
-        with self._kept_in("a request is over"):
+        with self.kept_in("a request is over"):
             return self._finished(request, is_heard=is_heard)
         return None
 
@@ -488,7 +501,7 @@ class SchedulerHalf:
         if link is None or tracked.stage is not RequestStage.COMPUTING:
             self._requests.not_loaded(tracked)
             if tracked.stage is not RequestStage.ALONE:
-                tracked.stage, tracked.why_alone = RequestStage.ALONE, "it is over"
+                tracked.stage = RequestStage.ALONE
                 self._requests.let_go(tracked)
             return None
         told: dict[str, object] | None = None

@@ -70,14 +70,18 @@ class StepBudget:
         Raises:
             KvdError: it ended in it.
         """
-        found = link.poll(call)
+        return self.heard(lambda: link.poll(call))
+
+    def heard(self, poll: Callable[[], T | None]) -> T | None:
+        """What ``poll`` says, if it says something now, or while there is time left."""
+        found = poll()
         if found is not None or self._left_s <= 0:
             return found
         began_s = time.perf_counter()
         end_s = began_s + self._left_s
         while found is None and time.perf_counter() < end_s:
             time.sleep(PAUSE_S)
-            found = link.poll(call)
+            found = poll()
         self._left_s -= time.perf_counter() - began_s
         return found
 

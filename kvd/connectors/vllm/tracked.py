@@ -2,6 +2,7 @@
 
 It goes through::
 
+    NAMING --its adapter is known--> PROBING or MEETING; at once, where it has none
     PROBING --answered--> FOUND --blocks, of which kvd fills some--> CLAIMING --lease--> LOADING
     MEETING --delivered----^ '---blocks, of which it fills none--> COMPUTING <---copied-----'
     whatever fails: ALONE, it is computed as if kvd were not there
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvd.client import PendingCall, Prompt, SyncLease, SyncReceive
+    from kvd.connectors.vllm.identity import RequestNamespace
     from kvd.connectors.vllm.params import Transfer
     from kvd.connectors.vllm.sessions import NodeLink
 
@@ -45,6 +47,7 @@ class RequestView(Protocol):
 class RequestStage(enum.Enum):
     """What a request waits for, or does."""
 
+    NAMING = "naming"
     PROBING = "probing"
     MEETING = "meeting"
     FOUND = "found"
@@ -76,7 +79,7 @@ class Tracked:
         "link",
         "loads_to",
         "local_tokens",
-        "namespace",
+        "naming",
         "ordered_tokens",
         "probe",
         "prompt",
@@ -86,20 +89,20 @@ class Tracked:
         "saved_tokens",
         "stage",
         "started_tokens",
+        "takes_room",
         "transfer",
         "was_missed",
-        "why_alone",
     )
 
     def __init__(
-        self, request: RequestView, transfer: Transfer, namespace: str, *, born: int
+        self, request: RequestView, transfer: Transfer, naming: RequestNamespace, *, born: int
     ) -> None:
         self.request = request
         self.transfer = transfer
-        self.namespace = namespace
+        self.naming = naming
         self.born = born
         """Steps before this one knew nothing of it, and what is reported of them is another's."""
-        self.stage = RequestStage.PROBING
+        self.stage = RequestStage.NAMING
         self.link: NodeLink | None = None
         self.life = NO_LIFE
         """The session, and the life of its daemon, that all handles here are of."""
@@ -141,14 +144,19 @@ class Tracked:
         """The last step in which something was to be copied to its pages."""
         self.believed_from = 0
         """What was saved in steps before this one has a hole in front of it."""
-        self.room = 0
-        """Where the prompt will be handed over; 0: nowhere."""
-        self.why_alone = ""
+        self.room = self.takes_room = 0
+        """Where the prompt will be handed over; and where it is kept for this request, on its own
+        node. 0: nowhere."""
 
     @property
     def id(self) -> str:
         """The number that vLLM gave it."""
         return self.request.request_id
+
+    @property
+    def namespace(self) -> str:
+        """Of those that share its KV, once it is looked up."""
+        return self.naming.known
 
     @property
     def prompt_tokens(self) -> int:

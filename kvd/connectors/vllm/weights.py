@@ -53,8 +53,8 @@ IRRELEVANT: Final = re.compile(
 DIGEST_CHARS: Final = 24
 """Of a SHA-256 in hexadecimal: 96 bits."""
 
-ADAPTER_WAIT_S: Final = 0.25
-"""So long the first request with an adapter waits for its digest; reading goes on behind it."""
+MAX_QUESTIONS: Final = 64
+"""So many adapters are asked for at a time: behind a file system that hangs they only grow more."""
 
 MAX_ADAPTER_NAME: Final = 16
 """Characters of an adapter's name in that of its namespace; its digest tells it from others."""
@@ -274,12 +274,40 @@ class _ReadAdapter(msgspec.Struct, frozen=True):
     files: tuple[_File, ...]
 
 
+class AdapterQuestion:
+    """What an adapter is known by: a name that stands for these weights, and for no others."""
+
+    def __init__(self, adapters: Adapters, adapter: AdapterView, reading: Future[str]) -> None:
+        self._adapters = adapters
+        self._adapter = adapter
+        self._reading = reading
+
+    def poll(self) -> str | None:
+        """The name; None while its files are read.
+
+        Raises:
+            UnknownWeights: nobody knows these weights; ``flaws`` says why.
+        """
+        if not self._reading.done():
+            return None
+        try:
+            return self._adapters.name_of(self._adapter, self._reading.result())
+        except UnknownWeights as error:
+            self._adapters.tell(self._adapter, str(error))
+            raise
+        except OSError as error:
+            why = f"{self._adapter.lora_path} cannot be read: {error}"
+            self._adapters.tell(self._adapter, why)
+            raise UnknownWeights(why) from None
+
+
 class Adapters:
     """What the adapters of one engine are known by.
 
     vLLM loads an adapter when it is first used, drops it, and loads it again, by a number and a
     path; no word of that comes here. So an adapter is known by its files only while these are as
-    they were when the engine began.
+    they were when the engine began. All that touches files is done in a thread: they may be large,
+    and their file system may hang.
 
     Args:
         since_ns: when the engine began.
@@ -296,55 +324,72 @@ class Adapters:
         self._paths: dict[int, str] = {}
         """By number; of one that had two, none."""
         self._told: set[str] = set()
-        self._reading: dict[str, Future[_ReadAdapter]] = {}
+        self._read: dict[str, _ReadAdapter] = {}
+        """By path; of the thread's alone."""
+        self._asked: set[Future[str]] = set()
         self._reader = ThreadPoolExecutor(1, "kvd-adapters")
 
-    def known_as(self, adapter: AdapterView) -> str | None:
-        """A name that stands for these weights, and for no others; None: nobody knows."""
-        try:
-            known = self._known(adapter)
-        except UnknownWeights as error:
-            if str(error) and adapter.lora_name not in self._told:
-                self._told.add(adapter.lora_name)
-                self.flaws[adapter.lora_name] = str(error)
-            return None
-        whole = f"{known}\0{adapter.is_3d_lora_weight}\0{self.rules}"
-        digest = hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest()
-        return f"{adapter.lora_name[:MAX_ADAPTER_NAME]}-{digest[:DIGEST_CHARS]}"
-
-    def _known(self, adapter: AdapterView) -> str:
+    def ask(self, adapter: AdapterView) -> AdapterQuestion:
+        """Have it found out; waits for nothing."""
         number, path = adapter.lora_int_id, os.path.expanduser(adapter.lora_path)
         if number not in self._paths and len(self._paths) < MAX_ADAPTERS:
             self._paths[number] = path
         if adapter.load_inplace or self._paths.get(number) != path:
             # Which path it is loaded from, or loaded again from, depends on when.
             self._paths[number] = ""
-            raise UnknownWeights(
-                f"adapter {number} had weights of another path, or was loaded in place: which it "
-                "has now cannot be known"
+            return self._answered(
+                adapter,
+                UnknownWeights(
+                    f"adapter {number} had weights of another path, or was loaded in place: which "
+                    "it has now cannot be known"
+                ),
             )
         if self.by_path:
-            return f"path {path}"
+            return self._answered(adapter, f"path {path}")
+        self._asked = {reading for reading in self._asked if not reading.done()}
+        if len(self._asked) >= MAX_QUESTIONS:
+            why = f"{MAX_QUESTIONS} questions for adapters are not answered"
+            return self._answered(adapter, UnknownWeights(why))
+        reading = self._reader.submit(self._digest_of, path)
+        self._asked.add(reading)
+        return AdapterQuestion(self, adapter, reading)
+
+    def _answered(self, adapter: AdapterView, word: str | UnknownWeights) -> AdapterQuestion:
+        found: Future[str] = Future()
+        if isinstance(word, str):
+            found.set_result(word)
+        else:
+            found.set_exception(word)
+        return AdapterQuestion(self, adapter, found)
+
+    def name_of(self, adapter: AdapterView, known: str) -> str:
+        """The name of an adapter of whose files that is known."""
+        whole = f"{known}\0{adapter.is_3d_lora_weight}\0{self.rules}"
+        digest = hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest()
+        return f"{adapter.lora_name[:MAX_ADAPTER_NAME]}-{digest[:DIGEST_CHARS]}"
+
+    def tell(self, adapter: AdapterView, flaw: str) -> None:
+        """Why it is not known: said once."""
+        if adapter.lora_name not in self._told:
+            self._told.add(adapter.lora_name)
+            self.flaws[adapter.lora_name] = flaw
+
+    def _digest_of(self, path: str) -> str:
+        """In the thread: of the files there, which are as they were when the engine began.
+
+        Raises:
+            UnknownWeights: nobody can say, or they are not.
+            OSError: they cannot be read.
+        """
         if not os.path.isdir(path):
             raise UnknownWeights(f"{path} is no directory of this host")
-        reading, wait_s = self._reading.get(path), 0.0
-        if reading is None:
-            reading, wait_s = self._reader.submit(self._read, Path(path)), ADAPTER_WAIT_S
-            self._reading[path] = reading
-        try:
-            found = reading.result(wait_s)
-            _as_read(found.path, found.files, self.since_ns)
-        except TimeoutError:
-            # It goes on behind this request; a later one finds it.
-            raise UnknownWeights("") from None
-        except OSError as error:
-            raise UnknownWeights(f"{path} cannot be read: {error}") from None
+        found = self._read.get(path)
+        if found is None:
+            files = _listed(Path(path))
+            digest = weight_files(Path(path), since_ns=self.since_ns).digest
+            found = self._read[path] = _ReadAdapter(digest, Path(path), tuple(files))
+        _as_read(found.path, found.files, self.since_ns)
         return found.digest
-
-    def _read(self, path: Path) -> _ReadAdapter:
-        files = _listed(path)
-        digest = weight_files(path, since_ns=self.since_ns).digest
-        return _ReadAdapter(digest, path, tuple(files))
 
     def close(self) -> None:
         """Read no more."""

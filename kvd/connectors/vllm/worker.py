@@ -41,8 +41,7 @@ STEP_WAITS_S: Final = 0.001
 """So long a step that has something to copy waits for a session that is being joined."""
 
 JOIN_WITHIN_S: Final = 0.05
-"""So long the first step that has, once: its daemon has just granted a lease. So long a load waits,
-steps long; then its prompt is computed."""
+"""So long a load waits for it, steps long; then its prompt is computed."""
 
 SAVE_WITHIN_S: Final = 1.0
 """So long saves are asked for again; then they are lost."""
@@ -102,14 +101,12 @@ class PoolJoin:
         self._joining: BesideTask[JoinedPool] | None = None
         self._since_s = self._next_try_s = now_s()
         self._waited_s = 0.0
-        self._has_waited = False
-        """Whether a step has waited for this session."""
 
     def follow(self, token: bytes) -> None:
         """Be of the session of that token from now on; of none, where it is empty."""
         self._waited_s = 0.0
         if token != self._token:
-            self._token, self.unfit, self._has_waited = token, "", False
+            self._token, self.unfit = token, ""
             self._since_s = self._next_try_s = self._now_s()
             joined, self._joined = self._joined, None
             joining, self._joining = self._joining, None
@@ -132,12 +129,10 @@ class PoolJoin:
 
     def of(self, key: LeaseKey) -> JoinedPool | None:
         """The pages that an order with that key is about; waits a moment if it is being joined."""
-        within_s = STEP_WAITS_S if self._has_waited else JOIN_WITHIN_S
-        if self._joining is not None and self._waited_s < within_s:
+        if self._joining is not None and self._waited_s < STEP_WAITS_S:
             began_s = time.perf_counter()
-            self._joining.ended(within_s - self._waited_s)
+            self._joining.ended(STEP_WAITS_S - self._waited_s)
             self._waited_s += time.perf_counter() - began_s
-            self._has_waited = True
             self._take()
         joined = self._joined
         return joined if joined is not None and joined.session.owns(key) else None

@@ -14,6 +14,7 @@ What must not live here: which epoch a base is in.
 from __future__ import annotations
 
 import re
+import shlex
 from typing import TYPE_CHECKING, Final
 
 from kvd.errors import Code, Refusal
@@ -59,16 +60,34 @@ def keys_meant(namespace: str, keys: Iterable[str]) -> tuple[str, ...]:
     return tuple(key for key in keys if namespace in {name_in(key), base_of(key)})
 
 
+NO_NAMESPACE: Final = "(no namespace)"
+"""How the namespace with an empty name is shown where something must be."""
+
+
 def told(key: str) -> str:
-    """For people: ``llama``, or ``llama, epoch 7``."""
+    """For people: ``llama``, ``llama, epoch 7`` or ``(no namespace), epoch 7``; may be empty."""
     epoch = epoch_in(key)
-    return f"{name_in(key)}, epoch {epoch}" if epoch else name_in(key)
+    return f"{name_in(key) or NO_NAMESPACE}, epoch {epoch}" if epoch else name_in(key)
 
 
 def quoted(key: str) -> str:
     """For a sentence: ``'llama'``, or ``'llama', epoch 7``."""
     epoch = epoch_in(key)
     return f"{name_in(key)!r}, epoch {epoch}" if epoch else repr(name_in(key))
+
+
+def epochs_differ(key: str, *, side: str, peer: str, peer_epoch: int) -> str:
+    """For people: which epochs of one base these two nodes are in, and what to type where.
+
+    ``key`` is that of ``side``. The last half sentence is the command.
+    """
+    epoch, base = epoch_in(key), base_of(key)
+    behind = peer if peer_epoch < epoch else side
+    return (
+        f"{side} is in epoch {epoch} of {base!r}, {peer} in {peer_epoch}: KV of other weights is "
+        f"not handed over; once both have the same weights, run on {behind}: "
+        f"kvd epoch {shlex.quote(base)} {max(epoch, peer_epoch)}"
+    )
 
 
 def bad_name(namespace: str, side: str) -> Refusal | None:

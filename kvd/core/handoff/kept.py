@@ -138,6 +138,13 @@ def note_taken(keeper: SendPart, part: SendPart, at_s: float) -> bool:
     return bool(keeping.limit) and keeping.takers >= keeping.limit
 
 
+def is_taken_here(part: SendPart, message: client.KeepRoom) -> bool:
+    """Whether another session of this node may end the room, as the one that it is kept for."""
+    keeping = part.keeping
+    is_for_one = keeping is not None and keeping.limit == 1
+    return is_for_one and message.ttl_s == 0 and part.aux is not None
+
+
 def follow_keeper(part: SendPart, keeper: SendPart) -> None:
     """One that takes the room has all that its engine has said so far."""
     part.cursor_tokens, part.after, part.aux = keeper.cursor_tokens, keeper.after, keeper.aux
@@ -162,10 +169,17 @@ class KeptRooms:
         self._out = out
 
     def keep_room(self, session: int, message: client.KeepRoom) -> Refusal | None:
-        """Its engine keeps a room for so long from now on, or ends it."""
+        """Its engine keeps a room for so long from now on, or ends it.
+
+        An engine of this node that was to receive it needs no handoff: it says so by ending it.
+        """
         side, now_s = self._settings.name, self._out.at_s
         part = self._sends.rooms.by_room.get(message.room)
-        if part is None or part.keeping is None or part.session != session:
+        if (
+            part is None
+            or part.keeping is None
+            or not (part.session == session or is_taken_here(part, message))
+        ):
             served = self._sends.served_rooms.served(message.room, now_s)
             what = f"no room {message.room} is kept here for this session: it is over, or was "
             what += "opened without ttl_s and takers"
@@ -185,6 +199,9 @@ class KeptRooms:
         # Answered first: it tells who takes it now, and what ends with it comes behind.
         self._out.answer(session, room_kept(message.call, 0.0, part, self._sends.rooms, now_s))
         why = f"the prefill engine ended room {message.room}"
+        if part.session != session:
+            part.keeping.takers += 1
+            why = f"session {session} of this node has what room {message.room} was kept for"
         self._sends.end_kept(part, Refusal(Code.ABORTED, why, side=side))
         return None
 
@@ -242,7 +259,7 @@ class KeptRooms:
             return not_for(keeper.room, keeper.awaited.destination, peer, side)
         if keeper.keeping is not None and keeper.keeping.over is not None:
             return keeper.keeping.over
-        refusal = disagreement(offer, engine, self._payload, side)
+        refusal = disagreement(offer, peer, engine, self._payload, side)
         if refusal is not None:
             turned_away(keeper, peer, refusal, self._out.at_s)
         return refusal or no_place(

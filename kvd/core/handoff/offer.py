@@ -411,11 +411,11 @@ def not_reached(engine: SendingEngine, payload: Payload, side: str) -> Refusal |
 
 
 def disagreement(
-    offer: Offer, engine: SendingEngine, payload: Payload, side: str
+    offer: Offer, peer: str, engine: SendingEngine, payload: Payload, side: str
 ) -> Refusal | None:
     """How the two sides' prompts differ; None when they are the same, and there to be sent."""
     if offer.epoch != epoch_in(engine.namespace):
-        return other_epoch(engine.namespace, offer.epoch, side)
+        return other_epoch(engine.namespace, peer, offer.epoch, side)
     if offer.prompt_tokens != engine.prompt_tokens:
         difference = (
             f"the decode side has a prompt of {offer.prompt_tokens} tokens, "

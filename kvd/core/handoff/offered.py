@@ -141,7 +141,7 @@ class OfferReader:
             return expired or self._sends.served_rooms.refusal(offer.room, asked_s, now_s)
         if part.keeping is not None:
             return self._kept.not_for_taker(part, peer.name, offer)
-        refusal = disagreement(offer, part.engine, self._payload, self._settings.name)
+        refusal = disagreement(offer, peer.name, part.engine, self._payload, self._settings.name)
         if refusal is not None:
             turned_away(part, peer.name, refusal, self._out.at_s)
         return refusal

@@ -142,7 +142,10 @@ class HandoffPart:
 class NamedRequest:
     """A request id, and what it was asked for: a call for anything else is another one."""
 
-    __slots__ = ("digest", "id", "lease", "n_tokens", "namespace", "pages", "verb")
+    __slots__ = (
+        *("cache", "digest", "have_tokens", "id", "lease", "n_tokens", "namespace", "pages"),
+        "verb",
+    )
 
     def __init__(
         self,
@@ -154,6 +157,7 @@ class NamedRequest:
         n_tokens: int,
         lease: int = 0,
         pages: Pages = NO_PAGES,
+        cache: bool = True,
     ) -> None:
         self.id = request_id
         self.verb = verb
@@ -167,6 +171,10 @@ class NamedRequest:
         """The lease that was sent, or the arena that is sent from or received into."""
         self.pages = pages
         """Of an arena."""
+        self.have_tokens = 0
+        """The first of its pages is for the tokens behind these."""
+        self.cache = cache
+        """Whether what is written into its lease may be found by others."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

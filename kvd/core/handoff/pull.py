@@ -12,8 +12,10 @@ what follows is a handoff like any other, of so many tokens::
 
 Where the source has no more than is cached here, no room is named, and the lease is had at once.
 ``AskPrefix`` is repeated until it is answered; the source answers a repetition with what it said
-before (``PullTickets``). Who has given up says ``Withdrawn`` for the room, and the lock over there
-goes at once; without that it goes at the deadline, or with the link.
+before (``PullTickets``). A receive that has to wait for memory here goes on asking, more rarely:
+so its source keeps the room, or says what it has now, and then the receive is made anew. Who has
+given up says ``Withdrawn`` for the room, and the lock over there goes at once; without that it goes
+soon, or with the link.
 
 This file is the decode side of it, ``pull_source`` the other.
 
@@ -38,6 +40,7 @@ from kvd.wire import client
 from kvd.wire.peer import AskPrefix, PrefixFound, Withdrawn
 
 if TYPE_CHECKING:
+    from kvd.core.handoff.parts import ReceiveAttempt
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.receive_requests import ReceiveRequests
     from kvd.core.leases.lease_table import LeaseTable
@@ -51,6 +54,9 @@ NO_ROOM: Final = 0
 
 MOST_ASKS = 1024
 """Of this node at a time; each keeps its prompt."""
+
+ASKS_WHILE_QUEUED = 4
+"""In the time that a source keeps a room for which no Offer has come, by this node's figure."""
 
 
 def unfit(leases: LeaseTable, side: str) -> Refusal | None:
@@ -68,15 +74,20 @@ def unfit(leases: LeaseTable, side: str) -> Refusal | None:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PullAsk:
-    """A receive whose source has not said yet what it has."""
+    """A receive whose source has not said yet what it has, or that waits for memory since.
+
+    ``attempt`` and ``room``: what its answer was made to, while that waits.
+    """
 
     __slots__ = (
+        "attempt",
         "deadline_s",
         "id",
         "message",
         "peer",
         "resend_gap_s",
         "resend_s",
+        "room",
         "session",
         "since_s",
         "tokens",
@@ -102,6 +113,8 @@ class PullAsk:
         self.deadline_s = deadline_s
         self.resend_s = since_s
         self.resend_gap_s = 0.0
+        self.attempt: ReceiveAttempt | None = None
+        self.room = NO_ROOM
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -110,6 +123,8 @@ class PullAsks:
 
     def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
         self.by_id: dict[int, PullAsk] = {}
+        self.queued: dict[int, PullAsk] = {}
+        """Answered, and their receives wait for memory, or did a moment ago."""
         self._settings = settings
         self._leases = leases
         self._peers = peers
@@ -209,9 +224,6 @@ class PullAsks:
             why = f"ask {ask.id} was put to {ask.peer}, and {peer.name} has answered it"
             refusal = Refusal(Code.BAD_REQUEST, why, side=self._settings.name)
             self._peers.reject(peer.link, peer.incarnation, refusal)
-        if message.room != NO_ROOM:
-            # The lock over there is for nobody.
-            self.withdraw(peer, message.room, Code.CANCELLED.value)
         return None
 
     def withdraw(self, peer: Peer, room: int, why: str) -> None:
@@ -220,6 +232,34 @@ class PullAsks:
         self._out.send(
             peer.link, Withdrawn(source=mine, target=peer.incarnation, room=room, reason=why)
         )
+
+    def note_epochs(self, peer: Peer, ask: PullAsk, why: Refusal) -> None:
+        """What a source has refused, where that is for our epoch."""
+        self._peers.heard_epochs(peer, ask.message.namespace, why)
+
+    def keep(self, ask: PullAsk, attempt: ReceiveAttempt, room: int) -> None:
+        """What it was answered with waits for memory: its source is asked again now and then."""
+        ask.attempt, ask.room = attempt, room
+        ask.resend_gap_s = self._settings.pull_offer_s / ASKS_WHILE_QUEUED
+        ask.resend_s = self._out.at_s + ask.resend_gap_s
+        self.queued[ask.id] = ask
+
+    def repeat_queued(self) -> None:
+        """Ask again for what still waits for memory, where it is time; the others are over."""
+        now_s = self._out.at_s
+        for ask in list(self.queued.values()):
+            if ask.attempt is None or ask.attempt.waiter is None:
+                del self.queued[ask.id]
+            elif ask.resend_s <= now_s:
+                gap_s = ask.resend_gap_s
+                self.say(ask)
+                ask.resend_s, ask.resend_gap_s = now_s + gap_s, gap_s
+
+    def unqueue(self, ask: PullAsk) -> ReceiveAttempt | None:
+        """It is no longer among those; what of it still waits for memory."""
+        del self.queued[ask.id]
+        attempt, ask.attempt = ask.attempt, None
+        return attempt if attempt is not None and attempt.waiter is not None else None
 
     def overdue(self) -> list[PullAsk]:
         """Those whose time is over, taken out."""
@@ -258,6 +298,9 @@ class PullAsks:
             f"{self._out.at_s - ask.since_s:.1f} s for {self.waits_for(ask)}",
             side=self._settings.name,
         )
+
+
+_UNWANTED: Final = Refusal(Code.CANCELLED, "nobody waits for the answer of that ask any more")
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -319,11 +362,20 @@ class Pulls:
 
     def prefix_found(self, peer: Peer, message: PrefixFound) -> None:
         """The source of a pull has said what it has, and waits for an Offer in that room."""
-        ask = self.asks.answered(peer, message)
+        queued = self.asks.queued.get(message.ask)
+        if queued is not None and queued.peer == peer.name:
+            if message.room == queued.room:
+                return  # it is kept, and waits for our Offer
+            ask = self._unqueued(queued)
+        else:
+            ask = self.asks.answered(peer, message)
         if ask is None:
+            if message.room != NO_ROOM:
+                self._requests.withdraw_room(message.room, peer.name, _UNWANTED)
             return
         if message.refusal is not None:
             why = message.refusal
+            self.asks.note_epochs(peer, ask, why)
             said = f"{peer.name} sends nothing of the prompt: {why.message}"
             self._end_pull(ask, Refusal(why.code, said, side=peer.name, numbers=why.numbers))
             return
@@ -340,7 +392,29 @@ class Pulls:
             rest_s = ask.deadline_s - self._out.at_s
             known = _upto(ask, n_tokens, message.room, rest_s)
             tokens = Tokens(ask.tokens[: n_tokens * ID_BYTES])
-            self._requests.receive(ask.session, known, tokens, is_pulled=True)
+            attempt = self._requests.receive(ask.session, known, tokens, is_pulled=True)
+            if attempt.waiter is not None:
+                self.asks.keep(ask, attempt, message.room)
+
+    def _unqueued(self, ask: PullAsk) -> PullAsk | None:
+        """The source has another answer now than the one that a receive waits for memory with.
+
+        Not where the receive has its memory by now, or is over.
+        """
+        attempt = self.asks.unqueue(ask)
+        if attempt is None:
+            return None
+        self._requests.unqueue(attempt, f"{ask.peer} does not keep room {ask.room} any more")
+        return ask
+
+    def outlived(self, name: str) -> None:
+        """The daemon of that name was restarted, and knows none of its rooms: it is asked anew."""
+        for ask in [one for one in self.asks.queued.values() if one.peer == name]:
+            attempt = self.asks.unqueue(ask)
+            if attempt is not None:
+                self._requests.unqueue(attempt, f"{name} was restarted")
+                ask.resend_s, ask.resend_gap_s = self._out.at_s, self._settings.resend_s
+                self.asks.by_id[ask.id] = ask
 
     def _no_prefix(self, ask: PullAsk, message: PrefixFound) -> Refusal | None:
         """Why what the source sends is no first part of what it was asked for, in whole pages."""
@@ -428,6 +502,7 @@ class Pulls:
             self._end_pull(ask, self.asks.late(ask))
         for ask in self.asks.due():
             self._say_pull(ask)
+        self.asks.repeat_queued()
 
 
 def _upto(ask: PullAsk, n_tokens: int, room: int, deadline_s: float) -> client.ReceiveRequest:

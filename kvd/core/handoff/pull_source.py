@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import Claim, Shortage
+from kvd.core.cache.namespaces import name_in
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine
 from kvd.core.handoff.protocol import Prefill
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
+    from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
 
 P = Prefill
@@ -49,12 +51,16 @@ MOST_TICKETS = 1024
 class PullTicket:
     """What a peer was told of one ask, and the send that it got; none where there is nothing."""
 
-    __slots__ = ("answer", "incarnation", "part")
+    __slots__ = ("answer", "incarnation", "part", "until_s")
 
-    def __init__(self, answer: PrefixFound, incarnation: str, part: SendPart | None) -> None:
+    def __init__(
+        self, answer: PrefixFound, incarnation: str, part: SendPart | None, until_s: float = 0.0
+    ) -> None:
         self.answer = answer
         self.incarnation = incarnation
         self.part = part
+        self.until_s = until_s
+        """When the receive is over at the latest, as was said first."""
 
     @property
     def is_open(self) -> bool:
@@ -97,8 +103,9 @@ class PullSource:
     """What is pulled from this node, and how much of it at a time.
 
     What a pull locks is bounded: so many pulls, and so many pages, of one peer and of all. A lock
-    ends with its Offer's handoff, with its peer, or ``pull_offer_s`` after the ask where no Offer
-    has come, and until that comes it gives way to engines of this node.
+    ends with its Offer's handoff, with its peer, or ``pull_offer_s`` after the last time that it
+    was asked for where no Offer has come, and until that comes it gives way to engines of this
+    node. Asking again prolongs it to the deadline that was said first, and no further.
     """
 
     def __init__(
@@ -127,7 +134,16 @@ class PullSource:
                 answer = self._prefix(peer, message.ask, refusal=found)
                 found = PullTicket(answer, peer.incarnation, None)
             self.tickets.add(ticket := found)
+        else:
+            self._keep_on(ticket)
         self._out.send(peer.link, ticket.answer)
+
+    def _keep_on(self, ticket: PullTicket) -> None:
+        """Its puller waits for memory, and lives: it says so by asking again."""
+        part = ticket.part
+        if part is not None and part.state is P.AWAIT_OFFER:
+            longer_s = self._out.at_s + self._settings.pull_offer_s
+            part.deadline_s = max(part.deadline_s, min(longer_s, ticket.until_s))
 
     def _unpulled(self, message: AskPrefix) -> Refusal | None:
         """Why nothing is looked up for it."""
@@ -167,7 +183,8 @@ class PullSource:
         self._leases.release(lease, PULLER, "pull")
         self._leases.let_give_way(lease, holder)
         answer = self._prefix(peer, message.ask, room=lease.room, n_tokens=n_tokens)
-        ticket = PullTicket(answer, peer.incarnation, part)
+        until_s = self._sends.deadline_of(message.deadline_s)
+        ticket = PullTicket(answer, peer.incarnation, part, until_s)
         self._open.append(ticket)
         return ticket
 
@@ -284,6 +301,17 @@ class PullSource:
         """The puller is silent."""
         refusal = reader_silent(peer, self._out.at_s, self._settings)
         self._end_pulls(peer.incarnation, refusal)
+
+    def end_unreadable(self, peers: Peers) -> None:
+        """What a peer may pull has changed: what it may not any more is not sent to its end."""
+        for ticket in self.open_pulls():
+            part = ticket.part
+            if part is None or part.engine is None:
+                continue
+            namespace = name_in(part.engine.lease.namespace)
+            refusal = peers.not_to_read(part.awaited.destination, namespace)
+            if refusal is not None:
+                self._sends.give_up_send(part, refusal)
 
     def _end_pulls(self, incarnation: str, refusal: Refusal) -> None:
         """A peer that has not offered pages for what it pulls will not."""

@@ -230,6 +230,8 @@ class Decoder:
         elif is_delivered:
             self._offered_or_receiving_to_verifying(part, message)
         else:
+            if part.attempt.lease is not None:
+                self._peers.heard_epochs(peer, part.attempt.lease.namespace, why)
             self._offered_or_receiving_to_closed(part, T.SETTLED, why.message)
             self._end(part, message.outcome, why, cause="settled", doubt=doubt)
 

@@ -100,7 +100,7 @@ class ReceiveRequests:
         *,
         request: NamedRequest | None = None,
         is_pulled: bool = False,
-    ) -> None:
+    ) -> ReceiveAttempt:
         """The engine wants a prompt's KV from known peers: queue for room."""
         attempt = self._new_attempt(session, message, count(tokens), request)
         attempt.is_pulled = is_pulled
@@ -127,12 +127,13 @@ class ReceiveRequests:
         lease = None if self.offers.awaits(attempt) else self._admission.at_once(claim)
         if isinstance(lease, LeaseRecord):
             self.queued_to_offered(attempt, lease, message.call)
-            return
+            return attempt
         asker = ReceiveAsker(self, attempt, message.call)
         # The waiter is what says that it is queued: set before ``submit``, which may refuse or
         # admit it in this call.
         attempt.waiter = Waiter(claim, attempt.deadline_s, asker)
         self._admission.submit(attempt.waiter, lease)
+        return attempt
 
     def _into_arena(
         self, claim: Claim, attempt: ReceiveAttempt, message: client.ReceiveRequest
@@ -212,6 +213,17 @@ class ReceiveRequests:
         for part in attempt.parts:
             self.withdraw_room(part.room, part.peer, why)
             self._receives.tell_ended(part, ReceiveOutcome.REFUSED, why)
+        del self._receives.attempts[attempt.id]
+        attempt.parts = ()
+
+    def unqueue(self, attempt: ReceiveAttempt, why: str) -> None:
+        """One that waits will be asked for otherwise: it is gone, and nobody hears of it."""
+        assert attempt.waiter is not None
+        self._admission.withdraw(attempt.waiter)
+        attempt.waiter = None
+        for part in attempt.parts:
+            self._receives.move_part(part, T.GIVEN_UP, why)
+            del self._receives.parts[part.id]
         del self._receives.attempts[attempt.id]
         attempt.parts = ()
 

@@ -59,7 +59,7 @@ def received_request(message: client.ReceiveRequest, tokens: Tokens) -> NamedReq
     """What a receive is called; None: nothing."""
     if not message.request_id:
         return None
-    return NamedRequest(
+    named = NamedRequest(
         message.request_id,
         verb="receive",
         namespace=message.namespace,
@@ -67,7 +67,10 @@ def received_request(message: client.ReceiveRequest, tokens: Tokens) -> NamedReq
         n_tokens=count(tokens),
         lease=message.arena,
         pages=Pages(message.pages),
+        cache=message.cache,
     )
+    named.have_tokens = message.have_tokens
+    return named
 
 
 def sends_prompt_of(lease: LeaseRecord, tokens: Tokens, namespace: str) -> bool:
@@ -98,6 +101,12 @@ def other_request(first: NamedRequest, now: NamedRequest, room: int, side: str) 
     elif (now.pages or first.pages) and (now.lease, now.pages) != (first.lease, first.pages):
         code, what = Code.BAD_PAGES, "it names other pages of an arena"
         numbers |= {"first_pages": count(first.pages), "pages": count(now.pages)}
+    elif now.have_tokens != first.have_tokens:
+        code, what = Code.BAD_PAGES, "the pages of its arena are for other tokens of the prompt"
+        numbers |= {"first_have_tokens": first.have_tokens, "have_tokens": now.have_tokens}
+    # One lease would be both: what the one keeps out of the cache the other puts into it.
+    elif now.cache != first.cache:
+        code, what = Code.DUPLICATE_ROOM, f"it said cache={first.cache}, this says {now.cache}"
     if not what:
         return None
     return Refusal(

@@ -236,7 +236,7 @@ class Rooms:
             elif chosen is not None:
                 turned.append(TurnedAway(part, taken(chosen, self._side)))
             else:
-                refusal = disagreement(part.offer, engine, self._payload, self._side)
+                refusal = disagreement(part.offer, part.peer, engine, self._payload, self._side)
                 if refusal is None:
                     chosen = part
                 # The named peer has another prompt, or pages are missing here: the engine has to

@@ -376,6 +376,9 @@ class Prefiller:
 
     def refuse_part(self, part: SendPart, refusal: Refusal) -> None:
         """The two sides do not agree."""
+        peer = self._peers.by_incarnation.get(part.incarnation)
+        if peer is not None:
+            self._peers.note_epochs(peer, refusal)
         part.outcome = ReceiveOutcome.REFUSED
         self._await_engine_to_settled(part, T.REFUSED, refusal.message, refusal)
 

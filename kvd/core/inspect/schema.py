@@ -428,6 +428,7 @@ PEER: StateTable[PeerRow, PeerState] = StateTable(
     StateField("delivered", "count", "", "counter"),
     StateField("failed", "count", "", "counter"),
     StateField("trouble", "text", lambda node, one: node.peers.trouble(one.name)),
+    StateField("epochs", "text", lambda node, one: node.peers.other_epoch(one.name)),
     # What the snapshot alone has.
     StateField("", "count", "live_receives", wire="open_receives"),
     StateField("", "count", "live_sends", wire="open_sends"),

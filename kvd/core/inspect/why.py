@@ -664,6 +664,8 @@ def of_peer(node: NodeView, name: str) -> Explanation | Refusal:
         ):
             if said.why != trouble and now_s - said.at_s < RECENT_S:
                 facts.append(f"{what} {now_s - said.at_s:.1f} s ago: {said.why}")
+    other_epoch = peers.other_epoch(name)
+    facts += [other_epoch] if other_epoch else []
     facts += _peer_facts(node, peer) if peer is not None else []
     facts += plain_facts(node, PEER, peer_rows(node)[name])
     quarantined = [

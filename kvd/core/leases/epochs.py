@@ -29,9 +29,9 @@ from kvd.core.cache.namespaces import (
     bad_name,
     base_of,
     epoch_in,
+    epochs_differ,
     key_of,
     name_in,
-    quoted,
 )
 from kvd.errors import Code, Refusal
 from kvd.wire import admin, client, events
@@ -98,8 +98,7 @@ class Epochs:
             return self.internal(namespace)
         return Refusal(
             Code.PROMPT_MISMATCH,
-            f"{peer} asks in epoch {epoch} of {base_of(namespace)!r}, {self.name} is in {now}: "
-            "KV of other weights is not sent; say the same epoch on both",
+            epochs_differ(key_of(namespace, now), side=self.name, peer=peer, peer_epoch=epoch),
             side=self.name,
             numbers={"epoch": now, "peer_epoch": epoch},
         )
@@ -206,16 +205,13 @@ def begin_epoch(
     sends.end_base(base, why)
 
 
-def other_epoch(key: str, peer_epoch: int, side: str) -> Refusal:
+def other_epoch(key: str, peer: str, peer_epoch: int, side: str) -> Refusal:
     """Why a prompt of ours is not the one that a peer offers pages for."""
-    mine = epoch_in(key)
     return Refusal(
         Code.PROMPT_MISMATCH,
-        f"the decode side asks in epoch {peer_epoch}, the prompt here is of {quoted(key)}"
-        f"{'' if mine else ', epoch 0'}: KV of other weights is not sent; say the same epoch on "
-        "both",
+        epochs_differ(key, side=side, peer=peer, peer_epoch=peer_epoch),
         side=side,
-        numbers={"epoch": mine, "peer_epoch": peer_epoch},
+        numbers={"epoch": epoch_in(key), "peer_epoch": peer_epoch},
     )
 
 

@@ -35,10 +35,22 @@ def allowed_by_name(entries: Iterable[str]) -> dict[str, frozenset[str]]:
     return found
 
 
+def unlisted(allowed: dict[str, frozenset[str]], peer: str, side: str) -> Refusal | None:
+    """Why a peer may exchange nothing; None where it is listed, or nobody is."""
+    if not allowed or peer in allowed:
+        return None
+    why = f"{peer!r} is not in peers.allow of {side}"
+    return Refusal(Code.PEER_UNKNOWN, why, side=side)
+
+
 def unreadable(
     allowed: dict[str, frozenset[str]], peer: str, namespace: str, side: str
 ) -> Refusal | None:
     """Why a peer may not pull from this namespace; None where it may."""
+    # The list may have been another one when it said Hello.
+    refusal = unlisted(allowed, peer, side)
+    if refusal is not None:
+        return refusal
     readable = allowed.get(peer, EVERY)
     if not readable or namespace in readable or base_of(namespace) in readable:
         return None

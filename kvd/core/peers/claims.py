@@ -69,9 +69,10 @@ class NameClaims:
             return Refusal(
                 Code.PEER_STALE,
                 f"incarnation {short(source)} of {holder.name} was silent, and "
-                f"{short(holder.incarnation)} has its name since: its messages are not acted on; "
-                "kvd fence there, or a restart, ends what it had under way, and then it may come "
-                "back when the other is gone",
+                f"{short(holder.incarnation)} has its name since: its messages are not acted on. "
+                f"Stop one of the two; if {short(source)} is to stay, run kvd fence on its host, "
+                "or restart it: that ends what it had under way, and then it comes back once the "
+                "other is gone",
                 side=side,
             )
         if holder.home == message.home:

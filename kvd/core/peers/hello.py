@@ -44,9 +44,8 @@ nobody restarts as often. What is above that is heard with the next Hello."""
 class KnownPeers(Protocol):
     """Who is known already, as far as a Hello is measured by it."""
 
-    @property
-    def allowed(self) -> Mapping[str, frozenset[str]]:
-        """Who may speak, by name; empty: anybody."""
+    def unlisted(self, peer: str) -> Refusal | None:
+        """Why a node of that name may exchange nothing; None: it may."""
 
     @property
     def by_name(self) -> Mapping[str, Peer]:
@@ -91,12 +90,9 @@ def unwelcome(message: Hello, link: str, peers: KnownPeers, mine: Settings) -> R
             numbers={"theirs": message.protocol, "ours": PROTOCOL},
         )
     # Before its name is looked up or kept: who may not speak leaves no trace but this refusal.
-    if peers.allowed and message.node not in peers.allowed:
-        return Refusal(
-            Code.PEER_UNKNOWN,
-            f"{message.node!r} is not in peers.allow of {mine.name}",
-            side=mine.name,
-        )
+    refusal = peers.unlisted(message.node)
+    if refusal is not None:
+        return refusal
     # Names are kept, so a stranger that invents names must meet a limit; known ones always may.
     if message.node not in peers.by_name and len(peers.by_name) >= MAX_PEERS:
         return Refusal(

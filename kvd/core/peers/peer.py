@@ -147,6 +147,8 @@ class Peer:
     news: float = 0.0
     """New processes and generations of it that were believed lately, as of ``news_s``."""
     news_s: float = 0.0
+    epochs: Heard = UNHEARD
+    """That something was not handed over because it is in another epoch of a model."""
     refused: Heard = UNHEARD
     """Why a Hello in its name was refused last."""
     refuses: Heard = UNHEARD

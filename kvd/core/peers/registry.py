@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 from kvd.core import effects
+from kvd.core.cache.namespaces import epoch_in, epochs_differ
 from kvd.core.layout.spec import fingerprint
 from kvd.core.peers.agents import Agents
-from kvd.core.peers.allowed import allowed_by_name, unreadable
+from kvd.core.peers.allowed import allowed_by_name, unlisted, unreadable
 from kvd.core.peers.claims import NameClaims, replace
 from kvd.core.peers.compatibility import read_layout
 from kvd.core.peers.hello import NEWS_AT_ONCE, NEWS_PER_S, NODE, unwelcome
@@ -61,6 +62,15 @@ LOOPBACK: Final = re.compile(r"localhost|\[::1\]|127(?:\.\d{1,3}){3}")
 
 MAX_TOLD: Final = 1024
 """Kept at most; strangers may invent any number. Above it all are told anew."""
+
+
+EPOCHS_RECENT_S = 600.0
+"""So long it is shown that something was not handed over for its epoch."""
+
+
+def is_for_epoch(refusal: Refusal) -> bool:
+    """Whether two nodes are in different epochs."""
+    return refusal.code is Code.PROMPT_MISMATCH and "peer_epoch" in refusal.numbers
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -411,6 +421,40 @@ class Peers:
     def allow(self, entries: tuple[str, ...]) -> None:
         """An operator has changed ``peers.allow``: it holds for what is asked from now on."""
         self.allowed = allowed_by_name(entries)
+
+    def note_epochs(self, peer: Peer, refusal: Refusal) -> None:
+        """We have refused it something; where that is for its epoch, whoever asks is told."""
+        if is_for_epoch(refusal):
+            self._note_epochs(peer, refusal.message)
+
+    def heard_epochs(self, peer: Peer, key: str, refusal: Refusal) -> None:
+        """The same where it has refused us something of the namespace ``key``.
+
+        In our own words, because they name a command: of what it says the number alone is taken.
+        """
+        theirs = refusal.numbers.get("epoch")
+        if is_for_epoch(refusal) and type(theirs) is int and theirs != epoch_in(key):
+            mine = self._settings.name
+            self._note_epochs(
+                peer, epochs_differ(key, side=mine, peer=peer.name, peer_epoch=theirs)
+            )
+
+    def _note_epochs(self, peer: Peer, why: str) -> None:
+        peer.epochs = Heard(why, self._out.at_s)
+        self.complaints.tell(
+            peer.link, peer.incarnation, Code.PROMPT_MISMATCH, why, what="another epoch"
+        )
+
+    def other_epoch(self, name: str) -> str:
+        """That it was lately in another epoch of a model than we are; empty where it was not."""
+        peer = self.by_name.get(name)
+        if peer is None or self._out.at_s - peer.epochs.at_s >= EPOCHS_RECENT_S:
+            return ""
+        return peer.epochs.why
+
+    def unlisted(self, peer: str) -> Refusal | None:
+        """Why it may exchange nothing with this node."""
+        return unlisted(self.allowed, peer, self._settings.name)
 
     def not_to_read(self, peer: str, namespace: str) -> Refusal | None:
         """Why a peer may not pull what is cached in a namespace."""

@@ -9,11 +9,12 @@ import pytest
 
 from kvd.client import Code, KvdError
 from kvd.connectors.vllm.log import TOLD_EVERY_S
-from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, MEET_WITHIN_S
+from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, MEET_WITHIN_S, NAMED_WITHIN_S
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.sessions import RETRY_S, UNFIT_RETRY_S
+from kvd.connectors.vllm.weights import UnknownWeights
 from tests.connectors.vllm.stand_ins import BLOCK, MiniEngine, Request, StandInNode, refusal
 from tests.connectors.vllm.world import World, WorldEngine
 
@@ -116,6 +117,70 @@ def test_a_step_waits_once_for_all_its_requests():
     assert time.perf_counter() - began_s < 0.1
     node.holds = False
     node.come()
+
+
+class Adapter:
+    """What a request's adapter is known by, when somebody has found it out."""
+
+    name = None
+    is_unknown = False
+
+    def poll(self):
+        if self.is_unknown:
+            raise UnknownWeights("it was replaced")
+        return self.name
+
+
+def test_a_request_waits_for_the_files_of_its_adapter_and_the_engine_does_not(engine, world):
+    adapter = Adapter()
+    request = engine.add(Request(1, PROMPT), lora=adapter)
+    other = engine.add(Request(2, PROMPT))
+    engine.steps(2)
+    assert request in engine.waiting
+    assert other.num_computed_tokens == 2 * engine.chunk
+    adapter.name = "ad-1"
+    engine.steps(8)
+    assert request.num_computed_tokens == len(PROMPT)
+    for one in (request, other):
+        engine.finish(one)
+    engine.steps(3)
+    assert {key[1] for key in world.cached} == {"model", "model#lora=ad-1"}
+    # Each is found by its own kind.
+    engine.loaded_tokens = 0
+    engine.add(Request(3, PROMPT), lora=adapter)
+    engine.steps(3)
+    assert engine.loaded_tokens == len(PROMPT) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("params", [None, SENDS, MEETS], ids=["plain", "sends", "meets"])
+@pytest.mark.parametrize("end", ["late", "unknown", "aborted", "reset", "restarted", "all"])
+def test_a_request_whose_adapter_is_not_known_is_computed_and_saved_nowhere(
+    engine, world, end, params
+):
+    adapter = Adapter()
+    engine.step()
+    request = engine.add(Request(1, PROMPT, params), lora=adapter)
+    engine.step()
+    assert request in engine.waiting
+    match end:
+        case "late":
+            engine.clock_s += NAMED_WITHIN_S
+        case "unknown":
+            adapter.is_unknown = True
+        case "aborted":
+            engine.finish(request)
+        case "reset":
+            engine.update_weights()
+        case "restarted":
+            world.kill()
+            world.start(same_memory=True)
+            adapter.name = "ad-1"
+        case "all":
+            engine.computes_all = True
+    engine.steps(6)
+    assert request.num_computed_tokens == (0 if end == "aborted" else len(PROMPT))
+    assert not world.cached
+    assert not world.leases
 
 
 def test_a_look_up_is_waited_for_50_ms(engine, world):

@@ -330,6 +330,29 @@ def test_who_decodes_computes_where_nothing_comes_and_leaves_nothing(tmp_path, e
             decode.half.finished(request)
 
 
+@pytest.mark.parametrize("end", ["decoded", "aborted", "prefix"])
+def test_what_is_decoded_where_it_was_prefilled_is_kept_no_longer(tmp_path, engine_of, end):
+    """Both engines have one daemon: the prompt is found in its cache, and nobody comes for it."""
+    sends = {"do_remote_decode": True, "do_remote_prefill": False}
+    with one_daemon(tmp_path, POOL) as daemon:
+        prefill = engine_of(daemon)
+        decode = engine_of(daemon, save="none" if end == "prefix" else "all")
+        for number in (1, 3):
+            found, told = prefill.run(Request(number, [number, *PROMPT], sends))
+            assert found == 0
+            assert len(leases_of(daemon)) == 1, "kept for who decodes it"
+            request = Request(number + 1, [number, *PROMPT], told)
+            decode.half.arrived(request, lora=None, extra={})
+            if end == "aborted":
+                decode.step()
+            else:
+                assert decode.matched(request)[0] == 128
+                decode.compute(request)
+            decode.half.finished(request)
+            decode.idle()
+            assert leases_of(daemon) == []
+
+
 def test_a_prompt_is_handed_over_by_the_first_request_of_an_engine(tmp_path, engine_of):
     sends = {"do_remote_decode": True, "do_remote_prefill": False}
     with two_daemons(tmp_path, POOL) as pair:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -251,77 +252,106 @@ def lora(path, name="ad", number=1, *, inplace=False, is_3d=False):
     )
 
 
+def known_as(adapters, adapter, within_s=5.0):
+    """Its name; None: nobody knows these weights."""
+    return answer_of(adapters.ask(adapter), within_s)
+
+
+def answer_of(question, within_s=5.0):
+    end_s = time.monotonic() + within_s
+    try:
+        while (name := question.poll()) is None:
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+    except UnknownWeights:
+        return None
+    return name
+
+
 def test_an_adapter_is_known_by_its_files_and_not_by_its_name(model, tmp_path, adapters):
     other = tmp_path / "other"
     shutil.copytree(model, other)
-    known = adapters().known_as(lora(model))
+    known = known_as(adapters(), lora(model))
     assert known.startswith("ad-")
-    assert adapters().known_as(lora(other, number=7)) == known
+    assert known_as(adapters(), lora(other, number=7)) == known
     rewrite(other / "model.safetensors", b"other")
-    assert adapters().known_as(lora(other)) != known
-    assert adapters().known_as(lora(model, is_3d=True)) != known
-    assert adapters(rules="s").known_as(lora(model)) != known
+    assert known_as(adapters(), lora(other)) != known
+    assert known_as(adapters(), lora(model, is_3d=True)) != known
+    assert known_as(adapters(rules="s"), lora(model)) != known
 
 
 def test_a_number_that_had_two_paths_is_known_by_neither(model, tmp_path, adapters):
     other = tmp_path / "other"
     shutil.copytree(model, other)
     mine = adapters()
-    assert mine.known_as(lora(model))
-    assert mine.known_as(lora(other)) is None
+    assert known_as(mine, lora(model))
+    assert known_as(mine, lora(other)) is None
     assert "adapter 1" in mine.flaws.pop("ad")
-    assert mine.known_as(lora(model)) is None, "it may have been loaded from the other one"
-    assert mine.known_as(lora(other, number=2))
+    assert known_as(mine, lora(model)) is None, "it may have been loaded from the other one"
+    assert known_as(mine, lora(other, number=2))
 
 
 def test_what_is_loaded_in_place_is_not_known_then_or_later(model, adapters):
     mine = adapters()
-    assert mine.known_as(lora(model))
-    assert mine.known_as(lora(model, inplace=True)) is None
-    assert mine.known_as(lora(model)) is None
-    assert mine.known_as(lora(model, number=2)), "another number is loaded from the files"
+    assert known_as(mine, lora(model))
+    assert known_as(mine, lora(model, inplace=True)) is None
+    assert known_as(mine, lora(model)) is None
+    assert known_as(mine, lora(model, number=2)), "another number is loaded from the files"
 
 
 def test_an_adapter_whose_files_change_is_not_known_any_more(model, adapters):
     mine = adapters(since_ns=now_ns())
-    assert mine.known_as(lora(model))
+    assert known_as(mine, lora(model))
     rewritten(model)
-    assert mine.known_as(lora(model)) is None
+    assert known_as(mine, lora(model)) is None
     assert "since this engine began" in mine.flaws["ad"]
-    assert mine.known_as(lora(model, number=2)) is None
+    assert known_as(mine, lora(model, number=2)) is None
 
 
 def test_one_that_came_after_the_engine_is_known_by_its_path_alone_if_its_user_says_so(
     model, adapters
 ):
     early = time.time_ns() - 10**12
-    assert adapters(since_ns=early).known_as(lora(model)) is None
+    assert known_as(adapters(since_ns=early), lora(model)) is None
     by_path = adapters(since_ns=early, by_path=True)
-    assert by_path.known_as(lora(model))
-    assert by_path.known_as(lora(f"{model}2", number=2)) != by_path.known_as(lora(model))
+    assert known_as(by_path, lora(model))
+    assert known_as(by_path, lora(f"{model}2", number=2)) != known_as(by_path, lora(model))
 
 
 @pytest.mark.parametrize("path", ["meta/adapter", "/nowhere"])
 def test_an_adapter_that_is_no_directory_is_not_known(path, adapters):
     mine = adapters()
-    assert mine.known_as(lora(path)) is None
+    assert known_as(mine, lora(path)) is None
     assert "no directory" in mine.flaws["ad"]
 
 
-def test_an_adapter_that_takes_long_to_read_is_known_later(model, adapters, monkeypatch):
-    read = weights.weight_files
+def test_an_adapter_that_takes_long_to_read_is_known_later_and_holds_nobody(
+    model, adapters, monkeypatch
+):
+    read, may_go_on = weights.weight_files, threading.Event()
 
     def slowly(path, *, since_ns):
-        time.sleep(0.2)
+        assert may_go_on.wait(10)
         return read(path, since_ns=since_ns)
 
     monkeypatch.setattr(weights, "weight_files", slowly)
-    monkeypatch.setattr(weights, "ADAPTER_WAIT_S", 0.01)
     mine = adapters()
-    assert mine.known_as(lora(model)) is None
     began_s = time.perf_counter()
-    assert mine.known_as(lora(model)) is None
-    assert time.perf_counter() - began_s < 0.1
-    while mine.known_as(lora(model)) is None:
-        time.sleep(0.01)
+    questions = [mine.ask(lora(model)) for _ in range(weights.MAX_QUESTIONS)]
+    assert [question.poll() for question in questions] == [None] * len(questions)
+    assert time.perf_counter() - began_s < 1, "it hangs, and nobody waits for it"
+    # Behind a file system that hangs no more than that wait.
+    with pytest.raises(UnknownWeights, match="not answered"):
+        mine.ask(lora(model)).poll()
+    mine.flaws.clear()
+    may_go_on.set()
+    (name,) = {answer_of(question) for question in questions}
+    assert known_as(mine, lora(model)) == name
     assert not mine.flaws
+
+
+def test_files_that_cannot_be_looked_at_are_nobodys(model, adapters, monkeypatch):
+    monkeypatch.setattr(weights, "_listed", lambda path: (_ for _ in ()).throw(OSError("stale")))
+    mine = adapters()
+    assert known_as(mine, lora(model)) is None
+    assert "stale" in mine.flaws["ad"]

@@ -272,6 +272,47 @@ def test_blocks_that_are_no_pages_are_refused(layers):
     assert refused.value.code == Code.LAYOUT_MISMATCH.value
 
 
+def of_kind(name, **fields):
+    return type(name, (), fields)()
+
+
+@pytest.mark.parametrize("kind", ["FullAttentionSpec", "MLAAttentionSpec"])
+def test_one_group_of_layers_whose_blocks_stay_is_served(kind):
+    layout.check_groups([of_kind(kind)])
+    layout.check_groups([of_kind(kind, non_causal=False)])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        # vLLM takes blocks of a request away while it runs, and puts its null block there: what is
+        # saved in their place would be found by shorter prompts, as their KV.
+        (["SlidingWindowSpec"], "SlidingWindowSpec"),
+        (["ChunkedLocalAttentionSpec"], "ChunkedLocalAttentionSpec"),
+        (["RSWASpec"], "RSWASpec"),
+        (["MambaSpec"], "MambaSpec"),
+        (["SpecOfALaterVersion"], "SpecOfALaterVersion"),
+        (["FullAttentionSpec", "SlidingWindowSpec"], "2 KV cache groups"),
+        ([], "0 KV cache groups"),
+    ],
+)
+def test_layers_whose_blocks_do_not_stay_are_refused(kinds, told):
+    with pytest.raises(KvdError, match=told) as refused:
+        layout.check_groups([of_kind(kind) for kind in kinds])
+    assert refused.value.code == Code.LAYOUT_MISMATCH.value
+
+
+def test_layers_that_attend_to_later_tokens_are_refused():
+    """VLLM turns its own prefix cache off for these: a prefix has no KV of its own."""
+    with pytest.raises(KvdError, match="attend to later tokens"):
+        layout.check_groups([of_kind("FullAttentionSpec", non_causal=True)])
+
+
+def test_a_block_whose_tokens_are_shared_among_ranks_is_refused():
+    with pytest.raises(KvdError, match="2 ranks share the tokens of a block"):
+        layout.check_groups([of_kind("FullAttentionSpec")], context_ranks=2)
+
+
 @pytest.mark.parametrize("device", ["cuda:0", "xpu:1", "hpu", "meta"])
 def test_an_engine_whose_blocks_are_on_a_device_does_not_start(device):
     """Its addresses are none of this process: a copy would end the engine."""

@@ -510,10 +510,10 @@ class WorldEngine:
         self.is_slow = self.has_no_blocks = self.computes_all = False
         self.loaded_tokens = 0
 
-    def add(self, request, extra=()):
+    def add(self, request, extra=(), lora=None):
         """``extra`` None: it cannot be found."""
         self.requests[request.request_id] = request
-        self.half.arrived(request, lora=None, extra=None if extra is None else dict(extra))
+        self.half.arrived(request, lora=lora, extra=None if extra is None else dict(extra))
         self.waiting.append(request)
         return request
 

@@ -1,0 +1,1 @@
+"""In the place of the real package: see ``nixl_double``."""
