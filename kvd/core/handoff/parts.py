@@ -147,7 +147,7 @@ class NamedRequest:
         "verb",
     )
 
-    def __init__(  # noqa: PLR0913 - the request, field by field
+    def __init__(
         self,
         request_id: str,
         *,
