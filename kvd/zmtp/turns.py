@@ -59,9 +59,9 @@ class FairTurns:
     def _come_round(self) -> None:
         self._served = 0
 
-    def wait(self, one: ZmtpConnection) -> None:
+    def wait(self, connection: ZmtpConnection) -> None:
         """Put it in line; it reads nothing until it is its turn."""
-        self._line.append(one)
+        self._line.append(connection)
         self._serve_later()
 
     def _serve_later(self) -> None:
