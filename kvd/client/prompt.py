@@ -6,7 +6,7 @@ call sends what the daemon has not seen of it yet, which is most often nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -18,7 +18,7 @@ from kvd.types import ID_BYTES, NO_TOKENS, Tokens, count
 from kvd.wire import client as wire
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     from kvd.client.connection import Call
     from kvd.client.pool import Pools
@@ -121,14 +121,14 @@ def address_of(
     return tokens.address()
 
 
-async def perform_about(
+def perform_about(
     port: Port,
     request: wire.ABOUT_PROMPTS,
     prompt: PromptAddress | None,
     *,
     about: Record | None = None,
     within_s: float = ANSWER_WITHIN_S,
-) -> Call:
+) -> Coroutine[Any, Any, Call]:
     """``Port.perform`` with a prompt, told or named; with none, about that of the lease.
 
     Raises:
@@ -138,5 +138,5 @@ async def perform_about(
     if prompt is not None and prompt.handle is not None:
         if not prompt.handle.is_of(port):
             raise KvdError(foreign(port, "Prompt", "make one with prompt() of this node"))
-        return await prompt.handle.perform(request, frame, about=about, within_s=within_s)
-    return await port.perform(request, tokens=frame, about=about, within_s=within_s)
+        return prompt.handle.perform(request, frame, about=about, within_s=within_s)
+    return port.perform(request, tokens=frame, about=about, within_s=within_s)

@@ -7,7 +7,6 @@ words are made (``wire.page_address``).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -44,7 +43,9 @@ class PromptAddress:
         self._has_keys = keys is not None
         # A copy: an engine may fill one mapping anew for each prompt, and what this one is found by
         # later must not change with it.
-        self._extra = dict(extra_keys) if isinstance(extra_keys, Mapping) else extra_keys
+        self._extra = extra_keys
+        if extra_keys is not None and isinstance(extra_keys, Mapping):
+            self._extra = dict(extra_keys)
         self.n_tokens = 0
         self.handle: Prompt | None = None
         self._is_begun = False
@@ -82,7 +83,9 @@ class PromptAddress:
 
     def copy(self) -> PromptAddress:
         """One that goes on by itself from where this one is."""
-        return copy.copy(self)
+        other = PromptAddress.__new__(PromptAddress)
+        other.__dict__.update(self.__dict__)
+        return other
 
     def took(self, frame: Tokens) -> None:
         """The daemon knows these too."""
@@ -94,7 +97,7 @@ class PromptAddress:
 
     def _extra_of(self, n_more: int) -> ExtraKeys | None:
         """What of it is about the tokens that follow."""
-        if not isinstance(self._extra, Mapping) or not self._is_begun:
+        if not self._is_begun or not isinstance(self._extra, Mapping):
             # Of the first ones all of it: a key for a page that is not there is a mistake.
             return self._extra
         first = self.n_tokens // self._page_tokens
