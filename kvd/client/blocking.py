@@ -87,7 +87,7 @@ class BlockingChannel:
         """Takes the attachment over. ``waits_for_return``: as long as a call that finds it away."""
         self._connection = connection
         self._waits_for_return = waits_for_return
-        # Whoever must not wait for a daemon that is away has a step to finish: no wait there either.
+        # Whoever must not wait for a daemon that is away must not wait there either.
         self._meets_within_s = MEET_WITHIN_S if waits_for_return else 0.0
         self._ready = select.epoll()
         self._readers: dict[int, Callable[[], object]] = {}
