@@ -146,14 +146,14 @@ class SendRetries:
         if not message.request_id:
             return None
         room, sends = message.room, self._sends
-        found = [sends.rooms.by_room.get(room), *sends.settled_sends.settled.values()]
-        for part in found:
-            if part is None or (part.session, part.room) != (session, room):
-                continue
+        part = sends.rooms.by_room.get(room)
+        if part is None or part.session != session or not _is_called(part, message.request_id):
+            part = sends.settled_sends.named.get((session, room, message.request_id))
+        if part is not None:
             first = part.request
-            if first is not None and first.id == message.request_id:
-                refusal = self._other(first, message, session, tokens)
-                return refusal or self._unwritten(part, first, message) or part
+            assert first is not None
+            refusal = self._other(first, message, session, tokens)
+            return refusal or self._unwritten(part, first, message) or part
         served = sends.served_rooms.by_room.get(room)
         if served is None or served.request is None or served.request.id != message.request_id:
             return None
@@ -242,26 +242,25 @@ class ReceiveRetries:
         if now is None:
             return None
         receives, side = self._receives, self._settings.name
-        for one in receives.attempts.values():
-            if one.ended is None and _is_named(one, session, room, now.id):
-                assert one.request is not None
-                return other_request(one.request, now, room, side) or one
-        for lease, one in receives.ready.items():
-            if _is_named(one, session, room, now.id):
-                assert one.request is not None
-                return other_request(one.request, now, room, side) or Refusal(
-                    Code.DUPLICATE_ROOM,
-                    f"request {now.id} has received room {room} already: lease {lease} has its KV "
-                    "until it is released",
-                    side=side,
-                    numbers={"lease": lease},
-                )
-        return None
+        attempt = receives.named.get((session, room, now.id))
+        if attempt is None:
+            return None
+        lease = receives.lease_of_ready(attempt)
+        # One that was given up or has failed, and is drained: the call that comes again is anew.
+        if lease is None and attempt.ended is not None:
+            return None
+        assert attempt.request is not None
+        other = other_request(attempt.request, now, room, side)
+        if other is not None or lease is None:
+            return other or attempt
+        return Refusal(
+            Code.DUPLICATE_ROOM,
+            f"request {now.id} has received room {room} already: lease {lease} has its KV "
+            "until it is released",
+            side=side,
+            numbers={"lease": lease},
+        )
 
 
-def _is_named(attempt: ReceiveAttempt, session: int, room: int, request_id: str) -> bool:
-    """Whether the receive is what this session calls so in that room."""
-    request = attempt.request
-    if request is None or request.id != request_id:
-        return False
-    return attempt.session == session and attempt.room == room
+def _is_called(part: SendPart, request_id: str) -> bool:
+    return part.request is not None and part.request.id == request_id
