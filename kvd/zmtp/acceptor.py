@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
-from kvd.zmtp.turns import Waiting
+from kvd.zmtp.turns import TurnTaker
 
 if TYPE_CHECKING:
     import asyncio
@@ -29,7 +29,7 @@ def _no_relief() -> None:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Acceptor(Waiting):
+class Acceptor(TurnTaker):
     """Accepts until ``close``. Takes the socket over, bound and listening."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Acceptor(Waiting):
 
     @override
     def turn(self, messages: int) -> None:
-        """As ``Waiting``."""
+        """As ``TurnTaker``."""
         if self._sock.fileno() < 0:
             return  # closed while it stood in line
         for _ in range(min(messages, _ACCEPTS)):

@@ -19,7 +19,7 @@ from kvd.types import Sent
 from kvd.zmtp.bounds import HANDSHAKE_BYTES, LONG_READ_BYTES, READ_BYTES, TURN_MESSAGES
 from kvd.zmtp.events import ENDED, HUNG_UP, ConnectionClosed, ConnectionFault, HandshakeDone
 from kvd.zmtp.protocol import TRAFFIC, ProtocolState
-from kvd.zmtp.turns import Waiting
+from kvd.zmtp.turns import TurnTaker
 
 if TYPE_CHECKING:
     import asyncio
@@ -76,7 +76,7 @@ class Owner:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class ZmtpConnection(Waiting):
+class ZmtpConnection(TurnTaker):
     """One connection. What is sent on it goes to whoever proved ``name``, or to nobody."""
 
     def __init__(
@@ -234,7 +234,7 @@ class ZmtpConnection(Waiting):
 
     @override
     def turn(self, messages: int) -> None:
-        """As ``Waiting``. A bug in whoever is told costs its message; what follows is read on."""
+        """As ``TurnTaker``. A bug in whoever is told costs its message; what follows is read on."""
         if self.machine.state is ProtocolState.OVER or not (self._is_left or self._read()):
             return
         machine = self.machine

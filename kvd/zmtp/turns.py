@@ -33,7 +33,7 @@ _UNTIMED: Final = 8
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Waiting:
+class TurnTaker:
     """Whoever may stand in a line."""
 
     def turn(self, messages: int) -> None:
@@ -49,7 +49,7 @@ class FairTurns:
         self.turn_s = turn_s
         self._batch = batch
         self._untimed = untimed
-        self._line: deque[Waiting] = deque()
+        self._line: deque[TurnTaker] = deque()
         self._pump: asyncio.Handle | None = None
         self._served = 0
         self._end_s = 0.0
@@ -70,7 +70,7 @@ class FairTurns:
     def _come_round(self) -> None:
         self._served = 0
 
-    def wait(self, waiting: Waiting) -> None:
+    def wait(self, waiting: TurnTaker) -> None:
         """Put it in line; it reads nothing until it is its turn."""
         self._line.append(waiting)
         self._serve_later()

@@ -6,11 +6,11 @@ import asyncio
 import socket
 
 from kvd.zmtp.acceptor import Acceptor
-from kvd.zmtp.turns import FairTurns, Waiting, WriteBatch
+from kvd.zmtp.turns import FairTurns, TurnTaker, WriteBatch
 from tests.zmtp.inn import Inn, on_uvloop, until
 
 
-class Crowd(Waiting):
+class Crowd(TurnTaker):
     """Stands in a line again and again, until it is told to stop."""
 
     def __init__(self, line, look):
