@@ -15,6 +15,8 @@ import time
 from threading import Thread
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from kvd.client.attachment import Attachment, ask, dial, leave, take_answer
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Attach
@@ -85,7 +87,7 @@ class WayBack:
             with contextlib.suppress(KvdError):
                 self.sock = dial(self._path)
                 if self.sock is not None:
-                    ask(self.sock, self._request())
+                    ask(self.sock, _to_leave(self._request()))
         is_said = self.sock is not None or not self._attachment.is_own
         self.abandon()
         return is_said
@@ -118,6 +120,11 @@ class WayBack:
 
     def _pause(self) -> None:
         self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), LONGEST_PAUSE_S)
+
+
+def _to_leave(request: Attach | Join) -> Attach | Join:
+    """The same for who leaves at once: it keeps nothing, and its key may be another session's."""
+    return replace(request, leases=(), key="") if isinstance(request, Attach) else request
 
 
 def leave_next(way: WayBack) -> None:
