@@ -248,7 +248,8 @@ def come_and_go(rng, engine, number):
         engine.add(request, lora=lora)
     elif deed < 0.6 and engine.running:
         request = rng.choice(engine.running)
-        for token in range(rng.randint(1, 5)):
+        # It was given blocks for so many.
+        for token in range(rng.randint(1, 5) if request.num_tokens < 40 else 0):
             request.all_token_ids.append(9000 + token)
             engine.step()
     elif deed < 0.7 and engine.running:
