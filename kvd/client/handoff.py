@@ -236,7 +236,7 @@ def room_number(room: int) -> int:
     Raises:
         KvdError: ``bad-room``.
     """
-    number = whole(room, "room")
+    number = room if type(room) is int else whole(room, "room")
     if not 1 <= number <= MAX_ROOM:
         raise KvdError(
             Refusal(

@@ -180,7 +180,8 @@ class Decoder:
         """The lease that came out of delivered parts was released."""
         attempt = self.ready.pop(lease_id, None)
         if attempt is not None:
-            self.unname(attempt)
+            if attempt.request is not None:
+                self.unname(attempt)
             self._ready_to_closed(attempt, "")
 
     # ---- the peer ----------------------------------------------------------------------------
@@ -556,7 +557,7 @@ class Decoder:
             # A delivered attempt keeps its parts while READY: ``kvd why`` tells of them.
             if not is_committed:
                 attempt.parts = ()
-            if self.lease_of_ready(attempt) is None:
+            if attempt.request is not None and self.lease_of_ready(attempt) is None:
                 self.unname(attempt)
 
     def lease_of_ready(self, attempt: ReceiveAttempt) -> int | None:

@@ -266,8 +266,8 @@ class ReceiveRequests:
             parts.append(part)
         attempt.parts = tuple(parts)
         self._receives.attempts[attempt.id] = attempt
-        if attempt.name is not None:
-            self._receives.named[attempt.name] = attempt
+        if request is not None:
+            self._receives.named[session, message.room, request.id] = attempt
         return attempt
 
 

@@ -286,7 +286,7 @@ class SettledSends:
             # What ended it here comes first: over there it is told as our failure, with fewer
             # words.
             refusal = part.ended or message.reason or Refusal(Code.ABORTED, message.outcome.value)
-        self._settled_to_closed(part, PrefillTrigger.CLOSED, message.outcome.value, refusal)
+        self._settled_to_closed(part, PrefillTrigger.CLOSED, message.outcome._value_, refusal)
         return part if is_committed else None
 
     def outlive_part(self, part: SendPart) -> None:
