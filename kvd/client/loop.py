@@ -135,7 +135,7 @@ class LoopChannel:
     def _wake_late(self) -> None:
         """End the waits whose time is up; look again as long as anybody waits."""
         now_s = self._loop.time()
-        for future in [one for one, until_s in self._until_s.items() if until_s <= now_s]:
+        for future in [future for future, until_s in self._until_s.items() if until_s <= now_s]:
             _wake(future)
         self._alarm = None
         if self._until_s and not self._is_closed:

@@ -201,7 +201,9 @@ class Pool:
                 "attend over the K and V of the batch itself, or set cache.mode = 'radix' or 'off'"
             )
         else:
-            others = [one.name for one in self.memory.components if one.total_bytes]
+            others = [
+                component.name for component in self.memory.components if component.total_bytes
+            ]
             why = f"the {self.memory.family} pool keeps bytes in {', '.join(others)} alone"
         return KvdError(Refusal(Code.NOT_SUPPORTED, f"{what}: {why}", side="client"))
 
@@ -230,7 +232,7 @@ class Pools:
         """``end``: why the session is over, once it is."""
         self._attachment = attachment
         self._end = end
-        self._pools = {one.name: Pool(one, attachment, end) for one in attachment.attached.pools}
+        self._pools = {pool.name: Pool(pool, attachment, end) for pool in attachment.attached.pools}
 
     def key_of(self, lease: int, version: int) -> LeaseKey:
         """The key of a lease, with the session and the life of the daemon that are now."""

@@ -210,7 +210,7 @@ class Worker:
         if fd >= 0:
             ready.register(fd, event)
         found = ready.poll(None if within_s is None else within_s * 1000)
-        if any(one == self._bell for one, _ in found) and not self._closing.is_set():
+        if any(fd == self._bell for fd, _ in found) and not self._closing.is_set():
             os.eventfd_read(self._bell)
 
 

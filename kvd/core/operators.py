@@ -123,7 +123,7 @@ def audit(node: NodeParts, got: admin.Audit) -> admin.Report:
     return admin.Report(
         call=got.call,
         changed={
-            "pages": sum(one.pool.total_pages for one in pools_of(table)),
+            "pages": sum(places.pool.total_pages for places in pools_of(table)),
             "leases": len(table.leases),
             "nodes": sum(1 for _ in table.tree.nodes()),
             "violations": len(found),
@@ -276,14 +276,14 @@ def abort(node: NodeView, got: admin.AbortRoom) -> VerbPlan | Refusal:
         "quarantined_pages": sum(lease.held_pages for lease in drained.values()),
     }
     # By attempt and not by part: giving up one source gives up the others.
-    attempts = [one for one in node.decoder.attempts.values() if one.room == got.room]
+    attempts = [attempt for attempt in node.decoder.attempts.values() if attempt.room == got.room]
     refusal = Refusal(
         Code.ABORTED, f"an operator aborted it: {got.reason}", side=node.settings.name
     )
 
     def give_up() -> None:
-        for one in attempts:
-            node.decoder.cancel_attempt(one, refusal)
+        for attempt in attempts:
+            node.decoder.cancel_attempt(attempt, refusal)
         for send in sends:
             node.prefiller.give_up_send(send, refusal)
 
@@ -306,7 +306,7 @@ def _said_of_receive(part: ReceivePart) -> str:
         return f"{what}: in quarantine until {writer} settles or restarts, or a fence"
     if part.state is Decode.DRAINING:
         return f"{what}: given up already, in quarantine until {writer} settles or restarts"
-    if any(_would_drain(one) for one in part.attempt.parts):
+    if any(_would_drain(each) for each in part.attempt.parts):
         return f"{what}: {part.peer} has sent all of its part, which is dropped"
     return f"{what}: everything has arrived; they are verified first, and then let go"
 
@@ -339,7 +339,7 @@ def fence(node: NodeView, got: admin.Fence) -> VerbPlan:
     A receive is cut because its pages cannot be reached any more; the peer says so when it hears
     of the new generation. A send is cut if one of its posts is under way.
     """
-    draining = [one for one in node.leases.leases.values() if one.quarantine is not None]
+    draining = [lease for lease in node.leases.leases.values() if lease.quarantine is not None]
     receives = [part for part in node.decoder.parts.values() if part.state in ASKING]
     sends = [
         part for part in node.prefiller.rooms.live() if part.state in WRITING and part.outstanding
@@ -363,7 +363,7 @@ def fence(node: NodeView, got: admin.Fence) -> VerbPlan:
         notes.insert(0, ends)
     changed = {
         "quarantined_leases": len(draining),
-        "quarantined_pages": sum(one.held_pages for one in draining),
+        "quarantined_pages": sum(lease.held_pages for lease in draining),
         "receives_cut": len(receives),
         "sends_cut": len(sends),
     }
@@ -389,7 +389,7 @@ def drain(node: NodeView, got: admin.Drain) -> VerbPlan | Refusal:
     notes = [f"room {part.room}: receive {part.id} from {part.peer} goes on" for part in receives]
     notes += [f"room {part.room}: send {part.id} to {part.peer} goes on" for part in sends]
     notes = notes[:MAX_NOTES]
-    leases = [one for one in node.leases.leases.values() if ENGINE in one.holders]
+    leases = [lease for lease in node.leases.leases.values() if ENGINE in lease.holders]
     changed = {
         "refused_waiting": len(waiting),
         "refused_sends": len(waiting_sends),

@@ -125,8 +125,8 @@ def test_who_forgets_a_peer_remembers_that_bytes_were_in_doubt(cut_s, twice):
     assert totals(world.d) == PageTotals(free=63)
 
 
-def test_what_a_peer_that_was_forgotten_offers_later_is_not_in_doubt():
-    """Only what it offered before: an Abort that overtakes its Offer waits for nothing."""
+def forgotten_in_doubt():
+    """The source has another transfer process, and has not been heard for so long."""
     world = World(max_deadline_s=120.0)
     world.hold_posts = world.doubts = True
     sender = Sender(world)
@@ -136,6 +136,12 @@ def test_what_a_peer_that_was_forgotten_offers_later_is_not_in_doubt():
     world.p.stop_transfer("killed")
     world.p.start_transfer("again")
     world.pass_time(45.0)
+    return world
+
+
+def test_what_a_peer_that_was_forgotten_offers_later_is_not_in_doubt():
+    """Only what it offered before: an Abort that overtakes its Offer waits for nothing."""
+    world = forgotten_in_doubt()
     world.cut = set()
     world.pass_time(3.0)
     settled_sends = world.p.node.prefiller.settled_sends
@@ -154,15 +160,7 @@ def test_what_a_peer_that_was_forgotten_offers_later_is_not_in_doubt():
 
 def test_more_forgotten_doubts_than_are_remembered_are_doubts_of_all(monkeypatch):
     monkeypatch.setattr(settled, "MAX_DOUBTED", 0)
-    world = World(max_deadline_s=120.0)
-    world.hold_posts = world.doubts = True
-    sender = Sender(world)
-    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), deadline_s=100.0)
-    sender.advance(96)
-    world.cut = {"p"}
-    world.p.stop_transfer("killed")
-    world.p.start_transfer("again")
-    world.pass_time(45.0)
+    world = forgotten_in_doubt()
 
     settled_sends = world.p.node.prefiller.settled_sends
     assert settled_sends.doubted == {}

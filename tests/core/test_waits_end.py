@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvd.wire import client
 from tests.core.engines import PROMPT, Sender
 from tests.core.world import World, tokens
@@ -39,21 +41,17 @@ def test_the_second_receive_of_a_prompt_is_let_in_when_the_first_has_cached_it()
     assert [(one.call, one.prefix_tokens) for one in begun] == [(call, 96)]
 
 
-def test_a_receive_whose_peer_is_lost_no_longer_blocks_those_behind_it():
-    world = World(d_pages=9)
-    world.d.lease(tokens((5000, 48)))
-    assert world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",)) is None
-    assert world.d.call(client.OpenLease, tokens((6000, 1))) is None
-    call = world.d.calls
-    world.d.take()
-
+def peer_lost(world):
     world.cut.add("p")
     world.pass_time(3.0)
 
-    assert [one.call for one in world.d.take() if isinstance(one, client.Leased)] == [call]
+
+def transfer_stopped(world):
+    world.d.stop_transfer("killed")
 
 
-def test_a_receive_blocks_nobody_while_its_node_restarts_the_transfer_process():
+@pytest.mark.parametrize("happens", [peer_lost, transfer_stopped])
+def test_a_receive_that_waits_for_no_memory_blocks_nobody_behind_it(happens):
     world = World(d_pages=9)
     world.d.lease(tokens((5000, 48)))
     assert world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",)) is None
@@ -61,6 +59,6 @@ def test_a_receive_blocks_nobody_while_its_node_restarts_the_transfer_process():
     call = world.d.calls
     world.d.take()
 
-    world.d.stop_transfer("killed")
+    happens(world)
 
     assert [one.call for one in world.d.take() if isinstance(one, client.Leased)] == [call]

@@ -321,7 +321,6 @@ class Keyless(Siege):
         self.sodium = Sodium()
         self._server = server
         self._own = own or self.sodium.pair()
-        self._curves: dict[socket.socket, Curve] = {}
         self._replayed = self._curve().hello()
 
     @property

@@ -20,13 +20,19 @@ from tests.transfer.sharded import PAGES, post, sides
 SEAL = Seal(Integrity.FULL, b"k" * 16, 0, len(PAGES))
 
 
-def test_a_late_word_of_a_thread_concludes_no_later_post_of_the_same_number():
+def sealed():
+    """A post that is summed, who sums it, and what is reported of that."""
     here, there = sides("4 heads, 2 to 1", (PageOrder.PAGE_FIRST, PageOrder.PAGE_FIRST))
     (lane,) = lanes(here.shards, there.shards)
     order = msgspec.structs.replace(post(lane.copies[0], lane.peer_shard), seal=SEAL)
     reports = []
     summers = Summers(lambda job: None)
     sums = Sums(here.areas, summers, reports.append)
+    return order, summers, sums, reports
+
+
+def test_a_late_word_of_a_thread_concludes_no_later_post_of_the_same_number():
+    order, summers, sums, reports = sealed()
     sums.post(order)
     sums.posting(order.post, 1.0)
     (first,) = summers._turns
@@ -41,12 +47,7 @@ def test_a_late_word_of_a_thread_concludes_no_later_post_of_the_same_number():
 
 
 def test_a_post_is_summed_no_further_than_it_is_posted():
-    here, there = sides("4 heads, 2 to 1", (PageOrder.PAGE_FIRST, PageOrder.PAGE_FIRST))
-    (lane,) = lanes(here.shards, there.shards)
-    order = msgspec.structs.replace(post(lane.copies[0], lane.peer_shard), seal=SEAL)
-    reports = []
-    summers = Summers(lambda job: None)
-    sums = Sums(here.areas, summers, reports.append)
+    order, summers, sums, reports = sealed()
 
     sums.post(order)
     for share, n_pages in ((0.0, 0), (0.3, -(-len(PAGES) * 3 // 10)), (0.3, 0), (0.9, len(PAGES))):

@@ -50,7 +50,6 @@ class FakeLink:
     ``clock`` is the console's own: seconds since some moment of its own, as ``time.monotonic``.
     """
 
-    is_replay = False
     fps = 10.0
     interval_s = 0.1
 

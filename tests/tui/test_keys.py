@@ -10,8 +10,6 @@ from tui.model.commands import PAGES
 from tui.screens import ALL
 from tui.screens.page import Page
 
-CHANGING = {"abort", "evict", "flush", "fence"}
-
 
 def bindings_of(owner):
     """Every binding of a page or of the console, by its key."""

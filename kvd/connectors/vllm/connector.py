@@ -190,7 +190,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """Everything that decides what the engine's KV is of is known now."""
         packing = agreed(packings)
         if packings and packing is None:
-            tags = ", ".join(sorted({one.tag for one in packings}))
+            tags = ", ".join(sorted({packing.tag for packing in packings}))
             logger.warning("kvd caches nothing: ranks of this engine pack unlike blocks: %s", tags)
         if not self._namespace and packing is not None:
             self._identify(packing)
@@ -236,12 +236,13 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """The orders of this step."""
         self._tell_of_adapters()
         computed = {
-            one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs
+            request.req_id: request.num_computed_tokens
+            for request in scheduler_output.scheduled_new_reqs
         }
         cached = scheduler_output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         scheduled = scheduler_output.num_scheduled_tokens
-        behind = {one: computed[one] + n for one, n in scheduled.items()}
+        behind = {request_id: computed[request_id] + n for request_id, n in scheduled.items()}
         return KvdMetadata(self._half.step(behind))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -425,7 +426,7 @@ def _check(config: VllmConfig, cache: KVCacheConfig, *, any_version: bool) -> No
     first, last = TESTED
     tested = _dotted(first) if first == last else f"{_dotted(first)} to {_dotted(last)}"
     numbers = vllm.__version__.split(".")[:2]
-    version = tuple(int("".join(filter(str.isdigit, one)) or 0) for one in numbers)
+    version = tuple(int("".join(filter(str.isdigit, number)) or 0) for number in numbers)
     if not any_version and not first <= version <= last:
         raise Unfit(
             f"vLLM {vllm.__version__}: kvd's connector was tested with {tested}; "

@@ -263,7 +263,9 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
             return found
     if dataclasses.is_dataclass(value):
         kind = {"": type(value).__name__}
-        return kind | {one.name: attribute(value, one.name) for one in dataclasses.fields(value)}
+        return kind | {
+            field.name: attribute(value, field.name) for field in dataclasses.fields(value)
+        }
     return None
 
 
@@ -606,4 +608,4 @@ def _scales(layer: Any) -> list[list[float]]:
 def agreed(packings: Iterable[BlockPacking]) -> BlockPacking | None:
     """What all ranks say; None: they pack differently, or there is none."""
     found = list(packings)
-    return found[0] if found and all(one.tag == found[0].tag for one in found) else None
+    return found[0] if found and all(packing.tag == found[0].tag for packing in found) else None

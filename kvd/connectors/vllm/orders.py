@@ -71,7 +71,7 @@ class StepReport(msgspec.Struct):
             for request, upto in self.saved.items()
             if request in other.saved and request not in lost
         }
-        numbers = [one for one in (self.number, other.number) if one is not None]
+        numbers = [number for number in (self.number, other.number) if number is not None]
         return StepReport(
             saved=both,
             lost=lost,

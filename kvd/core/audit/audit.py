@@ -110,8 +110,8 @@ class StandingAudit:
         # Emptied in place, because all pools have this one list; and first, because what is done
         # about one may give back more.
         found, misgiven[:] = list(misgiven), []
-        for one in found:
-            self.findings.saw(misgiven_fault(self._node.leases, one), self._look)
+        for given in found:
+            self.findings.saw(misgiven_fault(self._node.leases, given), self._look)
 
     def recalled(self, got: Recalled) -> None:
         """The shell has searched its memory for a finding."""
@@ -125,7 +125,7 @@ class StandingAudit:
             sweep_s=self._took_s,
             last_sweep_ago_s=self._node.out.at_s - self._ended_s,
             objects=self._last.objects if self._last is not None else 0,
-            pages=sum(one.pool.total_pages for one in pools_of(self._node.leases)),
+            pages=sum(places.pool.total_pages for places in pools_of(self._node.leases)),
             spent_s=self.spent_s,
             share=self._share,
             found=self.findings.states(),
@@ -152,16 +152,16 @@ class StandingAudit:
             return None
         self._next_s = at_s + EVERY_S
         self._look += 1
-        for one in pools_of(self._node.leases):
-            one.pool.moved.watch()  # before the first look: a move in between would go unseen
+        for places in pools_of(self._node.leases):
+            places.pool.moved.watch()  # before the first look: a move in between would go unseen
         self._sweep = Sweep(self._node, at_s)
         return self._sweep
 
     def _end(self, sweep: Sweep) -> None:
         node = self._node
-        for one in pools_of(node.leases):
+        for places in pools_of(node.leases):
             # A log that nobody drains would only be kept full.
-            one.pool.moved.ignore()
+            places.pool.moved.ignore()
         self.findings.looked(self._look)
         at_s = node.out.at_s
         self._share = (self.spent_s - self._spent_before_s) / max(at_s - self._ended_s, 1e-3)

@@ -124,10 +124,10 @@ def _needs(table: LeaseTable) -> Needs:
     return tuple(
         Counter(
             [
-                one
+                edge
                 for number in keeper.leases
                 if number in leases
-                for one in needed_nodes(keeper, leases[number])
+                for edge in needed_nodes(keeper, leases[number])
             ]
         )
         for keeper in table.components.each

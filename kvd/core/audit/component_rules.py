@@ -78,7 +78,7 @@ def gone_faults(keeper: ComponentPages) -> Iterator[Fault]:
 def _evictable_faults(keeper: ComponentPages) -> Iterator[Fault]:
     """I3: the sum of what no lease needs, and that nothing else is handed out."""
     # In one piece, so as fast as it goes: 0.1 us a node.
-    free = [len(one.pages) for one in keeper.at.values() if not one.locks]
+    free = [len(kept.pages) for kept in keeper.at.values() if not kept.locks]
     evictable = sum(free) // ID_BYTES
     if (evictable, len(free)) != (keeper.evictable_pages, len(keeper.unlocked)):
         what = (

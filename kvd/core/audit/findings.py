@@ -75,7 +75,7 @@ class Findings:
     @property
     def broken(self) -> int:
         """How many are there now; must stay 0."""
-        return sum(one.is_broken for one in self.by_key.values()) + len(self._untold)
+        return sum(finding.is_broken for finding in self.by_key.values()) + len(self._untold)
 
     def saw(self, fault: Fault, look: int) -> None:
         """This does not hold."""
@@ -128,7 +128,9 @@ class Findings:
     def _has_room(self) -> bool:
         if len(self.by_key) >= MAX_FINDINGS:
             # A broken one never gives way: forgotten, it would be told as news with every look.
-            healed = next((key for key, one in self.by_key.items() if not one.is_broken), None)
+            healed = next(
+                (key for key, finding in self.by_key.items() if not finding.is_broken), None
+            )
             if healed is None:
                 return False
             del self.by_key[healed]
@@ -169,7 +171,9 @@ class Findings:
         elif fault.node:
             crossing = holders(node.leases).get(fault.node, [])
             session = crossing[0].session if crossing else 0
-            lines += [f"locked by {describe_holder(node, one)}" for one in crossing[:HOLDERS_NAMED]]
+            lines += [
+                f"locked by {describe_holder(node, holder)}" for holder in crossing[:HOLDERS_NAMED]
+            ]
         if part is not None:
             session, found.room = part.session or session, part.room
             lines += part.history.lines(self._out.at_s)

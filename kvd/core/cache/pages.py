@@ -207,8 +207,8 @@ class PagePool:
         for page in memoryview(pages).cast("I"):
             if page >= total or state[page] != OUT:
                 # All or nothing: half a call given back would be neither free nor anybody's.
-                for one in marked:
-                    state[one] = OUT
+                for before in marked:
+                    state[before] = OUT
                 return False
             state[page] = FREE
             marked.append(page)

@@ -549,8 +549,8 @@ class EvictedFilter:
 def subtree(node: RadixNode) -> list[RadixNode]:
     """``node`` and all below, parents first."""
     found = [node]
-    for one in found:  # grows while it is walked
-        found.extend(one.children.values())
+    for edge in found:  # grows while it is walked
+        found.extend(edge.children.values())
     return found
 
 
@@ -579,18 +579,18 @@ def hide(tree: RadixTree, node: RadixNode) -> None:
 def drop(tree: RadixTree, node: RadixNode) -> Pages:
     """Takes ``node`` and all below, which nobody locks, out of the tree; returns their pages."""
     gone = subtree(node)
-    for one in gone:
+    for edge in gone:
         # A broken node may stand in no order: that may be what it is dropped for.
-        if one in tree.order:
-            tree.order.remove(one)
+        if edge in tree.order:
+            tree.order.remove(edge)
     if node.parent is not None:
         _unlink(node, node.parent)
-    for one in gone:
-        one.children = NO_CHILDREN
+    for edge in gone:
+        edge.children = NO_CHILDREN
     for pages_at_nodes in tree.components:
         pages_at_nodes.dropped(gone)
     recount(tree)
-    return Pages(b"".join([one.pages for one in gone]))
+    return Pages(b"".join([edge.pages for edge in gone]))
 
 
 def add_locks(node: RadixNode, n_locks: int) -> None:

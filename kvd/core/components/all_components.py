@@ -44,13 +44,13 @@ class AllComponentPages:
 
     def named(self, component: str) -> ComponentPages | None:
         """The pages of that component; None for the first, and for those in lockstep."""
-        return next((one for one in self.each if one.component.name == component), None)
+        return next((keeper for keeper in self.each if keeper.component.name == component), None)
 
     # ---- a claim -----------------------------------------------------------------------------
 
     def lock_prefix(self, claim: Claim) -> RadixNode:
         """Lock the longest cached prefix from which every component can go on."""
-        limits = [claim.match_tokens, *(one.limit_tokens(claim) for one in self.each)]
+        limits = [claim.match_tokens, *(keeper.limit_tokens(claim) for keeper in self.each)]
         # Before the match, and not by walking back up: a match splits the edge that it ends in.
         limit = min((tokens for tokens in limits if tokens is not None), default=None)
         found = self._tree.match(claim.tokens, claim.namespace, limit)
@@ -58,16 +58,16 @@ class AllComponentPages:
         node = None
         while found is not node:
             node = found
-            for one in self.each:
-                found = one.usable(found, claim)
+            for keeper in self.each:
+                found = keeper.usable(found, claim)
         # The tree is only a saving: a claim that fits without it must not wait for ever because of
         # it.
         if not self._may_fit(found, claim):
             found = self._tree.match(claim.tokens, claim.namespace, 0)
         # The tree first: a component that cuts a node for its lock does so under this lock.
         self._tree.lock(found)
-        for one in self.each:
-            one.lock(found, claim)
+        for keeper in self.each:
+            keeper.lock(found, claim)
         return found
 
     def _may_fit(self, anchor: RadixNode, claim: Claim) -> bool:
@@ -76,8 +76,9 @@ class AllComponentPages:
         It would wait for ever, and everybody behind it: with nothing cached it may fit.
         """
         return all(
-            one.kept(anchor, claim) + one.demand(claim, anchor.end_tokens) < one.pool.total_pages
-            for one in self.each
+            keeper.kept(anchor, claim) + keeper.demand(claim, anchor.end_tokens)
+            < keeper.pool.total_pages
+            for keeper in self.each
         )
 
     def fresh_tokens(self, prompt_tokens: int, *, cached: bool) -> int | None:
@@ -87,67 +88,67 @@ class AllComponentPages:
         """
         if not self.each:
             return None
-        return min([one.fresh_tokens(prompt_tokens, cached=cached) for one in self.each])
+        return min([keeper.fresh_tokens(prompt_tokens, cached=cached) for keeper in self.each])
 
     def unlock(self, anchor: RadixNode, claim: Claim) -> None:
         """The claim came to nothing."""
-        for one in self.each:
-            one.unlock(anchor, claim)
+        for keeper in self.each:
+            keeper.unlock(anchor, claim)
 
     def demand(self, claim: Claim, prefix_tokens: int) -> Demand:
         """Pages of each that the claim takes behind that prefix."""
-        return tuple([one.demand(claim, prefix_tokens) for one in self.each])
+        return tuple([keeper.demand(claim, prefix_tokens) for keeper in self.each])
 
     def make_room(self, demand: Demand) -> None:
         """Have so many free pages of each."""
-        for one, n_pages in zip(self.each, demand, strict=True):
-            one.make_room(n_pages)
+        for keeper, n_pages in zip(self.each, demand, strict=True):
+            keeper.make_room(n_pages)
 
     def grant(self, lease: LeaseRecord, claimed: Claimed) -> None:
         """Take the promised pages."""
-        for one, n_pages in zip(self.each, claimed.demand[1:], strict=True):
-            one.grant(lease, claimed.claim, claimed.anchor, n_pages)
+        for keeper, n_pages in zip(self.each, claimed.demand[1:], strict=True):
+            keeper.grant(lease, claimed.claim, claimed.anchor, n_pages)
 
     # ---- a lease that lives, and one that ends -----------------------------------------------
 
     def growth(self, lease: LeaseRecord, room_tokens: int) -> Demand:
         """Further pages of each that an extension takes."""
-        return tuple([one.growth(lease, room_tokens) for one in self.each])
+        return tuple([keeper.growth(lease, room_tokens) for keeper in self.each])
 
     def extend(self, lease: LeaseRecord, room_tokens: int) -> None:
         """Take them."""
-        for one in self.each:
-            one.extend(lease, room_tokens)
+        for keeper in self.each:
+            keeper.extend(lease, room_tokens)
 
     def shorten(self, lease: LeaseRecord, room_tokens: int) -> None:
         """The lease keeps so many tokens, and is only read from now on."""
-        for one in self.each:
-            one.shorten(lease, room_tokens)
+        for keeper in self.each:
+            keeper.shorten(lease, room_tokens)
 
     def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on; or why nothing was changed."""
         # All are asked before the first slides: what that gave back could not be had again.
-        for one in self.each:
-            refusal = one.unslidable(lease, upto_tokens)
+        for keeper in self.each:
+            refusal = keeper.unslidable(lease, upto_tokens)
             if refusal is not None:
                 return refusal
-        for one in self.each:
-            one.slide(lease, upto_tokens)
+        for keeper in self.each:
+            keeper.slide(lease, upto_tokens)
         return None
 
     def page_tables(self, lease: LeaseRecord) -> tuple[Pages, ...]:
         """What the engine is told of each."""
-        return tuple([one.page_table(lease) for one in self.each]) if self.each else ()
+        return tuple([keeper.page_table(lease) for keeper in self.each]) if self.each else ()
 
     def quarantine_lease(self, lease: LeaseRecord) -> None:
         """A remote may still write its pages."""
-        for one in self.each:
-            one.quarantine_lease(lease)
+        for keeper in self.each:
+            keeper.quarantine_lease(lease)
 
     def end_lease(self, lease: LeaseRecord) -> None:
         """Give to the tree what may be kept, free the rest."""
-        for one in self.each:
-            one.end_lease(lease)
+        for keeper in self.each:
+            keeper.end_lease(lease)
 
 
 def _made(spec: PoolSpec, tree: RadixTree, out: Outbox) -> tuple[ComponentPages, ...]:

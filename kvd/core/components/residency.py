@@ -178,4 +178,4 @@ class Residency:
         return ""
 
     def _under(self, ticket: int) -> list[int]:
-        return [page for page, one in self._copying.items() if one == ticket]
+        return [page for page, by in self._copying.items() if by == ticket]

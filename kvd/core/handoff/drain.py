@@ -214,7 +214,9 @@ class Drainer:
     def _leave(self, drain: Draining) -> None:
         # With a journal the pool outlives the process, and engines go on writing their pages.
         if not self._settings.is_journaled:
-            for lease in [one for one in self._leases.leases.values() if ENGINE in one.holders]:
+            for lease in [
+                lease for lease in self._leases.leases.values() if ENGINE in lease.holders
+            ]:
                 self._sessions.end_lease(lease, "drained")
         # The goodbye is the last message: whoever hears it gives up on us without waiting for its
         # silence limit. After it nothing may be said, and nothing heard would be answered.
@@ -277,11 +279,11 @@ class Drainer:
         A lease that resumes is nothing new.
         """
         # Its engine computed with it before the drain began, and its tokens must come to an end.
-        waiters = [one for one in self._admission.queue if not one.claim.resumes]
+        waiters = [waiter for waiter in self._admission.queue if not waiter.claim.resumes]
         rooms = self._prefiller.rooms
-        waiting = [one for one in rooms.live() if one.state in WAITING]
+        waiting = [send for send in rooms.live() if send.state in WAITING]
         # A room that is kept goes on for who receives it already, and nobody else gets it.
-        return waiters, [one for one in waiting if not takers_of(one, rooms)]
+        return waiters, [send for send in waiting if not takers_of(send, rooms)]
 
     def under_way(self) -> tuple[list[ReceivePart], list[SendPart]]:
         """Receives and sends that end by themselves, if everybody goes on."""
@@ -301,7 +303,7 @@ class Drainer:
                 yield part
 
     def _n_engine_leases(self) -> int:
-        return sum(ENGINE in one.holders for one in self._leases.leases.values())
+        return sum(ENGINE in lease.holders for lease in self._leases.leases.values())
 
     # ---- peers -------------------------------------------------------------------------------
 

@@ -103,13 +103,13 @@ def room_kept(call: int, left_s: float, part: SendPart, rooms: Rooms, now_s: flo
         taking=len(takers_of(part, rooms)),
         taken=tuple(
             client.TakenReceive(
-                peer=one.peer,
-                decode_prefix_len=one.decode_prefix_len,
-                sent_pages=one.sent_pages,
-                sent_bytes=one.sent_bytes,
-                ago_s=now_s - one.at_s,
+                peer=taker.peer,
+                decode_prefix_len=taker.decode_prefix_len,
+                sent_pages=taker.sent_pages,
+                sent_bytes=taker.sent_bytes,
+                ago_s=now_s - taker.at_s,
             )
-            for one in keeping.taken
+            for taker in keeping.taken
         ),
     )
 
@@ -118,7 +118,7 @@ def told_keeping(part: SendPart, keeping: Keeping) -> str:
     """What a kept room waits for, for who asks; who receives it now has a row of its own."""
     who = part.awaited.destination or "any decode side with the prompt"
     limit = f" of {keeping.limit}" if keeping.limit else ""
-    by = ", ".join(dict.fromkeys(one.peer for one in keeping.taken))
+    by = ", ".join(dict.fromkeys(taker.peer for taker in keeping.taken))
     said = f"{who}, kept: received {keeping.takers}{limit} times" + (f" by {by}" if by else "")
     if keeping.over is not None:
         return f"{said}; over when its engine has written it: {keeping.over.message}"

@@ -123,17 +123,24 @@ class Payload:
         # Buffers are a node's own: peers neither compare nor send them.
         # First without buffers, then without those that have no bytes: ``place`` counts what both
         # sides compare, also where nothing of it is sent.
-        compared = [one for one in spec.components if not isinstance(one.extent, Buffer)]
+        compared = [
+            component for component in spec.components if not isinstance(component.extent, Buffer)
+        ]
         self.parts = tuple(
-            PayloadPart(one, companion_factor(spec, one), place, table.components.named(one.name))
-            for place, one in enumerate(compared)
-            if has_bytes(one)
+            PayloadPart(
+                component,
+                companion_factor(spec, component),
+                place,
+                table.components.named(component.name),
+            )
+            for place, component in enumerate(compared)
+            if has_bytes(component)
         )
         self.has_kv = bool(self.parts) and self.parts[0].place == 0
         """Whether pages of tokens travel at all; not where only states have bytes."""
-        self.is_streamed = all(one.streams for one in self.parts)
+        self.is_streamed = all(part.streams for part in self.parts)
         """Whether nothing goes with the last chunk: no windows, no states."""
-        self.has_state = any(isinstance(one.extent, PerRequest) for one in compared)
+        self.has_state = any(isinstance(component.extent, PerRequest) for component in compared)
         self._table = table
 
     def unit_tokens(self, payload_part: PayloadPart, split: tuple[int, ...]) -> int:
@@ -147,15 +154,15 @@ class Payload:
     ) -> tuple[Grant, ...]:
         """The pages of a lease that one source's share of the prompt lands on: ``span`` of it."""
         grants = []
-        for one in self.carried(share):
+        for part in self.carried(share):
             # Only the authoritative source has what belongs to the whole prompt: it goes once.
-            if one.streams:
-                grant = self._streamed(one, lease, span)
+            if part.streams:
+                grant = self._streamed(part, lease, span)
             elif share.is_authoritative:
-                grant = self._last(one, lease, prompt_tokens)
+                grant = self._last(part, lease, prompt_tokens)
             else:
                 grant = Grant(
-                    component=one.component.name,
+                    component=part.component.name,
                     start_tokens=prompt_tokens,
                     end_tokens=prompt_tokens,
                     pages=NO_PAGES,

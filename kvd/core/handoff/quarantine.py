@@ -122,7 +122,9 @@ class Quarantines:
         owners = claimed(self._peers.by_name.values())
         groups: dict[tuple[str, ...], list[int]] = {}
         for lease_id, awaited in self.awaited.items():
-            streams = tuple([one for one in awaited.streams if awaited.is_of_living(one, owners)])
+            streams = tuple(
+                [stream for stream in awaited.streams if awaited.is_of_living(stream, owners)]
+            )
             if streams:
                 # Leases that wait for the same connections are exempted in one order.
                 groups.setdefault(streams, []).append(lease_id)

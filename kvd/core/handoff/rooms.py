@@ -185,7 +185,7 @@ class Rooms:
 
     def has(self, part: SendPart) -> bool:
         """Whether the part is one of them."""
-        return any(one is part for one in self.parts_of(part.room))
+        return any(known is part for known in self.parts_of(part.room))
 
     def add_part(self, part: SendPart) -> None:
         """It has the room, or waits behind the Offer that came first."""
@@ -261,7 +261,7 @@ class Rooms:
         if part.state is Prefill.AWAIT_ENGINE:
             parts = self.parts_of(room)
             # One Offer of each peer: a second one of the same is a duplicate, whoever waits first.
-            own = [one for one in parts if one.peer == peer]
+            own = [other for other in parts if other.peer == peer]
             if not own and len(parts) < MAX_WAITING:
                 return None
             part = own[0] if own else part
@@ -307,5 +307,5 @@ def may_offer_still(part: SendPart, peers: Peers) -> list[str]:
         return []
     known = {peer.name for peer in peers.by_name.values() if peer.life is not Life.LOST}
     return sorted(
-        (known | {one.name for one in peers.dialed.values()}) - part.awaited.withdrawn.keys()
+        (known | {dialed.name for dialed in peers.dialed.values()}) - part.awaited.withdrawn.keys()
     )

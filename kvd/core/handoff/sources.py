@@ -70,9 +70,9 @@ def shares(
 
     A refusal has no side: the caller is it.
     """
-    n_layers = max(one.end_layer for one in (*ours, *_all_shards(sources)))
+    n_layers = max(shard.end_layer for shard in (*ours, *_all_shards(sources)))
     wanted = _area(ours, n_layers)
-    kept = [_both(_area(one.shards, n_layers), wanted) for one in sources]
+    kept = [_both(_area(source.shards, n_layers), wanted) for source in sources]
     classes: dict[Area, list[int]] = {}
     # Where only states have bytes nobody has pages, and none is a dummy for that.
     writers = [index for index, area in enumerate(kept) if any(area) or not any(wanted)]
@@ -168,7 +168,7 @@ def accepted(part: SendPart) -> client.Accepted:
 
 
 def _all_shards(sources: Iterable[PrefillSource]) -> Iterable[Shard]:
-    return (shard for one in sources for shard in one.shards)
+    return (shard for source in sources for shard in source.shards)
 
 
 def _area(shards: tuple[Shard, ...], n_layers: int) -> Area:
@@ -181,7 +181,7 @@ def _both(one: Area, other: Area) -> Area:
 
 
 def _end_layer(source: PrefillSource) -> int:
-    return max((one.end_layer for one in source.shards), default=0)
+    return max((shard.end_layer for shard in source.shards), default=0)
 
 
 def _missing(ours: tuple[Shard, ...], sources: tuple[PrefillSource, ...]) -> Refusal | None:
@@ -189,7 +189,7 @@ def _missing(ours: tuple[Shard, ...], sources: tuple[PrefillSource, ...]) -> Ref
     missing = lacking(ours, tuple(_all_shards(sources)))
     if not missing:
         return None
-    has = "; ".join([f"{one.name} has {_has(one)}" for one in sources])
+    has = "; ".join([f"{source.name} has {_has(source)}" for source in sources])
     return Refusal(
         Code.LAYOUT_MISMATCH,
         f"{has}, which is not all that is kept here: {listed(missing)} must come from elsewhere "
@@ -200,10 +200,10 @@ def _missing(ours: tuple[Shard, ...], sources: tuple[PrefillSource, ...]) -> Ref
 def _doubled(classes: dict[Area, list[int]], sources: tuple[PrefillSource, ...]) -> Refusal | None:
     """They must have the same of what we keep, or nothing in common."""
     areas = list(classes)
-    for index, one in enumerate(areas):
+    for index, area in enumerate(areas):
         for other in areas[index + 1 :]:
-            if any(_both(one, other)):
-                first, second = sources[classes[one][0]], sources[classes[other][0]]
+            if any(_both(area, other)):
+                first, second = sources[classes[area][0]], sources[classes[other][0]]
                 return Refusal(
                     Code.LAYOUT_MISMATCH,
                     f"{first.name} has {_has(first)}, {second.name} has "

@@ -192,7 +192,9 @@ class Inquiries:
         # Forgotten with it: who answers now finds nobody, and the dict does not grow by who never
         # does.
         if inquiry.n_open:
-            for ask in [ask for ask, one in self.questions.items() if one.inquiry is inquiry]:
+            for ask in [
+                ask for ask, question in self.questions.items() if question.inquiry is inquiry
+            ]:
                 del self.questions[ask]
         answer = admin.OtherEnds(inquiry.call, tuple(inquiry.ends))
         self._out.effects.append(effects.AnswerOperator(inquiry.operator, answer))
@@ -223,7 +225,7 @@ class Inquiries:
     def _receive_with(self, peer: Peer, message: AskStory) -> ReceivePart | None:
         decoder = self._node.decoder
         part = decoder.by_handoff.get(message.handoff) or next(
-            (one for one in decoder.known() if one.handoff == message.handoff), None
+            (part for part in decoder.known() if part.handoff == message.handoff), None
         )
         # Numbers are guessable: without this any peer could ask what the others receive.
         is_its_own = part is not None and part.incarnation == peer.incarnation
@@ -244,7 +246,7 @@ class Inquiries:
             total_bytes=part.total_bytes,
             outstanding_posts=said.outstanding_posts,
             deadline_in_s=said.deadline_in_s,
-            marks=tuple([Told(one.ago_s, one.what[:MAX_TOLD]) for one in marks]),
+            marks=tuple([Told(mark.ago_s, mark.what[:MAX_TOLD]) for mark in marks]),
         )
 
 
@@ -263,7 +265,7 @@ def _heard(end: admin.OtherEnd, message: Story, round_trip_s: float) -> admin.Ot
         total_bytes=message.total_bytes,
         outstanding_posts=message.outstanding_posts,
         deadline_in_s=_seconds(message.deadline_in_s) - half_s,
-        marks=tuple(admin.Mark(_seconds(one.ago_s) + half_s, one.what) for one in message.marks),
+        marks=tuple(admin.Mark(_seconds(mark.ago_s) + half_s, mark.what) for mark in message.marks),
         round_trip_s=round_trip_s,
         why_none="",
     )

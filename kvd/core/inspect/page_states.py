@@ -81,7 +81,7 @@ class PoolPlaces:
         """The pages that are this lease's own."""
         if self.saves:
             parts = () if lease.saved is None else lease.saved.parts
-            return Pages(b"".join([one.slots for one in parts if one.component == self.saves]))
+            return Pages(b"".join([part.slots for part in parts if part.component == self.saves]))
         return lease.held if self.keeper is None else self.keeper.own_pages(lease)
 
     def cached(self) -> Iterator[tuple[RadixNode, Pages]]:
@@ -125,7 +125,7 @@ def saved_pools_of(table: LeaseTable) -> list[PoolPlaces]:
 def pool_named(table: LeaseTable, name: str) -> PoolPlaces | None:
     """The pool of that name; empty: that of the first component."""
     known = (*pools_of(table), *saved_pools_of(table))
-    return next((one for one in known if one.pool.name == (name or table.pool.name)), None)
+    return next((places for places in known if places.pool.name == (name or table.pool.name)), None)
 
 
 def has_any(pages: bytes, ids: np.ndarray) -> bool:

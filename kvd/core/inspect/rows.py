@@ -129,7 +129,7 @@ class PeerRow:
 def peer_rows(node: NodeView) -> dict[str, PeerRow]:
     """Everybody who dialed us or whom we dial, by name; one look at all open parts."""
     peers, prefiller = node.peers, node.prefiller
-    dialed = {one.name: one.address for one in peers.dialed.values()}
+    dialed = {dialed.name: dialed.address for dialed in peers.dialed.values()}
     found = {
         name: PeerRow(name, peers.by_name.get(name), dialed.get(name, "dialed us"))
         for name in dict.fromkeys([*peers.by_name, *dialed])
@@ -147,10 +147,10 @@ def peer_rows(node: NodeView) -> dict[str, PeerRow]:
         one.out_bytes += prefiller.posts.live_bytes(send)
     receives = Counter([part.incarnation for part in node.decoder.parts.values()])
     sends = Counter([part.incarnation for part in prefiller.rooms.live()])
-    for one in found.values():
-        if one.peer is not None:
-            one.live_receives = receives[one.peer.incarnation]
-            one.live_sends = sends[one.peer.incarnation]
+    for row in found.values():
+        if row.peer is not None:
+            row.live_receives = receives[row.peer.incarnation]
+            row.live_sends = sends[row.peer.incarnation]
     return found
 
 
@@ -175,7 +175,7 @@ class ClientRow:
 def client_rows(node: NodeView) -> dict[int, ClientRow]:
     """By session, those that are gone and still have leases too; one look at all leases."""
     # Living ones first, also without a lease; the dead ones are only seen by what they have left.
-    found = {one.id: ClientRow(one) for one in node.sessions.by_id.values()}
+    found = {session.id: ClientRow(session) for session in node.sessions.by_id.values()}
     for lease in node.leases.leases.values():
         one = found.get(lease.session)
         if one is None and not lease.session:

@@ -41,8 +41,8 @@ def snapshot(node: NodeView) -> Snapshot:
         leases=tuple([LEASE.state(node, lease) for lease in node.leases.leases.values()]),
         waiting=tuple(waiting_states(node)),
         rooms=tuple(room_states(node)),
-        peers=tuple([PEER.state(node, one) for one in peer_rows(node).values()]),
-        clients=tuple([CLIENT.state(node, clients[one]) for one in node.sessions.by_id]),
+        peers=tuple([PEER.state(node, row) for row in peer_rows(node).values()]),
+        clients=tuple([CLIENT.state(node, clients[number]) for number in node.sessions.by_id]),
         totals=totals(node),
         recorder=node.recorded.state,
         audit=node.audit.state(),
@@ -76,14 +76,14 @@ def totals(node: NodeView) -> Totals:
 
 def pool_states(node: NodeView) -> tuple[PoolState, ...]:
     """Each component with page ids of its own, the first one first (I1)."""
-    return tuple([POOL.state(node, one) for one in pool_rows(node)])
+    return tuple([POOL.state(node, row) for row in pool_rows(node)])
 
 
 def room_states(node: NodeView) -> list[RoomState]:
     """Every part that is not over, both sides; delivered ones until their lease is released."""
     receives = [receive_row(node.leases, part) for part in node.decoder.known()]
     sends = [send_row(node.leases, part) for part in node.prefiller.known()]
-    return [ROOM.state(node, one) for one in (*receives, *sends)]
+    return [ROOM.state(node, row) for row in (*receives, *sends)]
 
 
 def waiting_states(node: NodeView) -> list[WaitingState]:
@@ -91,13 +91,13 @@ def waiting_states(node: NodeView) -> list[WaitingState]:
     holders: dict[str, tuple[str, ...]] = {}
     """By budget: many wait for the same."""
     states = []
-    for one in waiting_rows(node):
-        budget = one.waiter.budget
+    for row in waiting_rows(node):
+        budget = row.waiter.budget
         # Found once for a budget: hundreds may wait for the same, and each answer is a look at all
         # leases.
-        if one.lacks_pages:
+        if row.lacks_pages:
             if budget not in holders:
                 holders[budget] = node.owners.of_most_pages(budget)
-            one.held_by = holders[budget]
-        states.append(WAITING.state(node, one))
+            row.held_by = holders[budget]
+        states.append(WAITING.state(node, row))
     return states

@@ -115,8 +115,8 @@ def receive_waits_for(decoder: Decoder, part: ReceivePart) -> str:
     if part.state is Decode.DRAINING and part.lease is not None:
         return decoder.quarantines.waits_for(part.lease)
     if waits_for_others(part):
-        late = [one for one in part.attempt.parts if not one.is_verified]
-        said = ", ".join([f"{one.peer} ({one.state.value})" for one in late])
+        late = [other for other in part.attempt.parts if not other.is_verified]
+        said = ", ".join([f"{other.peer} ({other.state.value})" for other in late])
         return f"what the other sources send: {said}"
     if part.state is Decode.VERIFYING and not part.sums:
         return "its pages to be copied to the device buffer"

@@ -129,7 +129,7 @@ def shard_places(spec: PoolSpec) -> tuple[ShardPlace, ...]:
     """What of the model each shard has; none where one has all of it."""
     if spec.held is None:
         return ()
-    return tuple(ShardPlace(*msgspec.structs.astuple(one)) for one in spec.held.shards)
+    return tuple(ShardPlace(*msgspec.structs.astuple(shard)) for shard in spec.held.shards)
 
 
 def _slots(component: Component) -> int:
@@ -163,7 +163,7 @@ def _parts(component: Component) -> list[tuple[str, str, tuple[int, ...], int]]:
     shapes: list[tuple[str, str, tuple[int, ...]]]
     match component.layout:
         case State(tensors):
-            shapes = [(one.name, one.dtype, one.shape) for one in tensors]
+            shapes = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
         case Mha(heads, k_dim, v_dim, dtype) if component.interior is not Interior.OPAQUE:
             grid = _grid(component, heads)
             shapes = [("k", dtype, (*grid, k_dim)), ("v", dtype, (*grid, v_dim))]
@@ -173,7 +173,7 @@ def _parts(component: Component) -> list[tuple[str, str, tuple[int, ...], int]]:
             # Nothing in it is told apart, so it is one piece.
             shapes = [("raw", "uint8", (layer_page_bytes(component),))]
     sizes = [math.prod(shape) * DTYPE_BYTES[dtype] for _, dtype, shape in shapes]
-    return [(*one, n_bytes) for one, n_bytes in zip(shapes, sizes, strict=True) if n_bytes]
+    return [(*shape, n_bytes) for shape, n_bytes in zip(shapes, sizes, strict=True) if n_bytes]
 
 
 def _grid(component: Component, heads: int) -> tuple[int, int]:

@@ -159,7 +159,7 @@ def lacking(wanted: tuple[Shard, ...], found: tuple[Shard, ...]) -> tuple[Shard,
     Each has neighbouring layers that lack the same heads. With nothing found, it is all of
     ``wanted`` in few words.
     """
-    n_layers = max(one.end_layer for one in wanted)
+    n_layers = max(shard.end_layer for shard in wanted)
     rows = groupby(range(n_layers), lambda layer: heads_on(wanted, layer) & ~heads_on(found, layer))
     return tuple(
         Shard(layers[0], layers[-1] + 1, *run)
@@ -181,15 +181,15 @@ def _runs(heads: int) -> Iterator[tuple[int, int]]:
 def heads_on(shards: tuple[Shard, ...], layer: int) -> int:
     """A bit for each head of the layer that one of the shards has."""
     found = 0
-    for one in shards:
-        if one.first_layer <= layer < one.end_layer:
-            found |= (1 << one.end_head) - (1 << one.first_head)
+    for shard in shards:
+        if shard.first_layer <= layer < shard.end_layer:
+            found |= (1 << shard.end_head) - (1 << shard.first_head)
     return found
 
 
 def listed(shards: tuple[Shard, ...]) -> str:
     """Shards in a sentence, the first few kinds of them."""
-    kinds = [said(one) for one in dict.fromkeys(shards)]
+    kinds = [said(shard) for shard in dict.fromkeys(shards)]
     more = f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else ""
     return ", ".join(kinds[:SHOWN]) + more
 
@@ -201,8 +201,8 @@ def lanes(ours: tuple[Shard, ...], theirs: tuple[Shard, ...]) -> tuple[ShardRout
         ValueError: what we have of one of their shards is no rectangle of layers and heads.
     """
     replicas: dict[Shard, list[int]] = {}
-    for at, one in enumerate(ours):
-        replicas.setdefault(one, []).append(at)
+    for at, shard in enumerate(ours):
+        replicas.setdefault(shard, []).append(at)
     kinds = dict(sorted(replicas.items()))
     return tuple(
         lane

@@ -245,7 +245,7 @@ def is_companion(spec: PoolSpec, component: Component) -> bool:
 
 def budgets(spec: PoolSpec) -> tuple[Component, ...]:
     """The components with page ids of their own, the first one first."""
-    return tuple(one for one in spec.components if not is_companion(spec, one))
+    return tuple(component for component in spec.components if not is_companion(spec, component))
 
 
 def companion_factor(spec: PoolSpec, component: Component) -> int:
@@ -272,7 +272,7 @@ def layer_page_bytes(component: Component) -> int:
         case Raw(page_bytes, ranks):
             return page_bytes * ranks
         case State(tensors):
-            return sum(math.prod(one.shape) * DTYPE_BYTES[one.dtype] for one in tensors)
+            return sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in tensors)
 
 
 def page_bytes(component: Component) -> int:
@@ -330,9 +330,9 @@ def node_page_bytes(spec: PoolSpec, component: Component) -> int:
 def lockstep_bytes(spec: PoolSpec) -> int:
     """Bytes of one page of the first component, with what is in lockstep with it."""
     return sum(
-        node_page_bytes(spec, one) * companion_factor(spec, one)
-        for one in spec.components
-        if isinstance(one.extent, Whole) and has_bytes(one)
+        node_page_bytes(spec, component) * companion_factor(spec, component)
+        for component in spec.components
+        if isinstance(component.extent, Whole) and has_bytes(component)
     )
 
 
@@ -379,15 +379,15 @@ def exchanged(spec: PoolSpec) -> tuple[Exchanged, ...]:
     """The components that a peer must have too: all but buffers, and as the model has them."""
     return tuple(
         Exchanged(
-            name=one.name,
-            layers=one.layers if has_bytes(one) else 0,
-            layout=one.layout,
-            page_size=one.page_size,
-            extent=one.extent,
-            interior=one.interior,
+            name=component.name,
+            layers=component.layers if has_bytes(component) else 0,
+            layout=component.layout,
+            page_size=component.page_size,
+            extent=component.extent,
+            interior=component.interior,
         )
-        for one in (_of_model(part, spec.held) for part in spec.components)
-        if not isinstance(one.extent, Buffer)
+        for component in (_of_model(part, spec.held) for part in spec.components)
+        if not isinstance(component.extent, Buffer)
     )
 
 
@@ -426,7 +426,7 @@ def read_shards(theirs: str) -> tuple[str, tuple[Shard, ...]]:
         return theirs, ()
     if not 2 <= len(comparable) <= 3:  # with the tag, or without
         return theirs, ()
-    return f"[{','.join(bytes(one).decode() for one in comparable)}]", shards
+    return f"[{','.join(bytes(value).decode() for value in comparable)}]", shards
 
 
 MAX_DIFFERENCE_CHARS = 500
@@ -466,10 +466,10 @@ def _by_name(text: str) -> object:
     names = ("order", "components", "tag", *map(str, range(3, len(read))))
     named = {"tag": "", **dict(zip(names, read, strict=False))}
     components = named.get("components")
-    for one in components if isinstance(components, list) else ():
-        if isinstance(one, dict):
-            one.setdefault("interior", Interior.NHD.value)
-            layout = one.get("layout")
+    for component in components if isinstance(components, list) else ():
+        if isinstance(component, dict):
+            component.setdefault("interior", Interior.NHD.value)
+            layout = component.get("layout")
             if isinstance(layout, dict) and layout.get("type") == Raw.__struct_config__.tag:
                 layout.setdefault("ranks", 1)
     return named

@@ -123,27 +123,27 @@ class LeaseCopies:
 
     def __init__(self, spec: PoolSpec, copies: Copies) -> None:
         self.by_ticket: dict[int, CopyRound] = {}
-        self._regions = {one.name: _pairs(spec, one) for one in spec.components}
+        self._regions = {component.name: _pairs(spec, component) for component in spec.components}
         """By component: its regions, each with that of its saved pages."""
         self._copies = copies
 
     def leases(self) -> list[LeaseRecord]:
         """Those that have copies under way, each as often as it has."""
-        return [one.lease for one in self.by_ticket.values()]
+        return [copies.lease for copies in self.by_ticket.values()]
 
     def save(self, asker: CopyAsker, lease: LeaseRecord, moved: list[SavedMove]) -> None:
         """Order the copies out."""
         copying, order = CopyRound(lease), self._copies.order
-        for one in moved:
-            for region, saved in self._regions[one.component]:
-                self._note(copying, order(asker, region, one.pages, saved, one.slots))
+        for move in moved:
+            for region, saved in self._regions[move.component]:
+                self._note(copying, order(asker, region, move.pages, saved, move.slots))
 
     def restore(self, asker: CopyAsker, lease: LeaseRecord, moved: list[SavedMove]) -> None:
         """Order the copies back."""
         copying, order = CopyRound(lease), self._copies.order
-        for one in moved:
-            for region, saved in self._regions[one.component]:
-                self._note(copying, order(asker, saved, one.slots, region, one.pages))
+        for move in moved:
+            for region, saved in self._regions[move.component]:
+                self._note(copying, order(asker, saved, move.slots, region, move.pages))
 
     def _note(self, copying: CopyRound, ticket: int) -> None:
         copying.tickets.add(ticket)

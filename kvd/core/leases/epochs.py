@@ -302,7 +302,7 @@ class EpochAnswers:
         """Whoever has waited too long hears so; the write goes on, and counts when it is done."""
         late_s = self._out.at_s - KEEP_WITHIN_S
         for answers in (self.in_write, self.waiting):
-            for answer in [one for one in answers if one.since_s <= late_s]:
+            for answer in [answer for answer in answers if answer.since_s <= late_s]:
                 answers.remove(answer)
                 self._tell(answer, self._unkept(f"are not written after {KEEP_WITHIN_S:g} s"))
 

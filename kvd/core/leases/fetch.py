@@ -171,7 +171,7 @@ class Fetcher:
         self._family = settings.spec.family
         self._region = settings.spec.components[0].name
         self._buffers = next(
-            (one for one in leases.components.each if isinstance(one, Buffers)), None
+            (keeper for keeper in leases.components.each if isinstance(keeper, Buffers)), None
         )
 
     # ---- the verbs ---------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Fetcher:
         numbers = page_ids(Pages(frame))  # few: a list is looked through faster than an array
         if not numbers or (min(numbers) >= 0 and max(numbers) < n_pages):
             return None
-        wrong = next(one for one in numbers if not 0 <= one < n_pages)
+        wrong = next(number for number in numbers if not 0 <= number < n_pages)
         return self._refusal(
             Code.BAD_PAGES,
             f"page {wrong} is none of lease {lease.id}, which has the pages 0 to {n_pages - 1}",

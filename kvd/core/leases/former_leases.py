@@ -84,7 +84,7 @@ class FormerLeases:
         table.pool.take_these(_pages_of(got))
         # Before the leases, each of which locks the path of its tokens.
         self._grow(got.branches)
-        former = [(one, lease) for one in got.sessions for lease in one.leases]
+        former = [(of_session, lease) for of_session in got.sessions for lease in of_session.leases]
         for session in got.sessions:
             self._sessions.awaits(session)
         for session, lease in former:
@@ -129,7 +129,7 @@ class FormerLeases:
     def _not_new(self) -> Iterator[str]:
         table, n_sessions = self._table, len(self._sessions.by_id)
         if table.components.each:
-            names = ", ".join(one.component.name for one in table.components.each)
+            names = ", ".join(keeper.component.name for keeper in table.components.each)
             yield f"this pool has pages of {names} beside {table.pool.name}, which are not kept"
         if table.pool.free_pages != table.capacity_pages or table.leases or n_sessions:
             yield (
@@ -216,7 +216,7 @@ def _pages_of(got: PoolAdopted) -> Pages:
     """All that leave the free list."""
     held = [lease.held for session in got.sessions for lease in session.leases]
     kept = [got.unproven] if got.sessions else []
-    return Pages(b"".join([*(one.pages for one in got.branches), *held, *kept]))
+    return Pages(b"".join([*(branch.pages for branch in got.branches), *held, *kept]))
 
 
 def _bad_pages(got: PoolAdopted, total: int) -> Iterator[str]:
@@ -268,7 +268,7 @@ def _some(numbers: list[int]) -> str:
 
 def _bad_prefixes(got: PoolAdopted, page_bytes: int) -> Iterator[str]:
     """A lease whose path is not cached would have its pages given to others."""
-    by_key = {_key(one, page_bytes): number for number, one in enumerate(got.branches)}
+    by_key = {_key(branch, page_bytes): number for number, branch in enumerate(got.branches)}
     for session in got.sessions:
         for lease in session.leases:
             found = _matched(got.branches, by_key, lease, page_bytes)

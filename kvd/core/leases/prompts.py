@@ -121,7 +121,9 @@ class PromptBudget:
         """
         while self.n_bytes > self.limit_bytes:
             # Not the prompt that is being asked about, which is the last of its session.
-            may = [one for one in self.sessions if len(one.by_number) > (one is told)]
+            may = [
+                session for session in self.sessions if len(session.by_number) > (session is told)
+            ]
             if not may:
                 return
             max(may, key=_kept_bytes).forget_oldest()

@@ -22,7 +22,9 @@ def bad_tier(tier: str | None, prompt_tokens: int, spec: PoolSpec, side: str) ->
     """Why a prompt cannot be received so."""
     if tier is None:
         return None
-    buffer = next((one for one in spec.components if isinstance(one.extent, Buffer)), None)
+    buffer = next(
+        (component for component in spec.components if isinstance(component.extent, Buffer)), None
+    )
     if buffer is None or not isinstance(buffer.extent, Buffer):
         return Refusal(
             Code.NOT_SUPPORTED,

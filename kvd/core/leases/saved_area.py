@@ -141,12 +141,12 @@ class SavedArea:
             wanted[self._first] = PageSpan(
                 0, slice_pages(lease.page_table, 0, table.pages_for(n_tokens))
             )
-        for one in table.components.each:
-            span = one.pages_to_keep(lease, n_tokens)
+        for keeper in table.components.each:
+            span = keeper.pages_to_keep(lease, n_tokens)
             if isinstance(span, Refusal):
                 return span
-            if span.pages and one.component.name in self.pools:
-                wanted[one.component.name] = span
+            if span.pages and keeper.component.name in self.pools:
+                wanted[keeper.component.name] = span
         return wanted
 
     def _amount(self, parts: tuple[SavedPart, ...]) -> tuple[int, int]:
@@ -271,10 +271,12 @@ class SavedArea:
             moved.append(SavedMove(component, now.pages, slots))
             if component == self._first:
                 moved += [
-                    SavedMove(one.name, companion_pages(now.pages, k), companion_pages(slots, k))
-                    for one, k in self._companions
+                    SavedMove(
+                        companion.name, companion_pages(now.pages, k), companion_pages(slots, k)
+                    )
+                    for companion, k in self._companions
                 ]
-        return [one for one in moved if one.pages]
+        return [move for move in moved if move.pages]
 
     def _unsaved(
         self, lease: LeaseRecord, component: str, now: PageSpan, part: SavedPart | None

@@ -99,7 +99,7 @@ def say_advanced(lease: LeaseRecord, upto_tokens: int, after: bytes = b"") -> No
         for rank in range(len(said)):
             _await(lease, rank, upto_tokens, after)
         return
-    lease.said = tuple([max(one, upto_tokens) for one in said])
+    lease.said = tuple([max(upto, upto_tokens) for upto in said])
     lease.written_tokens = max(lease.written_tokens, min(lease.said))
 
 

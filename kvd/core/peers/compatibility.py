@@ -103,16 +103,16 @@ def page_split(ours: PoolSpec, theirs: str) -> PageSplit | None:
         return None
     is_ours_larger = mine[0].page_size >= others[0].page_size
     parts: list[int] = []
-    for one, other in zip(mine, others, strict=True):
+    for own, other in zip(mine, others, strict=True):
         # Everything but the size must be equal: pages are cut by tokens, and by nothing else.
-        if msgspec.structs.replace(other, page_size=one.page_size) != one:
+        if msgspec.structs.replace(other, page_size=own.page_size) != own:
             return None
-        large, small = one.page_size, other.page_size
+        large, small = own.page_size, other.page_size
         if not is_ours_larger:
             large, small = small, large
         part = pages_in(large, small)
         # Opaque bytes, windows and states are one piece: no border of tokens is known within them.
-        if part is None or (part > 1 and not _is_token_by_token(one)):
+        if part is None or (part > 1 and not _is_token_by_token(own)):
             return None
         parts.append(part)
     return PageSplit(mine[0].page_size, others[0].page_size, tuple(parts))
@@ -278,7 +278,7 @@ def _routes(
 
 def _is_cut(route: ShardRoute) -> bool:
     """Whether it takes less than whole pages, or puts some together."""
-    return not all(isinstance(one, Straight) for one in route.copies)
+    return not all(isinstance(copy, Straight) for copy in route.copies)
 
 
 def _uncut(mine: tuple[Shard, ...], theirs: tuple[Shard, ...], here: str, there: str) -> Refusal:
@@ -300,12 +300,12 @@ def _packed_otherwise(
     if read is None or read.order is not ours.order or len(read.components) != len(mine):
         return None
     differ = [
-        (one.interior.value, other.interior.value)
-        for one, other in zip(mine, read.components, strict=True)
-        if one.interior is not other.interior
+        (own.interior.value, other.interior.value)
+        for own, other in zip(mine, read.components, strict=True)
+        if own.interior is not other.interior
     ]
-    for one, other in zip(mine, read.components, strict=True):
-        if msgspec.structs.replace(other, interior=one.interior) != one:
+    for own, other in zip(mine, read.components, strict=True):
+        if msgspec.structs.replace(other, interior=own.interior) != own:
             return None
     if differ:
         interior, other_interior = differ[0]
@@ -340,4 +340,4 @@ def _without_kv(ours: PoolSpec, read: Fingerprint | None, here: str, there: str)
 
 
 def _only_counts(components: tuple[Exchanged, ...]) -> bool:
-    return bool(components) and not any(one.layers for one in components)
+    return bool(components) and not any(component.layers for component in components)

@@ -488,7 +488,7 @@ class Peers:
                 "peers.keys, or peers.insecure"
             )
             return Refusal(Code.PEER_UNKNOWN, f"{side} does not dial {address}: {why}", side=side)
-        passing = sum(one.by_address for one in self.dialed.values())
+        passing = sum(dialed.by_address for dialed in self.dialed.values())
         if passing >= MAX_BY_ADDRESS:
             return Refusal(
                 Code.PEER_UNKNOWN,
@@ -507,7 +507,7 @@ class Peers:
         dialed = self.dialed.get(link)
         if dialed is None or dialed.name != dialed.address:
             return ""
-        peer = next((one for one in self.by_name.values() if one.link == link), None)
+        peer = next((peer for peer in self.by_name.values() if peer.link == link), None)
         if peer is None:
             return ""
         dialed.name = peer.name

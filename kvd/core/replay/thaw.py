@@ -79,8 +79,8 @@ class _Thawer:
 
     def thaw(self) -> object:
         self._objects = [self._empty(row) for row in self._rows]
-        for one, row in zip(self._objects, self._rows, strict=True):
-            self._fill(one, row)
+        for thing, row in zip(self._objects, self._rows, strict=True):
+            self._fill(thing, row)
         return self._objects[0]
 
     # ---- objects -----------------------------------------------------------------------------
