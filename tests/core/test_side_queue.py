@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from kvd.core import inputs
-from kvd.core import node as node_module
+from kvd.core import inputs, node_parts
 from kvd.core.cache.lease import Claimed
 from kvd.core.handoff.receive_requests import ReceiveAsker
 from kvd.core.inspect.snapshot import snapshot
@@ -245,7 +244,7 @@ def story(seed: int, overtakers: int) -> list[object]:
 def test_the_queue_admits_whom_a_naive_queue_admits_while_peers_come_and_go(seed, monkeypatch):
     overtakers = seed % 3
     mine = story(seed, overtakers)
-    monkeypatch.setattr(node_module, "Admission", Naive)
+    monkeypatch.setattr(node_parts, "Admission", Naive)
     naive = story(seed, overtakers)
 
     assert mine == naive, f"seed {seed}"
