@@ -291,6 +291,7 @@ def walk(seed):
         world.refuses_rooms = rng.random() < 0.3
         world.rooms = {77} if rng.random() < 0.7 else set()
         engine.is_slow = rng.random() < 0.4
+        engine.are_threads_slow = rng.random() < 0.4
         engine.has_no_blocks = rng.random() < 0.2
         engine.computes_all = rng.random() < 0.2
         engine.step()
