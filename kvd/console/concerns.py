@@ -23,7 +23,7 @@ from kvd.core.handoff.parts import ReceivePart
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.inspect.rows import client_rows, waiting_rows
 from kvd.core.inspect.schema import StateField, session_name
-from kvd.core.inspect.words import asked_word, why_waits
+from kvd.core.inspect.words import asked_word, epochs_words, why_waits
 from kvd.core.peers.peer import Agent, Life
 
 if TYPE_CHECKING:
@@ -427,9 +427,9 @@ def peers(context: Context) -> Iterator[Concern]:
                 rule="there is a sending agent towards every peer that lives",
                 action=f"open {ref}",
             )
-        other_epoch = known.other_epoch(peer.name)
-        if other_epoch and peer.life is Life.UP:
-            what, _, action = other_epoch.partition("; ")
+        apart = epochs_words(context.node, peer)
+        if apart and peer.life is Life.UP:
+            what, _, action = apart.partition("; ")
             yield Concern(
                 severity=MEDIUM,
                 kind="peer-refused",

@@ -272,6 +272,7 @@ class NodeState(NodeParts):
             told = PrefixFound(mine, peer.incarnation, ask=message.ask, refusal=key)
             self.out.send(peer.link, told)
             return
+        self.peers.in_one_epoch(peer, key)
         named = structs.replace(message, namespace=key)
         self.pull_source.prefix_asked(peer, named, self.drainer.refusal())
 

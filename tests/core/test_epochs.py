@@ -22,8 +22,8 @@ from kvd.core.cache.namespaces import (
 )
 from kvd.core.handoff.protocol import Prefill
 from kvd.core.inspect.snapshot import snapshot
+from kvd.core.inspect.words import EPOCHS_RECENT_S
 from kvd.core.leases.epochs import FORMER_MARK, KEEP_WITHIN_S, MAX_EPOCH, MOST_EPOCHS, Epochs
-from kvd.core.peers.registry import EPOCHS_RECENT_S
 from kvd.errors import Code, Refusal
 from kvd.types import NO_PAGES, Pages, Tokens, pack_ids
 from kvd.wire import admin, client, events
@@ -453,6 +453,27 @@ def both_say(world, of_p, of_d, fix=""):
         assert len([why for why in told if why.startswith(words)]) == 1
 
 
+@pytest.mark.parametrize("how", ["ours", "theirs", "rooms"])
+def test_that_epochs_differ_is_shown_until_they_do_not(how):
+    world = World()
+    begin(world.p, epoch=2)
+    if how == "ours":
+        begin(world.d, epoch=1)
+    assert isinstance(pull(world), client.Failed)
+    shown = [snapshot(side.node).peers[0].epochs for side in (world.p, world.d)]
+    assert all("run on d: kvd epoch m 2" in one for one in shown)
+
+    begin(world.d, epoch=2)
+    assert snapshot(world.d.node).peers[0].epochs == ""
+    if how == "rooms":
+        lease = world.p.lease(PROMPT, namespace="m")
+        world.p.call(client.HandOver, PROMPT, room=7, lease=lease.lease, namespace="m")
+        world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), namespace="m")
+    else:
+        assert isinstance(pull(world), client.Receiving)
+    assert snapshot(world.p.node).peers[0].epochs == ""
+
+
 def test_a_peer_puts_no_words_of_its_own_into_what_is_to_be_run():
     world = World()
     lied = Refusal(
@@ -477,7 +498,11 @@ def test_nodes_in_different_epochs_pull_nothing_and_say_both(p_epoch, d_epoch, n
     cached(world.p, PROMPT, namespace)
     said = pull(world, namespace)
     assert said.refusal.code is Code.PROMPT_MISMATCH
-    assert said.refusal.numbers == {"epoch": p_epoch, "peer_epoch": d_epoch}
+    assert said.refusal.numbers == {
+        "epoch": p_epoch,
+        "peer_epoch": d_epoch,
+        "base": "m",
+    }
     assert snapshot(world.p.node).rooms == ()
     behind = "p" if p_epoch < d_epoch else "d"
     fix = f"run on {behind}: kvd epoch m {max(p_epoch, d_epoch)}"
@@ -514,7 +539,7 @@ def test_a_pull_of_a_peer_that_says_no_epoch_is_one_in_epoch_0():
         for one in reversed(world.p.effects)
         if isinstance(one, effects.SendToPeer) and isinstance(one.message, PrefixFound)
     )
-    assert told.refusal.numbers == {"epoch": 7, "peer_epoch": 0}
+    assert told.refusal.numbers == {"epoch": 7, "peer_epoch": 0, "base": "m"}
     # What that version called its epochs is the name of another base here.
     named = msgspec.structs.replace(old, ask=2, namespace=f"m{FORMER_MARK}7")
     world.inject(world.p, named, world.d)
@@ -731,7 +756,7 @@ def test_a_room_that_a_pull_has_opened_is_ended_and_its_answer_is_not_repeated()
     world.wire.clear()
     world.deliver(ask)
     (told,) = world.held(PrefixFound)
-    assert told.message.refusal.numbers == {"epoch": 1, "peer_epoch": 0}
+    assert told.message.refusal.numbers == {"epoch": 1, "peer_epoch": 0, "base": "m"}
 
 
 def test_what_was_asked_for_before_is_had_and_shared_with_nobody():

@@ -215,7 +215,7 @@ async def pulled(node, tokens):
     return "received"
 
 
-async def test_a_pull_without_an_offer_ends_at_its_source_by_itself(tmp_path):
+async def test_a_puller_without_pages_is_waited_for_while_it_lives_and_goes_on_later(tmp_path):
     with two_daemons(tmp_path, {**SHAPE, "pull.offer_s": "0.5"}) as both:
         async with (
             kvd.client.connect(both.prefill.client, name="p") as p,
@@ -234,8 +234,13 @@ async def test_a_pull_without_an_offer_ends_at_its_source_by_itself(tmp_path):
                 return not both.prefill.snapshot().leases
 
             await until(is_open)
-            await until(is_over, within_s=3.0)
-            # The puller has room at last, and hears that nobody waits for its pages any more.
+            await asyncio.sleep(1.5)
+            assert await is_open(), "it asks again, and so is kept"
+            os.kill(both.decode.pid, signal.SIGSTOP)
+            await until(is_over, within_s=5.0)
+            os.kill(both.decode.pid, signal.SIGCONT)
+            await until(is_open, within_s=5.0)
+            # The puller has room at last.
             await full.release(())
-            assert await waiting == "deadline"
+            assert await waiting == "received"
             assert (await p.match(tokens)).tokens == 40 * PAGE

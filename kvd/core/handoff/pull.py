@@ -237,6 +237,10 @@ class PullAsks:
         """What a source has refused, where that is for our epoch."""
         self._peers.heard_epochs(peer, ask.message.namespace, why)
 
+    def in_one_epoch(self, peer: Peer, ask: PullAsk) -> None:
+        """A source has answered, whatever it has."""
+        self._peers.in_one_epoch(peer, ask.message.namespace)
+
     def keep(self, ask: PullAsk, attempt: ReceiveAttempt, room: int) -> None:
         """What it was answered with waits for memory: its source is asked again now and then."""
         ask.attempt, ask.room = attempt, room
@@ -379,6 +383,7 @@ class Pulls:
             said = f"{peer.name} sends nothing of the prompt: {why.message}"
             self._end_pull(ask, Refusal(why.code, said, side=peer.name, numbers=why.numbers))
             return
+        self.asks.in_one_epoch(peer, ask)
         n_tokens, have_tokens = message.n_tokens, self.asks.have_tokens(ask)
         refusal = self._no_prefix(ask, message)
         if refusal is not None:

@@ -232,6 +232,8 @@ class Decoder:
             said = "" if is_delivered else why.message
             self._draining_to_closed(part, trigger, said, proof="settled", doubt=doubt)
         elif is_delivered:
+            if part.attempt.lease is not None:
+                self._peers.in_one_epoch(peer, part.attempt.lease.namespace)
             self._offered_or_receiving_to_verifying(part, message)
         else:
             if part.attempt.lease is not None:

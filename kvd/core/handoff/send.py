@@ -279,6 +279,8 @@ class Prefiller:
         self.move_part(part, trigger, f"decode has {part.decode_prefix_len} tokens")
         peer = self._peers.by_incarnation.get(part.incarnation)
         numbered = part.kept_by or part
+        if engine is not None and peer is not None:
+            self._peers.in_one_epoch(peer, engine.namespace)
         if engine is not None and numbered.is_numbered:
             # Of a room that is kept its engine hears of each, by the number of the room.
             told = msgspec.structs.replace(accepted(part), send=numbered.id)

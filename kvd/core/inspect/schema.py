@@ -30,6 +30,7 @@ from kvd.core.inspect.page_states import needed_nodes
 from kvd.core.inspect.words import (
     agent_words,
     asked_word,
+    epochs_words,
     layout_words,
     lease_waits_for,
     lease_word,
@@ -404,6 +405,10 @@ def _drain(node: NodeView, one: PeerRow) -> str:
     return drain_words(one.peer, node.out.at_s) if one.peer is not None else ""
 
 
+def _epochs(node: NodeView, one: PeerRow) -> str:
+    return epochs_words(node, one.peer) if one.peer is not None else ""
+
+
 PEER: StateTable[PeerRow, PeerState] = StateTable(
     PeerState,
     StateField("name", "text"),
@@ -428,7 +433,7 @@ PEER: StateTable[PeerRow, PeerState] = StateTable(
     StateField("delivered", "count", "", "counter"),
     StateField("failed", "count", "", "counter"),
     StateField("trouble", "text", lambda node, one: node.peers.trouble(one.name)),
-    StateField("epochs", "text", lambda node, one: node.peers.other_epoch(one.name)),
+    StateField("epochs", "text", _epochs),
     # What the snapshot alone has.
     StateField("", "count", "live_receives", wire="open_receives"),
     StateField("", "count", "live_sends", wire="open_sends"),

@@ -26,7 +26,14 @@ from kvd.core.inspect.page_states import needed_nodes, pool_named
 from kvd.core.inspect.rows import client_rows, peer_rows, receive_row, send_row
 from kvd.core.inspect.schema import CLIENT, LEASE, PEER, ROOM
 from kvd.core.inspect.snapshot import waiting_states
-from kvd.core.inspect.words import agent_words, death_of, layout_words, lease_waits_for, lease_word
+from kvd.core.inspect.words import (
+    agent_words,
+    death_of,
+    epochs_words,
+    layout_words,
+    lease_waits_for,
+    lease_word,
+)
 from kvd.core.layout.shards import lacking, listed
 from kvd.core.layout.spec import companion_factor, is_companion, shards_of
 from kvd.core.leases.owners import describe_holder
@@ -664,8 +671,8 @@ def of_peer(node: NodeView, name: str) -> Explanation | Refusal:
         ):
             if said.why != trouble and now_s - said.at_s < RECENT_S:
                 facts.append(f"{what} {now_s - said.at_s:.1f} s ago: {said.why}")
-    other_epoch = peers.other_epoch(name)
-    facts += [other_epoch] if other_epoch else []
+    apart = epochs_words(node, peer) if peer is not None else ""
+    facts += [apart] if apart else []
     facts += _peer_facts(node, peer) if peer is not None else []
     facts += plain_facts(node, PEER, peer_rows(node)[name])
     quarantined = [

@@ -162,6 +162,17 @@ def agent_words(peer: Peer) -> str:
     return f"{peer.agent.value}{': ' if peer.agent_why else ''}{peer.agent_why}"
 
 
+EPOCHS_RECENT_S = 600.0
+"""So long it is shown that something was not handed over for its epoch."""
+
+
+def epochs_words(node: NodeView, peer: Peer) -> str:
+    """That it is in another epoch of a model than this node; empty where that may be over."""
+    apart = peer.epochs
+    is_recent = node.out.at_s - apart.at_s < EPOCHS_RECENT_S
+    return apart.why if is_recent and node.epochs.now(apart.base) == apart.epoch else ""
+
+
 def layout_words(peer: Peer) -> str:
     """``same``, or why pages go in one direction at most."""
     differs = peer.refusal or peer.source_refusal

@@ -100,7 +100,7 @@ class Epochs:
             Code.PROMPT_MISMATCH,
             epochs_differ(key_of(namespace, now), side=self.name, peer=peer, peer_epoch=epoch),
             side=self.name,
-            numbers={"epoch": now, "peer_epoch": epoch},
+            numbers={"epoch": now, "peer_epoch": epoch, "base": base_of(namespace)},
         )
 
     def flaw(self, namespace: str, epoch: int | None) -> Refusal | None:
@@ -211,7 +211,7 @@ def other_epoch(key: str, peer: str, peer_epoch: int, side: str) -> Refusal:
         Code.PROMPT_MISMATCH,
         epochs_differ(key, side=side, peer=peer, peer_epoch=peer_epoch),
         side=side,
-        numbers={"epoch": epoch_in(key), "peer_epoch": peer_epoch},
+        numbers={"epoch": epoch_in(key), "peer_epoch": peer_epoch, "base": base_of(key)},
     )
 
 

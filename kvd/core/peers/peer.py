@@ -95,6 +95,18 @@ class Heard(msgspec.Struct, frozen=True):
 UNHEARD = Heard()
 
 
+class EpochsApart(msgspec.Struct, frozen=True):
+    """A base of namespaces, the epoch that we were in, what to do about it, and since when."""
+
+    base: str = ""
+    epoch: int = 0
+    why: str = ""
+    at_s: float = float("-inf")
+
+
+TOGETHER = EpochsApart()
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Peer:
     """One other daemon. Read it; the module says who writes it."""
@@ -147,7 +159,7 @@ class Peer:
     news: float = 0.0
     """New processes and generations of it that were believed lately, as of ``news_s``."""
     news_s: float = 0.0
-    epochs: Heard = UNHEARD
+    epochs: EpochsApart = TOGETHER
     """That something was not handed over because it is in another epoch of a model."""
     refused: Heard = UNHEARD
     """Why a Hello in its name was refused last."""

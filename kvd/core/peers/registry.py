@@ -21,14 +21,25 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 from kvd.core import effects
-from kvd.core.cache.namespaces import epoch_in, epochs_differ
+from kvd.core.cache.namespaces import base_of, epoch_in, epochs_differ
 from kvd.core.layout.spec import fingerprint
 from kvd.core.peers.agents import Agents
 from kvd.core.peers.allowed import allowed_by_name, unlisted, unreadable
 from kvd.core.peers.claims import NameClaims, replace
 from kvd.core.peers.compatibility import read_layout
 from kvd.core.peers.hello import NEWS_AT_ONCE, NEWS_PER_S, NODE, unwelcome
-from kvd.core.peers.peer import NO_CLAIM, UNHEARD, UNSAID, Dialed, Heard, Life, Peer, lost_because
+from kvd.core.peers.peer import (
+    NO_CLAIM,
+    TOGETHER,
+    UNHEARD,
+    UNSAID,
+    Dialed,
+    EpochsApart,
+    Heard,
+    Life,
+    Peer,
+    lost_because,
+)
 from kvd.core.peers.pulse import Pulse
 from kvd.core.settings import DialRule
 from kvd.errors import Code, Refusal
@@ -62,10 +73,6 @@ LOOPBACK: Final = re.compile(r"localhost|\[::1\]|127(?:\.\d{1,3}){3}")
 
 MAX_TOLD: Final = 1024
 """Kept at most; strangers may invent any number. Above it all are told anew."""
-
-
-EPOCHS_RECENT_S = 600.0
-"""So long it is shown that something was not handed over for its epoch."""
 
 
 def is_for_epoch(refusal: Refusal) -> bool:
@@ -423,34 +430,33 @@ class Peers:
         self.allowed = allowed_by_name(entries)
 
     def note_epochs(self, peer: Peer, refusal: Refusal) -> None:
-        """We have refused it something; where that is for its epoch, whoever asks is told."""
+        """We have refused it something; where that is for its epoch, it is told."""
         if is_for_epoch(refusal):
-            self._note_epochs(peer, refusal.message)
+            base, epoch = refusal.numbers["base"], refusal.numbers["epoch"]
+            assert isinstance(base, str)
+            assert isinstance(epoch, int)
+            self._note_apart(peer, base, epoch, refusal.message)
 
     def heard_epochs(self, peer: Peer, key: str, refusal: Refusal) -> None:
-        """The same where it has refused us something of the namespace ``key``.
+        """The same where it has refused us something: of what it says the number alone is taken.
 
-        In our own words, because they name a command: of what it says the number alone is taken.
+        The words are ours, because they name a command.
         """
         theirs = refusal.numbers.get("epoch")
         if is_for_epoch(refusal) and type(theirs) is int and theirs != epoch_in(key):
             mine = self._settings.name
-            self._note_epochs(
-                peer, epochs_differ(key, side=mine, peer=peer.name, peer_epoch=theirs)
-            )
+            why = epochs_differ(key, side=mine, peer=peer.name, peer_epoch=theirs)
+            self._note_apart(peer, base_of(key), epoch_in(key), why)
 
-    def _note_epochs(self, peer: Peer, why: str) -> None:
-        peer.epochs = Heard(why, self._out.at_s)
-        self.complaints.tell(
-            peer.link, peer.incarnation, Code.PROMPT_MISMATCH, why, what="another epoch"
-        )
+    def _note_apart(self, peer: Peer, base: str, epoch: int, why: str) -> None:
+        peer.epochs = EpochsApart(base, epoch, why, self._out.at_s)
+        code = Code.PROMPT_MISMATCH
+        self.complaints.tell(peer.link, peer.incarnation, code, why, what="another epoch")
 
-    def other_epoch(self, name: str) -> str:
-        """That it was lately in another epoch of a model than we are; empty where it was not."""
-        peer = self.by_name.get(name)
-        if peer is None or self._out.at_s - peer.epochs.at_s >= EPOCHS_RECENT_S:
-            return ""
-        return peer.epochs.why
+    def in_one_epoch(self, peer: Peer, key: str) -> None:
+        """Something of a namespace was asked for in the epoch that we are in: that is mended."""
+        if peer.epochs.why and peer.epochs.base == base_of(key):
+            peer.epochs = TOGETHER
 
     def unlisted(self, peer: str) -> Refusal | None:
         """Why it may exchange nothing with this node."""
