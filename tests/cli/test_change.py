@@ -91,6 +91,13 @@ def test_a_refusal_fails_except_where_skipping_is_the_point(run, daemon, name):
     assert done.stderr.count("\n") == (0 if name == "flush" else 1)
 
 
+def test_an_empty_cache_is_not_said_to_be_locked(run, daemon):
+    why = "64 of 64 pages: the rest of the cache is empty"
+    daemon.answer = lambda _request: Report(0, {"evicted_pages": 0}, (why,))
+
+    assert "is locked" not in run("evict", "64").stderr
+
+
 FOUND = Finding(
     rule="I9",
     check="holder-gone",

@@ -98,6 +98,8 @@ def test_invalid_configuration_changes_nothing_and_is_said(node):
 
 
 def test_log_level_holds_from_the_next_event_on(node):
+    told = len(node.happened(ConfigReloaded))
+    until(lambda: node.log().count('"event":"config-reloaded"') == told)  # lines may be 20 ms late
     node.write('[log]\nlevel = "error"\n')
     node.reload()
     quiet = node.log()
