@@ -171,12 +171,16 @@ def test_a_forked_child_does_not_take_the_session_of_its_parent(daemon: Daemon) 
         assert daemon.returns == []
 
 
-def test_pauses_grow_to_a_second_and_a_full_queue_is_a_reason_to_wait(tmp_path: Any) -> None:
-    way = WayBack(str(tmp_path / "attach.sock"), None, lambda: Attach("nobody"))
+def test_pauses_grow_to_a_second_and_a_full_queue_is_a_reason_to_wait(
+    daemon: Daemon, tmp_path: Any
+) -> None:
     pauses = []
-    for _ in range(8):
-        assert not way.step()
-        pauses.append(way.pause_s)
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        attachment = node.wrapped._attachment
+        way = WayBack(str(tmp_path / "nobody.sock"), attachment, lambda: Attach("nobody"))
+        for _ in range(8):
+            assert not way.step()
+            pauses.append(way.pause_s)
 
     assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
 

@@ -39,7 +39,7 @@ TWINS = [
 
 NOT_THERE = {
     (Lease, "record"),  # what the verbs of ``Node`` read of a lease
-    (Lease, "number_at"),
+    (Lease, "is_of"),
     (Receive, "is_ended"),  # ``poll`` says it, and reads what has come
     (Node, "close"),  # nothing of it could be waited for: a plain method
     (Node, "events"),  # an iterator of its own, which has ``poll``

@@ -38,10 +38,10 @@ def sent_request(
     message: client.SendRequest | client.HandOver, engine: SendingEngine
 ) -> NamedRequest:
     """What a send or a hand-over that has a request id is called."""
-    return _asked_to_send(message, engine.digest, engine.prompt_tokens)
+    return _named_send(message, engine.digest, engine.prompt_tokens)
 
 
-def _asked_to_send(
+def _named_send(
     message: client.SendRequest | client.HandOver, digest: bytes, n_tokens: int
 ) -> NamedRequest:
     return NamedRequest(
@@ -185,7 +185,7 @@ class SendRetries:
                     numbers={"lease": message.lease, "first_lease": first.lease},
                 )
             digest, n_tokens = prompt_digest(tokens, message.namespace), count(tokens)
-        now = _asked_to_send(message, digest, n_tokens)
+        now = _named_send(message, digest, n_tokens)
         return other_request(first, now, message.room, self._settings.name)
 
     def _unwritten(
