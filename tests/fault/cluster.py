@@ -55,6 +55,8 @@ class Cluster:
         self.servers = servers
         self.network = network
         self.stops = Stops()
+        self.absences = Stops()
+        """Of whoever was stopped, and of whoever was killed, until it is back."""
         self.load = Load(seed, self.stops, finds_torn_pages=bool(INTEGRITY))
         self.engines = {
             name: Engine(name, servers[node]) for name, node in ENGINES.items() if node in servers

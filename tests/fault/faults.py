@@ -63,12 +63,8 @@ async def _stopped(cluster: Cluster, pid: int | None) -> AsyncIterator[None]:
     if pid is None:
         yield
         return
-    with frozen(pid):
-        span = cluster.stops.begin()
-        try:
-            yield
-        finally:
-            cluster.stops.end(span)
+    with frozen(pid), cluster.stops.span(), cluster.absences.span():
+        yield
 
 
 def _engine(side: str) -> str:
@@ -76,11 +72,13 @@ def _engine(side: str) -> str:
 
 
 async def _kill_engine(cluster: Cluster, fault: Planned, _: random.Random) -> None:
-    await cluster.engines[_engine(fault.side)].kill()
+    with cluster.absences.span():
+        await cluster.engines[_engine(fault.side)].kill()
 
 
 async def _kill_daemon(cluster: Cluster, fault: Planned, _: random.Random) -> None:
-    await cluster.servers[fault.side].restart()
+    with cluster.absences.span():
+        await cluster.servers[fault.side].restart()
 
 
 async def _kill_transfer(cluster: Cluster, fault: Planned, _: random.Random) -> None:

@@ -8,6 +8,7 @@ the campaign was stopped does not count against a room.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
@@ -77,19 +78,20 @@ class Room(msgspec.Struct, frozen=True):
 
 
 class Stops:
-    """When any process of the campaign was stopped."""
+    """When any process of the campaign was stopped, or was not there."""
 
     def __init__(self) -> None:
         self._spans: list[list[float]] = []
 
-    def begin(self) -> list[float]:
-        """One is stopped now; give the span back to ``end``."""
+    @contextlib.contextmanager
+    def span(self) -> Iterator[None]:
+        """One is, for as long as the block lasts."""
         span = [time.monotonic(), float("inf")]
         self._spans.append(span)
-        return span
-
-    def end(self, span: list[float]) -> None:
-        span[1] = time.monotonic()
+        try:
+            yield
+        finally:
+            span[1] = time.monotonic()
 
     def since(self, start_s: float) -> float:
         """Seconds since ``start_s`` in which one was; overlapping ones count once."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 from tests.fault.fleet import frozen
+from tests.fault.load import Stops
 
 
 def _state(pid: int) -> str:
@@ -37,3 +39,21 @@ def _wait_for(pid: int, states: str) -> str:
         if state in states:
             return state
     return state
+
+
+def test_absences_that_overlap_count_once_and_only_since_then(monkeypatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    absences = Stops()
+    with absences.span():  # from 10 to 14
+        now[0] = 12.0
+        with absences.span():
+            now[0] = 14.0
+    now[0] = 20.0
+
+    assert absences.since(0.0) == 4.0
+    assert absences.since(13.0) == 1.0
+    assert absences.since(15.0) == 0.0
+    with absences.span():
+        now[0] = 23.0
+        assert absences.since(15.0) == 3.0
