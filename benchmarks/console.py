@@ -119,12 +119,12 @@ def _tokens(number: int, count: int) -> TokenArray:
     return ((np.arange(count, dtype=np.int64) + number * 4096) % 2**31).astype("<i4")
 
 
-async def _all_of(count: int, one: Callable[[int], Awaitable[None]]) -> None:
+async def _all_of(count: int, call: Callable[[int], Awaitable[None]]) -> None:
     numbers = iter(range(count))
 
     async def worker() -> None:
         for number in numbers:
-            await one(number)
+            await call(number)
 
     await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
 

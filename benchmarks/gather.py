@@ -69,7 +69,7 @@ def measure(ranks: int, tokens: int, rounds: int) -> Measured:
         each = processes.hear(GatherTimes)
     finally:
         processes.stop()
-    found = sorted(each, key=lambda one: one.ratio)[ranks // 2]
+    found = sorted(each, key=lambda rank: rank.ratio)[ranks // 2]
     row: Measured = {"ranks": ranks, "result_mb": found.result_bytes / 1e6}
     return {**row, **msgspec.structs.asdict(found)}
 

@@ -113,8 +113,8 @@ def calls_by(
     """One prompt after the other, asked about that way; each is a hit."""
 
     async def call(number: int) -> None:
-        one = prompts[number % PROMPTS]
-        assert await ask(one, node, way) == len(one.tokens)
+        prompt = prompts[number % PROMPTS]
+        assert await ask(prompt, node, way) == len(prompt.tokens)
 
     return CallKind(call, {DAEMON: daemon.pid})
 

@@ -230,7 +230,7 @@ async def _write(up: _Running, posts: list[Post]) -> tuple[float, list[bytes]]:
         up.sender.process.order(post)
     done = [await up.sender.reports.next(PostDone) for _ in posts]
     took_s = time.perf_counter() - began_s
-    return took_s, [report.sums for report in sorted(done, key=lambda one: one.post)]
+    return took_s, [report.sums for report in sorted(done, key=lambda report: report.post)]
 
 
 async def _measure_case(up: _Running, case: ShardCase, orders: _Orders, repeats: int) -> Measured:

@@ -155,14 +155,14 @@ def share(part: int, whole: int) -> str:
     return f"{part}/{whole} {100 * part / whole:.0f}%" if whole else f"{part}/{whole}"
 
 
-def progress(one: RoomState) -> str:
+def progress(part: RoomState) -> str:
     """Pages of a handoff that are on their way or there, of all.
 
     The decode side posts nothing itself: there the bytes that arrived say how many pages did.
     """
-    if one.side != "decode" or not one.total_bytes:
-        return share(one.posted_pages, one.total_pages)
-    return share(one.moved_bytes * one.total_pages // one.total_bytes, one.total_pages)
+    if part.side != "decode" or not part.total_bytes:
+        return share(part.posted_pages, part.total_pages)
+    return share(part.moved_bytes * part.total_pages // part.total_bytes, part.total_pages)
 
 
 def bar(*, held: int, cached: int, quarantined: int, total: int, width: int = 24) -> str:

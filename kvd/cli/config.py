@@ -289,7 +289,7 @@ def _blocks(made: list[FamilyPlan], told: list[str]) -> Iterator[RenderableType]
     yield sheet
     if told:
         yield Text("\n".join(["not planned", *(f"    {line}" for line in told)]), "dim")
-    best = max(made, key=lambda one: one.rooms)
+    best = max(made, key=lambda plan: plan.rooms)
     toml = "\n".join(clean(line) for line in best.toml.splitlines())
     yield Text(f"to paste, for {best.family}:\n\n{toml}")
 

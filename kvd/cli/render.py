@@ -187,16 +187,16 @@ def status(shot: Snapshot) -> RenderableType:
     return Group(*alarms, head, Text(), pools(shot.pools), Text(), rows, *_troubles(shot))
 
 
-def _recorder(one: shown.RecorderState) -> str:
+def _recorder(recorder: shown.RecorderState) -> str:
     """Whether a recording could be saved, and how much it would hold."""
-    if one.state == "recording":
+    if recorder.state == "recording":
         return (
-            f"{duration(one.covered_s)} back, {one.inputs} inputs, {amount(one.record_bytes)}; "
-            f"since {duration(one.since_s)}"
+            f"{duration(recorder.covered_s)} back, {recorder.inputs} inputs, "
+            f"{amount(recorder.record_bytes)}; since {duration(recorder.since_s)}"
         )
-    if one.state == "off":
-        return f"off  {clean(one.why)}"
-    return f"{clean(one.state)} {duration(one.since_s)} ago: {clean(one.why)}"
+    if recorder.state == "off":
+        return f"off  {clean(recorder.why)}"
+    return f"{clean(recorder.state)} {duration(recorder.since_s)} ago: {clean(recorder.why)}"
 
 
 def _tally(names: Iterable[str]) -> str:
@@ -205,16 +205,16 @@ def _tally(names: Iterable[str]) -> str:
     return ", ".join(f"{clean(name)} {counts[name]}" for name in sorted(counts))
 
 
-def _drain(one: shown.DrainState) -> str:
+def _drain(drain: shown.DrainState) -> str:
     """Who drains this node and why, what is left, and how to end it."""
-    by = f" by {clean(one.who)}" if one.who else ""
-    why = f" ({clean(one.why)})" if one.why else ""
-    left = f"{one.receives} receives, {one.sends} sends and {one.waiting} requests under way"
-    until = "" if one.deadline_in_s is None else f", given up in {duration(one.deadline_in_s)}"
-    if one.is_stop:
-        return f"it stops, asked {duration(one.since_s)} ago{why}: {left}{until}"
-    now = "nothing is under way any more" if one.is_drained else f"{left}{until}"
-    return f"drained for {duration(one.since_s)}{by}{why}: {now}; kvd undrain serves again"
+    by = f" by {clean(drain.who)}" if drain.who else ""
+    why = f" ({clean(drain.why)})" if drain.why else ""
+    left = f"{drain.receives} receives, {drain.sends} sends and {drain.waiting} requests under way"
+    until = "" if drain.deadline_in_s is None else f", given up in {duration(drain.deadline_in_s)}"
+    if drain.is_stop:
+        return f"it stops, asked {duration(drain.since_s)} ago{why}: {left}{until}"
+    now = "nothing is under way any more" if drain.is_drained else f"{left}{until}"
+    return f"drained for {duration(drain.since_s)}{by}{why}: {now}; kvd undrain serves again"
 
 
 def _troubles(shot: Snapshot) -> list[Text]:
@@ -288,66 +288,69 @@ def pools(states: tuple[PoolState, ...]) -> RenderableType:
     return Group(out, Text(_total_bytes(states), "dim"))
 
 
-def _prose(one: PoolState) -> Iterator[str]:
+def _prose(component: PoolState) -> Iterator[str]:
     """What a page is, what goes in lockstep with it, and what windows and buffers save."""
     cells = bar(
-        held=one.held_pages,
-        cached=one.cached_pages,
-        quarantined=one.quarantined_pages,
-        total=one.total_pages,
+        held=component.held_pages,
+        cached=component.cached_pages,
+        quarantined=component.quarantined_pages,
+        total=component.total_pages,
         width=32,
     )
-    yield f"[{cells}] {_page_in_words(one)}"
-    if one.shards:
-        yield _shards(one)
-    for beside in one.companions:
+    yield f"[{cells}] {_page_in_words(component)}"
+    if component.shards:
+        yield _shards(component)
+    for beside in component.companions:
         yield (
             f"with {beside.component}: {counted(beside.pages_each, 'page')} of {beside.page_size} "
             f"tokens for each, {amount(beside.page_bytes)} a page{_PLACES.get(beside.tier, '')}"
         )
-    if (window := one.window) is not None:
+    if (window := component.window) is not None:
         full = window.full_pages
         of = f" ({100 * window.mapped_pages / full:.0f} %)" if full else ""
         yield (
             f"window of {window.window_tokens} tokens: {window.mapped_pages} pages mapped, "
             f"{full} with full allocation{of}; {window.slides} slides"
         )
-    if (buffer := one.buffer) is not None:
+    if (buffer := component.buffer) is not None:
         wanted = buffer.hits + buffer.misses
         of = f" ({100 * buffer.hits / wanted:.1f} % were there)" if wanted else ""
         yield (
             f"at most {buffer.request_tokens} tokens of a request; {buffer.hits} hits, "
             f"{buffer.misses} misses{of}, {amount(buffer.copied_bytes)} copied"
         )
-    if one.saved_capacity_pages and one.page_bytes:
-        kept = amount(one.saved_pages * _whole_bytes(one))
+    if component.saved_capacity_pages and component.page_bytes:
+        kept = amount(component.saved_pages * _whole_bytes(component))
         yield (
-            f"saved area: {one.saved_pages} of {one.saved_capacity_pages} pages hold {kept} of "
-            "retracted leases"
+            f"saved area: {component.saved_pages} of {component.saved_capacity_pages} pages hold "
+            f"{kept} of retracted leases"
         )
 
 
-def _page_in_words(one: PoolState) -> str:
+def _page_in_words(component: PoolState) -> str:
     """What a page is and where; where pages are only counted, that they hold nothing."""
-    if one.page_bytes:
-        what = "one state" if one.extent == "per-request" else f"{one.page_size} tokens"
-        interior = "" if one.interior == "nhd" else f", {one.interior} inside"
-        tag = f", packed by {one.tag}" if one.tag else ""
-        return f"{what}, {amount(one.page_bytes)} a page{_PLACES.get(one.tier, '')}{interior}{tag}"
-    tokens = f"{(one.total_pages - 1) * one.page_size} tokens are counted, no byte is held"
-    if not one.placeholder_bytes:
+    if component.page_bytes:
+        what = "one state" if component.extent == "per-request" else f"{component.page_size} tokens"
+        interior = "" if component.interior == "nhd" else f", {component.interior} inside"
+        tag = f", packed by {component.tag}" if component.tag else ""
+        place = _PLACES.get(component.tier, "")
+        return f"{what}, {amount(component.page_bytes)} a page{place}{interior}{tag}"
+    tokens = (
+        f"{(component.total_pages - 1) * component.page_size} tokens are counted, no byte is held"
+    )
+    if not component.placeholder_bytes:
         return tokens
-    return f"{tokens}; a placeholder of one page has {amount(one.placeholder_bytes)}"
+    return f"{tokens}; a placeholder of one page has {amount(component.placeholder_bytes)}"
 
 
-def _shards(one: PoolState) -> str:
+def _shards(component: PoolState) -> str:
     """Of which layers and heads of the model the shards are, and what a page takes in each."""
-    n_shards, first = len(one.shards), one.shards[0]
-    heads = list(dict.fromkeys((shard.first_head, shard.end_head) for shard in one.shards))
+    n_shards, first = len(component.shards), component.shards[0]
+    heads = list(dict.fromkeys((shard.first_head, shard.end_head) for shard in component.shards))
     spans = " | ".join(span("head", *each) for each in heads)
     copies = f", {n_shards // len(heads)} of each" if n_shards > len(heads) else ""
     layers = span("layer", first.first_layer, first.end_layer)
-    each = amount(one.page_bytes // n_shards)
+    each = amount(component.page_bytes // n_shards)
     return f"{counted(n_shards, 'shard')} of {each} a page: {layers} of {spans}{copies}"
 
 
@@ -372,20 +375,28 @@ def _total_bytes(states: tuple[PoolState, ...]) -> str:
     return f"total of {clean(', '.join(names))}: {parts[0]}; {', '.join(parts[1:])}"
 
 
-def _whole_bytes(one: PoolState) -> int:
+def _whole_bytes(component: PoolState) -> int:
     """Of a page and of what is in lockstep with it."""
-    return one.page_bytes + sum(each.pages_each * each.page_bytes for each in one.companions)
+    return component.page_bytes + sum(
+        each.pages_each * each.page_bytes for each in component.companions
+    )
 
 
-def _sum_check(one: PoolState) -> Text:
+def _sum_check(component: PoolState) -> Text:
     """Whether null, free, held, cached and quarantined pages make the total."""
-    found = 1 + one.free_pages + one.held_pages + one.cached_pages + one.quarantined_pages
-    found += one.condemned_pages
-    if found == one.total_pages:
-        if one.condemned_pages:
-            return Text(f"ok, {one.condemned_pages} condemned", style="yellow")
+    found = (
+        1
+        + component.free_pages
+        + component.held_pages
+        + component.cached_pages
+        + component.quarantined_pages
+    )
+    found += component.condemned_pages
+    if found == component.total_pages:
+        if component.condemned_pages:
+            return Text(f"ok, {component.condemned_pages} condemned", style="yellow")
         return Text("ok", style="green")
-    return Text(f"WRONG: {found} of {one.total_pages}; kvd audit", style="bold red")
+    return Text(f"WRONG: {found} of {component.total_pages}; kvd audit", style="bold red")
 
 
 # ---- leases and the queue ------------------------------------------------------------------------
@@ -425,10 +436,10 @@ def _held(has: shown.HeldState) -> str:
     return f"{has.component} {has.held_pages} ({has.mapped_pages} in its row{locks})"
 
 
-def _saved(one: shown.LeaseState) -> str:
+def _saved(lease: shown.LeaseState) -> str:
     """Since when it is retracted, and how much of it is saved."""
-    since = f"retracted {duration(one.retracted_s)} ago, " if one.retracted_s else ""
-    return f"{since}{one.saved_pages} pages ({amount(one.saved_bytes)}) saved"
+    since = f"retracted {duration(lease.retracted_s)} ago, " if lease.retracted_s else ""
+    return f"{since}{lease.saved_pages} pages ({amount(lease.saved_bytes)}) saved"
 
 
 def waiting(states: tuple[shown.WaitingState, ...]) -> RenderableType:
@@ -537,13 +548,15 @@ def tree(answer: Tree) -> RenderableType:
     return Group(out, *more)
 
 
-def _lies(one: Beside | None) -> str:
+def _lies(component: Beside | None) -> str:
     """What lies at a node of one component, and how many leases need it."""
-    if one is None:
+    if component is None:
         return "-"
-    if not one.pages:
+    if not component.pages:
         return "tombstone"
-    return f"{one.pages}, locks {one.locks}" if one.locks else str(one.pages)
+    return (
+        f"{component.pages}, locks {component.locks}" if component.locks else str(component.pages)
+    )
 
 
 def because(answer: Because) -> RenderableType:
@@ -636,26 +649,26 @@ def _standing(state: shown.AuditState) -> list[Text]:
     ]
 
 
-def _finding(one: shown.Finding) -> list[Text]:
-    style = "bold red" if one.state == BROKEN else "yellow"
+def _finding(finding: shown.Finding) -> list[Text]:
+    style = "bold red" if finding.state == BROKEN else "yellow"
     about = [
-        *([f"lease {one.lease}"] if one.lease else []),
-        *([f"node {one.node}"] if one.node else []),
-        *([f"{one.owner}[{one.pid}]"] if one.owner else []),
-        *([f"room {one.room}"] if one.room else []),
-        *([_pages(one)] if one.pages else []),
-        f"first seen {duration(one.first_seen_ago_s)} ago",
-        f"last {duration(one.last_seen_ago_s)} ago",
+        *([f"lease {finding.lease}"] if finding.lease else []),
+        *([f"node {finding.node}"] if finding.node else []),
+        *([f"{finding.owner}[{finding.pid}]"] if finding.owner else []),
+        *([f"room {finding.room}"] if finding.room else []),
+        *([_pages(finding)] if finding.pages else []),
+        f"first seen {duration(finding.first_seen_ago_s)} ago",
+        f"last {duration(finding.last_seen_ago_s)} ago",
     ]
     return [
-        Text(f"{clean(one.state)}: {clean(one.rule)}: {clean(one.what)}", style=style),
+        Text(f"{clean(finding.state)}: {clean(finding.rule)}: {clean(finding.what)}", style=style),
         Text(f"    {clean(', '.join(about))}"),
-        *([Text(f"    done: {clean(one.done)}")] if one.done else []),
-        *(Text(f"    {clean(line)}", "dim") for line in one.transitions),
+        *([Text(f"    done: {clean(finding.done)}")] if finding.done else []),
+        *(Text(f"    {clean(line)}", "dim") for line in finding.transitions),
     ]
 
 
-def _pages(one: shown.Finding) -> str:
-    more = ["..."] if one.pages > len(one.first_pages) else []
-    some = " ".join([*map(str, one.first_pages), *more])
-    return f"{one.pages} pages{f' of {one.component}' if one.component else ''}: {some}"
+def _pages(finding: shown.Finding) -> str:
+    more = ["..."] if finding.pages > len(finding.first_pages) else []
+    some = " ".join([*map(str, finding.first_pages), *more])
+    return f"{finding.pages} pages{f' of {finding.component}' if finding.component else ''}: {some}"

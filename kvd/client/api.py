@@ -22,7 +22,7 @@ from kvd.client.connection import Connection
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import client_endpoint
 from kvd.client.handoff import Receive, Send, keep_room, outcome, room_number, sending
-from kvd.client.lease import Lease, given_lease
+from kvd.client.lease import Lease, lease_number
 from kvd.client.lease_key import is_ours, why_foreign, why_stale
 from kvd.client.loop import LoopChannel, attach
 from kvd.client.pool import Pool, Pools
@@ -341,7 +341,8 @@ class Node:
                 ``not-supported`` for a pull of a pool with several components, or an older source.
         """
         number = _met_in(room, tokens)
-        prompt = self._prompt(room if _is_prompt(room) else tokens, keys, extra_keys)
+        asked = room if number == NO_ROOM and _is_prompt(room) else tokens
+        prompt = self._prompt(asked, keys, extra_keys)
         request = wire.ReceiveRequest(
             call=self._port.connection.next_call(),
             room=number,
@@ -355,11 +356,7 @@ class Node:
             step_tokens=whole(step_tokens, "step_tokens"),
             request_id=request_id,
         )
-        return await self._receiving(request, prompt, within(deadline_s))
-
-    async def _receiving(
-        self, request: wire.ReceiveRequest, prompt: PromptAddress, within_s: float
-    ) -> Receive:
+        within_s = within(deadline_s)
         if not prompt.frame:
             raise KvdError(_of_nothing("receive", "give the tokens of the prompt"))
         call = await perform_about(self._port, request, prompt, within_s=within_s)
@@ -413,7 +410,7 @@ class Node:
         request = wire.SendRequest(
             call=self._port.connection.next_call(),
             room=room_number(room),
-            lease=given_lease(lease).number_at(self._port),
+            lease=lease_number(lease, self._port),
             namespace=namespace,
             deadline_s=deadline_s,
             peer=to,
@@ -481,7 +478,7 @@ class Node:
         request = wire.HandOver(
             call=self._port.connection.next_call(),
             room=room_number(room),
-            lease=given_lease(lease).number_at(self._port),
+            lease=lease_number(lease, self._port),
             namespace=namespace,
             deadline_s=deadline_s,
             peer=to,
@@ -707,6 +704,6 @@ def _is_prompt(room: int | TokenIds | Prompt | None) -> TypeGuard[TokenIds | Pro
 
 def _met_in(room: int | TokenIds | Prompt | None, tokens: TokenIds | Prompt | None) -> int:
     """The room of a receive; a prompt in its place, or nothing, is a pull."""
-    if room is None or (_is_prompt(room) and tokens is None):
+    if room is None or (tokens is None and _is_prompt(room)):
         return NO_ROOM
     return room_number(room)  # type: ignore[arg-type]  # which says what is wrong with it

@@ -34,6 +34,8 @@ def seconds(value: SupportsFloat, name: str) -> float:
     Raises:
         KvdError: ``bad-request`` for what is no number.
     """
+    if type(value) is float:
+        return value
     # A text of digits would pass for one, and what is refused later is refused by its value.
     if not isinstance(value, str | bytes):
         try:
@@ -49,6 +51,8 @@ def opaque(value: bytes | bytearray | memoryview, name: str) -> bytes:
     Raises:
         KvdError: ``bad-request``, also for a number, which Python would make so many zeros of.
     """
+    if type(value) is bytes:
+        return value
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     raise _bad(name, value, "it is bytes, for a text those of text.encode()")

@@ -13,6 +13,7 @@ import select
 import socket
 import stat
 import struct
+import weakref
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -58,7 +59,10 @@ _MAX_DESCRIPTORS: Final = 253
 
 
 class Attachment:
-    """One process of a session. Closing it, or dying, ends that process' part in it."""
+    """One process of a session. Closing it, or dying, ends that process' part in it.
+
+    ``is_own``: whether this is the process that attached, and none that was forked from it.
+    """
 
     def __init__(self, sock: socket.socket, attached: Attached, fds: list[int]) -> None:
         """Take over the socket and the descriptors: as ``wire.memory`` says."""
@@ -69,6 +73,8 @@ class Attachment:
         """By which others join; the process that connected with it says it again at each return."""
         self._fds = fds
         self._pid = os.getpid()
+        self.is_own = True
+        _OPEN.add(self)
         self._take(sock)
 
     def _take(self, sock: socket.socket) -> None:
@@ -175,13 +181,8 @@ class Attachment:
         Raises:
             KvdError: ``wrong-state``.
         """
-        if os.getpid() != self._pid:
-            raise KvdError(forked(self._pid))
-
-    @property
-    def is_own(self) -> bool:
-        """Whether this is the process that attached, and none that was forked from it."""
-        return os.getpid() == self._pid
+        if not self.is_own:
+            raise KvdError(_forked(self._pid))
 
     def has_hung_up(self) -> bool:
         """Whether the daemon has, whoever else looks or reads; says nothing of why."""
@@ -281,6 +282,19 @@ class Attachment:
         for fd in self._fds:
             os.close(fd)
         self._fds = []
+
+
+_OPEN: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
+
+
+def _forget_parents() -> None:
+    """In a forked child: it has attached to nothing yet."""
+    for attachment in list(_OPEN):
+        attachment.is_own = False
+
+
+# Not the process id, which each call would ask the kernel for several times.
+os.register_at_fork(after_in_child=_forget_parents)
 
 
 EXPECTED: Final[Mapping[str, Callable[[PoolMemory], str | int]]] = {
@@ -418,7 +432,7 @@ def take_answer(sock: socket.socket) -> Attachment | None:
     return Attachment(sock, attached, list(fds))
 
 
-def forked(pid: int) -> Refusal:
+def _forked(pid: int) -> Refusal:
     """Why this process has no part in a session: ``pid`` attached, and this one is a fork of it."""
     return Refusal(
         Code.WRONG_STATE,

@@ -90,6 +90,7 @@ class BlockingChannel:
         """Takes the attachment over. ``waits_for_return``: as long as a call that finds it away."""
         self._connection = connection
         self._waits_for_return = waits_for_return
+        self._meets_within_s = MEET_WITHIN_S if waits_for_return else MISS_MEET_WITHIN_S
         self._ready = select.epoll()
         self._readers: dict[int, Callable[[], object]] = {}
         self._writers: dict[int, Callable[[], object]] = {}
@@ -119,10 +120,11 @@ class BlockingChannel:
         """Send what the connection has queued; what the kernel does not take now is sent later.
 
         Nobody may pump for a while, so where the connection is a new one, or has broken since it
-        was read, this has the message leave all the same, within ``MEET_WITHIN_S``.
+        was read, this has the message leave all the same, within ``MEET_WITHIN_S``. For an engine
+        that must not wait it leaves with the next call or pump, if the handshake is not over now.
         """
         self._sockets.flush()
-        self._sockets.mend(MEET_WITHIN_S if self._waits_for_return else MISS_MEET_WITHIN_S)
+        self._sockets.mend(self._meets_within_s)
 
     async def wait(self, slot: Slot[Any], within_s: float) -> None:
         """Say what the verb waits for; it goes on once ``slot`` is filled or the time is up."""

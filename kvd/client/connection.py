@@ -82,6 +82,9 @@ CHANGES_ROWS = (
 )
 """Calls by which a lease gives pages away: a commit does, for equal ones that are cached."""
 
+ENDS_SENDS = wire.Finish | wire.AbortSend | wire.FinishAndRelease
+"""Calls behind whose answer a send is over."""
+
 RELEASES = wire.ReleaseLease | wire.CommitAndRelease | wire.ReleaseUpTo
 """Calls that end a lease and do nothing else: they have no answer but that it is over."""
 
@@ -438,16 +441,10 @@ class Connection:
 
     def _ended(self, call: Call) -> None:
         """What the request was about is over: its record is no longer fed."""
-        match call.request:
-            case (
-                wire.Finish(send=number)
-                | wire.AbortSend(send=number)
-                | wire.FinishAndRelease(send=number)
-            ):
-                self._sends.pop(number, None)
-            case _:
-                pass
-        if call.lease is not None and _ends_lease(call.request):
+        request = call.request
+        if isinstance(request, ENDS_SENDS):
+            self._sends.pop(request.send, None)
+        if call.lease is not None and _ends_lease(request):
             self._lease_ended(call.lease)
 
     def _lease_ended(self, lease: LeaseView) -> None:

@@ -41,9 +41,11 @@ class Receive:
         self._port = port
         self._pools = pools
         self._state = state
-        self._prompt = prompt
         if state.prompt_tokens is not None:
             prompt.cut(state.prompt_tokens)
+        self._prompt = prompt
+        """Its lease's, which grows with that one."""
+        self._n_tokens = prompt.n_tokens
         self._within_s = within_s
         self._delivered: wire.Received | None = None
         self._lease: Lease | None = None
@@ -61,7 +63,7 @@ class Receive:
     @property
     def n_tokens(self) -> int:
         """Tokens of the prompt that are there after ``done``: all, or those that a pull found."""
-        return self._prompt.n_tokens
+        return self._n_tokens
 
     @property
     def is_ended(self) -> bool:
@@ -165,9 +167,8 @@ class Receive:
         state = self._state.lease
         self._delivered = delivered
         if self._lease is None and state is not None:
-            state.kv_tokens = self._prompt.n_tokens
-            # A copy, which grows with the lease: what has come stays what has come.
-            self._lease = Lease(self._port, self._pools, state, self._prompt.copy())
+            state.kv_tokens = self._n_tokens
+            self._lease = Lease(self._port, self._pools, state, self._prompt)
 
 
 async def sending(
@@ -235,7 +236,7 @@ def room_number(room: int) -> int:
     Raises:
         KvdError: ``bad-room``.
     """
-    number = whole(room, "room")
+    number = room if type(room) is int else whole(room, "room")
     if not 1 <= number <= MAX_ROOM:
         raise KvdError(
             Refusal(

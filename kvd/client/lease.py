@@ -88,15 +88,9 @@ class Lease:
         """The lease's number, as ``kvd why lease`` takes it."""
         return self._state.number
 
-    def number_at(self, port: Port) -> int:
-        """Its number, for the node that speaks through ``port``.
-
-        Raises:
-            KvdError: ``bad-request`` where that is not its own: the number is another lease there.
-        """
-        if port is not self._port:
-            raise KvdError(foreign(port, "lease", "send it from the node that opened it"))
-        return self._state.number
+    def is_of(self, port: Port) -> bool:
+        """Whether it was opened by the node that speaks through ``port``."""
+        return self._port is port
 
     @property
     def record(self) -> LeaseView:
@@ -428,14 +422,16 @@ class Lease:
             await self._release_lost()
             return
         call = self._port.connection.next_call()
+        request: wire.Request
         if new_tokens is None and upto_tokens is None and keys is None:
-            await self._port.ask(wire.ReleaseLease(call, self.id), wire.Done, about=self._state)
+            request = wire.ReleaseLease(call, self.id)
+            await self._port.ask(request, wire.Done, about=self._state, has_looked=True)
             return
-        request: wire.CommitAndRelease | wire.ReleaseUpTo = wire.CommitAndRelease(call, self.id)
+        request = wire.CommitAndRelease(call, self.id)
         if upto_tokens is not None:
             request = wire.ReleaseUpTo(call, self.id, whole(upto_tokens, "upto_tokens"))
         frame = self._prompt.following(new_tokens, keys)
-        await self._port.ask(request, wire.Done, tokens=frame, about=self._state)
+        await self._port.ask(request, wire.Done, tokens=frame, about=self._state, has_looked=True)
 
     async def _release_lost(self) -> None:
         """The pages of before the restart are used no more; a daemon that is away hears it later.
@@ -524,14 +520,17 @@ def _no_row(lease: int, component: str, n_rows: int) -> KvdError:
     )
 
 
-def given_lease(lease: Lease) -> Lease:
-    """What a caller gave for a lease.
+def lease_number(lease: Lease, port: Port) -> int:
+    """The number of what a caller gave for a lease, for the node that speaks through ``port``.
 
     Raises:
-        KvdError: ``bad-request`` where it is none.
+        KvdError: ``bad-request`` where it is none, or not its own: the number is another lease
+            there.
     """
     if isinstance(lease, Lease):
-        return lease
+        if not lease.is_of(port):
+            raise KvdError(foreign(port, "lease", "send it from the node that opened it"))
+        return lease.id
     why = (
         f"lease is {lease!r:.100}, a {type(lease).__name__}: it is what lease() of this node, or a "
         "receive, has given"

@@ -16,7 +16,7 @@ from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
     from kvd.client.connection import Answer, Call, Connection, KnownPrompt
-    from kvd.client.state import Record, Slot
+    from kvd.client.state import News, Record, Slot
     from kvd.types import Tokens
     from kvd.wire import client as wire
 
@@ -87,6 +87,7 @@ class Port:
         lease: LeaseView | None = None,
         known: KnownPrompt | None = None,
         within_s: float = ANSWER_WITHIN_S,
+        has_looked: bool = False,
     ) -> Call:
         """Send a request and wait for its answer; when the caller goes away, it is undone.
 
@@ -99,18 +100,31 @@ class Port:
             lease: the record that its answer changes, where it is about another one.
             known: where ``tokens`` go on with a prompt that the daemon keeps.
             within_s: longest wait for the answer.
+            has_looked: whether the caller has just had a ``look``.
 
         Raises:
             KvdError: the daemon refused, is gone, or has not answered ``within_s``; or what it is
                 about is of before a restart.
         """
-        await self._ready(about, within_s)
+        # One coroutine for all of it: each further one costs every wait for an answer.
+        channel, connection = self._channel, self.connection
+        if not has_looked:
+            channel.look()
+        if connection.end is not None:
+            raise KvdError(connection.end)
+        if about is not None and about.lost is not None:
+            raise KvdError(about.lost)
+        if connection.back is not None:
+            await self._returned(connection.back, within_s)
         if isinstance(about, LeaseView):
             lease = about
-        call = self.connection.begin(request, tokens, lease, known)
+        call = connection.begin(request, tokens, lease, known)
         try:
-            self._channel.flush()
-            await self._answered(call, within_s)
+            channel.flush()
+            if within_s > AT_ONCE_S:
+                await channel.wait(call.answer, within_s)
+            else:
+                await self._answered_at_once(call, within_s)
         except BaseException:
             self._abandon(call)
             raise
@@ -130,9 +144,12 @@ class Port:
         tokens: Tokens | None = None,
         about: Record | None = None,
         within_s: float = ANSWER_WITHIN_S,
+        has_looked: bool = False,
     ) -> A:
         """``perform``, and the answer, which must be of ``kind``."""
-        call = await self.perform(request, tokens=tokens, about=about, within_s=within_s)
+        call = await self.perform(
+            request, tokens=tokens, about=about, within_s=within_s, has_looked=has_looked
+        )
         answer = call.answer.value
         if isinstance(answer, kind):
             return answer
@@ -156,29 +173,19 @@ class Port:
         if slot.value is None:
             await self._channel.wait(slot, within_s)
 
-    async def _answered(self, call: Call, within_s: float) -> None:
-        """Wait for the answer; who must not wait does so for no process that is stopped."""
-        if within_s <= AT_ONCE_S:
-            await self._channel.wait(call.answer, min(within_s, STOPPED_S))
-            if call.answer.value is not None or self._channel.is_stopped:
-                return
-            within_s -= STOPPED_S
-        await self._channel.wait(call.answer, within_s)
+    async def _answered_at_once(self, call: Call, within_s: float) -> None:
+        """Wait for the answer, and for no process that is stopped."""
+        await self._channel.wait(call.answer, min(within_s, STOPPED_S))
+        if call.answer.value is None and not self._channel.is_stopped:
+            await self._channel.wait(call.answer, within_s - STOPPED_S)
 
-    async def _ready(self, about: Record | None, within_s: float) -> None:
-        """Return when a request can be sent: at once, unless the daemon is away."""
-        self._channel.look()
-        connection = self.connection
-        if connection.end is not None:
-            raise KvdError(connection.end)
-        if about is not None and about.lost is not None:
-            raise KvdError(about.lost)
-        if connection.back is not None:
-            longest_s = min(within_s, self._return_within_s)
-            if longest_s > 0:
-                await self._channel.wait(connection.back, longest_s)
-            if connection.back is not None:
-                raise KvdError(_away(longest_s))
+    async def _returned(self, back: Slot[News], within_s: float) -> None:
+        """Wait for a daemon that is away."""
+        longest_s = min(within_s, self._return_within_s)
+        if longest_s > 0:
+            await self._channel.wait(back, longest_s)
+        if self.connection.back is not None:
+            raise KvdError(_away(longest_s))
 
     def look(self) -> None:
         """Take note of it if the daemon has hung up since the last call."""
@@ -223,6 +230,8 @@ def within(deadline_s: float) -> float:
                 side="client",
             )
         )
+    if 1 <= deadline_s <= MAX_DEADLINE_S:
+        return deadline_s + MARGIN_S
     longest_s = min(deadline_s, MAX_DEADLINE_S)
     return longest_s + min(MARGIN_S, max(AT_ONCE_S, 10 * longest_s))
 

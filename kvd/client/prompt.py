@@ -11,9 +11,8 @@ What must not live here: how a page's words are made (``wire.page_address``).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from msgspec.structs import replace
 
@@ -26,7 +25,7 @@ from kvd.wire import client as wire
 from kvd.wire import page_address
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     from kvd.client.connection import Call
     from kvd.client.pool import Pools
@@ -56,7 +55,9 @@ class PromptAddress:
         self._has_keys = keys is not None
         # A copy: an engine may fill one mapping anew for each prompt, and what this one is found by
         # later must not change with it.
-        self._extra = dict(extra_keys) if isinstance(extra_keys, Mapping) else extra_keys
+        self._extra = extra_keys
+        if extra_keys is not None and isinstance(extra_keys, Mapping):
+            self._extra = dict(extra_keys)
         self.n_tokens = 0
         self.handle: Prompt | None = None
         self._is_begun = False
@@ -94,7 +95,9 @@ class PromptAddress:
 
     def copy(self) -> PromptAddress:
         """One that goes on by itself from where this one is."""
-        return copy.copy(self)
+        other = PromptAddress.__new__(PromptAddress)
+        other.__dict__.update(self.__dict__)
+        return other
 
     def took(self, frame: Tokens) -> None:
         """The daemon knows these too."""
@@ -106,7 +109,7 @@ class PromptAddress:
 
     def _extra_of(self, n_more: int) -> ExtraKeys | None:
         """What of it is about the tokens that follow."""
-        if not isinstance(self._extra, Mapping) or not self._is_begun:
+        if not self._is_begun or not isinstance(self._extra, Mapping):
             # Of the first ones all of it: a key for a page that is not there is a mistake.
             return self._extra
         first = self.n_tokens // self._page_tokens
@@ -211,14 +214,14 @@ def address_of(
     return tokens.address()
 
 
-async def perform_about(
+def perform_about(
     port: Port,
     request: wire.ABOUT_PROMPTS,
     prompt: PromptAddress | None,
     *,
     about: Record | None = None,
     within_s: float = ANSWER_WITHIN_S,
-) -> Call:
+) -> Coroutine[Any, Any, Call]:
     """``Port.perform`` with a prompt, told or named; with none, about that of the lease.
 
     Raises:
@@ -228,8 +231,8 @@ async def perform_about(
     if prompt is not None and prompt.handle is not None:
         if not prompt.handle.is_of(port):
             raise KvdError(foreign(port, "Prompt", "make one with prompt() of this node"))
-        return await prompt.handle.perform(request, frame, about=about, within_s=within_s)
-    return await port.perform(request, tokens=frame, about=about, within_s=within_s)
+        return prompt.handle.perform(request, frame, about=about, within_s=within_s)
+    return port.perform(request, tokens=frame, about=about, within_s=within_s)
 
 
 def _says_something(extra: ExtraKeys | None) -> TypeGuard[ExtraKeys]:

@@ -11,12 +11,13 @@ what this process has mapped is nobody's pool any more, and the session is over:
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from threading import Thread
 from typing import TYPE_CHECKING, Final
 
-from kvd.client.attachment import Attachment, ask, dial, forked, leave, take_answer
+from msgspec.structs import replace
+
+from kvd.client.attachment import Attachment, ask, dial, leave, take_answer
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Attach
 
@@ -49,7 +50,6 @@ class WayBack:
         self._path = path
         self._attachment = attachment
         self._request = request
-        self._pid = os.getpid()
         self.sock: socket | None = None
         self.pause_s = 0.0
 
@@ -83,18 +83,18 @@ class WayBack:
         To that one a process that lives and says nothing is still to come, and its leases hold.
         Waits for nothing; repeatable. A forked child has nothing to say.
         """
-        if self.sock is None and os.getpid() == self._pid:
+        if self.sock is None and self._attachment.is_own:
             with contextlib.suppress(KvdError):
                 self.sock = dial(self._path)
                 if self.sock is not None:
-                    ask(self.sock, self._request())
-        is_said = self.sock is not None or os.getpid() != self._pid
+                    ask(self.sock, _to_leave(self._request()))
+        is_said = self.sock is not None or not self._attachment.is_own
         self.abandon()
         return is_said
 
     def abandon(self) -> None:
         """Give it up because the engine is done with the pool; repeatable."""
-        if self.sock is not None and os.getpid() == self._pid:
+        if self.sock is not None and self._attachment.is_own:
             leave(self.sock)
         self.close()
 
@@ -105,8 +105,7 @@ class WayBack:
             self.sock = None
 
     def _find(self) -> Attachment | None:
-        if os.getpid() != self._pid:
-            raise KvdError(forked(self._pid))
+        self._attachment.require_own()
         if self.sock is None:
             self.sock = dial(self._path)
             if self.sock is None:
@@ -121,6 +120,11 @@ class WayBack:
 
     def _pause(self) -> None:
         self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), LONGEST_PAUSE_S)
+
+
+def _to_leave(request: Attach | Join) -> Attach | Join:
+    """The same for who leaves at once: it keeps nothing, and its key may be another session's."""
+    return replace(request, leases=(), key="") if isinstance(request, Attach) else request
 
 
 def leave_next(way: WayBack) -> None:

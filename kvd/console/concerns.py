@@ -146,7 +146,7 @@ def waiting(context: Context) -> Iterator[Concern]:
         elif (blocked := row.waiter.asker.blocked()) is not None:
             groups.setdefault(blocked, []).append(row)
     for group in groups.values():
-        yield _waiting(context, min(group, key=lambda one: one.waiter.since_s), len(group))
+        yield _waiting(context, min(group, key=lambda row: row.waiter.since_s), len(group))
 
 
 def _waiting(context: Context, oldest: WaitingRow, n_waiting: int) -> Concern:
@@ -640,19 +640,19 @@ def _states(context: Context, _: Query) -> list[AuditState]:
     return [context.node.audit.state()]
 
 
-def _state(_: NodeView, one: AuditState) -> str:
-    if one.findings:
+def _state(_: NodeView, audit: AuditState) -> str:
+    if audit.findings:
         return "broken"
-    return "ok" if one.sweeps else "waiting"
+    return "ok" if audit.sweeps else "waiting"
 
 
-def _ended(node: NodeView, one: AuditState) -> float | None:
+def _ended(node: NodeView, audit: AuditState) -> float | None:
     """When the last sweep ended; None before any has."""
-    return node.out.at_s - one.last_sweep_ago_s if one.sweeps else None
+    return node.out.at_s - audit.last_sweep_ago_s if audit.sweeps else None
 
 
-def _looked_at(one: AuditState, figure: float) -> float | None:
-    return figure if one.sweeps else None
+def _looked_at(audit: AuditState, figure: float) -> float | None:
+    return figure if audit.sweeps else None
 
 
 AUDIT: View[AuditState] = View(
@@ -662,9 +662,9 @@ AUDIT: View[AuditState] = View(
         StateField("findings", "count", "", "rules that are broken now"),
         StateField("sweeps", "count", "", "counter"),
         StateField("ended", "since", _ended, "of the last sweep"),
-        StateField("took_s", "seconds", lambda _, one: _looked_at(one, one.sweep_s)),
-        StateField("objects", "count", lambda _, one: _looked_at(one, one.objects)),
-        StateField("pages", "pages", lambda _, one: _looked_at(one, one.pages)),
+        StateField("took_s", "seconds", lambda _, audit: _looked_at(audit, audit.sweep_s)),
+        StateField("objects", "count", lambda _, audit: _looked_at(audit, audit.objects)),
+        StateField("pages", "pages", lambda _, audit: _looked_at(audit, audit.pages)),
         StateField("spent_s", "seconds", "", "of processor time, in all"),
         StateField("core", "share", "share", "of a core, between the last two sweeps"),
     ),
@@ -706,7 +706,7 @@ def concerns(context: Context) -> list[Concern]:
     found = [concern for look in _LOOKS for concern in look(context)]
     # Only now: what no look asked for since the last time is over, and begins anew if it returns.
     context.since.end_look()
-    found.sort(key=lambda one: (GRAVEST.index(one.severity), one.since_s))
+    found.sort(key=lambda concern: (GRAVEST.index(concern.severity), concern.since_s))
     return found
 
 
@@ -721,12 +721,12 @@ CONCERNS: View[Concern] = View(
     (
         StateField("severity", "state"),
         StateField("kind", "text"),
-        StateField("subject", "ref", lambda _, one: one.subject or None),
+        StateField("subject", "ref", lambda _, concern: concern.subject or None),
         StateField("evidence", "text"),
         StateField("since", "since", "since_s"),
         StateField("rule", "text", "", "what should be so"),
         StateField("action", "text", "", "what to do about it"),
     ),
     objects=lambda context, _: concerns(context),
-    key=lambda one: one.key,
+    key=lambda concern: concern.key,
 )

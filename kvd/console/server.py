@@ -332,7 +332,7 @@ class ConsoleServer:
             if isinstance(query, Query) and query.view not in VIEWS:
                 return None
             if len(self._feeds) >= MAX_FEEDS:
-                self._drop(min(self._feeds, key=lambda one: self._feeds[one].asked_s))
+                self._drop(min(self._feeds, key=lambda query: self._feeds[query].asked_s))
             feed = self._feeds[query] = self._new_feed(query)
         feed.asked_s = now_s
         if now_s - feed.at_s >= FRESH_S and feed not in self._looks:

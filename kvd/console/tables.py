@@ -42,16 +42,16 @@ class Leases(View[LeaseRecord]):
     """Leases may be gone before their row is made."""
 
     @override
-    def is_there(self, context: Context, one: LeaseRecord) -> bool:
+    def is_there(self, context: Context, lease: LeaseRecord) -> bool:
         """Whether it has not been released meanwhile."""
-        return one.id in context.node.leases.leases
+        return lease.id in context.node.leases.leases
 
 
 LEASES = Leases(
     "leases",
     LEASE.columns,
     objects=lambda context, _: context.node.leases.leases.values(),
-    key=lambda one: f"lease:{one.id}",
+    key=lambda lease: f"lease:{lease.id}",
     sort="since",
 )
 
@@ -67,7 +67,7 @@ CLIENTS: View[ClientRow] = View(
     "clients",
     CLIENT.columns,
     objects=_clients,
-    key=lambda one: f"client:{one.session.id}",
+    key=lambda row: f"client:{row.session.id}",
     sort="-held",
 )
 
@@ -82,7 +82,7 @@ def _rooms(context: Context, _: Query) -> Iterator[HandoffRow]:
     node = context.node
     alive = [receive_row(node.leases, part) for part in node.decoder.parts.values()]
     alive += [send_row(node.leases, part) for part in node.prefiller.known()]
-    for row in sorted(alive, key=lambda one: one.since_s):
+    for row in sorted(alive, key=lambda row: row.since_s):
         row.moved_s = context.progress.moved_s(row.side, row.part)
         yield row
     shown = {row.ref for row in alive}
@@ -94,7 +94,7 @@ def _rooms(context: Context, _: Query) -> Iterator[HandoffRow]:
         if row.ref not in shown:
             shown.add(row.ref)
             over.append(row)
-    yield from sorted(over, key=lambda one: one.state == "delivered")
+    yield from sorted(over, key=lambda row: row.state == "delivered")
 
 
 def _ended_row(end: HandoffEnded) -> HandoffRow:
@@ -111,7 +111,7 @@ def _ended_row(end: HandoffEnded) -> HandoffRow:
     )
 
 
-ROOMS: View[HandoffRow] = View("rooms", ROOM.columns, objects=_rooms, key=lambda one: one.ref)
+ROOMS: View[HandoffRow] = View("rooms", ROOM.columns, objects=_rooms, key=lambda row: row.ref)
 
 
 def _peers(context: Context, _: Query) -> Iterator[PeerRow]:
@@ -124,7 +124,7 @@ def _peers(context: Context, _: Query) -> Iterator[PeerRow]:
 
 
 PEERS: View[PeerRow] = View(
-    "peers", PEER.columns, objects=_peers, key=lambda one: f"peer:{one.name}", sort="name"
+    "peers", PEER.columns, objects=_peers, key=lambda row: f"peer:{row.name}", sort="name"
 )
 
 
@@ -135,7 +135,7 @@ def _pools(context: Context, _: Query) -> Iterator[PoolRow]:
 
 
 POOLS: View[PoolRow] = View(
-    "pools", POOL.columns, objects=_pools, key=lambda one: f"pool:{one.component.name}"
+    "pools", POOL.columns, objects=_pools, key=lambda row: f"pool:{row.component.name}"
 )
 
 
@@ -147,5 +147,5 @@ def _waiting(context: Context, _: Query) -> Iterator[WaitingRow]:
 
 
 WAITING_REQUESTS: View[WaitingRow] = View(
-    "waiting", WAITING.columns, objects=_waiting, key=lambda one: f"waiting:{one.waiter.number}"
+    "waiting", WAITING.columns, objects=_waiting, key=lambda row: f"waiting:{row.waiter.number}"
 )

@@ -136,9 +136,9 @@ class NodeTable(View[TreeRow]):
     """Nodes may be evicted before their row is made."""
 
     @override
-    def is_there(self, context: Context, one: TreeRow) -> bool:
+    def is_there(self, context: Context, row: TreeRow) -> bool:
         """Whether it has not been evicted meanwhile."""
-        return one.node.parent is None or one.node in context.node.leases.tree.order
+        return row.node.parent is None or row.node in context.node.leases.tree.order
 
 
 def _table(
@@ -156,7 +156,7 @@ def _table(
         for field in found
     ]
     return NodeTable(
-        name, fields, objects=objects, key=lambda one: f"node:{one.node.id}", sort=sort
+        name, fields, objects=objects, key=lambda row: f"node:{row.node.id}", sort=sort
     )
 
 
@@ -191,17 +191,17 @@ def start_of(node: RadixNode) -> int:
     return node.end_tokens - count(node.edge)
 
 
-def _below(_: NodeView, one: TreeRow) -> int | None:
-    return one.survey.below(one.node) if one.survey is not None else None
+def _below(_: NodeView, row: TreeRow) -> int | None:
+    return row.survey.below(row.node) if row.survey is not None else None
 
 
-def _last_use(_: NodeView, one: TreeRow) -> float | None:
-    used_s = one.survey.last_use(one.node) if one.survey is not None else one.node.touched_at
+def _last_use(_: NodeView, row: TreeRow) -> float | None:
+    used_s = row.survey.last_use(row.node) if row.survey is not None else row.node.touched_at
     return used_s or None
 
 
-def _skipped(_: NodeView, one: TreeRow) -> str:
-    locks = locks_of(one.node)
+def _skipped(_: NodeView, row: TreeRow) -> str:
+    locks = locks_of(row.node)
     return f"locked by {locks} lease{'s' if locks > 1 else ''}" if locks else ""
 
 
@@ -211,25 +211,25 @@ _ALL: tuple[StateField[TreeRow], ...] = (
     StateField("frees", "pages", "", "with all before it"),
     StateField("skipped", "text", _skipped, "why it is passed"),
     StateField("why", "text"),
-    StateField("namespace", "text", lambda _, one: told(one.node.namespace) or NO_NAMESPACE),
-    StateField("start", "tokens", lambda _, one: start_of(one.node), "tokens before"),
-    StateField("name", "text", lambda _, one: name_of(one.node), "its first tokens"),
-    StateField("tokens", "tokens", lambda _, one: count(one.node.edge)),
+    StateField("namespace", "text", lambda _, row: told(row.node.namespace) or NO_NAMESPACE),
+    StateField("start", "tokens", lambda _, row: start_of(row.node), "tokens before"),
+    StateField("name", "text", lambda _, row: name_of(row.node), "its first tokens"),
+    StateField("tokens", "tokens", lambda _, row: count(row.node.edge)),
     StateField("pages", "pages", "node.n_pages"),
     StateField("below_pages", "pages", _below, "of its subtree; empty until all was looked at"),
-    StateField("children", "count", lambda _, one: len(one.node.children)),
+    StateField("children", "count", lambda _, row: len(row.node.children)),
     StateField("hits", "count", "node.hits", "leases that used it"),
     StateField("last_use", "since", _last_use, "of anything below it, too"),
     StateField(
-        "lock_ref", "count", lambda _, one: locks_of(one.node), "leases that keep it from eviction"
+        "lock_ref", "count", lambda _, row: locks_of(row.node), "leases that keep it from eviction"
     ),
     StateField(
-        "holders", "holders", lambda _, one: one.crossings.of(one.node), "those, the first few"
+        "holders", "holders", lambda _, row: row.crossings.of(row.node), "those, the first few"
     ),
     StateField(
         "beside",
         "text",
-        lambda node, one: beside_of(node.leases, one.node),
+        lambda node, row: beside_of(node.leases, row.node),
         "windows and snapshots that lie there",
     ),
 )

@@ -73,7 +73,7 @@ class View(Generic[T]):
         self._key = key
         self._sort = sort
 
-    def is_there(self, context: Context, one: T) -> bool:
+    def is_there(self, context: Context, item: T) -> bool:
         """Whether one that was found in an earlier step can still be read; others override it."""
         return True
 
@@ -141,7 +141,7 @@ class View(Generic[T]):
     def _test(self, context: Context, condition: Filter) -> Callable[[T], bool]:
         field = self._by_name[condition.column]
         get, unit, node = field.get, field.unit, context.node
-        return lambda one: cell_passes(condition, get(node, one), unit, context.now_s)
+        return lambda item: cell_passes(condition, get(node, item), unit, context.now_s)
 
     def _test_any(self, context: Context, conditions: Sequence[Filter]) -> Callable[[T], bool]:
         """Some text of the object has each of what is wanted, and none what is not."""
@@ -152,8 +152,8 @@ class View(Generic[T]):
         getters = [field.get for field in self.fields if field.unit in WORD_KINDS]
         node = context.node
 
-        def holds(one: T) -> bool:
-            cells = [get(node, one) for get in getters]
+        def holds(item: T) -> bool:
+            cells = [get(node, item) for get in getters]
             texts = [text for cell in cells if cell for text in texts_of(cell)]
             return all(
                 any(word in text for text in texts) is is_wanted for word, is_wanted in wanted

@@ -5,7 +5,7 @@ Every request gets one answer, now or when there is room; a refusal names the se
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from msgspec.structs import replace
 from mypy_extensions import mypyc_attr
@@ -106,6 +106,7 @@ class Engines:
         self._out = node.out
         self._name = node.settings.name
         self._mode = node.settings.cache_mode
+        self._is_radix = self._mode is CacheMode.RADIX
         self._epochs = node.epochs
         # One verb per request type: Any, because each takes its own type of message.
         self._verbs: dict[type, Callable[[int, Any, Tokens], Refusal | None]] = {
@@ -144,27 +145,24 @@ class Engines:
 
     def request(self, got: FromClient) -> None:
         """One request of an engine: one answer, now or when there is room."""
-        message = got.message
+        # Any, and by type: to ask for an instance of a union of six takes three times as long.
+        message: Any = got.message
         kind = type(message)
-        # A name that is known to be its own key is that of nearly all requests. By type and cast:
-        # to ask for an instance of a union of six takes three times as long.
-        if kind is client.AboutPrompt or (
-            kind in NAMING
-            and cast("client.ABOUT_PROMPTS", message).namespace not in self._epochs.plain
-        ):
+        # A name that is known to be its own key is that of nearly all requests.
+        if kind in NAMING and message.namespace not in self._epochs.plain:
             named = self._in_epoch(message)
             if isinstance(named, Refusal):
                 self._out.answer(got.session, client.Failed(message.call, named))
                 return
             message = named
-        verb = self._verbs.get(type(message))
+        verb = self._verbs.get(kind)
         session = self._sessions.by_id.get(got.session)
         # Before what is asked: one that was hung up on hears why, whatever it wants.
         if session is None or session.hang_up is not None:
             refusal = self._owners.sessions.refusal(got.session)
         elif verb is None:
             refusal = self._wrong(f"this node's core serves no {type(message).__name__}")
-        elif self._mode is CacheMode.RADIX:
+        elif self._is_radix:
             refusal = verb(got.session, message, got.tokens)
         else:
             let = self._allowed(message)
@@ -176,7 +174,7 @@ class Engines:
         """A process of a session says how far it has written: it is answered, and nobody else."""
         message, let = got.message, None
         refusal = self._owners.sessions.refusal(got.session)
-        if refusal is None and self._mode is not CacheMode.RADIX:
+        if refusal is None and not self._is_radix:
             let = self._allowed(message)
             refusal = let if isinstance(let, Refusal) else None
         if refusal is None:
@@ -210,15 +208,8 @@ class Engines:
 
     # ---- namespaces --------------------------------------------------------------------------
 
-    def _in_epoch(self, message: client.Request) -> client.Request | Refusal:
-        """The request in the epoch of its namespace, if it names one."""
-        if isinstance(message, client.AboutPrompt):
-            about = self._in_epoch(message.request)
-            if isinstance(about, Refusal):
-                return about
-            return replace(message, request=about)
-        if not isinstance(message, client.ABOUT_PROMPTS):
-            return message
+    def _in_epoch(self, message: client.ABOUT_PROMPTS) -> client.ABOUT_PROMPTS | Refusal:
+        """The request in the epoch of its namespace."""
         key = self._epochs.internal(message.namespace)
         if isinstance(key, Refusal):
             return key
@@ -272,9 +263,12 @@ class Engines:
         self, session: int, message: client.AboutPrompt, more: Tokens
     ) -> Refusal | None:
         """What was asked, of the prompt with that number."""
-        request = message.request
-        if request.call != message.call:
-            return self._wrong(f"call {message.call} about a prompt has call {request.call} within")
+        call = message.request.call
+        if call != message.call:
+            return self._wrong(f"call {message.call} about a prompt has call {call} within")
+        request = self._in_epoch(message.request)
+        if isinstance(request, Refusal):
+            return request
         most = self._node.settings.max_prompt_tokens
         prompts = self._sessions.by_id[session].prompts
         tokens = prompts.told(message.prompt, message.known_tokens, more, most=most)
@@ -528,8 +522,10 @@ class Engines:
         refusal = self._bad_room(message.room)
         if refusal is not None:
             return refusal
-        request = received_request(message, tokens)
-        before = self._receive_retries.asked_before(session, message.room, request)
+        request = before = None
+        if message.request_id:
+            request = received_request(message, tokens)
+            before = self._receive_retries.asked_before(session, message.room, request)
         if isinstance(before, Refusal):
             return before
         if before is not None and before.waiter is None:
@@ -618,12 +614,13 @@ class Engines:
 
     def _send(self, session: int, message: client.SendRequest, tokens: Tokens) -> Refusal | None:
         # Before its lease is looked at, which the first of them may have ended.
-        before = self._send_retries.asked_before(session, message, tokens)
-        if isinstance(before, Refusal):
-            return before
-        if before is not None:
-            self._send_retries.answer_again(before, message)
-            return None
+        if message.request_id:
+            before = self._send_retries.asked_before(session, message, tokens)
+            if isinstance(before, Refusal):
+                return before
+            if before is not None:
+                self._send_retries.answer_again(before, message)
+                return None
         engine = self._sending_engine(session, message, tokens)
         if isinstance(engine, Refusal):
             return engine
@@ -648,11 +645,12 @@ class Engines:
     def _hand_over(self, session: int, message: client.HandOver, tokens: Tokens) -> Refusal | None:
         if message.after and message.ends_lease:
             return self._wrong("a lease that ends before the event of its last tokens has come")
-        before = self._send_retries.asked_before(session, message, tokens)
-        if isinstance(before, Refusal):
-            return before
-        if before is not None:
-            return self._hand_over_again(session, message, before)
+        if message.request_id:
+            before = self._send_retries.asked_before(session, message, tokens)
+            if isinstance(before, Refusal):
+                return before
+            if before is not None:
+                return self._hand_over_again(session, message, before)
         engine = self._sending_engine(session, message, tokens)
         if isinstance(engine, Refusal):
             return engine

@@ -228,9 +228,9 @@ class AttachServer:
 
     def hang_up(self, session: int, refusal: Refusal) -> None:
         """Serve a session no more, and tell each of its processes why; they live and may write."""
-        one = self._sessions.of_number(session)
-        if one is not None and one.refusal is None:
-            self._shut(one, refusal)
+        served = self._sessions.of_number(session)
+        if served is not None and served.refusal is None:
+            self._shut(served, refusal)
 
     def answer(self, effect: AnswerWorker) -> None:
         """Carry out ``AnswerWorker``; a process that has gone hears nothing."""

@@ -89,15 +89,15 @@ class Launch:
         )
 
 
-def _planned(one: PoolRegion, *, in_huge_pages: bool) -> RegionPlan:
+def _planned(region: PoolRegion, *, in_huge_pages: bool) -> RegionPlan:
     """What the transfer process makes of it."""
     return RegionPlan(
-        name=one.name,
-        fd=NO_FD if one.arena is None else one.arena.fd,
-        geometry=one.geometry,
-        in_huge_pages=in_huge_pages and one.is_pool and one.arena is not None,
-        is_registered=one.is_registered,
-        device=one.device,
+        name=region.name,
+        fd=NO_FD if region.arena is None else region.arena.fd,
+        geometry=region.geometry,
+        in_huge_pages=in_huge_pages and region.is_pool and region.arena is not None,
+        is_registered=region.is_registered,
+        device=region.device,
     )
 
 

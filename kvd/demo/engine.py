@@ -34,7 +34,6 @@ from kvd.demo.messages import (
     Decoded,
     DecodePrompt,
     EngineFailed,
-    FirstToken,
     Generate,
     Generated,
     Prefilled,
@@ -112,8 +111,7 @@ class Engine:
             if sequence.written_tokens == len(tokens):
                 break
         computed_s = time.monotonic()
-        first = FirstToken(greedy(logits), float(logits.log_softmax(-1).max()))
-        result = send.finish(aux=msgspec.msgpack.encode(first))
+        result = send.finish(aux=msgspec.msgpack.encode(greedy(logits)))
         ended_s = time.monotonic()
         lease.release(())
         if result.reason is not None:
@@ -143,7 +141,7 @@ class Engine:
             step_tokens=STEP_TOKENS,
         )
         handoff.done()
-        first = msgspec.msgpack.decode(handoff.aux, type=FirstToken)
+        first_token = msgspec.msgpack.decode(handoff.aux, type=int)
         first_token_at_s = time.monotonic()
         lease = handoff.lease
         if order.damage is not None:
@@ -153,7 +151,7 @@ class Engine:
         sequence = LeasedSequence(
             self._model, views, lease, Lengths(len(tokens), len(tokens)), step_tokens=STEP_TOKENS
         )
-        said, logits = answer(sequence.compute, first.token, ANSWER_TOKENS)
+        said, logits = answer(sequence.compute, first_token, ANSWER_TOKENS)
         lease.release(new_tokens=said[:-1])  # the last token has no KV
         return Decoded(
             tokens=tuple(said),

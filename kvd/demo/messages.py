@@ -113,10 +113,3 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 Reply = Started | Prefilled | Decoded | Generated | EngineFailed
-
-
-class FirstToken(msgspec.Struct, frozen=True):
-    """The aux of a handoff: what the prefill engine's last logits chose."""
-
-    token: int
-    logprob: float

@@ -180,7 +180,11 @@ def _start_daemons(pool: Mapping[str, str], directory: Path, daemons: list[Daemo
         daemon.start()
     for daemon in daemons:
         daemon.wait_ready(START_S)
-        daemon.wait_for(lambda one=daemon: is_linked(one), "has no agent for its peer", START_S)  # type: ignore[misc]
+        daemon.wait_for(
+            lambda daemon=daemon: is_linked(daemon),  # type: ignore[misc]
+            "has no agent for its peer",
+            START_S,
+        )
 
 
 def _built(engines: list[EngineProcess], endpoints: list[str | None]) -> Started:

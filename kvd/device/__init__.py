@@ -3,6 +3,7 @@
 The map of this room::
 
     cuda, cuda_library, presence   the runtime by ctypes, and whether a device can be used here
+    copies         scattered pieces between a device and host memory, by the copy engine
     attention      attention over the pages of a pool, by flash-attn or in torch alone
     collectives    gathers of KV over a group of ranks, in ``symmetric`` memory or plain
     sequence       which tokens of a prompt are whose, of ranks that share it

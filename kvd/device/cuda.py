@@ -1,4 +1,4 @@
-"""The CUDA runtime, by ctypes: memory, its sharing between processes, copies and events.
+"""The CUDA runtime, by ctypes: memory, its sharing between processes, copies, events and streams.
 
 What lives here: one ``Runtime`` for one loaded libcudart, and the errors it gives, by name and
 number. What must not: where a library is found (``cuda_library``), torch, what lies in the memory.
@@ -29,6 +29,9 @@ _NOT_READY: Final = 600
 _COPY_DEFAULT: Final = 4  # the runtime sees from the addresses which way a copy goes
 _EVENT_INTERPROCESS: Final = 2 | 4  # cudaEventDisableTiming, without which it cannot be shared
 _LAZY_PEER_ACCESS: Final = 1
+_NON_BLOCKING: Final = 1  # a stream that neither waits for the legacy one nor holds it up
+_IN_STREAM_ORDER: Final = 1  # of when a source is read: in any other order it may be read too early
+_WITHOUT_FAIL_INDEX: Final = 13  # the major of CUDA whose cudaMemcpyBatchAsync lost that argument
 _BUS_ID_BYTES: Final = 32
 _ATTRIBUTES_BYTES: Final = 256  # struct cudaPointerAttributes has 24 in CUDA 12, 88 in 13
 
@@ -56,6 +59,14 @@ class CopyRows(NamedTuple):
     pitch_bytes: int
 
 
+class CopyColumns(NamedTuple):
+    """Where three arrays of words begin: piece by piece, where to, where from, how many bytes."""
+
+    to: int
+    source: int
+    sizes: int
+
+
 class Room(NamedTuple):
     """Memory of a device."""
 
@@ -67,6 +78,17 @@ class _Handle(ctypes.Structure):
     """cudaIpcMemHandle_t and cudaIpcEventHandle_t: passed by value."""
 
     _fields_ = (("content", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class _Attributes(ctypes.Structure):
+    """struct cudaMemcpyAttributes; the hints are for memory that lies nowhere yet."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("destination_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
 
 
 _P = ctypes.c_void_p
@@ -90,7 +112,14 @@ CALLS: Final[dict[str, tuple[Any, ...]]] = {
     "cudaMemset": (_P, _INT, _SIZE),
     "cudaMemcpy": (_P, _P, _SIZE, _INT),
     "cudaMemcpy2D": (_P, _SIZE, _P, _SIZE, _SIZE, _SIZE, _INT),
+    "cudaMemcpyAsync": (_P, _P, _SIZE, _INT, _P),
     "cudaDeviceSynchronize": (),
+    "cudaHostRegister": (_P, _SIZE, _UINT),
+    "cudaHostUnregister": (_P,),
+    "cudaStreamCreateWithFlags": (_OUT, _UINT),
+    "cudaStreamQuery": (_P,),
+    "cudaStreamSynchronize": (_P,),
+    "cudaStreamDestroy": (_P,),
     "cudaPointerGetAttributes": (_P, _P),
     "cudaIpcGetMemHandle": (_OUT, _P),
     "cudaIpcOpenMemHandle": (_OUT, _Handle, _UINT),
@@ -102,7 +131,12 @@ CALLS: Final[dict[str, tuple[Any, ...]]] = {
     "cudaIpcGetEventHandle": (_OUT, _P),
     "cudaIpcOpenEventHandle": (_OUT, _Handle),
 }
-"""Every entry point that is used, and its arguments; each returns a number."""
+"""Every entry point that is needed, and its arguments; each returns a number."""
+
+BATCH: Final = "cudaMemcpyBatchAsync"
+"""Of CUDA 12.8 on, and not needed."""
+_BATCH_ARGUMENTS: Final = (_P, _P, _P, _SIZE, _P, _P, _SIZE)
+"""Those of every major: behind them come failIdx, in CUDA 12 alone, and the stream."""
 
 
 class Runtime:
@@ -123,6 +157,13 @@ class Runtime:
         for entry in (self._name_of, self._words_of):
             entry.argtypes = (_INT,)
             entry.restype = ctypes.c_char_p
+        self._batch: Any = None
+        with contextlib.suppress(AttributeError):
+            self._batch = library[BATCH]
+            major = self._number("cudaRuntimeGetVersion", "asking for its version") // 1000
+            self._has_fail_index = major < _WITHOUT_FAIL_INDEX
+            more = (_OUT, _P) if self._has_fail_index else (_P,)
+            self._batch.argtypes, self._batch.restype = (*_BATCH_ARGUMENTS, *more), _INT
 
     # ---- what there is -----------------------------------------------------------------------
 
@@ -230,6 +271,70 @@ class Runtime:
         """Wait for everything that this process has begun on the device of this thread."""
         self._call("cudaDeviceSynchronize", (), "waiting for the device")
 
+    def register(self, address: int, size_bytes: int) -> None:
+        """Pin memory of the host, so that devices copy it by themselves."""
+        doing = f"registering {size_bytes:,} bytes of host memory at {address:#x}"
+        self._call("cudaHostRegister", (address, size_bytes, 0), doing)
+
+    def unregister(self, address: int) -> None:
+        """Unpin what ``register`` pinned from there on."""
+        self._call("cudaHostUnregister", (address,), f"unregistering host memory at {address:#x}")
+
+    # ---- streams -----------------------------------------------------------------------------
+
+    def stream(self, device: int) -> int:
+        """A new stream of a device, beside all others; ``end_stream`` it."""
+        self.use(device)
+        found = _P(0)
+        doing = f"making a stream on cuda:{device}"
+        self._call("cudaStreamCreateWithFlags", (ctypes.byref(found), _NON_BLOCKING), doing)
+        return found.value or 0
+
+    def is_over(self, stream: int) -> bool:
+        """Whether everything that was given to the stream is done."""
+        return self._has_ended("cudaStreamQuery", stream, "asking whether a stream is done")
+
+    def wait(self, stream: int) -> None:
+        """Return when it is."""
+        self._call("cudaStreamSynchronize", (stream,), "waiting for a stream")
+
+    def end_stream(self, stream: int) -> None:
+        """Let go of it; what is in it is done all the same."""
+        self._call("cudaStreamDestroy", (stream,), "destroying a stream")
+
+    def begin_copy(self, stream: int, to: int, source: int, size_bytes: int) -> None:
+        """Let a stream copy bytes between devices and registered memory of the host."""
+        doing = f"beginning to copy {size_bytes:,} bytes from {source:#x} to {to:#x}"
+        self._call("cudaMemcpyAsync", (to, source, size_bytes, _COPY_DEFAULT, stream), doing)
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether ``begin_copies`` can be called: this runtime is of CUDA 12.8 or later."""
+        return self._batch is not None
+
+    def begin_copies(self, stream: int, columns: CopyColumns, pieces: int) -> None:
+        """As ``begin_copy``, of many pieces, which are in no order among themselves.
+
+        A source is read when the stream comes to it. Only where ``has_batches``.
+
+        Raises:
+            CudaError: a piece was refused, which CUDA 12 names, or all of them; none is copied.
+        """
+        assert self._batch is not None
+        attributes, first, failed = _Attributes(_IN_STREAM_ORDER), _SIZE(0), _SIZE(pieces)
+        more = (ctypes.byref(failed), stream) if self._has_fail_index else (stream,)
+        attributed = (ctypes.byref(attributes), ctypes.byref(first), 1)
+        number = int(self._batch(*columns, pieces, *attributed, *more))
+        doing = f"beginning to copy {pieces:,} pieces"
+        if number != _SUCCESS and failed.value < pieces:
+            to, source, size = (
+                _SIZE.from_address(one + failed.value * ctypes.sizeof(_SIZE)).value
+                for one in columns
+            )
+            where = f"from {source:#x} to {to:#x}"
+            doing += f", of which number {failed.value}, {size:,} bytes {where}, was refused"
+        self._check(number, doing)
+
     # ---- memory of other processes -----------------------------------------------------------
 
     def share(self, address: int) -> bytes:
@@ -283,12 +388,7 @@ class Runtime:
 
     def has_come(self, event: int) -> bool:
         """Whether everything before the event is done; an event never recorded has come."""
-        number = int(self._entries["cudaEventQuery"](event))
-        if number == _NOT_READY:
-            self._entries["cudaGetLastError"]()
-            return False
-        self._check(number, "asking whether an event has come")
-        return True
+        return self._has_ended("cudaEventQuery", event, "asking whether an event has come")
 
     def destroy(self, event: int) -> None:
         """Let go of an event, made or opened here."""
@@ -300,6 +400,14 @@ class Runtime:
         found = _INT(0)
         self._call(name, (ctypes.byref(found),), doing)
         return found.value
+
+    def _has_ended(self, name: str, handle: int, doing: str) -> bool:
+        number = int(self._entries[name](handle))
+        if number == _NOT_READY:
+            self._entries["cudaGetLastError"]()
+            return False
+        self._check(number, doing)
+        return True
 
     def _call(self, name: str, arguments: tuple[object, ...], doing: str) -> None:
         self._check(int(self._entries[name](*arguments)), doing)

@@ -74,8 +74,8 @@ def state_tensor(name: str, text: str) -> StateTensor | None:
 
 def _state(pool: StatePool) -> Component:
     """Wide elements first, so that each lies at a multiple of its size; then by name."""
-    tensors = [one for name, text in pool.state.items() if (one := state_tensor(name, text))]
-    tensors.sort(key=lambda one: (-DTYPE_BYTES[one.dtype], one.name))
+    tensors = [tensor for name, text in pool.state.items() if (tensor := state_tensor(name, text))]
+    tensors.sort(key=lambda tensor: (-DTYPE_BYTES[tensor.dtype], tensor.name))
     return Component(
         name="state",
         layers=pool.state_layers or 0,

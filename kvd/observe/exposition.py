@@ -89,17 +89,19 @@ class Exposition:
         yield InfoMetricFamily("kvd_build", "What runs here.", value=build)
 
 
-def _counted(one: Counter | Histograms) -> Metric:
+def _counted(counted: Counter | Histograms) -> Metric:
     """A family of ``metrics``."""
     from prometheus_client.core import (  # noqa: PLC0415
         CounterMetricFamily,
         HistogramMetricFamily,
     )
 
-    if isinstance(one, Counter):
-        return _filled(CounterMetricFamily(one.name, one.doc, labels=one.labels), one.values)
-    family = HistogramMetricFamily(one.name, one.doc, labels=one.labels)
-    for values, histogram in one.values.items():
+    if isinstance(counted, Counter):
+        return _filled(
+            CounterMetricFamily(counted.name, counted.doc, labels=counted.labels), counted.values
+        )
+    family = HistogramMetricFamily(counted.name, counted.doc, labels=counted.labels)
+    for values, histogram in counted.values.items():
         family.add_metric(values, _cumulated(histogram), histogram.total)
     return family
 

@@ -107,23 +107,24 @@ class EventWaits:
 
     def drop(self, order: DropAgent) -> None:
         """Its agent goes: those that were to go through it go too."""
+        agent = (order.incarnation, order.generation)
         self._remove(
-            lambda one: (one.incarnation, one.generation) == (order.incarnation, order.generation),
+            lambda post: (post.incarnation, post.generation) == agent,
             f"the sending agent for {order.incarnation} was dropped before its event came",
         )
 
-    def _look(self, handle: bytes, one: _Event) -> None:
+    def _look(self, handle: bytes, event: _Event) -> None:
         try:
-            if not self._devices.runtime.has_come(one.event):
+            if not self._devices.runtime.has_come(event.event):
                 return
         except CudaError as exc:
             why = f"what was to write its pages failed: {exc}"
-            failed = {waiting.order.post for waiting in one.posts}
+            failed = {waiting.order.post for waiting in event.posts}
             self._remove(lambda order: order.post in failed, why)
             return
         # Before they are posted: its engine may destroy it as soon as it hears of one of them.
         self._close(handle)
-        for order, rest in one.posts:
+        for order, rest in event.posts:
             if rest:
                 self._wait(order, rest)
                 continue

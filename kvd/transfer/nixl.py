@@ -279,7 +279,7 @@ def _import_first(cuda_major: int) -> ModuleType:
     device memory for the host's.
     """
     missing = []
-    for name in sorted(_BINDINGS, key=lambda one: one != f"nixl_cu{cuda_major}"):
+    for name in sorted(_BINDINGS, key=lambda binding: binding != f"nixl_cu{cuda_major}"):
         try:
             return importlib.import_module(f"{name}._api")
         except ImportError as exc:

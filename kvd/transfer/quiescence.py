@@ -166,15 +166,15 @@ class Quiescence:
         outgoing, seen = self._outgoing(), inward(marks())
         return {name: mark for name, mark in seen.items() if name not in outgoing}
 
-    def _is_at_rest(self, one: PendingQuiesce) -> bool:
-        if one.due or one.ends:
+    def _is_at_rest(self, question: PendingQuiesce) -> bool:
+        if question.due or question.ends:
             return False
         # From here on everything in doubt has been read, but may not be stored yet: the count
         # begins.
         busy_ns = _cpu_ns(self._thread)
-        if one.taken_at_ns is None:
-            one.taken_at_ns = busy_ns
-        return _sleeps(self._thread) or busy_ns - one.taken_at_ns > _STORED_AFTER_NS
+        if question.taken_at_ns is None:
+            question.taken_at_ns = busy_ns
+        return _sleeps(self._thread) or busy_ns - question.taken_at_ns > _STORED_AFTER_NS
 
     def _tell(self, unseen: tuple[str, ...]) -> None:
         """Report what is waited for where it has changed; together, where it is the same."""

@@ -303,7 +303,7 @@ class Staging:
             return []
         post = min(
             (packed for packed in self._line if packed.ahead < AHEAD),
-            key=lambda one: one.ahead,
+            key=lambda packed: packed.ahead,
             default=None,
         )
         return [] if post is None else self._begin(post)

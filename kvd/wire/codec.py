@@ -82,28 +82,40 @@ class Codec(Generic[M]):
     ) -> None:
         self._max_bytes = max_bytes
         self._max_values = max_values
+        self._plain_bytes = min(max_bytes, SHORT_BYTES) if max_values else max_bytes
+        """Up to here a frame is read without a look at it."""
         self._flaw = flaw
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
+        self._read: Callable[[bytes], M] = msgspec.msgpack.Decoder(union).decode
         self.encode: Callable[[M], bytes] = msgspec.msgpack.Encoder().encode
         """The message as one frame."""
 
     def decode(self, frame: bytes) -> M | Refusal:
         """The message, or why it is none; never raises."""
+        if len(frame) > self._plain_bytes:
+            refusal = self._too_long(frame)
+            if refusal is not None:
+                return refusal
+        try:
+            message = self._read(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            return _no_message(frame, str(exc))
+        if self._flaw is None:
+            return message
+        flaw = self._flaw(message)
+        return message if flaw is None else _no_message(frame, flaw)
+
+    def _too_long(self, frame: bytes) -> Refusal | None:
+        """Why a frame that is not short is not read; None: it is."""
         if len(frame) > self._max_bytes:
             return Refusal(
                 Code.BAD_REQUEST,
                 f"the message has {len(frame)} bytes, at most {self._max_bytes} are read",
                 numbers={"bytes": len(frame), "limit": self._max_bytes},
             )
-        limit = self._max_values if len(frame) > SHORT_BYTES else 0
+        limit = self._max_values
         if limit and has_more_values(frame, limit):
             return _no_message(frame, f"more than {limit} values in one message")
-        try:
-            message = self._decoder.decode(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-            return _no_message(frame, str(exc))
-        flaw = None if self._flaw is None else self._flaw(message)
-        return message if flaw is None else _no_message(frame, flaw)
+        return None
 
     def call_of(self, frame: bytes) -> int:
         """Whom to answer when a request was refused here: its call, or ``NO_CALL``; never raises.

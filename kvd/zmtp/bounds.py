@@ -28,8 +28,12 @@ TURN_MESSAGES: Final = 32
 TURN_S: Final = 0.002
 """What one connection may take before all others have had their turn, whichever is less."""
 
-COMING_S: Final = 0.0005
-"""What all handshakes of a listener may take before everybody else has had a turn."""
+COMING_S: Final = 0.0002
+"""What all handshakes of a listener may take before everybody else has had a turn, and what it
+takes to accept connections. A call of an engine waits for so much of a flood, twice at most."""
+
+UNKEPT_S: Final = 0.0005
+"""The same of all who are through their handshake and are not kept."""
 
 RELIEF_BYTES: Final = 16 * 1024 * 1024
 """Once a listener has kept more than this, and keeps little again, memory is given back."""

@@ -13,11 +13,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
+from typing_extensions import override
 
 from kvd.types import Sent
-from kvd.zmtp.bounds import HANDSHAKE_BYTES, LONG_READ_BYTES, READ_BYTES, TURN_MESSAGES, TURN_S
+from kvd.zmtp.bounds import HANDSHAKE_BYTES, LONG_READ_BYTES, READ_BYTES, TURN_MESSAGES
 from kvd.zmtp.events import ENDED, HUNG_UP, ConnectionClosed, ConnectionFault, HandshakeDone
 from kvd.zmtp.protocol import TRAFFIC, ProtocolState
+from kvd.zmtp.turns import TurnTaker
 
 if TYPE_CHECKING:
     import asyncio
@@ -74,7 +76,7 @@ class Owner:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class ZmtpConnection:
+class ZmtpConnection(TurnTaker):
     """One connection. What is sent on it goes to whoever proved ``name``, or to nobody."""
 
     def __init__(
@@ -230,14 +232,15 @@ class ZmtpConnection:
         else:
             self._stand_in_line()
 
+    @override
     def turn(self, messages: int) -> None:
-        """As ``Waiting``. A bug in whoever is told costs its message; what follows is read on."""
+        """As ``TurnTaker``. A bug in whoever is told costs its message; what follows is read on."""
         if self.machine.state is ProtocolState.OVER or not (self._is_left or self._read()):
             return
         machine = self.machine
         self._is_left = True
         is_fresh = False
-        end_s = time.monotonic() + TURN_S
+        end_s = time.monotonic() + self.turns.turn_s
         try:
             for _ in range(messages):
                 event = self._next_event()

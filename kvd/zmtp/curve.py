@@ -70,7 +70,8 @@ class _Boxes:
 
     def __init__(self, out_prefix: bytes, in_prefix: bytes) -> None:
         self._out_prefix, self._in_prefix = out_prefix, in_prefix
-        self._public, self._secret = bindings.crypto_box_keypair()
+        self._public, self._secret = b"", b""
+        """Of this connection alone; made when the other side is worth it."""
         self._key = b""
         """Of both short-term keys."""
         self._sent = 0
@@ -144,6 +145,8 @@ class CurveServer(_Boxes):
                 ConnectionFault.WRONG_SERVER_KEY, "its HELLO is boxed for another public key"
             )
         self._is_fresh(nonce)
+        # Now, and not when it connected: whoever does not know whom it dials costs no keys.
+        self._public, self._secret = bindings.crypto_box_keypair()
         self._cookie = secrets.token_bytes(COOKIE)
         fresh = secrets.token_bytes(LONG_NONCE)
         welcome = bindings.crypto_secretbox_easy(
@@ -190,6 +193,7 @@ class CurveClient(_Boxes):
     ) -> None:
         """``server``: the public key that must answer."""
         super().__init__(BY_CLIENT, BY_SERVER)
+        self._public, self._secret = bindings.crypto_box_keypair()
         self.is_listening = False
         self._ring = ring
         self._server = server

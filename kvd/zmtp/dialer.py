@@ -103,7 +103,7 @@ class Dialer(Owner):
         self._is_turned_away = False
         self._n_addresses = 0
         """In this round."""
-        self._turns = FairTurns(batch.loop, TURN_S)
+        self._turns = FairTurns(batch, TURN_S)
         self._waiting: deque[Sequence[bytes]] = deque()
         self._waiting_bytes = 0
         self._connection: ZmtpConnection | None = None

@@ -22,7 +22,7 @@ from mypy_extensions import mypyc_attr
 from typing_extensions import override
 
 from kvd.zmtp.acceptor import Acceptor, peer_credentials
-from kvd.zmtp.bounds import BOUNDS, COMING_S, RELIEF_BYTES, TURN_S
+from kvd.zmtp.bounds import BOUNDS, COMING_S, RELIEF_BYTES, TURN_S, UNKEPT_S
 from kvd.zmtp.connection import Owner, ZmtpConnection
 from kvd.zmtp.curve import CurveServer
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault
@@ -114,9 +114,10 @@ class Listener(Owner):
         self._batch = batch
         self._ring = ring
         # Strangers cannot make those wait who are here, nor those who are here whoever is kept.
-        self._to_come = FairTurns(batch.loop, COMING_S)
-        self._turns = FairTurns(batch.loop, TURN_S)
-        self._to_keep = FairTurns(batch.loop, TURN_S)
+        # Who is not kept is timed from the first on: what one of them costs is not known.
+        self._to_come = FairTurns(batch, COMING_S, untimed=1)
+        self._turns = FairTurns(batch, UNKEPT_S, untimed=1)
+        self._to_keep = FairTurns(batch, TURN_S)
         self._connections: set[ZmtpConnection] = set()
         self._coming: dict[ZmtpConnection, float] = {}
         """In handshake, and until when; oldest first."""
@@ -140,7 +141,9 @@ class Listener(Owner):
         self._sweeper: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._empty = asyncio.Event()
-        self._acceptor = Acceptor(batch.loop, sock, self._take_in, self._make_place)
+        self._acceptor = Acceptor(
+            batch.loop, sock, self._take_in, self._make_place, turns=self._to_come
+        )
 
     def keep(self, connection: ZmtpConnection, key: str) -> None:
         """It stays, however silent it is, and is no stranger: what is kept for it is ``key``'s."""

@@ -165,8 +165,8 @@ class Budget:
         return next(iter(self._since)), f"{why}, and for nobody longer than for it"
 
 
-def _weight_of(one: KeptBytes | ZmtpConnection) -> int:
-    return one.weight
+def _weight_of(kept: KeptBytes | ZmtpConnection) -> int:
+    return kept.weight
 
 
 def _heaviest(connections: set[ZmtpConnection]) -> ZmtpConnection:

@@ -8,7 +8,8 @@ that is smaller the longer the line is, so that one message waits for one messag
 others, not for their floods.
 
 What is sent goes out together when all who are readable have had their turn: one system call for
-each connection in each round of the loop, whoever it was that made us speak.
+each connection in each round of the loop, whoever it was that made us speak. A line is served
+after that: what was answered to those who do not stand in it waits for nobody in it.
 """
 
 from __future__ import annotations
@@ -27,18 +28,28 @@ if TYPE_CHECKING:
 
     from kvd.zmtp.connection import ZmtpConnection
 
-_UNCOUNTED: Final = 8
+_UNTIMED: Final = 8
 """Served before a round is timed: noticing that it is over costs a callback."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class TurnTaker:
+    """Whoever may stand in a line."""
+
+    def turn(self, messages: int) -> None:
+        """It is its turn: deal with so many messages at most, and stand in line for the rest."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class FairTurns:
     """One line, and ``turn_s`` for it in each round of the loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, turn_s: float) -> None:
-        self._loop = loop
-        self._turn_s = turn_s
-        self._line: deque[ZmtpConnection] = deque()
+    def __init__(self, batch: WriteBatch, turn_s: float, untimed: int = _UNTIMED) -> None:
+        """``untimed``: so many are served in a round before it is timed, however long they take."""
+        self.turn_s = turn_s
+        self._batch = batch
+        self._untimed = untimed
+        self._line: deque[TurnTaker] = deque()
         self._pump: asyncio.Handle | None = None
         self._served = 0
         self._end_s = 0.0
@@ -48,32 +59,34 @@ class FairTurns:
         if self._line:
             return False
         self._served += 1
-        if self._served < _UNCOUNTED:
+        if self._served < self._untimed:
             return True
-        if self._served == _UNCOUNTED:
-            self._end_s = time.monotonic() + self._turn_s
-            self._loop.call_soon(self._come_round)
+        if self._served == self._untimed:
+            self._end_s = time.monotonic() + self.turn_s
+            self._batch.loop.call_soon(self._come_round)
             return True
         return time.monotonic() < self._end_s
 
     def _come_round(self) -> None:
         self._served = 0
 
-    def wait(self, one: ZmtpConnection) -> None:
+    def wait(self, waiting: TurnTaker) -> None:
         """Put it in line; it reads nothing until it is its turn."""
-        self._line.append(one)
+        self._line.append(waiting)
         self._serve_later()
 
     def _serve_later(self) -> None:
         if self._line and self._pump is None:
-            self._pump = self._loop.call_soon(self._serve)
+            self._pump = self._batch.loop.call_soon(self._serve)
 
     def _serve(self) -> None:
         """One round of the line, or as much of it as there is time for."""
         self._pump = None
-        line, end_s = self._line, time.monotonic() + self._turn_s
-        share = max(1, TURN_MESSAGES // len(line))
+        line = self._line
         try:
+            self._batch.flush()
+            end_s = time.monotonic() + self.turn_s
+            share = max(1, TURN_MESSAGES // len(line))
             for _ in range(len(line)):
                 line.popleft().turn(share)
                 if time.monotonic() >= end_s:
@@ -114,9 +127,10 @@ class WriteBatch:
     def _await(self) -> None:
         if not self._is_awaited:
             self._is_awaited = True
-            self.loop.call_soon(self._flush)
+            self.loop.call_soon(self.flush)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write now what there is; of no meaning where there is nothing."""
         # Awaited still: what is sent by them is written below, and not in a turn of its own.
         ahead, self._ahead = self._ahead, []
         try:

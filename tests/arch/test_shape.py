@@ -13,6 +13,7 @@ FUNCTION_LINES = 60
 CATCH_ALLS = {
     "kvd/connectors/vllm/beside.py": "raised again where the outcome of the work is taken",
     "kvd/connectors/vllm/scheduler.py": "a mistake is logged; it must not end the engine's step",
+    "kvd/connectors/vllm/worker.py": "as in the scheduler's half: the request is computed",
     "kvd/daemon/reactor.py": "a bug of the core costs the request that met it, not the whole node",
     "kvd/sim/runner.py": "whatever the core raises is a finding, reported with its seed",
     "kvd/recorder/player.py": "a step that raised in the daemon raises here, and costs the same",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvd.client
-from kvd.client import KvdError
+from kvd.client import KvdError, blocking
 from kvd.client.session_sockets import SessionSockets
 from kvd.client.sync import MISS
 from kvd.types import pack_ids
@@ -280,6 +280,33 @@ def test_a_begun_call_leaves_though_the_stream_has_broken_since(daemon: Daemon) 
         daemon.listen_again()
         node.begin_lease([1])
         until_asked(daemon, wire.OpenLease)
+
+
+def test_an_engine_that_must_not_wait_waits_for_no_handshake(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocking, "MEET_WITHIN_S", 1.0)
+    daemon.script = script
+    path = daemon.endpoint.removeprefix("ipc://")
+    with (
+        kvd.client.connect_sync(daemon.endpoint, name="a", on_unreachable="miss") as node,
+        kvd.client.connect_sync(daemon.endpoint, name="b") as patient,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as mute,
+    ):
+        assert [one.match([1]).tokens for one in (node, patient)] == [8, 8]
+        daemon.break_stream()
+        os.unlink(path)
+        mute.bind(path)
+        mute.listen(2)
+        for one, waits in ((patient, True), (node, False)):
+            began_s = time.monotonic()
+            call = one.begin_match([1])
+            assert (time.monotonic() - began_s > 0.9) is waits
+            assert not call.is_done
+        os.unlink(path)
+        daemon.listen_again()
+        mute.close()
+        assert call.result(5).tokens == 8
 
 
 def test_a_begun_call_waits_for_no_daemon_that_takes_no_connection(deaf: Daemon) -> None:

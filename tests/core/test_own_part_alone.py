@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from kvd.core import inputs
+from kvd.core import effects, inputs
 from kvd.core.audit.invariants import faults
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.errors import Code
@@ -222,3 +222,18 @@ def test_a_source_that_sends_what_it_was_not_asked_for_is_refused(n_tokens):
     assert told.refusal.numbers["n_tokens"] == n_tokens
     assert not d.node.leases.leases
     assert [one.room for one in held if isinstance(one, Withdrawn)] == [7]
+
+
+@pytest.mark.parametrize("outcome", [COMMITTED, ReceiveOutcome.CORRUPT])
+def test_a_source_does_not_say_what_the_receiver_alone_knows(outcome):
+    world, d, _ = three()
+    receive(d)
+    (part,) = d.node.decoder.parts.values()
+    says(world, world.p, d, Settled, handoff=part.handoff, outcome=outcome)
+    (told,) = [one for one in d.answers if isinstance(one, client.ReceiveFailed)]
+    assert f"ended it as '{outcome.value}', which it cannot know" in told.refusal.message
+    (ended,) = [one for one in d.events if isinstance(one, events.HandoffEnded)]
+    assert ended.outcome == "failed"
+    sent = [one.message for one in d.effects if isinstance(one, effects.SendToPeer)]
+    closed = [one for one in sent if isinstance(one, Closed)]
+    assert [one.outcome for one in closed] == [ReceiveOutcome.FAILED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -249,3 +250,67 @@ def test_a_retry_with_the_lease_of_another_session_ends_nothing():
     why = refusal(hand_over(world.p, foreign, PROMPT, ends_lease=True, ttl_s=5.0))
     assert why.code is Code.UNKNOWN_LEASE
     assert foreign in world.p.node.leases.leases
+
+
+def named_by_walking(side: Side) -> tuple[dict[object, int], dict[object, int]]:
+    """What each request id must find: receives and settled sends, looked for one by one."""
+    decoder, sends = side.node.decoder, side.node.prefiller.settled_sends
+    live = [attempt for attempt in decoder.attempts.values() if attempt.ended is None]
+    receives = {attempt.name: attempt.id for attempt in [*live, *decoder.ready.values()]}
+    settled = {
+        (part.session, part.room, part.request.id): part.id
+        for part in sends.settled.values()
+        if part.request is not None
+    }
+    receives.pop(None, None)
+    return receives, settled
+
+
+def named(side: Side) -> tuple[dict[object, int], dict[object, int]]:
+    """What they do find."""
+    decoder, sends = side.node.decoder, side.node.prefiller.settled_sends
+    receives = {
+        name: attempt.id
+        for name, attempt in decoder.named.items()
+        if attempt.ended is None or decoder.lease_of_ready(attempt) is not None
+    }
+    return receives, {name: part.id for name, part in sends.named.items()}
+
+
+def act_at_random(world: World, rng: random.Random) -> None:
+    asked = {"room": rng.randint(1, 4), "request_id": rng.choice(["r1", "r2", ""])}
+    receives = list(world.d.node.decoder.attempts)
+    ready = list(world.d.node.decoder.ready)
+    match rng.randrange(7):
+        case 0 | 1:
+            receive(world.d, **asked)
+        case 2:
+            hand_over(world.p, written(world.p), ends_lease=True, **asked)
+        case 3:
+            send(world.p, written(world.p), **asked)
+        case 4 if ready:
+            world.d.call(client.ReleaseLease, lease=rng.choice(ready))
+        case 5 if receives:
+            world.d.call(client.CancelReceive, receive=rng.choice(receives))
+        case 6:
+            world.pass_time(rng.choice([0.1, 1.0, 8.0]), tick_s=0.5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_request_id_finds_what_a_walk_over_all_would_find(seed):
+    rng = random.Random(seed)
+    world = World(p_pages=2048, d_pages=2048)
+    found = 0
+    for step in range(60):
+        act_at_random(world, rng)
+        for side in (world.d, world.p):
+            assert named(side) == named_by_walking(side), f"seed {seed}, step {step}"
+            found += sum(map(len, named(side)))
+    assert found
+    for number in list(world.d.node.decoder.attempts):
+        world.d.call(client.CancelReceive, receive=number)
+    world.pass_time(60.0, tick_s=1.0)
+    for lease in list(world.d.node.decoder.ready):
+        world.d.call(client.ReleaseLease, lease=lease)
+    assert not world.d.node.decoder.named
+    assert not world.p.node.prefiller.settled_sends.named

@@ -42,6 +42,7 @@ Confirmed by others' reports, not by us: a batch in a stream that captures is re
 the capture goes on without it; an empty single copy succeeds.
 
 Not doubled: kernels (``Double.kernels`` lets a process stand for them), graphs that are launched,
-streams per thread, managed memory, memory pools, peer access that is refused, virtual memory
-(``cuMem*``), CUDA_VISIBLE_DEVICES, and the time that anything takes.
+streams that join a capture by an event, streams per thread, managed memory, memory pools, peer
+access that is refused, virtual memory (``cuMem*``), CUDA_VISIBLE_DEVICES, and the time that
+anything takes.
 """

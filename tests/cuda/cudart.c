@@ -364,13 +364,14 @@ static void *serve(void *given) {
     pthread_mutex_lock(&lock);
     while (stream->first || !stream->is_over) {
         if (!may_run(stream)) {
-            /* An event of another process comes without a word to us. */
-            struct timespec until;
-            clock_gettime(CLOCK_REALTIME, &until);
-            long ns = until.tv_nsec + (stream->first && !stream->is_held ? 200000L : 50000000L);
-            until.tv_sec += ns / 1000000000;
-            until.tv_nsec = ns % 1000000000;
-            pthread_cond_timedwait(&changed, &lock, &until);
+            if (!stream->first || stream->is_held || stream->first->kind != WAIT_EVENT) {
+                pthread_cond_wait(&changed, &lock);
+                continue;
+            }
+            /* The event may be another process's, which sends no word to us. */
+            pthread_mutex_unlock(&lock);
+            nap(200);
+            pthread_mutex_lock(&lock);
             continue;
         }
         Op *op = stream->first;
@@ -424,6 +425,26 @@ static Stream *stream_of(void *handle) {
         if (streams[i] && streams[i] == handle) return streams[i];
     return NULL;
 }
+/* The default stream cannot be used while a blocking stream of its device captures. */
+static int is_locked_out(Stream *stream) {
+    for (int i = 0; stream == defaults[stream->device] && i < MOST; i++)
+        if (streams[i] && streams[i]->is_blocking && streams[i]->is_capturing &&
+            streams[i]->device == stream->device)
+            return 1;
+    return 0;
+}
+static int find_stream(void *handle, Stream **found) {
+    *found = stream_of(handle);
+    if (!*found) return INVALID_HANDLE;
+    return is_locked_out(*found) ? CAPTURE_IMPLICIT : OK;
+}
+/* One to be waited for, or asked: what is captured cannot be, and the capture is over by that. */
+static int find_running_stream(void *handle, Stream **found) {
+    int error = find_stream(handle, found);
+    if (error || !(*found)->is_capturing) return error;
+    (*found)->is_spoiled = 1;
+    return CAPTURE_UNSUPPORTED;
+}
 static void append(Stream *stream, Op *op) {
     *stream->end = op;
     stream->end = &op->next;
@@ -471,15 +492,17 @@ int cudaStreamCreateWithFlags(Stream **stream, unsigned flags) {
 static int is_at_rest(Stream *stream) { return stream->finished == stream->submitted; }
 int cudaStreamQuery(void *handle) {
     ENTER(UNSAFE);
+    Stream *stream;
     pthread_mutex_lock(&lock);
-    Stream *stream = stream_of(handle);
-    return locked(!stream ? INVALID_HANDLE : is_at_rest(stream) ? poison : NOT_READY);
+    int error = find_running_stream(handle, &stream);
+    return locked(error ? error : is_at_rest(stream) ? poison : NOT_READY);
 }
 int cudaStreamSynchronize(void *handle) {
     ENTER(UNSAFE);
+    Stream *stream;
     pthread_mutex_lock(&lock);
-    Stream *stream = stream_of(handle);
-    if (!stream) return locked(INVALID_HANDLE);
+    int error = find_running_stream(handle, &stream);
+    if (error) return locked(error);
     wait_for(stream);
     return locked(poison);
 }
@@ -517,12 +540,9 @@ int cudaDeviceSynchronize(void) {
 int cudaStreamIsCapturing(void *handle, int *status) {
     ENTER(SAFE);
     pthread_mutex_lock(&lock);
-    Stream *stream = stream_of(handle);
-    if (!stream) return locked(INVALID_HANDLE);
-    for (int i = 0; stream == defaults[stream->device] && i < MOST; i++)
-        if (streams[i] && streams[i]->is_blocking && streams[i]->is_capturing &&
-            streams[i]->device == stream->device)
-            return locked(CAPTURE_IMPLICIT);
+    Stream *stream;
+    int error = find_stream(handle, &stream);
+    if (error) return locked(error);
     *status = stream->is_capturing ? 1 + stream->is_spoiled : 0;
     return locked(OK);
 }
@@ -705,8 +725,9 @@ static int copy_rows(char *to, size_t to_pitch, const char *from, size_t from_pi
     if (kind < 0 || kind > DEFAULT_COPY) return INVALID_DIRECTION;
     if (!width || !height) return OK;
     if (!to || !from) return INVALID_VALUE;
-    Stream *stream = stream_of(handle);
-    if (!stream) return INVALID_HANDLE;
+    Stream *stream;
+    int error = find_stream(handle, &stream);
+    if (error) return error;
     Range target = range_of(to, (height - 1) * to_pitch + width);
     Range source = range_of(from, (height - 1) * from_pitch + width);
     if (target.kind >= MIXED || source.kind >= MIXED) return INVALID_VALUE;
@@ -747,7 +768,9 @@ int cudaMemset(void *address, int value, size_t size) {
     pthread_mutex_lock(&lock);
     Range range = range_of(address, size);
     if (range.kind != ON_DEVICE && range.kind != REGISTERED) return locked(INVALID_VALUE);
-    Stream *stream = stream_of(NULL);
+    Stream *stream;
+    int error = find_stream(NULL, &stream);
+    if (error) return locked(error);
     Op *op = copy_of(1);
     op->moves[0] = (Move){range.mine, NULL, size, value, 0};
     op->can_outlive = range.is_shared;
@@ -938,9 +961,10 @@ int cudaEventCreateWithFlags(Event **event, unsigned flags) {
 int cudaEventRecord(Event *event, void *handle) {
     ENTER((uintptr_t)handle <= 1 ? UNSAFE : SAFE);
     pthread_mutex_lock(&lock);
-    Stream *stream = stream_of(handle);
-    if (!is_event(event) || !stream || stream->device != event->device)
-        return locked(INVALID_HANDLE);
+    Stream *stream;
+    int error = find_stream(handle, &stream);
+    if (error) return locked(error);
+    if (!is_event(event) || stream->device != event->device) return locked(INVALID_HANDLE);
     event->is_captured = stream->is_capturing;
     if (stream->is_capturing) return locked(OK);
     Op *op = calloc(1, sizeof *op);

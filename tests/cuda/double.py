@@ -49,6 +49,14 @@ class Double:
             self._held[device] = stream.value
         return self._held[device]
 
+    def hold(self, stream: int) -> None:
+        """Nothing more of a stream is done, until ``release``."""
+        self._library.double_hold(stream, 1)
+
+    def release(self, stream: int) -> None:
+        """It goes on."""
+        self._library.double_hold(stream, 0)
+
     def let_come(self, event: int) -> None:
         self._library.double_set(event, 0)
 

@@ -19,8 +19,10 @@ from kvd.device import cuda
 from kvd.device.cuda import CALLS, HANDLE_BYTES, CopyRows, CudaError, Runtime
 from kvd.device.cuda_library import candidates
 
+GPU = Path(__file__).parents[1] / "gpu"
 HEADERS = sorted(Path("/usr/local").glob("cuda*/include/cuda_runtime_api.h"))
 PROBE = """
+#include <stddef.h>
 #include <stdio.h>
 #include <cuda_runtime_api.h>
 int main(void) {
@@ -28,6 +30,13 @@ int main(void) {
            sizeof(cudaIpcEventHandle_t), cudaEventDisableTiming | cudaEventInterprocess,
            cudaIpcMemLazyEnablePeerAccess, cudaMemcpyDefault, cudaErrorNotReady,
            cudaMemoryTypeDevice, cudaMemoryTypeManaged, sizeof(struct cudaPointerAttributes));
+#if CUDART_VERSION >= 12080
+    printf("%zu %zu %d %d\\n", sizeof(struct cudaMemcpyAttributes),
+           offsetof(struct cudaMemcpyAttributes, flags), cudaMemcpySrcAccessOrderStream,
+           cudaStreamNonBlocking);
+#else
+    printf("24 20 1 1\\n");
+#endif
     return 0;
 }
 """
@@ -46,6 +55,15 @@ def real() -> Runtime:
 
 def test_a_real_runtime_has_every_entry_point(real):
     assert re.fullmatch(r"1[0-9]\.[0-9]+", real.version())
+
+
+def test_a_real_runtime_has_every_call_that_the_rules_are_written_with(real):
+    texts = [(GPU / name).read_text() for name in ("face.py", "test_rules.py")]
+    named = {name for text in texts for name in re.findall(r'"(cuda[A-Z]\w+)"', text)}
+    library = ctypes.CDLL(real.path)
+
+    assert len(named) > 20
+    assert not [name for name in sorted(named) if not hasattr(library, name)]
 
 
 def test_every_call_is_taken_and_refused_by_name_where_there_is_no_driver(real):
@@ -68,6 +86,8 @@ def test_every_call_is_taken_and_refused_by_name_where_there_is_no_driver(real):
         "cudaIpcOpenMemHandle": lambda: real.open(0, handle),
         "cudaIpcOpenEventHandle": lambda: real.open_event(0, handle),
         "cudaEventCreateWithFlags": lambda: real.event(0),
+        "cudaHostRegister": lambda: real.register(at, 8),
+        "cudaStreamCreateWithFlags": lambda: real.stream(0),
     }
     for name, call in calls.items():
         with pytest.raises(CudaError, match=r"cuda\w+ \(\d+\): CUDA driver") as found:
@@ -120,3 +140,24 @@ def test_numbers_are_those_of_the_header(tmp_path):
         3,
     ]
     assert numbers[8] <= cuda._ATTRIBUTES_BYTES
+    assert numbers[9:] == [
+        ctypes.sizeof(cuda._Attributes),
+        cuda._Attributes.flags.offset,
+        cuda._IN_STREAM_ORDER,
+        cuda._NON_BLOCKING,
+    ]
+
+
+@pytest.mark.skipif(not HEADERS, reason="no CUDA toolkit is installed here")
+def test_a_batch_has_the_arguments_of_its_major():
+    text = HEADERS[-1].read_text(errors="replace")
+    version = re.search(r"define CUDART_VERSION\s+(\d+)", text)
+    found = re.search(rf"cudaError_t CUDARTAPI {cuda.BATCH}\(([^;]*)\);", text)
+    if not found:
+        pytest.skip("these headers are of before CUDA 12.8")
+    words = [word.split()[-1].strip("*") for word in found[1].split(",")]
+
+    has_fail_index = int(version[1]) // 1000 < cuda._WITHOUT_FAIL_INDEX
+    assert words[len(cuda._BATCH_ARGUMENTS) :] == ["failIdx", "stream"][not has_fail_index :]
+    for word, ours in zip(found[1].split(","), cuda._BATCH_ARGUMENTS, strict=False):
+        assert ctypes.sizeof(ours) == width(word), word

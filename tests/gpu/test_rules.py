@@ -454,6 +454,27 @@ def test_a_copy_in_a_stream_that_captures_is_taken_and_not_done(runtime, device,
     assert (runtime.read(device, PIECE) == 7).all()
 
 
+@pytest.mark.parametrize("name", ["cudaStreamSynchronize", "cudaStreamQuery"])
+def test_a_stream_that_captures_can_be_neither_waited_for_nor_asked(runtime, stream, name):
+    runtime.good("cudaStreamBeginCapture", stream, face.CAPTURE_RELAXED)
+    number = runtime.call(name, stream)
+    ended = captured(runtime, stream)
+
+    assert number == face.CAPTURE_UNSUPPORTED
+    assert ended == face.CAPTURE_INVALIDATED
+
+
+def test_the_default_stream_is_out_of_use_while_a_stream_that_waits_for_it_captures(runtime):
+    blocking = runtime.made("cudaStreamCreateWithFlags", 0)
+    runtime.good("cudaStreamBeginCapture", blocking, face.CAPTURE_RELAXED)
+    found = ctypes.c_int(-1)
+    number = runtime.call("cudaStreamIsCapturing", face.LEGACY, ctypes.byref(found))
+    ended = captured(runtime, blocking)
+    runtime.good("cudaStreamDestroy", blocking)
+
+    assert (number, ended) == (face.CAPTURE_IMPLICIT, face.OK)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from nacl import bindings
 
 from kvd.zmtp import frames
 from kvd.zmtp.curve import CurveClient, CurveServer
 from kvd.zmtp.events import ConnectionClosed, ConnectionFault, HandshakeDone
 from kvd.zmtp.frames import MORE
-from kvd.zmtp.protocol import ProtocolState
+from kvd.zmtp.protocol import Protocol, ProtocolState
 from tests.zmtp.pairs import Both, curve, new_ring
 
 
@@ -162,3 +163,16 @@ def test_the_limit_of_a_message_is_of_what_is_in_the_boxes():
     pair.dialing._mechanism.wrap(said, bytes(41), 0)
     pair.give(pair.listening, b"".join(said))
     assert last_fault(pair.said) is ConnectionFault.TOO_LARGE
+
+
+def test_a_stranger_that_says_no_hello_for_us_costs_no_keys(monkeypatch):
+    """Anyone may connect: what that costs is what a flood of connections costs."""
+    client, ring = CurveClient(new_ring(), new_ring().public), new_ring()
+    made = []
+    pair_of = bindings.crypto_box_keypair
+    monkeypatch.setattr(bindings, "crypto_box_keypair", lambda: made.append(1) or pair_of())
+    machine = Protocol(CurveServer(ring), 1024)
+    machine.receive(frames.greeting(b"CURVE", as_server=False) + client.begin())
+
+    assert machine.next_event().fault is ConnectionFault.WRONG_SERVER_KEY
+    assert not made

@@ -73,14 +73,14 @@ def columns(text: str) -> int:
     return len(text) if text.isascii() else cell_len(text)
 
 
-def width_of(one: Iterable[Styled]) -> int:
+def width_of(line: Iterable[Styled]) -> int:
     """Columns of a line."""
-    return sum(columns(span.text) for span in one)
+    return sum(columns(span.text) for span in line)
 
 
-def text_of(one: Iterable[Styled]) -> str:
+def text_of(line: Iterable[Styled]) -> str:
     """A line without its styles."""
-    return "".join(span.text for span in one)
+    return "".join(span.text for span in line)
 
 
 def cut(text: str, width: int) -> str:
@@ -108,9 +108,9 @@ def right(text: str, width: int) -> str:
     return " " * (width - columns(short)) + short
 
 
-def fit(one: Iterable[Styled], width: int, style: Style = "plain") -> Line:
+def fit(line: Iterable[Styled], width: int, style: Style = "plain") -> Line:
     """A line in exactly ``width`` columns: cut with an ellipsis, or padded in ``style``."""
-    parts = list(one)
+    parts = list(line)
     room = width - width_of(parts)
     if room >= 0:
         return merged((*parts, Styled(" " * room, style)))

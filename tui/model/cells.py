@@ -140,10 +140,10 @@ def _holders(holders: tuple[Holder, ...], now_s: float, width: int) -> CellText:
     return CellText(cut(short + rest_text, width), style)
 
 
-def holder(one: Holder, now_s: float) -> str:
+def holder(who: Holder, now_s: float) -> str:
     """One holder: ``engine-1 2.1s``, or ``!engine-2 gone 31s`` where something is wrong with it."""
-    mark, state = ("!", f" {clean(one.state)}") if one.state else ("", "")
-    return f"{mark}{clean(one.who)}{state} {age(now_s - one.since_s)}"
+    mark, state = ("!", f" {clean(who.state)}") if who.state else ("", "")
+    return f"{mark}{clean(who.who)}{state} {age(now_s - who.since_s)}"
 
 
 SEVERITY_LETTERS: dict[str, tuple[str, Style]] = {

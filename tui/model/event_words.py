@@ -307,12 +307,12 @@ def kinds_for(filters: Iterable[Filter]) -> tuple[str, ...]:
     return () if len(found) == len(KINDS) else found or ("none",)
 
 
-def _may_pass(kind: str, one: Filter) -> bool:
-    if one.column not in {"kind", "level"}:
+def _may_pass(kind: str, condition: Filter) -> bool:
+    if condition.column not in {"kind", "level"}:
         return True
-    has = (kind,) if one.column == "kind" else levels_of(kind)
-    value = str(one.value).casefold()
-    match one.test:
+    has = (kind,) if condition.column == "kind" else levels_of(kind)
+    value = str(condition.value).casefold()
+    match condition.test:
         case "has":
             return any(value in own for own in has)
         case "has-not":

@@ -256,10 +256,10 @@ def _others(story: HandoffStory, row: NamedRow, peer: str, now_s: float) -> tupl
             return ()
 
 
-def _other(one: OtherEnd, by_s: float) -> HandoffEnd:
-    marks = seen(one.marks, by_s)
+def _other(end: OtherEnd, by_s: float) -> HandoffEnd:
+    marks = seen(end.marks, by_s)
     return HandoffEnd(
-        one.peer or UNNAMED, one.side, one.state, marks, one.waiting_for, one.why_none
+        end.peer or UNNAMED, end.side, end.state, marks, end.waiting_for, end.why_none
     )
 
 
@@ -272,5 +272,5 @@ def timeline(shown: Iterable[HandoffEnd]) -> list[tuple[float, str, str]]:
     """Everything that happened at either end, oldest first: how long ago, where, what."""
     return sorted(
         ((mark.ago_s, end.name, mark.what) for end in shown for mark in end.marks),
-        key=lambda one: -one[0],
+        key=lambda ranked: -ranked[0],
     )

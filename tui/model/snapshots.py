@@ -68,7 +68,7 @@ class DaemonSnapshot(msgspec.Struct, frozen=True):
             for was, page_map in self.maps.items()
             if _is_alike(was, slot, page_map) and page_map.cells
         ]
-        return regrid(min(alike, key=lambda one: one.pages_each), slot) if alike else None
+        return regrid(min(alike, key=lambda page_map: page_map.pages_each), slot) if alike else None
 
     def log(self, query: EventQuery) -> Log:
         """The events that ``query`` asked for, as far as they were kept.

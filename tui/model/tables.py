@@ -171,7 +171,7 @@ def derive(tables: Sequence[TableData], slot: Query, now_s: float) -> TableData:
     most rows. ``total`` is what was found here; ``note`` says of how many.
     """
     wanted = set(slot.filters)
-    best = max(tables, key=lambda one: (set(one.slot.filters) <= wanted, len(one.order)))
+    best = max(tables, key=lambda table: (set(table.slot.filters) <= wanted, len(table.order)))
     rows = [
         row
         for row in best.listed()

@@ -240,15 +240,15 @@ def _ours(row: NamedRow) -> list[str]:
     ]
 
 
-def _told(one: OtherEnd, by_s: float) -> list[str]:
+def _told(end: OtherEnd, by_s: float) -> list[str]:
     """The figures of the other end, and how far away it is; its deadline is by its own clock."""
-    deadline_in_s = one.deadline_in_s - by_s
+    deadline_in_s = end.deadline_in_s - by_s
     return [
-        f"{compact_bytes(one.moved_bytes)}/{compact_bytes(one.total_bytes)} there",
-        f"{counted(one.outstanding_posts, 'post')} under way" if one.side == "prefill" else "",
-        _prompt(one.prompt_tokens, one.decode_prefix_len),
-        f"its deadline in {lasting(deadline_in_s)}" if one.deadline_in_s else "",
-        f"round trip {lasting(one.round_trip_s)}",
+        f"{compact_bytes(end.moved_bytes)}/{compact_bytes(end.total_bytes)} there",
+        f"{counted(end.outstanding_posts, 'post')} under way" if end.side == "prefill" else "",
+        _prompt(end.prompt_tokens, end.decode_prefix_len),
+        f"its deadline in {lasting(deadline_in_s)}" if end.deadline_in_s else "",
+        f"round trip {lasting(end.round_trip_s)}",
     ]
 
 

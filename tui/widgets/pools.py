@@ -219,17 +219,17 @@ class PoolTable(Canvas):
             made.append(Styled(spans.right(text, figure.width + GAP), told))
         return spans.merged(made)
 
-    def _figure(self, data: TableData, key: str, one: PoolFigure) -> cells.CellText:
-        if one.name == "evicted":
+    def _figure(self, data: TableData, key: str, figure: PoolFigure) -> cells.CellText:
+        if figure.name == "evicted":
             rate = self._rates.rate(key)
             if rate is None:
                 return cells.CellText(cells.NOTHING, "dim")
             return cells.CellText(f"{rate:.1f}", "warn" if rate else "dim")
-        if one.name == "used":
+        if figure.name == "used":
             return cells.CellText(f"{100 * used(data, key):.0f}%", "plain")
-        at = data.index(one.name)
+        at = data.index(figure.name)
         cell, kind = data.rows[key].cells[at], data.columns[at].kind
-        shown = cells.show(cell, kind, self._now_s, one.width)
+        shown = cells.show(cell, kind, self._now_s, figure.width)
         if cell == 0 and kind in {"pages", "count"}:
             return shown._replace(style="dim")
         return shown

@@ -121,15 +121,15 @@ def _known(subject: Subject) -> dict[str, PeerState] | None:
     return {peer.name: peer for peer in shot.peers}
 
 
-def _as_known(one: ConfiguredPeer, peer: PeerState | None) -> DoctorFinding:
-    check = f"peer {one.name}"
+def _as_known(configured: ConfiguredPeer, peer: PeerState | None) -> DoctorFinding:
+    check = f"peer {configured.name}"
     if peer is None:
         what = f"the running daemon does not know it ({OURS})"
         return poor(check, what, "systemctl restart kvd: it was configured after the start")
     if peer.state != "up":
         why = f": {clean(peer.trouble)}" if peer.trouble else ""
-        fix = f"on its host: kvd status; from here: nc -vz {_spaced(one.address)}"
-        return poor(check, f"{one.address} is {clean(peer.state)}{why} ({OURS})", fix)
+        fix = f"on its host: kvd status; from here: nc -vz {_spaced(configured.address)}"
+        return poor(check, f"{configured.address} is {clean(peer.state)}{why} ({OURS})", fix)
     if peer.layout != SAME:
         make = poor if ONE_WAY in peer.layout else wrong
         return make(check, f"{clean(peer.layout)} ({OURS})", _ALIKE)
@@ -144,16 +144,16 @@ def _as_known(one: ConfiguredPeer, peer: PeerState | None) -> DoctorFinding:
 
 
 @contextlib.contextmanager
-def _ask(dealer: zmq.Socket[bytes], one: ConfiguredPeer) -> Iterator[zmq.Socket[bytes]]:
+def _ask(dealer: zmq.Socket[bytes], peer: ConfiguredPeer) -> Iterator[zmq.Socket[bytes]]:
     """Send the Ping; what is given becomes readable when the peer takes the connection.
 
     No connection is made and dropped to see: the peer would report somebody who hangs up.
     """
-    if is_ipv6(one.address):
+    if is_ipv6(peer.address):
         dealer.setsockopt(zmq.IPV6, 1)
     monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED)
     try:
-        dealer.connect(one.address)
+        dealer.connect(peer.address)
         # An incarnation that no daemon has or will have, and older than each: no Hello carries it.
         nobody = "0" * 16 + secrets.token_hex(8)
         ping = Ping(source=nobody, target="", number=1, echo=0, offer_floor=0, settled_floor=0)
@@ -164,20 +164,20 @@ def _ask(dealer: zmq.Socket[bytes], one: ConfiguredPeer) -> Iterator[zmq.Socket[
         monitor.close(linger=0)
 
 
-def _unreached(one: ConfiguredPeer) -> DoctorFinding:
+def _unreached(peer: ConfiguredPeer) -> DoctorFinding:
     """Why nobody takes the connection, as the kernel says it to a plain one."""
-    check = f"peer {one.name}"
-    place = tcp_address(one.address)
+    check = f"peer {peer.name}"
+    place = tcp_address(peer.address)
     assert place is not None, "the configuration is valid"
-    why, fix = "no answer", f"start kvd there, or look at the way: nc -vz {_spaced(one.address)}"
+    why, fix = "no answer", f"start kvd there, or look at the way: nc -vz {_spaced(peer.address)}"
     try:
         socket.create_connection((place.host, place.port), CONNECT_S).close()
     except socket.gaierror as exc:
         why = exc.strerror or "its name is not known"
-        fix = f"getent hosts {place.host}; or use its IP address in peers.connect.{one.name}"
+        fix = f"getent hosts {place.host}; or use its IP address in peers.connect.{peer.name}"
     except OSError as exc:
         why = exc.strerror or str(exc) or why
-    return poor(check, f"{one.address} cannot be reached: {why}", fix)
+    return poor(check, f"{peer.address} cannot be reached: {why}", fix)
 
 
 def _answer(dealer: zmq.Socket[bytes], end_s: float) -> Hello | Reject | Refusal | None:
@@ -195,30 +195,30 @@ def _until_ms(end_s: float) -> int:
 
 def _heard(
     subject: Subject,
-    one: ConfiguredPeer,
+    peer: ConfiguredPeer,
     answer: Hello | Reject | Refusal | None,
     *,
     is_keyed: bool,
 ) -> list[DoctorFinding]:
-    check = f"peer {one.name}"
+    check = f"peer {peer.name}"
     match answer:
         case None:
-            return [_silent(check, one, is_keyed=is_keyed)]
+            return [_silent(check, peer, is_keyed=is_keyed)]
         case Refusal():
             fix = "run the same kvd on both: kvd --version"
-            return [wrong(check, f"{one.address} cannot be read: {clean(answer.message)}", fix)]
+            return [wrong(check, f"{peer.address} cannot be read: {clean(answer.message)}", fix)]
         case Reject(refusal=refusal):
             fix = f"on its host: kvd events, and see peers.keys and peers.allow there ({THEIRS})"
-            return [wrong(check, f"{one.address} refuses: {clean(refusal.message)}", fix)]
+            return [wrong(check, f"{peer.address} refuses: {clean(refusal.message)}", fix)]
         case Hello():
-            return [_hello(subject, check, one, answer), *_its_clock(check, answer)]
+            return [_hello(subject, check, peer, answer), *_its_clock(check, answer)]
 
 
-def _silent(check: str, one: ConfiguredPeer, *, is_keyed: bool) -> DoctorFinding:
-    what = f"{one.address} takes connections and says no Hello within {HELLO_S:.1f} s"
+def _silent(check: str, peer: ConfiguredPeer, *, is_keyed: bool) -> DoctorFinding:
+    what = f"{peer.address} takes connections and says no Hello within {HELLO_S:.1f} s"
     if is_keyed:
         fix = (
-            f"its key must be that of peers.keys.{one.name} here, and ours must be in peers.keys "
+            f"its key must be that of peers.keys.{peer.name} here, and ours must be in peers.keys "
             "there: kvd doctor shows the public key of each node"
         )
         return wrong(check, f"{what}: the keys differ, or it has none", fix)
@@ -226,16 +226,16 @@ def _silent(check: str, one: ConfiguredPeer, *, is_keyed: bool) -> DoctorFinding
     return wrong(check, what, fix)
 
 
-def _hello(subject: Subject, check: str, one: ConfiguredPeer, hello: Hello) -> DoctorFinding:
+def _hello(subject: Subject, check: str, peer: ConfiguredPeer, hello: Hello) -> DoctorFinding:
     if hello.protocol != PROTOCOL:
         what = f"speaks peer protocol {hello.protocol}, this kvd speaks {PROTOCOL} ({THEIRS})"
         return wrong(check, what, "install the same kvd on both: kvd --version")
-    if hello.node != one.name:
-        what = f"{one.address} calls itself {clean(hello.node[:64])} ({THEIRS})"
-        fix = f"rename peers.connect.{one.name} here, or set node.name = '{one.name}' there"
+    if hello.node != peer.name:
+        what = f"{peer.address} calls itself {clean(hello.node[:64])} ({THEIRS})"
+        fix = f"rename peers.connect.{peer.name} here, or set node.name = '{peer.name}' there"
         return wrong(check, what, fix)
     here = subject.config.node.name
-    match_ = layout_match(pool_spec(subject.config), hello.layout, here, one.name)
+    match_ = layout_match(pool_spec(subject.config), hello.layout, here, peer.name)
     if match_.sending is None and match_.receiving is None:
         return good(check, f"speaks protocol {PROTOCOL}, pools are laid out alike ({THEIRS})")
     refusal = match_.sending or match_.receiving

@@ -151,9 +151,9 @@ def check_groups(specs: Sequence[object], *, context_ranks: int = 1) -> None:
         )
     if kinds[0] not in WHOLE:
         raise _unfit(
-            f"the layers of this model are of {kinds[0]}: vLLM does not keep the blocks of a whole "
-            f"request of them, and kvd's connector copies whole requests ({', '.join(WHOLE)}); run "
-            "it without kvd"
+            f"the layers of this model are of {kinds[0]}: kvd's connector serves "
+            f"{' and '.join(WHOLE)}, of which vLLM keeps every block of a request until it is "
+            "over; run it without kvd"
         )
     if isinstance(specs[0], NamesCausality) and specs[0].non_causal:
         raise _unfit(

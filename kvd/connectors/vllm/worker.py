@@ -154,10 +154,10 @@ class PoolJoin:
         if joining is None or not joining.ended():
             return
         self._joining = None
+        self._next_try_s = self._now_s() + REJOIN_S
         try:
             self._joined = joining.take()
         except (KvdError, OSError, ValueError, RuntimeError) as error:
-            self._next_try_s = self._now_s() + REJOIN_S
             is_unfit = isinstance(error, KvdError) and error.code == Code.LAYOUT_MISMATCH.value
             self.unfit = str(error) if is_unfit else ""
             self._log.changed(
@@ -269,18 +269,28 @@ class WorkerHalf:
 
     def load(self, orders: StepOrders) -> None:
         """Fill blocks from pages; every request that waits for it is heard of, whatever comes."""
-        self._join.follow(orders.token)
         self._failed.update(orders.failed)
         self._freed.update(orders.freed)
-        if orders.loads or orders.saves or self._join.unfit:
-            self._report = StepReport({}, set(), number=orders.number, unfit=self._join.unfit)
+        if orders.loads or orders.saves:
+            self._report = StepReport({}, set(), number=orders.number)
         now_s = self._now_s()
         self._waiting += [WaitingLoad(copy, now_s) for copy in orders.loads]
+        try:
+            self._load(orders, now_s)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the engine
+            self._log.bug("a load", error)
+            self._failed.update(load.copy.request for load in self._waiting)
+            self._waiting = []
+
+    def _load(self, orders: StepOrders, now_s: float) -> None:
+        self._join.follow(orders.token)
+        if self._join.unfit:
+            self._report = StepReport({}, set(), number=orders.number, unfit=self._join.unfit)
         if not self._waiting:
             return
         began_s = time.perf_counter()
-        waiting, self._waiting = self._waiting, []
-        for load in waiting:
+        left = []
+        for load in self._waiting:
             copy, pool = load.copy, self._join.of(load.copy.key)
             if pool is not None:
                 is_loaded = self._copied(pool, copy, to_pages=False)
@@ -288,7 +298,8 @@ class WorkerHalf:
             elif not orders.are_of(copy.key) or now_s - load.since_s >= JOIN_WITHIN_S:
                 self._failed.add(copy.request)
             else:
-                self._waiting.append(load)
+                left.append(load)
+        self._waiting = left
         self.counts.load_seconds += time.perf_counter() - began_s
 
     def save(self, orders: StepOrders) -> None:
@@ -297,6 +308,15 @@ class WorkerHalf:
         if not orders.saves or report is None:
             return
         began_s = time.perf_counter()
+        try:
+            self._save(orders, report)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._log.bug("a save", error)
+            report.saved.clear()
+            report.lost.update(copy.request for copy in orders.saves)
+        self.counts.save_seconds += time.perf_counter() - began_s
+
+    def _save(self, orders: StepOrders, report: StepReport) -> None:
         for copy in orders.saves:
             pool = self._join.of(copy.key)
             if pool is None:
@@ -306,7 +326,6 @@ class WorkerHalf:
                 report.saved[copy.request] = copy.upto_tokens
             else:
                 report.lost.add(copy.request)
-        self.counts.save_seconds += time.perf_counter() - began_s
 
     def _copied(self, pool: JoinedPool, copy: CopyOrder, *, to_pages: bool) -> bool:
         """Whether the bytes were copied, all of them while that session lived."""

@@ -43,6 +43,8 @@ def name_in(key: str) -> str:
 
 def epoch_in(key: str) -> int:
     """The epoch that is meant; 0 for a key that no daemon has made."""
+    if SEPARATOR not in key:
+        return 0
     number = key.partition(SEPARATOR)[2]
     return int(number) if number.isascii() and number.isdigit() else 0
 

@@ -47,18 +47,15 @@ MAX_TAKING = 64
 """Receives of one room at a time."""
 
 
-def keeping_of(message: client.SendRequest | client.HandOver) -> Keeping | None:
-    """How the room is to be kept; None: its first receive ends it."""
+def keeping_of(
+    message: client.SendRequest | client.HandOver, side: str
+) -> Keeping | Refusal | None:
+    """How the room is to be kept, or why it cannot be so; None: its first receive ends it."""
     if not message.ttl_s and not message.takers:
         return None
-    return Keeping(message.ttl_s or message.deadline_s, message.takers)
-
-
-def bad_keeping(message: client.SendRequest | client.HandOver, side: str) -> Refusal | None:
-    """Why a room cannot be kept so."""
     # A comparison that is false for NaN too.
     if message.ttl_s >= 0 and 0 <= message.takers <= MAX_TAKERS:
-        return None
+        return Keeping(message.ttl_s or message.deadline_s, message.takers)
     return Refusal(
         Code.BAD_REQUEST,
         f"a room kept for ttl_s={message.ttl_s:g} and takers={message.takers}: seconds from 0 on, "

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from mypy_extensions import mypyc_attr
 
-from kvd.core.cache.namespaces import epoch_in, name_in
+from kvd.core.cache.namespaces import SEPARATOR, epoch_in, name_in
 from kvd.core.components.tail import tail_start
 from kvd.core.handoff.message_sizes import is_short, long_offer, long_settled
 from kvd.core.handoff.payload import pieces_of
@@ -59,8 +59,9 @@ def prompt_digest(tokens: Tokens, key: str) -> bytes:
     Both daemons are trusted, so a fast hash is enough: it finds misalignment, not malice (xxh3
     takes 2 us for 32k tokens where sha256 takes 73).
     """
-    head = f"{epoch_in(key)}\0{name_in(key)}\0".encode()
-    digest = xxhash.xxh3_128(head)
+    # In epoch 0 the key is the name alone.
+    head = f"{epoch_in(key)}\0{name_in(key)}\0" if SEPARATOR in key else f"0\0{key}\0"
+    digest = xxhash.xxh3_128(head.encode())
     digest.update(tokens)
     return digest.digest()
 
@@ -185,7 +186,9 @@ class OfferWriter:
         # ``blocked`` asked the same in this step, and admission takes nobody who is blocked.
         assert not isinstance(shared, Refusal)
         mine, now_s = self._settings, self._out.at_s
-        digest = prompt_digest(lease.tokens, lease.namespace)
+        # What a request id names was summed up when it was asked for.
+        named = attempt.request
+        digest = prompt_digest(lease.tokens, lease.namespace) if named is None else named.digest
         for part, share in zip(attempt.parts, shared, strict=True):
             part.share = share
             span = span_of(

@@ -138,6 +138,10 @@ class HandoffPart:
         self.resend_gap_s = min(2 * self.resend_gap_s, mine.max_resend_s)
 
 
+RequestName = tuple[int, int, str]
+"""What a call that comes again has in common with the first: session, room, request id."""
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class NamedRequest:
     """A request id, and what it was asked for: a call for anything else is another one."""
@@ -238,6 +242,11 @@ class ReceiveAttempt:
         """Why the engine no longer wants it, or why it failed."""
         self.doubt: Doubt = Doubt.NONE
         """What the writers that are over have left that may still land."""
+
+    @property
+    def name(self) -> RequestName | None:
+        """By which a call that comes again finds it."""
+        return (self.session, self.room, self.request.id) if self.request is not None else None
 
     @property
     def verb(self) -> str:

@@ -56,7 +56,7 @@ from kvd.wire.peer import (
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
-    from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart
+    from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, RequestName
     from kvd.core.handoff.payload import Payload
     from kvd.core.inputs import Verified
     from kvd.core.leases.admission import Admission
@@ -123,6 +123,8 @@ class Decoder:
         """Of ``parts`` those that have been offered: a message names its handoff."""
         self.ready: dict[int, ReceiveAttempt] = {}
         """By lease id: delivered, until the engine releases the lease."""
+        self.named: dict[RequestName, ReceiveAttempt] = {}
+        """Of ``attempts`` and ``ready`` those with a request id, the last of each."""
         self.offers = OfferWriter(settings, payload, peers, out)
         self.verifying = Verifying(settings, payload, peers, out)
         self.quarantines = Quarantines(settings, leases, peers, out)
@@ -178,6 +180,8 @@ class Decoder:
         """The lease that came out of delivered parts was released."""
         attempt = self.ready.pop(lease_id, None)
         if attempt is not None:
+            if attempt.request is not None:
+                self.unname(attempt)
             self._ready_to_closed(attempt, "")
 
     # ---- the peer ----------------------------------------------------------------------------
@@ -553,6 +557,19 @@ class Decoder:
             # A delivered attempt keeps its parts while READY: ``kvd why`` tells of them.
             if not is_committed:
                 attempt.parts = ()
+            if attempt.request is not None and self.lease_of_ready(attempt) is None:
+                self.unname(attempt)
+
+    def lease_of_ready(self, attempt: ReceiveAttempt) -> int | None:
+        """The lease as which it was delivered; None: it is not READY."""
+        lease = attempt.lease
+        return lease.id if lease is not None and self.ready.get(lease.id) is attempt else None
+
+    def unname(self, attempt: ReceiveAttempt) -> None:
+        """No call is answered with it any more; a later one may have its name by now."""
+        name = attempt.name
+        if name is not None and self.named.get(name) is attempt:
+            del self.named[name]
 
     def fail_attempt(self, attempt: ReceiveAttempt, refusal: Refusal) -> None:
         """The engine hears why nothing comes of it."""

@@ -214,6 +214,7 @@ class ReceiveRequests:
             self.withdraw_room(part.room, part.peer, why)
             self._receives.tell_ended(part, ReceiveOutcome.REFUSED, why)
         del self._receives.attempts[attempt.id]
+        self._receives.unname(attempt)
         attempt.parts = ()
 
     def unqueue(self, attempt: ReceiveAttempt, why: str) -> None:
@@ -265,6 +266,8 @@ class ReceiveRequests:
             parts.append(part)
         attempt.parts = tuple(parts)
         self._receives.attempts[attempt.id] = attempt
+        if request is not None:
+            self._receives.named[session, message.room, request.id] = attempt
         return attempt
 
 

@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 
 
 def bounded(message: Settled, mine: Settings) -> Settled:
-    """The message, or a failure in its place where its aux is longer than we take."""
+    """The message, or a failure in its place where its aux is longer than we take.
+
+    Also where it says what the decode side alone can know: else we would repeat it as our word.
+    """
+    if message.outcome in {ReceiveOutcome.COMMITTED, ReceiveOutcome.CORRUPT}:
+        why = f"the prefill side ended it as {message.outcome.value!r}, which it cannot know"
+        refusal = Refusal(Code.BAD_REQUEST, why, side=mine.name)
+        return msgspec.structs.replace(
+            message, outcome=ReceiveOutcome.FAILED, reason=refusal, aux=b""
+        )
     n_bytes, limit = len(message.aux), mine.max_aux_bytes
     if n_bytes <= limit:
         return message

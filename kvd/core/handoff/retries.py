@@ -26,7 +26,7 @@ from kvd.wire import client
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.handoff.kept import KeptRooms
-    from kvd.core.handoff.parts import ReceiveAttempt, SendPart
+    from kvd.core.handoff.parts import ReceiveAttempt, SendingEngine, SendPart
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller
     from kvd.core.leases.lease_table import LeaseTable
@@ -35,30 +35,28 @@ if TYPE_CHECKING:
 
 
 def sent_request(
-    message: client.SendRequest | client.HandOver,
-    digest: bytes,
-    n_tokens: int,
-    lease: int,
-    pages: Pages,
-) -> NamedRequest | None:
-    """What a send or a hand-over is called; None: nothing."""
-    if not message.request_id:
-        return None
+    message: client.SendRequest | client.HandOver, engine: SendingEngine
+) -> NamedRequest:
+    """What a send or a hand-over that has a request id is called."""
+    return _asked_to_send(message, engine.digest, engine.prompt_tokens)
+
+
+def _asked_to_send(
+    message: client.SendRequest | client.HandOver, digest: bytes, n_tokens: int
+) -> NamedRequest:
     return NamedRequest(
         message.request_id,
         verb="hand_over" if type(message) is client.HandOver else "send",
         namespace=message.namespace,
         digest=digest,
         n_tokens=n_tokens,
-        lease=lease,
-        pages=pages,
+        lease=message.lease,
+        pages=Pages(message.pages),
     )
 
 
-def received_request(message: client.ReceiveRequest, tokens: Tokens) -> NamedRequest | None:
-    """What a receive is called; None: nothing."""
-    if not message.request_id:
-        return None
+def received_request(message: client.ReceiveRequest, tokens: Tokens) -> NamedRequest:
+    """What a receive that has a request id is called."""
     named = NamedRequest(
         message.request_id,
         verb="receive",
@@ -75,7 +73,10 @@ def received_request(message: client.ReceiveRequest, tokens: Tokens) -> NamedReq
 
 def sends_prompt_of(lease: LeaseRecord, tokens: Tokens, namespace: str) -> bool:
     """Whether these tokens are the lease's, or the first of them: no others may be sent of it."""
-    return bool(tokens) and lease.tokens.startswith(tokens) and lease.namespace == namespace
+    if not tokens or lease.namespace != namespace:
+        return False
+    # The very same ones where the engine has named none: comparing reads all of them.
+    return tokens is lease.tokens or lease.tokens.startswith(tokens)
 
 
 def other_request(first: NamedRequest, now: NamedRequest, room: int, side: str) -> Refusal | None:
@@ -143,17 +144,15 @@ class SendRetries:
 
         A refusal: it was served, or is not what is asked for now. None: there is none.
         """
-        if not message.request_id:
-            return None
         room, sends = message.room, self._sends
-        found = [sends.rooms.by_room.get(room), *sends.settled_sends.settled.values()]
-        for part in found:
-            if part is None or (part.session, part.room) != (session, room):
-                continue
+        part = sends.rooms.by_room.get(room)
+        if part is None or part.session != session or not _is_called(part, message.request_id):
+            part = sends.settled_sends.named.get((session, room, message.request_id))
+        if part is not None:
             first = part.request
-            if first is not None and first.id == message.request_id:
-                refusal = self._other(first, message, session, tokens)
-                return refusal or self._unwritten(part, first, message) or part
+            assert first is not None
+            refusal = self._other(first, message, session, tokens)
+            return refusal or self._unwritten(part, first, message) or part
         served = sends.served_rooms.by_room.get(room)
         if served is None or served.request is None or served.request.id != message.request_id:
             return None
@@ -186,9 +185,7 @@ class SendRetries:
                     numbers={"lease": message.lease, "first_lease": first.lease},
                 )
             digest, n_tokens = prompt_digest(tokens, message.namespace), count(tokens)
-        pages = Pages(message.pages)
-        now = sent_request(message, digest, n_tokens, message.lease, pages)
-        assert now is not None
+        now = _asked_to_send(message, digest, n_tokens)
         return other_request(first, now, message.room, self._settings.name)
 
     def _unwritten(
@@ -233,35 +230,32 @@ class ReceiveRetries:
         self._receives = receives
 
     def asked_before(
-        self, session: int, room: int, now: NamedRequest | None
+        self, session: int, room: int, now: NamedRequest
     ) -> ReceiveAttempt | Refusal | None:
         """The receive that this session has asked for with the same request id, if it lives.
 
         A refusal: it was delivered, and its engine has the lease, or it is another one.
         """
-        if now is None:
-            return None
         receives, side = self._receives, self._settings.name
-        for one in receives.attempts.values():
-            if one.ended is None and _is_named(one, session, room, now.id):
-                assert one.request is not None
-                return other_request(one.request, now, room, side) or one
-        for lease, one in receives.ready.items():
-            if _is_named(one, session, room, now.id):
-                assert one.request is not None
-                return other_request(one.request, now, room, side) or Refusal(
-                    Code.DUPLICATE_ROOM,
-                    f"request {now.id} has received room {room} already: lease {lease} has its KV "
-                    "until it is released",
-                    side=side,
-                    numbers={"lease": lease},
-                )
-        return None
+        attempt = receives.named.get((session, room, now.id))
+        if attempt is None:
+            return None
+        lease = receives.lease_of_ready(attempt)
+        # One that was given up or has failed, and is drained: the call that comes again is anew.
+        if lease is None and attempt.ended is not None:
+            return None
+        assert attempt.request is not None
+        other = other_request(attempt.request, now, room, side)
+        if other is not None or lease is None:
+            return other or attempt
+        return Refusal(
+            Code.DUPLICATE_ROOM,
+            f"request {now.id} has received room {room} already: lease {lease} has its KV "
+            "until it is released",
+            side=side,
+            numbers={"lease": lease},
+        )
 
 
-def _is_named(attempt: ReceiveAttempt, session: int, room: int, request_id: str) -> bool:
-    """Whether the receive is what this session calls so in that room."""
-    request = attempt.request
-    if request is None or request.id != request_id:
-        return False
-    return attempt.session == session and attempt.room == room
+def _is_called(part: SendPart, request_id: str) -> bool:
+    return part.request is not None and part.request.id == request_id

@@ -273,11 +273,12 @@ class Prefiller:
         self, part: SendPart, trigger: PrefillTrigger
     ) -> None:
         """ENGINE_OPENED or OFFERED: both halves are here and agree."""
-        if part.engine is not None:
-            self._leases.keep_for(part.engine.lease, f"send {part.id}")
+        engine = part.engine
+        if engine is not None and self._leases.giving_way:
+            self._leases.keep_for(engine.lease, f"send {part.id}")
         self.move_part(part, trigger, f"decode has {part.decode_prefix_len} tokens")
         peer = self._peers.by_incarnation.get(part.incarnation)
-        engine, numbered = part.engine, part.kept_by or part
+        numbered = part.kept_by or part
         if engine is not None and numbered.is_numbered:
             # Of a room that is kept its engine hears of each, by the number of the room.
             told = msgspec.structs.replace(accepted(part), send=numbered.id)

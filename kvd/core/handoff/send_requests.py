@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
-from kvd.core.handoff.kept import bad_keeping, follow_keeper, keeping_of
+from kvd.core.handoff.kept import follow_keeper, keeping_of
 from kvd.core.handoff.offer import not_reached
 from kvd.core.handoff.posts import no_event
 from kvd.core.handoff.protocol import Prefill, PrefillTrigger
@@ -94,47 +94,45 @@ class SendRequests:
         self, message: client.SendRequest | client.HandOver, engine: SendingEngine
     ) -> SendPart | Refusal:
         """The part that the engine meets there, or waits with."""
-        part = self._sends.rooms.by_room.get(message.room)
+        sends = self._sends
+        part = sends.rooms.by_room.get(message.room)
         # A room has one engine; Offers that wait for one (AWAIT_ENGINE) are what it came to meet.
         if part is not None and part.state is not P.AWAIT_ENGINE:
             return taken(part, self._settings.name, f"send {part.id}")
-        refusal = bad_keeping(message, self._settings.name)
-        if refusal is not None:
-            return refusal
-        destination = self._destination(message.peer or "")
+        keeping = keeping_of(message, self._settings.name)
+        if isinstance(keeping, Refusal):
+            return keeping
+        destination = self._destination(message.peer) if message.peer else ""
         if isinstance(destination, Refusal):
             return destination
-        keeping = keeping_of(message)
         meeting = self._meet(message.room, destination, engine, keeping)
         # Also where the engine itself is refused: its word has decided about these Offers.
         for turned in meeting.turned:
-            self._sends.refuse_part(turned.part, turned.refusal)
+            sends.refuse_part(turned.part, turned.refusal)
         if meeting.refusal is not None:
             return meeting.refusal
-        part = meeting.part or self._sends.new_part(message.room, P.AWAIT_OFFER)
+        part = meeting.part or sends.new_part(message.room, P.AWAIT_OFFER)
         if type(message) is client.HandOver:
             refusal = self._unfinishable(part, engine, len(message.aux), message.after)
             if refusal is not None:
                 return refusal
         if meeting.part is None:
-            self._sends.rooms.open_room(part)
+            sends.rooms.open_room(part)
             part.history.add_line(self._out.at_s, f"opened by session {engine.session}")
             for turned in meeting.turned:
                 turned_away(part, turned.part.peer, turned.refusal, self._out.at_s)
         part.awaited.destination = destination
         # A new attempt: an Offer that comes now is for it, and must not hear why the last one
         # failed.
-        self._sends.expired_rooms.forget(message.room)
-        self._sends.served_rooms.forget(message.room)
+        sends.expired_rooms.forget(message.room)
+        sends.served_rooms.forget(message.room)
         part.keeping = keeping
-        part.request = sent_request(
-            message, engine.digest, engine.prompt_tokens, engine.lease.id, engine.pages
-        )
+        part.request = sent_request(message, engine) if message.request_id else None
         part.engine = engine
         part.session = engine.session
         part.prompt_tokens = engine.prompt_tokens
-        part.deadline_s = self._sends.deadline_of(message.deadline_s)
-        self._sends.by_send[part.id] = part
+        part.deadline_s = sends.deadline_of(message.deadline_s)
+        sends.by_send[part.id] = part
         part.cursor_tokens, part.after = word_for_sends(engine.lease, engine.prompt_tokens)
         # Held by the send from here on: the engine may release its lease, or die, while posts read.
         self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
@@ -143,9 +141,9 @@ class SendRequests:
     def _destination(self, peer: str) -> str | Refusal:
         """Whom a send is for, by name: the engine may give an address, and Offers come from nodes.
 
-        Empty: whoever asks. A name that nobody has said yet is one that may come.
+        A name that nobody has said yet is one that may come.
         """
-        found = self._peers.find(peer) if peer else ""
+        found = self._peers.find(peer)
         if found is None and "://" in peer:
             # Who waits for the room already is met by name, now, and an address has none yet.
             if "@" not in peer:

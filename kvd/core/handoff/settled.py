@@ -37,7 +37,7 @@ from kvd.wire import client
 from kvd.wire.peer import Closed, ReceiveOutcome, Settled
 
 if TYPE_CHECKING:
-    from kvd.core.handoff.parts import SendPart
+    from kvd.core.handoff.parts import RequestName, SendPart
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
@@ -117,6 +117,8 @@ class SettledSends:
         """By decode incarnation, every part that has met an Offer or an Abort, live ones too."""
         self.settled: dict[int, SendPart] = {}
         """By send id: those that wait for Closed."""
+        self.named: dict[RequestName, SendPart] = {}
+        """Of these the ones with a request id."""
         components = len(settings.spec.components)
         longest = settings.max_prompt_tokens * ID_BYTES * components
         self.max_kept_bytes = max(MIN_KEPT_BYTES, KEPT_PROMPTS * longest)
@@ -188,6 +190,8 @@ class SettledSends:
         """The part is SETTLED: let the source lease go, and say so from now on."""
         part.ended = refusal
         self.settled[part.id] = part
+        if part.request is not None:
+            self.named[part.session, part.room, part.request.id] = part
         # No post is outstanding, so nothing reads the source pages any more.
         self.let_go(part, "sent")
         # No answer for so long means that nobody will give one: the tombstone answers who asks yet.
@@ -282,7 +286,7 @@ class SettledSends:
             # What ended it here comes first: over there it is told as our failure, with fewer
             # words.
             refusal = part.ended or message.reason or Refusal(Code.ABORTED, message.outcome.value)
-        self._settled_to_closed(part, PrefillTrigger.CLOSED, message.outcome.value, refusal)
+        self._settled_to_closed(part, PrefillTrigger.CLOSED, message.outcome._value_, refusal)
         return part if is_committed else None
 
     def outlive_part(self, part: SendPart) -> None:
@@ -402,6 +406,8 @@ class SettledSends:
         self._answer_finish(part, refusal)
         self._tell_ended(part, refusal)
         self.settled.pop(part.id, None)
+        if part.request is not None:
+            self.named.pop((part.session, part.room, part.request.id), None)
         records = self.records[part.incarnation]
         records.bury_part(part.handoff)
         # What is large goes; the tombstone must only answer an Offer or Abort that comes late.

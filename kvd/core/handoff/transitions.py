@@ -115,7 +115,7 @@ def tell_ended(
             part.id,
             part.room,
             part.peer,
-            outcome.value,
+            outcome._value_,  # ``value`` is two calls
             reason.code.value if reason else "",
             reason.message if reason else "",
             part.prompt_tokens,

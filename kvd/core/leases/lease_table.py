@@ -677,7 +677,7 @@ class LeaseTable:
         if lease.said and holder == ENGINE:
             self._keep_written(lease)
         lease.holders.discard(holder)
-        if lease.sends is not None:
+        if self.giving_way:
             self.keep_for(lease, holder)
         # Noted before its lock goes: by its anchor the journal knows whether it kept anything.
         if self._journal is not None and holder == ENGINE:

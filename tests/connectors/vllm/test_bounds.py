@@ -14,9 +14,8 @@ from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.sessions import RETRY_S, UNFIT_RETRY_S
-from kvd.connectors.vllm.weights import UnknownWeights
 from tests.connectors.vllm.stand_ins import BLOCK, MiniEngine, Request, StandInNode, refusal
-from tests.connectors.vllm.world import World, WorldEngine
+from tests.connectors.vllm.world import Adapter, World, WorldEngine
 
 PROMPT = list(range(1, 31))
 SENDS = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -119,26 +118,14 @@ def test_a_step_waits_once_for_all_its_requests():
     node.come()
 
 
-class Adapter:
-    """What a request's adapter is known by, when somebody has found it out."""
-
-    name = None
-    is_unknown = False
-
-    def poll(self):
-        if self.is_unknown:
-            raise UnknownWeights("it was replaced")
-        return self.name
-
-
 def test_a_request_waits_for_the_files_of_its_adapter_and_the_engine_does_not(engine, world):
-    adapter = Adapter()
+    adapter = Adapter(after=1000)
     request = engine.add(Request(1, PROMPT), lora=adapter)
     other = engine.add(Request(2, PROMPT))
     engine.steps(2)
     assert request in engine.waiting
     assert other.num_computed_tokens == 2 * engine.chunk
-    adapter.name = "ad-1"
+    adapter.after = 0
     engine.steps(8)
     assert request.num_computed_tokens == len(PROMPT)
     for one in (request, other):
@@ -157,7 +144,7 @@ def test_a_request_waits_for_the_files_of_its_adapter_and_the_engine_does_not(en
 def test_a_request_whose_adapter_is_not_known_is_computed_and_saved_nowhere(
     engine, world, end, params
 ):
-    adapter = Adapter()
+    adapter = Adapter(after=1000)
     engine.step()
     request = engine.add(Request(1, PROMPT, params), lora=adapter)
     engine.step()
@@ -174,7 +161,7 @@ def test_a_request_whose_adapter_is_not_known_is_computed_and_saved_nowhere(
         case "restarted":
             world.kill()
             world.start(same_memory=True)
-            adapter.name = "ad-1"
+            adapter.after = 0
         case "all":
             engine.computes_all = True
     engine.steps(6)

@@ -12,7 +12,7 @@ import pytest
 
 from kvd.connectors.vllm.tracked import RequestStage
 from tests.connectors.vllm.stand_ins import Request
-from tests.connectors.vllm.world import World, WorldEngine
+from tests.connectors.vllm.world import Adapter, World, WorldEngine
 
 PROMPT = list(range(1, 31))
 SENDS = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -243,14 +243,20 @@ def come_and_go(rng, engine, number):
     deed = rng.random()
     if deed < 0.4 and len(live) < 6:
         prompt = [rng.randint(1, 2)] * rng.randint(1, 4) * 4 + PROMPT[: rng.randint(0, 9)]
-        engine.add(Request(number, prompt, rng.choice([None, None, SENDS, MEETS])))
+        request = Request(number, prompt, rng.choice([None, None, SENDS, MEETS]))
+        lora = Adapter(rng.choice([0, 1, 3, 40])) if rng.random() < 0.3 else None
+        engine.add(request, lora=lora)
     elif deed < 0.6 and engine.running:
         request = rng.choice(engine.running)
-        for token in range(rng.randint(1, 5)):
+        # It was given blocks for so many.
+        for token in range(rng.randint(1, 5) if request.num_tokens < 40 else 0):
             request.all_token_ids.append(9000 + token)
             engine.step()
-    elif deed < 0.7 and engine.running and not engine.queue:
+    elif deed < 0.7 and engine.running:
+        # Also one whose last steps are under way still, as with asynchronous scheduling.
         engine.preempt(rng.choice(engine.running))
+    elif deed < 0.74:
+        engine.update_weights()
     elif deed < 0.9 and live:
         engine.finish(rng.choice(live))
     elif engine.remote:

@@ -12,7 +12,7 @@ from kvd.connectors.vllm import layout
 from kvd.connectors.vllm.beside import BesideTask
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.orders import CopyOrder, StepOrders, StepReport
-from kvd.connectors.vllm.worker import JOIN_WITHIN_S, SAVE_WITHIN_S, WorkerHalf
+from kvd.connectors.vllm.worker import JOIN_WITHIN_S, REJOIN_S, SAVE_WITHIN_S, WorkerHalf
 from tests.connectors.vllm.world import BLOCK, SLOT, Layer, World, refusal
 
 NOBODY = VllmOptions(endpoint="ipc:///nowhere/kvd/client.sock")
@@ -93,6 +93,31 @@ def test_blocks_come_to_pages_and_back(rank):
     assert (rank.layers["a"].array[20] == 1).all()
     assert rank.half.take_results() == ({"r1"}, set())
     assert rank.half.counts.saved_bytes == rank.half.counts.loaded_bytes == 4 * BLOCK * SLOT
+
+
+@pytest.mark.parametrize("where", ["join", "copy", "thread"])
+def test_a_mistake_ends_no_step_and_everybody_is_heard_of(rank, where, monkeypatch):
+    def mistaken(*_):
+        raise KeyError("a bug")
+
+    match where:
+        case "join":
+            rank.half._open = mistaken
+        case "copy":
+            monkeypatch.setattr(layout, "copy_rows", mistaken)
+        case "thread":
+            monkeypatch.setattr(rank.half._join, "follow", mistaken)
+    copies = (rank.order(), rank.order(request="r2", pages=(5, 6)))
+    report = rank.step(saves=copies, loads=copies, failed=("r3",))
+    assert report.number == 1
+    assert (report.saved, report.lost | report.again) == ({}, {"r1", "r2"})
+    assert rank.half.take_results() == ({"r1", "r2", "r3"}, {"r1", "r2", "r3"})
+    monkeypatch.undo()
+    # It is told, and goes on.
+    rank.half._open = rank.world.join
+    rank.clock_s += REJOIN_S
+    assert rank.step(saves=copies, number=2).saved == {"r1": 8, "r2": 8}
+    assert rank.half.take_results() == (set(), set())
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import numpy as np
 from kvd.client import Code, KvdError, LeaseKey
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.scheduler import SchedulerHalf
+from kvd.connectors.vllm.weights import UnknownWeights
 from kvd.connectors.vllm.worker import WorkerHalf
 from kvd.errors import Refusal
 
@@ -333,6 +334,20 @@ class WorldWorker:
         self.is_closed = True
         self.node.workers.remove(self)
         self.world.left(self.node)
+
+
+class Adapter:
+    """What a request's adapter is known by, once somebody has asked for it so often."""
+
+    def __init__(self, after=0):
+        self.after = after
+        self.is_unknown = False
+
+    def poll(self):
+        if self.is_unknown:
+            raise UnknownWeights("it was replaced")
+        self.after -= 1
+        return None if self.after >= 0 else "ad-1"
 
 
 class World:
