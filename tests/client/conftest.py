@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
@@ -41,6 +42,23 @@ POOL = PoolSpec(
 )
 
 Script = Callable[[wire.Request, bytes], list[wire.Reply]]
+
+
+def until(condition: Callable[[], object], within_s: float = 5.0) -> None:
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def answering(**by_kind: Callable[[Any], list[wire.Reply]]) -> Script:
+    """A script: what to answer by kind of request; nothing to any other."""
+
+    def script(request: wire.Request, _: bytes) -> list[wire.Reply]:
+        kind = type(request).__name__
+        return by_kind[kind](request) if kind in by_kind else []
+
+    return script
 
 
 class Daemon(AttachListener):

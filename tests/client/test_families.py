@@ -27,11 +27,12 @@ from kvd.core.layout.spec import (
 from kvd.errors import Code, Refusal
 from kvd.types import pack_ids
 from kvd.wire import client as wire
+from tests.client.conftest import answering
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.wire.client import Reply, Request
+    from kvd.wire.client import Reply
 
     Serve = Callable[[PoolSpec], Any]
 
@@ -54,6 +55,7 @@ HISPARSE = PoolSpec(
     ),
     (16, 32, 6),
 )
+
 RECURRENT = PoolSpec(
     "main",
     "recurrent",
@@ -77,16 +79,6 @@ PREFILL_ONLY = PoolSpec(
     (Component("kv", 2, Mha(2, 8, 8, "bfloat16"), 4, tier=Nowhere()),),
     (1000,),
 )
-
-
-def answering(**by_kind: Callable[[Any], list[Reply]]) -> Callable[[Request, bytes], list[Reply]]:
-    """A script: what to answer by kind of request; nothing to any other."""
-
-    def script(request: Request, _: bytes) -> list[Reply]:
-        kind = type(request).__name__
-        return by_kind[kind](request) if kind in by_kind else []
-
-    return script
 
 
 def leasing(*pages: int, beside: tuple[bytes, ...]) -> Callable[[Any], list[Reply]]:

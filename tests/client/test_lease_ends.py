@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,7 +13,7 @@ from kvd.client import KvdError, LeaseKey
 from kvd.errors import Code, Refusal
 from kvd.types import pack_ids
 from kvd.wire import client as wire
-from tests.client.conftest import POOL
+from tests.client.conftest import POOL, until
 from tests.support.pools import build_pool
 
 if TYPE_CHECKING:
@@ -57,13 +56,6 @@ def other_memory() -> Iterator[Any]:
     yield placed
     for one in placed:
         one.arena.close()
-
-
-def until(condition: Callable[[], object], within_s: float = 5.0) -> None:
-    end_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not happen in time"
-        time.sleep(0.002)
 
 
 def other_pool(daemon: Daemon, _: Any, memory: Any) -> None:

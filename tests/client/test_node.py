@@ -18,27 +18,18 @@ from kvd.errors import Code, Refusal
 from kvd.types import pack_ids
 from kvd.wire import client as wire
 from kvd.wire.events import Evicted
+from tests.client.conftest import answering
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.wire.client import Reply, Request
+    from kvd.wire.client import Reply
 
     Daemon = Any
     """``conftest.Daemon``; a test module cannot import it."""
 
 REFUSED = Refusal(Code.NO_ROOM, "8 pages needed, 3 free", side="node-a", numbers={"free": 3})
 ABORTED = Refusal(Code.ABORTED, "the prefill engine failed", side="node-b")
-
-
-def answering(**by_kind: Callable[[Any], list[Reply]]) -> Callable[[Request, bytes], list[Reply]]:
-    """A script: what to answer by kind of request; nothing to any other."""
-
-    def script(request: Request, _: bytes) -> list[Reply]:
-        kind = type(request).__name__
-        return by_kind[kind](request) if kind in by_kind else []
-
-    return script
 
 
 def done(request: Any) -> list[Reply]:

@@ -18,7 +18,7 @@ from kvd.types import pack_ids
 from kvd.wire import client as wire
 from kvd.wire.attach import Attach
 from kvd.wire.events import Evicted
-from tests.client.conftest import POOL
+from tests.client.conftest import POOL, until
 from tests.support.pools import build_pool
 
 if TYPE_CHECKING:
@@ -56,13 +56,6 @@ def later(action: Callable[[], object], after_s: float = 0.1) -> threading.Timer
     timer = threading.Timer(after_s, action)
     timer.start()
     return timer
-
-
-def until(condition: Callable[[], object], within_s: float = 5.0) -> None:
-    end_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not happen in time"
-        time.sleep(0.002)
 
 
 # ---- the blocking client -------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from kvd.config import Config, load
 from kvd.config.host import HostFacts
 from kvd.config.render import effective, explanations
 from kvd.curve import SECRET_FILE, create_files, new_pair
+from tests.config.pools import findings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +26,7 @@ ACCEPT = (
     "run kvd keygen and set peers.secret_key_file and peers.keys; or stay on loopback; or set "
     "peers.insecure = true if every host of that network is trusted"
 )
+
 PRINTED = "write the key that kvd keygen printed on "
 
 
@@ -32,14 +34,6 @@ PRINTED = "write the key that kvd keygen printed on "
 def secret(tmp_path: Path) -> str:
     create_files(tmp_path, OWN)
     return str(tmp_path / SECRET_FILE)
-
-
-def findings(*sets: str) -> list[tuple[str, str, str]]:
-    """Key, rule and fix of each error."""
-    loaded = load(None, {}, sets, host=HOST)
-    if isinstance(loaded, Config):
-        return []
-    return [(error.key, error.rule, error.fix) for error in loaded]
 
 
 def test_nothing_leaves_the_host_without_keys_unless_that_is_said() -> None:

@@ -52,6 +52,14 @@ class Sender:
         return reply
 
 
+def begun(**more: object) -> tuple[World, Sender]:
+    """Both sides of a handoff of 100 tokens, in 7 pages of 16."""
+    world = World(**more)
+    sender = Sender(world)
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
+    return world, sender
+
+
 def cached(side: Side, toks: bytes) -> None:
     """These tokens are in the tree, with their content."""
     lease = side.lease(toks)

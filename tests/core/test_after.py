@@ -8,7 +8,7 @@ from kvd.core import inputs
 from kvd.core.peers.peer import Agent
 from kvd.errors import Code
 from kvd.wire import admin, client
-from tests.core.engines import FULL, PROMPT, PageTotals, Sender, totals
+from tests.core.engines import FULL, PROMPT, PageTotals, Sender, begun, totals
 from tests.core.sentences import sentence_of
 from tests.core.world import World
 
@@ -18,13 +18,6 @@ FIRST, SECOND = bytes([1]) * 64, bytes([2]) * 64
 def afters(world: World) -> dict[int, bytes]:
     """The event of each post that waits."""
     return {post.post: post.after for post in world.p.waiting.values()}
-
-
-def begun(**more: object) -> tuple[World, Sender]:
-    world = World(**more)
-    sender = Sender(world)
-    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
-    return world, sender
 
 
 def test_pages_travel_as_they_are_when_their_event_comes():

@@ -8,18 +8,10 @@ from kvd.core import effects, inputs
 from kvd.core.settings import CacheMode
 from kvd.errors import Code
 from kvd.wire import client, events
-from tests.core.engines import PROMPT, Sender
+from tests.core.engines import PROMPT, Sender, begun
 from tests.core.world import World
 
 FIRST, SECOND, THIRD = (bytes([n]) * 64 for n in (1, 2, 3))
-
-
-def begun(**more: object) -> tuple[World, Sender]:
-    """Both sides of a handoff of 100 tokens, in 7 pages of 16."""
-    world = World(**more)
-    sender = Sender(world)
-    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",))
-    return world, sender
 
 
 def posted(world: World) -> int:
