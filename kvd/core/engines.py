@@ -27,7 +27,7 @@ from kvd.core.leases.arenas import REASON, bad_pages, in_use, no_run, unfit_pool
 from kvd.core.leases.epochs import EpochAnswer, begin_epoch
 from kvd.core.leases.lease_events import tell_written
 from kvd.core.leases.receive_tier import bad_tier
-from kvd.core.leases.written import promised_tokens, say_advanced, say_written
+from kvd.core.leases.written import say_advanced, say_written, tokens_of_ranks
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.types import MAX_ROOM, NO_TOKENS, Pages, Tokens, count, slice_pages
@@ -638,7 +638,7 @@ class Engines:
             is_its_own = lease.since_s < dead.at_s and len(lease.said) == dead.ranks
             if not is_its_own or dead.ranks == 1:
                 continue
-            upto = promised_tokens(lease)[rank]
+            upto = tokens_of_ranks(lease)[rank]
             if upto < engine.prompt_tokens:
                 what = f"a send in room {room}"
                 refusal = rank_gone(dead.why, rank, upto, engine.prompt_tokens, what)
