@@ -317,6 +317,9 @@ def _prose(one: PoolState) -> Iterator[str]:
             f"at most {buffer.request_tokens} tokens of a request; {buffer.hits} hits, "
             f"{buffer.misses} misses{of}, {amount(buffer.copied_bytes)} copied"
         )
+    if one.promised_pages:
+        there = one.free_pages + one.evictable_pages
+        yield f"{one.promised_pages} of {there} free and evictable pages are promised to leases"
     if one.saved_capacity_pages and one.page_bytes:
         kept = amount(one.saved_pages * _whole_bytes(one))
         yield (

@@ -207,4 +207,5 @@ def state_of(context: Context, lease: LeaseRecord) -> str:
 def kept_holder(context: Context, kept: Kept) -> Holder:
     """A lease as one of those that keep the most pages from others."""
     locked = f", locks {kept.locked} cached" if kept.locked else ""
-    return lease_holder(context, kept.lease, f", {kept.pages} pages{locked}")
+    promised = f", {kept.promised} promised" if kept.promised else ""
+    return lease_holder(context, kept.lease, f", {kept.pages} pages{locked}{promised}")

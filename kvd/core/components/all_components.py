@@ -104,7 +104,7 @@ class AllComponentPages:
             one.make_room(n_pages)
 
     def grant(self, lease: LeaseRecord, claimed: Claimed) -> None:
-        """Take the promised pages."""
+        """Take the pages that are there for it."""
         for one, n_pages in zip(self.each, claimed.demand[1:], strict=True):
             one.grant(lease, claimed.claim, claimed.anchor, n_pages)
 

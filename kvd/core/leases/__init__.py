@@ -9,7 +9,8 @@ Read first, in this order:
 
 - ``lease_table.LeaseTable``: everything that moves a page or a lock; ``written`` is how far an
   engine says that it is, beyond which nothing is shared;
-- ``admission.Admission``: the one queue in front of it;
+- ``admission.Admission``: the one queue in front of it; ``promises.Promises``: pages that a lease
+  is sure of and has not taken;
 - ``sessions.Sessions``: what ends with an engine; ``owners.Owners``: whose a lease is;
 - ``retraction.Retractor``: out of the pool and back; its bytes are in ``saved_area``, and
   ``copies`` are the copies that move them;
