@@ -319,6 +319,10 @@ def _prose(component: PoolState) -> Iterator[str]:
             f"at most {buffer.request_tokens} tokens of a request; {buffer.hits} hits, "
             f"{buffer.misses} misses{of}, {amount(buffer.copied_bytes)} copied"
         )
+    if component.promised_pages:
+        there = component.free_pages + component.evictable_pages
+        promised = component.promised_pages
+        yield f"{promised} of {there} free and evictable pages are promised to leases"
     if component.saved_capacity_pages and component.page_bytes:
         kept = amount(component.saved_pages * _whole_bytes(component))
         yield (

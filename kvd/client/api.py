@@ -232,6 +232,7 @@ class Node:
         deadline_s: float = 30.0,
         cache: bool = True,
         step_tokens: int = 0,
+        promise_tokens: int = 0,
     ) -> Lease:
         """Lock the cached prefix of ``tokens`` and hold pages for the rest; waits for room.
 
@@ -254,10 +255,12 @@ class Node:
             step_tokens: where the pool has window pages: how far ahead of the last ``slide`` they
                 are mapped. A lease then takes a fixed number of them, whatever its length, and
                 they rotate as it slides; 0: one for every page of the prompt and the reserve.
+            promise_tokens: pages for so many more, behind the reserve, are never short: ``extend``,
+                or a commit with it, brings them. Until then cached KV stays in them, and is found.
 
         Raises:
             KvdError: ``no-room``, ``too-large``, ``deadline`` with the numbers and the holders;
-                ``bad-keys``, ``bad-tokens``.
+                ``bad-keys``, ``bad-tokens``; ``not-supported`` by an older daemon for a promise.
         """
         prompt = self._prompt(tokens, keys, extra_keys)
         reserve = whole(reserve_tokens, "reserve_tokens")
@@ -271,14 +274,26 @@ class Node:
             deadline_s=deadline_s,
             cache=cache,
             step_tokens=whole(step_tokens, "step_tokens"),
+            promise_tokens=whole(promise_tokens, "promise_tokens"),
         )
         request = opening if hold == "all" else _prefix_of(opening, hold)
-        call = await perform_about(self._port, request, prompt, within_s=within(deadline_s))
+        return await self._leasing(request, prompt, within(deadline_s))
+
+    async def _leasing(
+        self, request: wire.OpenLease | wire.HoldPrefix, prompt: PromptAddress, within_s: float
+    ) -> Lease:
+        call = await perform_about(self._port, request, prompt, within_s=within_s)
         if call.lease is None:
             raise confused(request, call.answer.value)
-        if request is not opening:
+        lease = Lease(self._port, self._pools, call.lease, prompt)
+        if isinstance(request, wire.HoldPrefix):
             prompt.cut(call.lease.prefix_tokens)
-        return Lease(self._port, self._pools, call.lease, prompt)
+            return lease
+        unkept = _unkept(call.answer.value, request.promise_tokens)
+        if unkept is not None:
+            await lease.release()
+            raise KvdError(unkept)
+        return lease
 
     async def arena(self, pages: int) -> PageArena:
         """Pages that follow each other, whose content is this engine's alone; at once.
@@ -312,13 +327,13 @@ class Node:
         cache: bool = True,
         step_tokens: int = 0,
         request_id: str = "",
+        promise_tokens: int = 0,
     ) -> Receive:
         """Decode side: get the KV of ``tokens`` from ``source``; returns once pages are held.
 
         Args:
-            room: the router's rendezvous number, as ``room_of(request_id)``. Without one, as in
-                ``receive(tokens, source="p")``, what ``p`` has cached of it is pulled, which may be
-                nothing: ``n_tokens``. The lease knows those, and has pages for the whole prompt.
+            room: the router's number, as ``room_of(request_id)``. Without one what the source has
+                cached is pulled, maybe nothing: ``n_tokens``. Pages are for the whole prompt.
             tokens: the prompt; only what is not cached here is sent. Or ``None``, and ``keys``.
             keys: as in ``lease``; both sides give the same.
             extra_keys: as in ``lease``; both sides give the same.
@@ -328,13 +343,12 @@ class Node:
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.
-            tier: where its KV shall lie, in a pool with KV in host memory: ``device`` preloads
-                it into the device buffer, if it fits; ``host``, or none: ``fetch`` brings it.
+            tier: of KV in host memory: ``device`` preloads it if it fits, else ``fetch`` brings it.
             deadline_s: of the whole handoff.
             cache: as in ``lease``.
             step_tokens: as in ``lease``, for what is generated after the prompt.
-            request_id: the router's, for a room. Asked again, it is the receive that is under way,
-                with one lease for both. It names this prompt in this namespace: others are refused.
+            promise_tokens: as in ``lease``.
+            request_id: the router's. Asked again it is the same receive; other prompts are refused.
 
         Raises:
             KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...;
@@ -355,6 +369,7 @@ class Node:
             tier=tier,
             step_tokens=whole(step_tokens, "step_tokens"),
             request_id=request_id,
+            promise_tokens=whole(promise_tokens, "promise_tokens"),
         )
         within_s = within(deadline_s)
         if not prompt.frame:
@@ -362,7 +377,12 @@ class Node:
         call = await perform_about(self._port, request, prompt, within_s=within_s)
         if call.receive is None:
             raise confused(request, call.answer.value)
-        return Receive(self._port, self._pools, call.receive, prompt=prompt, within_s=within_s)
+        receive = Receive(self._port, self._pools, call.receive, prompt=prompt, within_s=within_s)
+        unkept = _unkept(call.answer.value, request.promise_tokens)
+        if unkept is not None:
+            await receive.cancel()
+            raise KvdError(unkept)
+        return receive
 
     async def send(  # noqa: PLR0913 - the request, field by field
         self,
@@ -688,11 +708,28 @@ def _of_nothing(what: str, fix: str) -> Refusal:
     return Refusal(Code.BAD_REQUEST, why, side="client", numbers={"tokens": 0})
 
 
+def _unkept(answer: object, promise_tokens: int) -> Refusal | None:
+    """Why what was granted is not what was asked for: a promise that is not made is none."""
+    if not promise_tokens or not isinstance(answer, wire.Leased | wire.Receiving):
+        return None
+    if answer.promised_tokens >= promise_tokens:
+        return None
+    return Refusal(
+        Code.NOT_SUPPORTED,
+        f"{answer.promised_tokens} of {promise_tokens} tokens were promised: the daemon is older "
+        "than this client and knows no promises; ask without promise_tokens, or upgrade it",
+        side="client",
+        numbers={"promise_tokens": promise_tokens, "promised_tokens": answer.promised_tokens},
+    )
+
+
 def _prefix_of(opening: wire.OpenLease, hold: str) -> wire.HoldPrefix:
-    if hold != "prefix" or opening.reserve_tokens or opening.step_tokens:
+    beyond = opening.reserve_tokens or opening.promise_tokens
+    if hold != "prefix" or beyond or opening.step_tokens:
         why = (
-            f"hold={hold!r} with {opening.reserve_tokens} tokens in reserve, {opening.step_tokens} "
-            'at a time: "all" takes pages for the whole prompt and the reserve, "prefix" takes none'
+            f"hold={hold!r} with {opening.reserve_tokens} tokens in reserve, "
+            f"{opening.promise_tokens} promised, {opening.step_tokens} at a time: "
+            '"all" takes pages for the whole prompt and the reserve, "prefix" takes none'
         )
         raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client"))
     return wire.HoldPrefix(opening.call, opening.namespace, opening.priority, opening.cache)

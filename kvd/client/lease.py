@@ -187,7 +187,8 @@ class Lease:
         """Hold pages for ``n_tokens`` more; never waits.
 
         Raises:
-            KvdError: ``no-room`` with the numbers and the holders; the lease is as it was.
+            KvdError: ``no-room`` with the numbers and the holders; the lease is as it was. Never
+                for tokens that were promised (``promise_tokens``).
         """
         request = wire.ExtendLease(
             self._port.connection.next_call(), self.id, whole(n_tokens, "n_tokens")

@@ -668,6 +668,7 @@ class SyncNode:
         deadline_s: float = 30.0,
         cache: bool = True,
         step_tokens: int = 0,
+        promise_tokens: int = 0,
     ) -> PendingCall[SyncLease]:
         """Begin ``Node.lease``."""
         verb = self.wrapped.lease(
@@ -681,6 +682,7 @@ class SyncNode:
             deadline_s=deadline_s,
             cache=cache,
             step_tokens=step_tokens,
+            promise_tokens=promise_tokens,
         )
         return PendingCall(self._channel, self._leased(verb), SyncLease.begin_release)
 
@@ -700,6 +702,7 @@ class SyncNode:
         cache: bool = True,
         step_tokens: int = 0,
         request_id: str = "",
+        promise_tokens: int = 0,
     ) -> PendingCall[SyncReceive]:
         """Begin ``Node.receive``: pages are held once it has an outcome; ``poll`` that then."""
         verb = self.wrapped.receive(
@@ -716,6 +719,7 @@ class SyncNode:
             cache=cache,
             step_tokens=step_tokens,
             request_id=request_id,
+            promise_tokens=promise_tokens,
         )
         return PendingCall(self._channel, self._received(verb), SyncReceive.begin_cancel)
 

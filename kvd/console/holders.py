@@ -40,4 +40,5 @@ def state_of(node: NodeView, lease: LeaseRecord) -> str:
 def kept_holder(node: NodeView, kept: Kept) -> Holder:
     """A lease as one of those that keep the most pages from others."""
     locked = f", locks {kept.locked} cached" if kept.locked else ""
-    return lease_holder(node, kept.lease, f", {kept.pages} pages{locked}")
+    promised = f", {kept.promised} promised" if kept.promised else ""
+    return lease_holder(node, kept.lease, f", {kept.pages} pages{locked}{promised}")

@@ -27,7 +27,7 @@ from kvd.core.leases.arenas import REASON, bad_pages, in_use, no_run, unfit_pool
 from kvd.core.leases.epochs import EpochAnswer, begin_epoch
 from kvd.core.leases.lease_events import tell_written
 from kvd.core.leases.receive_tier import bad_tier
-from kvd.core.leases.written import promised_tokens, say_advanced, say_written
+from kvd.core.leases.written import say_advanced, say_written, tokens_of_ranks
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.types import MAX_ROOM, NO_TOKENS, Pages, Tokens, count, slice_pages
@@ -293,10 +293,15 @@ class Engines:
         if self._drainer.drain is not None:
             return self._drainer.refusal()
         reserve_tokens, step_tokens = message.reserve_tokens, message.step_tokens
-        if reserve_tokens < 0 or step_tokens < 0 or not (tokens or reserve_tokens):
+        promise_tokens = message.promise_tokens
+        # Asked of the common case in one go: none of the three is there.
+        has_any = reserve_tokens or step_tokens or promise_tokens
+        if (has_any and min(reserve_tokens, step_tokens, promise_tokens) < 0) or not (
+            tokens or reserve_tokens
+        ):
             return self._wrong(
-                f"a lease of {count(tokens)} tokens and {reserve_tokens} in reserve, "
-                f"{step_tokens} at a time"
+                f"a lease of {count(tokens)} tokens, {reserve_tokens} in reserve and "
+                f"{promise_tokens} promised, {step_tokens} at a time"
             )
         claim = _plain_claim(session, message, tokens)
         lease = self._admission.at_once(claim)
@@ -491,16 +496,14 @@ class Engines:
 
     def _no_room(self, what: str, shortage: Shortage) -> Refusal:
         who = "; ".join(self._owners.of_most_pages(shortage.budget))
+        obtainable = shortage.obtainable_pages
+        needed = obtainable + shortage.missing_pages  # to lock promised pages is to need them
         return Refusal(
             Code.NO_ROOM,
-            f"{what} needs {shortage.needed_pages} more pages of {shortage.budget}, "
-            f"{shortage.headroom_pages} are obtainable "
+            f"{what} needs {needed} more pages of {shortage.budget}, {obtainable} are obtainable "
             f"({self._leases.budgets.told(shortage.budget)}); most are held by {who}",
             side=self._name,
-            numbers={
-                "needed_pages": shortage.needed_pages,
-                "headroom_pages": shortage.headroom_pages,
-            },
+            numbers={"needed_pages": needed, "headroom_pages": obtainable},
         )
 
     def _cancel_call(self, session: int, message: client.CancelCall, _: Tokens) -> Refusal | None:
@@ -529,9 +532,7 @@ class Engines:
         if isinstance(before, Refusal):
             return before
         if before is not None and before.waiter is None:
-            answer = client.Receiving(message.call, before.id, before.prefix_tokens)
-            self._out.answer(session, answer)
-            return None
+            return self._receive_again(session, message, before)
         refusal = self._drainer.refusal() or self._bad_receive(message, tokens)
         if refusal is None and (message.arena or message.pages):
             refusal = self._not_into_arena(session, message, tokens, before)
@@ -547,6 +548,23 @@ class Engines:
                 message.room, self._node.peers.find(source) or source, refusal
             )
         return refusal
+
+    def _receive_again(
+        self, session: int, message: client.ReceiveRequest, before: ReceiveAttempt
+    ) -> Refusal | None:
+        """It is answered as the first."""
+        promised = 0 if before.lease is None else before.lease.promised_tokens
+        if message.promise_tokens > promised:
+            # Not answered with less: its engine would cancel that, and the first call's with it.
+            return self._wrong(
+                f"request {message.request_id} was promised {promised} tokens by its first call, "
+                f"this one asks for {message.promise_tokens}"
+            )
+        answer = client.Receiving(
+            message.call, before.id, before.prefix_tokens, promised_tokens=promised
+        )
+        self._out.answer(session, answer)
+        return None
 
     def _not_into_arena(
         self,
@@ -565,8 +583,10 @@ class Engines:
                 f"have_tokens={have} of a prompt of {n_tokens}: whole pages of {size} tokens, and "
                 "no more than the prompt"
             )
-        if message.reserve_tokens or message.tier or len(message.source) != 1:
-            return self._wrong("a receive into an arena has one source, no reserve and no tier")
+        beyond = message.reserve_tokens or message.promise_tokens
+        if beyond or message.tier or len(message.source) != 1:
+            what = "a receive into an arena has one source, no reserve, no promise and no tier"
+            return self._wrong(what)
         pages = Pages(message.pages)
         n_pages = self._leases.pages_for(n_tokens) - have // size
         waiting = [one for one in self._receives.lent(arena.id) if one.waiter and one is not before]
@@ -588,10 +608,11 @@ class Engines:
         return refusal or self._pulls.pull(session, message, tokens)
 
     def _bad_receive(self, message: client.ReceiveRequest, tokens: Tokens) -> Refusal | None:
-        if not tokens or message.reserve_tokens < 0 or message.step_tokens < 0:
+        least = min(message.reserve_tokens, message.promise_tokens, message.step_tokens)
+        if not tokens or least < 0:
             return self._wrong(
-                f"receive of {count(tokens)} tokens and {message.reserve_tokens} in reserve, "
-                f"{message.step_tokens} at a time"
+                f"receive of {count(tokens)} tokens, {message.reserve_tokens} in reserve and "
+                f"{message.promise_tokens} promised, {message.step_tokens} at a time"
             )
         n_tokens = count(tokens)
         refusal = bad_tier(message.tier, n_tokens, self._node.settings.spec, self._name)
@@ -635,7 +656,7 @@ class Engines:
             is_its_own = lease.since_s < dead.at_s and len(lease.said) == dead.ranks
             if not is_its_own or dead.ranks == 1:
                 continue
-            upto = promised_tokens(lease)[rank]
+            upto = tokens_of_ranks(lease)[rank]
             if upto < engine.prompt_tokens:
                 what = f"a send in room {room}"
                 refusal = rank_gone(dead.why, rank, upto, engine.prompt_tokens, what)
@@ -868,6 +889,7 @@ def _plain_claim(session: int, message: client.OpenLease, tokens: Tokens) -> Cla
         None,
         None,
         message.step_tokens,
+        message.promise_tokens,
     )
 
 
@@ -875,8 +897,9 @@ def _leased(call: int, lease: LeaseRecord, leases: LeaseTable) -> client.Leased:
     """The answer that names the lease and its pages."""
     components = leases.components
     beside = components.page_tables(lease) if components.each else ()
+    promised = 0 if lease.promise is None else lease.promised_tokens
     # By position, as above.
-    return client.Leased(call, lease.id, lease.prefix_tokens, lease.page_table, beside)
+    return client.Leased(call, lease.id, lease.prefix_tokens, lease.page_table, beside, promised)
 
 
 def _lease_of(part: SendPart) -> LeaseRecord | None:

@@ -1,6 +1,6 @@
 """Inputs to the core, effects to the world, events to the bus: the one mutator of the daemon.
 
-``Paranoid`` is the same with I1 to I9 asked after every step: ``kvd serve --paranoid``.
+``Paranoid`` is the same with I1 to I10 asked after every step: ``kvd serve --paranoid``.
 
 An effect may cause an input at once (an order to a transfer process that has just died). Such an
 input waits until the effects of the running step are all carried out, so steps never nest.

@@ -170,6 +170,8 @@ def _of_pools(pools: tuple[PoolState, ...]) -> Iterator[Metric]:
     evictable, locked = "Cached pages that nobody locks.", "Cached pages that a lease locks."
     yield gauge("kvd_pool_evictable_pages", evictable, each(lambda p: p.evictable_pages), _POOL)
     yield gauge("kvd_pool_locked_pages", locked, each(lambda p: p.locked_pages), _POOL)
+    promised = "Free or evictable pages that leases are sure of: no headroom of anybody else."
+    yield gauge("kvd_pool_promised_pages", promised, each(lambda p: p.promised_pages), _POOL)
     windows = {(p.pool, p.component): p.window for p in pools if p.window is not None}
     if windows:
         yield gauge(

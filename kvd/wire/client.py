@@ -62,8 +62,10 @@ class SentShare(msgspec.Struct, frozen=True, array_like=True):
 class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
     """Lock the cached prefix of the tokens frame, hold pages for the rest. Answer: ``Leased``.
 
-    ``step_tokens``: window pages are wanted for so many tokens ahead of what is computed, and move
-    on with ``SlideLease``; 0: for all tokens at once.
+    ``promise_tokens``: pages for so many more, behind the reserve, are never short: they are not
+    taken, and whoever extends the lease by these tokens has them. ``step_tokens``: window pages are
+    wanted for so many tokens ahead of what is computed, and move on with ``SlideLease``; 0: for all
+    tokens at once.
     """
 
     call: Call
@@ -73,6 +75,7 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
     deadline_s: float = 30.0
     cache: bool = True
     step_tokens: Figure = 0
+    promise_tokens: Figure = 0
 
 
 class HoldPrefix(msgspec.Struct, frozen=True, array_like=True, tag="hold"):
@@ -198,6 +201,8 @@ class ReceiveRequest(msgspec.Struct, frozen=True, array_like=True, tag="receive"
     pages: bytes = b""
     have_tokens: Figure = 0
     """The KV of so many first tokens is there already, in whatever pages; it is not sent."""
+    promise_tokens: Figure = 0
+    """As in ``OpenLease``."""
 
 
 class CancelReceive(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -520,6 +525,8 @@ class Leased(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="leased
     prefix_tokens: int
     pages: bytes
     beside: tuple[bytes, ...] = ()
+    promised_tokens: int = 0
+    """So many more are promised; a daemon that knows no promises says none."""
 
 
 class PageTable(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="row"):
@@ -548,6 +555,8 @@ class Receiving(msgspec.Struct, frozen=True, array_like=True, tag="receiving"):
     prefix_tokens: int
     prompt_tokens: int | None = None
     """Of a receive without a room: so much of the prompt the lease will have; None: all of it."""
+    promised_tokens: int = 0
+    """As in ``Leased``."""
 
 
 class Sending(msgspec.Struct, frozen=True, array_like=True, tag="sending"):

@@ -87,6 +87,8 @@ class PoolState(msgspec.Struct, frozen=True):
     """How a page lies in each layer: ``nhd``, ``hnd`` or ``opaque``; a state has its own shape."""
     tag: str = ""
     """Who packs the pages of the pool, as its configuration says."""
+    promised_pages: int = 0
+    """Of those free or evictable: leases are sure of them, and nobody else gets them."""
 
 
 class HeldState(msgspec.Struct, frozen=True):
@@ -143,6 +145,10 @@ class LeaseState(msgspec.Struct, frozen=True):
     """One for each further component with page ids of its own, in the order of the pools."""
     written_tokens: int = 0
     """So many tokens have KV in its pages, by the word of its engine: no more is ever shared."""
+    promised_pages: int = 0
+    """Of the first component: it has not taken them, and is sure of them."""
+    promised_tokens: int = 0
+    """They are for so many tokens beyond those with a slot."""
 
 
 class WaitingState(msgspec.Struct, frozen=True):

@@ -109,3 +109,12 @@ def test_status_adds_up_what_leases_hold_of_each_component(shown, snapshot):
     assert [line for line in lines if line.startswith("leases")] == [
         "leases    2  holding 12 pages, 8 of swa; 1 wait for room"
     ]
+
+
+def test_pools_say_how_many_pages_are_promised(shown):
+    (kv, swa) = SWA
+    promising = (msgspec.structs.replace(kv, promised_pages=40), swa)
+
+    said = [line.strip() for line in shown("pools", pools=promising)]
+
+    assert said.count("40 of 64 free and evictable pages are promised to leases") == 1

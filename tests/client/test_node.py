@@ -167,6 +167,42 @@ async def test_a_lease_from_its_prefix_to_its_release(daemon: Daemon) -> None:
     assert daemon.tokens == [pack_ids(list(range(10))), b"", pack_ids([10, 11]), b""]
 
 
+async def test_a_promise_is_asked_for_and_what_an_older_daemon_grants_without_goes_back(
+    daemon: Daemon,
+) -> None:
+    daemon.script = answering(
+        OpenLease=lambda r: [
+            wire.Leased(r.call, 70, 0, pack_ids([4]), (), r.promise_tokens if r.priority else 0)
+        ],
+        ReceiveRequest=lambda r: [wire.Receiving(r.call, 5, 0)],
+        ReleaseLease=done,
+        CancelReceive=lambda r: [
+            wire.Done(r.call),
+            wire.ReceiveFailed(5, Refusal(Code.CANCELLED, "the decode engine cancelled it")),
+        ],
+    )
+
+    async with kvd.client.connect(daemon.endpoint, name="decode-0") as node:
+        lease = await node.lease([1], promise_tokens=64, priority=1)
+        await lease.release()
+        with pytest.raises(KvdError, match="0 of 64 tokens were promised") as raised:
+            await node.lease([1], promise_tokens=64)
+        assert raised.value.code == "not-supported"
+        with pytest.raises(KvdError, match="the daemon is older") as raised:
+            await node.receive(9, [1], "p", promise_tokens=64)
+        assert raised.value.code == "not-supported"
+        with pytest.raises(KvdError, match="64 promised"):
+            await node.lease([1], hold="prefix", promise_tokens=64)
+
+    kinds = [type(one) for one in daemon.got]
+    assert kinds == [
+        *(wire.OpenLease, wire.ReleaseLease),
+        *(wire.OpenLease, wire.ReleaseLease),
+        *(wire.ReceiveRequest, wire.CancelReceive),
+    ]
+    assert daemon.got[0].promise_tokens == 64
+
+
 async def test_a_lease_is_retracted_and_resumed_on_other_pages(daemon: Daemon) -> None:
     daemon.script = answering(
         OpenLease=lambda r: [wire.Leased(r.call, 70, 4, pack_ids([4, 5]))],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.audit.rules import tree_faults
+from kvd.core.audit.rules import promise_faults, tree_faults
 from kvd.core.cache.eviction import Policy
 from kvd.core.cache.lease import ARRIVAL, Claim
 from kvd.core.cache.lease_record import LeaseRecord
@@ -63,19 +63,29 @@ def table_of(page: int, kv: int, policy: Policy = Policy.LRU, **more: int) -> Le
     return LeaseTable(pool_spec(page, kv, **more), policy, Outbox())
 
 
-def claim(toks: Tokens, *, reserve: int = 0, cache: bool = True, step: int = 0) -> Claim:
+def claim(
+    toks: Tokens, *, reserve: int = 0, cache: bool = True, step: int = 0, promise: int = 0
+) -> Claim:
     """An engine that computes."""
-    return Claim(1, 1, "lease", 0, "", toks, reserve, 0, cache, step_tokens=step)
+    return Claim(
+        1, 1, "lease", 0, "", toks, reserve, 0, cache, step_tokens=step, promise_tokens=promise
+    )
 
 
 def arrival(
-    table: LeaseTable, toks: Tokens, *, reserve: int = 0, cache: bool = True, step: int = 0
+    table: LeaseTable,
+    toks: Tokens,
+    *,
+    reserve: int = 0,
+    cache: bool = True,
+    step: int = 0,
+    promise: int = 0,
 ) -> Claim:
     """A receive: what lies beside the first component is sent."""
     fresh = table.components.fresh_tokens(count(toks), cached=cache)
     return Claim(
         1, 1, "receive", 9, "", toks, reserve, 0, cache, ARRIVAL, fresh_tokens=fresh,
-        step_tokens=step,
+        step_tokens=step, promise_tokens=promise,
     )  # fmt: skip
 
 
@@ -133,6 +143,7 @@ def pages_left(table: LeaseTable) -> dict[str, tuple[int, int]]:
 
 def check(table: LeaseTable) -> None:
     assert not tree_faults(table.tree)
+    assert not promise_faults(table)
     leases = list(table.leases.values())
     nodes = list(table.tree.nodes())
     _tiles(table.pool, [n.pages for n in nodes] + [one.held for one in leases])

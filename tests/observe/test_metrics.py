@@ -60,7 +60,7 @@ SNAPSHOT = Snapshot(
     transport="nixl",
     generation=3,
     last_event=41,
-    pools=(PoolState("main", "kv", 16, 1024, 100, 50, 20, 25, 4, 11, 14, 9, 12),),
+    pools=(PoolState("main", "kv", 16, 1024, 100, 50, 20, 25, 4, 11, 14, 9, 12, promised_pages=6),),
     leases=(
         lease(1, "lease", "held", 2.0),
         lease(2, "receive from prefill-0", "held", 5.5),
@@ -164,6 +164,7 @@ def test_page_says_what_the_snapshot_says() -> None:
         f"kvd_pool_bytes{{{pool}}}": 102400,
         f"kvd_pool_evictable_pages{{{pool}}}": 11,
         f"kvd_pool_locked_pages{{{pool}}}": 14,
+        f"kvd_pool_promised_pages{{{pool}}}": 6,
         f'kvd_pool_pages{{{pool},state="free"}}': 50,
         f'kvd_pool_pages{{{pool},state="leased"}}': 20,
         f'kvd_pool_pages{{{pool},state="cached"}}': 25,

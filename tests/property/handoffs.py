@@ -25,7 +25,8 @@ def hand_off(storm: Storm) -> None:
 def _receive(storm: Storm, asked: Asked, room: int) -> None:
     rng, d = storm.rng, storm.world.d
     tier = rng.choice((None, None, "host", "device")) if storm.family == "hisparse" else None
-    asked = Asked(asked.text, asked.namespace, rng.choice((0, 0, 1, storm.page)), asked.reserve)
+    step = rng.choice((0, 0, 1, storm.page))
+    asked = Asked(asked.text, asked.namespace, step, asked.reserve, asked.promise)
 
     def then(reply: client.Reply) -> None:
         if isinstance(reply, client.Receiving):
@@ -40,6 +41,7 @@ def _receive(storm: Storm, asked: Asked, room: int) -> None:
         source=("p",),
         namespace=asked.namespace,
         reserve_tokens=asked.reserve,
+        promise_tokens=asked.promise,
         cache=rng.random() < 0.85,
         step_tokens=asked.step,
         deadline_s=rng.choice((1, 30)),

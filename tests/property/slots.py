@@ -68,6 +68,8 @@ class Sequence:
         self.rows: tuple[bytes, ...] = ()
         self.written = written
         self.room = len(self.text) + asked.reserve
+        self.promised_to = self.room + asked.promise if asked.promise else 0
+        """Pages for so many first tokens are never short; 0: nothing was promised."""
         self.prompt = self.committed = len(self.text)
         """Tokens the node was told of, at first and by now."""
         self.sends: dict[int, int] = {}
@@ -202,8 +204,11 @@ class Sequence:
 class Asked:
     """What a request for a lease names."""
 
-    def __init__(self, text: list[int], namespace: str, step: int, reserve: int) -> None:
+    def __init__(
+        self, text: list[int], namespace: str, step: int, reserve: int, promise: int = 0
+    ) -> None:
         self.text, self.namespace, self.step, self.reserve = text, namespace, step, reserve
+        self.promise = promise
 
     @property
     def tokens(self) -> Tokens:

@@ -47,6 +47,7 @@ class Storm:
 
     def __init__(self, seed: int, family: str) -> None:
         self.rng = random.Random(f"{seed} {family}")
+        self.promise_rng = random.Random(f"{seed} {family} promise")
         self.family = family
         self.done: Counter[str] = Counter()
         """How often each thing happened."""
@@ -146,8 +147,9 @@ class Storm:
         steps = (0, 0, 1, self.page, 3 * self.page, 1000)
         reserves = (0, 0, 3, 2 * self.page)
         rng = self.rng
+        promise = self.promise_rng.choice((0, 0, 1, self.page, 3 * self.page, 6 * self.page))
         return Asked(
-            self.text(), rng.choice(("", "", "b")), rng.choice(steps), rng.choice(reserves)
+            self.text(), rng.choice(("", "", "b")), rng.choice(steps), rng.choice(reserves), promise
         )
 
     def open(self, side: Side, asked: Asked, **fields: object) -> Sequence | None:
@@ -171,6 +173,7 @@ class Storm:
             namespace=asked.namespace,
             reserve_tokens=asked.reserve,
             step_tokens=asked.step,
+            promise_tokens=asked.promise,
             **fields,
         )
         return opened[0] if opened else None
@@ -248,7 +251,18 @@ class Storm:
             one.room += n_tokens * isinstance(reply, client.PageTable)
 
         if not one.sends:
-            self.call(one.side, client.ExtendLease, then=then, lease=one.lease, n_tokens=n_tokens)
+            is_sure = self._is_promised(one, n_tokens)
+            answer = self.call(
+                one.side, client.ExtendLease, then=then, lease=one.lease, n_tokens=n_tokens
+            )
+            assert not is_sure or isinstance(answer, client.PageTable), answer
+            self.done["extended by promised tokens"] += is_sure
+
+    def _is_promised(self, one: Sequence, n_tokens: int) -> bool:
+        """Whether pages for so many more tokens cannot be short."""
+        lease = one.side.node.leases.leases[one.lease]
+        # A lease that came back with more tokens than it was promised is promised no more.
+        return n_tokens > 0 and lease.room_tokens + n_tokens <= one.promised_to
 
     def compute(self, one: Sequence) -> None:
         """The prompt, or a few tokens after it."""

@@ -65,6 +65,7 @@ class Owner:
 class Storm:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
+        self.promises = random.Random(f"promises {seed}")
         self.page = page = rng.choice((1, 2, 4, 16))
         self.window = rng.choice((1, page, 2 * page, 3 * page - 1, 5 * page))
         has_states = rng.random() < 0.5
@@ -155,6 +156,7 @@ class Storm:
             "reserve": rng.choice((0, 0, 2 * self.page)),
             "cache": rng.random() < 0.85,
             "step": step,
+            "promise": self.promises.choice((0, 0, 1, 2 * self.page, 9 * self.page)),
         }
         is_sent = rng.random() < 0.35
         asked = arrival(self.table, toks, **more) if is_sent else claim(toks, **more)
@@ -223,8 +225,13 @@ class Storm:
     def extend(self, one: Owner) -> None:
         n_tokens = self.rng.randint(0, 3 * self.page)
         if one.lease.room_tokens + n_tokens <= count(one.text):
+            promise = one.lease.promise
+            upto = promise.upto_tokens if promise is not None and promise.pages else 0
+            is_sure = one.lease.room_tokens + n_tokens <= upto
             short = self.table.extend(one.lease, n_tokens)
+            assert not is_sure or short is None, short
             done["extend" if short is None else "extend refused"] += 1
+            done["extend by what was promised"] += is_sure and n_tokens > 0
 
     def release(self, one: Owner) -> None:
         if one.lease.state is not LeaseStage.RUNNING or one.is_arriving:
@@ -347,7 +354,8 @@ class Storm:
         n_tokens = count(lease.tokens)
         asked = Claim(
             1, 1, "lease", 0, "", lease.tokens, lease.room_tokens - n_tokens, 0, lease.cache,
-            resumes=lease.id, match_tokens=None if lease.cache else lease.prefix_tokens,
+            promise_tokens=lease.promised_tokens, resumes=lease.id,
+            match_tokens=None if lease.cache else lease.prefix_tokens,
             fresh_tokens=fresh, step_tokens=lease.step_tokens,
         )  # fmt: skip
         table.saved.turn(lease, LeaseTransition.RESUME)
@@ -447,6 +455,7 @@ def test_everything_happened():
         pytest.skip("only the whole default run covers everything")
     wanted = {
         "lease", "receive", "prefix gone on from", "slide", "compute", "commit", "arrive", "extend",
+        "extend by what was promised",
         "extend refused", "release", "quarantine", "save", "saved", "save cut", "restore",
         "restored", "restore undone", "retract, nothing kept", "resume, nothing to restore",
         "resume refused", "short of kv", "short of swa", "short of state", "short of saved kv",

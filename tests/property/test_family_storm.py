@@ -134,6 +134,7 @@ def test_all_of_it_happened():
     wanted = {
         "OpenLease: Leased", "OpenLease: deadline", "OpenLease: too-large", "prefix gone on from",
         "ExtendLease: PageTable", "ExtendLease: no-room", "SlideLease: PageTable",
+        "extended by promised tokens",
         "CommitLease: PageTable", "CommitAndRelease: Done", "ReleaseLease: Done",
         "RetractLease: Retracted", "ResumeLease: Resumed", "FetchPages: FetchReply", "Received",
         "ReceiveFailed", "SendFailed", "Advance: Done", "Finish: Finished", "AbortSend: Done",

@@ -81,8 +81,8 @@ KEPT = [
     ),
     (
         CLIENT_REQUESTS,
-        client.OpenLease(1, "", 8, 0, 30.0, cache=False, step_tokens=4),
-        "98a56c6561736501a00800cb403e000000000000c204",
+        client.OpenLease(1, "", 8, 0, 30.0, cache=False, step_tokens=4, promise_tokens=5),
+        "99a56c6561736501a00800cb403e000000000000c20405",
     ),
     (CLIENT_REQUESTS, client.SlideLease(1, 2, 16), "94a5736c69646501 0210"),
     (
@@ -92,8 +92,8 @@ KEPT = [
     ),
     (
         CLIENT_REPLIES,
-        client.Leased(1, 2, 16, b"\x01\0\0\0", (b"\0", b"")),
-        "96a66c65617365640102 10c4040100000092c40100c400",
+        client.Leased(1, 2, 16, b"\x01\0\0\0", (b"\0", b""), 5),
+        "97a66c65617365640102 10c4040100000092c40100c40005",
     ),
     (
         CLIENT_REPLIES,
@@ -129,6 +129,17 @@ EARLIER = [
         client.OpenLease(1, "", 8, 0, 30.0, cache=False),
         "97a56c6561736501a00800cb403e000000000000c2",
     ),
+    (
+        CLIENT_REQUESTS,
+        client.OpenLease(1, "", 8, 0, 30.0, cache=False, step_tokens=4),
+        "98a56c6561736501a00800cb403e000000000000c204",
+    ),
+    (
+        CLIENT_REPLIES,
+        client.Leased(1, 2, 16, b"\x01\0\0\0", (b"\0", b"")),
+        "96a66c65617365640102 10c4040100000092c40100c400",
+    ),
+    (CLIENT_REPLIES, client.Receiving(1, 2, 16, 32), "95a9726563656976696e6701021020"),
     (
         CLIENT_REQUESTS,
         client.ReceiveRequest(1, 7, ("p",), "", 0, 0, 30.0, cache=True, tier=None),

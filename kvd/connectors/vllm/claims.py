@@ -47,7 +47,7 @@ class Claims:
                 tracked.prompt,
                 hold="all" if is_whole else "prefix",
                 namespace=tracked.namespace,
-                reserve_tokens=self._look_ups.reserve_tokens if is_whole else 0,
+                promise_tokens=self._look_ups.promise_tokens if is_whole else 0,
                 deadline_s=0.0,
             )
         except KvdError as error:

@@ -79,8 +79,8 @@ class LookUps:
         """Receives that nobody had accepted when the daemon was last asked, at ``_unmet_s``."""
 
     @property
-    def reserve_tokens(self) -> int:
-        """So many tokens behind a prompt it has pages for."""
+    def promise_tokens(self) -> int:
+        """For so many tokens behind a prompt its lease is sure of pages."""
         return self._options.reserve_tokens if self._options.save == "all" else 0
 
     def begin(self, link: NodeLink, tracked: Tracked) -> None:
@@ -126,7 +126,7 @@ class LookUps:
             tracked.prompt,
             meeting.peer,
             namespace=tracked.namespace,
-            reserve_tokens=self.reserve_tokens,
+            promise_tokens=self.promise_tokens,
             deadline_s=self._options.deadline_s,
             request_id=_as_name(tracked.id) if meeting.number else "",
         )

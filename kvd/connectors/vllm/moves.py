@@ -1,13 +1,14 @@
 """What is copied for a request in a step: which pages of its lease, and which of vLLM's blocks.
 
 Only of tokens that are known: what is speculated on may be taken back. A lease has pages for its
-prompt and a reserve; more are asked for when the last is reached, and those of a prompt of which
-another node had a part only.
+prompt, and is promised those for a part of its answer: they are taken a few at a time, when the
+last is reached, so that what is cached stays while answers are short. Those of a prompt of which
+another node had a part only are asked for too.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvd.client import KvdError
 from kvd.connectors.vllm.orders import CopyOrder
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.requests import Requests
     from kvd.connectors.vllm.sessions import NodeLink
     from kvd.connectors.vllm.tracked import Tracked
+
+
+BLOCKS_AT_ONCE: Final = 4
+"""Pages that a growing answer takes: fewer are a message more often, more may never be written."""
 
 
 class Moves:
@@ -42,7 +47,8 @@ class Moves:
     ) -> None:
         self._save = options.save
         self._requests = requests
-        self._reserve = options.reserve_tokens if options.save == "all" else 0
+        reserve = options.reserve_tokens if options.save == "all" else 0
+        self._more_tokens = min(reserve, BLOCKS_AT_ONCE * block_size)
         self._block = block_size
         self._block_ids = block_ids
 
@@ -115,9 +121,9 @@ class Moves:
             tracked.extension is None
             and not tracked.is_full
             and upto // self._block >= n_pages
-            and lacking + self._reserve > 0
+            and lacking + self._more_tokens > 0
         ):
-            tracked.extension = link.ask(lease.begin_extend, lacking + self._reserve)
+            tracked.extension = link.ask(lease.begin_extend, lacking + self._more_tokens)
         return n_pages
 
     def _copy(self, tracked: Tracked, lease: SyncLease, first: int, upto: int) -> CopyOrder:

@@ -34,7 +34,7 @@ class VllmOptions(msgspec.Struct, frozen=True, rename=lambda name: PREFIX + name
     save: str = "all"
     """``all``: what is generated is cached too; ``prompt``: prompts alone; ``none``: nothing."""
     reserve_tokens: int = 256
-    """Pages for so many generated tokens are taken with a prompt, and again when they are full."""
+    """Pages for so many generated tokens are promised with a prompt, and taken as they come."""
     keep_s: float = 120.0
     """So long a prompt that another node will decode is kept for it."""
     deadline_s: float = 30.0

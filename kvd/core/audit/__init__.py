@@ -1,6 +1,6 @@
 """Audit: what must be true of a node between two steps, and what is done where it is not.
 
-What lives here: the invariants I1 to I9 as rules, the standing audit that looks at a living node
+What lives here: the invariants I1 to I10 as rules, the standing audit that looks at a living node
 slice by slice, what it found and for how long, and how a broken thing is kept from everybody.
 What must not: a change of state for any other reason than a broken rule.
 

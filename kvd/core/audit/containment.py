@@ -13,7 +13,10 @@ the next process, whoever uses it is told, it is counted, and ``kvd why page`` s
     too few locks on a node  raised to the leases that end there; too many are left as they are
     a node that does not fit found by no prompt any more, dropped when nobody locks it; who locks
       its tokens             it is lost
-    wrong sums of the tree   counted again, or more would be promised than there is
+    wrong sums of the tree   counted again, or more would be given out than there is
+    more promised than       the youngest promises end, until the rest can be kept; so it is after
+      there is                 anything else of this table that has cost pages
+    wrong sums of promises   counted again
     a node nobody evicts     put in the order of eviction again
     too few reads counted    raised to the posts and copies under way
     a receive, a send that   its engine is told that it failed; a post that its send does not know
@@ -94,7 +97,9 @@ class Containment:
         """Keep what is broken from everybody; in words what was done, empty if nothing was."""
         # Some checks carry the number of what they are about, so that each is a fault of its own.
         does = self._deeds().get(fault.check.rstrip("0123456789-"))
-        return TOLD if does is None else does(fault)
+        done = TOLD if does is None else does(fault)
+        # Pages that nobody gets any more may have been those that a lease was sure of.
+        return "; ".join([said for said in (done, *self._node.leases.promises.cut()) if said])
 
     def _deeds(self) -> dict[str, Callable[[Fault], str]]:
         return {
@@ -109,6 +114,7 @@ class Containment:
             "lock-count": self._raise_locks,
             **dict.fromkeys(("locks-grow", "lock-below-zero"), self._raise_locks),
             "totals": self._count_again,
+            "promises": self._count_promises,
             "not-in-order": self._put_in_order,
             "reads": self._raise_reads,
             **dict.fromkeys(("receive", "verify", "prefix", "ready"), self._fail_receive),
@@ -210,6 +216,7 @@ class Containment:
             lease.deferred, lease.unswapped_from = NO_PAGES, None
         # Before its users hear of it: what they do next may end the lease.
         lease.cache = lease.is_whole = False  # nothing of it joins the tree as it ends
+        table.promises.end(lease)
         # Nobody uses what is in quarantine: only its writer is waited for.
         if lease.quarantine is None:
             self._fail_users(lease, refusal)
@@ -287,6 +294,10 @@ class Containment:
 
     def _count_again(self, _: Fault) -> str:
         recount(self._node.leases.tree)
+        return "counted again"
+
+    def _count_promises(self, _: Fault) -> str:
+        self._node.leases.promises.recount()
         return "counted again"
 
     def _put_in_order(self, fault: Fault) -> str:

@@ -1,4 +1,4 @@
-"""What must be true between two steps, in words for every violation: I1 to I8 of the design, I9.
+"""What must be true between two steps, in words for every violation: I1 to I10.
 
 Everything at once: run after every step in tests and by ``kvd audit``. The cost grows with the
 pool, so the hot path never calls it; the standing audit (``audit``) asks the same rules piece by
@@ -14,6 +14,7 @@ piece.
 - I7 every quarantined lease names the incarnation that may still write
 - I8 event numbers are contiguous (the outbox numbers them; the shell checks on the way out)
 - I9 what is held is held for somebody: see ``rules``
+- I10 promised pages <= free + evictable pages, of each component: see ``leases.promises``
 
 I1 to I4 and I9 hold of every component with pages of its own: see ``component_rules``.
 """
@@ -28,6 +29,7 @@ from kvd.core.audit.rules import (
     lease_faults,
     lock_faults,
     post_faults,
+    promise_faults,
     queue_faults,
     ready_faults,
     receive_faults,
@@ -54,7 +56,7 @@ def faults(node: NodeView) -> list[Fault]:
     refs = Backrefs(node)
     tree, decoder, prefiller = node.leases.tree, node.decoder, node.prefiller
     found = [fault for pool in pools_of(node.leases) for fault in tile_faults(pool)]
-    found += saved_faults(node.leases) + tree_faults(tree)
+    found += saved_faults(node.leases) + tree_faults(tree) + promise_faults(node.leases)
     for edge in (*tree.roots.values(), *tree.nodes()):
         found += lock_faults(edge, refs)
     for lease in node.leases.leases.values():

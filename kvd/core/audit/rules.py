@@ -60,6 +60,7 @@ INVARIANTS = {
     "I7": "every quarantine names who may still write",
     "I8": "events are numbered without a gap",
     "I9": "what is held is held for somebody",
+    "I10": "what is promised is there: free and evictable pages cover it",
 }
 """What each of them says, in a sentence; ``invariants`` has the formulas."""
 
@@ -70,7 +71,7 @@ Key = tuple[str, str, int, int, str, int]
 class Fault(msgspec.Struct, frozen=True):
     """One broken rule, and what it is about; 0 and empty where it is about no such thing.
 
-    ``rule`` is one of I1 to I9, ``check`` says which part of it in a word, ``what`` in a sentence.
+    ``rule`` is one of I1 to I10, ``check`` says which part of it in a word, ``what`` in a sentence.
     ``side`` and ``part`` name one part of a handoff, ``node`` a node of the tree; ``component`` is
     empty for the first one, which is meant where none is said.
     """
@@ -140,6 +141,27 @@ def total_faults(tree: RadixTree) -> list[Fault]:
             f"counted, {evictable} and {protected} are in the eviction order",
         )
     ]
+
+
+def promise_faults(table: LeaseTable) -> list[Fault]:
+    """I10, of every component; and that nothing is promised to a lease that is gone."""
+    found = []
+    promises = table.promises
+    gone = [number for number in promises.of_leases if number not in table.leases]
+    if gone or not promises.is_counted():
+        what = f"{promises.n_pages} pages are counted as promised, which is not what leases lack"
+        if gone:
+            what = f"pages are promised to lease {gone[0]}, which is gone"
+        found.append(Fault("I10", "promises", what))
+    for name, pages in zip(table.budgets.names, promises.uncovered(), strict=True):
+        if pages:
+            what = (
+                f"{table.budgets.promised(name)} pages of {name} are promised, {pages} of them are "
+                f"neither free nor evictable"
+            )
+            component = "" if name == table.pool.name else name
+            found.append(Fault("I10", "promised", what, component=component))
+    return found
 
 
 def is_sound(node: RadixNode, order: EvictionOrder, page_bytes: int) -> bool:

@@ -37,6 +37,7 @@ from kvd.core.audit.rules import (
     missing_locks,
     node_faults,
     post_faults,
+    promise_faults,
     queue_faults,
     ready_faults,
     receive_faults,
@@ -309,6 +310,7 @@ class Sweep:
 
     def _look_at_totals(self, node: NodeView, refs: Backrefs) -> int:
         self.faults += total_faults(node.leases.tree)
+        self.faults += promise_faults(node.leases)
         self.faults += queue_faults(node, refs)
         self.faults += register_faults(node)
         area = node.leases.saved

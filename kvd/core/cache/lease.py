@@ -56,6 +56,7 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     the longest prefix that it may take from the tree. ``fresh_tokens``: pages of the components
     beside the first are written from this token on by somebody else, a remote or a restore; None:
     the engine computes them, and goes on from what the tree has. ``step_tokens``: so many at once.
+    ``promise_tokens``: so many more are promised behind the reserve; no page is taken for them.
     ``goes_on``: tokens follow that it does not name, so all that it names may be cached. ``lent``:
     it takes these ``pages`` of an arena, and neither looks into the tree nor takes any other.
     """
@@ -75,6 +76,7 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     match_tokens: int | None = None
     fresh_tokens: int | None = None
     step_tokens: int = 0
+    promise_tokens: int = 0
     goes_on: bool = False
     lent: Lent | None = None
     pages: Pages = NO_PAGES
@@ -84,28 +86,54 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
         """Tokens that must have a slot."""
         return count(self.tokens) + self.reserve_tokens
 
+    @property
+    def whole(self) -> Claim:
+        """What it would be if it took pages for what is promised too."""
+        if not self.promise_tokens:
+            return self
+        reserve_tokens = self.reserve_tokens + self.promise_tokens
+        return msgspec.structs.replace(self, reserve_tokens=reserve_tokens, promise_tokens=0)
+
 
 Demand = tuple[int, ...]
 """Pages of each component that has pages of its own, the first one first."""
 
 
 class Claimed:
-    """A claim whose prefix is locked and whose pages are promised, but not taken yet."""
+    """A claim whose prefix is locked and whose pages are there for it, but not taken yet.
 
-    __slots__ = ("anchor", "claim", "demand")
+    It takes ``demand``; it keeps ``kept`` from others, which is that and what it is promised.
+    """
 
-    def __init__(self, claim: Claim, anchor: RadixNode, demand: Demand) -> None:
+    __slots__ = ("anchor", "claim", "demand", "kept")
+
+    def __init__(self, claim: Claim, anchor: RadixNode, demand: Demand, kept: Demand) -> None:
         self.claim = claim
         self.anchor = anchor
         self.demand = demand
+        self.kept = kept
 
 
 class Shortage(msgspec.Struct, frozen=True):
-    """Not enough pages of the component ``budget``, and nothing was changed."""
+    """Not enough pages of the component ``budget``, and nothing was changed.
+
+    ``headroom_pages`` is read with the cached prefix locked: less than none is obtainable where
+    that locks pages that are promised to others.
+    """
 
     needed_pages: int
     headroom_pages: int
     budget: str
+
+    @property
+    def missing_pages(self) -> int:
+        """What is short."""
+        return self.needed_pages - self.headroom_pages
+
+    @property
+    def obtainable_pages(self) -> int:
+        """The headroom, for whoever is told of it."""
+        return max(0, self.headroom_pages)
 
 
 class Writer(msgspec.Struct, frozen=True):

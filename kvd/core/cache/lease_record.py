@@ -23,7 +23,7 @@ from kvd.core.cache.lease_state import LeaseStage
 from kvd.types import ID_BYTES, NO_PAGES, Pages, count, slice_pages
 
 if TYPE_CHECKING:
-    from kvd.core.cache.lease import Claim, Lent, Quarantine, Saved
+    from kvd.core.cache.lease import Claim, Demand, Lent, Quarantine, Saved
     from kvd.core.cache.radix_node import RadixNode
     from kvd.errors import Refusal
 
@@ -41,6 +41,19 @@ class LeaseSends:
         """So many of its first tokens are sent, by the longest of them."""
         self.gives_way: tuple[str, ...] = ()
         """Sends for whose sake the lease stays only while nobody needs its pages."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class LeasePromise:
+    """Pages that a lease is sure of and does not have yet (``leases.promises``)."""
+
+    __slots__ = ("pages", "upto_tokens")
+
+    def __init__(self, upto_tokens: int) -> None:
+        self.upto_tokens = upto_tokens
+        """They are for so many first tokens."""
+        self.pages: Demand = ()
+        """Of each component, what is promised now; none: the promise has ended."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -64,6 +77,7 @@ class LeaseRecord:
         "page_table",
         "prefix_tokens",
         "priority",
+        "promise",
         "quarantine",
         "reads",
         "reason",
@@ -129,6 +143,8 @@ class LeaseRecord:
         self.lost: Refusal | None = None
         """Why it can only be released: it was found broken (``containment``)."""
         self.state = LeaseStage.RUNNING
+        self.promise: LeasePromise | None = None
+        """None: nothing beyond its pages was ever promised to it."""
         self.saved: Saved | None = None
         self.retracted_s = 0.0
         """When it was last retracted."""
@@ -138,6 +154,22 @@ class LeaseRecord:
         """The pages that are this lease's own, duplicates not yet given back included."""
         own = slice_pages(self.page_table, self.owned)
         return Pages(own + self.deferred if self.deferred else own)
+
+    @property
+    def promised_pages(self) -> int:
+        """Pages of the first component that are promised to it."""
+        return self.promised_of(0)
+
+    def promised_of(self, index: int) -> int:
+        """The same of one component, by its place in a demand."""
+        promise = self.promise
+        return promise.pages[index] if promise is not None and promise.pages else 0
+
+    @property
+    def promised_tokens(self) -> int:
+        """Tokens that it was promised beyond those with a slot; a resume asks for them again."""
+        promise = self.promise
+        return 0 if promise is None else max(0, promise.upto_tokens - self.room_tokens)
 
     @property
     def saved_tokens(self) -> int:

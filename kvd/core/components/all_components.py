@@ -105,7 +105,7 @@ class AllComponentPages:
             keeper.make_room(n_pages)
 
     def grant(self, lease: LeaseRecord, claimed: Claimed) -> None:
-        """Take the promised pages."""
+        """Take the pages that are there for it."""
         for keeper, n_pages in zip(self.each, claimed.demand[1:], strict=True):
             keeper.grant(lease, claimed.claim, claimed.anchor, n_pages)
 

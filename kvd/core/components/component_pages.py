@@ -60,6 +60,8 @@ class ComponentPages:
         """Those whose pages no lease needs, used longest ago first."""
         self.evictable_pages = 0
         """The pages of these."""
+        self.promised_pages = 0
+        """To leases that do not have them yet (``leases.promises``)."""
         self._out = out
 
     # ---- what there is -----------------------------------------------------------------------
@@ -76,10 +78,11 @@ class ComponentPages:
 
     @property
     def headroom_pages(self) -> int:
-        """Pages obtainable now."""
+        """Pages obtainable now by whom none are promised."""
         # Condemned pages that still lie at nodes count as evictable, and do not come back when they
         # are.
-        return self.pool.free_pages + self.evictable_pages - self.pool.doomed_pages
+        there = self.pool.free_pages + self.evictable_pages - self.pool.doomed_pages
+        return there - self.promised_pages
 
     @property
     def nodes(self) -> KeysView[RadixNode]:

@@ -460,6 +460,7 @@ class Pulls:
             namespace=message.namespace,
             tokens=Tokens(ask.tokens[: n_tokens * ID_BYTES]),
             reserve_tokens=message.reserve_tokens,
+            promise_tokens=message.promise_tokens,
             priority=message.priority,
             cache=message.cache,
         )
@@ -482,6 +483,7 @@ class Pulls:
                 receive=receive,
                 prefix_tokens=lease.prefix_tokens,
                 prompt_tokens=n_tokens,
+                promised_tokens=lease.promised_tokens,
             ),
         )
         self._out.answer(

@@ -113,6 +113,7 @@ class ReceiveRequests:
             namespace=message.namespace,
             tokens=tokens,
             reserve_tokens=message.reserve_tokens,
+            promise_tokens=message.promise_tokens,
             priority=message.priority,
             cache=message.cache,
             # Not ENGINE: until it is verified a remote writes these pages, and no call of the
@@ -194,6 +195,7 @@ class ReceiveRequests:
             receive=attempt.id,
             prefix_tokens=attempt.prefix_tokens,
             prompt_tokens=attempt.prompt_tokens if attempt.is_pulled else None,
+            promised_tokens=lease.promised_tokens,
         )
         self._out.answer(attempt.session, answer)
         for part in attempt.parts:

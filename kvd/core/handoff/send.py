@@ -29,7 +29,7 @@ from kvd.core.handoff.served import ServedRooms
 from kvd.core.handoff.settled import SettledSends
 from kvd.core.handoff.sources import accepted
 from kvd.core.handoff.transitions import move_prefill
-from kvd.core.leases.written import promised_tokens
+from kvd.core.leases.written import tokens_of_ranks
 from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
 from kvd.wire.peer import Accept, ReceiveOutcome
@@ -92,7 +92,7 @@ class Prefiller:
             # One that is finished is written by the word of its engine, for every rank.
             if part.aux is not None or lease is None or len(lease.said) != ranks or ranks == 1:
                 continue
-            upto = promised_tokens(lease)[rank]
+            upto = tokens_of_ranks(lease)[rank]
             if upto >= part.prompt_tokens:
                 continue
             ended += 1

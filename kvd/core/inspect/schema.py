@@ -288,6 +288,15 @@ LEASE: StateTable[LeaseRecord, LeaseState] = StateTable(
     ),
     StateField("beside", "text", _beside, "pages of the other components"),
     StateField(
+        "promised", "pages", "promised_pages", "it is sure of more pages", wire="promised_pages"
+    ),
+    StateField(
+        "",
+        "tokens",
+        lambda _, one: one.promised_tokens if one.promised_pages else 0,
+        wire="promised_tokens",
+    ),
+    StateField(
         "locked",
         "tokens",
         lambda _, one: one.anchor.end_tokens if one.anchor is not None else 0,
@@ -627,7 +636,14 @@ POOL: StateTable[PoolRow, PoolState] = StateTable(
     StateField(
         "evictable", "pages", "cache.evictable_pages", "cached, not in use", wire="evictable_pages"
     ),
-    StateField("headroom", "pages", _headroom, "to be had now: free or evictable"),
+    StateField("headroom", "pages", _headroom, "to be had now: free or evictable, not promised"),
+    StateField(
+        "promised",
+        "pages",
+        lambda node, one: node.leases.budgets.promised(one.component.name),
+        "free or evictable, and a lease is sure of them",
+        wire="promised_pages",
+    ),
     StateField("waiting", "count", "", "requests that lack pages of it"),
     StateField(
         "saved",

@@ -470,6 +470,11 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         for one in state.beside
     ]
     said += said_of_lease(node.leases, lease)
+    promise = lease.promise
+    if promise is not None and any(promise.pages):
+        pages = zip(node.leases.budgets.names, promise.pages, strict=True)
+        each = ", ".join([f"{n_pages} of {name}" for name, n_pages in pages if n_pages])
+        said.append(f"promised pages for its first {promise.upto_tokens} tokens: {each} to come")
     if lease.quarantine:
         said.append(f"in quarantine for {state.quarantined_s:.1f} s, because {state.because}")
     if lease.state not in {LeaseStage.RUNNING, LeaseStage.FORMER}:

@@ -9,14 +9,15 @@ Read first, in this order:
 
 - ``lease_table.LeaseTable``: everything that moves a page or a lock; ``written`` is how far an
   engine says that it is, beyond which nothing is shared;
-- ``admission.Admission``: the one queue in front of it;
+- ``admission.Admission``: the one queue in front of it; ``promises.Promises``: pages that a lease
+  is sure of and has not taken;
 - ``session_table.SessionTable``: which engines there are; ``sessions.Sessions``: what ends with
   one; ``owners.Owners``: whose a lease is;
 - ``retraction.Retractor``: out of the pool and back; its bytes are in ``saved_area``, and
   ``copies`` are the copies that move them;
 - ``fetch.Fetcher``: pages into a device buffer; ``receive_tier`` is what a receive may ask of that.
 
-``epochs.Epochs`` says in which generation a family of namespaces is, and when that is answered.
+``epochs.Epochs`` says in which generation a base of namespaces is, and when that is answered.
 Where a pool outlives its process: ``journal_notes`` is what is written down, ``former_leases`` what
 the next process makes of it. ``lease_events`` only tells.
 """

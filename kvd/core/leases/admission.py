@@ -390,9 +390,11 @@ class Admission:
 
     def shortage(self, waiter: Waiter) -> str:
         """Which budget was short when the waiter was last matched, and by how much."""
+        promised = self._leases.budgets.promised(waiter.budget)
         return (
             f"needs {waiter.needed_pages} pages of {waiter.budget} beyond what is cached "
-            f"of it, {waiter.obtainable_pages} obtainable: {waiter.missing_pages} missing"
+            f"of it, {max(0, waiter.obtainable_pages)} obtainable: {waiter.missing_pages} missing"
+            f"{f'; {promised} are promised to leases' if promised else ''}"
         )
 
     def _is_behind(self, waiter: Waiter) -> bool:
@@ -415,13 +417,13 @@ class Admission:
         waiter.obtainable_pages = shortage.headroom_pages
         waiter.seen_growth = self._leases.growth
 
-    def _may_fit(self, waiter: Waiter, promised: Demand) -> bool:
+    def _may_fit(self, waiter: Waiter, kept_pages: Demand) -> bool:
         """False where matching it again cannot find room: as much is lacking, nothing is cached."""
         table = self._leases
         # When more is cached than then, what it lacked then says nothing.
         if not waiter.budget or waiter.seen_growth != table.growth or table.giving_way:
             return True
-        taken = promised[table.budgets.names.index(waiter.budget)]
+        taken = kept_pages[table.budgets.names.index(waiter.budget)]
         return waiter.needed_pages <= table.budgets.headroom(waiter.budget) - taken
 
     def _admit_ready(self) -> None:
@@ -429,7 +431,7 @@ class Admission:
         waiting, kept, aside = self.line, [], []
         admitted: list[Waiter] = []
         claimed: list[Claimed] = []
-        promised = self._leases.budgets.nothing
+        kept_pages = self._leases.budgets.nothing
         blocking: list[Waiter] = []
         hopeless: list[Waiter] = []
         for index, waiter in enumerate(waiting):
@@ -438,11 +440,11 @@ class Admission:
             if awaits:
                 aside.append((waiter, awaits))
                 continue
-            # Each is counted against what those before it were promised: the pages themselves are
+            # Each is counted against what is kept for those before it: the pages themselves are
             # taken below, by one eviction for all, when every prefix that it must spare is locked.
-            found = self._claim(waiter, promised)
+            found = self._claim(waiter, kept_pages)
             if isinstance(found, Claimed):
-                promised = tuple(map(add, promised, found.demand))
+                kept_pages = tuple(map(add, kept_pages, found.kept))
                 admitted.append(waiter)
                 claimed.append(found)
                 for one in blocking:
@@ -466,11 +468,11 @@ class Admission:
             refusal = self._never(waiter.claim, waiter.budget, waiter.needed_pages)
             waiter.asker.refused(refusal)
 
-    def _claim(self, waiter: Waiter, promised: Demand) -> Claimed | None:
-        """The waiter's locked prefix, if there are pages for it after those promised."""
-        if not self._may_fit(waiter, promised):
+    def _claim(self, waiter: Waiter, kept_pages: Demand) -> Claimed | None:
+        """The waiter's locked prefix, if there are pages for it after those kept."""
+        if not self._may_fit(waiter, kept_pages):
             return None
-        found = self._leases.claim(waiter.claim, promised)
+        found = self._leases.claim(waiter.claim, kept_pages)
         if isinstance(found, Shortage):
             self._note(waiter, found)
             return None

@@ -49,10 +49,13 @@ def no_run(leases: LeaseTable, n_pages: int, side: str) -> Refusal:
     longest, capacity = leases.pool.longest_run(), leases.capacity_pages
     is_too_large = n_pages > capacity
     todo = "enlarge pool.pages" if is_too_large else "open arenas before leases, or a smaller one"
+    n_promised = leases.promises.n_pages
+    promised = f"{n_promised} promised to leases, " if n_promised else ""
     return Refusal(
         Code.TOO_LARGE if is_too_large else Code.NO_ROOM,
         f"an arena of {n_pages} pages: pool {leases.pool.name} has {capacity}, "
-        f"{leases.pool.free_pages} of them free, the longest run of free ones is {longest}: {todo}",
+        f"{leases.pool.free_pages} of them free, {promised}the longest run of free ones is "
+        f"{longest}: {todo}",
         side=side,
         numbers={
             "pages": n_pages,

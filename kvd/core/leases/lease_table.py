@@ -17,12 +17,14 @@ and not come for yet, a room that has been received. Such a lease **gives way**:
 no room, those leases go, oldest first, until there is. Who held them is told in the same step
 (``gave_way``), before anything could read their pages.
 
+What is promised to leases (``promises``) is no headroom of anybody else.
+
 Invariants: null + free + held + cached + quarantined = total (I1); no page in two leases.
 """
 
 from __future__ import annotations
 
-from operator import add
+from operator import add, neg
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -41,6 +43,7 @@ from kvd.core.components.component_pages import tell_evicted
 from kvd.core.layout.spec import lockstep_bytes
 from kvd.core.leases import lease_events
 from kvd.core.leases.journal_notes import JournalNotes
+from kvd.core.leases.promises import Promises
 from kvd.core.leases.saved_area import SavedArea
 from kvd.core.leases.written import tokens_to_commit
 from kvd.errors import Code, Refusal
@@ -70,7 +73,7 @@ class Budgets:
     def __init__(self, table: LeaseTable) -> None:
         self.names = (table.pool.name, *(one.component.name for one in table.components.each))
         self.nothing: Demand = (0,) * len(self.names)
-        """What is promised before anybody is admitted."""
+        """What is kept for others before anybody is admitted."""
         self._table = table
 
     def capacity(self) -> Demand:
@@ -80,7 +83,7 @@ class Budgets:
         return tuple([one.total_pages - 1 - one.condemned_pages for one in pools])
 
     def headroom(self, name: str) -> int:
-        """Pages obtainable now of that component."""
+        """Pages obtainable now of that component, by whom none are promised."""
         component = self._table.components.named(name)
         return self._table.headroom_pages if component is None else component.headroom_pages
 
@@ -89,8 +92,16 @@ class Budgets:
         table = self._table
         component = table.components.named(name)
         if component is None:
-            return f"{table.pool.free_pages} free, {table.tree.evictable_pages} evictable"
-        return f"{component.pool.free_pages} free, {component.evictable_pages} evictable"
+            said = f"{table.pool.free_pages} free, {table.tree.evictable_pages} evictable"
+        else:
+            said = f"{component.pool.free_pages} free, {component.evictable_pages} evictable"
+        promised = self.promised(name)
+        return f"{said}, {promised} of them promised to leases" if promised else said
+
+    def promised(self, name: str) -> int:
+        """Pages of that component that are promised to leases."""
+        component = self._table.components.named(name)
+        return self._table.promises.n_pages if component is None else component.promised_pages
 
     def least(self, claim: Claim) -> Demand:
         """What a claim takes if it can go on from all that is cached of it; of kv, all its pages.
@@ -100,15 +111,16 @@ class Budgets:
         table = self._table
         if claim.lent is not None:
             return self.nothing
+        claim = claim.whole
         pages = table.pages_for(claim.room_tokens)
         if not table.components.each:
             return (pages,)
         prefix = table.tree.probe(claim.tokens, claim.namespace, claim.match_tokens)
         return (pages, *table.components.demand(claim, prefix))
 
-    def shortage(self, demand: Demand, promised: Demand) -> Shortage | None:
-        """The first that has not so many pages left after what is promised."""
-        for name, needed, taken in zip(self.names, demand, promised, strict=True):
+    def shortage(self, demand: Demand, kept: Demand) -> Shortage | None:
+        """The first that has not so many pages left after what is kept for others."""
+        for name, needed, taken in zip(self.names, demand, kept, strict=True):
             obtainable = self.headroom(name) - taken
             if needed > obtainable:
                 return Shortage(needed, obtainable, name)
@@ -131,6 +143,7 @@ class LeaseTable:
         self.budgets = Budgets(self)
         self.saved: SavedArea = SavedArea(spec, self, out)
         self.page_size = component.page_size
+        self.promises = Promises(self.pool, self.tree, self.components, self.page_size)
         self.capacity_pages = spec.pages[0] - 1
         """Pages that exist, the null page not counted."""
         self.page_bytes = lockstep_bytes(spec)
@@ -162,8 +175,9 @@ class LeaseTable:
 
     @property
     def headroom_pages(self) -> int:
-        """Pages obtainable now."""
-        return self.pool.free_pages + self.tree.evictable_pages - self.pool.doomed_pages
+        """Pages obtainable now by whom none are promised."""
+        there = self.pool.free_pages + self.tree.evictable_pages - self.pool.doomed_pages
+        return there - self.promises.n_pages
 
     def pages_for(self, n_tokens: int) -> int:
         """Pages that ``n_tokens`` take."""
@@ -177,7 +191,7 @@ class LeaseTable:
 
     def open_lease(self, claim: Claim) -> LeaseRecord | Shortage:
         """Lock the cached prefix, then hold pages for the rest; all of it or nothing."""
-        if not self._is_short or claim.lent is not None:
+        if not self._is_short or claim.lent is not None or claim.promise_tokens:
             return self._open_any(claim)
         # The short path: the same in one function, where nothing lies beside.
         pool, tree = self.pool, self.tree
@@ -188,10 +202,12 @@ class LeaseTable:
         anchor = tree.hold(claim.tokens, claim.namespace, claim.match_tokens)
         needed = n_pages - anchor.end_tokens // self.page_size
         short = pool.short_of(needed)
-        # Of pages that do not come back the general way knows more.
-        if short > 0 and not pool.doomed_pages and short * ID_BYTES <= tree.evictable_bytes:
+        # Of pages that do not come back, and of those that others are sure of, the general way
+        # knows more. The lock alone may have taken some of these.
+        others = self.promises.n_pages or pool.doomed_pages
+        if short > 0 and not others and short * ID_BYTES <= tree.evictable_bytes:
             self.evict(short, "room")
-        elif short > 0 or pool.doomed_pages:
+        elif short > 0 or others:
             obtainable = self._obtain(needed)
             if needed > obtainable:
                 tree.unlock(anchor)
@@ -228,16 +244,20 @@ class LeaseTable:
         self._have_room(claimed.demand)
         return self._grant(claimed)
 
-    def claim(self, claim: Claim, promised: Demand) -> Claimed | Shortage:
-        """Lock the cached prefix, if the rest fits after what is promised; nothing else changes.
+    def claim(self, claim: Claim, kept: Demand) -> Claimed | Shortage:
+        """Lock the cached prefix, if the rest fits after what is kept; nothing else changes.
 
         The headroom is read after the lock, because locking turns evictable pages into protected
-        ones: the number from before would admit too much (scenario A11).
+        ones: the number from before would admit too much (scenario A11). What others are promised
+        is no headroom, so a prefix is not locked either where only that is left of it.
         """
+        nothing = self.budgets.nothing
         if claim.lent is not None:
             root = self.tree.hold(NO_TOKENS, claim.namespace)
-            return Claimed(claim, root, self.budgets.nothing)
-        total = -(-claim.room_tokens // self.page_size)
+            return Claimed(claim, root, nothing, nothing)
+        whole = claim.whole
+        total = -(-whole.room_tokens // self.page_size)
+        promised = total - -(-claim.room_tokens // self.page_size)
         # The cached pages count too: they are of this pool, so no eviction makes room for more than
         # it has.
         if total > self.capacity_pages:
@@ -247,17 +267,20 @@ class LeaseTable:
             # Nothing beside can shorten the match here, so it is locked as it is walked.
             anchor = tree.hold(claim.tokens, claim.namespace, claim.match_tokens)
             needed = total - anchor.end_tokens // self.page_size
-            obtainable = self._obtain(needed + promised[0]) - promised[0]
+            obtainable = self._obtain(needed + kept[0]) - kept[0]
             if needed <= obtainable:
-                return Claimed(claim, anchor, (needed,))
+                return Claimed(claim, anchor, (needed - promised,), (needed,))
             tree.unlock(anchor)
             return Shortage(needed, obtainable, self.pool.name)
-        anchor = components.lock_prefix(claim)
+        anchor = components.lock_prefix(whole)
         needed = total - anchor.end_tokens // self.page_size
-        demand = (needed, *components.demand(claim, anchor.end_tokens))
-        shortage = self._shortage(demand, promised)
+        demand = (needed, *components.demand(whole, anchor.end_tokens))
+        shortage = self._shortage(demand, kept)
         if shortage is None:
-            return Claimed(claim, anchor, demand)
+            beside = demand[1:]
+            if claim is not whole:
+                beside = components.demand(claim, anchor.end_tokens)
+            return Claimed(claim, anchor, (needed - promised, *beside), demand)
         # Under the tree's lock still: without it the node could be evicted with what lies at it.
         components.unlock(anchor, claim)
         tree.unlock(anchor)
@@ -278,10 +301,12 @@ class LeaseTable:
             self.components.make_room(demand[1:])
 
     def _grant(self, claimed: Claimed) -> LeaseRecord:
-        """Take the promised pages: the lease begins, or a retracted one has pages again."""
+        """Take the pages that are there for it: it begins, or a retracted one has pages again."""
         lease = self._begin(claimed.claim, claimed.anchor, claimed.demand[0])
         if self.components.each:
             self.components.grant(lease, claimed)
+        if claimed.claim.promise_tokens:
+            self.promises.promise(lease, lease.room_tokens + claimed.claim.promise_tokens)
         return lease
 
     def _begin(self, claim: Claim, anchor: RadixNode, n_pages: int) -> LeaseRecord:
@@ -322,14 +347,18 @@ class LeaseTable:
         return lease
 
     def extend(self, lease: LeaseRecord, n_tokens: int) -> Shortage | None:
-        """Hold pages for ``n_tokens`` more, now or not at all."""
+        """Hold pages for ``n_tokens`` more, now or not at all; what is promised is there."""
         room_tokens = lease.room_tokens + n_tokens
         needed = self.pages_for(room_tokens) - count(lease.page_table)
         if needed > 0:
             # Every budget before the first page: what was taken of one could not be given back
             # without a gap in the row when another one is short.
             demand = (needed, *self.components.growth(lease, room_tokens))
-            shortage = self._shortage(demand, self.budgets.nothing)
+            promise = lease.promise
+            promised = promise.pages if promise is not None else ()
+            # Headroom is without what is promised, and of that so much is its own.
+            kept = tuple(map(neg, promised)) or self.budgets.nothing
+            shortage = self._shortage(demand, kept)
             if shortage is not None:
                 return shortage
             self._have_room(demand)
@@ -338,6 +367,8 @@ class LeaseTable:
             if self._journal is not None:
                 self._journal.note_held(lease, taken)
             self.components.extend(lease, room_tokens)
+            if promise is not None:
+                self.promises.count_again(lease)
             lease_events.tell_extended(self._out, lease)
         lease.room_tokens = room_tokens
         lease.touched_s = self._out.at_s
@@ -412,6 +443,8 @@ class LeaseTable:
 
     def _cache(self, lease: LeaseRecord, anchor: RadixNode, last: int) -> None:
         """Move the pages ``[owned, last)`` into the tree; the lock follows them."""
+        if self.promises.n_pages and self._would_break_promise(lease, last):
+            return  # its next commit, or its end, shares them
         first, pages = lease.owned, lease.page_table
         mine = slice_pages(pages, first, last)
         # All of them, also those that do not join: a sweep of the audit that saw them in the lease
@@ -435,6 +468,14 @@ class LeaseTable:
         lease.touched_s = self._out.at_s
         duplicate_pages = count(extension.duplicates)
         lease_events.tell_committed(self._out, lease, extension.node, duplicate_pages)
+
+    def _would_break_promise(self, lease: LeaseRecord, last: int) -> bool:
+        """Whether pages that others are promised would be locked, and none come back for them."""
+        if not lease.reads and lease.unswapped_from is None:
+            return False  # an equal page of its own comes back for each
+        upto_tokens = last * self.page_size
+        known = self.tree.probe(lease.tokens, lease.namespace, upto_tokens) // self.page_size
+        return known - lease.owned > max(0, self.headroom_pages)
 
     def _give_back(self, lease: LeaseRecord, duplicates: Pages) -> None:
         """Free replaced pages, but not under a post that reads them or an engine that uses them."""
@@ -530,7 +571,8 @@ class LeaseTable:
 
     def open_arena(self, claim: Claim, n_pages: int) -> LeaseRecord | None:
         """So many pages that follow each other; None: no run of free ones is so long."""
-        self._obtain(n_pages)
+        if n_pages > self._obtain(n_pages) and self.promises.n_pages:
+            return None
         self._make_room(n_pages)
         run = self.pool.take_run(n_pages)
         if run is None:
@@ -584,6 +626,7 @@ class LeaseTable:
 
     def vacate(self, lease: LeaseRecord, tokens: Tokens) -> None:
         """Unlock the prefix and free the pages; the lease stays, and knows ``tokens``."""
+        self.promises.end(lease)
         if self._journal is not None and ENGINE in lease.holders:
             # While it has its lock: of one without, nothing is noted.
             self._journal.note_ended(lease)
@@ -638,6 +681,9 @@ class LeaseTable:
     def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on: windows behind it go back."""
         refusal = self.components.slide(lease, upto_tokens)
+        if lease.promise is not None:
+            # What it gave back for good it needs again where it was promised more.
+            self.promises.count_again(lease)
         # What fell behind the window may be what somebody waits for.
         self.releases += refusal is None
         return refusal
@@ -684,6 +730,9 @@ class LeaseTable:
             self._journal.note_ended(lease)
             self._journal.note_freed(self._lent_by(lease))
         if lease.holders:
+            # Only its engine goes on into it; and nothing is promised to what ends below either.
+            if ENGINE not in lease.holders:
+                self.releases += self.promises.end(lease)
             if lease.holders == {ENGINE}:
                 # The last send is over: the next slide may give back what was kept for it.
                 lease.sends = None
@@ -804,6 +853,7 @@ class LeaseTable:
 
     def quarantine(self, lease: LeaseRecord, quarantine: Quarantine) -> None:
         """A remote may still write the held pages: keep them from everybody, unlock the rest."""
+        self.promises.end(lease)
         # Cached pages are never written by a remote, so they are unlocked; only its own are kept.
         self.components.quarantine_lease(lease)
         was_locked = self._unlock(lease)
@@ -886,6 +936,8 @@ class LeaseTable:
 
     def _forget(self, lease: LeaseRecord, cause: str, freed_pages: int, was_locked: int) -> None:
         del self.leases[lease.id]
+        if lease.promise is not None:
+            self.promises.end(lease)
         if lease.sends is not None and lease.sends.gives_way:
             del self.giving_way[lease.id]
         self.releases += 1

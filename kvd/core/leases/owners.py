@@ -96,10 +96,11 @@ def said_of_former(held_in: HolderView, lease: LeaseRecord) -> str:
 
 
 class Kept(NamedTuple):
-    """What one lease keeps of a component: pages of its own, and cached ones that it locks."""
+    """What one lease keeps of a component: its own pages, cached ones that it locks, promised."""
 
     pages: int
     locked: int
+    promised: int
     lease: LeaseRecord
 
 
@@ -235,7 +236,8 @@ class Owners:
         return tuple(
             f"{describe_holder(self, one.lease)} ({one.pages} pages{of}"
             f"{' in quarantine' if one.lease.quarantine else ''}"
-            f"{f', locks {one.locked} cached' if one.locked else ''})"
+            f"{f', locks {one.locked} cached' if one.locked else ''}"
+            f"{f', {one.promised} promised' if one.promised else ''})"
             for one in self.biggest(budget)
         )
 
@@ -243,12 +245,13 @@ class Owners:
         """The same as they are, the biggest first; one look at all leases."""
         table = self._leases
         component = table.components.named(budget)
+        index = table.budgets.names.index(budget) if component is not None else 0
         kept = [
-            (one.held_pages, one.owned, one)
+            Kept(one.held_pages, one.owned, one.promised_of(index), one)
             if component is None
-            else (count(component.own_pages(one)), 0, one)
+            else Kept(count(component.own_pages(one)), 0, one.promised_of(index), one)
             for one in table.leases.values()
         ]
-        # Locked pages count: nobody else gets those either while it lives.
-        found = heapq.nlargest(HOLDERS_NAMED, kept, key=lambda one: one[0] + one[1])
-        return tuple(Kept(*one) for one in found if one[0] or one[1])
+        # Locked and promised pages count: nobody else gets those either while it lives.
+        found = heapq.nlargest(HOLDERS_NAMED, kept, key=lambda one: sum(one[:3]))
+        return tuple(one for one in found if any(one[:3]))

@@ -231,6 +231,7 @@ class Retractor:
             match_tokens=None if lease.cache else lease.prefix_tokens,
             fresh_tokens=self._fresh_tokens(lease),
             step_tokens=lease.step_tokens,
+            promise_tokens=lease.promised_tokens,
         )
         caller = Caller(session, message.call, self._out.at_s)
         wait_s = min(self._max_deadline_s, message.deadline_s)

@@ -120,7 +120,7 @@ def _await(lease: LeaseRecord, rank: int, upto_tokens: int, after: bytes) -> Non
     lease.events = (*events[:rank], after, *events[rank + 1 :])
 
 
-def promised_tokens(lease: LeaseRecord) -> tuple[int, ...]:
+def tokens_of_ranks(lease: LeaseRecord) -> tuple[int, ...]:
     """By rank, how far it is by its word, once the events that it has named have come."""
     awaited = _awaited(lease, len(lease.said))
     return tuple(map(max, lease.said, awaited))
@@ -130,7 +130,7 @@ def word_for_sends(lease: LeaseRecord, prompt_tokens: int) -> tuple[int, bytes]:
     """How far a send of its prompt may read its pages, and behind which events, one by one."""
     if not lease.said:
         return 0, b""
-    upto = min(prompt_tokens, *promised_tokens(lease))
+    upto = min(prompt_tokens, *tokens_of_ranks(lease))
     if not lease.events:
         return upto, b""
     events = lease.events if len(lease.events) > 1 else lease.events * len(lease.said)
@@ -141,7 +141,7 @@ def word_for_sends(lease: LeaseRecord, prompt_tokens: int) -> tuple[int, bytes]:
 
 def said_tokens(lease: LeaseRecord) -> int:
     """How far its engine is by its own word, where it has said anything."""
-    return max(lease.written_tokens, min(promised_tokens(lease), default=0))
+    return max(lease.written_tokens, min(tokens_of_ranks(lease), default=0))
 
 
 def tokens_to_commit(

@@ -201,14 +201,14 @@ class StandInNode:
 
         return Call(self, match)
 
-    def begin_lease(self, prompt, *, hold="all", namespace="", reserve_tokens=0, deadline_s=30.0):
+    def begin_lease(self, prompt, *, hold="all", namespace="", promise_tokens=0, deadline_s=30.0):
         self.alive()
         assert deadline_s == 0, "a scheduler never waits for room"
 
         def lease():
             self.alive()
             prefix = self.found(prompt.tokens)
-            n_tokens = prefix if hold == "prefix" else len(prompt.tokens) + reserve_tokens
+            n_tokens = prefix if hold == "prefix" else len(prompt.tokens)
             if hold == "all" and self.is_full:
                 raise refusal(Code.DEADLINE)
             return Lease(self, prompt.tokens, prefix, -(-n_tokens // BLOCK))

@@ -375,3 +375,37 @@ def test_a_prompt_is_handed_over_by_the_first_request_of_an_engine(tmp_path, eng
         decode.half.finished(received)
         decode.idle()
         assert leases_of(pair.decode) == []
+
+
+def test_what_is_cached_stays_while_answers_are_short_and_long_ones_are_cached_too(
+    tmp_path, engine_of
+):
+    with one_daemon(tmp_path, settings=POOL) as daemon:
+        engine = engine_of(daemon, reserve_tokens=256)
+        others = [[n, *PROMPT[:-1]] for n in range(4)]  # 32 of 63 pages
+        for n, prompt in enumerate(others):
+            engine.run(Request(n, prompt))
+        running = [Request(10 + n, [90 + n, *PROMPT[:-1]]) for n in range(2)]
+        for request in running:
+            engine.half.arrived(request, lora=None, extra={})
+            assert engine.matched(request)[0] == 0
+            engine.compute(request)
+        (pool,) = daemon.snapshot().pools
+        # Prompts of 8 pages and answers of 16, of which the first 4 are taken.
+        assert (pool.held_pages + pool.locked_pages, pool.promised_pages) == (24, 24)
+        with connect_sync(daemon.client, name="look") as look:
+            found = [look.match(prompt, namespace="model").tokens for prompt in others]
+            assert found == [128] * 4
+
+        long = running[0]
+        for token in range(100):
+            long.all_token_ids.append(token)
+            long.num_computed_tokens = long.num_tokens
+            engine.step(long)
+            time.sleep(0.002)
+        engine.compute(long)
+        for request in running:
+            engine.half.finished(request)
+        engine.idle()
+        assert engine.run(Request(20, [*long.all_token_ids, 1]))[0] == 224
+        assert leases_of(daemon) == []

@@ -244,14 +244,14 @@ class WorldNode:
 
         return WorldCall(self, match)
 
-    def begin_lease(self, prompt, *, hold, namespace, deadline_s, reserve_tokens=0):
+    def begin_lease(self, prompt, *, hold, namespace, deadline_s, promise_tokens=0):
         self.alive()
         assert deadline_s == 0, "a scheduler never waits for room"
 
         def lease():
             self.alive()
             found = self.world.found(prompt.tokens, namespace)
-            n_pages = -(-(len(prompt.tokens) + reserve_tokens) // BLOCK)
+            n_pages = -(-len(prompt.tokens) // BLOCK)
             more = [] if hold == "prefix" else self.world.take(n_pages - len(found), keep=found)
             known = prompt.tokens if hold == "all" else prompt.tokens[: len(found) * BLOCK]
             return WorldLease(self, known, found + more, len(found) * BLOCK, namespace)
