@@ -449,7 +449,7 @@ class Peers:
             self._note_apart(peer, base_of(key), epoch_in(key), why)
 
     def _note_apart(self, peer: Peer, base: str, epoch: int, why: str) -> None:
-        peer.epochs = EpochsApart(base, epoch, why, self._out.at_s)
+        peer.epochs = EpochsApart(base=base, epoch=epoch, why=why, at_s=self._out.at_s)
         code = Code.PROMPT_MISMATCH
         self.complaints.tell(peer.link, peer.incarnation, code, why, what="another epoch")
 
