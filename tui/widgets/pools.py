@@ -61,6 +61,7 @@ FIGURES = (
     PoolFigure("page_size", "tokens", 6),
     PoolFigure("page_bytes", "page", 6),
     PoolFigure("extent", "extent", 10),
+    PoolFigure("promised", "promised", 8),
 )
 """The most important first; those that there is no room for are left out."""
 COMPUTED = ("used", "evicted")

@@ -391,9 +391,11 @@ class Admission:
     def shortage(self, waiter: Waiter) -> str:
         """Which budget was short when the waiter was last matched, and by how much."""
         promised = self._leases.budgets.promised(waiter.budget)
+        # Less than none: its cached prefix is promised to others, or kept for those before it.
+        below = min(0, waiter.obtainable_pages)
         return (
-            f"needs {waiter.needed_pages} pages of {waiter.budget} beyond what is cached "
-            f"of it, {max(0, waiter.obtainable_pages)} obtainable: {waiter.missing_pages} missing"
+            f"needs {waiter.needed_pages - below} pages of {waiter.budget} beyond what is cached "
+            f"of it, {waiter.obtainable_pages - below} obtainable: {waiter.missing_pages} missing"
             f"{f'; {promised} are promised to leases' if promised else ''}"
         )
 

@@ -17,7 +17,7 @@ A promise is of tokens: pages for the first ``upto_tokens`` of the lease. Of a c
 first it is what ``growth`` says that they take more than the lease has, which changes as the lease
 slides; so it is counted anew whenever the lease has moved. It ends with its engine's hold of the
 lease and with what takes the lease's pages: a retraction, after which a resume asks for it again.
-Only pages that are found broken can make it smaller (``cut``), the youngest promise first.
+Otherwise only pages that are found broken can end it (``cut``), the youngest promise first.
 
 What must not live here: what is taken, evicted and locked (``lease_table``).
 """
