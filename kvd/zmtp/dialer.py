@@ -258,6 +258,8 @@ class Dialer(Owner):
     @override
     def weighs(self, connection: ZmtpConnection, before: int, *, is_fresh: bool) -> None:
         """As ``Owner``: what it keeps is bounded by one message and the backlog; so is its time."""
+        if not connection.weight and self._unfinished is None:
+            return
         machine = connection.machine
         if self._unfinished is not None and (is_fresh or not machine.held):
             self._unfinished.cancel()

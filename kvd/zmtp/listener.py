@@ -235,14 +235,18 @@ class Listener(Owner):
     @override
     def weighs(self, connection: ZmtpConnection, before: int, *, is_fresh: bool) -> None:
         """As ``Owner``: whoever is beyond its share is hung up on, and nobody else."""
-        machine = connection.machine
+        machine, weight = connection.machine, connection.weight
+        # After nearly every read nothing is kept of it, as before: no share is another one.
+        if not weight and not before:
+            self._unfinished.pop(connection, None)
+            return
         if machine.state is TRAFFIC:
             if is_fresh or not machine.held:
                 self._unfinished.pop(connection, None)
             if machine.held and connection not in self._unfinished:
                 self._unfinished[connection] = time.monotonic() + self.bounds.message_s
                 self._sweep_later()
-        more = connection.weight - before
+        more = weight - before
         # Whoever does not read is no younger for what it says meanwhile.
         is_fresh = is_fresh and not connection.is_blocked
         for budget in (self._known, self._strangers):
