@@ -20,7 +20,7 @@ from tests.support.daemons import Daemon, Pair, two_daemons
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from kvd.client import Node
+    from kvd.client import Node, SyncNode
 
 SETTLE_S = 10.0
 _rooms = itertools.count(1)
@@ -54,6 +54,17 @@ async def engines(pair: Pair) -> AsyncIterator[Engines]:
         kvd.client.connect(pair.decode.client, name="decode-engine") as d,
     ):
         yield Engines(pair, p, d)
+    settle(pair)
+
+
+@pytest.fixture
+def nodes(pair: Pair) -> Iterator[tuple[SyncNode, SyncNode]]:
+    """A blocking session with each of two daemons; afterwards nothing may be held."""
+    with (
+        kvd.client.connect_sync(pair.prefill.client, name="prefill-scheduler") as p,
+        kvd.client.connect_sync(pair.decode.client, name="decode-scheduler") as d,
+    ):
+        yield p, d
     settle(pair)
 
 

@@ -7,21 +7,8 @@ import contextlib
 
 import pytest
 
-import kvd.client
 from kvd.client import KvdError, room_of
-from tests.daemon.conftest import settle
 from tests.daemon.kv import digest, tokens_of, write
-
-
-@pytest.fixture
-def nodes(pair):
-    """A blocking session with each of two daemons; afterwards nothing may be held."""
-    with (
-        kvd.client.connect_sync(pair.prefill.client, name="keeper") as p,
-        kvd.client.connect_sync(pair.decode.client, name="taker") as d,
-    ):
-        yield p, d
-    settle(pair)
 
 
 def test_one_send_is_received_twice_after_its_engine_let_go(nodes):

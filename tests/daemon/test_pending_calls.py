@@ -11,23 +11,12 @@ import pytest
 
 import kvd.client
 from kvd.client import KvdError, Matched
-from tests.daemon.conftest import settle, until
+from tests.daemon.conftest import until
 from tests.daemon.kv import SHAPE, digest, tokens_of, write
 from tests.support.daemons import Daemon
 
 STEP_S = 0.002
 """What a scheduler computes between two looks."""
-
-
-@pytest.fixture
-def nodes(pair):
-    """A blocking session with each of two daemons; afterwards nothing may be held."""
-    with (
-        kvd.client.connect_sync(pair.prefill.client, name="prefill-scheduler") as p,
-        kvd.client.connect_sync(pair.decode.client, name="decode-scheduler") as d,
-    ):
-        yield p, d
-    settle(pair)
 
 
 class Decoding:

@@ -1,4 +1,4 @@
-"""What the pages of the handoffs, of the peers and of the clients have alike."""
+"""What the pages of the handoffs, peers, events and clients have alike."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ async def test_every_column_that_s_comes_to_is_one_the_daemon_can_sort_by(page):
 
 @pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
 @pytest.mark.parametrize(
-    ("page", "keys"), [("handoffs", ("down", "down")), ("peers", ()), ("clients", ("down",))]
+    ("page", "keys"),
+    [("handoffs", ("down", "down")), ("peers", ()), ("events", ()), ("clients", ("down",))],
 )
 async def test_the_page_of_a_node_at_work(page, keys, size):
     async with staged(page, size=size) as stage:
@@ -36,7 +37,7 @@ async def test_the_page_of_a_node_at_work(page, keys, size):
         same(stage.app, f"{page}-{size[0]}x{size[1]}")
 
 
-@pytest.mark.parametrize("page", ["handoffs", "clients"])
+@pytest.mark.parametrize("page", ["handoffs", "events", "clients"])
 async def test_the_page_of_a_node_without_any(page):
     async with staged(page, "empty", SMALL) as stage:
         same_text(stage.app, f"{page}-empty")
