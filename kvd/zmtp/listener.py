@@ -250,11 +250,12 @@ class Listener(Owner):
         # Whoever does not read is no younger for what it says meanwhile.
         is_fresh = is_fresh and not connection.is_blocked
         for budget in (self._known, self._strangers):
-            budget.weigh(connection, more, is_fresh=is_fresh)
-            while (found := budget.beyond(connection)) is not None:
-                heaviest, why = found
-                heaviest.end(ConnectionClosed(ConnectionFault.TOO_HEAVY, why))
-        self._heaviest = max(self._heaviest, self.kept_bytes)
+            if budget.weigh(connection, more, is_fresh=is_fresh):
+                while (found := budget.beyond(connection)) is not None:
+                    heaviest, why = found
+                    heaviest.end(ConnectionClosed(ConnectionFault.TOO_HEAVY, why))
+        if more > 0:
+            self._heaviest = max(self._heaviest, self.kept_bytes)
 
     @override
     def ends(self, connection: ZmtpConnection, closed: ConnectionClosed) -> bool:

@@ -132,20 +132,24 @@ class Budget:
             del self._by_key[kept.key]
         return True
 
-    def weigh(self, connection: ZmtpConnection, more: int, *, is_fresh: bool) -> None:
+    def weigh(self, connection: ZmtpConnection, more: int, *, is_fresh: bool) -> bool:
         """``more`` bytes are kept for it, or fewer; ``is_fresh``: those that are, since just now.
 
         Of a connection that is not here, of no meaning: what a handshake keeps has its own bound.
+
+        Returns:
+            whether somebody is ``beyond`` now.
         """
         kept = self._kept_of.get(connection)
         if kept is None:
-            return
+            return False
         kept.weight += more
         self.weight += more
         if is_fresh or not connection.weight:
             self._since.pop(connection, None)
         if connection.weight:
             self._since.setdefault(connection)
+        return kept.weight > self._key_bytes or self.weight > self._total_bytes
 
     def beyond(self, connection: ZmtpConnection) -> tuple[ZmtpConnection, str] | None:
         """Who is to go now that ``connection`` weighs what it does, and why; None: nobody."""
