@@ -354,8 +354,7 @@ class Node:
             KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...;
                 ``not-supported`` for a pull of a pool with several components, or an older source.
         """
-        number = _met_in(room, tokens)
-        asked = room if number == NO_ROOM and _is_prompt(room) else tokens
+        number, asked = _met_in(room, tokens)
         prompt = self._prompt(asked, keys, extra_keys)
         request = wire.ReceiveRequest(
             call=self._port.connection.next_call(),
@@ -371,7 +370,11 @@ class Node:
             request_id=request_id,
             promise_tokens=whole(promise_tokens, "promise_tokens"),
         )
-        within_s = within(deadline_s)
+        return await self._receiving(request, prompt, within(deadline_s))
+
+    async def _receiving(
+        self, request: wire.ReceiveRequest, prompt: PromptAddress, within_s: float
+    ) -> Receive:
         if not prompt.frame:
             raise KvdError(_of_nothing("receive", "give the tokens of the prompt"))
         call = await perform_about(self._port, request, prompt, within_s=within_s)
@@ -739,8 +742,12 @@ def _is_prompt(room: int | TokenIds | Prompt | None) -> TypeGuard[TokenIds | Pro
     return room is not None and not isinstance(room, int)
 
 
-def _met_in(room: int | TokenIds | Prompt | None, tokens: TokenIds | Prompt | None) -> int:
-    """The room of a receive; a prompt in its place, or nothing, is a pull."""
-    if room is None or (tokens is None and _is_prompt(room)):
-        return NO_ROOM
-    return room_number(room)  # type: ignore[arg-type]  # which says what is wrong with it
+def _met_in(
+    room: int | TokenIds | Prompt | None, tokens: TokenIds | Prompt | None
+) -> tuple[int, TokenIds | Prompt | None]:
+    """The room of a receive, and the prompt; a prompt in its place, or no room, is a pull."""
+    if tokens is None and _is_prompt(room):
+        return NO_ROOM, room
+    if room is None:
+        return NO_ROOM, tokens
+    return room_number(room), tokens  # type: ignore[arg-type]  # which says what is wrong with it

@@ -177,6 +177,7 @@ class ZmtpConnection(TurnTaker):
         if said and not self._is_full():
             self._put(said)
 
+    @override
     def flush(self) -> None:
         """Write what the kernel takes; the rest when it takes more."""
         self._is_written = False

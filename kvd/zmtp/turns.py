@@ -26,18 +26,19 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from kvd.zmtp.connection import ZmtpConnection
-
 _UNTIMED: Final = 8
 """Served before a round is timed: noticing that it is over costs a callback."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class TurnTaker:
-    """Whoever may stand in a line."""
+    """Whoever may stand in a line, and have something to write."""
 
     def turn(self, messages: int) -> None:
         """It is its turn: deal with so many messages at most, and stand in line for the rest."""
+
+    def flush(self) -> None:
+        """Write what was gathered since the last time."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -109,12 +110,12 @@ class WriteBatch:
         """``relieve`` is called when much that was kept is not needed any more."""
         self.loop = loop
         self.relieve = relieve
-        self._written: list[ZmtpConnection] = []
+        self._written: list[TurnTaker] = []
         self._ahead: list[Callable[[], None]] = []
         self._is_awaited = False
         """Whether the loop comes back to write before it waits for anything."""
 
-    def written(self, writer: ZmtpConnection) -> None:
+    def written(self, writer: TurnTaker) -> None:
         """It has something to write; once until it is flushed."""
         self._written.append(writer)
         self._await()

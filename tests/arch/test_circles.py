@@ -13,7 +13,6 @@ CIRCLES = {
     "kvd.daemon.app, kvd.daemon.reload": "a reload changes the running daemon in eight places",
     "kvd.sim.engine, kvd.sim.faults, kvd.sim.host, kvd.sim.network, kvd.sim.receiving, "
     "kvd.sim.sending, kvd.sim.transfer_process, kvd.sim.world": "who lives in a world knows it",
-    "kvd.zmtp.connection, kvd.zmtp.turns": "a call through a Protocol costs each message more",
     "tui.actions, tui.app, tui.screens, tui.screens.clients, tui.screens.events, "
     "tui.screens.handoffs, tui.screens.overview, tui.screens.page, tui.screens.peers, "
     "tui.screens.pools, tui.screens.radix, tui.widgets.canvas, tui.widgets.card, "
