@@ -347,8 +347,7 @@ class Node:
                 ``not-supported`` for a pull of a pool with several components, or an older source.
         """
         number = _met_in(room, tokens)
-        asked = room if number == NO_ROOM and _is_prompt(room) else tokens
-        prompt = self._prompt(asked, keys, extra_keys)
+        prompt = self._prompt(room if not number and _is_prompt(room) else tokens, keys, extra_keys)
         request = wire.ReceiveRequest(
             call=self._port.connection.next_call(),
             room=number,
@@ -362,7 +361,11 @@ class Node:
             step_tokens=whole(step_tokens, "step_tokens"),
             request_id=request_id,
         )
-        within_s = within(deadline_s)
+        return await self._receiving(request, prompt, within(deadline_s))
+
+    async def _receiving(
+        self, request: wire.ReceiveRequest, prompt: PromptAddress, within_s: float
+    ) -> Receive:
         if not prompt.frame:
             raise KvdError(_of_nothing("receive", "give the tokens of the prompt"))
         call = await perform_about(self._port, request, prompt, within_s=within_s)
