@@ -147,11 +147,11 @@ class Attachment:
                 ``wrong-state`` after ``close``.
         """
         self.require_open()
-        names = [(one.name, part.name, number) for one, part, number in _memories(self.attached)]
+        names = [(pool.name, part.name, number) for pool, part, number in _memories(self.attached)]
         for name, fd in zip(names, self._fds, strict=True):
             if name == (pool, component, shard):
                 return fd
-        known = ", ".join(dict.fromkeys(f"{one}.{part}" for one, part, _ in names))
+        known = ", ".join(dict.fromkeys(f"{pool}.{part}" for pool, part, _ in names))
         which = f"shard {shard} of {pool}.{component}" if shard else f"{pool}.{component}"
         raise _failure(Code.BAD_REQUEST, f"{which} has no memory here; there is: {known or 'none'}")
 
@@ -168,9 +168,9 @@ class Attachment:
     def on_device(self, pool: str, component: str, shard: int) -> DeviceMemory | None:
         """Where the memory lies of which no descriptor was passed; None for host memory."""
         wanted = pool, component, shard
-        for one in self.attached.devices:
-            if (one.pool, one.component, one.shard) == wanted:
-                return one
+        for device in self.attached.devices:
+            if (device.pool, device.component, device.shard) == wanted:
+                return device
         return None
 
     def require_own(self) -> None:
@@ -481,7 +481,7 @@ def _read_answer(packet: bytes) -> Attached:
 
 def _memories(attached: Attached) -> Iterator[tuple[PoolMemory, ComponentMemory, int]]:
     """Each memory that a descriptor is passed for, in that order: a component and its shard."""
-    elsewhere = {(one.pool, one.component, one.shard) for one in attached.devices}
+    elsewhere = {(device.pool, device.component, device.shard) for device in attached.devices}
     for pool in attached.pools:
         for part in pool.components:
             if part.total_bytes:

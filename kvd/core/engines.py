@@ -589,8 +589,16 @@ class Engines:
             return self._wrong(what)
         pages = Pages(message.pages)
         n_pages = self._leases.pages_for(n_tokens) - have // size
-        waiting = [one for one in self._receives.lent(arena.id) if one.waiter and one is not before]
-        queued = [(f"receive {one.id}", one.waiter.claim.pages) for one in waiting if one.waiter]
+        waiting = [
+            receive
+            for receive in self._receives.lent(arena.id)
+            if receive.waiter and receive is not before
+        ]
+        queued = [
+            (f"receive {receive.id}", receive.waiter.claim.pages)
+            for receive in waiting
+            if receive.waiter
+        ]
         return bad_pages(arena, pages, n_pages, self._leases) or in_use(
             arena.id, pages, [*queued, *self._sends.reads_of(arena)]
         )

@@ -124,7 +124,7 @@ def block_layouts(layers: Mapping[str, TensorView]) -> list[BlockLayout]:
         layout = block_layout(name, tensor)
         # Layers that share the KV of another one have its tensor.
         found.setdefault(layout.address, layout)
-    sizes = sorted({one.block_bytes for one in found.values()})
+    sizes = sorted({layout.block_bytes for layout in found.values()})
     if len(sizes) > 1:
         raise _unfit(
             f"blocks of {' and '.join(map(str, sizes))} bytes in different layers: a pool of "
@@ -169,7 +169,7 @@ def check_groups(specs: Sequence[object], *, context_ranks: int = 1) -> None:
 
 def rows_of(layout: BlockLayout, memory: object) -> Rows:
     """The blocks of a layer in host memory; ``memory`` is kept alive with it."""
-    word: Any = next(one for one in WORDS if not _left(layout, np.dtype(one).itemsize))
+    word: Any = next(word for word in WORDS if not _left(layout, np.dtype(word).itemsize))
     width = np.dtype(word).itemsize
     interface = {
         "shape": (layout.n_blocks, layout.block_bytes // width),

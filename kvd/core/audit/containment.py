@@ -142,7 +142,7 @@ class Containment:
         where.pool.doomed_pages += int(in_tree)
         done += [self._lose(lease, fault) for lease in leases]
         done += [self._hide(edge, fault) for edge in nodes]
-        return "; ".join([one for one in done if one])
+        return "; ".join([words for words in done if words])
 
     def _is_sole(self, leases: list[LeaseRecord], nodes: list[RadixNode], fault: Fault) -> bool:
         """Whether they are in the free list too, and otherwise once in one place."""
@@ -158,7 +158,7 @@ class Containment:
     def _condemn_misgiven(self, fault: Fault) -> str:
         """Whoever gave them is as doubtful as whoever else has them."""
         done = [self._condemn_shared(fault), self._lose_named(fault)]
-        return "; ".join([one for one in done if one])
+        return "; ".join([words for words in done if words])
 
     def _distrust(self, fault: Fault) -> str:
         """The lease or the node that it names."""
@@ -176,9 +176,9 @@ class Containment:
     def why(self, component: str, page: int) -> str:
         """Why nobody gets this page, as far as it is still known."""
         wanted = np.array([page], "<u4")
-        for one in self.condemned:
-            if one.component == component and has_any(one.pages, wanted):
-                return one.why
+        for condemned in self.condemned:
+            if condemned.component == component and has_any(condemned.pages, wanted):
+                return condemned.why
         return "one of many violations; the log has them all"
 
     def _pool(self, component: str) -> PoolPlaces:
@@ -228,8 +228,8 @@ class Containment:
         if ENGINE in lease.holders and lease.session in node.sessions.by_id:
             node.out.answer(lease.session, client.LeaseLost(lease.id, refusal))
         # A list first: a send that is given up may leave its room at once.
-        sends = [one for one in node.prefiller.rooms.live() if one.engine is not None]
-        for send in [one for one in sends if one.engine and one.engine.lease is lease]:
+        sends = [send for send in node.prefiller.rooms.live() if send.engine is not None]
+        for send in [send for send in sends if send.engine and send.engine.lease is lease]:
             node.prefiller.give_up_send(send, refusal)
         if ARRIVAL in lease.holders:
             for attempt in list(node.decoder.attempts.values()):
@@ -237,7 +237,7 @@ class Containment:
                     node.decoder.cancel_attempt(attempt, refusal)
         # Last: who is turned away lets others past, which are admitted in this call.
         queue = node.admission.queue
-        resumes = [one for one in queue if one.claim.resumes == lease.id]
+        resumes = [waiter for waiter in queue if waiter.claim.resumes == lease.id]
         node.admission.turn_away(resumes, refusal)
 
     def _raise_reads(self, fault: Fault) -> str:
@@ -260,13 +260,13 @@ class Containment:
         table = self._node.leases
         below = set(subtree(edge))
         # All that end below it too: their rows go through it.
-        leases = [one for one in table.leases.values() if one.anchor in below]
+        leases = [lease for lease in table.leases.values() if lease.anchor in below]
         done = [self._lose(lease, fault) for lease in leases]
         if edge.parent is None:
-            return "; ".join(one for one in done if one)
+            return "; ".join(words for words in done if words)
         hide(table.tree, edge)
         # One that is locked stays where it is: whoever unlocks it walks up by its parents.
-        if not any(one.lock_ref for one in below):
+        if not any(edge.lock_ref for edge in below):
             pages = drop(table.tree, edge)
             table.return_pages(pages)
             done.append(f"{len(below)} nodes dropped")
@@ -274,7 +274,7 @@ class Containment:
             done.append(f"node {edge.id} is found by no prompt any more")
         # Less is found now than a waiter was matched with: it has to be matched again.
         table.growth += 1
-        return "; ".join(one for one in done if one)
+        return "; ".join(words for words in done if words)
 
     def _raise_locks(self, fault: Fault) -> str:
         tree, refs = self._node.leases.tree, Backrefs(self._node)
@@ -312,7 +312,7 @@ class Containment:
 
     def _fail_receive(self, fault: Fault) -> str:
         decoder = self._node.decoder
-        part = next((one for one in decoder.known() if one.id == fault.part), None)
+        part = next((part for part in decoder.known() if part.id == fault.part), None)
         if part is None or part.ended is not None or part.waiter is not None:
             return TOLD
         decoder.fail_attempt(part.attempt, self._failed(fault))
@@ -320,7 +320,7 @@ class Containment:
 
     def _fail_send(self, fault: Fault) -> str:
         prefiller = self._node.prefiller
-        part = next((one for one in prefiller.rooms.live() if one.id == fault.part), None)
+        part = next((send for send in prefiller.rooms.live() if send.id == fault.part), None)
         if part is None:
             return TOLD
         # Before it is given up: its last word must say so, or the peer would free pages at once
@@ -337,7 +337,9 @@ class Containment:
         node = self._node
         # Asked of the sessions and not of the fault, which names one of maybe many.
         gone = [
-            one for one in node.admission.queue if not Backrefs(node).is_alive(one.claim.session)
+            waiter
+            for waiter in node.admission.queue
+            if not Backrefs(node).is_alive(waiter.claim.session)
         ]
         refusal = Refusal(Code.CLIENT_GONE, "its session is gone", side=node.settings.name)
         node.admission.turn_away(gone, refusal)
@@ -356,9 +358,9 @@ class Containment:
 
 def one_list(table: LeaseTable) -> list[Misgiven]:
     """Where all pools say from now on what was given back wrongly."""
-    for one in (*pools_of(table), *saved_pools_of(table)):
+    for places in (*pools_of(table), *saved_pools_of(table)):
         # One list, so that a step asks one place whether anything was given back wrongly.
-        one.pool.misgiven = table.pool.misgiven
+        places.pool.misgiven = table.pool.misgiven
     return table.pool.misgiven
 
 

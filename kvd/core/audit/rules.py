@@ -241,12 +241,12 @@ def saved_faults(table: LeaseTable) -> list[Fault]:
 
 def saved_count_faults(table: LeaseTable) -> Iterator[Fault]:
     """I1 of the saved area by the numbers alone: cheap, for the standing audit."""
-    for one in saved_pools_of(table):
-        taken = table.saved.used_pages(one.saves)
-        saved = sum([count(pages) for _, pages in one.owned()])
-        if saved != taken and not one.pool.condemned_pages:
-            what = f"{taken} pages of {one.pool.name} are taken, leases have {saved}"
-            yield Fault("I1", "saved-count", what, component=one.pool.name)
+    for places in saved_pools_of(table):
+        taken = table.saved.used_pages(places.saves)
+        saved = sum([count(pages) for _, pages in places.owned()])
+        if saved != taken and not places.pool.condemned_pages:
+            what = f"{taken} pages of {places.pool.name} are taken, leases have {saved}"
+            yield Fault("I1", "saved-count", what, component=places.pool.name)
 
 
 def broken_standing(node: NodeView, lease: LeaseRecord) -> Iterator[str]:
@@ -755,9 +755,9 @@ def register_faults(node: NodeView) -> Iterator[Fault]:
 
 def _former_faults(node: NodeView) -> Iterator[Fault]:
     former = node.former_leases
-    standing = [one for one in node.leases.leases.values() if one.state is LeaseStage.FORMER]
+    standing = [lease for lease in node.leases.leases.values() if lease.state is LeaseStage.FORMER]
     registered = [*former.leases.values(), *([former.unproven] if former.unproven else [])]
-    if {one.id for one in standing} != {one.id for one in registered}:
+    if {lease.id for lease in standing} != {lease.id for lease in registered}:
         what = (
             f"{len(standing)} leases are of before the restart, {len(registered)} are known as it"
         )
@@ -770,7 +770,7 @@ def _former_faults(node: NodeView) -> Iterator[Fault]:
 def _record_faults(prefiller: Prefiller) -> Iterator[Fault]:
     for incarnation, records in prefiller.settled_sends.records.items():
         parts = records.parts.items()
-        is_open = sorted([one for one, part in parts if part.state is not Prefill.CLOSED])
+        is_open = sorted([handoff for handoff, part in parts if part.state is not Prefill.CLOSED])
         closed = sorted(records.parts.keys() - set(is_open))
         kept_bytes = sum(page_bytes(part.offer) for _, part in parts if part.offer is not None)
         if (is_open, closed, kept_bytes) != (records.open, records.closed, records.kept_bytes):

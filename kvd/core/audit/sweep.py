@@ -158,7 +158,7 @@ class Sweep:
         self.faults: list[Fault] = []
         self.was_refuted = False
         """A suspicion about pages came to nothing: somebody moves pages without saying so."""
-        pools = [one.pool for one in pools_of(node.leases)]
+        pools = [places.pool for places in pools_of(node.leases)]
         self._tallies = [SweptPages(pool.total_pages) for pool in pools]
         for tally, pool in zip(self._tallies, pools, strict=True):
             tally.learn(pool.condemned_ids())  # wherever they are, they are not judged
@@ -173,8 +173,8 @@ class Sweep:
 
     def learn(self, node: NodeView) -> None:
         """Which pages have changed their place since the last turn."""
-        for tally, one in zip(self._tallies, pools_of(node.leases), strict=True):
-            tally.learn(one.pool.moved.drain())
+        for tally, places in zip(self._tallies, pools_of(node.leases), strict=True):
+            tally.learn(places.pool.moved.drain())
 
     def look(self, node: NodeView, refs: Backrefs, work: int) -> int:
         """One slice of at most about ``work`` units; returns how many it took."""
@@ -370,11 +370,11 @@ def _page_faults(table: LeaseTable, pool: int) -> list[Fault]:
 def _all_parts(node: NodeView) -> Iterator[tuple[str, int]]:
     """What is under way now, by kind and number."""
     decoder, prefiller = node.decoder, node.prefiller
-    yield from (("receive", one) for one in decoder.parts)
-    yield from (("ready", one) for one in decoder.ready)
-    yield from (("send", one.id) for one in prefiller.rooms.live())
-    yield from (("settled", one) for one in prefiller.settled_sends.settled)
-    yield from (("post", one) for one in prefiller.posts.parts)
+    yield from (("receive", number) for number in decoder.parts)
+    yield from (("ready", number) for number in decoder.ready)
+    yield from (("send", send.id) for send in prefiller.rooms.live())
+    yield from (("settled", number) for number in prefiller.settled_sends.settled)
+    yield from (("post", number) for number in prefiller.posts.parts)
 
 
 def _part_faults(node: NodeView, refs: Backrefs, kind: str, number: int) -> Iterable[Fault]:

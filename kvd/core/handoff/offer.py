@@ -458,7 +458,7 @@ def differs(known: SendPart, offer: Offer, side: str) -> Refusal | None:
     if before is None:
         return None
     # Field by field and not as a whole: deadlines and waits differ with each repetition.
-    changed = [one for one in _REPEATED if getattr(before, one) != getattr(offer, one)]
+    changed = [field for field in _REPEATED if getattr(before, field) != getattr(offer, field)]
     if not changed:
         return None
     field = changed[0]

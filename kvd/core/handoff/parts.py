@@ -337,8 +337,8 @@ def waits_for_others(part: ReceivePart) -> bool:
 
 def is_wanted(room: int, peer: str, parts: Iterable[ReceivePart]) -> bool:
     """Whether a receive waits for that room of that peer, as where two attempts overlap."""
-    same = [one for one in parts if one.room == room]  # a thousand may expire at once
-    return any(one.peer == peer for one in same)
+    same = [part for part in parts if part.room == room]  # a thousand may expire at once
+    return any(part.peer == peer for part in same)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -61,7 +61,7 @@ ASKS_WHILE_QUEUED = 4
 
 def unfit(leases: LeaseTable, side: str) -> Refusal | None:
     """Why nothing can be pulled from this pool, nor into it."""
-    beside = [one.component.name for one in leases.components.each]
+    beside = [keeper.component.name for keeper in leases.components.each]
     if not beside:
         return None
     return Refusal(
@@ -268,25 +268,25 @@ class PullAsks:
     def overdue(self) -> list[PullAsk]:
         """Those whose time is over, taken out."""
         now_s = self._out.at_s
-        late = [one for one in self.by_id.values() if one.deadline_s <= now_s]
-        for one in late:
-            del self.by_id[one.id]
+        late = [ask for ask in self.by_id.values() if ask.deadline_s <= now_s]
+        for ask in late:
+            del self.by_id[ask.id]
         return late
 
     def due(self) -> list[PullAsk]:
         """Those to be asked again."""
         now_s = self._out.at_s
-        return [one for one in self.by_id.values() if one.resend_s <= now_s]
+        return [ask for ask in self.by_id.values() if ask.resend_s <= now_s]
 
     def take_of_session(self, session: int, call: int | None = None) -> list[PullAsk]:
         """Those of a session, or of one call of it, taken out."""
         found = [
-            one
-            for one in self.by_id.values()
-            if one.session == session and call in {None, one.message.call}
+            ask
+            for ask in self.by_id.values()
+            if ask.session == session and call in {None, ask.message.call}
         ]
-        for one in found:
-            del self.by_id[one.id]
+        for ask in found:
+            del self.by_id[ask.id]
         return found
 
     def waits_for(self, ask: PullAsk) -> str:

@@ -91,7 +91,7 @@ class PullTickets:
         tickets[ticket.answer.ask] = ticket
         if len(tickets) > MOST_TICKETS:
             # There is one: a peer has fewer pulls open than so many tickets.
-            del tickets[next(ask for ask, one in tickets.items() if not one.is_open)]
+            del tickets[next(ask for ask, ticket in tickets.items() if not ticket.is_open)]
 
     def forget_peer(self, incarnation: str) -> None:
         """That process is over."""
@@ -122,7 +122,7 @@ class PullSource:
 
     def open_pulls(self) -> list[PullTicket]:
         """Those that lock pages now, oldest first."""
-        self._open = [one for one in self._open if one.is_open]
+        self._open = [ticket for ticket in self._open if ticket.is_open]
         return self._open
 
     def prefix_asked(self, peer: Peer, message: AskPrefix, not_serving: Refusal | None) -> None:
@@ -191,9 +191,9 @@ class PullSource:
     def _too_many(self, peer: Peer, n_tokens: int) -> Refusal | None:
         """Why no further pull is opened."""
         opened, mine = self.open_pulls(), self._settings
-        own = [one for one in opened if one.incarnation == peer.incarnation]
+        own = [ticket for ticket in opened if ticket.incarnation == peer.incarnation]
         # Each keeps its tokens here.
-        kept = sum([one.part.prompt_tokens for one in own if one.part is not None])
+        kept = sum([ticket.part.prompt_tokens for ticket in own if ticket.part is not None])
         most = MOST_PROMPTS * mine.max_prompt_tokens
         if kept + n_tokens > most:
             return Refusal(
@@ -250,12 +250,14 @@ class PullSource:
         """Why pulls would lock too much with this lease; where nothing else is open it may."""
         mine, pages = self._settings, self._leases.capacity_pages
         opened = self.open_pulls()
-        own = [one for one in opened if one.incarnation == peer.incarnation]
+        own = [ticket for ticket in opened if ticket.incarnation == peer.incarnation]
         for others, share, whose in (
             (own, mine.peer_pull_share, peer.name),
             (opened, mine.pull_share, "all peers"),
         ):
-            leases = [one.part.engine.lease for one in others if one.part and one.part.engine]
+            leases = [
+                ticket.part.engine.lease for ticket in others if ticket.part and ticket.part.engine
+            ]
             locked = locked_pages([*leases, lease])
             limit = int(share * pages)
             if others and locked > limit:

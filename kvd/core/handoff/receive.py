@@ -153,7 +153,7 @@ class Decoder:
 
     def known(self) -> list[ReceivePart]:
         """Every part that is not over: those under way, then those that were delivered."""
-        delivered = [part for one in self.ready.values() for part in one.parts]
+        delivered = [part for attempt in self.ready.values() for part in attempt.parts]
         return [*self.parts.values(), *delivered]
 
     # ---- the engine --------------------------------------------------------------------------
@@ -161,9 +161,9 @@ class Decoder:
     def cancel_session(self, session: int, refusal: Refusal) -> int:
         """End all receives of a session that is over; how many they were."""
         # A list first: one that ends may leave ``attempts``.
-        attempts = [one for one in self.attempts.values() if one.session == session]
-        for one in attempts:
-            self.cancel_attempt(one, refusal)
+        attempts = [attempt for attempt in self.attempts.values() if attempt.session == session]
+        for attempt in attempts:
+            self.cancel_attempt(attempt, refusal)
         return len(attempts)
 
     def cancel_attempt(self, attempt: ReceiveAttempt, refusal: Refusal) -> None:
@@ -258,7 +258,7 @@ class Decoder:
         why = "new incarnation"
         # A list first: parts leave ``parts`` as they end. Two parts of one attempt are never of one
         # incarnation, so none of these is closed before its turn.
-        for part in [one for one in self.parts.values() if one.incarnation == incarnation]:
+        for part in [part for part in self.parts.values() if part.incarnation == incarnation]:
             # It writes no more, but what it had sent may still be on its way: Doubt.SENT.
             if part.state in ASKING:
                 self._offered_or_receiving_to_closed(part, T.WRITER_GONE, why)
@@ -351,7 +351,7 @@ class Decoder:
         # again.
         part.is_verified = found is SumFinding.GOOD
         # The lease is one: it is committed when the last source is good, and not page by page.
-        if lease is None or not all(one.is_verified for one in attempt.parts):
+        if lease is None or not all(part.is_verified for part in attempt.parts):
             return
         # Who has given up needs no copy in the device buffer; the pages are cached all the same.
         if attempt.is_preloaded and attempt.ended is None:
@@ -554,7 +554,7 @@ class Decoder:
         self.tell_ended(part, outcome, reason)
         attempt = part.attempt
         # The last part takes the attempt along; before, ``cancel`` and ``why`` must still find it.
-        if not any(one.id in self.parts for one in attempt.parts):
+        if not any(part.id in self.parts for part in attempt.parts):
             del self.attempts[attempt.id]
             # A delivered attempt keeps its parts while READY: ``kvd why`` tells of them.
             if not is_committed:

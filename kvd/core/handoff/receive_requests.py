@@ -152,12 +152,12 @@ class ReceiveRequests:
     def lent(self, arena: int) -> list[ReceiveAttempt]:
         """The receives of an arena that wait or are under way."""
         found = []
-        for one in self._receives.attempts.values():
-            lent = one.waiter.claim.lent if one.waiter is not None else None
-            if one.lease is not None:
-                lent = one.lease.lent
+        for attempt in self._receives.attempts.values():
+            lent = attempt.waiter.claim.lent if attempt.waiter is not None else None
+            if attempt.lease is not None:
+                lent = attempt.lease.lent
             if lent is not None and lent.arena == arena:
-                found.append(one)
+                found.append(attempt)
         return found
 
     def queued_to_offered(self, attempt: ReceiveAttempt, lease: LeaseRecord, call: int) -> None:

@@ -87,7 +87,7 @@ class Prefiller:
     def rank_left(self, session: int, rank: int, ranks: int, why: str) -> int:
         """Nobody speaks for that rank any more: end the sends that it has not written; how many."""
         ended = 0
-        for part in [one for one in self.by_send.values() if one.session == session]:
+        for part in [part for part in self.by_send.values() if part.session == session]:
             lease = part.engine.lease if part.engine is not None else None
             # One that is finished is written by the word of its engine, for every rank.
             if part.aux is not None or lease is None or len(lease.said) != ranks or ranks == 1:
@@ -188,7 +188,9 @@ class Prefiller:
         parts += [part for part in self.rooms.live() if part.kept_by and part.session == session]
         for part in parts:
             self.abandon_send(part, refusal)
-        self.failed = {send: one for send, one in self.failed.items() if one.session != session}
+        self.failed = {
+            send: failure for send, failure in self.failed.items() if failure.session != session
+        }
         return len(parts)
 
     def give_up_send(self, part: SendPart, refusal: Refusal) -> None:

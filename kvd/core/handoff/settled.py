@@ -136,7 +136,7 @@ class SettledSends:
     @property
     def n_records(self) -> int:
         """Handoffs of all peers, tombstones included."""
-        return sum(len(one.parts) for one in self.records.values())
+        return sum(len(record.parts) for record in self.records.values())
 
     def add_part(self, part: SendPart) -> None:
         """The part has met its Offer or Abort: it answers for that handoff from now on."""

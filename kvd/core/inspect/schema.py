@@ -140,7 +140,7 @@ class StateTable(Generic[T, S]):
         self.columns = (*[row for row in rows if row.column], *self.plain)
         by_name |= {row.column: row for row in self.plain}
         fields = [by_name[name] for name in kind.__struct_fields__]
-        self._read = [(one.get, one.unit, NOTHING.get(one.unit, 0)) for one in fields]
+        self._read = [(field.get, field.unit, NOTHING.get(field.unit, 0)) for field in fields]
 
     def state(self, node: NodeView, one: T) -> S:
         """What the snapshot has of it, as of the running step.
@@ -213,7 +213,10 @@ def _quarantined(_: NodeView, lease: LeaseRecord) -> int:
 
 def _beside(node: NodeView, lease: LeaseRecord) -> str:
     """``swa 12, state 1``."""
-    own = [(one.component.name, count(one.own_pages(lease))) for one in node.leases.components.each]
+    own = [
+        (keeper.component.name, count(keeper.own_pages(lease)))
+        for keeper in node.leases.components.each
+    ]
     return ", ".join(f"{name} {pages}" for name, pages in own if pages)
 
 

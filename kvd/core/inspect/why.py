@@ -170,7 +170,7 @@ def _page_of(node: NodeView, component: str, page: int) -> Explanation | Refusal
     first = first_page(node.settings, component, page)
     where = pool_named(node.leases, component if first is None else "")
     if where is None:
-        names = ", ".join(one.name for one in node.settings.spec.components)
+        names = ", ".join(component.name for component in node.settings.spec.components)
         return Refusal(Code.BAD_REQUEST, f"this pool has no component {component!r}: {names}")
     said = _page(node, where, page if first is None else first)
     if isinstance(said, Refusal) or first is None or component in {"", node.leases.pool.name}:
@@ -230,7 +230,9 @@ def _cached(node: NodeView, where: PoolPlaces, edge: RadixNode, page: int) -> Ex
         said = _edge(node, edge)
         sentence = f"page {page} is cached in {said.sentence}"
         return replace(said, sentence=sentence, links=links_of(f"node:{edge.id}", *said.links))
-    needing = [one for one in node.leases.leases.values() if edge in needed_nodes(keeper, one)]
+    needing = [
+        lease for lease in node.leases.leases.values() if edge in needed_nodes(keeper, lease)
+    ]
     return Explanation(
         f"page {page} of {where.component} is cached {_at(keeper, edge, page)}",
         tuple(_needing(node, needing)),
@@ -243,7 +245,7 @@ def _node(node: NodeView, number: int) -> Explanation | Refusal:
     namespace = next((name for name, root in roots if root.id == number), None)
     if namespace is not None:
         return _root(node, namespace)
-    edge = next((one for one in node.leases.tree.nodes() if one.id == number), None)
+    edge = next((edge for edge in node.leases.tree.nodes() if edge.id == number), None)
     if edge is None:
         return Refusal(Code.BAD_REQUEST, f"the tree has no node {number}: evicted, or never was")
     return _edge(node, edge)
@@ -359,7 +361,7 @@ def first_page(settings: Settings, component: str, page: int) -> int | None:
 def _in_area(component: str, lease: LeaseRecord, page: int) -> str:
     """Which page of a retracted lease is kept there."""
     parts = () if lease.saved is None else lease.saved.parts
-    part = next(one for one in parts if one.component == component)
+    part = next(part for part in parts if part.component == component)
     return f"it keeps page {part.first + page_ids(part.slots).index(page)} of its row"
 
 
@@ -428,9 +430,11 @@ def said_of_node(node: NodeView, edge: RadixNode) -> list[str]:
             n_pages = count(keeper.pages_at(edge))
             what = "a snapshot" if isinstance(keeper, StatePages) else f"{n_pages} pages"
             needing = [
-                one for one in node.leases.leases.values() if edge in needed_nodes(keeper, one)
+                lease
+                for lease in node.leases.leases.values()
+                if edge in needed_nodes(keeper, lease)
             ]
-            said += [f"{name}: {what}, {one}" for one in _needing(node, needing)]
+            said += [f"{name}: {what}, {words}" for words in _needing(node, needing)]
         elif isinstance(keeper, WindowPages):
             said.append(f"{name}: a tombstone, its tokens are cached and their window is gone")
     return said
@@ -466,8 +470,8 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
     state = LEASE.state(node, lease)
     said = [f"holders: {', '.join(state.holders) or 'none'}"]
     said += [
-        f"of {one.component}: {one.held_pages} pages held, {one.mapped_pages} in its row"
-        for one in state.beside
+        f"of {row.component}: {row.held_pages} pages held, {row.mapped_pages} in its row"
+        for row in state.beside
     ]
     said += said_of_lease(node.leases, lease)
     promise = lease.promise
@@ -522,13 +526,13 @@ def _parts_of(node: NodeView, lease: LeaseRecord) -> Iterator[tuple[str, Receive
 def of_client(node: NodeView, number: int) -> Explanation | Refusal:
     """Who it is and what it holds; one that is gone may have left leases behind."""
     session = node.sessions.by_id.get(number)
-    leases = [one for one in node.leases.leases.values() if one.session == number]
+    leases = [lease for lease in node.leases.leases.values() if lease.session == number]
     if session is None and not leases:
         return Refusal(Code.BAD_REQUEST, f"there is no client {number}: gone, or never was")
     receives = [part for part in node.decoder.parts.values() if part.session == number]
     sends = [part for part in node.prefiller.rooms.live() if part.session == number]
     biggest = heapq.nlargest(MAX_LINKS, leases, key=lambda one: one.held_pages)
-    pages = sum(one.held_pages for one in leases)
+    pages = sum(lease.held_pages for lease in leases)
     has = (
         f"{len(leases)} leases with {pages} pages of their own, {len(receives)} receives and "
         f"{len(sends)} sends under way"
@@ -536,18 +540,20 @@ def of_client(node: NodeView, number: int) -> Explanation | Refusal:
     sentence = f"client {number} is gone and has left {has}"
     if session is not None:
         sentence = f"client {number} is {session.name}{_stands(session, node.out.at_s)}: {has}"
-    waiting = [one for one in node.admission.queue if one.claim.session == number]
-    facts = [_lease_fact(node, one) for one in biggest]
+    waiting = [waiter for waiter in node.admission.queue if waiter.claim.session == number]
+    facts = [_lease_fact(node, lease) for lease in biggest]
     if session is not None and session.hang_up is not None:
         facts.insert(0, f"waits for {death_of(session)}")
     if len(leases) > len(biggest):
         facts.append(f"and {len(leases) - len(biggest)} leases more")
     if waiting:
-        oldest_s = node.out.at_s - min(one.since_s for one in waiting)
+        oldest_s = node.out.at_s - min(waiter.since_s for waiter in waiting)
         facts.append(f"{len(waiting)} requests of it wait for room, the first for {oldest_s:.1f} s")
     row = client_rows(node).get(number)
     facts += plain_facts(node, CLIENT, row) if row is not None else []
-    under_way = [f"receive:{one.id}" for one in receives] + [f"send:{one.id}" for one in sends]
+    under_way = [f"receive:{receive.id}" for receive in receives] + [
+        f"send:{send.id}" for send in sends
+    ]
     return Explanation(
         sentence, tuple(facts), links_of(*lease_refs(biggest), *under_way[:MAX_LINKS])
     )
@@ -577,8 +583,8 @@ def of_handoff(node: NodeView, kind: str, number: int) -> Explanation | Refusal:
     def is_asked(part: ReceivePart | SendPart) -> bool:
         return number == (part.room if kind == "room" else part.id)
 
-    receives = [one for one in node.decoder.known() if kind != "send" and is_asked(one)]
-    sends = [one for one in node.prefiller.known() if kind != "receive" and is_asked(one)]
+    receives = [part for part in node.decoder.known() if kind != "send" and is_asked(part)]
+    sends = [send for send in node.prefiller.known() if kind != "receive" and is_asked(send)]
     if receives or sends:
         return _handoff(node, receives, sends, f"{kind}:{number}")
     why = f"there is no {kind} {number}: over, or never was; see its events"
@@ -595,7 +601,7 @@ def _handoff(
     parts: list[ReceivePart | SendPart] = [*receives, *sends]
     rows = [receive_row(node.leases, part) for part in receives]
     rows += [send_row(node.leases, part) for part in sends]
-    states = [ROOM.state(node, one) for one in rows]
+    states = [ROOM.state(node, row) for row in rows]
     room = states[0].room
     said: list[str] = []
     for part, row in zip(states, rows, strict=True):
@@ -604,7 +610,7 @@ def _handoff(
         if waiting.room == room:
             said.append(f"in the queue: {waiting.why}")
             said += [f"held by {holder}" for holder in waiting.held_by]
-    refs = [f"receive:{one.id}" for one in receives] + [f"send:{one.id}" for one in sends]
+    refs = [f"receive:{receive.id}" for receive in receives] + [f"send:{send.id}" for send in sends]
     refs = [ref for ref in (*refs, f"room:{room}") if ref != asked]
     leases = [part.lease for part in states if part.lease]
     sessions = [part.session for part in parts if part.session]
@@ -658,13 +664,13 @@ RECENT_S = 60.0
 def of_peer(node: NodeView, name: str) -> Explanation | Refusal:
     """One other daemon: how it is, since when, and what is open with it."""
     peers = node.peers
-    dialed = next((one for one in peers.dialed.values() if one.name == name), None)
+    dialed = next((dialed for dialed in peers.dialed.values() if dialed.name == name), None)
     peer = peers.by_name.get(name)
     if peer is None and dialed is None:
         known = ", ".join(peers.names()) or "nobody"
         return Refusal(Code.BAD_REQUEST, f"there is no peer {name!r}: this node knows {known}")
-    receives = [one for one in node.decoder.parts.values() if one.peer == name]
-    sends = [one for one in node.prefiller.known() if one.peer == name]
+    receives = [part for part in node.decoder.parts.values() if part.peer == name]
+    sends = [send for send in node.prefiller.known() if send.peer == name]
     trouble = peers.trouble(name)
     now_s = node.out.at_s
     facts = [f"its address is {dialed.address}" if dialed is not None else "it has dialed us"]
@@ -681,20 +687,24 @@ def of_peer(node: NodeView, name: str) -> Explanation | Refusal:
     facts += _peer_facts(node, peer) if peer is not None else []
     facts += plain_facts(node, PEER, peer_rows(node)[name])
     quarantined = [
-        one
-        for one in node.leases.leases.values()
-        if one.quarantine is not None
-        and any(writer.peer == name for writer in one.quarantine.writers)
+        lease
+        for lease in node.leases.leases.values()
+        if lease.quarantine is not None
+        and any(writer.peer == name for writer in lease.quarantine.writers)
     ]
     if quarantined:
-        pages = sum(one.held_pages for one in quarantined)
+        pages = sum(lease.held_pages for lease in quarantined)
         facts.append(f"{pages} pages of {len(quarantined)} leases wait for it to settle")
     open_now = f"{len(receives)} receives and {len(sends)} sends under way"
-    under_way = [f"receive:{one.id}" for one in receives] + [f"send:{one.id}" for one in sends]
+    under_way = [f"receive:{receive.id}" for receive in receives] + [
+        f"send:{send.id}" for send in sends
+    ]
     return Explanation(
         f"{_how(node, name, peer)}, {open_now}",
         tuple(facts),
-        links_of(*under_way[:MAX_LINKS], *[f"lease:{one.id}" for one in quarantined[:MAX_LINKS]]),
+        links_of(
+            *under_way[:MAX_LINKS], *[f"lease:{lease.id}" for lease in quarantined[:MAX_LINKS]]
+        ),
     )
 
 

@@ -33,7 +33,7 @@ REASON: Final = "arena"
 
 def unfit_pool(leases: LeaseTable, side: str) -> Refusal | None:
     """Why this pool has no arenas."""
-    beside = [one.component.name for one in leases.components.each]
+    beside = [keeper.component.name for keeper in leases.components.each]
     if not beside:
         return None
     return Refusal(
@@ -87,16 +87,16 @@ def bad_pages(arena: LeaseRecord, pages: Pages, n_pages: int, leases: LeaseTable
 
 def _not_there(arena: LeaseRecord, page: int, leases: LeaseTable) -> Refusal:
     """Where a page is that the arena has not."""
-    for one in leases.leases.values():
-        lent = one.lent
+    for lease in leases.leases.values():
+        lent = lease.lent
         if lent is None or lent.arena != arena.id:
             continue
-        if page in np.frombuffer(one.page_table, "<u4"):
-            held = one.quarantine
+        if page in np.frombuffer(lease.page_table, "<u4"):
+            held = lease.quarantine
             how = "is received into by" if held is None else "may still be written by what was"
             return Refusal(
                 Code.WRONG_STATE,
-                f"page {page} of arena {arena.id} {how} receive {lent.receive} (lease {one.id}): "
+                f"page {page} of arena {arena.id} {how} receive {lent.receive} (lease {lease.id}): "
                 "wait until it is done, or safe",
                 numbers={"page": page, "receive": lent.receive},
             )

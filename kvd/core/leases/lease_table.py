@@ -71,7 +71,7 @@ class Budgets:
     __slots__ = ("_table", "names", "nothing")
 
     def __init__(self, table: LeaseTable) -> None:
-        self.names = (table.pool.name, *(one.component.name for one in table.components.each))
+        self.names = (table.pool.name, *(keeper.component.name for keeper in table.components.each))
         self.nothing: Demand = (0,) * len(self.names)
         """What is kept for others before anybody is admitted."""
         self._table = table
@@ -79,8 +79,8 @@ class Budgets:
     def capacity(self) -> Demand:
         """Pages of each that anybody can have."""
         table = self._table
-        pools = [table.pool, *(one.pool for one in table.components.each)]
-        return tuple([one.total_pages - 1 - one.condemned_pages for one in pools])
+        pools = [table.pool, *(keeper.pool for keeper in table.components.each)]
+        return tuple([pool.total_pages - 1 - pool.condemned_pages for pool in pools])
 
     def headroom(self, name: str) -> int:
         """Pages obtainable now of that component, by whom none are promised."""
@@ -289,10 +289,10 @@ class LeaseTable:
     def open_leases(self, claimed: list[Claimed]) -> list[LeaseRecord]:
         """The pages of claims that fit side by side, with one eviction for all of them."""
         demand = self.budgets.nothing
-        for one in claimed:
-            demand = tuple(map(add, demand, one.demand))
+        for claim in claimed:
+            demand = tuple(map(add, demand, claim.demand))
         self._have_room(demand)
-        return [self._grant(one) for one in claimed]
+        return [self._grant(claim) for claim in claimed]
 
     def _have_room(self, demand: Demand) -> None:
         """Free pages for all of it, for which there is headroom."""
@@ -604,8 +604,10 @@ class LeaseTable:
         """Pages that it has lent: as long as it has an engine they are noted as that one's."""
         if not arena.is_arena:
             return NO_PAGES
-        lent = [one for one in self.leases.values() if one.lent and one.lent.arena == arena.id]
-        return Pages(b"".join([one.page_table for one in lent]))
+        lent = [
+            lease for lease in self.leases.values() if lease.lent and lease.lent.arena == arena.id
+        ]
+        return Pages(b"".join([lease.page_table for lease in lent]))
 
     def _give_up(self, lease: LeaseRecord, pages: Pages, cause: str) -> int:
         """Its own pages go back where it has them from; how many of them are free now."""
@@ -807,9 +809,9 @@ class LeaseTable:
         obtainable = self.headroom_pages
         if n_pages <= obtainable or not self.giving_way:
             return obtainable
-        idle = [one for one in self.giving_way.values() if self._is_idle(one)]
+        idle = [lease for lease in self.giving_way.values() if self._is_idle(lease)]
         # Not in vain: of leases that lie on one path this counts more than there is to gain.
-        if sum([count(one.page_table) for one in idle]) < n_pages - obtainable:
+        if sum([count(lease.page_table) for lease in idle]) < n_pages - obtainable:
             return obtainable
         for lease in idle:
             self._go(lease)
@@ -823,7 +825,7 @@ class LeaseTable:
         shortage = self.budgets.shortage(demand, promised)
         if shortage is None or not self.giving_way:
             return shortage
-        for lease in [one for one in self.giving_way.values() if self._is_idle(one)]:
+        for lease in [lease for lease in self.giving_way.values() if self._is_idle(lease)]:
             self._go(lease)
             shortage = self.budgets.shortage(demand, promised)
             if shortage is None:

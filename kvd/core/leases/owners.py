@@ -234,11 +234,11 @@ class Owners:
         """
         of = "" if self._leases.components.named(budget) is None else f" of {budget}"
         return tuple(
-            f"{describe_holder(self, one.lease)} ({one.pages} pages{of}"
-            f"{' in quarantine' if one.lease.quarantine else ''}"
-            f"{f', locks {one.locked} cached' if one.locked else ''}"
-            f"{f', {one.promised} promised' if one.promised else ''})"
-            for one in self.biggest(budget)
+            f"{describe_holder(self, kept.lease)} ({kept.pages} pages{of}"
+            f"{' in quarantine' if kept.lease.quarantine else ''}"
+            f"{f', locks {kept.locked} cached' if kept.locked else ''}"
+            f"{f', {kept.promised} promised' if kept.promised else ''})"
+            for kept in self.biggest(budget)
         )
 
     def biggest(self, budget: str) -> tuple[Kept, ...]:
@@ -247,11 +247,11 @@ class Owners:
         component = table.components.named(budget)
         index = table.budgets.names.index(budget) if component is not None else 0
         kept = [
-            Kept(one.held_pages, one.owned, one.promised_of(index), one)
+            Kept(lease.held_pages, lease.owned, lease.promised_of(index), lease)
             if component is None
-            else Kept(count(component.own_pages(one)), 0, one.promised_of(index), one)
-            for one in table.leases.values()
+            else Kept(count(component.own_pages(lease)), 0, lease.promised_of(index), lease)
+            for lease in table.leases.values()
         ]
         # Locked and promised pages count: nobody else gets those either while it lives.
         found = heapq.nlargest(HOLDERS_NAMED, kept, key=lambda one: sum(one[:3]))
-        return tuple(one for one in found if any(one[:3]))
+        return tuple(figures for figures in found if any(figures[:3]))

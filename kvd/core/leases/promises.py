@@ -111,7 +111,7 @@ class Promises:
 
     def is_counted(self) -> bool:
         """Whether the sums, and what each lease is promised, are what they should be."""
-        sums = (self.n_pages, *[one.promised_pages for one in self._components.each])
+        sums = (self.n_pages, *[keeper.promised_pages for keeper in self._components.each])
         owed = (0,) * len(sums)
         for lease in self.of_leases.values():
             promise = lease.promise
@@ -128,7 +128,7 @@ class Promises:
             - self._pool.doomed_pages
             - self.n_pages
         )
-        each = [one.headroom_pages for one in self._components.each]
+        each = [keeper.headroom_pages for keeper in self._components.each]
         return tuple([max(0, -pages) for pages in (headroom, *each)])
 
     def _set_pages(self, promise: LeasePromise, pages: Demand) -> None:

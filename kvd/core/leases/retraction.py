@@ -184,11 +184,11 @@ class Retractor:
 
     def _no_room(self, lease: LeaseRecord, shortage: Shortage) -> Refusal:
         area = self._leases.saved.pools[shortage.budget]
-        holding = [one for one in self._leases.leases.values() if one.saved_pages]
+        holding = [lease for lease in self._leases.leases.values() if lease.saved_pages]
         holding.sort(key=lambda one: -one.saved_pages)
         who = "; ".join(
-            f"{describe_holder(self._owners, one)} ({one.saved_pages} saved pages)"
-            for one in holding[:HOLDERS_NAMED]
+            f"{describe_holder(self._owners, lease)} ({lease.saved_pages} saved pages)"
+            for lease in holding[:HOLDERS_NAMED]
         )
         return Refusal(
             Code.NO_ROOM,
