@@ -83,7 +83,7 @@ def test_the_largest_room_works():
         (
             {"source": ("p",), "reserve_tokens": -1},
             Code.BAD_REQUEST,
-            "receive of 100 tokens and -1 in reserve, 0 at a time",
+            "receive of 100 tokens, -1 in reserve and 0 promised, 0 at a time",
         ),
         (
             {"source": ("p",), "reserve_tokens": 2**63},
@@ -132,11 +132,11 @@ def test_an_empty_lease_and_an_empty_receive_are_refused():
     world = World()
     assert refused(world.d.call(client.OpenLease)) == (
         Code.BAD_REQUEST,
-        "a lease of 0 tokens and 0 in reserve, 0 at a time",
+        "a lease of 0 tokens, 0 in reserve and 0 promised, 0 at a time",
     )
     assert refused(world.d.call(client.ReceiveRequest, room=7, source=("p",))) == (
         Code.BAD_REQUEST,
-        "receive of 0 tokens and 0 in reserve, 0 at a time",
+        "receive of 0 tokens, 0 in reserve and 0 promised, 0 at a time",
     )
 
 
