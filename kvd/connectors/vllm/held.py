@@ -31,6 +31,8 @@ class HeldBlocks:
     ) -> None:
         self.freed: list[str] = []
         """Requests to be reported as copied, with the next step."""
+        self.workers_copy = False
+        """Whether workers have copied anything in this life of the session."""
         self._requests = requests
         self._moves = moves
         self._ending = ending
@@ -47,8 +49,13 @@ class HeldBlocks:
         return tracked.claim is not None and not tracked.is_unsure
 
     def over(self, tracked: Tracked) -> None:
-        """It is: its blocks are held where not all of a prompt that is handed over is ordered."""
-        if tracked.room and tracked.ordered_tokens < tracked.prompt_tokens:
+        """It is: its blocks are held where not all of a prompt that is handed over is ordered.
+
+        And where the first order of a session is not answered yet: workers that have not joined it
+        copy nothing in that step, and vLLM asks whether the blocks are free before it tells us.
+        """
+        upto = tracked.ordered_tokens if self.workers_copy else tracked.saved_tokens
+        if tracked.room and upto < tracked.prompt_tokens:
             tracked.asked_s = self._now_s()
             self._requests.held[tracked.id] = tracked
         else:

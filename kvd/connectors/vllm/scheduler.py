@@ -153,6 +153,7 @@ class SchedulerHalf:
         """What requests hold is of a session that ended, or of a life of before a restart."""
         self._life, self._life_since = self._sessions.life, self._number
         self._ending.life_is_over(self._sessions.link)
+        self._held.workers_copy = False
         for tracked in self._requests.all_of_them():
             if tracked.life != self._life:
                 self._requests.alone(tracked, RESTARTED)
@@ -446,6 +447,7 @@ class SchedulerHalf:
         self._ending.answered(number)
         if number <= self._life_since:
             return  # of pages of another session, or of before a restart
+        self._held.workers_copy = self._held.workers_copy or bool(report.saved)
         for request_id, upto in report.saved.items():
             self._saved(request_id, upto, number)
         for request_id in report.again:

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvd.client import Code
+from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.params import transfer_of
 from tests.connectors.vllm.stand_ins import BLOCK, MiniEngine, Request, StandInNode, refusal
 
@@ -218,6 +219,35 @@ def test_an_aborted_prefill_promises_nothing(node, engine):
     engine.step()
     assert engine.finish(request) is None
     assert not node.handed
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_a_prompt_of_one_step_is_held_until_the_workers_have_joined(node, engine, turns):
+    """vLLM asks whether its blocks are free before it tells what the workers have done."""
+    engine.delays = True
+    request = engine.add(Request(1, PROMPT, SENDS))
+    engine.step()
+    assert engine.finish(request) is not None
+    assert engine.half.holds_blocks("r1")
+    assert engine.half.has_work
+    for _ in range(turns):
+        # They are on the way to the session, and have copied nothing.
+        ((_, loaded, failed),), engine.late = engine.late, []
+        again = StepReport({}, set(), {"r1"})
+        engine.half.reported(again, loaded=loaded, failed=failed)
+        engine.step()
+    engine.delays = False
+    engine.settle()
+    assert [save.upto_tokens for save in engine.saves] == [len(PROMPT)] * (turns + 1)
+    assert not engine.kept
+    assert len(node.handed) == 1
+
+    # They are of it from then on: nobody waits for their word.
+    engine.delays = True
+    later = engine.add(Request(2, [7, *PROMPT], SENDS))
+    engine.step()
+    assert engine.finish(later) is not None
+    assert not engine.half.holds_blocks("r2")
 
 
 def test_a_prompt_whose_request_was_aborted_behind_it_is_cached_and_not_kept(node, engine):
