@@ -8,19 +8,28 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from tests.cuda.double import NIXL, compiled
+from tests.cuda.double import NIXL, Double, compiled
 from tests.transfer.conftest import Rig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from kvd.device.cuda import Runtime
-    from tests.cuda.double import Double
 
 
 @pytest.fixture(scope="session")
 def double(tmp_path_factory: pytest.TempPathFactory) -> Double:
     return compiled(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_held(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What one test holds, no other waits for."""
+    yield
+    if "double" in request.fixturenames and isinstance(
+        found := request.getfixturevalue("double"), Double
+    ):
+        found.let_go()
 
 
 @pytest.fixture

@@ -57,6 +57,12 @@ class Double:
         """It goes on."""
         self._library.double_hold(stream, 0)
 
+    def let_go(self) -> None:
+        """Held streams come to their ends: a device is waited for with all that is left in them."""
+        for stream in self._held.values():
+            self.release(stream)
+        self._held.clear()
+
     def let_come(self, event: int) -> None:
         self._library.double_set(event, 0)
 
