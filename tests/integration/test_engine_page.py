@@ -138,6 +138,11 @@ async def test_every_example_of_the_page_for_engines_runs(engine: Engine) -> Non
     assert engine.names["receive"].n_tokens == 96
     await engine.names["receive"].lease.release(())
 
+    promised = {"prompt": TOKENS, "max_new_tokens": 32, "new_tokens": [7] * 20}
+    await engine.run("promise_tokens=max_new_tokens", node=decode, **promised)
+    assert len(engine.names["lease"].pages) == 8
+    await engine.names["lease"].release(())
+
     await arenas(engine)
     await engine.run("new_epoch", node=decode)
     assert engine.names["done"].epoch == 1
