@@ -103,17 +103,23 @@ class Requests:
             return
         if tracked.waits_for_load:
             self.counts.failed_loads += 1
-        self.not_loaded(tracked)
+        self.give_up(tracked)
+        self.count_alone(why)
+
+    def give_up(self, tracked: Tracked) -> None:
+        """Nothing comes of it here any more, and nobody counts it."""
+        if tracked.stage is RequestStage.ALONE:
+            return
+        self._not_loaded(tracked)
         tracked.stage = RequestStage.ALONE
         self.let_go(tracked)
-        self.count_alone(why)
 
     def count_alone(self, why: str) -> None:
         """A request goes on without kvd, or a part of it does."""
         self.counts.went_alone += 1
         self._log.alone(why)
 
-    def not_loaded(self, tracked: Tracked) -> None:
+    def _not_loaded(self, tracked: Tracked) -> None:
         """Whoever waits for its blocks hears that nobody fills them; the workers say it of others.
 
         ``loading`` has those of which the workers have not been told.

@@ -447,7 +447,8 @@ class SchedulerHalf:
         self._ending.answered(number)
         if number <= self._life_since:
             return  # of pages of another session, or of before a restart
-        self._held.workers_copy = self._held.workers_copy or bool(report.saved)
+        if report.saved:
+            self._held.workers_copy = True
         for request_id, upto in report.saved.items():
             self._saved(request_id, upto, number)
         for request_id in report.again:
@@ -501,10 +502,7 @@ class SchedulerHalf:
             return None
         link = tracked.link
         if link is None or tracked.stage is not RequestStage.COMPUTING:
-            self._requests.not_loaded(tracked)
-            if tracked.stage is not RequestStage.ALONE:
-                tracked.stage = RequestStage.ALONE
-                self._requests.let_go(tracked)
+            self._requests.give_up(tracked)
             return None
         told: dict[str, object] | None = None
         if is_heard and self._held.can_be_handed_over(tracked):
