@@ -151,7 +151,7 @@ class NamedRequest:
         "verb",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the request, field by field
         self,
         request_id: str,
         *,
@@ -161,6 +161,7 @@ class NamedRequest:
         n_tokens: int,
         lease: int = 0,
         pages: Pages = NO_PAGES,
+        have_tokens: int = 0,
         cache: bool = True,
     ) -> None:
         self.id = request_id
@@ -175,7 +176,7 @@ class NamedRequest:
         """The lease that was sent, or the arena that is sent from or received into."""
         self.pages = pages
         """Of an arena."""
-        self.have_tokens = 0
+        self.have_tokens = have_tokens
         """The first of its pages is for the tokens behind these."""
         self.cache = cache
         """Whether what is written into its lease may be found by others."""

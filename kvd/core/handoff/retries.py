@@ -26,7 +26,7 @@ from kvd.wire import client
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.handoff.kept import KeptRooms
-    from kvd.core.handoff.parts import ReceiveAttempt, SendingEngine, SendPart
+    from kvd.core.handoff.parts import ReceiveAttempt, SendPart
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller
     from kvd.core.leases.lease_table import LeaseTable
@@ -35,15 +35,9 @@ if TYPE_CHECKING:
 
 
 def sent_request(
-    message: client.SendRequest | client.HandOver, engine: SendingEngine
-) -> NamedRequest:
-    """What a send or a hand-over that has a request id is called."""
-    return _named_send(message, engine.digest, engine.prompt_tokens)
-
-
-def _named_send(
     message: client.SendRequest | client.HandOver, digest: bytes, n_tokens: int
 ) -> NamedRequest:
+    """What a send or a hand-over that has a request id is called."""
     return NamedRequest(
         message.request_id,
         verb="hand_over" if type(message) is client.HandOver else "send",
@@ -57,7 +51,7 @@ def _named_send(
 
 def received_request(message: client.ReceiveRequest, tokens: Tokens) -> NamedRequest:
     """What a receive that has a request id is called."""
-    named = NamedRequest(
+    return NamedRequest(
         message.request_id,
         verb="receive",
         namespace=message.namespace,
@@ -65,10 +59,9 @@ def received_request(message: client.ReceiveRequest, tokens: Tokens) -> NamedReq
         n_tokens=count(tokens),
         lease=message.arena,
         pages=Pages(message.pages),
+        have_tokens=message.have_tokens,
         cache=message.cache,
     )
-    named.have_tokens = message.have_tokens
-    return named
 
 
 def sends_prompt_of(lease: LeaseRecord, tokens: Tokens, namespace: str) -> bool:
@@ -185,7 +178,7 @@ class SendRetries:
                     numbers={"lease": message.lease, "first_lease": first.lease},
                 )
             digest, n_tokens = prompt_digest(tokens, message.namespace), count(tokens)
-        now = _named_send(message, digest, n_tokens)
+        now = sent_request(message, digest, n_tokens)
         return other_request(first, now, message.room, self._settings.name)
 
     def _unwritten(

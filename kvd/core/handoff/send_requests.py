@@ -127,7 +127,8 @@ class SendRequests:
         sends.expired_rooms.forget(message.room)
         sends.served_rooms.forget(message.room)
         part.keeping = keeping
-        part.request = sent_request(message, engine) if message.request_id else None
+        digest, n_tokens = engine.digest, engine.prompt_tokens
+        part.request = sent_request(message, digest, n_tokens) if message.request_id else None
         part.engine = engine
         part.session = engine.session
         part.prompt_tokens = engine.prompt_tokens

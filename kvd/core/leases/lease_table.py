@@ -176,8 +176,7 @@ class LeaseTable:
     @property
     def headroom_pages(self) -> int:
         """Pages obtainable now by whom none are promised."""
-        there = self.pool.free_pages + self.tree.evictable_pages - self.pool.doomed_pages
-        return there - self.promises.n_pages
+        return self.promises.headroom_pages
 
     def pages_for(self, n_tokens: int) -> int:
         """Pages that ``n_tokens`` take."""

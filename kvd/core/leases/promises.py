@@ -120,16 +120,16 @@ class Promises:
             owed = tuple(map(add, owed, promise.pages))
         return owed == sums
 
+    @property
+    def headroom_pages(self) -> int:
+        """Pages of the first component obtainable now by whom none are promised."""
+        there = self._pool.free_pages + self._tree.evictable_pages - self._pool.doomed_pages
+        return there - self.n_pages
+
     def uncovered(self) -> Demand:
         """Promised pages of each component that neither free nor evictable pages cover."""
-        headroom = (
-            self._pool.free_pages
-            + self._tree.evictable_pages
-            - self._pool.doomed_pages
-            - self.n_pages
-        )
         each = [keeper.headroom_pages for keeper in self._components.each]
-        return tuple([max(0, -pages) for pages in (headroom, *each)])
+        return tuple([max(0, -pages) for pages in (self.headroom_pages, *each)])
 
     def _set_pages(self, promise: LeasePromise, pages: Demand) -> None:
         none = (0,) * (1 + len(self._components.each))
