@@ -28,7 +28,6 @@ from kvd.wire.attach import (
     Join,
     Leave,
     RankAnswer,
-    RankWritten,
     Rejected,
     Speaker,
     versions_differ,
@@ -38,6 +37,7 @@ from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS, SPEAKERS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from kvd.wire.attach import ProcessWord
     from kvd.wire.memory import ComponentMemory, DeviceMemory, PoolMemory
 
 ATTACH_WITHIN_S: Final = 10.0
@@ -214,8 +214,8 @@ class Attachment:
         word = self.hear()
         return word if isinstance(word, Refusal) else None
 
-    def say(self, word: RankWritten) -> None:
-        """Send a word of this process' rank.
+    def say(self, word: ProcessWord) -> None:
+        """Send a word of this process.
 
         Raises:
             OSError: the daemon does not read, or is gone.

@@ -1,4 +1,4 @@
-"""What a joined process says of its rank, and what it hears: packets of the attach socket.
+"""What a joined process says by itself, and what it hears: packets of the attach socket.
 
 A word is sent at once, and answered in the order of words. Whoever waits for an answer reads for
 all: one thread at a time, or an event loop. Nobody reads while nobody waits, so an answer costs no
@@ -18,12 +18,12 @@ import time
 from typing import TYPE_CHECKING
 
 from kvd.errors import Code, KvdError, Refusal
-from kvd.wire.attach import RankWritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from kvd.client.attachment import Attachment
+    from kvd.wire.attach import ProcessWord
 
 ANSWER_WITHIN_S = 10.0
 """By then the daemon is stuck or gone."""
@@ -35,9 +35,11 @@ LOOK_EVERY_S = 0.5
 class PendingWord:
     """A word that was sent. ``poll`` it, wait for its ``result``, or ``await`` it."""
 
-    def __init__(self, words: RankWords) -> None:
+    def __init__(self, words: RankWords, call: int) -> None:
         """Use ``Worker.begin_written``."""
         self._words = words
+        self.call = call
+        """What it was said as."""
         self._is_over = False
         self._refusal: Refusal | None = None
         self._wake: Callable[[], object] | None = None
@@ -122,8 +124,8 @@ class RankWords:
         self._reading = threading.Lock()
         """Held by who waits on the socket: what it reads may be the answer of another."""
 
-    def begin(self, lease: int, upto_tokens: int, after: bytes) -> PendingWord:
-        """Say it.
+    def begin(self, word: Callable[[int], ProcessWord]) -> PendingWord:
+        """Say it; ``word`` makes the message of the number that its answer will name.
 
         Raises:
             KvdError: the daemon is away, or does not read; ``wrong-state`` in a forked child.
@@ -133,12 +135,9 @@ class RankWords:
             if self._end is not None:
                 raise KvdError(self._end)
             self._last_call += 1
-            word = RankWritten(
-                call=self._last_call, lease=lease, upto_tokens=upto_tokens, after=after
-            )
-            pending = PendingWord(self)
+            pending = PendingWord(self, self._last_call)
             try:
-                self._attachment.say(word)
+                self._attachment.say(word(self._last_call))
             except BlockingIOError:
                 raise KvdError(_unread(len(self._open))) from None
             except OSError:
@@ -233,7 +232,7 @@ def _set(future: asyncio.Future[None]) -> None:
 def _unread(n_open: int) -> Refusal:
     return Refusal(
         Code.UNREACHABLE,
-        f"the daemon does not read what this rank says, {n_open} words of it are not answered: "
+        f"the daemon does not read what this process says, {n_open} words of it are not answered: "
         "look at `kvd status`",
         side="client",
         numbers={"unanswered": n_open},
@@ -244,7 +243,7 @@ def _silent(within_s: float) -> KvdError:
     return KvdError(
         Refusal(
             Code.DEADLINE,
-            f"no answer from the daemon within {within_s:.1f} s (what a rank has written): it is "
+            f"no answer from the daemon within {within_s:.1f} s (on the attach socket): it is "
             "alive, but stuck or overloaded; look at `kvd status`",
             side="client",
             numbers={"within_s": within_s},

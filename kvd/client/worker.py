@@ -26,7 +26,7 @@ from kvd.client.pool import Pools
 from kvd.client.rank_words import RankWords
 from kvd.client.returning import WayBack
 from kvd.errors import Code, KvdError, Refusal
-from kvd.wire.attach import Join
+from kvd.wire.attach import Join, RankWritten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -149,7 +149,8 @@ class Worker:
         if after is not None and not isinstance(after, bytes):
             self._events.append(after)
         lease, upto = whole(lease_id, "lease_id"), whole(upto_tokens, "upto_tokens")
-        return self._words.begin(lease, upto, handle_of(after))
+        event = handle_of(after)
+        return self._words.begin(lambda call: RankWritten(call, lease, upto, event))
 
     def close(self) -> None:
         """Leave the session; repeatable."""

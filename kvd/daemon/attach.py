@@ -78,6 +78,7 @@ from kvd.wire.attach import (
     Attached,
     Join,
     Leave,
+    ProcessWord,
     RankAnswer,
     RankWritten,
     Rejected,
@@ -394,7 +395,7 @@ class AttachServer:
         request = ATTACH_REQUESTS.decode(packet)
         if isinstance(request, Refusal):
             return request
-        if isinstance(request, Leave | RankWritten):
+        if isinstance(request, Leave | ProcessWord):
             what = type(request).__name__
             return self._refuse(Code.WRONG_STATE, f"{what} is for a process that is attached")
         match request:

@@ -4,8 +4,9 @@ Unix, SOCK_SEQPACKET, one msgpack message a packet: ``Attach`` or ``Join`` in, `
 ``Rejected`` out with the memory descriptors as ancillary data. The socket then stays open; its
 hang-up is the death of that process, or follows ``Leave``. A hang-up without either frees nothing:
 a process that lives may write the pages. What a session says is in ``client``; a process that has
-joined with a rank says here, and nothing else, how far that is: ``RankWritten``, which is answered
-with ``RankAnswer``.
+joined says here what it alone knows, each of it answered with ``RankAnswer``: how far its rank has
+written (``RankWritten``), and when it copies between pages and blocks of its own (``CopyBegins``,
+``CopyEnds``).
 
 Each side says which protocol it speaks and of which kvd it is. Both are read by themselves before
 the message is (``Speaker``): that of another protocol may be no message here at all.
@@ -13,10 +14,12 @@ the message is (``Speaker``): that of another protocol may be no message here at
 
 from __future__ import annotations
 
+from zlib import crc32
+
 import msgspec
 
 from kvd.errors import Code, Refusal
-from kvd.wire.bounds import Call, EventHandle, Figure, Name, SessionKey
+from kvd.wire.bounds import Call, EventHandle, Figure, Name, Reason, SessionKey
 from kvd.wire.memory import DeviceMemory, PoolMemory
 
 PROTOCOL = 2
@@ -83,8 +86,54 @@ class RankWritten(msgspec.Struct, frozen=True, tag="rank-written"):
     after: EventHandle = b""
 
 
+class CopyPart(msgspec.Struct, frozen=True, array_like=True):
+    """Pages of one component: ``n_pages`` of the lease's row from ``first_page`` on.
+
+    ``pages_sum`` is ``pages_sum`` of the pages that the order names, which may be others by now.
+    """
+
+    component: Name
+    first_page: Figure
+    n_pages: Figure
+    pages_sum: Figure
+
+
+class CopyBegins(msgspec.Struct, frozen=True, tag="copy-begins"):
+    """This process is about to copy between pages of a lease and memory of its own.
+
+    It moves no byte before it is answered without a refusal: from then on the pages are kept for
+    the copy until ``CopyEnds``, or until this process is dead.
+    """
+
+    call: Call
+    lease: Figure
+    to_pages: bool
+    """A save, which writes the pages; otherwise they are read."""
+    parts: tuple[CopyPart, ...]
+    upto_tokens: Figure = 0
+    """Of a save: KV of the tokens below is in the pages when it is over, from the first of them."""
+    device: Name = ""
+    """Whose copy engine moves it; empty: this processor."""
+
+
+class CopyEnds(msgspec.Struct, frozen=True, tag="copy-ends"):
+    """No byte of that copy moves any more."""
+
+    call: Call
+    copy: Call
+    """The ``call`` of its ``CopyBegins``."""
+    is_done: bool
+    """All of it is there; otherwise nothing may be assumed of what it wrote."""
+    n_bytes: Figure = 0
+    waited_us: Figure = 0
+    """From the order until its mark had come."""
+    moved_us: Figure = 0
+    why: Reason = ""
+    """It is not done."""
+
+
 class RankAnswer(msgspec.Struct, frozen=True, tag="rank-answer"):
-    """What became of a ``RankWritten``. ``refusal`` None: it counts."""
+    """What became of what a process said. ``refusal`` None: it counts."""
 
     call: Call
     refusal: Refusal | None = None
@@ -129,8 +178,16 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     version: Name = ""
 
 
-AttachRequest = Attach | Join | Leave | RankWritten
+ProcessWord = RankWritten | CopyBegins | CopyEnds
+"""What an attached process says and is answered."""
+
+AttachRequest = Attach | Join | Leave | ProcessWord
 AttachReply = Attached | Rejected | RankAnswer
+
+
+def pages_sum(pages: bytes) -> int:
+    """A check of page numbers, as ``kvd.types.Pages`` packs them: other ones have another sum."""
+    return crc32(pages)
 
 
 def versions_differ(*, client: Speaker, daemon: Speaker, node: str, side: str) -> Refusal:
