@@ -89,6 +89,7 @@ class EngineBlocks:
         Raises:
             KvdError: ``post-failed`` when the device refuses.
         """
+        self._mover.require_alive()
         return self._mover.lane.mark(stream)
 
     def begin_save(
@@ -189,7 +190,7 @@ class EngineBlocks:
         ]
         if not any(part.units for part in parts):
             raise _bad(f"an order of no block for lease {key.lease}: leave it out")
-        after = self._mover.lane.mark() if after is None else after
+        after = self.mark() if after is None else after
         copy = PendingCopy(key, parts, to_pages=to_pages, upto_tokens=upto_tokens, after=after)
         with self._lock:
             if self._is_closed:
@@ -240,13 +241,13 @@ class EngineBlocks:
         )
 
     def _over(self, copy: PendingCopy) -> None:
+        if not copy.safe():
+            return  # in doubt: nobody can tell that its blocks are not used any more
         with self._lock:
             self._open.discard(copy)
-            # Of one in doubt the blocks stay what they are: nobody can tell that they are not used.
-            if copy.safe():
-                for part in copy.parts:
-                    uses = self._uses[part.table.component]
-                    uses.give_back(part.blocks, is_written=not copy.to_pages)
+            for part in copy.parts:
+                uses = self._uses[part.table.component]
+                uses.give_back(part.blocks, is_written=not copy.to_pages)
 
 
 class _BlockUses:

@@ -66,12 +66,19 @@ class StreamOfTorch(Protocol):
 
 
 class DeviceMark:
-    """An event that was recorded in a stream of the engine."""
+    """An event that was recorded in a stream of the engine; for as many orders as it is given to.
 
-    __slots__ = ("event",)
+    When nobody has it any more, its event is another's.
+    """
 
-    def __init__(self, event: int) -> None:
+    __slots__ = ("_free", "event")
+
+    def __init__(self, event: int, free: list[int]) -> None:
         self.event = event
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self.event)
 
 
 class DeviceCopy:
@@ -294,7 +301,7 @@ class DeviceLane:
                 # The default stream is that of the device of the thread.
                 with self._runtime.on(self._number):
                     self._runtime.record(event, number)
-        return DeviceMark(event)
+        return DeviceMark(event, self._events)
 
     def has_come(self, mark: object) -> bool:
         """Whether all before the mark is done; on the mover's thread.
@@ -303,11 +310,6 @@ class DeviceLane:
             LaneDead: the device has failed.
         """
         return not isinstance(mark, DeviceMark) or self._has_come(mark.event)
-
-    def forget(self, mark: object) -> None:
-        """Its event is another's."""
-        if isinstance(mark, DeviceMark):
-            self._events.append(mark.event)
 
     def has_ended(self, event: int) -> bool:
         """Whether what is before an event of this lane is done; once, then it is another's."""

@@ -105,10 +105,6 @@ class CopyLane(Protocol):
         """Whether all that is done."""
         ...
 
-    def forget(self, mark: object) -> None:
-        """Nobody waits for it any more."""
-        ...
-
     def enter(self) -> None:
         """The mover's thread begins; all but ``mark`` is called by it."""
         ...
@@ -240,16 +236,24 @@ class Mover:
         """Whether the daemon keeps no page for a copy of this process; for any thread."""
         return not self._under_way
 
+    def require_alive(self) -> None:
+        """Refuse what could not be seen through.
+
+        Raises:
+            KvdError: nothing is any more.
+        """
+        why = self._dead or self._closing
+        if why is not None:
+            raise KvdError(why)
+
     def order(self, copy: PendingCopy) -> None:
         """See this one through.
 
         Raises:
-            KvdError: nothing is seen through any more.
+            KvdError: as ``require_alive``.
         """
         with self._lock:
-            why = self._dead or self._closing
-            if why is not None:
-                raise KvdError(why)
+            self.require_alive()
             copy.begun(self._bell.ring)
             self._new.append(copy)
         self._bell.ring()
@@ -345,7 +349,7 @@ class Mover:
         """Whether it waits for its mark no more."""
         why = self._dead or self._closing or (_cancelled(copy) if copy.is_cancelled else None)
         if why is not None:
-            self._drop(copy, why)
+            copy.end(why)
             return True
         try:
             if not self.lane.has_come(copy.after):
@@ -353,21 +357,14 @@ class Mover:
                     return False
                 why = _no_mark(copy, self._mark_within_s)
                 log.warning("%s", why.message)
-                # Its event is nobody else's: it may come yet.
                 copy.end(why)
                 return True
-            self.lane.forget(copy.after)
             copy.after = None
             self._check(copy.key)
             self._ask(copy)
         except KvdError as error:
-            self._drop(copy, error.refusal)
+            copy.end(error.refusal)
         return True
-
-    def _drop(self, copy: PendingCopy, why: Refusal) -> None:
-        """End one of which no byte has moved, and for which nothing is kept."""
-        self.lane.forget(copy.after)
-        copy.end(why)
 
     def _ask(self, copy: PendingCopy) -> None:
         parts = tuple(
@@ -412,7 +409,10 @@ class Mover:
                 continue
             copy.waited_s = time.monotonic() - copy.ordered_s
             copy.state = CopyState.MOVING
-            self._moving.append(_Moving(copy, word.call, self.lane.chunk_bytes))
+            moving = _Moving(copy, word.call, self.lane.chunk_bytes)
+            if self._dead is not None:
+                moving.fault = LaneDead(self._dead.message)
+            self._moving.append(moving)
         ended = [word for word in self._ending if word.is_over]
         for word in ended:
             self._over(self._ending.pop(word), word.refusal)
@@ -506,7 +506,9 @@ class Mover:
 
     def _over(self, moving: _Moving, refusal: Refusal | None) -> None:
         self._under_way.discard(moving.copy)
-        if moving.fault is not None:
+        if isinstance(moving.fault, LaneDead) and self._dead is not None:
+            refusal = self._dead
+        elif moving.fault is not None:
             refusal = _failed(moving.copy, moving.fault)
         elif moving.left_bytes:
             refusal = _cancelled(moving.copy)

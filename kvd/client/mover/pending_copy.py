@@ -184,6 +184,7 @@ class PendingCopy:
     def end(self, refusal: Refusal | None, *, is_doubted: bool = False) -> None:
         """It is over; only by who sees it through, once."""
         self.refusal = refusal
+        self.after = None
         with self._lock:
             self.state = CopyState.DOUBT if is_doubted else CopyState.OVER
             over, wakes, self._wakes = self._over, self._wakes, []
