@@ -443,9 +443,9 @@ def test_a_cancelled_order_is_over_when_nothing_of_it_moves(engine: Engine) -> N
 def test_a_close_waits_for_what_moves_and_ends_the_rest(engine: Engine) -> None:
     engine.daemon.hold()
     order = engine.save([3], [5])
+    engine.daemon.until(lambda: engine.daemon.said)
     closing = threading.Thread(target=engine.blocks.close)
     closing.start()
-    engine.daemon.until(lambda: engine.daemon.said)
     time.sleep(0.02)
     assert closing.is_alive()
     engine.daemon.answer()
