@@ -290,7 +290,7 @@ def test_what_does_not_say_where_it_lies_is_refused(daemon: WordsDaemon) -> None
         ([1], [0], "page 0 is none: they are 1 to 39"),
         ([1], [40], "page 40 is none"),
         ([1, 2], [3], "2 blocks and 1 pages"),
-        ([1, 2], [3, 3], "number 3 is twice among pages"),
+        ([1, 2], [3, 3], "number 3 is twice among the pages"),
         ([1.5], [3], "float64"),
         ([[1]], [3], "shape"),
         ([None], [3], "none of block numbers"),

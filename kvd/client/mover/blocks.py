@@ -235,7 +235,9 @@ class EngineBlocks:
         _check_lengths(table, found, page_numbers)
         if first < 0:
             raise _bad(f"first_page is {first}: it is counted from the first page of the lease")
-        _check_once(page_numbers if to_pages else found, "pages" if to_pages else "blocks")
+        _check_once(found, "blocks")
+        if to_pages:
+            _check_once(page_numbers, "pages that are written")
         return OrderPart(
             table, found, page_numbers, first, pages_sum(page_numbers.astype("<i4").tobytes())
         )
@@ -279,14 +281,14 @@ class _BlockUses:
         if is_written:
             self._is_written[blocks] = True
         else:
-            np.add.at(self._reads, blocks, 1)
+            self._reads[blocks] += 1
 
     def give_back(self, blocks: Numbers, *, is_written: bool) -> None:
         """One use less."""
         if is_written:
             self._is_written[blocks] = False
         else:
-            np.subtract.at(self._reads, blocks, 1)
+            self._reads[blocks] -= 1
 
 
 class GivenMemory:
@@ -438,14 +440,16 @@ def _check_lengths(table: PieceTable, blocks: Numbers, pages: Numbers) -> None:
 
 def _check_once(numbers: Numbers, what: str) -> None:
     """Refuse to write the same twice: which of the two would be there is chance."""
-    if len(np.unique(numbers)) != len(numbers):
-        found, counts = np.unique(numbers, return_counts=True)
-        twice = int(found[int(counts.argmax())])
-        raise _failure(
-            Code.BAD_PAGES,
-            f"number {twice} is twice among {what} that are written",
-            number=twice,
-        )
+    known: set[int] = set()
+    listed = numbers.tolist()
+    if len(set(listed)) == len(listed):
+        return
+    for number in listed:
+        if number in known:
+            raise _failure(
+                Code.BAD_PAGES, f"number {number} is twice among the {what}", number=number
+            )
+        known.add(number)
 
 
 def _bad(message: str) -> KvdError:
