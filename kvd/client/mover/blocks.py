@@ -67,6 +67,7 @@ class EngineBlocks:
         """Use ``Worker.blocks`` or ``Node.blocks``."""
         self._mover = mover
         self._tables = given.tables
+        self._ranks = given.ranks
         self._keep: list[object] | None = given.keep
         self._check = check
         self._uses = {name: _BlockUses(name, n) for name, n in given.block_counts.items()}
@@ -99,7 +100,7 @@ class EngineBlocks:
         *,
         pages: Mapping[str, PageNumbers] | None = None,
         first_page: Mapping[str, int] | int = 0,
-        upto_tokens: int = 0,
+        upto_tokens: int | None = None,
         after: object = None,
     ) -> PendingCopy:
         """Fill pages of a lease from blocks; once it is done, ``written`` counts it by itself.
@@ -112,7 +113,7 @@ class EngineBlocks:
             first_page: where the first of them is in the lease's row of that component; one number
                 for all, or by component.
             upto_tokens: the KV of all tokens below is in the pages once this is done and those
-                before it are.
+                before it are; left out, of as many as the pages have room for.
             after: a mark, behind which the blocks are written; left out: one that is set now.
 
         Raises:
@@ -125,7 +126,7 @@ class EngineBlocks:
             blocks,
             pages,
             first_page,
-            upto_tokens=whole(upto_tokens, "upto_tokens"),
+            upto_tokens=None if upto_tokens is None else whole(upto_tokens, "upto_tokens"),
             after=after,
             to_pages=True,
         )
@@ -147,7 +148,7 @@ class EngineBlocks:
             KvdError: as ``begin_save``; also for blocks that another order reads.
         """
         return self._begin(
-            lease, blocks, pages, first_page, upto_tokens=0, after=after, to_pages=False
+            lease, blocks, pages, first_page, upto_tokens=None, after=after, to_pages=False
         )
 
     def close(self) -> None:
@@ -178,7 +179,7 @@ class EngineBlocks:
         pages: Mapping[str, PageNumbers] | None,
         first_page: Mapping[str, int] | int,
         *,
-        upto_tokens: int,
+        upto_tokens: int | None,
         after: object,
         to_pages: bool,
     ) -> PendingCopy:
@@ -188,9 +189,13 @@ class EngineBlocks:
             self._part(lease, name, numbers, pages, first_page, to_pages=to_pages)
             for name, numbers in blocks.items()
         ]
+        # What a save has written is counted in tokens of the first component.
+        parts.sort(key=lambda part: self._ranks[part.table.component])
         if not any(part.units for part in parts):
             raise _bad(f"an order of no block for lease {key.lease}: leave it out")
         after = self.mark() if after is None else after
+        if upto_tokens is None:
+            upto_tokens = parts[0].end_token if to_pages else 0
         copy = PendingCopy(key, parts, to_pages=to_pages, upto_tokens=upto_tokens, after=after)
         with self._lock:
             if self._is_closed:
@@ -297,6 +302,8 @@ class GivenMemory:
     def __init__(self) -> None:
         self.tables: dict[str, PieceTable] = {}
         self.block_counts: dict[str, int] = {}
+        self.ranks: dict[str, int] = {}
+        """By component, which of the pool's it is."""
         self.layouts: list[BlockLayout] = []
         self.pools: list[PoolBytes] = []
         self.keep: list[object] = []
@@ -325,6 +332,7 @@ def given_memory(pool: Pool, caches: Caches, *, block_size: int, shard: int) -> 
     names = {part.name for part in pool.memory.components}
     by_component = caches if caches and set(caches) <= names and _all_maps(caches) else None
     given = GivenMemory()
+    given.ranks = {part.name: rank for rank, part in enumerate(pool.memory.components)}
     for name, layers in (by_component or {first: caches}).items():
         laid_out = _layers(layers)
         counts = {layout.n_blocks for layouts in laid_out for layout in layouts}
@@ -339,7 +347,7 @@ def given_memory(pool: Pool, caches: Caches, *, block_size: int, shard: int) -> 
             address=memory.ctypes.data,
         )
         given.block_counts[name] = counts.pop()
-        given.pools.append(pool_bytes(part, memory.ctypes.data))
+        given.pools.append(pool_bytes(part, memory))
         given.keep += [memory, layers]
         given.layouts += [layout for layouts in laid_out for layout in layouts]
     _check_apart(given.layouts, given.pools)

@@ -203,6 +203,8 @@ class DeviceLane:
         """Those that nobody waits for."""
         self._registering: dict[int, threading.Thread] = {}
         self._registered: list[int] = []
+        self._pinned: list[object] = []
+        """What must stay mapped as long as it is registered."""
         self._is_closing = False
         with _refused("making two streams for copies"), runtime.on(device):
             self._streams = {
@@ -230,6 +232,7 @@ class DeviceLane:
                     self._memory.add(stretch)
             for pool in pools:
                 if pool.address not in self._registering:
+                    self._pinned.append(pool.memory)
                     thread = threading.Thread(
                         target=self._register, args=(pool,), name="kvd-register", daemon=True
                     )
@@ -390,16 +393,23 @@ class DeviceLane:
         for thread in list(self._registering.values()):
             thread.join()
         try:
+            for address in self._registered:
+                self._memory.forget(address)
+            for stage in self._stages.values():
+                stage.close()
             for stream in self._streams.values():
                 stream.close()
             for event in self._events:
                 self._runtime.destroy(event)
-            for stage in self._stages.values():
-                stage.close()
-            for address in self._registered:
-                self._memory.forget(address)
         except CudaError as error:
+            # What is pinned must not be unmapped: something else may come to lie there.
+            _STILL_PINNED.append(self)
             log.warning("%s took back not all that copies had of it: %s", self.device, error)
+        else:
+            self._pinned.clear()
+
+
+_STILL_PINNED: Final[list[DeviceLane]] = []
 
 
 @contextlib.contextmanager

@@ -49,6 +49,9 @@ NAP_S: Final = 0.001
 """The same after nothing has come for ``LOOK_SLOWER_AFTER_S``."""
 LOOK_SLOWER_AFTER_S: Final = 0.05
 
+ASKED_AT_ONCE: Final = 256
+"""So many copies the daemon keeps pages for at most; it takes 1,024 of a process."""
+
 AGING_BYTES_PER_S: Final = 4 * 2**30
 """By so much an order counts as shorter for each second that it has waited."""
 
@@ -340,9 +343,9 @@ class Mover:
     def _look_at_marks(self) -> bool:
         """Ask the daemon for those whose marks have come."""
         now_s = time.monotonic()
-        left = [copy for copy in self._waiting if self._leaves(copy, now_s)]
-        for copy in left:
-            self._waiting.remove(copy)
+        left = {copy for copy in self._waiting if self._leaves(copy, now_s)}
+        if left:
+            self._waiting = [copy for copy in self._waiting if copy not in left]
         return bool(left)
 
     def _leaves(self, copy: PendingCopy, now_s: float) -> bool:
@@ -360,6 +363,8 @@ class Mover:
                 copy.end(why)
                 return True
             copy.after = None
+            if len(self._under_way) >= ASKED_AT_ONCE:
+                return False
             self._check(copy.key)
             self._ask(copy)
         except KvdError as error:

@@ -12,6 +12,7 @@ from kvd.client.mover.blocks import EngineBlocks, given_memory
 from kvd.client.mover.engine_memory import HOST
 from kvd.client.mover.host_lane import HostLane
 from kvd.client.mover.mover import MARK_WITHIN_S, Bell, Mover
+from kvd.errors import KvdError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +91,12 @@ class Movers:
             found = self._movers.get((f"cuda:{number}", 0))
             lane = found.lane if found is not None else DeviceLane(runtime, number)
             assert isinstance(lane, DeviceLane)
-            lane.knows(given.layouts, given.pools)
+            try:
+                lane.knows(given.layouts, given.pools)
+            except KvdError:
+                if found is None:
+                    lane.close()
+                raise
             return found or self._begun((lane.device, 0), lane, Bell(), mark_within_s)
 
     def _begun(
