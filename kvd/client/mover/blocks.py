@@ -62,14 +62,14 @@ class EngineBlocks:
         self,
         mover: Mover,
         given: GivenMemory,
-        check: Callable[[LeaseKey], None],
+        checks: Sequence[Callable[[LeaseKey], None]],
     ) -> None:
         """Use ``Worker.blocks`` or ``Node.blocks``."""
         self._mover = mover
         self._tables = given.tables
         self._ranks = given.ranks
         self._keep: list[object] | None = given.keep
-        self._check = check
+        self._checks = checks
         self._uses = {name: _BlockUses(name, n) for name, n in given.block_counts.items()}
         self._lock = threading.Lock()
         self._open: set[PendingCopy] = set()
@@ -184,7 +184,8 @@ class EngineBlocks:
         to_pages: bool,
     ) -> PendingCopy:
         key = lease if isinstance(lease, LeaseKey) else lease.key
-        self._check(key)
+        for check in self._checks:
+            check(key)
         parts = [
             self._part(lease, name, numbers, pages, first_page, to_pages=to_pages)
             for name, numbers in blocks.items()

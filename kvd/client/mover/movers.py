@@ -53,13 +53,14 @@ class Movers:
         mark_within_s: float = MARK_WITHIN_S,
         check: Check | None = None,
     ) -> EngineBlocks:
-        """As ``Worker.blocks``."""
+        """As ``Worker.blocks``; ``check`` refuses keys as well."""
+        checks = (self._check,) if check is None else (self._check, check)
         given = given_memory(pool, caches, block_size=block_size, shard=shard)
         if given.device == HOST:
             mover = self._mover(HOST, threads, mark_within_s)
         else:
             mover = self._mover_of_device(given, mark_within_s)
-        return EngineBlocks(mover, given, check or self._check)
+        return EngineBlocks(mover, given, checks)
 
     @property
     def doubt(self) -> Refusal | None:
