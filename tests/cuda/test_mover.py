@@ -468,3 +468,18 @@ def test_one_mark_serves_several_orders(engine: Engine, double: Double) -> None:
     double.release(stream)
     for order in orders:
         order.result(5)
+
+
+def test_an_order_is_cancelled_while_its_mark_has_not_come(engine: Engine, double: Double) -> None:
+    stream = double.held()
+    mark = engine.blocks.mark(stream)
+    orders = [engine.save([n], [n + 1], after=mark) for n in range(12)]
+    assert orders[7].cancel()
+    with pytest.raises(KvdError, match="cancelled"):
+        orders[7].result(5)
+    assert not any(order.is_over for order in orders if order is not orders[7])
+    engine.load([7], [30]).result(5)
+    double.release(stream)
+    for order in orders[:7] + orders[8:]:
+        order.result(5)
+    assert len(engine.daemon.began) == 12
