@@ -197,6 +197,20 @@ def test_a_release_gives_no_page_away_under_a_copy(is_journaled):
     assert free(side) == before + 7
 
 
+def test_what_a_send_does_not_need_stays_while_it_is_copied(engine):
+    side = engine.side
+    copy = engine.save(4, 7)
+    opened = side.call(client.SendRequest, tokens((1, 32)), room=7, lease=engine.lease)
+    assert isinstance(opened, client.Sending), opened
+    before = free(side)
+
+    side.call(client.ReleaseLease, lease=engine.lease)
+
+    assert free(side) == before
+    engine.over(copy)
+    assert free(side) == before + 5
+
+
 def test_a_release_in_the_middle_of_a_load_keeps_the_cached_pages_locked():
     world = World(p_pages=12)
     cached(world.p, PROMPT)
@@ -367,6 +381,11 @@ def test_what_was_received_goes_on_in_its_last_page():
     world.d.call(client.CommitLease, tokens((101, 28)), lease=engine.lease)
 
     assert engine.record.owned == 8
+
+
+def test_a_page_that_an_event_may_make_written_is_not_saved_anew(engine):
+    engine.side.word(engine.lease, 20, 0, 1, after=b"e" * 64)
+    engine.refused(engine.begins(1, 3), Code.BAD_PAGES, "save from page 2 on")
 
 
 def test_what_an_event_may_make_written_is_not_saved_over(engine):
