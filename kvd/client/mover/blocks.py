@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     """By layer, in their order, its tensors; or by component such a mapping."""
 
 
+FEW: Final = 64
+"""Numbers that Python looks through sooner than numpy does."""
+
+
 @runtime_checkable
 class HasPages(Protocol):
     """A lease of the process that opened it, of either client."""
@@ -416,9 +420,10 @@ def _numbers(given: PageNumbers, what: str, end: int, *, first: int) -> Numbers:
             f"an array of {found.dtype} with the shape {found.shape} is none of {what} numbers: "
             "pass ints, in one dimension",
         )
+    # A copy: an engine writes its table anew for the next step.
     numbers = found.astype(np.int64)
     if numbers.size:
-        low, high = int(numbers.min()), int(numbers.max())
+        low, high = _ends(numbers)
         if low < first or high >= end:
             wrong = low if low < first else high
             raise _failure(
@@ -427,6 +432,14 @@ def _numbers(given: PageNumbers, what: str, end: int, *, first: int) -> Numbers:
                 **{what: wrong, "end": end},
             )
     return numbers
+
+
+def _ends(numbers: Numbers) -> tuple[int, int]:
+    """The least and the greatest."""
+    if numbers.size <= FEW:
+        listed = numbers.tolist()
+        return min(listed), max(listed)
+    return int(numbers.min()), int(numbers.max())
 
 
 def _check_lengths(table: PieceTable, blocks: Numbers, pages: Numbers) -> None:
@@ -451,7 +464,7 @@ def _check_once(numbers: Numbers, what: str) -> None:
     """Refuse to write the same twice: which of the two would be there is chance."""
     known: set[int] = set()
     listed = numbers.tolist()
-    if len(set(listed)) == len(listed):
+    if len(listed) < 2 or len(set(listed)) == len(listed):
         return
     for number in listed:
         if number in known:

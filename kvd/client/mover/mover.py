@@ -321,7 +321,9 @@ class Mover:
                 return
             if is_busy:
                 self._busy_s = time.monotonic()
-            if not any(self._may_begin(to_pages=to_pages) for to_pages in (False, True)):
+            if not self._moving or not (
+                self._may_begin(to_pages=True) or self._may_begin(to_pages=False)
+            ):
                 self._sleep()
 
     def _open(self) -> bool:
