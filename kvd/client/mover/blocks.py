@@ -67,6 +67,8 @@ class EngineBlocks:
         mover: Mover,
         given: GivenMemory,
         checks: Sequence[Callable[[LeaseKey], None]],
+        *,
+        mark_within_s: float,
     ) -> None:
         """Use ``Worker.blocks`` or ``Node.blocks``."""
         self._mover = mover
@@ -74,6 +76,7 @@ class EngineBlocks:
         self._ranks = given.ranks
         self._keep: list[object] | None = given.keep
         self._checks = checks
+        self._mark_within_s = mark_within_s
         self._uses = {name: _BlockUses(name, n) for name, n in given.block_counts.items()}
         self._lock = threading.Lock()
         self._open: set[PendingCopy] = set()
@@ -201,7 +204,14 @@ class EngineBlocks:
         after = self.mark() if after is None else after
         if upto_tokens is None:
             upto_tokens = parts[0].end_token if to_pages else 0
-        copy = PendingCopy(key, parts, to_pages=to_pages, upto_tokens=upto_tokens, after=after)
+        copy = PendingCopy(
+            key,
+            parts,
+            to_pages=to_pages,
+            upto_tokens=upto_tokens,
+            after=after,
+            mark_within_s=self._mark_within_s,
+        )
         with self._lock:
             if self._is_closed:
                 raise KvdError(_CLOSED)
