@@ -53,6 +53,7 @@ from kvd.transfer.event_waits import EventWaits
 from kvd.transfer.mapping import (
     Collapser,
     RegionUnusable,
+    Upkeep,
     keep_map,
     map_region,
     map_scratch,
@@ -67,6 +68,7 @@ from kvd.transfer.orders import (
     Dying,
     Frames,
     Order,
+    Pinned,
     Probe,
     Ready,
     RegionPlan,
@@ -97,7 +99,7 @@ LAST_WORDS_S: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
 
 
-Item = BuiltAgent | Collapsed | Copied | CopyFailed | PageSumJob | Dying
+Item = BuiltAgent | Collapsed | Pinned | Copied | CopyFailed | PageSumJob | Dying
 """What other threads hand to the loop."""
 
 
@@ -182,12 +184,21 @@ class TransferWorker:
         self._orders.settimeout(0.0)
         self._poll.register(self._orders, select.EPOLLIN)
         self._poll.register(self._inbox.descriptor, select.EPOLLIN)
-        huge = [areas[plan.name].note for plan in begin.regions if plan.in_huge_pages]
         # After ``Ready``: it takes seconds for a large pool, and nobody waits for it.
-        Collapser(huge, is_busy=self._is_busy, on_over=self._inbox.put).start()
+        upkeep = [self._upkeep(plan, areas[plan.name], devices) for plan in begin.regions]
+        # First what copies of devices go faster for.
+        upkeep.sort(key=lambda work: work.register is None)
+        Collapser(upkeep, is_busy=self._is_busy, on_over=self._inbox.put).start()
         # What came in one read with the first order, and is told by no descriptor any more.
         for order in later:
             self._obey(order)
+
+    def _upkeep(self, plan: RegionPlan, area: Area, devices: Devices) -> Upkeep:
+        """What is done to a region while it serves."""
+        register = None
+        if plan.meets_device and devices.are_used:
+            register = devices.pinning(area.note, self._inbox.put)
+        return Upkeep(area.note, plan.in_huge_pages, register)
 
     def run(self) -> None:
         """Serve until the end of the order socket."""
@@ -331,7 +342,7 @@ class TransferWorker:
                     self._agents.built(item)
                 case PageSumJob():
                     self._sums.done(item)
-                case Collapsed() | Copied() | CopyFailed():
+                case Collapsed() | Pinned() | Copied() | CopyFailed():
                     self._reports.append(item)
                 case Dying():
                     self.fail(item)

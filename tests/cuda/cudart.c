@@ -16,6 +16,7 @@
  *   DOUBLE_MEMORY    "reachable": the processor reaches device memory, which says it is the host's
  *   DOUBLE_LATE_US   the longest that a copy is late (0); DOUBLE_SEED says by how much and in which
  *                    order those of a batch are done
+ *   DOUBLE_PINNABLE  so many bytes of the host can be registered (all)
  *   DOUBLE_OUTLIVES  1: copies run in a process of their own, and land after their caller's end
  *
  * Compiled with -DWITHOUT_BATCH, it is a runtime of before 12.8.
@@ -23,6 +24,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -628,6 +630,7 @@ int cudaFree(void *address) {
     return locked(poison);
 }
 int cudaHostRegister(void *address, size_t size, unsigned flags) {
+    size_t left = (size_t)number_of("DOUBLE_PINNABLE", LONG_MAX);
     int is_shared;
     ENTER(UNSAFE);
     if (!address || !size || flags > 15) return fail(INVALID_VALUE);
@@ -642,7 +645,9 @@ int cudaHostRegister(void *address, size_t size, unsigned flags) {
         size_t room = (((uintptr_t)one->address + one->size + PAGE - 1) & -(uintptr_t)PAGE) - start;
         if (one->address && meets(low, pages, (char *)start, room))
             return locked(ALREADY_REGISTERED);
+        left -= room < left ? room : left;
     }
+    if (pages > left) return locked(NO_MEMORY);
     if (!is_mapped(address, size, &is_shared)) return locked(INVALID_VALUE);
     for (int i = 0; i < MOST; i++)
         if (!registrations[i].address) {
