@@ -25,7 +25,6 @@ from kvd.transfer.orders import (
     Alive,
     Collapsed,
     Dying,
-    Pinned,
     Probe,
     Ready,
     Summed,
@@ -199,7 +198,7 @@ class TransferSupervisor:
                     self._answered = number
                 case Summed():
                     self.sums.summed(report)
-                case Ready() | Dying() | Collapsed() | Pinned():
+                case Ready() | Dying() | Collapsed():
                     pass  # of the process itself, no input of the node
                 case _:
                     # Stamped here: the node's clock never goes back, and by the process's own a

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvd.core.inputs import MemoryPinned
 from kvd.device.copies import KnownMemory, Stretch
 from kvd.device.cuda import CudaError, MemorySide, Runtime
 from kvd.device.cuda_library import load
@@ -23,7 +24,7 @@ from kvd.transfer.copies import Area
 from kvd.transfer.device_streams import DeviceReach
 from kvd.transfer.mapping import HUGE_BYTES, noted
 from kvd.transfer.metadata import HOST, MemoryKind, MemorySite, extent_bytes
-from kvd.transfer.orders import Pinned, SharedRegion
+from kvd.transfer.orders import UNSTAMPED, SharedRegion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,7 +48,7 @@ class PartPinner:
         device: int,
         memory: KnownMemory,
         region: RegionNote,
-        on_over: Callable[[Pinned], None],
+        on_over: Callable[[MemoryPinned], None],
     ) -> None:
         self._runtime = runtime
         self._device = device
@@ -73,7 +74,8 @@ class PartPinner:
         end = self._region.address + self._region.region_bytes
         if address + size_bytes == end:
             self._on_over(
-                Pinned(
+                MemoryPinned(
+                    at_s=UNSTAMPED,
                     region=self._region.name,
                     pinned_bytes=self._pinned_bytes,
                     region_bytes=self._region.region_bytes,
@@ -171,7 +173,7 @@ class Devices:
         except CudaError as exc:
             raise DeviceUnusable(f"memory of a device cannot be given to engines: {exc}") from exc
 
-    def pinning(self, region: RegionNote, on_over: Callable[[Pinned], None]) -> PartPinner:
+    def pinning(self, region: RegionNote, on_over: Callable[[MemoryPinned], None]) -> PartPinner:
         """Takes the parts of a region of host memory that copies of devices read or write."""
         device = min(self._used.values())
         return PartPinner(self.runtime, device, self.memory, region, on_over)

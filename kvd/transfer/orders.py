@@ -161,20 +161,7 @@ class Collapsed(msgspec.Struct, frozen=True, tag="collapsed"):
     why: str
 
 
-class Pinned(msgspec.Struct, frozen=True, tag="pinned"):
-    """So much of a region that meets a device is registered with CUDA; ``why`` if not all of it.
-
-    The rest is copied by way of a stage: at the speed of the processor's memory copies.
-    """
-
-    region: str
-    pinned_bytes: int
-    region_bytes: int
-    took_s: float
-    why: str = ""
-
-
-Report = Ready | Dying | Summed | Alive | Collapsed | Pinned | TransferReport
+Report = Ready | Dying | Summed | Alive | Collapsed | TransferReport
 
 # ---- how they cross the socket ------------------------------------------------------------------
 

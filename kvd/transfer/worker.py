@@ -46,7 +46,7 @@ from kvd.core.effects import (
     SumLanded,
     Verify,
 )
-from kvd.core.inputs import Copied, CopyFailed
+from kvd.core.inputs import Copied, CopyFailed, MemoryPinned
 from kvd.transfer.copies import COPIER, Area, Copier, mapped_area
 from kvd.transfer.devices import Devices, DeviceUnusable
 from kvd.transfer.event_waits import EventWaits
@@ -68,7 +68,6 @@ from kvd.transfer.orders import (
     Dying,
     Frames,
     Order,
-    Pinned,
     Probe,
     Ready,
     RegionPlan,
@@ -99,7 +98,7 @@ LAST_WORDS_S: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
 
 
-Item = BuiltAgent | Collapsed | Pinned | Copied | CopyFailed | PageSumJob | Dying
+Item = BuiltAgent | Collapsed | MemoryPinned | Copied | CopyFailed | PageSumJob | Dying
 """What other threads hand to the loop."""
 
 
@@ -342,7 +341,7 @@ class TransferWorker:
                     self._agents.built(item)
                 case PageSumJob():
                     self._sums.done(item)
-                case Collapsed() | Pinned() | Copied() | CopyFailed():
+                case Collapsed() | MemoryPinned() | Copied() | CopyFailed():
                     self._reports.append(item)
                 case Dying():
                     self.fail(item)

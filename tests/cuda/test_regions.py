@@ -16,14 +16,22 @@ import numpy as np
 import pytest
 
 from kvd.core.effects import Verify
-from kvd.core.inputs import Copied, PostDone, Verified
+from kvd.core.inputs import (
+    AgentLoaded,
+    Copied,
+    MemoryPinned,
+    PathFound,
+    PostDone,
+    Verified,
+    WritePath,
+)
 from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.core.layout.seal import Seal
 from kvd.core.layout.shards import lanes, tp_shards
 from kvd.core.layout.spec import Mla, PageOrder
 from kvd.device.cuda import CudaError
 from kvd.transfer.device_streams import READERS, STAGE_BYTES
-from kvd.transfer.orders import Pinned, Sum, Summed
+from kvd.transfer.orders import Sum, Summed
 from kvd.transfer.process import TransportDown
 from kvd.types import Pages, pack_ids
 from kvd.wire.peer import Integrity
@@ -82,6 +90,33 @@ async def test_pages_arrive_and_nothing_else_changes(double, sides, late):
                 assert np.array_equal(theirs.bytes[:size], expected)
 
 
+@pytest.mark.parametrize("sockets", ["none", "emulated", "forced"])
+@pytest.mark.parametrize("sides", SIDES)
+async def test_how_bytes_of_a_device_travel_is_seen_and_told(double, sides, sockets, monkeypatch):
+    """Real sockets, as UCX would have: what it emulates passes them, and nothing else does."""
+    monkeypatch.setenv("NIXL_DOUBLE_SOCKETS", sockets)
+    is_emulated = sockets == "forced" or (sockets == "emulated" and sides != "device to device")
+    source, _, destination = sides.partition(" to ")
+    async with two(double, *SIDES[sides]) as (sender, receiver):
+        assert sender.heard(AgentLoaded)[0].path is WritePath.SAME_HOST, "host memory"
+        sender.post(1, receiver, list(range(1, 25)), list(range(1, 25)))
+        assert isinstance(await sender.outcome(1), PostDone)
+
+        (found,) = sender.heard(PathFound)
+        assert (found.source.value, found.destination.value) == (source, destination)
+        expected = WritePath.EMULATED if is_emulated else WritePath.SAME_HOST
+        assert found.path is expected
+        size = receiver.memories["kv"].shape.total_bytes
+        for first in (2, 3):
+            sender.post(first, receiver, [9, 2, 17], [4, 23, 8])
+            assert isinstance(await sender.outcome(first), PostDone)
+        assert len(sender.heard(PathFound)) == 1
+        ours, theirs = sender.memories["kv"].bytes, receiver.memories["kv"].bytes
+        row = receiver.memories["kv"].shape.rows[0]
+        where = receiver.memories["kv"].piece
+        assert np.array_equal(theirs[:size][where(row, 23)], ours[:size][where(row, 2)])
+
+
 async def test_sums_of_a_device_are_those_of_the_same_bytes_in_host_memory(double):
     seal = Seal(Integrity.FULL, b"devices!", 0, 4)
     pages = [7, 8, 2, 24]
@@ -120,7 +155,7 @@ async def test_pages_of_a_device_are_saved_in_host_memory_and_brought_back(
     async with node_of(double, "decode", ON_DEVICE, is_pinned=way != STAGED, **settings) as node:
         ours = node.memories[region]
         if way != STAGED:
-            pinned = await node.hears(Pinned, region=f"{region}.saved")
+            pinned = await node.hears(MemoryPinned, region=f"{region}.saved")
             assert (pinned.pinned_bytes == pinned.region_bytes) == (way == PINNED)
             assert ("cudaErrorMemoryAllocation (2)" in pinned.why) == (way != PINNED)
         size = ours.shape.total_bytes

@@ -48,6 +48,7 @@ def snapshot(node: NodeView) -> Snapshot:
         audit=node.audit.state(),
         drain=node.drainer.state(),
         epochs=dict(sorted(node.epochs.by_namespace.items())),
+        slow_path=node.ways.slow_words(),
     )
 
 

@@ -22,6 +22,7 @@ from kvd.errors import Code, Refusal
 
 if TYPE_CHECKING:
     from kvd.core.layout.shards import Shard, ShardRoute
+    from kvd.core.peers.ways import PeerWay
 
 
 RETRY_S = 2.0
@@ -148,6 +149,8 @@ class Peer:
     agent_why: str = ""
     streams: tuple[str, ...] = ()
     """The connections of the agent, if it is loaded."""
+    ways: tuple[PeerWay, ...] = ()
+    """How bytes travel to it, while the agent is loaded."""
     claim: StreamClaim = NO_CLAIM
     """What it said last of the connections of its agent to us."""
     offer_floor: int = 0
