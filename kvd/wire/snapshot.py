@@ -377,3 +377,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     """By base of namespaces, those that were told of new weights; the others are in epoch 0."""
     slow_path: str = ""
     """What of this node's own copies is many times slower than it could be, and what to do."""
+    pinned_bytes: dict[str, int] = {}
+    """By region of host memory that copies of devices read or write: so much is registered with
+    CUDA. A region is missing until it has been tried."""

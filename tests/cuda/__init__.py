@@ -32,6 +32,10 @@ freeing memory, unregistering it and closing that   tests of the double alone
 of another process wait for the device
 in a global capture, all that waits, allocates,     ``test_what_waits_or_allocates_...``, of some
 registers or asks is refused (900)                  calls; a device may allow others
+memory that one device registered is copied by      ``test_memory_that_one_device_...``, where
+every other, if it was asked to be                  there are two devices
+registering waits for no copy, and no copy for it   ``test_memory_is_registered_beside_...``;
+                                                    a device may wait, either way
 a process that was forked has no CUDA (3)           tests of the double alone
 a copy under way lands after its caller was killed  tests of the double alone; nobody has measured
 and reaped, those behind it do not                  it

@@ -49,6 +49,7 @@ def snapshot(node: NodeView) -> Snapshot:
         drain=node.drainer.state(),
         epochs=dict(sorted(node.epochs.by_namespace.items())),
         slow_path=node.ways.slow_words(),
+        pinned_bytes={name: got.pinned_bytes for name, got in node.ways.pinned.items()},
     )
 
 
