@@ -238,7 +238,7 @@ class WritePath(enum.Enum):
     EMULATED = "emulated"  # in software, through a socket: UCX reaches that memory in no other way
 
 
-class MemorySide(enum.Enum):
+class PathSide(enum.Enum):
     """Which memory bytes leave, or reach."""
 
     HOST = "host"
@@ -265,8 +265,8 @@ class PathFound(TimedInput, frozen=True, tag="PathFound"):
 
     incarnation: str
     generation: int
-    source: MemorySide
-    destination: MemorySide
+    source: PathSide
+    destination: PathSide
     path: WritePath
     bytes_s: float = 0.0
 

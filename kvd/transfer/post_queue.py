@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvd.core.inputs import MemorySide, PathFound, PostDone, PostFailed, PostMoved, WritePath
+from kvd.core.inputs import PathFound, PathSide, PostDone, PostFailed, PostMoved, WritePath
 from kvd.transfer.metadata import MemoryKind
 from kvd.transfer.nixl import NixlUnusable
 from kvd.transfer.orders import UNSTAMPED
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kvd.transfer.plans import PostPlan
     from kvd.transfer.staging import PackedPost, Staging, StagingSlot
 
-SIDE: Final = {MemoryKind.DRAM: MemorySide.HOST, MemoryKind.VRAM: MemorySide.DEVICE}
+SIDE: Final = {MemoryKind.DRAM: PathSide.HOST, MemoryKind.VRAM: PathSide.DEVICE}
 IN_FLIGHT_HANDLES: Final = 4
 MERGED_BYTES: Final = 2**20
 """Posts that are small together share a handle: one costs as long as half of this takes to copy,

@@ -18,9 +18,9 @@ from kvd.cli.doctor import host, peers
 from kvd.cli.doctor.finding import Severity
 from kvd.cli.doctor.peers import neighbours
 from kvd.config import pool_spec
-from kvd.core.inputs import MemorySide, WritePath
+from kvd.core.inputs import PathSide, WritePath
 from kvd.core.layout.spec import fingerprint
-from kvd.core.peers.ways import PeerWay
+from kvd.core.peers.peer import PeerWay
 from kvd.wire import admin
 from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import Hello, Ping
@@ -151,7 +151,7 @@ def test_a_peer_that_is_lost_says_why(daemon, snapshot):
 def test_a_peer_that_bytes_of_a_device_reach_by_emulation_is_poor(daemon, snapshot):
     [peer, *_] = SNAPSHOT.peers
     way = PeerWay(
-        source=MemorySide.DEVICE, destination=MemorySide.HOST, path=WritePath.EMULATED, bytes_s=9e8
+        source=PathSide.DEVICE, destination=PathSide.HOST, path=WritePath.EMULATED, bytes_s=9e8
     )
     slow = msgspec.structs.replace(
         peer, state="up", layout="same", slow_path=f"{way.words}: {way.advice}"

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from kvd.cli import render
 from kvd.core import inputs
-from kvd.core.inputs import MemorySide, WritePath
+from kvd.core.inputs import PathSide, WritePath
 from kvd.wire import admin, client, events
 from tests.core.engines import PROMPT, Sender
 from tests.core.world import World
@@ -20,11 +20,11 @@ def printed(shown: object) -> str:
     return said.get()
 
 
-HOST, DEVICE = MemorySide.HOST, MemorySide.DEVICE
+HOST, DEVICE = PathSide.HOST, PathSide.DEVICE
 
 
 def seen(
-    world: World, path: WritePath, source: MemorySide = DEVICE, onto: MemorySide = HOST, **other
+    world: World, path: WritePath, source: PathSide = DEVICE, onto: PathSide = HOST, **other
 ) -> inputs.PathFound:
     peer = world.p.node.peers.by_name["d"]
     fields = {"incarnation": peer.incarnation, "generation": peer.generation} | other

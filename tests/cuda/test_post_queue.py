@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvd.core.effects import Post
-from kvd.core.inputs import MemorySide, PathFound, PostFailed, WritePath
+from kvd.core.inputs import PathFound, PathSide, PostFailed, WritePath
 from kvd.core.layout.spec import Mla
 from kvd.transfer.copies import Area, Reach
 from kvd.transfer.descriptors import CUT_BYTES
@@ -146,7 +146,7 @@ def test_bytes_of_a_device_that_pass_a_socket_are_emulated(here, there, path, se
 
     (found,) = [one for one in rig.reports if isinstance(one, PathFound)]
     assert (found.incarnation, found.generation) == ("p", 1)
-    sides = [MemorySide.HOST if one is None else MemorySide.DEVICE for one in (here, there)]
+    sides = [PathSide.HOST if one is None else PathSide.DEVICE for one in (here, there)]
     assert [found.source, found.destination] == sides
     assert found.path is seen
     assert found.bytes_s > 0

@@ -34,7 +34,7 @@ from kvd.cli.doctor.transport import (
 from kvd.config.pool import pool_spec
 from kvd.core.effects import Copy, LoadAgent, Post
 from kvd.core.inputs import AgentLoaded, Copied, PathFound, PostDone
-from kvd.core.peers.ways import GB, PeerWay
+from kvd.core.peers.peer import GB, PeerWay
 from kvd.pools.build import device_bytes
 from kvd.text import amount, clean
 from kvd.transfer.orders import NO_FD, RegionPlan

@@ -18,60 +18,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 from mypy_extensions import mypyc_attr
 
-from kvd.core.inputs import MemorySide, WritePath
+from kvd.core.inputs import PathSide
+from kvd.core.peers.peer import PeerWay
 from kvd.wire import events
 
 if TYPE_CHECKING:
     from kvd.core.inputs import AgentLoaded, MemoryPinned, PathFound
     from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
-
-GB = 1e9
-
-
-class PeerWay(msgspec.Struct, frozen=True):
-    """How bytes of one kind of memory go to another kind of a peer's.
-
-    ``bytes_s`` is what was seen of the first of them; 0 where nothing was measured.
-    """
-
-    source: MemorySide
-    destination: MemorySide
-    path: WritePath
-    bytes_s: float = 0.0
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether UCX has no way of its own for it."""
-        return self.path is WritePath.EMULATED
-
-    @property
-    def words(self) -> str:
-        """Like ``device to host: emulated, 0.9 GB/s``."""
-        speed = f", {self.bytes_s / GB:.1f} GB/s" if self.bytes_s else ""
-        return f"{self.source.value} to {self.destination.value}: {self.path.value}{speed}"
-
-    @property
-    def advice(self) -> str:
-        """What it means, and what to do; empty where it is a way of its own."""
-        if not self.is_slow:
-            return ""
-        both = self.source is self.destination
-        to = (
-            "from device to device of one host cuda_ipc (UCX_TLS must not leave it out, both "
-            "daemons must see the device), between hosts GPUDirect RDMA"
-            if both
-            else "GPUDirect RDMA; on one host there is none"
-        )
-        return (
-            f"UCX has no way of its own from {self.source.value} to {self.destination.value} "
-            "memory here and emulates one in software, at about 1 GB/s: keep the pool in host "
-            "memory (no pool.device) and let engines move blocks by kvd's mover (worker.blocks), "
-            f"or give UCX a way: {to}"
-        )
 
 
 def way_words(peer: Peer) -> str:
@@ -94,7 +50,7 @@ class Ways:
 
     def loaded(self, peer: Peer, got: AgentLoaded) -> None:
         """Its agent is new, and a first write of host memory has arrived."""
-        host = MemorySide.HOST
+        host = PathSide.HOST
         peer.ways = (PeerWay(source=host, destination=host, path=got.path),)
 
     def found(self, peer: Peer, got: PathFound) -> None:
