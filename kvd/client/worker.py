@@ -150,7 +150,9 @@ class Worker:
             self._events.append(after)
         lease, upto = whole(lease_id, "lease_id"), whole(upto_tokens, "upto_tokens")
         event = handle_of(after)
-        return self._words.begin(lambda call: RankWritten(call, lease, upto, event))
+        return self._words.begin(
+            lambda call: RankWritten(call=call, lease=lease, upto_tokens=upto, after=event)
+        )
 
     def close(self) -> None:
         """Leave the session; repeatable."""
