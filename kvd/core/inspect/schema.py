@@ -360,7 +360,8 @@ def _waits_for(node: NodeView, one: HandoffRow) -> str:
 def _carried_by(node: NodeView, one: HandoffRow) -> str:
     """What does, and of a send over ways that are known, which."""
     peer = node.peers.by_name.get(one.record.peer)
-    if not isinstance(one.record, SendPart) or peer is None or not peer.ways:
+    # Of host memory alone there is nothing to tell.
+    if not isinstance(one.record, SendPart) or peer is None or len(peer.ways) < 2:
         return node.transport
     return f"{node.transport}; {way_words(peer)}"
 
@@ -455,9 +456,9 @@ PEER: StateTable[PeerRow, PeerState] = StateTable(
     StateField("failed", "count", "", "counter"),
     StateField("trouble", "text", lambda node, one: node.peers.trouble(one.name)),
     StateField("epochs", "text", _epochs),
-    StateField("path", "text", _of_peer(way_words, ""), "how bytes travel to it"),
-    StateField("slow_path", "text", _of_peer(slow_words, ""), "what of that is slow, what to do"),
     # What the snapshot alone has.
+    StateField("", "text", _of_peer(way_words, ""), wire="path"),
+    StateField("", "text", _of_peer(slow_words, ""), wire="slow_path"),
     StateField("", "count", "live_receives", wire="open_receives"),
     StateField("", "count", "live_sends", wire="open_sends"),
     StateField("", "text", _drain, wire="drain"),
