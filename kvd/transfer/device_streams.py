@@ -22,7 +22,7 @@ import ctypes
 import time
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from typing_extensions import override
@@ -240,6 +240,7 @@ class StreamedJob(CopyJob):
         super().__init__(order, reads, stores)
         self._streams = streams
         self._turn = 0
+        self._here, self._there = _Columns.of(reads), _Columns.of(stores)
 
     @override
     def step(self) -> int:
@@ -263,14 +264,28 @@ class StreamedJob(CopyJob):
 
     def _pieces(self, of: Ids, to: Ids) -> Pieces:
         """Array by array: neighbouring pages of one are neighbours in memory, if any are."""
-        sides = zip(self._reads, self._stores, strict=True)
-        rows = [(_at(store, to), _at(read, of), read.shape[2]) for read, store in sides]
-        sizes = np.array([size for _, _, size in rows], np.uint64).repeat(of.size)
-        return Pieces(
-            np.concatenate([onto for onto, _, _ in rows]),
-            np.concatenate([source for _, source, _ in rows]),
-            sizes,
-        )
+        return Pieces(self._there.at(to), self._here.at(of), self._here.size.repeat(of.size))
+
+
+class _Columns(NamedTuple):
+    """Where the pages of arrays lie: the first of each, the step to the next, and the bytes."""
+
+    begin: Words
+    step: Words
+    size: Words
+
+    @classmethod
+    def of(cls, arrays: list[Bytes]) -> _Columns:
+        """Of arrays ``(pages, 1, bytes)``."""
+        rows = [(array.ctypes.data, array.strides[0], array.shape[2]) for array in arrays]
+        return cls(*np.array(rows, np.uint64).reshape(-1, 3).T)
+
+    def at(self, ids: Ids) -> Words:
+        """Where these pages of each array begin, array by array."""
+        found: Words = (
+            self.begin[:, np.newaxis] + np.outer(self.step, ids.astype(np.uint64))
+        ).ravel()
+        return found
 
 
 def _edges(total: int, page_bytes: int) -> Words:
@@ -281,13 +296,6 @@ def _edges(total: int, page_bytes: int) -> Words:
     pages = np.arange(0, total, page_bytes, dtype=np.uint64)[:, np.newaxis]
     inside = np.arange(0, page_bytes, STAGE_BYTES, dtype=np.uint64)
     return np.add(pages, inside, dtype=np.uint64).ravel()[1:]
-
-
-def _at(array: Bytes, ids: Ids) -> Words:
-    """Where these pages of an array begin."""
-    begin, step = np.uint64(array.ctypes.data), np.uint64(array.strides[0])
-    found: Words = ids.astype(np.uint64) * step + begin
-    return found
 
 
 def _pieces(to: list[int], source: list[int], sizes: list[int]) -> Pieces:

@@ -47,7 +47,9 @@ from kvd.core.effects import (
     Verify,
 )
 from kvd.core.inputs import Copied, CopyFailed, MemoryPinned
+from kvd.device.cuda import CudaError
 from kvd.transfer.copies import COPIER, Area, Copier, mapped_area
+from kvd.transfer.device_streams import DeviceStuck
 from kvd.transfer.devices import Devices, DeviceUnusable
 from kvd.transfer.event_waits import EventWaits
 from kvd.transfer.mapping import (
@@ -410,7 +412,11 @@ def main() -> None:
     # A woken batch thread does not preempt the one that woke it: without this the daemon's loop
     # stood still for up to 8 ms in the send of an order, because the copy began there and then.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    worker.run()
+    try:
+        worker.run()
+    except (CudaError, DeviceStuck) as exc:
+        # While it has nothing to post the loop sums too; of a device that has failed it says so.
+        worker.fail(Dying(str(exc)))
 
 
 if __name__ == "__main__":

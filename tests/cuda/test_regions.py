@@ -348,3 +348,15 @@ async def test_a_nixl_that_does_not_reach_the_device_ends_the_start_with_what_to
     with pytest.raises(TransportDown, match=why):
         async with node_of(double, "decode", ON_DEVICE):
             pass
+
+
+async def test_a_device_that_breaks_while_its_pages_are_summed_ends_the_process_with_its_words(
+    double,
+):
+    async with node_of(double, "decode", ON_DEVICE, DOUBLE_BREAKS=str(HUGE)) as node:
+        node.transport.order(Sum(1, "kv", Pages(pack_ids(list(range(1, 25))))))
+
+        (why,) = await node.until(lambda: node.exits)
+
+        assert "cudaErrorLaunchFailure (719)" in why
+        assert not node.heard(Summed)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -168,3 +169,11 @@ async def test_a_process_that_ends_in_the_middle_of_a_copy_takes_the_pool_along(
         if end != "killed":
             assert "cudaErrorLaunchFailure (719)" in daemon.quoted_log()
     until(lambda: not holders(memory))
+
+
+def test_a_pool_in_host_memory_loads_no_cuda_where_there_is_one(environment, tmp_path):
+    with lone(tmp_path, **{"pool.device": "cpu"}) as daemon:
+        daemon.wait_ready()
+        for pid in (daemon.pid, daemon.transfer_pid()):
+            assert "libcudart" not in Path(f"/proc/{pid}/maps").read_text()
+        assert not daemon.snapshot().pinned_bytes
