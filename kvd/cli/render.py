@@ -228,6 +228,12 @@ def _troubles(shot: Snapshot) -> list[Text]:
     ]
     found += [clean(peer.epochs) for peer in shot.peers if peer.epochs]
     found += [
+        f"bytes to {clean(peer.name)} are slow: {clean(peer.slow_path)}"
+        for peer in shot.peers
+        if peer.slow_path
+    ]
+    found += [f"copies in this node are slow: {clean(shot.slow_path)}"] if shot.slow_path else []
+    found += [
         f"{clean(client.name)} of before the restart has not come back for "
         f"{duration(client.age_s)}, "
         f"{client.former_leases} leases with {client.held_pages} pages wait for it: kvd locks"
@@ -504,7 +510,10 @@ def peers(states: tuple[shown.PeerState, ...]) -> RenderableType:
     out = TextTable("PEER", "STATE", "SILENT>", "RTT>", "RECEIVES>", "SENDS>", "AGENT")
     for peer in states:
         life = f"incarnation {short(peer.incarnation)}, generation {peer.generation}"
-        lines = [f"{peer.address}, {life}", f"layout {peer.layout}", peer.drain, peer.trouble]
+        path = f"bytes to it: {peer.path}" if peer.path else ""
+        slow = f"slow: {peer.slow_path}" if peer.slow_path else ""
+        told = [path, slow, peer.drain, peer.trouble]
+        lines = [f"{peer.address}, {life}", f"layout {peer.layout}", *filter(None, told)]
         out.row(
             peer.name,
             state(peer.state),

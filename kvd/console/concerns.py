@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.parts import SendPart
     from kvd.core.inspect.rows import WaitingRow
     from kvd.core.inspect.view import NodeView
+    from kvd.core.peers.peer import Peer
     from kvd.wire.console import Query
     from kvd.wire.snapshot import AuditState
 
@@ -427,6 +428,7 @@ def peers(context: Context) -> Iterator[Concern]:
                 rule="there is a sending agent towards every peer that lives",
                 action=f"open {ref}",
             )
+        yield from _slow_ways(context, peer)
         apart = epochs_words(context.node, peer)
         if apart and peer.life is Life.UP:
             what, _, action = apart.partition("; ")
@@ -441,6 +443,24 @@ def peers(context: Context) -> Iterator[Concern]:
                 apart=f"epochs:{peer.name}",
             )
     yield from _unanswered(context)
+
+
+def _slow_ways(context: Context, peer: Peer) -> Iterator[Concern]:
+    """What UCX emulates on the way to a peer."""
+    for way in peer.ways:
+        if way.is_slow:
+            ref = f"peer:{peer.name}"
+            what, _, action = way.advice.partition(": ")
+            yield Concern(
+                severity=MEDIUM,
+                kind="slow-path",
+                subject=ref,
+                evidence=f"{way.words}: {what}",
+                since_s=first_seen(context, "slow-path", f"{ref}:{way.words}"),
+                rule="bytes of a device travel by copy engines, cuda_ipc or RDMA",
+                action=action,
+                apart=f"{ref}:{way.words}",
+            )
 
 
 def _unanswered(context: Context) -> Iterator[Concern]:

@@ -235,6 +235,14 @@ class WritePath(enum.Enum):
 
     SAME_HOST = "same-host"  # one process copies into the other: nothing is ever in between
     NETWORK = "network"
+    EMULATED = "emulated"  # in software, through a socket: UCX reaches that memory in no other way
+
+
+class PathSide(enum.Enum):
+    """Which memory bytes leave, or reach."""
+
+    HOST = "host"
+    DEVICE = "device"
 
 
 class AgentLoaded(TimedInput, frozen=True, tag="AgentLoaded"):
@@ -247,6 +255,33 @@ class AgentLoaded(TimedInput, frozen=True, tag="AgentLoaded"):
     generation: int
     streams: tuple[str, ...] = ()
     path: WritePath = WritePath.NETWORK
+
+
+class PathFound(TimedInput, frozen=True, tag="PathFound"):
+    """How bytes that leave a device or reach one travel to a peer, as the first of them did.
+
+    ``bytes_s``: so fast.
+    """
+
+    incarnation: str
+    generation: int
+    source: PathSide
+    destination: PathSide
+    path: WritePath
+    bytes_s: float = 0.0
+
+
+class MemoryPinned(TimedInput, frozen=True, tag="MemoryPinned"):
+    """So much of a region that copies of devices read or write is registered with CUDA.
+
+    ``why`` if that is not all of it: the rest is copied by way of a stage.
+    """
+
+    region: str
+    pinned_bytes: int
+    region_bytes: int
+    took_s: float
+    why: str = ""
 
 
 class AgentFailed(TimedInput, frozen=True, tag="AgentFailed"):
@@ -428,6 +463,8 @@ class ReloadRefused(TimedInput, frozen=True, tag="ConfigRefused"):
 
 TransferReport = (
     AgentLoaded
+    | PathFound
+    | MemoryPinned
     | AgentFailed
     | AgentDropped
     | PostMoved

@@ -88,6 +88,8 @@ class NodeState(NodeParts):
             i.TransferReady: self._transfer_ready,
             i.TransferGone: self._transfer_gone,
             i.AgentLoaded: self.transfers.agent_loaded,
+            i.PathFound: self.transfers.path_found,
+            i.MemoryPinned: self.ways.memory_pinned,
             i.AgentFailed: self.transfers.agent_failed,
             i.AgentDropped: self.transfers.agent_dropped,
             i.PostMoved: self.transfers.post_moved,
@@ -313,6 +315,7 @@ class NodeState(NodeParts):
         # The peers first: from here on ``generation`` is 0, and nobody orders a post or a copy of
         # a process that is not there while those of the dead one are cleared away.
         self.peers.transfer_gone()
+        self.ways.gone()
         # Sends before receives and leases: a post that ends gives its read back, and with the last
         # one pages that a commit replaced.
         self.transfers.gone()

@@ -37,6 +37,7 @@ from kvd.core.leases.session_table import SessionTable
 from kvd.core.leases.sessions import HandoffSides, Sessions
 from kvd.core.outbox import Outbox
 from kvd.core.peers.registry import Peers
+from kvd.core.peers.ways import Ways
 from kvd.core.recorded import RecorderFacts
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class NodeParts:
         self.owners = Owners(settings.name, leases, open_sessions, self.former_leases, out)
         self.admission = Admission(settings, leases, self.owners, out)
         self.peers = Peers(settings, out)
+        self.ways = Ways(out)
         self.copies = Copies(out)
         self.retractor = Retractor(
             settings, leases, self.owners, self.admission, self.peers, self.copies, out
@@ -74,7 +76,7 @@ class NodeParts:
         )
         self.engine_copies = EngineCopies(settings.name, leases, self.owners, out)
         self._make_handoffs(Payload(settings.spec, leases))
-        self.transfers = Transfers(settings, self.prefiller, self.peers, out)
+        self.transfers = Transfers(settings, self.prefiller, self.peers, self.ways, out)
         self.sessions = Sessions(
             owners=self.owners,
             leases=leases,

@@ -95,9 +95,13 @@ def _planned(region: PoolRegion, *, in_huge_pages: bool) -> RegionPlan:
         name=region.name,
         fd=NO_FD if region.arena is None else region.arena.fd,
         geometry=region.geometry,
-        in_huge_pages=in_huge_pages and region.is_pool and region.arena is not None,
+        # What is saved is not worth it but where a device copies it: huge pages are pinned faster.
+        in_huge_pages=in_huge_pages
+        and (region.is_pool or region.meets_device)
+        and region.arena is not None,
         is_registered=region.is_registered,
         device=region.device,
+        meets_device=region.meets_device,
     )
 
 

@@ -13,6 +13,7 @@ are read in the order of the stream.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -50,11 +51,20 @@ class Stretch(NamedTuple):
     what: str
 
 
+class CutRows(NamedTuple):
+    """Parts of rows that were cut: which row each is of, how far into it, and its bytes."""
+
+    row: NDArray[np.intp]
+    skip: Words
+    size: Words
+
+
 class KnownMemory:
-    """What pieces may lie in."""
+    """What pieces may lie in. Several threads may add to it, and look into it meanwhile."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._lock = threading.Lock()
         self._stretches: list[Stretch] = []
         self._registered: set[int] = set()
         self._know()
@@ -71,7 +81,8 @@ class KnownMemory:
             CudaError: it is pinned already, in part or whole, or is no memory; none is known then.
         """
         self._runtime.register(address, size_bytes)
-        self._registered.add(address)
+        with self._lock:
+            self._registered.add(address)
         self.add(Stretch(address, size_bytes, "registered host memory"))
 
     def add(self, stretch: Stretch) -> None:
@@ -81,11 +92,12 @@ class KnownMemory:
             ValueError: some of it is known already; no piece would lie in one stretch.
         """
         end = stretch.address + stretch.size_bytes
-        for one in self._stretches:
-            if one.address < end and stretch.address < one.address + one.size_bytes:
-                raise ValueError(f"{stretch} meets {one}, which is known already")
-        self._stretches = sorted([*self._stretches, stretch])
-        self._know()
+        with self._lock:
+            for one in self._stretches:
+                if one.address < end and stretch.address < one.address + one.size_bytes:
+                    raise ValueError(f"{stretch} meets {one}, which is known already")
+            self._stretches = sorted([*self._stretches, stretch])
+            self._know()
 
     def forget(self, address: int) -> None:
         """Let go of what begins there. No copy of it may be under way.
@@ -93,10 +105,12 @@ class KnownMemory:
         Raises:
             CudaError: it could not be unpinned; it is not known any more.
         """
-        self._stretches = [one for one in self._stretches if one.address != address]
-        self._know()
-        if address in self._registered:
-            self._registered.remove(address)
+        with self._lock:
+            self._stretches = [one for one in self._stretches if one.address != address]
+            self._know()
+            is_registered = address in self._registered
+            self._registered.discard(address)
+        if is_registered:
             self._runtime.unregister(address)
 
     def places(self, addresses: Words, sizes: Words, side: str) -> NDArray[np.intp]:
@@ -105,6 +119,28 @@ class KnownMemory:
         Raises:
             OutOfReach: one lies in none, or not wholly.
         """
+        found, is_inside = self._find(addresses, sizes)
+        outside = np.flatnonzero(~is_inside | (sizes == 0))
+        if outside.size:
+            number = int(outside[0])
+            raise OutOfReach(self._why(number, int(addresses[number]), int(sizes[number]), side))
+        return found
+
+    def has(self, addresses: Words, sizes: Words) -> NDArray[np.bool_]:
+        """Whether each piece lies in one stretch."""
+        return self._find(addresses, sizes)[1]
+
+    def cut(self, pieces: Pieces) -> Pieces:
+        """The same, cut where a stretch begins or ends: each piece lies in one, or in none."""
+        for side in (pieces.to, pieces.source):
+            row, skip, size = cut_rows(side, pieces.sizes, self._edges)
+            if row.size > side.size:
+                # The other side is looked at in what is left of them.
+                return self.cut(Pieces(pieces.to[row] + skip, pieces.source[row] + skip, size))
+        return pieces
+
+    def _find(self, addresses: Words, sizes: Words) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+        """Of each piece a stretch, and whether it lies wholly in that."""
         # At once: whoever registers a pool bit by bit does it on a thread of its own.
         begins, ends = self._bounds
         found = np.searchsorted(begins, addresses, "right") - 1
@@ -112,16 +148,13 @@ class KnownMemory:
         is_inside = found >= 0
         if ends.size:
             is_inside &= (addresses < ends[found]) & (sizes <= ends[found] - addresses)
-        outside = np.flatnonzero(~is_inside | (sizes == 0))
-        if outside.size:
-            number = int(outside[0])
-            raise OutOfReach(self._why(number, int(addresses[number]), int(sizes[number]), side))
-        return found
+        return found, is_inside
 
     def _know(self) -> None:
         begins = [one.address for one in self._stretches]
         ends = [one.address + one.size_bytes for one in self._stretches]
         self._bounds = np.array(begins, np.uint64), np.array(ends, np.uint64)
+        self._edges = np.unique(np.concatenate(self._bounds))
 
     def _why(self, number: int, address: int, size: int, side: str) -> str:
         piece = f"piece {number}: {size:,} bytes {side} {address:#x}"
@@ -135,6 +168,24 @@ class KnownMemory:
                     "a registration or an allocation ends"
                 )
         return f"{piece} lie in no memory that was registered or is known of a device"
+
+
+def cut_rows(starts: Words, sizes: Words, edges: Words) -> CutRows:
+    """Rows that begin at ``starts``, cut at those of the ascending ``edges`` that lie inside."""
+    low = np.searchsorted(edges, starts, "right")
+    inside = np.maximum(np.searchsorted(edges, starts + sizes, "left") - low, 0)
+    if not inside.any():
+        return CutRows(np.arange(sizes.size), np.zeros(sizes.size, np.uint64), sizes)
+    parts = inside + 1
+    row = np.arange(sizes.size).repeat(parts)
+    # Counted within its row: the first part begins with it, each other one at an edge.
+    part = np.arange(row.size) - (parts.cumsum() - parts)[row]
+    skip = np.zeros(row.size, np.uint64)
+    later = part > 0
+    skip[later] = edges[(low[row] + part - 1)[later]] - starts[row][later]
+    end = sizes[row]
+    end[:-1][later[1:]] = skip[1:][later[1:]]
+    return CutRows(row, skip, end - skip)
 
 
 class CopyStream:

@@ -32,6 +32,7 @@ _EVENT_INTERPROCESS: Final = 2 | 4  # cudaEventDisableTiming, without which it c
 _CAPTURE_RELAXED: Final = 2
 _LAZY_PEER_ACCESS: Final = 1
 _NON_BLOCKING: Final = 1  # a stream that neither waits for the legacy one nor holds it up
+_PORTABLE: Final = 1  # pinned for every device of this process
 _IN_STREAM_ORDER: Final = 1  # of when a source is read: in any other order it may be read too early
 _WITHOUT_FAIL_INDEX: Final = 13  # the major of CUDA whose cudaMemcpyBatchAsync lost that argument
 _BUS_ID_BYTES: Final = 32
@@ -52,13 +53,6 @@ class MemorySide(enum.Enum):
 
     HOST = "host"
     DEVICE = "device"
-
-
-class CopyRows(NamedTuple):
-    """Where equally long stretches of memory begin: at ``address``, then every ``pitch_bytes``."""
-
-    address: int
-    pitch_bytes: int
 
 
 class CopyColumns(NamedTuple):
@@ -113,7 +107,6 @@ CALLS: Final[dict[str, tuple[Any, ...]]] = {
     "cudaFree": (_P,),
     "cudaMemset": (_P, _INT, _SIZE),
     "cudaMemcpy": (_P, _P, _SIZE, _INT),
-    "cudaMemcpy2D": (_P, _SIZE, _P, _SIZE, _SIZE, _SIZE, _INT),
     "cudaMemcpyAsync": (_P, _P, _SIZE, _INT, _P),
     "cudaDeviceSynchronize": (),
     "cudaHostRegister": (_P, _SIZE, _UINT),
@@ -269,26 +262,17 @@ class Runtime:
         doing = f"copying {size_bytes} bytes from {source:#x} to {to:#x}"
         self._call("cudaMemcpy", (to, source, size_bytes, _COPY_DEFAULT), doing)
 
-    def copy_rows(self, to: CopyRows, source: CopyRows, row_bytes: int, rows: int) -> None:
-        """Copy ``rows`` stretches of ``row_bytes`` each, as ``copy``."""
-        if to.pitch_bytes == source.pitch_bytes == row_bytes:
-            self.copy(to.address, source.address, rows * row_bytes)
-            return
-        if rows == 1:
-            self.copy(to.address, source.address, row_bytes)
-            return
-        doing = f"copying {rows} rows of {row_bytes} bytes from {source} to {to}"
-        where = (to.address, to.pitch_bytes, source.address, source.pitch_bytes)
-        self._call("cudaMemcpy2D", (*where, row_bytes, rows, _COPY_DEFAULT), doing)
-
     def synchronize(self) -> None:
         """Wait for everything that this process has begun on the device of this thread."""
         self._call("cudaDeviceSynchronize", (), "waiting for the device")
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Pin memory of the host, so that devices copy it by themselves."""
+        """Pin memory of the host, so that devices copy it by themselves.
+
+        It is done by the device of this thread, which gets a context if it has none.
+        """
         doing = f"registering {size_bytes:,} bytes of host memory at {address:#x}"
-        self._call("cudaHostRegister", (address, size_bytes, 0), doing)
+        self._call("cudaHostRegister", (address, size_bytes, _PORTABLE), doing)
 
     def unregister(self, address: int) -> None:
         """Unpin what ``register`` pinned from there on."""

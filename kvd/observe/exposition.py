@@ -236,6 +236,8 @@ def _of_peers(peers: tuple[PeerState, ...]) -> Iterator[Metric]:
     yield gauge("kvd_peer_up", up, each(lambda peer: int(peer.state == "up")), ("peer",))
     generation = "Generation of the peer's transfer process."
     yield gauge("kvd_peer_generation", generation, each(lambda peer: peer.generation), ("peer",))
+    slow = "1 if bytes of a device travel to the peer by software emulation, at about 1 GB/s."
+    yield gauge("kvd_peer_slow_path", slow, each(lambda peer: int(bool(peer.slow_path))), ("peer",))
     trips = each(lambda peer: peer.round_trip_ms / 1e3)
     yield gauge("kvd_rtt_seconds", "Round trip of the last Ping.", trips, ("peer",))
 
@@ -260,6 +262,10 @@ def _of_node(node: Snapshot) -> Iterator[Metric]:
     yield gauge("kvd_draining", draining, int(node.drain is not None))
     restarted = "Generation of the transfer process; a step says that it was restarted."
     yield gauge("kvd_transfer_generation", restarted, node.generation)
+    pinned = {(region,): float(size) for region, size in node.pinned_bytes.items()}
+    if pinned:
+        what = "Host memory of a region that is registered with CUDA, for copies of devices."
+        yield gauge("kvd_pinned_bytes", what, pinned, ("region",))
     yield total("kvd_events", "Events since the daemon began.", node.last_event)
     yield gauge("kvd_last_event_seq", "Number of the last event.", node.last_event)
     yield gauge("kvd_audit_findings", "Rules that are broken now; must stay 0.", audit.findings)

@@ -51,6 +51,7 @@ LEVELS = {
     "waiting": "debug",
     "moved": "debug",
     "agent-changed": "debug",
+    "slow-path": "warning",
     "quarantined": "warning",
     "pages-corrupt": "warning",
     "peer-suspect": "warning",

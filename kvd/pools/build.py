@@ -42,6 +42,8 @@ class PoolRegion(msgspec.Struct, frozen=True):
     which ends with it. None: it is host memory."""
     arena: Arena | None = None
     """Its host memory, once there is any."""
+    meets_device: bool = False
+    """Whether it is host memory whose pages are copied to a region on a device, or from one."""
 
 
 def reserve_all(
@@ -86,13 +88,23 @@ def sizes(wanted: list[PoolRegion]) -> dict[str, int]:
 
 def pool_regions(spec: PoolSpec) -> Iterator[PoolRegion]:
     """What engines map, component by component, and of each shard by shard."""
-    for component, pages in zip(spec.components, spec.pages, strict=True):
+    # What is fetched into a buffer are pages of the first component.
+    buffers = [one for one in spec.components if isinstance(one.extent, Buffer)]
+    is_fetched = any(device_number(one) is not None for one in buffers)
+    for number, (component, pages) in enumerate(zip(spec.components, spec.pages, strict=True)):
         if has_bytes(component):
             shape = geometry(component, pages=pages, order=spec.order)
             is_own = isinstance(component.extent, Buffer)
             for shard, name in enumerate(region_names(spec, component.name)):
                 device = device_number(component, shard)
-                yield PoolRegion(name, shape, is_pool=True, is_registered=not is_own, device=device)
+                yield PoolRegion(
+                    name,
+                    shape,
+                    is_pool=True,
+                    is_registered=not is_own,
+                    device=device,
+                    meets_device=is_fetched and not number and device is None,
+                )
 
 
 def saved_regions(spec: PoolSpec) -> Iterator[PoolRegion]:
@@ -100,8 +112,14 @@ def saved_regions(spec: PoolSpec) -> Iterator[PoolRegion]:
     for component, pages in zip(spec.components, spec.saved_pages, strict=True):
         if has_bytes(component) and pages:
             shape = geometry(component, pages=pages, order=spec.order)
-            for name in region_names(spec, saved_region(component)):
-                yield PoolRegion(name, shape, is_pool=False, is_registered=False)
+            for shard, name in enumerate(region_names(spec, saved_region(component))):
+                yield PoolRegion(
+                    name,
+                    shape,
+                    is_pool=False,
+                    is_registered=False,
+                    meets_device=device_number(component, shard) is not None,
+                )
 
 
 def pool_memory(spec: PoolSpec) -> PoolMemory:

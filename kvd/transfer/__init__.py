@@ -16,7 +16,9 @@ In the transfer process::
     event_waits     posts that wait for a CUDA event
     plans           from a post to descriptors; ``page_split``, ``window_layout``, ``staging``
     sums            page sums of what is sent and of what has arrived; ``assembly`` reads pages
+    paths           how bytes of a device are seen to travel
     copies          to the saved area, to the buffer, and back
+    device_streams  the same by copy engines, of devices; what is summed of them
     quiescence      when late bytes have come to rest; ``streams`` looks at the sockets
     mapping, devices, metadata   regions, and what peers are told of them
     nixl            the binding, and nothing else

@@ -14,9 +14,10 @@ What is summed of a page is read in place, where that is a few stretches in the 
 whole pages, and windows of all heads. Slots or heads of a page are many small ones: they are
 gathered, some pages at a time, into memory that stays in the cache.
 
-Pages that the processor cannot read are fetched into host memory first, in the order of their
-bytes, some at a time; there they are pieces like any others. What is summed of a device's pages is
-read so: sums run beside the transfer, and a page that is sampled is one in many.
+Pages that the processor cannot read come by the copy engine into registered memory of the thread
+that reads them, in the order of their bytes, a few megabytes at a time, the next while these are
+summed (see ``device_streams``). For windows they are laid down in memory of their own, where they
+are pieces like any others.
 """
 
 from __future__ import annotations
@@ -83,7 +84,39 @@ class Gathered:
                 yield (row,)
 
 
-Reading = InPlace | Gathered
+class Brought:
+    """Whole pages, or pieces of them, of memory that the processor cannot read."""
+
+    def __init__(self, area: Area, split: int) -> None:
+        self._area = area
+        self._split = split
+        self.page_bytes: int = area.note.page_bytes // split
+
+    def pages(self, ids: Ids) -> Iterator[Iterable[Buffer]]:
+        """What is summed of each page; to be used, to its end, before the next is asked for."""
+        stretches = self._area.stretches(self._split, ids)
+        rest = np.zeros(0, np.uint8)
+        for _ in range(ids.size):
+            if not rest.size:
+                rest = next(stretches)
+            if rest.size >= self.page_bytes:
+                page, rest = rest[: self.page_bytes], rest[self.page_bytes :]
+                yield (page.data,)
+            else:  # it is larger than a stretch: each part has to be summed before the next comes
+                yield self._parts(rest, stretches)
+                rest = rest[:0]
+
+    def _parts(self, first: Bytes, stretches: Iterator[Bytes]) -> Iterator[Buffer]:
+        """A page in several stretches, of which none is of another page too."""
+        yield first.data
+        left = self.page_bytes - first.size
+        while left:
+            part = next(stretches)
+            yield part.data
+            left -= part.size
+
+
+Reading = InPlace | Gathered | Brought
 
 
 class _Grid(NamedTuple):

@@ -6,7 +6,8 @@ The loop never waits for one: a thread does them, one slice after the other. Wha
 goes first, so the few pages that a decode step waits for pass a lease of a gigabyte that is being
 saved, within one slice; other copies are done in the order in which they came. Where the pages step
 by one on both sides they are copied in one piece per row, which for page-first memory is one piece
-in all; numpy lets go of the interpreter meanwhile, so posts go on beside it.
+in all; numpy lets go of the interpreter meanwhile, so posts go on beside it. What concerns a device
+is copied by its copy engine, see ``device_streams``.
 
 Invariants: each ``Copy`` is answered by one ``Copied`` or ``CopyFailed``; one that is refused has
 written nothing; no byte outside the destination pages is written. Copies under way together are in
@@ -21,7 +22,7 @@ import threading
 from functools import reduce
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from kvd.transfer.page_split import matched
 from kvd.transfer.window_layout import window_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from kvd.transfer.metadata import RegionNote
 
     Bytes = NDArray[np.uint8]
+    Words = NDArray[np.uint64]
 
 COPIER: Final = "copier"
 """The name of its thread."""
@@ -53,18 +55,35 @@ PASSING_BYTES: Final = 4 * SLICE_BYTES
 """The oldest copy gets a fifth of the time at least."""
 
 
+class Scattered(NamedTuple):
+    """Pieces of memory, and in which order their bytes belong together."""
+
+    addresses: Words
+    sizes: Words
+
+
 class Reach:
     """How this process gets at the bytes of a region: those of host memory are mapped here."""
 
     is_direct = True
     """Whether the processor reads and writes them where they lie."""
 
-    def copy(self, onto: Bytes, source: Bytes) -> None:
-        """Copy rows of bytes over as many, of which either may be of this region."""
-        onto[...] = source
-
     def settle(self) -> None:
         """Return when everything that was copied is there."""
+
+    def stretches(self, scattered: Scattered, page_bytes: int) -> Iterator[Bytes]:
+        """These bytes, some at a time in the order in which they belong together.
+
+        Each is to be used before the next is asked for. Where ``page_bytes`` are few, pages are
+        whole in each.
+        """
+        del page_bytes
+        for address, size in zip(*(column.tolist() for column in scattered), strict=True):
+            yield np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(address))
+
+    def job(self, order: Copy, reads: list[Bytes], stores: list[Bytes]) -> CopyJob:
+        """How a copy is done of which this memory is one side, or both."""
+        return CopyJob(order, reads, stores)
 
 
 MAPPED: Final = Reach()
@@ -85,10 +104,6 @@ class Area:
         """Whether the arrays may be looked into; otherwise ``gather`` what is to be read."""
         return self.reach.is_direct
 
-    def first(self, size: int) -> Bytes:
-        """The first bytes of the region, as one row."""
-        return self._memory[np.newaxis, :size]
-
     def pieces(self, split: int = 1, *, by_tensor: bool = False) -> list[Bytes]:
         """The pages as arrays ``(pages, split, bytes)``, in the order of a page's bytes.
 
@@ -102,6 +117,12 @@ class Area:
 
     def gather(self, split: int, ids: NDArray[np.int32], into: Bytes) -> None:
         """Bring pieces together: the bytes of ``ids[i]`` become row ``i`` of ``into``."""
+        if not self.is_readable:
+            flat, at = into.reshape(-1), 0
+            for stretch in self.stretches(split, ids):
+                flat[at : at + stretch.size] = stretch
+                at += stretch.size
+            return
         arrays = self.pieces(split, by_tensor=split > 1)
         bounds = list(pairwise(accumulate((array.shape[2] for array in arrays), initial=0)))
         whole, parts = np.divmod(ids, split)
@@ -109,9 +130,20 @@ class Area:
         for first, last in pairwise([0, *cuts.tolist(), ids.size]):
             page, part = int(whole[first]), int(parts[first])
             for array, (start, end) in zip(arrays, bounds, strict=True):
-                source = array[page, part : part + last - first]
-                self.reach.copy(into[first:last, start:end], source)
-        self.reach.settle()
+                into[first:last, start:end] = array[page, part : part + last - first]
+
+    def stretches(self, split: int, ids: NDArray[np.int32]) -> Iterator[Bytes]:
+        """The bytes of these pieces, one after the other, some at a time; as ``Reach`` has them."""
+        if not ids.size:
+            return iter(())
+        arrays = self.pieces(split, by_tensor=split > 1)
+        size = np.array([array.shape[2] for array in arrays], np.uint64)
+        begin = np.array([array.ctypes.data for array in arrays], np.uint64)
+        step = np.array([array.strides[:2] for array in arrays], np.uint64)
+        whole, part = np.divmod(ids.astype(np.uint64), np.uint64(split))
+        addresses = begin + np.outer(whole, step[:, 0]) + np.outer(part, step[:, 1])
+        pieces = Scattered(addresses.ravel(), np.tile(size, ids.size))
+        return self.reach.stretches(pieces, int(size.sum()))
 
     def window(self, window: PageWindow) -> list[Bytes]:
         """A window of all heads as arrays ``(pages, 1, bytes)``, in the order of its bytes."""
@@ -139,18 +171,17 @@ def mapped_area(note: RegionNote) -> Area:
 class CopyJob:
     """One copy under way, carried out in slices; ``left_bytes`` of it are still to do."""
 
-    def __init__(
-        self, order: Copy, reads: list[Bytes], stores: list[Bytes], reach: Reach = MAPPED
-    ) -> None:
+    slice_bytes = SLICE_BYTES
+
+    def __init__(self, order: Copy, reads: list[Bytes], stores: list[Bytes]) -> None:
         """``reads`` and ``stores``: the pages of both regions, in arrays that correspond."""
         self.ticket = order.ticket
-        self._reach = reach
         self._of, self._to = (
             np.frombuffer(ids, "<i4") for ids in (order.source, order.destination)
         )
         self._reads, self._stores = reads, stores
         self._page_bytes: int = sum(array.shape[2] for array in reads)
-        self._stride = max(1, SLICE_BYTES // self._page_bytes)
+        self._stride = max(1, self.slice_bytes // self._page_bytes)
         self._done = 0
         self.n_bytes: int = self._of.size * self._page_bytes
         self.left_bytes = self.n_bytes
@@ -160,19 +191,21 @@ class CopyJob:
 
         One copy per row and per run of pages that steps by one on both sides.
         """
-        low, self._done = self._done, min(self._done + self._stride, self._of.size)
-        of, to = self._of[low : self._done], self._to[low : self._done]
+        of, to = self._next()
         cuts = np.flatnonzero((np.diff(of) != 1) | (np.diff(to) != 1)) + 1
         bounds = [0, *cuts.tolist(), of.size]
         runs = [(int(of[at]), int(to[at]), end - at) for at, end in pairwise(bounds)]
         for read, store in zip(self._reads, self._stores, strict=True):
             for first, onto, n_pages in runs:
-                self._reach.copy(store[onto : onto + n_pages, 0], read[first : first + n_pages, 0])
-        # Before it counts as done: of a device's memory the copy was only begun.
-        self._reach.settle()
-        copied_bytes = (self._done - low) * self._page_bytes
+                store[onto : onto + n_pages, 0] = read[first : first + n_pages, 0]
+        copied_bytes: int = of.size * self._page_bytes
         self.left_bytes -= copied_bytes
         return copied_bytes
+
+    def _next(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The pages of the next slice, on both sides."""
+        low, self._done = self._done, min(self._done + self._stride, self._of.size)
+        return self._of[low : self._done], self._to[low : self._done]
 
 
 def copy_job(order: Copy, areas: Mapping[str, Area]) -> CopyJob | CopyFailed:
@@ -187,11 +220,11 @@ def copy_job(order: Copy, areas: Mapping[str, Area]) -> CopyJob | CopyFailed:
     if why:
         return CopyFailed(UNSTAMPED, order.ticket, why)
     ours, theirs = matched(source.note, destination.note, 1)
-    return CopyJob(
+    reach = destination.reach if source.is_readable else source.reach
+    return reach.job(
         order,
         source.pieces(by_tensor=ours != source.note.rows),
         destination.pieces(by_tensor=theirs != destination.note.rows),
-        destination.reach if source.is_readable else source.reach,
     )
 
 

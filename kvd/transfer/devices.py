@@ -11,22 +11,25 @@ it says, NIXL registers it so.
 from __future__ import annotations
 
 import ctypes
+import time
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from typing_extensions import override
 
-from kvd.device.cuda import CopyRows, CudaError, MemorySide, Runtime
+from kvd.core.inputs import MemoryPinned
+from kvd.device.copies import KnownMemory, Stretch
+from kvd.device.cuda import CudaError, MemorySide, Runtime
 from kvd.device.cuda_library import load
-from kvd.transfer.copies import Area, Reach
+from kvd.transfer.copies import Area
+from kvd.transfer.device_streams import DeviceReach
 from kvd.transfer.mapping import HUGE_BYTES, noted
 from kvd.transfer.metadata import HOST, MemoryKind, MemorySite, extent_bytes
-from kvd.transfer.orders import SharedRegion
+from kvd.transfer.orders import UNSTAMPED, SharedRegion
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from kvd.transfer.copies import Bytes
+    from kvd.transfer.metadata import RegionNote
     from kvd.transfer.orders import RegionPlan
 
 _MIB: Final = 2**20
@@ -36,25 +39,50 @@ class DeviceUnusable(Exception):
     """There is no CUDA here, or it refuses; the message is a sentence."""
 
 
-class DeviceReach(Reach):
-    """Memory of a device: the runtime copies it, to host memory and back too."""
+class PartPinner:
+    """Registers a region of host memory part by part; ``on_over`` hears of the last."""
 
-    is_direct = False
-
-    def __init__(self, runtime: Runtime, device: int) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        device: int,
+        memory: KnownMemory,
+        region: RegionNote,
+        on_over: Callable[[MemoryPinned], None],
+    ) -> None:
         self._runtime = runtime
-        self.device = device
+        self._device = device
+        self._memory = memory
+        self._region = region
+        self._on_over = on_over
+        self._pinned_bytes = 0
+        self._took_s = 0.0
+        self._why = ""
 
-    @override
-    def copy(self, onto: Bytes, source: Bytes) -> None:
-        """As ``Reach``: two arrays ``(rows, bytes)``, of which the bytes of a row are together."""
-        self._runtime.use(self.device)
-        self._runtime.copy_rows(_rows(onto), _rows(source), source.shape[1], source.shape[0])
-
-    @override
-    def settle(self) -> None:
-        self._runtime.use(self.device)
-        self._runtime.synchronize()
+    def __call__(self, address: int, size_bytes: int) -> None:
+        """Register this part, unless CUDA has refused one before."""
+        if not self._why:
+            began_s = time.monotonic()
+            try:
+                # Of a device that is used anyhow: a context takes half a gigabyte of any other.
+                self._runtime.use(self._device)
+                self._memory.register(address, size_bytes)
+                self._pinned_bytes += size_bytes
+            except CudaError as exc:
+                self._why = str(exc)
+            self._took_s += time.monotonic() - began_s
+        end = self._region.address + self._region.region_bytes
+        if address + size_bytes == end:
+            self._on_over(
+                MemoryPinned(
+                    at_s=UNSTAMPED,
+                    region=self._region.name,
+                    pinned_bytes=self._pinned_bytes,
+                    region_bytes=self._region.region_bytes,
+                    took_s=self._took_s,
+                    why=self._why,
+                )
+            )
 
 
 class Devices:
@@ -62,8 +90,10 @@ class Devices:
 
     def __init__(self) -> None:
         self._runtime: Runtime | None = None
+        self._memory: KnownMemory | None = None
         self._used: dict[str, int] = {}
         """The device of each region that lies on one."""
+        self._reaches: dict[int, DeviceReach] = {}
 
     @property
     def runtime(self) -> Runtime:
@@ -79,6 +109,22 @@ class Devices:
                 raise DeviceUnusable(found.sentence)
             self._runtime = found
         return self._runtime
+
+    @property
+    def memory(self) -> KnownMemory:
+        """What the copy engines reach: the regions on devices, and what was registered.
+
+        Raises:
+            DeviceUnusable: there is no CUDA.
+        """
+        if self._memory is None:
+            self._memory = KnownMemory(self.runtime)
+        return self._memory
+
+    @property
+    def are_used(self) -> bool:
+        """Whether a region lies on one."""
+        return bool(self._used)
 
     @property
     def cuda_major(self) -> int:
@@ -102,11 +148,12 @@ class Devices:
             )
         except CudaError as exc:
             raise DeviceUnusable(f"region {plan.name!r}: {exc}{self._room(device)}") from exc
+        self.memory.add(Stretch(address, size, f"region {plan.name!r} on cuda:{device}"))
         # Before NIXL is imported: which build of it is right depends on there being a region on a
         # device.
         self._used[plan.name] = device
         memory = np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(address))
-        return Area(noted(plan, address, size, place), memory, DeviceReach(runtime, device))
+        return Area(noted(plan, address, size, place), memory, self._reach(device))
 
     def shared(self, areas: Mapping[str, Area]) -> tuple[SharedRegion, ...]:
         """What engines open to see the regions on devices.
@@ -126,6 +173,11 @@ class Devices:
         except CudaError as exc:
             raise DeviceUnusable(f"memory of a device cannot be given to engines: {exc}") from exc
 
+    def pinning(self, region: RegionNote, on_over: Callable[[MemoryPinned], None]) -> PartPinner:
+        """Takes the parts of a region of host memory that copies of devices read or write."""
+        device = min(self._used.values())
+        return PartPinner(self.runtime, device, self.memory, region, on_over)
+
     def open_event(self, handle: bytes) -> int:
         """An engine's event, on whichever device it was made: its handle does not say.
 
@@ -142,6 +194,19 @@ class Devices:
                 why = str(exc)
         raise DeviceUnusable(why)
 
+    def _reach(self, device: int) -> DeviceReach:
+        """That of all regions on it."""
+        if device not in self._reaches:
+            try:
+                self._reaches[device] = DeviceReach(self.runtime, device, self.memory)
+            except CudaError as exc:
+                raise DeviceUnusable(
+                    f"no copy engine brings memory of cuda:{device} to this host: {exc}; it needs "
+                    "memory of the host that can be pinned: look at what is free, and at the "
+                    "limits of this unit or container"
+                ) from exc
+        return self._reaches[device]
+
     def _room(self, device: int) -> str:
         """What there is, if the device says it."""
         try:
@@ -152,7 +217,3 @@ class Devices:
             f"; {room.free_bytes / _MIB:,.0f} of {room.total_bytes / _MIB:,.0f} MiB are free "
             f"on cuda:{device}: lower pool.pages or pool.size"
         )
-
-
-def _rows(array: Bytes) -> CopyRows:
-    return CopyRows(array.ctypes.data, array.strides[0])

@@ -26,7 +26,7 @@ import mmap
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvd.transfer.metadata import HOST, RegionNote, extent_bytes
 from kvd.transfer.orders import Collapsed
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kvd.transfer.orders import RegionPlan
 
 HUGE_BYTES: Final = 2 * 2**20
+PART_BYTES: Final = 256 * 2**20
+"""Of a region that is registered at a time: a device waits for one some 10 ms."""
 
 _PROT_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED: Final = 0x10
@@ -173,12 +175,22 @@ def is_map_gone(descriptor: int) -> bool:
 # ---- huge pages ----------------------------------------------------------------------------------
 
 
+class Upkeep(NamedTuple):
+    """What is done to a region in the background: huge pages, and then registered, or one of it."""
+
+    region: RegionNote
+    in_huge_pages: bool
+    register: Callable[[int, int], None] | None = None
+    """Called with each part of it, where that begins and its bytes, once its pages are as they
+    stay: memory that is registered is pinned, and no page of it can be made huge any more."""
+
+
 class Collapser:
-    """Collapses regions one huge page at a time, at the lowest priority, giving way to posts."""
+    """Works through regions at the lowest priority, huge page by huge page, giving way to posts."""
 
     def __init__(
         self,
-        regions: list[RegionNote],
+        regions: list[Upkeep],
         *,
         is_busy: Callable[[], bool],
         on_over: Callable[[Collapsed], None],
@@ -188,33 +200,55 @@ class Collapser:
         self._on_over = on_over
 
     def start(self) -> None:
-        """Work through the regions on a thread of its own and report each."""
+        """Work through the regions on a thread of its own and report each collapsed one."""
         threading.Thread(target=self._run, name="collapse", daemon=True).start()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        for region in self._regions:
-            self._on_over(self._collapse(region))
+        for region, in_huge_pages, register in self._regions:
+            pages = _HugePages(region, self._is_busy)
+            for low in range(0, region.region_bytes, PART_BYTES):
+                size = min(PART_BYTES, region.region_bytes - low)
+                if in_huge_pages:
+                    pages.collapse(region.address + low, size)
+                if register is not None:
+                    register(region.address + low, size)
+            if in_huge_pages:
+                self._on_over(pages.report())
 
-    def _collapse(self, region: RegionNote) -> Collapsed:
-        done, failed, last = 0, 0, 0
-        end = region.address + region.region_bytes // HUGE_BYTES * HUGE_BYTES
-        for address in range(region.address, end, HUGE_BYTES):
+
+class _HugePages:
+    """What became of the pages of one region."""
+
+    def __init__(self, region: RegionNote, is_busy: Callable[[], bool]) -> None:
+        self._region = region
+        self._is_busy = is_busy
+        self._done, self._failed, self._last = 0, 0, 0
+        self._is_given_up = False
+
+    def collapse(self, begin: int, size: int) -> None:
+        """Make huge pages of this part."""
+        for address in range(begin, begin + size // HUGE_BYTES * HUGE_BYTES, HUGE_BYTES):
+            if self._is_given_up:
+                return
             # A page that is being moved holds up whoever touches it.
             while self._is_busy():
                 time.sleep(0.02)
             code = _collapse_one(address)
             if not code:
-                done += HUGE_BYTES
+                self._done += HUGE_BYTES
                 continue
-            failed, last = failed + 1, code
+            self._failed, self._last = self._failed + 1, code
             # A kernel that cannot do it would refuse every page alike, and there may be many.
-            if code not in _BUSY or (not done and failed >= _GIVE_UP_AFTER):
-                break
-        whole = done == region.region_bytes
-        why = "" if whole else os.strerror(last) if last else "its size is no multiple of 2 MiB"
-        return Collapsed(region.name, done, why)
+            is_hopeless = not self._done and self._failed >= _GIVE_UP_AFTER
+            self._is_given_up = code not in _BUSY or is_hopeless
+
+    def report(self) -> Collapsed:
+        """How much is huge now, and why not all of it."""
+        whole = self._done == self._region.region_bytes
+        last = os.strerror(self._last) if self._last else "its size is no multiple of 2 MiB"
+        return Collapsed(self._region.name, self._done, "" if whole else last)
 
 
 def _collapse_one(address: int) -> int:

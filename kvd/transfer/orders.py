@@ -46,7 +46,8 @@ class RegionPlan(msgspec.Struct, frozen=True):
     """One region: a file descriptor to map, or a CUDA device to allocate on; where its pages lie.
 
     ``in_huge_pages``: collapse it to 2 MiB pages. ``is_registered``: peers write into it and posts
-    read it; otherwise only a ``Copy`` of this process touches it.
+    read it; otherwise only a ``Copy`` of this process touches it. ``meets_device``: copies go
+    between it and a region on a device, so it is host memory for CUDA to pin.
     """
 
     name: str
@@ -56,6 +57,7 @@ class RegionPlan(msgspec.Struct, frozen=True):
     is_registered: bool = True
     device: int | None = None
     """The number of a CUDA device, where there is no descriptor; None: it is host memory."""
+    meets_device: bool = False
 
 
 class BeginTransfer(msgspec.Struct, frozen=True, tag="begin"):

@@ -16,6 +16,9 @@ from kvd.core.layout.shards import Pieced, Straight
 from kvd.core.layout.spec import shard_region
 from kvd.transfer.assembly import Assembly
 from kvd.transfer.descriptors import (
+    COARSE,
+    FINE,
+    Grain,
     Writes,
     objection,
     one_after_another,
@@ -36,7 +39,7 @@ from kvd.transfer.staging import (
 from kvd.transfer.window_layout import SHAPES, WindowSource, bands, packed, pieced
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -82,26 +85,30 @@ def found(
     return _objection(order, areas, there) or FoundRegions(areas, there)
 
 
-def direct(order: Post, regions: FoundRegions) -> Writes:
+def direct(order: Post, regions: FoundRegions, grain: Grain = FINE) -> Writes:
     """The descriptors that write a post from where its pages lie."""
     match order.making:
         case Straight():
             (area,) = regions.ours
-            return writes(order.source, order.destination, area.note, regions.theirs, order.split)
+            notes = area.note, regions.theirs
+            return writes(order.source, order.destination, *notes, order.split, grain)
         case Pieced(_, pieces):
             stretches = pieced(_sources(regions, pieces), regions.theirs)
-            return stretch_writes(order.source, order.destination, stretches)
+            return stretch_writes(order.source, order.destination, stretches, grain=grain)
 
 
-def plan(order: Post, regions: FoundRegions) -> PostPlan:
-    """How a post is written."""
+def plan(
+    order: Post, regions: FoundRegions, is_direct: Callable[[Sides], bool] | None = None
+) -> PostPlan:
+    """How a post is written; ``is_direct`` says whether devices copy it among themselves."""
     made = None
     # Packing is copying by the processor, which a device's memory is out of reach for.
     if all(area.is_readable for area in regions.ours):
         made = _packed(order, regions)
     if made is None:
         kinds = Sides(regions.ours[0].note.place.kind, regions.theirs.place.kind)
-        made = PostPlan(direct(order, regions), None, kinds)
+        grain = COARSE if is_direct is not None and is_direct(kinds) else FINE
+        made = PostPlan(direct(order, regions, grain), None, kinds)
         for area in regions.ours:
             _lie_on(made.writes.source, area.note)
     # Behind both ways of planning: the peer's memory is where it is, however ours gets there.

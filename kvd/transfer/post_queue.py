@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvd.core.inputs import PostDone, PostFailed, PostMoved, WritePath
+from kvd.core.inputs import PathFound, PathSide, PostDone, PostFailed, PostMoved, WritePath
 from kvd.transfer.metadata import MemoryKind
 from kvd.transfer.nixl import NixlUnusable
 from kvd.transfer.orders import UNSTAMPED
+from kvd.transfer.paths import SeenPaths
 from kvd.transfer.plans import found, plan
 from kvd.types import count
 from kvd.wire.peer import Integrity
@@ -42,9 +43,11 @@ if TYPE_CHECKING:
     from kvd.transfer.metadata import RegionNote
     from kvd.transfer.nixl import SendingAgent
     from kvd.transfer.orders import Report
+    from kvd.transfer.paths import AgentKey, PathLook
     from kvd.transfer.plans import PostPlan
     from kvd.transfer.staging import PackedPost, Staging, StagingSlot
 
+SIDE: Final = {MemoryKind.DRAM: PathSide.HOST, MemoryKind.VRAM: PathSide.DEVICE}
 IN_FLIGHT_HANDLES: Final = 4
 MERGED_BYTES: Final = 2**20
 """Posts that are small together share a handle: one costs as long as half of this takes to copy,
@@ -135,11 +138,15 @@ class _Turn(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """One handle in flight, of one post or of several small ones; all of one kind of memory."""
+    """One handle in flight, of one post or of several small ones; all of one kind of memory.
+
+    ``look``: what is to be seen by it, where nobody knows yet how such bytes travel.
+    """
 
     handle: int
     turns: list[_Turn]
     slot: StagingSlot | None
+    look: PathLook | None = None
 
     @property
     def first(self) -> _Running:
@@ -159,6 +166,7 @@ class PostQueue:
         self,
         sender: SendingAgent,
         *,
+        key: AgentKey,
         path: WritePath,
         regions: dict[str, RegionNote],
         staging: Staging,
@@ -168,6 +176,7 @@ class PostQueue:
         """``posting`` is told before each handle how much of its post is posted with it."""
         self.sender = sender
         self.path = path
+        self._key = key
         self._theirs = regions
         self._report = report
         self._posting = posting
@@ -176,6 +185,7 @@ class PostQueue:
         self._open: dict[int, _Running] = {}
         self._lost_bytes = 0
         self._staging = staging
+        self._paths = SeenPaths(sender, path)
         self._lost_slots: list[StagingSlot] = []
         """Of handles that failed: they may still be read until the agent is gone."""
 
@@ -221,7 +231,7 @@ class PostQueue:
         elif not order.source:
             self._report(PostDone(UNSTAMPED, order.post, 0))
         else:
-            made = plan(order, regions)
+            made = plan(order, regions, self._paths.is_direct)
             packed = None if made.packing is None else self._staging.begin(made.packing)
             running = _Running(order, made, regions.ours, packed)
             self._open[order.post] = running
@@ -259,13 +269,15 @@ class PostQueue:
             # Before it is posted: a handle that is refused is not tried again.
             running.turns += parts
             self._posting(running.post, running.turns / running.plan.handles)
+        in_flight = {flight.first.sides for flight in self._flights if flight.first.is_of_device}
+        look = self._paths.look(first.sides, in_flight) if first.is_of_device else None
         try:
             handle = self.sender.post(source, destination, first.sides)
         except NixlUnusable as exc:
             # Before the post fails: what may have left counts as open until the agent is destroyed.
             self._lose(turns, slot, str(exc))
             return
-        self._flights.append(_Flight(handle, turns, slot))
+        self._flights.append(_Flight(handle, turns, slot, look))
         # At the end of the line: a small post behind waits for one handle of a large one.
         posted = dict.fromkeys(running for running, _ in turns)
         self._turns += [running for running in posted if running.turns < running.plan.handles]
@@ -285,10 +297,29 @@ class PostQueue:
             self._flights.remove(flight)
             if flight.slot is not None:
                 self._staging.give([flight.slot])
+            if flight.look is not None:
+                self._see(flight.look, flight.size)
             for turn in flight.turns:
                 turn.running.note_arrived(turn.part)
             for running in dict.fromkeys(turn.running for turn in flight.turns):
                 self._tell(running)
+
+    def _see(self, look: PathLook, n_bytes: int) -> None:
+        """Say how these bytes have travelled, if that can be told by them."""
+        seen = self._paths.seen(look, n_bytes)
+        if seen is not None:
+            path, bytes_s = seen
+            self._report(
+                PathFound(
+                    at_s=UNSTAMPED,
+                    incarnation=self._key.peer,
+                    generation=self._key.generation,
+                    source=SIDE[look.sides.source],
+                    destination=SIDE[look.sides.destination],
+                    path=path,
+                    bytes_s=bytes_s,
+                )
+            )
 
     def destroy(self, why: str) -> int:
         """Fail what is outstanding and destroy the agent; the bytes the peer had not confirmed.
@@ -308,7 +339,7 @@ class PostQueue:
         match self.path:
             case WritePath.SAME_HOST:
                 return sum(flight.size for flight in self._flights if flight.first.is_of_device)
-            case WritePath.NETWORK:
+            case WritePath.NETWORK | WritePath.EMULATED:
                 return self._lost_bytes + sum(flight.size for flight in self._flights)
 
     def _can_go(self, running: _Running) -> bool:

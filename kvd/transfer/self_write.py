@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvd.device.cuda import CudaError
+from kvd.transfer.copies import Scattered
+from kvd.transfer.device_streams import DeviceStuck
+from kvd.transfer.devices import DeviceUnusable
 from kvd.transfer.metadata import HOST, MemoryKind
 from kvd.transfer.nixl import NixlUnusable, SendingAgent, Sides
 from kvd.transfer.sending_agents import SCRATCH_BYTES
@@ -39,6 +43,7 @@ def prove(binding: Binding, mine: OwnMemory, told: Metadata) -> None:
 
     Raises:
         NixlUnusable: the bytes did not arrive.
+        DeviceUnusable: no copy engine reads them.
     """
     areas = _on_devices(mine)
     if areas:
@@ -87,12 +92,15 @@ def _prove(sender: SendingAgent, area: Area, scratch: int) -> None:
         (_row(scratch, size), _row(note.address, size, note.place)),
         Sides(MemoryKind.DRAM, note.place.kind),
     )
-    # Read by the runtime first: both ways through NIXL could be wrong alike, and agree.
-    seen = np.zeros((1, size), np.uint8)
-    first = area.first(size)
-    area.reach.copy(seen, first)
-    area.reach.settle()
-    _compare(seen[0], out, f"written into region {note.name!r}", note.place)
+    # Read by a copy engine first: both ways through NIXL could be wrong alike, and agree.
+    first = Scattered(np.array([note.address], np.uint64), np.array([size], np.uint64))
+    try:
+        (seen,) = area.reach.stretches(first, size)
+    except (CudaError, DeviceStuck) as exc:
+        raise DeviceUnusable(
+            f"no copy engine brings memory of region {note.name!r} to this host: {exc}"
+        ) from exc
+    _compare(seen, out, f"written into region {note.name!r}", note.place)
     _write(
         sender,
         (_row(note.address, size, note.place), _row(scratch + size, size)),
@@ -100,8 +108,11 @@ def _prove(sender: SendingAgent, area: Area, scratch: int) -> None:
     )
     _compare(back, out, f"read from region {note.name!r}", note.place)
     out[:] = back[:] = 0
-    area.reach.copy(first, np.zeros((1, size), np.uint8))
-    area.reach.settle()
+    _write(
+        sender,
+        (_row(scratch, size), _row(note.address, size, note.place)),
+        Sides(MemoryKind.DRAM, note.place.kind),
+    )
 
 
 def _row(address: int, size: int, place: MemorySite = HOST) -> Words:

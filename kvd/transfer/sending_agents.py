@@ -21,6 +21,7 @@ from kvd.core.inputs import AgentDropped, AgentFailed, AgentLoaded, PostFailed, 
 from kvd.transfer.metadata import BadMetadata, unpack
 from kvd.transfer.nixl import MemorySpan, NixlUnusable, SendingAgent
 from kvd.transfer.orders import UNSTAMPED
+from kvd.transfer.paths import AgentKey
 from kvd.transfer.post_queue import PostQueue
 from kvd.transfer.staging import STAGING_BYTES, Staging
 from kvd.transfer.streams import names
@@ -41,13 +42,6 @@ BUILDER: Final = "builder"
 """The name of its thread."""
 _ABOUT_THE_PEER: Final = (NixlUnusable, OSError, RuntimeError, ValueError, IndexError, MemoryError)
 """What a peer's blob can bring about: the binding turns C++ exceptions into any of these."""
-
-
-class AgentKey(NamedTuple):
-    """What names a sending agent."""
-
-    peer: str
-    generation: int
 
 
 class BuiltAgent(NamedTuple):
@@ -304,6 +298,7 @@ class SendingAgents:
             regions = {region.name: region for region in warming.peer.regions}
             self._queues[key] = PostQueue(
                 warming.sender,
+                key=key,
                 path=path,
                 regions=regions,
                 staging=self._staging,

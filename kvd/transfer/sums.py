@@ -40,7 +40,7 @@ from kvd.core.inputs import PostDone, PostFailed, Verified
 from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.layout.shards import Piece, Pieced, Straight
 from kvd.core.layout.spec import shard_region
-from kvd.transfer.assembly import Assembly, FetchedWindows, Gathered, InPlace
+from kvd.transfer.assembly import Assembly, Brought, FetchedWindows, Gathered, InPlace
 from kvd.transfer.descriptors import strays
 from kvd.transfer.orders import UNSTAMPED, Summed
 from kvd.transfer.page_split import uncut
@@ -175,7 +175,9 @@ def _read(order: Post, areas: Mapping[str, Area]) -> Reading | None:
 
 def _read_whole(area: Area, split: int) -> Reading:
     """Whole pages, or pieces of them."""
-    if split == 1 and area.is_readable:
+    if not area.is_readable:
+        return Brought(area, split)
+    if split == 1:
         return InPlace(area.pieces())
     return Gathered(partial(area.gather, split), area.note.page_bytes // split)
 

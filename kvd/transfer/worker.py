@@ -46,13 +46,16 @@ from kvd.core.effects import (
     SumLanded,
     Verify,
 )
-from kvd.core.inputs import Copied, CopyFailed
+from kvd.core.inputs import Copied, CopyFailed, MemoryPinned
+from kvd.device.cuda import CudaError
 from kvd.transfer.copies import COPIER, Area, Copier, mapped_area
+from kvd.transfer.device_streams import DeviceStuck
 from kvd.transfer.devices import Devices, DeviceUnusable
 from kvd.transfer.event_waits import EventWaits
 from kvd.transfer.mapping import (
     Collapser,
     RegionUnusable,
+    Upkeep,
     keep_map,
     map_region,
     map_scratch,
@@ -97,7 +100,7 @@ LAST_WORDS_S: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
 
 
-Item = BuiltAgent | Collapsed | Copied | CopyFailed | PageSumJob | Dying
+Item = BuiltAgent | Collapsed | MemoryPinned | Copied | CopyFailed | PageSumJob | Dying
 """What other threads hand to the loop."""
 
 
@@ -182,12 +185,21 @@ class TransferWorker:
         self._orders.settimeout(0.0)
         self._poll.register(self._orders, select.EPOLLIN)
         self._poll.register(self._inbox.descriptor, select.EPOLLIN)
-        huge = [areas[plan.name].note for plan in begin.regions if plan.in_huge_pages]
         # After ``Ready``: it takes seconds for a large pool, and nobody waits for it.
-        Collapser(huge, is_busy=self._is_busy, on_over=self._inbox.put).start()
+        upkeep = [self._upkeep(plan, areas[plan.name], devices) for plan in begin.regions]
+        # First what copies of devices go faster for.
+        upkeep.sort(key=lambda work: work.register is None)
+        Collapser(upkeep, is_busy=self._is_busy, on_over=self._inbox.put).start()
         # What came in one read with the first order, and is told by no descriptor any more.
         for order in later:
             self._obey(order)
+
+    def _upkeep(self, plan: RegionPlan, area: Area, devices: Devices) -> Upkeep:
+        """What is done to a region while it serves."""
+        register = None
+        if plan.meets_device and devices.are_used:
+            register = devices.pinning(area.note, self._inbox.put)
+        return Upkeep(area.note, plan.in_huge_pages, register)
 
     def run(self) -> None:
         """Serve until the end of the order socket."""
@@ -331,7 +343,7 @@ class TransferWorker:
                     self._agents.built(item)
                 case PageSumJob():
                     self._sums.done(item)
-                case Collapsed() | Copied() | CopyFailed():
+                case Collapsed() | MemoryPinned() | Copied() | CopyFailed():
                     self._reports.append(item)
                 case Dying():
                     self.fail(item)
@@ -400,7 +412,11 @@ def main() -> None:
     # A woken batch thread does not preempt the one that woke it: without this the daemon's loop
     # stood still for up to 8 ms in the send of an order, because the copy began there and then.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    worker.run()
+    try:
+        worker.run()
+    except (CudaError, DeviceStuck) as exc:
+        # While it has nothing to post the loop sums too; of a device that has failed it says so.
+        worker.fail(Dying(str(exc)))
 
 
 if __name__ == "__main__":

@@ -394,6 +394,26 @@ class AgentChanged(NumberedEvent, frozen=True, kw_only=True, tag="agent-changed"
     why: str = ""
 
 
+class SlowPath(NumberedEvent, frozen=True, kw_only=True, tag="slow-path"):
+    """Bytes travel many times slower than they could: which, why, and what to do.
+
+    ``peer`` is whose they are to be; empty where they stay in this node.
+    """
+
+    peer: str
+    incarnation: str
+    what: str
+    why: str
+
+
+class Pinned(NumberedEvent, frozen=True, kw_only=True, tag="pinned"):
+    """Memory that copies of devices read or write is registered with CUDA: they do it alone."""
+
+    region: str
+    pinned_bytes: int
+    took_s: float
+
+
 class TransferStarted(NumberedEvent, frozen=True, kw_only=True, tag="transfer-started"):
     """The transfer process serves; a new generation says that the old one was reaped."""
 
@@ -515,6 +535,8 @@ Event = (
     | PeerRefused
     | PeerHandshakeFailed
     | AgentChanged
+    | SlowPath
+    | Pinned
     | TransferStarted
     | MessageRefused
     | Flushed

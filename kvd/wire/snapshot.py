@@ -222,6 +222,10 @@ class PeerState(msgspec.Struct, frozen=True):
     epochs: str = ""
     """That something was lately not handed over because it is in another epoch of a model, and
     what to run where."""
+    path: str = ""
+    """How bytes travel to it: of host memory, and as far as it was seen of devices."""
+    slow_path: str = ""
+    """Which of that is many times slower than it could be, and what to do; empty where none is."""
 
 
 class ClientState(msgspec.Struct, frozen=True):
@@ -371,3 +375,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """None while the node serves."""
     epochs: dict[str, int] = {}
     """By base of namespaces, those that were told of new weights; the others are in epoch 0."""
+    slow_path: str = ""
+    """What of this node's own copies is many times slower than it could be, and what to do."""
+    pinned_bytes: dict[str, int] = {}
+    """By region of host memory that copies of devices read or write: so much is registered with
+    CUDA. A region is missing until it has been tried."""

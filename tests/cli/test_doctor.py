@@ -248,4 +248,5 @@ def test_each_check_of_the_table_says_what_is_asked() -> None:
     assert [check.__name__ for check in command.CHECKS if check in command.SLOW] == [
         "neighbours",
         "self_transfer",
+        "device_transfer",
     ]

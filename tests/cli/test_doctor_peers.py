@@ -18,7 +18,9 @@ from kvd.cli.doctor import host, peers
 from kvd.cli.doctor.finding import Severity
 from kvd.cli.doctor.peers import neighbours
 from kvd.config import pool_spec
+from kvd.core.inputs import PathSide, WritePath
 from kvd.core.layout.spec import fingerprint
+from kvd.core.peers.peer import PeerWay
 from kvd.wire import admin
 from kvd.wire.codec import PEER_MESSAGES
 from kvd.wire.peer import Hello, Ping
@@ -144,6 +146,30 @@ def test_a_peer_that_is_lost_says_why(daemon, snapshot):
 
     assert finding.severity is POOR
     assert "is lost: keys differ" in finding.what
+
+
+def test_a_peer_that_bytes_of_a_device_reach_by_emulation_is_poor(daemon, snapshot):
+    [peer, *_] = SNAPSHOT.peers
+    way = PeerWay(
+        source=PathSide.DEVICE, destination=PathSide.HOST, path=WritePath.EMULATED, bytes_s=9e8
+    )
+    slow = msgspec.structs.replace(
+        peer, state="up", layout="same", slow_path=f"{way.words}: {way.advice}"
+    )
+    daemon.answer = lambda _: admin.Status(0, msgspec.structs.replace(snapshot, peers=(slow,)))
+
+    [finding] = neighbours(
+        subject(
+            f"sockets.admin={daemon.endpoint}",
+            f"peers.connect.{peer.name}={peer.address}",
+            "peers.listen=tcp://127.0.0.1:7409",
+        )
+    )
+
+    assert finding.severity is POOR
+    assert finding.what.startswith("device to host: emulated, 0.9 GB/s: UCX has no way of its own")
+    assert finding.what.endswith("at about 1 GB/s (asked the running daemon)")
+    assert finding.fix.startswith("keep the pool in host memory (no pool.device)")
 
 
 def test_nobody_at_the_address_is_poor_with_the_reason():

@@ -420,6 +420,28 @@ def test_a_sending_agent_that_cannot_be_made_is_told():
     )
 
 
+def test_a_way_that_is_emulated_is_told_with_what_to_do():
+    world = World()
+    stage = Stage(world.p)
+    peer = world.p.node.peers.by_name["d"]
+    world.p.feed(
+        inputs.PathFound(
+            at_s=world.now_s,
+            incarnation=peer.incarnation,
+            generation=peer.generation,
+            source=inputs.PathSide.DEVICE,
+            destination=inputs.PathSide.HOST,
+            path=inputs.WritePath.EMULATED,
+            bytes_s=9e8,
+        )
+    )
+    found = only(stage)
+
+    assert (found.severity, found.kind, found.subject) == ("medium", "slow-path", "peer:d")
+    assert found.evidence.startswith("device to host: emulated, 0.9 GB/s: UCX has no way of its")
+    assert found.action.startswith("keep the pool in host memory")
+
+
 # ---- the daemon itself ---------------------------------------------------------------------------
 
 

@@ -16,6 +16,8 @@
  *   DOUBLE_MEMORY    "reachable": the processor reaches device memory, which says it is the host's
  *   DOUBLE_LATE_US   the longest that a copy is late (0); DOUBLE_SEED says by how much and in which
  *                    order those of a batch are done
+ *   DOUBLE_PINNABLE  so many bytes of the host can be registered (all)
+ *   DOUBLE_BREAKS    after so many copied bytes of this process the device breaks, for good
  *   DOUBLE_OUTLIVES  1: copies run in a process of their own, and land after their caller's end
  *
  * Compiled with -DWITHOUT_BATCH, it is a runtime of before 12.8.
@@ -23,6 +25,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -98,7 +101,7 @@ static size_t used[DEVICES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static int poison, next_error, is_begun, reaches; /* `reaches`: see double_reach */
-static size_t next_break = SIZE_MAX;
+static size_t next_break = SIZE_MAX, begun; /* `begun`: bytes of all copies so far */
 static pid_t home;
 static uint64_t dice;
 static __thread int current = 0, last = 0;
@@ -638,6 +641,7 @@ int cudaFree(void *address) {
     return locked(poison);
 }
 int cudaHostRegister(void *address, size_t size, unsigned flags) {
+    size_t left = (size_t)number_of("DOUBLE_PINNABLE", LONG_MAX);
     int is_shared;
     ENTER(UNSAFE);
     if (!address || !size || flags > 15) return fail(INVALID_VALUE);
@@ -652,7 +656,9 @@ int cudaHostRegister(void *address, size_t size, unsigned flags) {
         size_t room = (((uintptr_t)one->address + one->size + PAGE - 1) & -(uintptr_t)PAGE) - start;
         if (one->address && meets(low, pages, (char *)start, room))
             return locked(ALREADY_REGISTERED);
+        left -= room < left ? room : left;
     }
+    if (pages > left) return locked(NO_MEMORY);
     if (!is_mapped(address, size, &is_shared)) return locked(INVALID_VALUE);
     for (int i = 0; i < MOST; i++)
         if (!registrations[i].address) {
@@ -691,7 +697,11 @@ int cudaPointerGetAttributes(Where *where, const void *address) {
 
 /* Of a captured stream nothing is done: there is no graph to launch. */
 static void begin(Stream *stream, Op *op) {
+    size_t limit = (size_t)number_of("DOUBLE_BREAKS", LONG_MAX), size = 0;
+    for (size_t i = 0; i < op->count; i++) size += op->moves[i].from ? op->moves[i].size : 0;
     op->breaks_after = next_break;
+    if (begun + size > limit) op->breaks_after = begun < limit ? limit - begun : 0;
+    begun += size;
     next_break = SIZE_MAX;
     if (!stream->is_capturing) {
         submit(stream, op);

@@ -52,14 +52,25 @@ async def node_of(
     name: str,
     devices: Mapping[str, int],
     shapes: Mapping[str, Geometry] = SHAPES,
+    *,
+    is_pinned: bool = True,
     **settings: str,
 ):
-    """A running transfer process, ``devices`` naming those of its regions that lie on one."""
+    """A running transfer process, ``devices`` naming those of its regions that lie on one.
+
+    ``is_pinned``: what is saved of those is registered with CUDA; otherwise it goes by the stage.
+    """
     host = {one: Memory(one, shape) for one, shape in shapes.items() if one not in devices}
     regions = [
         RegionPlan(one, NO_FD, shape, in_huge_pages=False, device=devices[one])
         if one in devices
-        else RegionPlan(one, host[one].fd, shape, is_registered=not one.endswith(".saved"))
+        else RegionPlan(
+            one,
+            host[one].fd,
+            shape,
+            is_registered=not one.endswith(".saved"),
+            meets_device=is_pinned and one.removesuffix(".saved") in devices,
+        )
         for one, shape in shapes.items()
     ]
     environment = {**double.environment, **settings}

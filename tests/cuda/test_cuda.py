@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvd.device.cuda import HANDLE_BYTES, CopyRows, CudaError, MemorySide
+from kvd.device.cuda import HANDLE_BYTES, CudaError, MemorySide
 from kvd.device.cuda_library import VARIABLE, NoCuda, candidates, load
 
 if TYPE_CHECKING:
@@ -95,21 +95,6 @@ def test_too_much_memory_is_an_error_with_numbers(cuda):
     with pytest.raises(CudaError, match=r"allocating 300 MiB on cuda:1: cudaErrorMemory") as found:
         cuda.allocate(1, 300 * MIB)
     assert found.value.number == 2
-
-
-def test_rows_are_copied_with_their_pitches(cuda):
-    address = cuda.allocate(0, MIB)
-    try:
-        given = bytes(range(96))
-        cuda.copy(address, id_of(given), 96)
-        found = ctypes.create_string_buffer(24)
-        cuda.copy_rows(CopyRows(ctypes.addressof(found), 8), CopyRows(address + 4, 32), 8, 3)
-        assert found.raw == given[4:12] + given[36:44] + given[68:76]
-        one = ctypes.create_string_buffer(8)
-        cuda.copy_rows(CopyRows(ctypes.addressof(one), 1), CopyRows(address, 3), 8, 1)
-        assert one.raw == given[:8]
-    finally:
-        cuda.free(address)
 
 
 def test_another_process_sees_the_memory_and_writes_into_it(cuda, double):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvd.device import cuda
-from kvd.device.cuda import CALLS, HANDLE_BYTES, CopyRows, CudaError, Runtime
+from kvd.device.cuda import CALLS, HANDLE_BYTES, CudaError, Runtime
 from kvd.device.cuda_library import candidates
 
 GPU = Path(__file__).parents[1] / "gpu"
@@ -80,7 +80,6 @@ def test_every_call_is_taken_and_refused_by_name_where_there_is_no_driver(real):
         "cudaMemset": lambda: real.zero(at, 8),
         "cudaPointerGetAttributes": lambda: real.side(at),
         "cudaMemcpy": lambda: real.copy(at, at + 8, 8),
-        "cudaMemcpy2D": lambda: real.copy_rows(CopyRows(at, 8), CopyRows(at + 32, 16), 4, 2),
         "cudaDeviceSynchronize": real.synchronize,
         "cudaIpcGetMemHandle": lambda: real.share(at),
         "cudaIpcOpenMemHandle": lambda: real.open(0, handle),

@@ -16,11 +16,21 @@ import numpy as np
 import pytest
 
 from kvd.core.effects import Verify
-from kvd.core.inputs import Copied, PostDone, Verified
+from kvd.core.inputs import (
+    AgentLoaded,
+    Copied,
+    MemoryPinned,
+    PathFound,
+    PostDone,
+    Verified,
+    WritePath,
+)
+from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.core.layout.seal import Seal
 from kvd.core.layout.shards import lanes, tp_shards
 from kvd.core.layout.spec import Mla, PageOrder
 from kvd.device.cuda import CudaError
+from kvd.transfer.device_streams import READERS, STAGE_BYTES
 from kvd.transfer.orders import Sum, Summed
 from kvd.transfer.process import TransportDown
 from kvd.types import Pages, pack_ids
@@ -28,6 +38,7 @@ from kvd.wire.peer import Integrity
 from tests.cuda.double import holders, memory_of_devices
 from tests.cuda.regions import ON_DEVICE, node_of
 from tests.cuda.test_cuda import other
+from tests.transfer.conftest import HUGE, SHAPES
 from tests.transfer.layouts import shaped
 from tests.transfer.sharded import MHA, fill, memory_of
 
@@ -79,6 +90,33 @@ async def test_pages_arrive_and_nothing_else_changes(double, sides, late):
                 assert np.array_equal(theirs.bytes[:size], expected)
 
 
+@pytest.mark.parametrize("sockets", ["none", "emulated", "forced"])
+@pytest.mark.parametrize("sides", SIDES)
+async def test_how_bytes_of_a_device_travel_is_seen_and_told(double, sides, sockets, monkeypatch):
+    """Real sockets, as UCX would have: what it emulates passes them, and nothing else does."""
+    monkeypatch.setenv("NIXL_DOUBLE_SOCKETS", sockets)
+    is_emulated = sockets == "forced" or (sockets == "emulated" and sides != "device to device")
+    source, _, destination = sides.partition(" to ")
+    async with two(double, *SIDES[sides]) as (sender, receiver):
+        assert sender.heard(AgentLoaded)[0].path is WritePath.SAME_HOST, "host memory"
+        sender.post(1, receiver, list(range(1, 25)), list(range(1, 25)))
+        assert isinstance(await sender.outcome(1), PostDone)
+
+        (found,) = sender.heard(PathFound)
+        assert (found.source.value, found.destination.value) == (source, destination)
+        expected = WritePath.EMULATED if is_emulated else WritePath.SAME_HOST
+        assert found.path is expected
+        size = receiver.memories["kv"].shape.total_bytes
+        for first in (2, 3):
+            sender.post(first, receiver, [9, 2, 17], [4, 23, 8])
+            assert isinstance(await sender.outcome(first), PostDone)
+        assert len(sender.heard(PathFound)) == 1
+        ours, theirs = sender.memories["kv"].bytes, receiver.memories["kv"].bytes
+        row = receiver.memories["kv"].shape.rows[0]
+        where = receiver.memories["kv"].piece
+        assert np.array_equal(theirs[:size][where(row, 23)], ours[:size][where(row, 2)])
+
+
 async def test_sums_of_a_device_are_those_of_the_same_bytes_in_host_memory(double):
     seal = Seal(Integrity.FULL, b"devices!", 0, 4)
     pages = [7, 8, 2, 24]
@@ -103,16 +141,31 @@ async def test_sums_of_a_device_are_those_of_the_same_bytes_in_host_memory(doubl
             host.reports.clear()
 
 
+PINNED, STAGED = "registered", "by the stage"
+
+
+@pytest.mark.parametrize("late", [{}, {"DOUBLE_LATE_US": "2000"}], ids=["at-once", "late"])
+@pytest.mark.parametrize("way", [PINNED, STAGED, "refused"])
 @pytest.mark.parametrize("region", ["kv", "layered"])
-async def test_pages_of_a_device_are_saved_in_host_memory_and_brought_back(double, region):
-    async with node_of(double, "decode", ON_DEVICE) as node:
+async def test_pages_of_a_device_are_saved_in_host_memory_and_brought_back(
+    double, region, way, late
+):
+    stages = 2 * 2 * (1 + READERS) * STAGE_BYTES
+    settings = {**late, "DOUBLE_PINNABLE": str(stages if way == "refused" else 2**30)}
+    async with node_of(double, "decode", ON_DEVICE, is_pinned=way != STAGED, **settings) as node:
         ours = node.memories[region]
+        if way != STAGED:
+            pinned = await node.hears(MemoryPinned, region=f"{region}.saved")
+            assert (pinned.pinned_bytes == pinned.region_bytes) == (way == PINNED)
+            assert ("cudaErrorMemoryAllocation (2)" in pinned.why) == (way != PINNED)
         size = ours.shape.total_bytes
         before = ours.bytes[:size].copy()
-        pages, saved = [3, 4, 5, 20], [1, 2, 8, 3]
+        pages, saved = [3, 4, 5, 20, 24, 11], [1, 2, 8, 3, 6, 7]
 
         node.copy(1, region, pages, f"{region}.saved", saved)
-        assert isinstance(await node.copied(1), Copied)
+        done = await node.copied(1)
+        assert isinstance(done, Copied)
+        assert done.n_bytes == 6 * ours.shape.page_bytes
         for row in ours.shape.rows:
             for page in pages:
                 ours.bytes[ours.piece(row, page)] = 0
@@ -120,6 +173,64 @@ async def test_pages_of_a_device_are_saved_in_host_memory_and_brought_back(doubl
         assert isinstance(await node.copied(2), Copied)
 
         assert np.array_equal(ours.bytes[:size], before)
+
+
+async def test_a_few_pages_pass_a_large_copy_of_a_device(double):
+    """What a decode step waits for does not wait for a lease that is saved."""
+    shapes = {
+        **SHAPES,
+        "kv": Geometry(97, HUGE, (PieceRow(0, HUGE, HUGE),), ()),
+        "kv.saved": Geometry(97, HUGE, (PieceRow(0, HUGE, HUGE),), ()),
+    }
+    settings = {"DOUBLE_BYTES": str(2**30), "DOUBLE_LATE_US": "20000"}
+    async with node_of(double, "decode", {"kv": 0}, shapes, **settings) as node:
+        everything = list(range(1, 97))
+        node.copy(1, "kv", everything, "kv.saved", everything)
+        node.copy(2, "kv.saved", [5], "kv", [5])
+        node.copy(3, "kv", everything, "kv.saved", everything[::-1])
+        for ticket in (1, 2, 3):
+            assert isinstance(await node.copied(ticket), Copied)
+
+        assert [one.ticket for one in node.reports if isinstance(one, Copied)] == [2, 1, 3]
+        kept, page = node.memories["kv.saved"], node.memories["kv"]
+        for number in everything:
+            (row,) = page.shape.rows
+            here, there = page.piece(row, 97 - number), kept.piece(row, number)
+            assert np.array_equal(page.bytes[here], kept.bytes[there])
+
+
+async def test_pages_larger_than_a_stage_are_summed_and_saved(double):
+    """In bounded stretches, whatever a page has: the sums are those of the same bytes elsewhere."""
+    large = 3 * (STAGE_BYTES + 4096)
+    rows = tuple(PieceRow(at * 5 * large // 3, large // 3, large // 3) for at in range(3))
+    shapes = {name: Geometry(5, large, rows, ()) for name in ("kv", "kv.saved")}
+    pages = Pages(pack_ids([4, 1, 2]))
+    async with (
+        node_of(double, "device", {"kv": 1}, shapes, is_pinned=False) as device,
+        node_of(double, "host", {}, shapes) as host,
+    ):
+        ours, theirs = device.memories["kv"], host.memories["kv"]
+        theirs.bytes[: theirs.shape.total_bytes] = ours.bytes[: ours.shape.total_bytes]
+        sums = []
+        for node in (device, host):
+            node.transport.order(Sum(1, "kv", pages))
+            sums.append((await node.hears(Summed)).sums)
+        assert sums[0] == sums[1]
+        device.copy(1, "kv", [4, 1], "kv.saved", [1, 2])
+        assert isinstance(await device.copied(1), Copied)
+        saved = device.memories["kv.saved"]
+        for row in rows:
+            for page, slot in ((4, 1), (1, 2)):
+                here, there = ours.bytes[ours.piece(row, page)], saved.bytes[saved.piece(row, slot)]
+                assert np.array_equal(here, there)
+
+
+async def test_without_memory_that_can_be_pinned_the_start_ends_with_what_to_do(double):
+    why = "no copy engine brings memory of cuda:0 to this host: registering 4,194,304 bytes"
+
+    with pytest.raises(TransportDown, match=why):
+        async with node_of(double, "decode", ON_DEVICE, DOUBLE_PINNABLE="0"):
+            pass
 
 
 async def test_larger_pages_of_a_device_are_cut_where_they_lie(double):
@@ -237,3 +348,15 @@ async def test_a_nixl_that_does_not_reach_the_device_ends_the_start_with_what_to
     with pytest.raises(TransportDown, match=why):
         async with node_of(double, "decode", ON_DEVICE):
             pass
+
+
+async def test_a_device_that_breaks_while_its_pages_are_summed_ends_the_process_with_its_words(
+    double,
+):
+    async with node_of(double, "decode", ON_DEVICE, DOUBLE_BREAKS=str(HUGE)) as node:
+        node.transport.order(Sum(1, "kv", Pages(pack_ids(list(range(1, 25))))))
+
+        (why,) = await node.until(lambda: node.exits)
+
+        assert "cudaErrorLaunchFailure (719)" in why
+        assert not node.heard(Summed)

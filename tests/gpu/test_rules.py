@@ -15,6 +15,7 @@ import textwrap
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from kvd.device.cuda_library import VARIABLE
@@ -546,3 +547,70 @@ def test_a_thread_that_keeps_out_of_captures_spoils_none(runtime, device, host, 
     assert found[:3] == [face.CAPTURE_GLOBAL, face.OK, face.OK]
     assert found[3] in {face.OK, face.NOT_READY}
     assert ended == face.OK
+
+
+PORTABLE = 1
+
+
+# ---- threads and devices -------------------------------------------------------------------------
+
+
+def test_a_stream_takes_copies_from_any_thread_and_is_asked_by_any(runtime, device, host, stream):
+    host[:] = 1
+    numbers = []
+
+    def begin() -> None:
+        numbers.append(runtime.call("cudaSetDevice", 0))
+        numbers.append(runtime.batch(stream, [(device, address_of(host), PIECE)]))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    while (number := runtime.call("cudaStreamQuery", stream)) == face.NOT_READY:
+        time.sleep(0.001)
+
+    assert (numbers, number) == ([face.OK, face.OK], face.OK)
+    assert (runtime.read(device, PIECE) == 1).all()
+
+
+def test_memory_is_registered_beside_copies_that_are_under_way(runtime, device, host, stream):
+    """As a pool is, part by part, while it serves: whether they wait for one another is open."""
+    host[:] = np.arange(MIB, dtype=np.uint8)
+    other = shared(8 * MIB)
+    low = address_of(host)
+    for _ in range(64):
+        for at in range(0, MIB, MIB // 4):
+            assert runtime.batch(stream, [(device + at, low + at, MIB // 4)]) == face.OK
+    for at in range(0, 8 * MIB, MIB):
+        runtime.good("cudaHostRegister", address_of(other) + at, MIB, PORTABLE)
+    other[:] = 3
+    pieces = [(address_of(other) + MIB, device, MIB)]
+    assert runtime.batch(stream, pieces) == face.OK
+    runtime.good("cudaStreamSynchronize", stream)
+    for at in range(0, 8 * MIB, MIB):
+        runtime.good("cudaHostUnregister", address_of(other) + at)
+
+    assert np.array_equal(other[MIB : 2 * MIB], host)
+    assert (np.delete(other, slice(MIB, 2 * MIB)) == 3).all()
+
+
+def test_memory_that_one_device_registered_is_copied_by_every_other(runtime):
+    if runtime.number_of("cudaGetDeviceCount") < 2:
+        pytest.skip("there is one device")
+    found = shared(MIB)
+    found[:] = 1
+    runtime.good("cudaHostRegister", address_of(found), MIB, PORTABLE)
+    runtime.good("cudaSetDevice", 1)
+    with runtime.memory(MIB) as other, runtime.stream() as stream:
+        runtime.fill(other, 7, MIB)
+        pieces = [(other, address_of(found), PIECE), (address_of(found) + PIECE, other + PIECE, 9)]
+        number = runtime.batch(stream, pieces)
+        runtime.good("cudaStreamSynchronize", stream)
+        there = runtime.read(other, PIECE)
+    runtime.good("cudaSetDevice", 0)
+    runtime.good("cudaHostUnregister", address_of(found))
+
+    assert number == face.OK
+    assert (there == 1).all()
+    assert (found[PIECE : PIECE + 9] == 7).all()
+    assert (found[PIECE + 9 :] == 1).all()

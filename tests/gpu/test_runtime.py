@@ -6,13 +6,12 @@ import ctypes
 import os
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 
 from kvd.device.copies import CopyStream, KnownMemory, Pieces, Stretch
-from kvd.device.cuda import CopyRows, CudaError, MemorySide
+from kvd.device.cuda import CudaError, MemorySide
 from tests.gpu.conftest import DEVICE
 from tests.gpu.face import address_of, shared
 
@@ -40,25 +39,6 @@ def test_memory_is_of_the_device_zeroed_and_copied_there_and_back(cuda, is_doubl
         cuda.copy(address, out.ctypes.data, out.size)
         cuda.copy(back.ctypes.data, address, back.size)
         assert np.array_equal(out, back)
-    finally:
-        cuda.free(address)
-
-
-def test_rows_of_another_pitch_are_copied_from_any_thread(cuda):
-    address = cuda.allocate(DEVICE, MIB)
-    found = np.zeros((100, 64), np.uint8)
-    grid = np.random.default_rng(2).integers(0, 256, (100, 4096), np.uint8)
-
-    def copy() -> None:
-        cuda.use(DEVICE)
-        cuda.copy(address, grid.ctypes.data, grid.size)
-        cuda.copy_rows(CopyRows(found.ctypes.data, 64), CopyRows(address + 128, 4096), 64, 100)
-
-    try:
-        thread = threading.Thread(target=copy)
-        thread.start()
-        thread.join()
-        assert np.array_equal(found, grid[:, 128:192])
     finally:
         cuda.free(address)
 

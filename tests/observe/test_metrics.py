@@ -159,6 +159,8 @@ def test_page_says_what_the_snapshot_says() -> None:
         "kvd_loop_lag_seconds_sum": 0,
         'kvd_peer_generation{peer="prefill-0"}': 2,
         'kvd_peer_generation{peer="prefill-1"}': 0,
+        'kvd_peer_slow_path{peer="prefill-0"}': 0,
+        'kvd_peer_slow_path{peer="prefill-1"}': 0,
         'kvd_peer_up{peer="prefill-0"}': 1,
         'kvd_peer_up{peer="prefill-1"}': 0,
         f"kvd_pool_bytes{{{pool}}}": 102400,

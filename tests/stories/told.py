@@ -96,6 +96,8 @@ def _peer_line(event: events.Event) -> str | None:
             return f"{event.peer} is up"
         case events.AgentChanged():
             return f"agent towards {event.peer}: {event.state}"
+        case events.SlowPath():
+            return f"slow path to {event.peer}: {event.what}"
         case events.TransferStarted():
             return f"transfer process, generation {event.generation}"
         case _:

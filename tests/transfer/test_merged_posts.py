@@ -11,6 +11,7 @@ from kvd.core.effects import Post
 from kvd.core.inputs import PostDone, PostFailed, PostMoved, WritePath
 from kvd.core.layout.seal import Seal
 from kvd.core.layout.spec import Mla
+from kvd.transfer.paths import AgentKey
 from kvd.transfer.post_queue import ALONE_HANDLES, IN_FLIGHT_HANDLES, MERGED_BYTES, PostQueue
 from kvd.transfer.staging import STAGING_BYTES, Staging
 from kvd.wire.peer import Integrity
@@ -38,6 +39,7 @@ class Lane:
         self.wire, self.reports, self.paced = Wire(), [], []
         self.queue = PostQueue(
             self.wire,
+            key=AgentKey("p", 1),
             path=path,
             regions={"kv": self.theirs.note},
             staging=Staging(np.frombuffer(self._staged, np.uint8).ctypes.data),

@@ -19,6 +19,7 @@ from kvd.transfer.copies import mapped_area
 from kvd.transfer.descriptors import CUT_BYTES, packed_writes
 from kvd.transfer.mapping import HUGE_BYTES, map_scratch
 from kvd.transfer.nixl import NixlUnusable
+from kvd.transfer.paths import AgentKey
 from kvd.transfer.plans import FoundRegions, plan
 from kvd.transfer.post_queue import IN_FLIGHT_HANDLES, PostQueue
 from kvd.transfer.staging import (
@@ -107,6 +108,7 @@ class Bench:
         self.wire, self.reports = Wire(), []
         self.lane = PostQueue(
             self.wire,
+            key=AgentKey("p", 1),
             path=WritePath.NETWORK,
             regions={"kv": self.theirs.note},
             staging=self.staging,

@@ -41,7 +41,7 @@ TROUBLE = frozenset(
     {
         *("quarantined", "peer-suspect", "peer-lost", "peer-refused", "handshake-failed"),
         *("message-refused", "recording-ended", "violation-healed"),
-        *("drain-began", "peer-draining", "client-hung-up-on"),
+        *("drain-began", "peer-draining", "client-hung-up-on", "slow-path"),
     }
 )
 FAULTS = frozenset({"violation", "pages-corrupt"})
@@ -145,6 +145,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "peer-refused": ("{peer} {code}: {why}",),
     "handshake-failed": ("{peer} {address} {reason}: {why}", ", {times} times"),
     "agent-changed": ("{peer} generation {generation}: {state}", ": {why}"),
+    "slow-path": ("{what}", " to {peer}", ": {why}"),
+    "pinned": ("{pinned_bytes} of region {region}", " in {took_s}"),
     "transfer-started": ("generation {generation}", ": {why}"),
     "message-refused": ("on {socket} from {sender}: {code}, {why}",),
     "flushed": ("{freed_pages} pages freed, {kept_pages} kept", " of namespace {namespace}"),

@@ -136,6 +136,9 @@ def _as_known(configured: ConfiguredPeer, peer: PeerState | None) -> DoctorFindi
     if peer.epochs:
         what, _, fix = clean(peer.epochs).partition("; ")
         return poor(check, f"{what} ({OURS})", fix)
+    if peer.slow_path:
+        what, _, fix = clean(peer.slow_path).partition(": keep ")
+        return poor(check, f"{what} ({OURS})", f"keep {fix}")
     took = f"{peer.round_trip_ms:.1f} ms round trip"
     return good(check, f"up, {took}, pools are laid out alike ({OURS})")
 

@@ -267,12 +267,12 @@ async def measure(environment: Mapping[str, str]) -> Measured:
     async with asyncio.timeout(LIMIT_S), contextlib.AsyncExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd-doctor-"))) / "ucx"
         telling = {**environment, **TELL_LANES, "UCX_LOG_FILE": str(log)}
-        source, target = stack.enter_context(_memory()), stack.enter_context(_memory())
-        receiver = await stack.enter_async_context(_end("to", target, environment))
-        sender = await stack.enter_async_context(_end("from", source, telling))
+        source, target = stack.enter_context(memory()), stack.enter_context(memory())
+        receiver = await stack.enter_async_context(end_of("to", [of_host(target)], environment))
+        sender = await stack.enter_async_context(end_of("from", [of_host(source)], telling))
         payload = os.urandom(PAGE_BYTES)
-        _fill(source, payload)
-        measured = await _send(sender, receiver.metadata, lambda: _holds(target, payload))
+        fill(source, payload)
+        measured = await _send(sender, receiver.metadata, lambda: holds(target, payload))
         with contextlib.suppress(OSError):  # it is for people, and may change
             measured = msgspec.structs.replace(
                 measured, lanes=lanes_of(log.read_text(errors="replace"))
@@ -297,7 +297,7 @@ def lanes_of(log: str) -> str:
     return found
 
 
-async def _send(sender: _End, metadata: bytes, is_equal: Callable[[], bool]) -> Measured:
+async def _send(sender: TransferEnd, metadata: bytes, is_equal: Callable[[], bool]) -> Measured:
     """Write every page but the null page a few times."""
     sender.process.order(LoadAgent("to", 1, metadata))
     route = (await sender.reports.next(AgentLoaded)).path
@@ -320,7 +320,7 @@ async def _send(sender: _End, metadata: bytes, is_equal: Callable[[], bool]) -> 
     )
 
 
-class _End(NamedTuple):
+class TransferEnd(NamedTuple):
     """One transfer process that serves, and what it reports."""
 
     process: TransferProcess
@@ -328,24 +328,35 @@ class _End(NamedTuple):
     metadata: bytes
 
 
+SHAPE = Geometry(
+    pages=PAGES,
+    page_bytes=PAGE_BYTES,
+    rows=(PieceRow(0, PAGE_BYTES, PAGE_BYTES),),
+    tensors=(),
+)
+
+
+def of_host(fd: int, name: str = REGION) -> RegionPlan:
+    """A region in that file."""
+    return RegionPlan(name, fd, SHAPE)
+
+
 @contextlib.asynccontextmanager
-async def _end(name: str, fd: int, environment: Mapping[str, str]) -> AsyncIterator[_End]:
-    """A transfer process over one region, for as long as the block lasts."""
-    rows = (PieceRow(0, PAGE_BYTES, PAGE_BYTES),)
-    region = RegionPlan(
-        REGION, fd, Geometry(pages=PAGES, page_bytes=PAGE_BYTES, rows=rows, tensors=())
-    )
-    process = TransferProcess(f"doctor-{os.getpid()}-{name}", [region], environment=environment)
+async def end_of(
+    name: str, regions: list[RegionPlan], environment: Mapping[str, str]
+) -> AsyncIterator[TransferEnd]:
+    """A transfer process over these regions, for as long as the block lasts."""
+    process = TransferProcess(f"doctor-{os.getpid()}-{name}", regions, environment=environment)
     reports = ReportQueue()
     try:
         ready = await reports.start(process)
-        yield _End(process, reports, ready.metadata)
+        yield TransferEnd(process, reports, ready.metadata)
     finally:
         await process.stop()
 
 
 @contextlib.contextmanager
-def _memory() -> Iterator[int]:
+def memory() -> Iterator[int]:
     """A file in memory for one region."""
     fd = os.memfd_create("kvd-doctor", os.MFD_CLOEXEC)
     try:
@@ -355,13 +366,13 @@ def _memory() -> Iterator[int]:
         os.close(fd)
 
 
-def _fill(fd: int, payload: bytes) -> None:
+def fill(fd: int, payload: bytes) -> None:
     """Give every page its own bytes: the payload, beginning with the page's number."""
     with mmap.mmap(fd, 0) as memory:
         memory[PAGE_BYTES:] = _pages(payload)
 
 
-def _holds(fd: int, payload: bytes) -> bool:
+def holds(fd: int, payload: bytes) -> bool:
     """Whether every page has arrived."""
     with mmap.mmap(fd, 0) as memory:
         return memory[PAGE_BYTES:] == _pages(payload)

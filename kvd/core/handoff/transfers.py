@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from mypy_extensions import mypyc_attr
 
 from kvd.core.handoff.send import WRITING
+from kvd.core.peers.peer import Agent
 from kvd.errors import Code, Refusal
 from kvd.wire.peer import Progress
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         AgentDropped,
         AgentFailed,
         AgentLoaded,
+        PathFound,
         PostDone,
         PostFailed,
         PostMoved,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
     from kvd.core.peers.registry import Peers
+    from kvd.core.peers.ways import Ways
     from kvd.core.settings import Settings
 
 
@@ -40,11 +43,14 @@ if TYPE_CHECKING:
 class Transfers:
     """Takes the reports of one transfer process after the other."""
 
-    def __init__(self, settings: Settings, prefiller: Prefiller, peers: Peers, out: Outbox) -> None:
+    def __init__(
+        self, settings: Settings, prefiller: Prefiller, peers: Peers, ways: Ways, out: Outbox
+    ) -> None:
         self._settings = settings
         self._prefiller = prefiller
         self._posts = prefiller.posts
         self._peers = peers
+        self._ways = ways
         self._out = out
 
     # ---- posts -------------------------------------------------------------------------------
@@ -92,9 +98,16 @@ class Transfers:
         peer = self._peers.current(got.incarnation, got.generation)
         if peer is None or not self._peers.agents.loaded(peer, got.streams):
             return
+        self._ways.loaded(peer, got)
         for part in self._prefiller.parts_offered_by(got.incarnation):
             if part.state in WRITING:
                 self._prefiller.push_part(part)
+
+    def path_found(self, got: PathFound) -> None:
+        """How bytes of a device travel to a peer."""
+        peer = self._peers.current(got.incarnation, got.generation)
+        if peer is not None and peer.agent is Agent.LOADED:
+            self._ways.found(peer, got)
 
     def agent_failed(self, got: AgentFailed) -> None:
         """The agent could not be made."""

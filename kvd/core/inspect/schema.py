@@ -51,6 +51,7 @@ from kvd.core.layout.spec import (
 )
 from kvd.core.leases.owners import owner_of
 from kvd.core.peers.peer import drain_words
+from kvd.core.peers.ways import slow_words, way_words
 from kvd.types import NULL_PAGE, count
 from kvd.wire.events import HandoffEnded
 from kvd.wire.snapshot import (
@@ -356,6 +357,15 @@ def _waits_for(node: NodeView, one: HandoffRow) -> str:
     return send_waits_for(part)
 
 
+def _carried_by(node: NodeView, one: HandoffRow) -> str:
+    """What does, and of a send over ways that are known, which."""
+    peer = node.peers.by_name.get(one.record.peer)
+    # Of host memory alone there is nothing to tell.
+    if not isinstance(one.record, SendPart) or peer is None or len(peer.ways) < 2:
+        return node.transport
+    return f"{node.transport}; {way_words(peer)}"
+
+
 def _share(node: NodeView, one: HandoffRow) -> str:
     if isinstance(one.record, ReceivePart):
         return receive_share(node.settings, one.record)
@@ -386,7 +396,7 @@ ROOM: StateTable[HandoffRow, RoomState] = StateTable(
     ),
     StateField("total_pages", "pages", lambda node, one: node.leases.pages_for(one.delta_tokens)),
     StateField("posts", "count", "", "under way", wire="outstanding_posts"),
-    StateField("path", "text", lambda node, _: node.transport, "what carries the bytes"),
+    StateField("path", "text", _carried_by, "what carries the bytes"),
     StateField("since", "since", "since_s", wire="age_s"),
     StateField("until", "until", "until_s", "its deadline", wire="deadline_in_s"),
     StateField("moved", "since", "moved_s", "last byte or change of state, as far as was seen"),
@@ -447,6 +457,8 @@ PEER: StateTable[PeerRow, PeerState] = StateTable(
     StateField("trouble", "text", lambda node, one: node.peers.trouble(one.name)),
     StateField("epochs", "text", _epochs),
     # What the snapshot alone has.
+    StateField("", "text", _of_peer(way_words, ""), wire="path"),
+    StateField("", "text", _of_peer(slow_words, ""), wire="slow_path"),
     StateField("", "count", "live_receives", wire="open_receives"),
     StateField("", "count", "live_sends", wire="open_sends"),
     StateField("", "text", _drain, wire="drain"),

@@ -48,6 +48,8 @@ def snapshot(node: NodeView) -> Snapshot:
         audit=node.audit.state(),
         drain=node.drainer.state(),
         epochs=dict(sorted(node.epochs.by_namespace.items())),
+        slow_path=node.ways.slow_words(),
+        pinned_bytes={name: got.pinned_bytes for name, got in node.ways.pinned.items()},
     )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvd.core.leases.sessions import Sessions
     from kvd.core.outbox import Outbox
     from kvd.core.peers.registry import Peers
+    from kvd.core.peers.ways import Ways
     from kvd.core.settings import Settings
     from kvd.wire.snapshot import AuditState, RecorderState
 
@@ -66,6 +67,7 @@ class NodeView(Protocol):
     owners: Owners
     admission: Admission
     peers: Peers
+    ways: Ways
     decoder: Decoder
     prefiller: Prefiller
     sessions: Sessions

@@ -39,6 +39,7 @@ from kvd.core.layout.spec import companion_factor, is_companion, shards_of
 from kvd.core.leases.engine_copies import COPIES_NAMED
 from kvd.core.leases.owners import describe_holder
 from kvd.core.peers.peer import Life, drain_words
+from kvd.core.peers.ways import slow_words, way_words
 from kvd.errors import Code, Refusal
 from kvd.types import ID_BYTES, NULL_PAGE, count, pack_ids, page_ids, short
 from kvd.wire.admin import Because, Beside, Mark, TreeNode
@@ -620,6 +621,7 @@ def _handoff(
     said: list[str] = []
     for part, row in zip(states, rows, strict=True):
         said += [_sentence(node, part), *_figures(part), *plain_facts(node, ROOM, row), *part.story]
+    said += _slow_facts(node, sends)
     for waiting in waiting_states(node) if any(part.waiter for part in receives) else ():
         if waiting.room == room:
             said.append(f"in the queue: {waiting.why}")
@@ -641,6 +643,13 @@ def _handoff(
         ),
         marks=tuple(sorted(marks, key=lambda mark: -mark.ago_s)),
     )
+
+
+def _slow_facts(node: NodeView, sends: list[SendPart]) -> list[str]:
+    """What of the ways that these take is slow, and what to do."""
+    peers = [node.peers.by_name.get(name) for name in {send.peer: 0 for send in sends}]
+    said = [slow_words(peer) for peer in peers if peer is not None]
+    return [f"slow: {words}" for words in said if words]
 
 
 def _sentence(node: NodeView, part: RoomState) -> str:
@@ -746,6 +755,14 @@ def _shard_facts(settings: Settings, peer: Peer) -> list[str]:
     ]
 
 
+def _way_facts(peer: Peer) -> list[str]:
+    """How bytes travel to it, and what to do where that is slow."""
+    if not peer.ways:
+        return []
+    slow = slow_words(peer)
+    return [f"bytes to it: {way_words(peer)}", *([f"slow: {slow}"] if slow else [])]
+
+
 def _peer_facts(node: NodeView, peer: Peer) -> list[str]:
     since_s = node.out.at_s - peer.agent_since_s
     agent = f" for {since_s:.1f} s" if peer.agent_since_s else ""
@@ -755,6 +772,7 @@ def _peer_facts(node: NodeView, peer: Peer) -> list[str]:
         f"generation {peer.generation} of its transfer process; our agent: {agent_words(peer)}"
         f"{agent}",
         f"layout: {layout_words(peer)}",
+        *_way_facts(peer),
         *_shard_facts(node.settings, peer),
         f"round trip {peer.round_trip_s * 1e3:.2f} ms",
     ]

@@ -100,7 +100,7 @@ class Agents:
 
     def dropped(self, peer: Peer) -> None:
         """The agent is destroyed; a living peer gets a new one."""
-        peer.streams = ()
+        peer.streams, peer.ways = (), ()
         # A peer that was replaced meanwhile has an agent of its own by now.
         if peer.agent is Agent.DROPPING:
             self._set(peer, Agent.NONE, "")
@@ -111,7 +111,7 @@ class Agents:
         """Our transfer process is reaped, and all agents with it."""
         self.is_serving = False
         for peer in peers:
-            peer.streams = ()
+            peer.streams, peer.ways = (), ()
             if peer.agent is Agent.LOADING:
                 self._set(peer, Agent.FAILED, "the transfer process ended while it was loading")
                 # It may be what killed the process: twice the rest each time, or it would kill each
@@ -136,6 +136,7 @@ class Agents:
         return True
 
     def _destroy(self, peer: Peer) -> None:
+        peer.ways = ()
         peer.streams = ()  # claimed no more, from before its end on
         self._out.effects.append(effects.DropAgent(peer.incarnation, peer.generation))
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kvd.core.inputs import PathSide, WritePath
 from kvd.errors import Code, Refusal
 
 if TYPE_CHECKING:
@@ -107,6 +108,51 @@ class EpochsApart(msgspec.Struct, frozen=True):
 TOGETHER = EpochsApart()
 
 
+GB: Final = 1e9
+
+
+class PeerWay(msgspec.Struct, frozen=True):
+    """How bytes of one kind of memory go to another kind of a peer's.
+
+    ``bytes_s`` is what was seen of the first of them; 0 where nothing was measured.
+    """
+
+    source: PathSide
+    destination: PathSide
+    path: WritePath
+    bytes_s: float = 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether UCX has no way of its own for it."""
+        return self.path is WritePath.EMULATED
+
+    @property
+    def words(self) -> str:
+        """Like ``device to host: emulated, 0.9 GB/s``."""
+        speed = f", {self.bytes_s / GB:.1f} GB/s" if self.bytes_s else ""
+        return f"{self.source.value} to {self.destination.value}: {self.path.value}{speed}"
+
+    @property
+    def advice(self) -> str:
+        """What it means, and what to do; empty where it is a way of its own."""
+        if not self.is_slow:
+            return ""
+        both = self.source is self.destination
+        to = (
+            "from device to device of one host cuda_ipc (UCX_TLS must not leave it out, both "
+            "daemons must see the device), between hosts GPUDirect RDMA"
+            if both
+            else "GPUDirect RDMA; on one host there is none"
+        )
+        return (
+            f"UCX has no way of its own from {self.source.value} to {self.destination.value} "
+            "memory here and emulates one in software, at about 1 GB/s: keep the pool in host "
+            "memory (no pool.device) and let engines move blocks by kvd's mover (worker.blocks), "
+            f"or give UCX a way: {to}"
+        )
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Peer:
     """One other daemon. Read it; the module says who writes it."""
@@ -148,6 +194,8 @@ class Peer:
     agent_why: str = ""
     streams: tuple[str, ...] = ()
     """The connections of the agent, if it is loaded."""
+    ways: tuple[PeerWay, ...] = ()
+    """How bytes travel to it, while the agent is loaded."""
     claim: StreamClaim = NO_CLAIM
     """What it said last of the connections of its agent to us."""
     offer_floor: int = 0

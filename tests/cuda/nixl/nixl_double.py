@@ -4,6 +4,10 @@ Strict: a device is given to the runtime to copy, never to the processor; memory
 another's kind, or was not registered, is refused. A write is done by a thread of its agent, piece
 by piece, some time after it was posted. Host memory of another process is written as UCX writes it
 on one host, by process_vm_writev.
+
+NIXL_DOUBLE_SOCKETS: an agent has a connection of its own, as UCX's have. What it sends through it
+is ``none`` (control alone), or ``emulated``: what UCX has no way for, which is all between memory
+of a device and of the host, and with ``forced`` between devices too.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import itertools
 import json
 import os
 import queue
+import select
+import socket
 import threading
 from typing import Any, NamedTuple
 
@@ -79,10 +85,31 @@ def _runtime() -> Runtime:
     return found
 
 
+class _Connection:
+    """A connection whose sending end an epoll descriptor watches, inside of another, as in UCX."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._out = socket.create_connection(listener.getsockname())
+            self._in, _ = listener.accept()
+        self._inner, self._outer = select.epoll(), select.epoll()
+        self._inner.register(self._out, select.EPOLLIN)
+        self._outer.register(self._inner.fileno(), select.EPOLLIN)
+
+    def pass_through(self, n_bytes: int) -> None:
+        while n_bytes:
+            done = self._out.send(bytes(min(n_bytes, 16 * 2**10)))
+            while done:
+                got = len(self._in.recv(done))
+                done, n_bytes = done - got, n_bytes - got
+
+
 class _Mover:
     """Moves pieces, on one thread; what it has opened stays open."""
 
     def __init__(self) -> None:
+        self.emulates = os.environ.get("NIXL_DOUBLE_SOCKETS", "")
+        self.connection: _Connection | None = None
         self.ends = threading.Event()
         self.wanted: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.states: dict[int, str] = {}
@@ -118,6 +145,10 @@ class _Mover:
                 self.states[handle] = f"{type(exc).__name__} {exc}"
 
     def _move(self, source: _Span, onto: _Span, size: int, pid: int) -> None:
+        far = (source.segment, onto.segment).count(VRAM_SEG)
+        emulated = {"emulated": {1}, "forced": {1, 2}}.get(self.emulates, set())
+        if self.connection is not None and far in emulated:
+            self.connection.pass_through(size)
         if onto.segment == VRAM_SEG:
             runtime = _runtime()
             base = self._open(runtime, onto) if pid != os.getpid() else int(onto.bus_id)
@@ -157,6 +188,7 @@ class nixlAgent:  # noqa: N801 - as above
         self._peers: dict[str, tuple[int, list[_Span]]] = {}
         self._ready: dict[int, tuple[list[tuple[_Span, _Span, int]], int]] = {}
         self._mover = _Mover()
+        self._has_progress = config.useProgThread
         if config.useProgThread:
             # What watches a progress thread must find one.
             threading.Thread(target=self._mover.ends.wait, daemon=True).start()
@@ -166,6 +198,8 @@ class nixlAgent:  # noqa: N801 - as above
 
     def createBackend(self, name: str, settings: dict[str, str]) -> None:  # noqa: N802 - as NIXL
         """The one that there is."""
+        if self._mover.emulates and not self._has_progress:
+            self._mover.connection = _Connection()
 
     def registerMem(self, memory: nixlRegDList) -> None:  # noqa: N802 - as NIXL
         """Take note of memory, of the kind that it is."""
