@@ -27,21 +27,28 @@ from kvd.core.leases.arenas import REASON, bad_pages, in_use, no_run, unfit_pool
 from kvd.core.leases.epochs import EpochAnswer, begin_epoch
 from kvd.core.leases.lease_events import tell_written
 from kvd.core.leases.receive_tier import bad_tier
-from kvd.core.leases.written import say_advanced, say_written, tokens_of_ranks
+from kvd.core.leases.written import (
+    say_advanced,
+    say_written,
+    tokens_of_ranks,
+    why_unwritten,
+)
 from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.types import MAX_ROOM, NO_TOKENS, Pages, Tokens, count, slice_pages
 from kvd.wire import client
+from kvd.wire.attach import CopyBegins, CopyEnds
 from kvd.wire.bounds import MAX_SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.core.handoff.parts import ReceiveAttempt
-    from kvd.core.inputs import FromClient, FromWorker
+    from kvd.core.inputs import FromClient, FromWorker, WorkerCopies
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.node_parts import NodeParts
     from kvd.core.outbox import Outbox
+    from kvd.wire.attach import ProcessWord
 
 
 NAMING: Final = frozenset(get_args(client.ABOUT_PROMPTS))
@@ -172,14 +179,38 @@ class Engines:
 
     def worker_said(self, got: FromWorker) -> None:
         """A process of a session says how far it has written: it is answered, and nobody else."""
-        message, let = got.message, None
-        refusal = self._owners.sessions.refusal(got.session)
-        if refusal is None and not self._is_radix:
-            let = self._allowed(message)
-            refusal = let if isinstance(let, Refusal) else None
+        refusal = self._unserved(got.session, got.message)
         if refusal is None:
-            refusal = self._take_word(got.session, message)
+            refusal = self._take_word(got.session, got.message)
+        self._out.effects.append(effects.AnswerWorker(got.worker, got.message.call, refusal))
+
+    def worker_copies(self, got: WorkerCopies) -> None:
+        """A process is about to copy pages, or has done so: no byte moves before the answer."""
+        message = got.message
+        refusal = self._unserved(got.session, message)
+        if refusal is not None:
+            pass
+        elif isinstance(message, CopyBegins):
+            refusal = self._node.engine_copies.begin(got, message)
+        else:
+            refusal = self._copy_ended(got, message)
         self._out.effects.append(effects.AnswerWorker(got.worker, message.call, refusal))
+
+    def _unserved(self, session: int, message: client.Request | ProcessWord) -> Refusal | None:
+        """Why nothing that a process of that session says is taken."""
+        refusal = self._owners.sessions.refusal(session)
+        if refusal is None and self._mode is CacheMode.PREFILL_ONLY:
+            refusal = self._no_kv(message)
+        return refusal
+
+    def _copy_ended(self, got: WorkerCopies, message: CopyEnds) -> Refusal | None:
+        """Sends of a prompt go on by what of it has been saved."""
+        saved = self._node.engine_copies.end(got, message)
+        if isinstance(saved, LeaseRecord):
+            tell_written(self._out, saved)
+            self._sends.lease_written(saved)
+        self._admission.wake()
+        return saved if isinstance(saved, Refusal) else None
 
     def _allowed(self, request: client.Request) -> client.Request | Refusal:
         """The request as ``cache.mode`` has it, or why it is not served; before any verb sees it.
@@ -197,6 +228,10 @@ class Engines:
             return request
         if isinstance(request, COUNTS):
             return request
+        return self._no_kv(request)
+
+    def _no_kv(self, request: client.Request | ProcessWord) -> Refusal:
+        """What is said to whoever wants more than counts of a pool without bytes."""
         verb = type(request).__struct_config__.tag
         return Refusal(
             Code.NOT_SUPPORTED,
@@ -683,7 +718,8 @@ class Engines:
         engine = self._sending_engine(session, message, tokens)
         if isinstance(engine, Refusal):
             return engine
-        refusal = self._sends.hand_over(message, engine)
+        refusal = why_unwritten(engine.lease, engine.prompt_tokens)
+        refusal = refusal or self._sends.hand_over(message, engine)
         if refusal is None:
             _say_of_lease(engine.lease, engine.prompt_tokens, message.after)
             if message.ends_lease:
@@ -708,7 +744,8 @@ class Engines:
         n_tokens = before.request.n_tokens if before.request is not None else before.prompt_tokens
         self._send_retries.answer_again(before, message)
         if lease is not None:
-            _say_of_lease(lease, n_tokens, b"")
+            if why_unwritten(lease, n_tokens) is None:
+                _say_of_lease(lease, n_tokens, b"")
             self._end_sent(lease)
         return None
 
@@ -751,7 +788,8 @@ class Engines:
         part = self._part(session, message.send)
         if isinstance(part, Refusal):
             return part
-        refusal = self._sends.advance_send(part, message.upto_tokens, message.after)
+        refusal = _unwritten(part, message.upto_tokens)
+        refusal = refusal or self._sends.advance_send(part, message.upto_tokens, message.after)
         if refusal is None:
             # Only if the send took it: a refused number must not be a word about the lease.
             _say_of_lease(_lease_of(part), message.upto_tokens, message.after)
@@ -766,10 +804,12 @@ class Engines:
             # The handoff failed, and the prompt was computed all the same: it stays cached here.
             if failed is not None:
                 lease = self._leases.leases.get(failed.lease)
-                _say_of_lease(lease, failed.prompt_tokens, message.after)
+                if lease is not None and why_unwritten(lease, failed.prompt_tokens) is None:
+                    _say_of_lease(lease, failed.prompt_tokens, message.after)
             return part
         lease = _lease_of(part)  # a part that settles at once lets go of it
-        refusal = self._sends.finish_send(part, message.call, message.aux, message.after)
+        refusal = _unwritten(part, part.prompt_tokens)
+        refusal = refusal or self._sends.finish_send(part, message.call, message.aux, message.after)
         if refusal is None:
             _say_of_lease(lease, part.prompt_tokens, message.after)
         return refusal
@@ -790,6 +830,9 @@ class Engines:
         lease = self._owners.running_lease_of(session, number)
         if isinstance(lease, Refusal):
             return lease
+        refusal = why_unwritten(lease, prompt_tokens)
+        if refusal is not None:
+            return refusal
         if isinstance(part, Refusal):
             self._prefiller.forget_failed(session, message.send)
             self._out.answer(session, _unsent(message.call, part))
@@ -912,6 +955,12 @@ def _leased(call: int, lease: LeaseRecord, leases: LeaseTable) -> client.Leased:
 
 def _lease_of(part: SendPart) -> LeaseRecord | None:
     return part.engine.lease if part.engine is not None else None
+
+
+def _unwritten(part: SendPart, upto_tokens: int) -> Refusal | None:
+    """Why a send may not be told that so much of its prompt is written."""
+    lease = _lease_of(part)
+    return None if lease is None else why_unwritten(lease, upto_tokens)
 
 
 def _say_of_lease(lease: LeaseRecord | None, upto_tokens: int, after: bytes) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from kvd.errors import Refusal
 from kvd.types import NO_TOKENS, Pages, Tokens
 from kvd.wire.admin import AdminRequest
+from kvd.wire.attach import CopyBegins, CopyEnds
 from kvd.wire.client import Request, SayWritten
 from kvd.wire.peer import Message
 from kvd.wire.snapshot import RecorderState
@@ -55,6 +56,8 @@ class ClientCameBack(TimedInput, frozen=True, tag="ClientReturned"):
     session: int
     pid: int
     leases: tuple[int, ...]
+    is_whole: bool = True
+    """No other process of it is awaited; otherwise ``SessionWhole`` says when none is any more."""
 
 
 class Branch(msgspec.Struct, frozen=True):
@@ -123,6 +126,30 @@ class FromWorker(TimedInput, frozen=True, tag="FromWorker"):
     worker: int
     """A number that the shell gave it, and gives to no other."""
     message: SayWritten
+
+
+class WorkerCopies(TimedInput, frozen=True, tag="WorkerCopies"):
+    """A process of a session copies between pages and its blocks; answered as ``FromWorker``."""
+
+    session: int
+    worker: int
+    message: CopyBegins | CopyEnds
+    rank: int = 0
+    """As which it has joined, of ``ranks``."""
+    ranks: int = 1
+
+
+class WorkerGone(TimedInput, frozen=True, tag="WorkerGone"):
+    """A process is proven dead, or has said that it touches no page: no copy of it moves a byte."""
+
+    session: int
+    worker: int
+
+
+class SessionWhole(TimedInput, frozen=True, tag="SessionWhole"):
+    """Each process of a session of before the restart is back or dead: no copy of before moves."""
+
+    session: int
 
 
 class RankLeft(TimedInput, frozen=True, tag="RankLeft"):
@@ -425,6 +452,9 @@ Input = (
     | EpochsKept
     | FromClient
     | FromWorker
+    | WorkerCopies
+    | WorkerGone
+    | SessionWhole
     | RankLeft
     | FromOperator
     | StopAsked

@@ -68,6 +68,9 @@ class NodeState(NodeParts):
         return {
             i.FromClient: self.engines.request,
             i.FromWorker: self.engines.worker_said,
+            i.WorkerCopies: self.engines.worker_copies,
+            i.WorkerGone: self._worker_gone,
+            i.SessionWhole: self.sessions.is_whole,
             i.RankLeft: self.sessions.rank_left,
             i.ClientJoined: self.owners.sessions.joined,
             i.ClientHungUp: self.sessions.hung_up,
@@ -285,6 +288,12 @@ class NodeState(NodeParts):
 
     def _rejected(self, peer: Any, message: Reject) -> None:
         self.peers.refused_by(peer, message.refusal)
+
+    # ---- processes of engines ----------------------------------------------------------------
+
+    def _worker_gone(self, got: i.WorkerGone) -> None:
+        self.engine_copies.gone(got)
+        self.admission.wake()
 
     # ---- the transfer process ----------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from kvd.core.handoff.transfers import Transfers
 from kvd.core.inspect.inquiries import Inquiries
 from kvd.core.leases.admission import Admission
 from kvd.core.leases.copies import Copies
+from kvd.core.leases.engine_copies import EngineCopies
 from kvd.core.leases.epochs import EpochAnswers, Epochs
 from kvd.core.leases.fetch import Fetcher
 from kvd.core.leases.former_leases import FormerLeases
@@ -71,6 +72,7 @@ class NodeParts:
         self.fetcher = Fetcher(
             settings, leases, self.owners, self.retractor, self.peers, self.copies, out
         )
+        self.engine_copies = EngineCopies(settings.name, leases, self.owners, out)
         self._make_handoffs(Payload(settings.spec, leases))
         self.transfers = Transfers(settings, self.prefiller, self.peers, out)
         self.sessions = Sessions(
@@ -79,6 +81,7 @@ class NodeParts:
             admission=self.admission,
             retractor=self.retractor,
             fetcher=self.fetcher,
+            copies=self.engine_copies,
             sides=HandoffSides(self.decoder, self.pulls, self.prefiller),
             out=out,
         )

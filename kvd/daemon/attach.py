@@ -56,7 +56,10 @@ from kvd.core.inputs import (
     FromWorker,
     HungUpOn,
     RankLeft,
+    SessionWhole,
     Unreadable,
+    WorkerCopies,
+    WorkerGone,
 )
 from kvd.core.layout.spec import region_names
 from kvd.core.leases.written import MAX_RANKS
@@ -319,7 +322,7 @@ class AttachServer:
             connection.has_left = True
         elif connection.is_shut:
             self._look_away(connection)
-        elif isinstance(said, RankWritten):
+        elif isinstance(said, ProcessWord):
             self._take_word(connection, session, said)
         else:
             refusal = self._refuse(
@@ -330,10 +333,23 @@ class AttachServer:
             self._fall_silent(connection, refusal)
 
     def _take_word(
-        self, connection: AttachConnection, session: EngineSession, said: RankWritten
+        self, connection: AttachConnection, session: EngineSession, said: ProcessWord
     ) -> None:
-        """How far a rank of the session has written; the node answers."""
+        """How far a rank of the session has written, or what it copies; the node answers."""
         rank = connection.rank
+        reactor = self._reactor
+        if not isinstance(said, RankWritten):
+            reactor.feed(
+                WorkerCopies(
+                    at_s=reactor.clock(),
+                    session=session.number,
+                    worker=connection.number,
+                    message=said,
+                    rank=0 if rank is None else rank.rank,
+                    ranks=1 if rank is None else rank.ranks,
+                )
+            )
+            return
         if rank is None:
             why = (
                 f"pid {connection.pid} has joined session {session.number} as no rank of it, and "
@@ -350,7 +366,7 @@ class AttachServer:
             ranks=rank.ranks,
             after=said.after,
         )
-        reactor, number = self._reactor, session.number
+        number = session.number
         reactor.feed(
             FromWorker(at_s=reactor.clock(), session=number, worker=connection.number, message=word)
         )
@@ -528,8 +544,10 @@ class AttachServer:
                 session=session.number,
                 pid=connection.pid,
                 leases=leases,
+                is_whole=not session.former,
             )
         )
+        session.is_partly_back = bool(session.former)
         kept = {lease.id for lease in self._reactor.node.former_leases.of_session(session.number)}
         return tuple(lease for lease in leases if lease in kept)
 
@@ -654,6 +672,7 @@ class AttachServer:
     def _take(self, session: EngineSession, connection: AttachConnection) -> bool:
         """A process is of the session now; whether it was awaited."""
         was_known = session.take(connection)
+        self._whole(session)
         if not was_known:
             self._notes.session_joined(session.number, connection.process)
         return was_known
@@ -761,6 +780,8 @@ class AttachServer:
             session.awaited = ()  # it holds nothing, and nobody is left who could ask for anything
         if session.knows(connection.pid):
             self._former.look_soon()
+        if not connection.may_write:
+            self._worker_gone(session, connection.number)
         self._fewer(session, (connection.process,))
         rank = connection.rank
         if rank is not None and not session.is_over:
@@ -780,10 +801,22 @@ class AttachServer:
         """Processes that were awaited are dead."""
         session = self._sessions.of_number(number)
         if session is not None:
-            session.awaited = tuple(
-                [process for process in session.awaited if process not in processes]
-            )
+            for worker in session.dead(processes):
+                self._worker_gone(session, worker)
             self._fewer(session, processes)
+            self._whole(session)
+
+    def _worker_gone(self, session: EngineSession, worker: int) -> None:
+        """No copy of that process moves a byte any more."""
+        reactor = self._reactor
+        reactor.feed(WorkerGone(at_s=reactor.clock(), session=session.number, worker=worker))
+
+    def _whole(self, session: EngineSession) -> None:
+        """Told once: nobody of before the restart is awaited any more."""
+        if session.is_partly_back and not session.former:
+            session.is_partly_back = False
+            reactor = self._reactor
+            reactor.feed(SessionWhole(at_s=reactor.clock(), session=session.number))
 
     def _fewer(self, session: EngineSession, gone: tuple[Process, ...]) -> None:
         """Processes have left a session, or live on without a connection."""

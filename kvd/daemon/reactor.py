@@ -26,6 +26,7 @@ from kvd.core.inputs import (
     FromWorker,
     RecorderSaid,
     Tick,
+    WorkerCopies,
 )
 from kvd.errors import Code, Refusal
 from kvd.wire.admin import AdminFailed
@@ -171,7 +172,9 @@ class Reactor:
         match what:
             case FromClient(session=session, message=request):
                 return effects.AnswerEngine(session, Failed(request.call, refusal))
-            case FromWorker(worker=worker, message=word):
+            case (
+                FromWorker(worker=worker, message=word) | WorkerCopies(worker=worker, message=word)
+            ):
                 return effects.AnswerWorker(worker, word.call, refusal)
             case FromOperator(operator=operator, message=question):
                 return effects.AnswerOperator(operator, AdminFailed(question.call, refusal))

@@ -120,6 +120,12 @@ class EngineSession:
         self.route = token
         self.is_former = bool(awaited)
         self.awaited = awaited
+        self.former = list(awaited)
+        """Of before the restart, and neither back nor dead."""
+        self.is_partly_back = False
+        """It came back while others of before were still away."""
+        self.unheard: list[tuple[Process, int]] = []
+        """Processes that closed a connection without ``Leave``, with what the node calls each."""
         self.main: AttachConnection | None = None
         """Of the process that opened it, or came back for it; None while that is gone."""
         self.key: KeyOfUser | None = None
@@ -191,6 +197,9 @@ class EngineSession:
             left = list(self.awaited)
             left.remove(process)
             self.awaited = tuple(left)
+            # One that came back already may be awaited for another reason by now.
+            if process in self.former:
+                self.former.remove(process)
         return bool(gone)
 
     def drop(self, connection: AttachConnection) -> None:
@@ -201,7 +210,16 @@ class EngineSession:
         # One that is dying may count as alive still: it is looked for again soon.
         if connection.may_write:
             self.awaited = (*self.awaited, connection.process)
+            self.unheard.append((connection.process, connection.number))
             self.lingers = True
+
+    def dead(self, processes: tuple[Process, ...]) -> list[int]:
+        """Some that were awaited are dead; what the node calls their closed connections."""
+        self.awaited = tuple([process for process in self.awaited if process not in processes])
+        self.former = [process for process in self.former if process not in processes]
+        workers = [number for process, number in self.unheard if process in processes]
+        self.unheard = [kept for kept in self.unheard if kept[0] not in processes]
+        return workers
 
 
 class EngineSessions:

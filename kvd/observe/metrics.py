@@ -214,6 +214,20 @@ class Metrics(_HandoffFamilies):
         self.loop_lag_seconds = Histograms(
             "kvd_loop_lag_seconds", "How late timers of the event loop fire.", bounds=FAST_S
         )
+        self.engine_copies = Counter(
+            "kvd_engine_copies",
+            "Copies of engines between pages and blocks of their own.",
+            ("way", "device", "outcome"),
+        )
+        self.engine_copy_bytes = Counter(
+            "kvd_engine_copy_bytes", "What they moved.", ("way", "device")
+        )
+        self.engine_copy_seconds = Histograms(
+            "kvd_engine_copy_seconds",
+            "How long each waited for its mark, and moved.",
+            ("way", "stage"),
+            bounds=FAST_S,
+        )
         self._stays: dict[tuple[str, int], _Stay] = {}
         # Looked up rather than matched: a miss costs 0.1 us instead of 1, three times a lease.
         self._takers: dict[type, Callable[..., None]] = {
@@ -225,6 +239,7 @@ class Metrics(_HandoffFamilies):
             events.LeaseReleased: lambda event: self.leases_released.add(1, event.cause),
             events.LeaseRetracted: self._retracted,
             events.LeaseResumed: self._resumed,
+            events.EngineCopied: self._engine_copied,
             events.MessageRefused: lambda event: self.messages_refused.add(
                 1, event.socket, event.code
             ),
@@ -247,6 +262,9 @@ class Metrics(_HandoffFamilies):
             self.leases_released,
             self.leases_retracted,
             self.retraction_bytes,
+            self.engine_copies,
+            self.engine_copy_bytes,
+            self.engine_copy_seconds,
             self.violations,
             self.corrupt_pages,
             self.peers_lost,
@@ -325,6 +343,13 @@ class Metrics(_HandoffFamilies):
         self.handoff_seconds.of(event.side).observe(event.took_s)
         if event.side == "decode":
             self.decode_prefix_tokens.of().observe(event.decode_prefix_len)
+
+    def _engine_copied(self, event: events.EngineCopied) -> None:
+        way, device = event.way, event.device or "cpu"
+        self.engine_copies.add(1, way, device, "failed" if event.why else "done")
+        self.engine_copy_bytes.add(event.n_bytes, way, device)
+        self.engine_copy_seconds.of(way, "wait").observe(event.waited_us / 1e6)
+        self.engine_copy_seconds.of(way, "move").observe(event.moved_us / 1e6)
 
     def _retracted(self, event: events.LeaseRetracted) -> None:
         self.leases_retracted.add(1, "host" if event.saved_pages else "nothing")

@@ -90,7 +90,8 @@ class ReceivingEngine(EngineJob):
         if sent is None or reply.aux in world.delivered:
             raise Violated(f"{self.host.name}: {self}: aux {reply.aux!r} is nobody's, or old")
         world.delivered.add(reply.aux)
-        world.delivered_rooms.add(request.room)
+        if len(request.sources) > 1:
+            world.joined.update([(request.room, source) for source in request.sources])
         mine = (request.room, self.prompt.tokens, self.prompt.namespace)
         theirs = (sent.request.room, sent.prompt.tokens, sent.prompt.namespace)
         require(mine == theirs, f"{self.host.name}: {self}: got {sent}, another prompt")

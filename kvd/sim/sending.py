@@ -225,9 +225,9 @@ class SimSendingEngine(EngineJob):
             self.lease = 0
         world = self.host.world
         room = self.request.room
-        is_known = self.aux in world.delivered or room in world.left
-        if len(self.request.sources) > 1:  # the aux of one of them travels
-            is_known = is_known or room in world.delivered_rooms
+        # By who received it: a room may be asked for again from others than this was opened for.
+        is_joined = (room, self.host.name) in world.joined
+        is_known = self.aux in world.delivered or room in world.left or is_joined
         if reply.failure is None and not is_known:
             raise Violated(f"{self.host.name}: {self}: said to be committed, and nobody has it")
         self._leave(word(reply.failure) if reply.failure else "delivered")

@@ -86,7 +86,8 @@ class World:
         """Transitions that were taken: before, trigger, after."""
         self.sent: dict[bytes, SimSendingEngine] = {}
         self.delivered: set[bytes] = set()
-        self.delivered_rooms: set[int] = set()
+        self.joined: set[tuple[int, str]] = set()
+        """Rooms received from several hosts, with each of these: the aux of one travels."""
         self.left: set[int] = set()
         """Rooms whose decode engine has left: what was being verified is kept without it."""
         self.owners: dict[str, SimHost] = {}

@@ -159,6 +159,24 @@ class LeaseWritten(NumberedEvent, frozen=True, kw_only=True, tag="lease-written"
     written_tokens: int
 
 
+class EngineCopied(NumberedEvent, frozen=True, kw_only=True, tag="engine-copied"):
+    """An engine's own copy between pages of a lease and its blocks is over.
+
+    ``way`` is ``save`` or ``load``. ``why`` is why it was not done; empty: all of it was.
+    """
+
+    session: int
+    lease: int
+    way: str
+    device: str
+    rank: int
+    pages: int
+    n_bytes: int = 0
+    waited_us: int = 0
+    moved_us: int = 0
+    why: str = ""
+
+
 class LeaseCommitted(NumberedEvent, frozen=True, gc=False, tag="lease-committed"):
     """Whole pages joined the tree; ``duplicate_pages`` were there already and were given back.
 
@@ -478,6 +496,7 @@ Event = (
     | LeaseOpened
     | LeaseExtended
     | LeaseWritten
+    | EngineCopied
     | LeaseCommitted
     | LeaseReleased
     | LeaseRetracted

@@ -116,3 +116,10 @@ def test_seeds_without_hashes_are_refused(asked, answer, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         digests.main()
     assert answer in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", [160763, 161669])
+def test_a_room_asked_for_again_from_several_hosts_is_committed_to_each_of_them(seed):
+    ending = run_seed(seed, SimPlan(1000, 4, "lossy"))
+
+    assert not ending.violation, ending.violation

@@ -38,6 +38,7 @@ class Backrefs:
         self._sends: dict[int, SendPart] | None = None
         self._reads: Counter[int] | None = None
         self._copies: Counter[int] | None = None
+        self._engine_copies: Counter[int] | None = None
         self._may_read_former: bool | None = None
         self._queued: set[int] | None = None
 
@@ -73,14 +74,22 @@ class Backrefs:
 
     @property
     def reads(self) -> Counter[int]:
-        """By lease id, the posts and the fetches under way that read its pages."""
+        """By lease id, the posts, the fetches and the engines' copies under way."""
         if self._reads is None:
             found = Counter([copy.lease.id for copy in self._node.fetcher.copies.values()])
+            found += self.engine_copies
             for part in self._node.prefiller.posts.parts.values():
                 if part.engine is not None:
                     found[part.engine.lease.id] += 1
             self._reads = found
         return self._reads
+
+    @property
+    def engine_copies(self) -> Counter[int]:
+        """By lease id, the copies of engines that are under way."""
+        if self._engine_copies is None:
+            self._engine_copies = Counter([copy.lease.id for copy in self._node.engine_copies])
+        return self._engine_copies
 
     @property
     def copies(self) -> Counter[int]:
@@ -110,6 +119,11 @@ class Backrefs:
     def is_alive(self, session: int) -> bool:
         """Whether that session is open."""
         return session in self._node.sessions.by_id
+
+    def is_awaited(self, session: int) -> bool:
+        """Whether a process of it of before the restart is away."""
+        found = self._node.sessions.by_id.get(session)
+        return found is not None and not found.is_whole
 
     def is_draining(self, lease_id: int) -> bool:
         """Whether something will end this lease's quarantine: its part, or this host's quiet."""

@@ -21,7 +21,16 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from kvd.core.cache.lease import ARRIVAL, ENGINE, FETCH, RESTORE, SAVE, UNPROVEN
+from kvd.core.cache.lease import (
+    ARRIVAL,
+    COPY,
+    ENGINE,
+    FETCH,
+    FORMER_COPY,
+    RESTORE,
+    SAVE,
+    UNPROVEN,
+)
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.handoff.message_sizes import page_bytes
 from kvd.core.handoff.parts import waits_for_others
@@ -446,6 +455,11 @@ def lease_faults(node: NodeView, lease: LeaseRecord, refs: Backrefs) -> Iterator
     if lease.reads != refs.reads[lease.id]:
         what = f"lease {lease.id} counts {lease.reads} posts and copies that read it, "
         yield fault("I6", "reads", f"{what}{refs.reads[lease.id]} are under way")
+    under_way = refs.engine_copies[lease.id]
+    known = len(lease.copying.under_way) if lease.copying is not None else 0
+    if (under_way > 0) is not (COPY in lease.holders) or under_way != known:
+        what = f"lease {lease.id} knows of {known} copies of its engine, {under_way} are under way"
+        yield fault("I6", "engine-copies", f"{what}; it is held by {sorted(lease.holders)}")
     if node.leases.leases.get(lease.id) is not lease:
         yield fault("I9", "lease-name", f"lease {lease.id} is known under another number")
 
@@ -497,27 +511,32 @@ def _broken_row(node: NodeView, lease: LeaseRecord) -> Iterator[tuple[str, str]]
         yield "row", f"the row of lease {lease.id} is not the tree's path that it locks"
 
 
+def _is_holder_there(holder: str, lease: LeaseRecord, refs: Backrefs) -> bool:
+    """Whether what it is held for is there, and knows of it."""
+    if holder == ENGINE:
+        return refs.is_alive(lease.session)
+    if holder == ARRIVAL:
+        receive = refs.receives.get(lease.id)
+        return receive is not None and receive.state in ARRIVING
+    if holder in COPYING:
+        # Both: a copy without the state would be reported to nobody, the state without a copy
+        # never ends.
+        return lease.state is COPYING[holder] and refs.copies[lease.id] > 0
+    if holder in {UNPROVEN, FORMER_COPY}:
+        is_awaited = holder == UNPROVEN or refs.is_awaited(lease.session)
+        return is_awaited and refs.may_read_former
+    if holder in {FETCH, COPY}:
+        return (refs.reads if holder == FETCH else refs.engine_copies)[lease.id] > 0
+    send = refs.sends.get(int(holder.removeprefix("send ")))
+    return send is not None and send.engine is not None and send.engine.lease is lease
+
+
 def _missing_holders(lease: LeaseRecord, refs: Backrefs) -> Iterator[tuple[str, str]]:
     """Holders that are gone, or do not know of this lease."""
     if not lease.holders:
         yield "holder-none", f"lease {lease.id} has no holder: nobody would ever release it"
     for holder in sorted(lease.holders):
-        if holder == ENGINE:
-            is_there = refs.is_alive(lease.session)
-        elif holder == ARRIVAL:
-            receive = refs.receives.get(lease.id)
-            is_there = receive is not None and receive.state in ARRIVING
-        elif holder in COPYING:
-            # Both: a copy without the state would be reported to nobody, the state without a copy
-            # never ends.
-            is_there = lease.state is COPYING[holder] and refs.copies[lease.id] > 0
-        elif holder == UNPROVEN:
-            is_there = refs.may_read_former
-        elif holder == FETCH:
-            is_there = refs.reads[lease.id] > 0
-        else:
-            send = refs.sends.get(int(holder.removeprefix("send ")))
-            is_there = send is not None and send.engine is not None and send.engine.lease is lease
+        is_there = _is_holder_there(holder, lease, refs)
         if not is_there:
             what = f"session {lease.session}" if holder == ENGINE else holder
             yield "holder-gone", f"lease {lease.id} is held for {what}, which is gone"
@@ -747,15 +766,28 @@ def register_faults(node: NodeView) -> Iterator[Fault]:
         if failed.session not in node.sessions.by_id:
             what = f"send {send} has failed for session {failed.session}, which is gone"
             yield Fault("I9", "failed", what, side="prefill", part=send)
+    yield from _engine_copy_faults(node)
     yield from _former_faults(node)
     yield from _record_faults(node.prefiller)
     # By numbers always; page by page only where the area is small, see ``sweep``.
     yield from saved_count_faults(node.leases)
 
 
+def _engine_copy_faults(node: NodeView) -> Iterator[Fault]:
+    for copy in node.engine_copies:
+        if node.leases.leases.get(copy.lease.id) is not copy.lease:
+            what = f"a copy of worker {copy.worker} is under way on lease {copy.lease.id}, "
+            yield Fault("I9", "engine-copy", f"{what}which is gone", lease=copy.lease.id)
+
+
 def _former_faults(node: NodeView) -> Iterator[Fault]:
     former = node.former_leases
-    standing = [lease for lease in node.leases.leases.values() if lease.state is LeaseStage.FORMER]
+    # One that its engine let go of stays while a process that is away may copy it.
+    standing = [
+        lease
+        for lease in node.leases.leases.values()
+        if lease.state is LeaseStage.FORMER and lease.holders != {FORMER_COPY}
+    ]
     registered = [*former.leases.values(), *([former.unproven] if former.unproven else [])]
     if {lease.id for lease in standing} != {lease.id for lease in registered}:
         what = (

@@ -30,8 +30,17 @@ RESTORE = "restore"
 FETCH = "fetch"
 """The holder while pages are copied to its device buffer: it reads the lease's, writes those."""
 
-COPIES = frozenset({SAVE, RESTORE, FETCH})
+COPY = "copy"
+"""The holder while its engine copies between pages and blocks of its own (``engine_copies``)."""
+
+FORMER_COPY = "copies of before"
+"""The holder while a process of before a restart may still copy, which has not come back yet."""
+
+COPIES = frozenset({SAVE, RESTORE, FETCH, COPY})
 """Those that read or write pages for a copy."""
+
+LASTING = frozenset({COPY, FORMER_COPY})
+"""Those that go on when this process ends: what they hold is nobody else's over a restart."""
 
 UNPROVEN = "unproven"
 """The holder of pages that only leases of before a restart may still read."""

@@ -25,6 +25,7 @@ from kvd.types import ID_BYTES, NO_PAGES, Pages, count, slice_pages
 if TYPE_CHECKING:
     from kvd.core.cache.lease import Claim, Demand, Lent, Quarantine, Saved
     from kvd.core.cache.radix_node import RadixNode
+    from kvd.core.leases.engine_copies import LeaseCopying
     from kvd.errors import Refusal
 
 
@@ -64,6 +65,7 @@ class LeaseRecord:
         "anchor",
         "awaited",
         "cache",
+        "copying",
         "deferred",
         "events",
         "holders",
@@ -99,11 +101,8 @@ class LeaseRecord:
 
     def __init__(self, lease_id: int, claim: Claim, anchor: RadixNode, page_table: Pages) -> None:
         self.id = lease_id
-        self.session = claim.session
-        self.reason = claim.reason
-        self.room = claim.room
-        self.namespace = claim.namespace
-        self.priority = claim.priority
+        self.session, self.reason, self.room = claim.session, claim.reason, claim.room
+        self.namespace, self.priority = claim.namespace, claim.priority
         self.cache = claim.cache
         self.step_tokens = claim.step_tokens
         self.tokens = claim.tokens
@@ -138,6 +137,8 @@ class LeaseRecord:
         self.quarantine: Quarantine | None = None
         self.is_arena = False
         """Whether an engine alone says what is in its pages (``arenas``)."""
+        self.copying: LeaseCopying | None = None
+        """What its engine copies of it; None: it never did."""
         self.lent: Lent | None = None
         """Of pages that an arena lends to one receive: which, and where its row begins."""
         self.lost: Refusal | None = None

@@ -215,6 +215,10 @@ class ComponentPages:
         """The pages that are this lease's own."""
         raise NotImplementedError
 
+    def written_pages(self, lease: LeaseRecord) -> int:
+        """How many pages of its row there is KV for, as far as its engine has said so."""
+        return -(-lease.written_tokens // self.component.page_size)
+
     def pages_to_keep(self, lease: LeaseRecord, n_tokens: int) -> PageSpan | Refusal:
         """The pages that it needs to go on behind ``n_tokens``; or why they are not there.
 

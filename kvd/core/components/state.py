@@ -131,6 +131,11 @@ class StatePages(ComponentPages):
         return NO_PAGES if held is None else held.own
 
     @override
+    def written_pages(self, lease: LeaseRecord) -> int:
+        """Both, once it stands for any token."""
+        return count(self.page_table(lease)) if lease.written_tokens else 0
+
+    @override
     def pages_to_keep(self, lease: LeaseRecord, n_tokens: int) -> PageSpan | Refusal:
         """The page that it writes; the snapshot is before it."""
         return PageSpan(1, self.own_pages(lease))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.receive import Decoder
     from kvd.core.handoff.send import Prefiller
     from kvd.core.leases.admission import Admission
+    from kvd.core.leases.engine_copies import EngineCopies
     from kvd.core.leases.epochs import Epochs
     from kvd.core.leases.fetch import Fetcher
     from kvd.core.leases.former_leases import FormerLeases
@@ -69,6 +70,7 @@ class NodeView(Protocol):
     prefiller: Prefiller
     sessions: Sessions
     former_leases: FormerLeases
+    engine_copies: EngineCopies
     retractor: Retractor
     fetcher: Fetcher
     drainer: Drainer

@@ -36,6 +36,7 @@ from kvd.core.inspect.words import (
 )
 from kvd.core.layout.shards import lacking, listed
 from kvd.core.layout.spec import companion_factor, is_companion, shards_of
+from kvd.core.leases.engine_copies import COPIES_NAMED
 from kvd.core.leases.owners import describe_holder
 from kvd.core.peers.peer import Life, drain_words
 from kvd.errors import Code, Refusal
@@ -489,6 +490,7 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         )
     if state.waiting_for:
         said.append(f"waits for {state.waiting_for}")
+    said += _told_copies(lease, node.out.at_s)
     if lease.said:
         ranks = f", by rank {', '.join(map(str, lease.said))}" if len(lease.said) > 1 else ""
         said.append(f"KV of {lease.written_tokens} tokens is said to be written{ranks}")
@@ -510,6 +512,18 @@ def of_lease(node: NodeView, number: int) -> Explanation | Refusal:
         links=links_of(*refs),
         marks=tuple(mark for _, part in parts for mark in part.history.marks(node.out.at_s)),
     )
+
+
+def _told_copies(lease: LeaseRecord, at_s: float) -> list[str]:
+    """What its engine copies of it."""
+    if lease.copying is None:
+        return []
+    copies = lease.copying.under_way
+    said = [copy.told(at_s) for copy in copies[:COPIES_NAMED]]
+    if len(copies) > COPIES_NAMED:
+        said.append(f"and {len(copies) - COPIES_NAMED} more copies")
+    said += [f"rank {rank} has saved beyond a gap" for rank in sorted(lease.copying.ahead)]
+    return said
 
 
 def _parts_of(node: NodeView, lease: LeaseRecord) -> Iterator[tuple[str, ReceivePart | SendPart]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import ARRIVAL, ENGINE, FETCH
+from kvd.core.cache.lease import ARRIVAL, COPY, ENGINE, FETCH, FORMER_COPY
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.handoff.kept import told_keeping
 from kvd.core.handoff.parts import waits_for_others
@@ -96,6 +96,8 @@ def _former_waits_for(node: NodeView, lease: LeaseRecord) -> str:
     if lease is node.former_leases.unproven:
         return "the leases of before the restart to end, and their engines to come back"
     session = node.sessions.by_id.get(lease.session)
+    if FORMER_COPY in lease.holders and ENGINE not in lease.holders:
+        return "each process of its engine to come back or to end, which may still copy its pages"
     is_away = session is not None and session.is_former
     return "its engine to come back or to end" if is_away else "its engine to release it"
 
@@ -107,6 +109,8 @@ def _running_waits_for(lease: LeaseRecord) -> str:
         return ""
     if FETCH in lease.holders:
         return "the last copy into its device buffer"
+    if COPY in lease.holders:
+        return "the last copy of its engine"
     return "the last post that reads its pages"
 
 

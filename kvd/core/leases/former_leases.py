@@ -145,7 +145,7 @@ class FormerLeases:
     def may_read(self) -> bool:
         """Whether an engine may still read what it had before the restart."""
         return bool(self.leases) or any(
-            session.is_former for session in self._sessions.by_id.values()
+            session.is_former or not session.is_whole for session in self._sessions.by_id.values()
         )
 
     def free_unproven(self) -> None:

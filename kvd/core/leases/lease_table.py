@@ -32,7 +32,7 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.eviction import eviction_order
-from kvd.core.cache.lease import COPIES, ENGINE, Claimed, Demand, Shortage
+from kvd.core.cache.lease import COPIES, COPY, ENGINE, LASTING, Claimed, Demand, Shortage
 from kvd.core.cache.lease_record import LeaseRecord, LeaseSends
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.cache.moved_pages import MovedPages
@@ -138,6 +138,7 @@ class LeaseTable:
         self.moved = MovedPages()
         self.pool: PagePool = PagePool(component.name, spec.pages[0], self.moved)
         self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy), self.moved)
+        self.component_names = tuple([component.name for component in spec.components])
         self.components = AllComponentPages(spec, self.tree, out)
         self.evicted_filter = EvictedFilter(is_single=not self.components.each)
         self.budgets = Budgets(self)
@@ -681,6 +682,9 @@ class LeaseTable:
 
     def slide(self, lease: LeaseRecord, upto_tokens: int) -> Refusal | None:
         """The engine computes from ``upto_tokens`` on: windows behind it go back."""
+        if COPY in lease.holders:
+            why = f"lease {lease.id} has copies under way, and a slide gives pages back: wait"
+            return Refusal(Code.WRONG_STATE, why)
         refusal = self.components.slide(lease, upto_tokens)
         if lease.promise is not None:
             # What it gave back for good it needs again where it was promised more.
@@ -737,8 +741,10 @@ class LeaseTable:
             if lease.holders == {ENGINE}:
                 # The last send is over: the next slide may give back what was kept for it.
                 lease.sends = None
-            elif holder == ENGINE and self._journal is not None:
-                # Only a transfer or a copy is left, and those end with this process.
+            elif (
+                holder == ENGINE and self._journal is not None and lease.holders.isdisjoint(LASTING)
+            ):
+                # Only a transfer or a copy of ours is left, and those end with this process.
                 self._journal.note_freed(lease.held)
             if ENGINE not in lease.holders:
                 self._cut_reserve(lease)

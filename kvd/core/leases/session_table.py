@@ -41,7 +41,8 @@ class Session:
     """One engine: its name, and the processes that map the pool for it."""
 
     __slots__ = (
-        *("dead_ranks", "hang_up", "id", "is_former", "name", "pids", "prompts", "since_s"),
+        *("dead_ranks", "hang_up", "id", "is_former", "is_whole", "name", "pids", "prompts"),
+        "since_s",
     )
 
     def __init__(
@@ -55,6 +56,8 @@ class Session:
         """By rank; one that speaks again is none."""
         self.is_former = False
         """Whether it is of before the restart, and its engine has not come back yet."""
+        self.is_whole = True
+        """Whether no process of before the restart is away that may still copy pages."""
         self.prompts = ToldPrompts(budget)
         self.hang_up: HangUp | None = None
         """Of the daemon on it, while processes of it live; ``pids`` are those then."""
@@ -98,6 +101,7 @@ class SessionTable:
         # At least one: what is told of its end names the last.
         session.pids = list(former.pids) or [0]
         session.is_former = True
+        session.is_whole = False
 
     def refusal(self, number: int) -> Refusal | None:
         """Why no request of that session is served; None where one is."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from kvd.core.cache.lease import ENGINE
+from kvd.core.cache.lease import ENGINE, FORMER_COPY, LASTING
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.leases.session_table import DeadRank, HangUp
 from kvd.errors import Code, Refusal
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
         ClientHungUp,
         HungUpOn,
         RankLeft,
+        SessionWhole,
     )
     from kvd.core.leases.admission import Admission
+    from kvd.core.leases.engine_copies import EngineCopies
     from kvd.core.leases.fetch import Fetcher
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.owners import Owners
@@ -97,6 +99,7 @@ class Sessions:
         admission: Admission,
         retractor: Retractor,
         fetcher: Fetcher,
+        copies: EngineCopies,
         sides: HandoffSides,
         out: Outbox,
     ) -> None:
@@ -108,6 +111,7 @@ class Sessions:
         self._admission = admission
         self._retractor = retractor
         self._fetcher = fetcher
+        self._copies = copies
         self._receiving = sides.receiving
         self._pulling = sides.pulling
         self._sending = sides.sending
@@ -123,6 +127,11 @@ class Sessions:
         session.is_former = False
         session.saw(got.pid)
         former = self._former_leases.of_session(session.id)
+        session.is_whole = got.is_whole
+        if not got.is_whole:
+            # Another process of it may be copying them, and does not know of the restart yet.
+            for lease in former:
+                lease.holders.add(FORMER_COPY)
         unused = [lease for lease in former if lease.id not in got.leases]
         for lease in unused:
             self.end_lease(lease, "not used after the restart")
@@ -137,6 +146,24 @@ class Sessions:
                 ended=len(unused),
             )
         )
+
+    def is_whole(self, got: SessionWhole) -> None:
+        """Nothing of before the restart is copied any more."""
+        session = self.by_id.get(got.session)
+        if session is not None and not session.is_whole:
+            session.is_whole = True
+            self._end_former_copies(session)
+            self._former_leases.free_unproven()
+            self._admission.wake()
+
+    def _end_former_copies(self, session: Session) -> None:
+        held = [
+            lease
+            for lease in self._leases.leases.values()
+            if lease.session == session.id and FORMER_COPY in lease.holders
+        ]
+        for lease in held:
+            self._leases.release(lease, FORMER_COPY, "copied")
 
     def hung_up_on(self, got: HungUpOn) -> None:
         """It is served no more, and its processes live: what they may write stays held."""
@@ -170,7 +197,7 @@ class Sessions:
             )
         )
         # A former one may read pages under a lease that nobody here knows of, so it is waited for.
-        if not kept and not session.is_former:
+        if not kept and not self.may_write(session.id):
             # Nothing that it could write is held for it, and nothing ever will be again.
             self._over(session, 0)
         self._admission.wake()
@@ -186,6 +213,7 @@ class Sessions:
             side=self._name,
         )
         self._open.end(session)  # first: nobody is told what becomes of its requests
+        self._copies.session_gone(session.id)
         self._over(session, self._give_up(session, why))
         self._admission.wake()
 
@@ -208,8 +236,15 @@ class Sessions:
         session = self.by_id.get(number)
         if session is None:
             return False
-        return session.is_former or any(
-            lease.state in KEEPS_PAGES for lease in self._leases_of(session)
+        if session.is_former or not session.is_whole:
+            return True
+        return any(
+            lease.session == number
+            and (
+                (ENGINE in lease.holders and lease.state in KEEPS_PAGES)
+                or not lease.holders.isdisjoint(LASTING)
+            )
+            for lease in self._leases.leases.values()
         )
 
     def _give_up(self, session: Session, why: Refusal) -> int:
@@ -236,6 +271,7 @@ class Sessions:
         leases = self._leases_of(session)
         for lease in leases:
             self.end_lease(lease, Code.CLIENT_GONE.value)
+        self._end_former_copies(session)
         self._former_leases.free_unproven()
         self._out.emit(
             events.ClientGone(

@@ -35,6 +35,21 @@ MAX_RANKS = 1024
 """Processes that write one lease; a session has 16 unless it is configured otherwise."""
 
 
+def why_unwritten(lease: LeaseRecord, upto_tokens: int, rank: int | None = None) -> Refusal | None:
+    """Why KV below ``upto_tokens`` is not written, whoever says so: a save of some is under way."""
+    if lease.copying is None:
+        return None
+    first = lease.copying.unwritten_from(rank)
+    if first is None or upto_tokens <= first:
+        return None
+    return Refusal(
+        Code.WRONG_STATE,
+        f"KV of {upto_tokens} tokens of lease {lease.id} is not written: a save from token {first} "
+        "on is under way; say nothing of what is saved, it counts when the save is over",
+        numbers={"upto_tokens": upto_tokens, "unwritten_from": first},
+    )
+
+
 def say_written(lease: LeaseRecord, message: SayWritten, room_tokens: int) -> Refusal | None:
     """One rank has written so far; or why that cannot be, and nothing was changed.
 
@@ -44,19 +59,9 @@ def say_written(lease: LeaseRecord, message: SayWritten, room_tokens: int) -> Re
         room_tokens: tokens that its pages have room for, known or not.
     """
     upto, rank, ranks = message.upto_tokens, message.rank, message.ranks
-    if not 0 <= rank < ranks <= MAX_RANKS:
-        return _bad(
-            f"rank {rank} of {ranks} on lease {lease.id}: ranks count from 0, and there are at "
-            f"most {MAX_RANKS}",
-            rank=rank,
-            ranks=ranks,
-        )
-    if not 0 <= upto <= room_tokens:
-        return _bad(
-            f"lease {lease.id} holds pages for {room_tokens} tokens, {upto} are said to be written",
-            upto_tokens=upto,
-            room_tokens=room_tokens,
-        )
+    refusal = _bad_word(lease, message, room_tokens) or why_unwritten(lease, upto, rank)
+    if refusal is not None:
+        return refusal
     said = lease.said or (0,)
     if len(said) == 1:  # what one process said for all of them holds for each
         said *= ranks
@@ -84,6 +89,25 @@ def say_written(lease: LeaseRecord, message: SayWritten, room_tokens: int) -> Re
         return None
     lease.said = (*said[:rank], upto, *said[rank + 1 :])
     lease.written_tokens = max(lease.written_tokens, min(lease.said))
+    return None
+
+
+def _bad_word(lease: LeaseRecord, message: SayWritten, room_tokens: int) -> Refusal | None:
+    """Why nobody could have written that."""
+    upto, rank, ranks = message.upto_tokens, message.rank, message.ranks
+    if not 0 <= rank < ranks <= MAX_RANKS:
+        return _bad(
+            f"rank {rank} of {ranks} on lease {lease.id}: ranks count from 0, and there are at "
+            f"most {MAX_RANKS}",
+            rank=rank,
+            ranks=ranks,
+        )
+    if not 0 <= upto <= room_tokens:
+        return _bad(
+            f"lease {lease.id} holds pages for {room_tokens} tokens, {upto} are said to be written",
+            upto_tokens=upto,
+            room_tokens=room_tokens,
+        )
     return None
 
 
@@ -158,6 +182,9 @@ def tokens_to_commit(
             upto_tokens=upto_tokens,
             tokens=known_tokens,
         )
+    refusal = why_unwritten(lease, upto_tokens)
+    if refusal is not None:
+        return refusal
     least = min(lease.said, default=0)
     # One rank speaks here, and its pages are written in parts by the others too.
     if len(lease.said) > 1 and upto_tokens > least:

@@ -1,0 +1,448 @@
+"""Copies that engines make themselves, between blocks of their own and pages of a lease.
+
+An engine that keeps its KV in memory of its own, a GPU's for the most part, saves blocks to pages
+and loads them from pages. Its own process moves the bytes, so this node cannot see when. What it
+can do is to keep the pages: a process says that a copy begins, and moves no byte before the answer;
+and says when it is over. Between the two the lease is held by the copy and counts it among its
+readers, so that neither a release, nor its engine's end, nor a commit that swaps pages gives away
+what the copy reads or writes::
+
+    process  CopyBegins --> is it this session's lease, are these its pages?  --> go
+             (bytes move)   the lease is held for ``copy``
+             CopyEnds   --> a save: written, as far as nothing before it is lacking
+
+What a save has put there is written when it is over, for the rank that made it. Copies end in any
+order, and only what goes on from there without a gap counts; until then no word of its engine
+counts it, and nobody is sent it. One that failed or was given up raises nothing.
+
+A process that dies is past writing only when it is gone: its copies end with ``WorkerGone``, which
+the shell says when it is, and no earlier.
+
+Invariants: a lease is held by ``COPY`` exactly while it has copies under way; no two of one rank
+touch a page that one of them writes; nothing is written that a save under way writes.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Final
+
+from mypy_extensions import mypyc_attr
+
+from kvd.core.cache.lease import COPY
+from kvd.core.components.device_buffer import Buffers
+from kvd.core.leases.written import say_written, tokens_of_ranks
+from kvd.errors import Code, Refusal
+from kvd.types import NULL_PAGE, Pages, count, page_ids, slice_pages
+from kvd.wire import events
+from kvd.wire.attach import CopyBegins, CopyEnds, CopyPart, pages_sum
+from kvd.wire.client import SayWritten
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.core.cache.lease_record import LeaseRecord
+    from kvd.core.inputs import WorkerCopies, WorkerGone
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.leases.owners import Owners
+    from kvd.core.outbox import Outbox
+
+MOST_OF_ONE: Final = 1024
+"""Copies that one process may have under way: an engine's step orders one or two a request."""
+
+MOST_PARTS: Final = 16
+"""Components of one copy."""
+
+COPIES_NAMED: Final = 4
+"""Of a lease, when somebody asks why."""
+
+
+class Way(enum.Enum):
+    """Which side is written."""
+
+    SAVE = "save"
+    """Pages of the lease, from blocks."""
+    LOAD = "load"
+    """Blocks of the engine, from pages."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class EngineCopy:
+    """One that is under way."""
+
+    __slots__ = (
+        *("call", "device", "from_token", "lease", "parts", "rank", "ranks", "since_s"),
+        *("upto_tokens", "way", "worker"),
+    )
+
+    def __init__(
+        self,
+        got: WorkerCopies,
+        message: CopyBegins,
+        lease: LeaseRecord,
+        from_token: int,
+        at_s: float,
+    ) -> None:
+        self.worker, self.call = got.worker, message.call
+        self.lease = lease
+        self.way = Way.SAVE if message.to_pages else Way.LOAD
+        self.parts = message.parts
+        self.from_token = from_token
+        """Of a save: the first token whose KV it writes; -1: none of the first component."""
+        self.upto_tokens = message.upto_tokens
+        self.rank, self.ranks = got.rank, got.ranks
+        self.device = message.device
+        self.since_s = at_s
+
+    @property
+    def n_pages(self) -> int:
+        """Of all parts."""
+        return sum([part.n_pages for part in self.parts])
+
+    def collides_with(self, other: EngineCopy) -> bool:
+        """Whether both touch a page that one of them writes, in the same part of it."""
+        return (
+            self.rank == other.rank
+            and Way.SAVE in (self.way, other.way)
+            and any(_overlap(mine, theirs) for mine in self.parts for theirs in other.parts)
+        )
+
+    def told(self, at_s: float) -> str:
+        """In words, for whoever asks."""
+        verb = "saving" if self.way is Way.SAVE else "loading"
+        what = " and ".join([_told(part) for part in self.parts])
+        rank = f" rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
+        where = f" on {self.device}" if self.device else ""
+        return f"{verb} {what} for{rank or ' its engine'}{where} since {_ms(at_s - self.since_s)}"
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class LeaseCopying:
+    """What is copied of one lease. ``ahead``: by rank, stretches of tokens saved behind a gap."""
+
+    __slots__ = ("ahead", "under_way")
+
+    def __init__(self) -> None:
+        self.under_way: list[EngineCopy] = []
+        self.ahead: dict[int, list[tuple[int, int]]] = {}
+
+    def unwritten_from(self, rank: int | None) -> int | None:
+        """The first token that a save under way writes, of one rank or of any; None: none does."""
+        saves = [
+            copy.from_token
+            for copy in self.under_way
+            if copy.from_token >= 0 and rank in {None, copy.rank}
+        ]
+        return min(saves, default=None)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class EngineCopies:
+    """The copies of all engines, by the process that makes them and the number it gave them."""
+
+    def __init__(self, name: str, leases: LeaseTable, owners: Owners, out: Outbox) -> None:
+        self.by_worker: dict[int, dict[int, EngineCopy]] = {}
+        self._name = name
+        self._leases = leases
+        beside = [keeper.component.name for keeper in leases.components.each]
+        self._lockstep = frozenset(leases.component_names) - frozenset(beside)
+        """Components whose pages are those of the first one."""
+        self._owners = owners
+        self._out = out
+
+    def __iter__(self) -> Iterator[EngineCopy]:
+        """Each of them."""
+        for copies in self.by_worker.values():
+            yield from copies.values()
+
+    # ---- what a process says -----------------------------------------------------------------
+
+    def begin(self, got: WorkerCopies, message: CopyBegins) -> Refusal | None:
+        """Keep the pages for it; or why no byte may move."""
+        lease = self._owners.running_lease_of(got.session, message.lease)
+        if isinstance(lease, Refusal):
+            return lease
+        own = self.by_worker.get(got.worker, {})
+        refusal = self._bad_order(own, message) or self._bad_pages(got, lease, message)
+        if refusal is not None:
+            return refusal
+        from_token = self._from_token(message)
+        copy = EngineCopy(got, message, lease, from_token, self._out.at_s)
+        refusal = self._beside_others(copy)
+        if refusal is not None:
+            return refusal
+        if copy.way is Way.SAVE and not lease.said:
+            # Said from now on, however little: a commit without a number must not mean all that is
+            # known while the first of it is still to be copied.
+            lease.said = (lease.written_tokens,) * copy.ranks
+        if lease.copying is None:
+            lease.copying = LeaseCopying()
+        lease.copying.under_way.append(copy)
+        self.by_worker.setdefault(got.worker, {})[message.call] = copy
+        lease.holders.add(COPY)
+        self._leases.begin_read(lease)
+        return None
+
+    def end(self, got: WorkerCopies, message: CopyEnds) -> LeaseRecord | Refusal | None:
+        """It is over, one way or the other; the lease, if more of it is written now."""
+        copy = self.by_worker.get(got.worker, {}).pop(message.copy, None)
+        if copy is None:
+            why = f"this process has no copy {message.copy} under way"
+            return self._refuse(Code.BAD_REQUEST, why)
+        lease = copy.lease
+        before = lease.written_tokens
+        assert lease.copying is not None  # it is under way there
+        lease.copying.under_way.remove(copy)
+        if message.is_done and copy.from_token >= 0:
+            self._saved(copy, lease.copying)
+        self._out.emit(
+            events.EngineCopied(
+                session=got.session,
+                lease=lease.id,
+                way=copy.way.value,
+                device=copy.device,
+                rank=copy.rank,
+                pages=copy.n_pages,
+                n_bytes=max(0, message.n_bytes) if message.is_done else 0,
+                waited_us=max(0, message.waited_us),
+                moved_us=max(0, message.moved_us),
+                why="" if message.is_done else message.why or "it says no reason",
+            )
+        )
+        self._let_go(copy)
+        return lease if lease.written_tokens > before else None
+
+    def gone(self, got: WorkerGone) -> None:
+        """A process is gone, and with it whatever its copies might have written."""
+        self._cut(list(self.by_worker.get(got.worker, {}).values()))
+
+    def session_gone(self, session: int) -> None:
+        """The last process of an engine is gone."""
+        self._cut([copy for copy in self if copy.lease.session == session])
+
+    def _cut(self, copies: list[EngineCopy]) -> None:
+        for copy in copies:
+            del self.by_worker[copy.worker][copy.call]
+            self._out.emit(
+                events.EngineCopied(
+                    session=copy.lease.session,
+                    lease=copy.lease.id,
+                    way=copy.way.value,
+                    device=copy.device,
+                    rank=copy.rank,
+                    pages=copy.n_pages,
+                    why="the process that made it is gone",
+                )
+            )
+            assert copy.lease.copying is not None
+            copy.lease.copying.under_way.remove(copy)
+            self._let_go(copy)
+
+    # ---- what is refused ---------------------------------------------------------------------
+
+    def _bad_order(self, own: dict[int, EngineCopy], message: CopyBegins) -> Refusal | None:
+        """Why it is none, whatever lease it is of."""
+        if len(own) >= MOST_OF_ONE:
+            why = f"{len(own)} copies of this process are under way, the limit: wait for some"
+            return self._refuse(Code.NO_ROOM, why, copies=len(own))
+        if message.call in own:
+            return self._refuse(Code.BAD_REQUEST, f"copy {message.call} is under way already")
+        if not 0 < len(message.parts) <= MOST_PARTS:
+            why = f"a copy has 1 to {MOST_PARTS} parts, this one {len(message.parts)}"
+            return self._refuse(Code.BAD_REQUEST, why)
+        if message.device and not message.device.isprintable():
+            return self._refuse(Code.BAD_REQUEST, "the name of its device is not printable")
+        for number, part in enumerate(message.parts):
+            if any(_overlap(part, other) for other in message.parts[:number]):
+                why = f"two parts of one copy have the same pages of {part.component}"
+                return self._refuse(Code.BAD_PAGES, why)
+        return None
+
+    def _beside_others(self, copy: EngineCopy) -> Refusal | None:
+        """Why it cannot be made beside what is under way, and beside what others have said."""
+        lease, at_s = copy.lease, self._out.at_s
+        for other in lease.copying.under_way if lease.copying is not None else ():
+            if copy.collides_with(other):
+                return self._refuse(
+                    Code.WRONG_STATE,
+                    f"a copy of the same pages of lease {lease.id} is under way, "
+                    f"{other.told(at_s)}: order one when the other is over",
+                )
+        if copy.way is Way.SAVE and len(lease.said) not in {0, 1, copy.ranks}:
+            why = f"lease {lease.id} is written by {len(lease.said)} ranks, not by {copy.ranks}"
+            return self._refuse(Code.BAD_REQUEST, why, ranks=copy.ranks)
+        return None
+
+    def _bad_pages(
+        self, got: WorkerCopies, lease: LeaseRecord, message: CopyBegins
+    ) -> Refusal | None:
+        """Why these are no pages that it may copy from, or to."""
+        for part in message.parts:
+            row = self._row(lease, part.component)
+            if row is None:
+                why = f"this pool has no component {part.component!r} with pages of leases"
+                return self._refuse(Code.BAD_REQUEST, why)
+            refusal = self._not_in_row(lease, part, row)
+            if refusal is not None:
+                return refusal
+            if message.to_pages:
+                refusal = self._unwritable(got, lease, part)
+            else:
+                refusal = self._unreadable(lease, part)
+            if refusal is not None:
+                return refusal
+        return self._bad_end(lease, message) if message.to_pages else None
+
+    def _not_in_row(self, lease: LeaseRecord, part: CopyPart, row: Pages) -> Refusal | None:
+        first, n_pages = part.first_page, part.n_pages
+        if first < 0 or n_pages < 1 or first + n_pages > count(row):
+            return self._refuse(
+                Code.BAD_PAGES,
+                f"{_told(part)} of lease {lease.id}, whose row of {part.component} has "
+                f"{count(row)} pages",
+                first_page=first,
+                n_pages=n_pages,
+                pages=count(row),
+            )
+        named = slice_pages(row, first, first + n_pages)
+        # The numbers travel from a scheduler to its workers, and a commit may have swapped some of
+        # them on the way: those may be somebody else's by now.
+        if pages_sum(named) != part.pages_sum:
+            return self._refuse(
+                Code.BAD_PAGES,
+                f"{_told(part)} of lease {lease.id} are others than this order names: they were "
+                "swapped since, order it anew with those that the lease has now",
+                first_page=first,
+                n_pages=n_pages,
+            )
+        if NULL_PAGE in page_ids(named):
+            return self._refuse(
+                Code.BAD_PAGES, f"lease {lease.id} lacks some of {_told(part)}: its row has no page"
+            )
+        return None
+
+    def _unwritable(self, got: WorkerCopies, lease: LeaseRecord, part: CopyPart) -> Refusal | None:
+        """Why a save may not write them: others may read what is cached, or said to be written."""
+        keeper = self._leases.components.named(part.component)
+        if keeper is None:
+            # An event that was named for some of it may come at any moment.
+            ranks = tokens_of_ranks(lease) if lease.said else (lease.written_tokens,)
+            written = _of_rank(ranks, got.rank) // self._leases.page_size
+            first = max(lease.owned, written)
+            if part.first_page >= first:
+                return None
+            return self._refuse(
+                Code.BAD_PAGES,
+                f"page {part.first_page} of lease {lease.id} is written already and others may "
+                f"read it: save from page {first} on",
+                first_page=part.first_page,
+                written_pages=first,
+            )
+        row = self._row(lease, part.component) or Pages(b"")
+        named = page_ids(slice_pages(row, part.first_page, part.first_page + part.n_pages))
+        own = set(page_ids(keeper.own_pages(lease)))
+        foreign = [page for page in named if page not in own]
+        if not foreign:
+            return None
+        return self._refuse(
+            Code.BAD_PAGES,
+            f"page {foreign[0]} of {part.component} is not lease {lease.id}'s own: it is cached "
+            "and others read it",
+            page=foreign[0],
+        )
+
+    def _bad_end(self, lease: LeaseRecord, message: CopyBegins) -> Refusal | None:
+        """Why its save cannot end with that token."""
+        part, size = message.parts[0], self._leases.page_size
+        if self._from_token(message) < 0:
+            return None  # nothing is written by it
+        low = (part.first_page + part.n_pages - 1) * size
+        if low < message.upto_tokens <= low + size:
+            return None
+        return self._refuse(
+            Code.BAD_REQUEST,
+            f"a save of {_told(part)} of lease {lease.id} ends with one of the tokens {low + 1} to "
+            f"{low + size}, not with {message.upto_tokens}",
+            upto_tokens=message.upto_tokens,
+        )
+
+    def _unreadable(self, lease: LeaseRecord, part: CopyPart) -> Refusal | None:
+        """Why a load may not read them: there is no KV in them yet."""
+        keeper = self._leases.components.named(part.component)
+        if keeper is None:
+            written = self._leases.pages_for(lease.written_tokens)
+        else:
+            written = keeper.written_pages(lease)
+        if part.first_page + part.n_pages <= written:
+            return None
+        return self._refuse(
+            Code.BAD_PAGES,
+            f"{_told(part)} of lease {lease.id} are not all written: KV of "
+            f"{lease.written_tokens} tokens is, which takes {written}",
+            first_page=part.first_page,
+            n_pages=part.n_pages,
+            written_pages=written,
+        )
+
+    def _row(self, lease: LeaseRecord, component: str) -> Pages | None:
+        keeper = self._leases.components.named(component)
+        if keeper is not None:
+            # Slots of a device buffer hold copies that this node makes.
+            return None if isinstance(keeper, Buffers) else keeper.page_table(lease)
+        return lease.page_table if component in self._lockstep else None
+
+    def _from_token(self, message: CopyBegins) -> int:
+        part = message.parts[0]
+        is_first = self._leases.components.named(part.component) is None
+        return part.first_page * self._leases.page_size if message.to_pages and is_first else -1
+
+    # ---- what is written by it ---------------------------------------------------------------
+
+    def _saved(self, copy: EngineCopy, copying: LeaseCopying) -> None:
+        """Count a save that is over, as far as nothing before it is lacking."""
+        lease, size = copy.lease, self._leases.page_size
+        upto = _of_rank(lease.said, copy.rank)
+        ahead = copying.ahead.setdefault(copy.rank, [])
+        ahead.append((copy.from_token, copy.upto_tokens))
+        ahead.sort()
+        while ahead and ahead[0][0] <= upto:
+            upto = max(upto, ahead.pop(0)[1])
+        if not ahead:
+            del copying.ahead[copy.rank]
+        word = SayWritten(0, lease.id, upto, copy.rank, copy.ranks)
+        say_written(lease, word, count(lease.page_table) * size)
+
+    def _let_go(self, copy: EngineCopy) -> None:
+        lease = copy.lease
+        if not self.by_worker.get(copy.worker):
+            self.by_worker.pop(copy.worker, None)
+        # The read first, as at the end of a fetch.
+        self._leases.end_read(lease)
+        if lease.copying is not None and not lease.copying.under_way:
+            self._leases.release(lease, COPY, "copied")
+
+    def _refuse(self, code: Code, message: str, **numbers: int) -> Refusal:
+        return Refusal(code, message, side=self._name, numbers=dict(numbers))
+
+
+def _of_rank(tokens: tuple[int, ...], rank: int) -> int:
+    """What one process has said for all of them holds for each."""
+    return tokens[rank] if len(tokens) > 1 else tokens[0]
+
+
+def _overlap(one: CopyPart, other: CopyPart) -> bool:
+    return (
+        one.component == other.component
+        and one.first_page < other.first_page + other.n_pages
+        and other.first_page < one.first_page + one.n_pages
+    )
+
+
+def _told(part: CopyPart) -> str:
+    last = part.first_page + part.n_pages - 1
+    pages = f"pages {part.first_page} to {last}" if part.n_pages != 1 else f"page {last}"
+    return f"{pages} of {part.component}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
