@@ -79,7 +79,7 @@ class PoolLease:
         """As the lease does."""
         return self._lease.slide(upto_tokens)
 
-    def load(self, upto_tokens: int) -> int:  # noqa: ARG002 - as the others take it
+    def load(self, upto_tokens: int) -> int:
         """They are there."""
         return 0
 

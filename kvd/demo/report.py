@@ -353,7 +353,8 @@ def _copied_told(report: DemoReport) -> str:
     copied = [row.copied for row in report.turns if row.copied is not None]
     if not copied:
         return ""
-    saved, loaded = (sum(each) for each in zip(*((c.saved_bytes, c.loaded_bytes) for c in copied)))
+    saved = sum(each.saved_bytes for each in copied)
+    loaded = sum(each.loaded_bytes for each in copied)
     return f"; {saved} bytes saved from {report.environment.device}, {loaded} loaded there"
 
 
