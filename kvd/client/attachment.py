@@ -271,12 +271,13 @@ class Attachment:
         for fd in other._fds:
             os.close(fd)
 
-    def close(self) -> None:
+    def close(self, *, says_leave: bool = True) -> None:
         """Leave the session; repeatable. Mappings stay valid, to be read at most.
 
-        A forked child that closes its copy does not speak for the process that attached.
+        A forked child that closes its copy does not speak for the process that attached. Without
+        ``says_leave`` it is heard that this process is done with the pool when it has ended.
         """
-        if self._sock.fileno() >= 0 and self.is_own:
+        if self._sock.fileno() >= 0 and self.is_own and says_leave:
             leave(self._sock)
         self._sock.close()
         for fd in self._fds:
