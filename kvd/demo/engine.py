@@ -44,7 +44,7 @@ from kvd.demo.messages import (
     StartEngine,
 )
 from kvd.demo.models import ARCHITECTURES, build_model, weight_digest
-from kvd.demo.own_blocks import BlockLease, OwnBlocks, PoolLease
+from kvd.demo.own_blocks import BlockLease, PoolLease, own_blocks
 from kvd.errors import Code, HandoffError, KvdError, Refusal
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from kvd.client import SyncLease, SyncNode
     from kvd.demo.models import Architecture
-    from kvd.demo.own_blocks import SeenLease
+    from kvd.demo.own_blocks import OwnBlocks, SeenLease
 
 
 class Engine:
@@ -92,7 +92,7 @@ class Engine:
         if order.endpoint is not None:
             self._node = connect_sync(order.endpoint, name=self._name)
             if order.device is not None:
-                self._own = OwnBlocks(self._shape, self._node, order.device)
+                self._own = own_blocks(self._shape, self._node, order.device)
             self._views = PoolViews(self._shape, self._own or self._node.pool("main"))
         return Started(weight_digest(self._model), str(torch.__version__), transformers.__version__)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.client import Pool, SyncLease, SyncNode
+    from kvd.client import SyncLease, SyncNode
     from kvd.client.mover.blocks import EngineBlocks
     from kvd.client.mover.pending_copy import PendingCopy
     from kvd.demo.layout import ModelShape
@@ -101,30 +101,21 @@ class PageRun(NamedTuple):
 
 
 class OwnBlocks:
-    """A tensor for each that a pool has of a layer, of as many blocks as that has pages."""
+    """The blocks of an engine: of each part of a pool as many as that has pages."""
 
-    def __init__(self, shape: ModelShape, node: SyncNode, device: str) -> None:
-        """Allocate them on the device.
-
-        Raises:
-            KvdError: ``not-supported`` for a model with states; what ``node.blocks`` refuses.
-        """
-        pool = node.pool("main")
-        self.page_size = pool.page_size
-        self._tensors = {
-            (place.part.value, place.layer): _alike(pool, place.part.value, place.layer, device)
-            for place in places(shape)
-        }
-        caches: dict[str, dict[int, tuple[torch.Tensor, ...]]] = {}
-        for (component, layer), tensors in self._tensors.items():
-            if component == PoolPart.STATE.value:
-                why = "states change in place with every token: the demo computes them in the pool"
-                raise KvdError(Refusal(Code.NOT_SUPPORTED, why, side="client"))
-            caches.setdefault(component, {})[layer] = tuple(tensors.values())
-        self.copied: EngineBlocks = node.blocks(caches, block_size=pool.page_size)
-        self._free = {
-            component: list(range(1, len(layers[0][0]))) for component, layers in caches.items()
-        }
+    def __init__(
+        self,
+        page_size: int,
+        tensors: Mapping[tuple[str, int], Mapping[str, torch.Tensor]],
+        copied: EngineBlocks,
+    ) -> None:
+        """Use ``own_blocks``. ``copied`` moves them; ``tensors``: by component and layer."""
+        self.page_size = page_size
+        self.copied = copied
+        self._tensors = tensors
+        self._free: dict[str, list[int]] = {}
+        for (component, _), parts in tensors.items():
+            self._free[component] = list(range(1, min(len(tensor) for tensor in parts.values())))
 
     def tensors(self, component: str, *, layer: int, shard: int = 0) -> Mapping[str, torch.Tensor]:
         """As ``Pool.tensors``."""
@@ -233,9 +224,23 @@ def _arguments(runs: Mapping[str, PageRun]) -> dict[str, dict[str, object]]:
     }
 
 
-def _alike(pool: Pool, component: str, layer: int, device: str) -> dict[str, torch.Tensor]:
-    """Tensors as the pool has them of a layer, elsewhere."""
-    return {
-        part: torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-        for part, tensor in pool.tensors(component, layer=layer).items()
-    }
+def own_blocks(shape: ModelShape, node: SyncNode, device: str) -> OwnBlocks:
+    """Tensors on the device, one for each that the pool has of a layer.
+
+    Raises:
+        KvdError: ``not-supported`` for a model with states; what ``node.blocks`` refuses.
+    """
+    pool = node.pool("main")
+    tensors: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+    caches: dict[str, dict[int, tuple[torch.Tensor, ...]]] = {}
+    for place in places(shape):
+        if place.part is PoolPart.STATE:
+            why = "states change in place with every token: the demo computes them in the pool"
+            raise KvdError(Refusal(Code.NOT_SUPPORTED, why, side="client"))
+        component = place.part.value
+        tensors[component, place.layer] = made = {
+            part: torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+            for part, tensor in pool.tensors(component, layer=place.layer).items()
+        }
+        caches.setdefault(component, {})[place.layer] = tuple(made.values())
+    return OwnBlocks(pool.page_size, tensors, node.blocks(caches, block_size=pool.page_size))
