@@ -200,6 +200,7 @@ class Node:
         found = self.pool(pool or self._attachment.attached.pools[0].name)
         if self._copier is None:
             self._copier = join(self._attachment.endpoint, token=self.token)
+            self._attachment.copies = self._copier.movers
         return self._copier.movers.blocks(
             found,
             caches,

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from kvd.client.pool import Pool
     from kvd.client.rank_words import PendingWord
 
-QUIET_LOOK_S: Final = 0.002
-"""Between two looks whether copies of before a restart are over; they take milliseconds."""
-
 EVENTS_KEPT: Final = 4096
 """The last event objects that were given: the daemon may open one of them a moment later."""
 
@@ -64,6 +61,7 @@ class Worker:
         self._words = RankWords(attachment)
         self.movers = Movers(self._words, self.check)
         """Of the blocks that this process has given."""
+        attachment.copies = self.movers
         self._events: deque[WhenWritten] = deque(maxlen=EVENTS_KEPT)
         self._closing = threading.Event()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -241,11 +239,8 @@ class Worker:
     def _go_back(self) -> None:
         way = WayBack(self._path, self._attachment, self._join_again)
         try:
-            while not self._closing.is_set() and not (self.movers.is_quiet and way.step()):
-                if not self.movers.is_quiet:
-                    # What moves is of the life before: whose pages those are, only that one knew.
-                    self._sleep(-1, QUIET_LOOK_S)
-                elif way.sock is not None:
+            while not self._closing.is_set() and not way.step():
+                if way.sock is not None:
                     self._sleep(way.sock.fileno(), None)
                 else:
                     self._sleep(-1, way.pause_s)

@@ -170,7 +170,29 @@ class _HandoffFamilies:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Metrics(_HandoffFamilies):
+class _CopyFamilies(_HandoffFamilies):
+    """And of what engines copy themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine_copies = Counter(
+            "kvd_engine_copies",
+            "Copies of engines between pages and blocks of their own.",
+            ("way", "device", "outcome"),
+        )
+        self.engine_copy_bytes = Counter(
+            "kvd_engine_copy_bytes", "What they moved.", ("way", "device")
+        )
+        self.engine_copy_seconds = Histograms(
+            "kvd_engine_copy_seconds",
+            "How long each waited for its mark, and moved.",
+            ("way", "stage"),
+            bounds=FAST_S,
+        )
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Metrics(_CopyFamilies):
     """Everything that is counted on this node. ``pool`` labels what its events say of pages."""
 
     def __init__(self, pool: str) -> None:
@@ -213,20 +235,6 @@ class Metrics(_HandoffFamilies):
         )
         self.loop_lag_seconds = Histograms(
             "kvd_loop_lag_seconds", "How late timers of the event loop fire.", bounds=FAST_S
-        )
-        self.engine_copies = Counter(
-            "kvd_engine_copies",
-            "Copies of engines between pages and blocks of their own.",
-            ("way", "device", "outcome"),
-        )
-        self.engine_copy_bytes = Counter(
-            "kvd_engine_copy_bytes", "What they moved.", ("way", "device")
-        )
-        self.engine_copy_seconds = Histograms(
-            "kvd_engine_copy_seconds",
-            "How long each waited for its mark, and moved.",
-            ("way", "stage"),
-            bounds=FAST_S,
         )
         self._stays: dict[tuple[str, int], _Stay] = {}
         # Looked up rather than matched: a miss costs 0.1 us instead of 1, three times a lease.

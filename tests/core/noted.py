@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.core import effects
-from kvd.core.cache.lease import ENGINE
+from kvd.core.cache.lease import ENGINE, LASTING
 from kvd.types import ID_BYTES, Tokens, count, page_ids
 from kvd.wire import client
 from kvd.wire.peer import Offer
@@ -122,8 +122,12 @@ class Noted:
             arena = everything.get(lease.lent.arena) if lease.lent is not None else None
             if arena is not None and ENGINE in arena.holders:
                 held |= dict.fromkeys(page_ids(lease.held), arena.id)
-            if ENGINE in lease.holders and lease.anchor is not None:
+            if lease.anchor is None:
+                continue
+            # What an engine copies stays noted as its own after it has let go.
+            if ENGINE in lease.holders or lease.holders & LASTING:
                 held |= dict.fromkeys(page_ids(lease.held), lease.id)
+            if ENGINE in lease.holders:
                 path = page_ids(node.leases.tree.path_pages(lease.anchor))
                 leases[lease.id] = (lease.session, path[-1] if path else 0)
         assert self.holder == held

@@ -53,6 +53,7 @@ from tests.core.noted import Noted
 
 if TYPE_CHECKING:
     from kvd.errors import Refusal
+    from kvd.wire.attach import CopyBegins, CopyEnds
     from kvd.wire.events import Event
     from tests.core.world import World
 
@@ -356,6 +357,16 @@ class Side(NodeShell):
         self.calls += 1
         message = client.SayWritten(self.calls, lease, upto, rank, ranks, after)
         self.feed(inputs.FromWorker(self.world.now_s, session, worker, message))
+        self.world.run()
+        told = self.told_workers[-1]
+        assert (told.worker, told.call) == (worker, message.call), told
+        return told.refusal
+
+    def copy_said(
+        self, message: CopyBegins | CopyEnds, *, rank: int = 0, ranks: int = 1, worker: int = 1
+    ) -> Refusal | None:
+        """A process of session 1 says what it copies; why it may not, if so."""
+        self.feed(inputs.WorkerCopies(self.world.now_s, 1, worker, message, rank, ranks))
         self.world.run()
         told = self.told_workers[-1]
         assert (told.worker, told.call) == (worker, message.call), told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,17 +12,18 @@ from kvd.client.arguments import whole
 from kvd.client.lease_key import LeaseKey
 from kvd.client.mover.engine_memory import HOST, block_layout, unfit
 from kvd.client.mover.pending_copy import OrderPart, PendingCopy
-from kvd.client.mover.pieces import PieceTable
+from kvd.client.mover.pieces import PieceTable, pool_bytes
 from kvd.errors import Code, KvdError, Number, Refusal
 from kvd.wire.attach import pages_sum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from kvd.client.mover.engine_memory import BlockLayout
     from kvd.client.mover.mover import Mover
+    from kvd.client.mover.pieces import PoolBytes
     from kvd.client.pool import Pool
     from kvd.client.rows import PageNumbers
 
@@ -59,17 +61,15 @@ class EngineBlocks:
     def __init__(
         self,
         mover: Mover,
-        tables: Sequence[PieceTable],
-        block_counts: Mapping[str, int],
-        keep: object,
+        given: GivenMemory,
         check: Callable[[LeaseKey], None],
     ) -> None:
-        """Use ``Worker.blocks`` or ``Node.blocks``. ``keep`` is what must not be freed."""
+        """Use ``Worker.blocks`` or ``Node.blocks``."""
         self._mover = mover
-        self._tables = {table.component: table for table in tables}
-        self._keep = keep
+        self._tables = given.tables
+        self._keep: list[object] | None = given.keep
         self._check = check
-        self._uses = {name: _BlockUses(name, n) for name, n in block_counts.items()}
+        self._uses = {name: _BlockUses(name, n) for name, n in given.block_counts.items()}
         self._lock = threading.Lock()
         self._open: set[PendingCopy] = set()
         self._is_closed = False
@@ -220,10 +220,8 @@ class EngineBlocks:
         table = self._tables.get(name)
         if table is None:
             raise _bad(f"no blocks of {name!r} were given, there are: {', '.join(self._tables)}")
-        first = whole(
-            first_page if not isinstance(first_page, dict) else first_page.get(name, 0),
-            "first_page",
-        )
+        own = first_page.get(name, 0) if isinstance(first_page, Mapping) else first_page
+        first = whole(own, "first_page")
         found = _numbers(numbers, "block", self._uses[name].n_blocks, first=0)
         if pages is not None and name in pages:
             given: PageNumbers = pages[name]
@@ -290,10 +288,32 @@ class _BlockUses:
             np.subtract.at(self._reads, blocks, 1)
 
 
-def tables_of(
-    pool: Pool, caches: Caches, *, block_size: int, shard: int
-) -> tuple[list[PieceTable], dict[str, int], str, list[object]]:
-    """How these tensors lie beside the pool's pages; blocks by component, device, what to keep.
+class GivenMemory:
+    """What an engine gave, beside the pool that it is copied to and from."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, PieceTable] = {}
+        self.block_counts: dict[str, int] = {}
+        self.layouts: list[BlockLayout] = []
+        self.pools: list[PoolBytes] = []
+        self.keep: list[object] = []
+        """What must not be freed."""
+
+    @property
+    def device(self) -> str:
+        """Where all of it is.
+
+        Raises:
+            KvdError: ``layout-mismatch`` for that of several.
+        """
+        devices = sorted({layout.device for layout in self.layouts})
+        if len(devices) != 1:
+            raise unfit(f"blocks on {' and '.join(devices)}: give those of one device")
+        return devices[0]
+
+
+def given_memory(pool: Pool, caches: Caches, *, block_size: int, shard: int) -> GivenMemory:
+    """How these tensors lie beside the pool's pages.
 
     Raises:
         KvdError: ``layout-mismatch`` with both numbers; ``bad-request``; as ``Pool.view``.
@@ -301,32 +321,26 @@ def tables_of(
     first = pool.memory.components[0].name
     names = {part.name for part in pool.memory.components}
     by_component = caches if caches and set(caches) <= names and _all_maps(caches) else None
-    tables, counts, keep = [], {}, []
-    everything: list[BlockLayout] = []
+    given = GivenMemory()
     for name, layers in (by_component or {first: caches}).items():
         laid_out = _layers(layers)
-        found = {layout.n_blocks for layouts in laid_out for layout in layouts}
-        if len(found) != 1:
-            raise unfit(f"layers of {name} with {sorted(found)} blocks: give all, of one number")
-        memory = pool.host_memory(name, shard)
-        part = pool.component(name)
-        tables.append(
-            PieceTable(
-                part,
-                laid_out,
-                block_size=block_size if name == first else part.page_size,
-                interior=pool.interior,
-                address=memory.ctypes.data,
-            )
+        counts = {layout.n_blocks for layouts in laid_out for layout in layouts}
+        if len(counts) != 1:
+            raise unfit(f"layers of {name} with {sorted(counts)} blocks: give all, of one number")
+        memory, part = pool.host_memory(name, shard), pool.component(name)
+        given.tables[name] = PieceTable(
+            part,
+            laid_out,
+            block_size=block_size if name == first else part.page_size,
+            interior=pool.interior,
+            address=memory.ctypes.data,
         )
-        counts[name] = found.pop()
-        keep += [memory, layers]
-        everything += [layout for layouts in laid_out for layout in layouts]
-        _check_apart(everything, memory.ctypes.data, memory.nbytes)
-    devices = sorted({layout.device for layout in everything})
-    if len(devices) != 1:
-        raise unfit(f"blocks on {' and '.join(devices) or 'no device'}: give those of one device")
-    return tables, counts, devices[0], keep
+        given.block_counts[name] = counts.pop()
+        given.pools.append(pool_bytes(part, memory.ctypes.data))
+        given.keep += [memory, layers]
+        given.layouts += [layout for layouts in laid_out for layout in layouts]
+    _check_apart(given.layouts, given.pools)
+    return given
 
 
 def _all_maps(caches: Caches) -> bool:
@@ -349,15 +363,17 @@ def _layers(layers: Caches) -> list[list[BlockLayout]]:
     return found
 
 
-def _check_apart(layouts: Sequence[BlockLayout], address: int, size: int) -> None:
+def _check_apart(layouts: Sequence[BlockLayout], pools: Sequence[PoolBytes]) -> None:
     """Refuse blocks that lie over each other, or over the pool's pages."""
     ordered = sorted(layouts, key=lambda layout: layout.address)
     for number, layout in enumerate(ordered):
-        if layout.device == HOST and layout.address < address + size and address < layout.end:
-            raise unfit(
-                f"blocks from {layout.address:#x} to {layout.end:#x} lie in the pool, which is "
-                f"mapped from {address:#x} to {address + size:#x}: they are pages already"
-            )
+        for pool in pools:
+            end = pool.address + pool.size
+            if layout.device == HOST and layout.address < end and pool.address < layout.end:
+                raise unfit(
+                    f"blocks from {layout.address:#x} to {layout.end:#x} lie in the pool, which is "
+                    f"mapped from {pool.address:#x} to {end:#x}: they are pages already"
+                )
         for other in ordered[number + 1 :]:
             if other.address >= layout.end:
                 break

@@ -49,7 +49,10 @@ class LayerMemory(msgspec.Struct, frozen=True):
 class TensorView(Protocol):
     """What is read of a layer's tensor: torch has it. One without a ``device`` is host memory."""
 
-    shape: Sequence[int]
+    @property
+    def shape(self) -> Sequence[int]:
+        """How many of what; blocks first."""
+        ...
 
     def stride(self) -> Sequence[int]:
         """In elements."""
@@ -68,7 +71,10 @@ class TensorView(Protocol):
 class NamesDevice(Protocol):
     """A tensor that says where its memory is: torch's do."""
 
-    device: object
+    @property
+    def device(self) -> object:
+        """As text, like ``cpu`` and ``cuda:0``."""
+        ...
 
 
 @runtime_checkable

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
 import os
 import queue
 import threading
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvd.client.mover.pending_copy import CopyMark
-from kvd.client.mover.pieces import PieceColumns, merged_pieces
+from kvd.client.mover.pending_copy import CopyMark, MemoryFault
+from kvd.client.mover.pieces import PieceColumns, cut_pieces, merged_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,10 +44,6 @@ _libc.process_vm_readv.argtypes = (
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
 _libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memmove.restype = None
-
-
-class MemoryFault(Exception):
-    """Memory that was to be copied is not there; the message says what the kernel said."""
 
 
 class RunningCopy:
@@ -109,6 +104,9 @@ class HostLane:
     def forget(self, mark: object) -> None:
         """Nobody waits for it any more."""
 
+    def enter(self) -> None:
+        """The mover's thread begins here."""
+
     def begin(self, columns: PieceColumns, *, to_pages: bool) -> RunningCopy:
         """Copy these pieces, in any order."""
         columns = merged_pieces(columns)
@@ -117,7 +115,7 @@ class HostLane:
             running = RunningCopy(1, _nothing)
             running.part_over(_copied(columns, to_pages=to_pages))
             return running
-        parts = shares(columns, len(self._threads))
+        parts = cut_pieces(columns, -(-total // len(self._threads)))
         running = RunningCopy(len(parts), self._ring)
         for part in parts:
             self._parts.put((part, to_pages, running))
@@ -135,27 +133,6 @@ class HostLane:
         while (part := self._parts.get()) is not None:
             columns, to_pages, running = part
             running.part_over(_copied(columns, to_pages=to_pages))
-
-
-def shares(columns: PieceColumns, n: int) -> list[PieceColumns]:
-    """The same bytes in up to ``n`` parts of equal size."""
-    ends = np.cumsum(columns.sizes)
-    total = int(ends[-1])
-    cuts = [total * number // n for number in range(n + 1)]
-    found = []
-    for begin, end in itertools.pairwise(cuts):
-        if begin == end:
-            continue
-        first = int(np.searchsorted(ends, np.uint64(begin), "right"))
-        last = int(np.searchsorted(ends, np.uint64(end), "left"))
-        engine, pool, sizes = (column[first : last + 1].copy() for column in columns)
-        skip = np.uint64(begin - (int(ends[first]) - int(sizes[0])))
-        sizes[-1] -= np.uint64(int(ends[last]) - end)
-        sizes[0] -= skip
-        engine[0] += skip
-        pool[0] += skip
-        found.append(PieceColumns(engine, pool, sizes))
-    return found
 
 
 def _copied(columns: PieceColumns, *, to_pages: bool) -> MemoryFault | None:

@@ -12,6 +12,7 @@ pages for; no stream of the engine waits for anything here.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -19,8 +20,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvd.client.mover.host_lane import MemoryFault
-from kvd.client.mover.pending_copy import CopyState
+from kvd.client.mover.pending_copy import CopyState, LaneDead, MemoryFault
 from kvd.client.mover.pieces import PieceUnits
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import CopyBegins, CopyEnds, CopyPart
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from kvd.client.mover.pending_copy import OrderPart, PendingCopy
     from kvd.client.mover.pieces import PieceColumns
     from kvd.client.rank_words import PendingWord, RankWords
+
+log = logging.getLogger("kvd.client")
 
 MARK_WITHIN_S: Final = 60.0
 """A mark that has not come by then is not going to: what is computed before it hangs."""
@@ -59,7 +61,11 @@ class LaneCopy(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether no byte of them moves any more."""
+        """Whether no byte of them moves any more.
+
+        Raises:
+            LaneDead: nobody can tell any more.
+        """
         ...
 
     @property
@@ -103,8 +109,17 @@ class CopyLane(Protocol):
         """Nobody waits for it any more."""
         ...
 
+    def enter(self) -> None:
+        """The mover's thread begins; all but ``mark`` is called by it."""
+        ...
+
     def begin(self, columns: PieceColumns, *, to_pages: bool) -> LaneCopy:
-        """Begin to copy these pieces."""
+        """Begin to copy these pieces.
+
+        Raises:
+            MemoryFault: some cannot be copied; nothing has begun.
+            LaneDead: nothing can be copied any more.
+        """
         ...
 
     def close(self) -> None:
@@ -142,13 +157,21 @@ class Bell:
         os.close(self._fd)
 
 
+class _LostCopy:
+    """What a lane had when it died: of it nobody can tell what has begun."""
+
+    is_over: Final = False
+
+    def __init__(self, fault: Exception) -> None:
+        self.fault = fault
+
+
 class _Moving:
     """An order that moves: what of it is begun, what is under way, and whether that is all."""
 
-    def __init__(self, copy: PendingCopy, call: int, incarnation: str, chunk_bytes: int) -> None:
+    def __init__(self, copy: PendingCopy, call: int, chunk_bytes: int) -> None:
         self.copy = copy
         self.call = call
-        self.incarnation = incarnation
         self.left_bytes = sum(part.units * part.table.unit_bytes for part in copy.parts)
         self.total_bytes = self.left_bytes
         self.under_way: deque[LaneCopy] = deque()
@@ -206,6 +229,9 @@ class Mover:
         self._lock = threading.Lock()
         """Held for an instant: nothing is ordered behind a close."""
         self._is_closed = False
+        self._dead: Refusal | None = None
+        self.doubt: Refusal | None = None
+        """Why nobody can tell whether a copy still moves; None while none does."""
         self._thread = threading.Thread(target=self._run, name="kvd-mover", daemon=True)
         self._thread.start()
 
@@ -221,8 +247,9 @@ class Mover:
             KvdError: nothing is seen through any more.
         """
         with self._lock:
-            if self._closing is not None:
-                raise KvdError(self._closing)
+            why = self._dead or self._closing
+            if why is not None:
+                raise KvdError(why)
             copy.begun(self._bell.ring)
             self._new.append(copy)
         self._bell.ring()
@@ -253,16 +280,24 @@ class Mover:
             self._is_closed = True
             self.lane.close()
             self._bell.close()
-        return True
+        return self.doubt is None
 
     # ---- the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self.lane.enter()
+        except KvdError as error:
+            self._die(error.refusal.message)
         while True:
             self._take_new()
-            is_busy = self._look_at_marks()
-            is_busy |= self._hear()
-            is_busy |= self._move()
+            is_busy = self._hear()
+            try:
+                is_busy |= self._look_at_marks()
+                is_busy |= self._move()
+            except LaneDead as dead:
+                self._die(str(dead))
+                is_busy = True
             self._say_ends()
             if self._closing is not None and not self._open():
                 return
@@ -300,21 +335,26 @@ class Mover:
 
     def _look_at_marks(self) -> bool:
         """Ask the daemon for those whose marks have come."""
-        before = len(self._waiting)
         now_s = time.monotonic()
-        self._waiting = [copy for copy in self._waiting if not self._leaves(copy, now_s)]
-        return len(self._waiting) < before
+        left = [copy for copy in self._waiting if self._leaves(copy, now_s)]
+        for copy in left:
+            self._waiting.remove(copy)
+        return bool(left)
 
     def _leaves(self, copy: PendingCopy, now_s: float) -> bool:
         """Whether it waits for its mark no more."""
-        if self._closing is not None or copy.is_cancelled:
-            self._drop(copy, self._closing or _cancelled(copy))
+        why = self._dead or self._closing or (_cancelled(copy) if copy.is_cancelled else None)
+        if why is not None:
+            self._drop(copy, why)
             return True
         try:
             if not self.lane.has_come(copy.after):
                 if now_s - copy.ordered_s < self._mark_within_s:
                     return False
-                self._drop(copy, _no_mark(copy, self._mark_within_s))
+                why = _no_mark(copy, self._mark_within_s)
+                log.warning("%s", why.message)
+                # Its event is nobody else's: it may come yet.
+                copy.end(why)
                 return True
             self.lane.forget(copy.after)
             copy.after = None
@@ -372,9 +412,7 @@ class Mover:
                 continue
             copy.waited_s = time.monotonic() - copy.ordered_s
             copy.state = CopyState.MOVING
-            self._moving.append(
-                _Moving(copy, word.call, copy.key.incarnation, self.lane.chunk_bytes)
-            )
+            self._moving.append(_Moving(copy, word.call, self.lane.chunk_bytes))
         ended = [word for word in self._ending if word.is_over]
         for word in ended:
             self._over(self._ending.pop(word), word.refusal)
@@ -400,6 +438,21 @@ class Mover:
             self._unsaid.append(moving)
         return is_busy or bool(done)
 
+    def _die(self, why: str) -> None:
+        """Nothing is copied any more. What is under way is in doubt: it may be written still."""
+        lost = _lost(self.lane.device, why)
+        if self._dead is None:
+            log.error("%s", lost.message)
+        self._dead = self._dead or lost
+        for moving in list(self._moving):
+            if moving.under_way:
+                # The daemon keeps its pages until this process is gone.
+                self._moving.remove(moving)
+                self.doubt = self._dead
+                moving.copy.end(self._dead, is_doubted=True)
+            else:
+                moving.fault = moving.fault or LaneDead(why)
+
     def _begin_next(self, *, to_pages: bool) -> bool:
         mine = [moving for moving in self._moving if moving.copy.to_pages is to_pages]
         depth = sum(len(moving.under_way) for moving in mine)
@@ -422,6 +475,9 @@ class Mover:
             moving.under_way.append(self.lane.begin(columns, to_pages=moving.copy.to_pages))
         except MemoryFault as fault:
             moving.fault = fault
+        except LaneDead as dead:
+            moving.under_way.append(_LostCopy(dead))
+            raise
 
     def _say_ends(self) -> None:
         """Tell the daemon of those of which no byte moves any more."""
@@ -476,7 +532,7 @@ MAX_WHY: Final = 512
 def _cancelled(copy: PendingCopy) -> Refusal:
     return Refusal(
         Code.CANCELLED,
-        f"{copy} was cancelled here: nothing may be assumed of what it wrote",
+        f"{copy.words} was cancelled here: nothing may be assumed of what it wrote",
         side="client",
         numbers={"lease": copy.key.lease},
     )
@@ -485,17 +541,26 @@ def _cancelled(copy: PendingCopy) -> Refusal:
 def _no_mark(copy: PendingCopy, within_s: float) -> Refusal:
     return Refusal(
         Code.DEADLINE,
-        f"the mark of {copy} has not come within {within_s:g} s: what is computed before it "
+        f"the mark of {copy.words} has not come within {within_s:g} s: what is computed before it "
         "hangs, or it was never recorded; nothing was copied",
         side="client",
         numbers={"lease": copy.key.lease, "within_s": within_s},
     )
 
 
+def _lost(device: str, why: str) -> Refusal:
+    return Refusal(
+        Code.POST_FAILED,
+        f"copies with {device} have ended for this process: {why}; blocks of those that were under "
+        "way may still be written, and their pages are kept until it is gone: end this process",
+        side="client",
+    )
+
+
 def _failed(copy: PendingCopy, fault: Exception) -> Refusal:
     return Refusal(
         Code.POST_FAILED,
-        f"{copy} failed: {fault}; what it wrote so far counts for nothing",
+        f"{copy.words} failed: {fault}; what it wrote so far counts for nothing",
         side="client",
         numbers={"lease": copy.key.lease},
     )
@@ -504,8 +569,8 @@ def _failed(copy: PendingCopy, fault: Exception) -> Refusal:
 def _still_moving(copy: PendingCopy) -> Refusal:
     return Refusal(
         Code.WRONG_STATE,
-        f"{copy} is {copy.state.value} and cannot be ended: its bytes may still move, so free "
-        "neither its blocks nor what they are in before this process is gone",
+        f"{copy.words} is {copy.state.value} and cannot be ended: its bytes may still move, so "
+        "free neither its blocks nor what they are in before this process is gone",
         side="client",
         numbers={"lease": copy.key.lease},
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from kvd.client.mover.blocks import EngineBlocks, tables_of
-from kvd.client.mover.engine_memory import HOST, unfit
+from kvd.client.mover.blocks import EngineBlocks, given_memory
+from kvd.client.mover.engine_memory import HOST
 from kvd.client.mover.host_lane import HostLane
 from kvd.client.mover.mover import MARK_WITHIN_S, Bell, Mover
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.client.lease_key import LeaseKey
-    from kvd.client.mover.blocks import Caches
+    from kvd.client.mover.blocks import Caches, GivenMemory
     from kvd.client.mover.mover import CopyLane
     from kvd.client.pool import Pool
     from kvd.client.rank_words import RankWords
@@ -53,9 +53,17 @@ class Movers:
         check: Check | None = None,
     ) -> EngineBlocks:
         """As ``Worker.blocks``."""
-        tables, counts, device, keep = tables_of(pool, caches, block_size=block_size, shard=shard)
-        mover = self._mover(device, threads, mark_within_s)
-        return EngineBlocks(mover, tables, counts, keep, check or self._check)
+        given = given_memory(pool, caches, block_size=block_size, shard=shard)
+        if given.device == HOST:
+            mover = self._mover(HOST, threads, mark_within_s)
+        else:
+            mover = self._mover_of_device(given, mark_within_s)
+        return EngineBlocks(mover, given, check or self._check)
+
+    @property
+    def doubt(self) -> Refusal | None:
+        """Why nobody can tell whether a copy of this process still moves; None while none does."""
+        return next((mover.doubt for mover in list(self._movers.values()) if mover.doubt), None)
 
     def close(self, why: Refusal) -> bool:
         """End what does not move, wait for what does; whether nothing is left of it."""
@@ -69,16 +77,25 @@ class Movers:
             found = self._movers.get((device, threads))
             if found is None:
                 bell = Bell()
-                found = self._movers[device, threads] = Mover(
-                    self._lane(device, threads, bell),
-                    bell,
-                    self._words,
-                    self._check,
-                    mark_within_s=mark_within_s,
-                )
+                lane = HostLane(threads, bell.ring)
+                found = self._begun((device, threads), lane, bell, mark_within_s)
             return found
 
-    def _lane(self, device: str, threads: int, bell: Bell) -> CopyLane:
-        if device == HOST:
-            return HostLane(threads, bell.ring)
-        raise unfit(f"blocks on {device}: only blocks in host memory are copied yet")
+    def _mover_of_device(self, given: GivenMemory, mark_within_s: float) -> Mover:
+        # A process without blocks on a device loads nothing of CUDA.
+        from kvd.client.mover.device_lane import DeviceLane, device_of  # noqa: PLC0415
+
+        runtime, number = device_of(given.layouts, given.device)
+        with self._lock:
+            found = self._movers.get((f"cuda:{number}", 0))
+            lane = found.lane if found is not None else DeviceLane(runtime, number)
+            assert isinstance(lane, DeviceLane)
+            lane.knows(given.layouts, given.pools)
+            return found or self._begun((lane.device, 0), lane, Bell(), mark_within_s)
+
+    def _begun(
+        self, name: tuple[str, int], lane: CopyLane, bell: Bell, mark_within_s: float
+    ) -> Mover:
+        mover = Mover(lane, bell, self._words, self._check, mark_within_s=mark_within_s)
+        self._movers[name] = mover
+        return mover

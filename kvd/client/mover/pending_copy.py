@@ -52,6 +52,14 @@ class CopyMark(enum.Enum):
     COME = "come"
 
 
+class MemoryFault(Exception):
+    """Memory that was to be copied is not there, or a copy was refused; the message says why."""
+
+
+class LaneDead(Exception):
+    """A device is lost to this process, and nobody can tell what it still writes."""
+
+
 class OrderPart:
     """What of one component an order copies: blocks and pages, from a page of the lease's row."""
 
@@ -208,13 +216,15 @@ class PendingCopy:
     def _pending(self, within_s: float) -> Refusal:
         return Refusal(
             Code.DEADLINE,
-            f"{self} is {self.state.value} after {within_s:g} s, and goes on: ask again, or cancel "
-            "it",
+            f"{self.words} is {self.state.value} after {within_s:g} s, and goes on: ask again, or "
+            "cancel it",
             side="client",
             numbers={"within_s": within_s, "lease": self.key.lease},
         )
 
-    def __str__(self) -> str:
+    @property
+    def words(self) -> str:
+        """What it is, for people."""
         n_pages = sum(len(part.pages) for part in self.parts)
         verb = "save into" if self.to_pages else "load from"
         return f"the {verb} {n_pages} pages of lease {self.key.lease}"

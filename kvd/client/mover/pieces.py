@@ -60,6 +60,35 @@ class PieceUnits(NamedTuple):
     end: int
 
 
+class PoolPlace(NamedTuple):
+    """Of each page ``size`` bytes, ``stride`` apart, the first at ``offset``."""
+
+    offset: int
+    stride: int
+    size: int
+
+
+class PoolBytes(msgspec.Struct, frozen=True):
+    """The memory of one component in this process, and how its pages lie in it."""
+
+    address: int
+    size: int
+    places: tuple[PoolPlace, ...]
+
+
+def pool_bytes(component: ComponentMemory, address: int) -> PoolBytes:
+    """That of a component that is mapped there."""
+    places = [
+        PoolPlace(
+            offset=place.offset_bytes,
+            stride=place.page_stride_bytes,
+            size=math.prod(place.page_shape) * ITEM_BYTES[place.dtype],
+        )
+        for place in component.tensors
+    ]
+    return PoolBytes(address=address, size=component.total_bytes, places=tuple(places))
+
+
 class _PieceStretch(msgspec.Struct):
     """Bytes of a unit that are one piece on both sides; steps lead to the next one of its kind."""
 
@@ -226,3 +255,22 @@ def merged_pieces(columns: PieceColumns) -> PieceColumns:
     if first.size == sizes.size:
         return columns
     return PieceColumns(engine[first], pool[first], np.add.reduceat(sizes, first))
+
+
+def cut_pieces(columns: PieceColumns, limit_bytes: int) -> list[PieceColumns]:
+    """The same bytes in parts of so many each, but for the last; a piece may be cut."""
+    ends = np.cumsum(columns.sizes)
+    total = int(ends[-1])
+    found = []
+    for begin in range(0, total, limit_bytes):
+        end = min(begin + limit_bytes, total)
+        first = int(np.searchsorted(ends, np.uint64(begin), "right"))
+        last = int(np.searchsorted(ends, np.uint64(end), "left"))
+        engine, pool, sizes = (column[first : last + 1].copy() for column in columns)
+        skip = np.uint64(begin - (int(ends[first]) - int(sizes[0])))
+        sizes[-1] -= np.uint64(int(ends[last]) - end)
+        sizes[0] -= skip
+        engine[0] += skip
+        pool[0] += skip
+        found.append(PieceColumns(engine, pool, sizes))
+    return found

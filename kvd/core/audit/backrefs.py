@@ -88,7 +88,7 @@ class Backrefs:
     def engine_copies(self) -> Counter[int]:
         """By lease id, the copies of engines that are under way."""
         if self._engine_copies is None:
-            self._engine_copies = Counter([copy.lease.id for copy in self._node.engine_copies])
+            self._engine_copies = Counter([copy.lease for copy in self._node.engine_copies])
         return self._engine_copies
 
     @property

@@ -775,9 +775,9 @@ def register_faults(node: NodeView) -> Iterator[Fault]:
 
 def _engine_copy_faults(node: NodeView) -> Iterator[Fault]:
     for copy in node.engine_copies:
-        if node.leases.leases.get(copy.lease.id) is not copy.lease:
-            what = f"a copy of worker {copy.worker} is under way on lease {copy.lease.id}, "
-            yield Fault("I9", "engine-copy", f"{what}which is gone", lease=copy.lease.id)
+        if copy.lease not in node.leases.leases:
+            what = f"a copy of worker {copy.worker} is under way on lease {copy.lease}, "
+            yield Fault("I9", "engine-copy", f"{what}which is gone", lease=copy.lease)
 
 
 def _former_faults(node: NodeView) -> Iterator[Fault]:

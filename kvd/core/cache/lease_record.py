@@ -23,9 +23,9 @@ from kvd.core.cache.lease_state import LeaseStage
 from kvd.types import ID_BYTES, NO_PAGES, Pages, count, slice_pages
 
 if TYPE_CHECKING:
+    from kvd.core.cache.engine_copy import LeaseCopying
     from kvd.core.cache.lease import Claim, Demand, Lent, Quarantine, Saved
     from kvd.core.cache.radix_node import RadixNode
-    from kvd.core.leases.engine_copies import LeaseCopying
     from kvd.errors import Refusal
 
 

@@ -24,11 +24,11 @@ touch a page that one of them writes; nothing is written that a save under way w
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core.cache.engine_copy import EngineCopy, LeaseCopying, Way, overlap, told_part
 from kvd.core.cache.lease import COPY
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.leases.written import say_written, tokens_of_ranks
@@ -55,85 +55,6 @@ MOST_PARTS: Final = 16
 
 COPIES_NAMED: Final = 4
 """Of a lease, when somebody asks why."""
-
-
-class Way(enum.Enum):
-    """Which side is written."""
-
-    SAVE = "save"
-    """Pages of the lease, from blocks."""
-    LOAD = "load"
-    """Blocks of the engine, from pages."""
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class EngineCopy:
-    """One that is under way."""
-
-    __slots__ = (
-        *("call", "device", "from_token", "lease", "parts", "rank", "ranks", "since_s"),
-        *("upto_tokens", "way", "worker"),
-    )
-
-    def __init__(
-        self,
-        got: WorkerCopies,
-        message: CopyBegins,
-        lease: LeaseRecord,
-        from_token: int,
-        at_s: float,
-    ) -> None:
-        self.worker, self.call = got.worker, message.call
-        self.lease = lease
-        self.way = Way.SAVE if message.to_pages else Way.LOAD
-        self.parts = message.parts
-        self.from_token = from_token
-        """Of a save: the first token whose KV it writes; -1: none of the first component."""
-        self.upto_tokens = message.upto_tokens
-        self.rank, self.ranks = got.rank, got.ranks
-        self.device = message.device
-        self.since_s = at_s
-
-    @property
-    def n_pages(self) -> int:
-        """Of all parts."""
-        return sum([part.n_pages for part in self.parts])
-
-    def collides_with(self, other: EngineCopy) -> bool:
-        """Whether both touch a page that one of them writes, in the same part of it."""
-        return (
-            self.rank == other.rank
-            and Way.SAVE in (self.way, other.way)
-            and any(_overlap(mine, theirs) for mine in self.parts for theirs in other.parts)
-        )
-
-    def told(self, at_s: float) -> str:
-        """In words, for whoever asks."""
-        verb = "saving" if self.way is Way.SAVE else "loading"
-        what = " and ".join([_told(part) for part in self.parts])
-        rank = f" rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
-        where = f" on {self.device}" if self.device else ""
-        return f"{verb} {what} for{rank or ' its engine'}{where} since {_ms(at_s - self.since_s)}"
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class LeaseCopying:
-    """What is copied of one lease. ``ahead``: by rank, stretches of tokens saved behind a gap."""
-
-    __slots__ = ("ahead", "under_way")
-
-    def __init__(self) -> None:
-        self.under_way: list[EngineCopy] = []
-        self.ahead: dict[int, list[tuple[int, int]]] = {}
-
-    def unwritten_from(self, rank: int | None) -> int | None:
-        """The first token that a save under way writes, of one rank or of any; None: none does."""
-        saves = [
-            copy.from_token
-            for copy in self.under_way
-            if copy.from_token >= 0 and rank in {None, copy.rank}
-        ]
-        return min(saves, default=None)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -167,8 +88,8 @@ class EngineCopies:
         if refusal is not None:
             return refusal
         from_token = self._from_token(message)
-        copy = EngineCopy(got, message, lease, from_token, self._out.at_s)
-        refusal = self._beside_others(copy)
+        copy = EngineCopy(got, message, from_token, self._out.at_s)
+        refusal = self._beside_others(lease, copy)
         if refusal is not None:
             return refusal
         if copy.way is Way.SAVE and not lease.said:
@@ -189,12 +110,12 @@ class EngineCopies:
         if copy is None:
             why = f"this process has no copy {message.copy} under way"
             return self._refuse(Code.BAD_REQUEST, why)
-        lease = copy.lease
+        lease = self._lease_of(copy)
         before = lease.written_tokens
         assert lease.copying is not None  # it is under way there
         lease.copying.under_way.remove(copy)
         if message.is_done and copy.from_token >= 0:
-            self._saved(copy, lease.copying)
+            self._saved(copy, lease, lease.copying)
         self._out.emit(
             events.EngineCopied(
                 session=got.session,
@@ -209,7 +130,7 @@ class EngineCopies:
                 why="" if message.is_done else message.why or "it says no reason",
             )
         )
-        self._let_go(copy)
+        self._let_go(copy, lease)
         return lease if lease.written_tokens > before else None
 
     def gone(self, got: WorkerGone) -> None:
@@ -218,15 +139,15 @@ class EngineCopies:
 
     def session_gone(self, session: int) -> None:
         """The last process of an engine is gone."""
-        self._cut([copy for copy in self if copy.lease.session == session])
+        self._cut([copy for copy in self if copy.session == session])
 
     def _cut(self, copies: list[EngineCopy]) -> None:
         for copy in copies:
             del self.by_worker[copy.worker][copy.call]
             self._out.emit(
                 events.EngineCopied(
-                    session=copy.lease.session,
-                    lease=copy.lease.id,
+                    session=copy.session,
+                    lease=copy.lease,
                     way=copy.way.value,
                     device=copy.device,
                     rank=copy.rank,
@@ -234,9 +155,10 @@ class EngineCopies:
                     why="the process that made it is gone",
                 )
             )
-            assert copy.lease.copying is not None
-            copy.lease.copying.under_way.remove(copy)
-            self._let_go(copy)
+            lease = self._lease_of(copy)
+            assert lease.copying is not None
+            lease.copying.under_way.remove(copy)
+            self._let_go(copy, lease)
 
     # ---- what is refused ---------------------------------------------------------------------
 
@@ -253,14 +175,14 @@ class EngineCopies:
         if message.device and not message.device.isprintable():
             return self._refuse(Code.BAD_REQUEST, "the name of its device is not printable")
         for number, part in enumerate(message.parts):
-            if any(_overlap(part, other) for other in message.parts[:number]):
+            if any(overlap(part, other) for other in message.parts[:number]):
                 why = f"two parts of one copy have the same pages of {part.component}"
                 return self._refuse(Code.BAD_PAGES, why)
         return None
 
-    def _beside_others(self, copy: EngineCopy) -> Refusal | None:
+    def _beside_others(self, lease: LeaseRecord, copy: EngineCopy) -> Refusal | None:
         """Why it cannot be made beside what is under way, and beside what others have said."""
-        lease, at_s = copy.lease, self._out.at_s
+        at_s = self._out.at_s
         for other in lease.copying.under_way if lease.copying is not None else ():
             if copy.collides_with(other):
                 return self._refuse(
@@ -298,7 +220,7 @@ class EngineCopies:
         if first < 0 or n_pages < 1 or first + n_pages > count(row):
             return self._refuse(
                 Code.BAD_PAGES,
-                f"{_told(part)} of lease {lease.id}, whose row of {part.component} has "
+                f"{told_part(part)} of lease {lease.id}, whose row of {part.component} has "
                 f"{count(row)} pages",
                 first_page=first,
                 n_pages=n_pages,
@@ -310,14 +232,15 @@ class EngineCopies:
         if pages_sum(named) != part.pages_sum:
             return self._refuse(
                 Code.BAD_PAGES,
-                f"{_told(part)} of lease {lease.id} are others than this order names: they were "
-                "swapped since, order it anew with those that the lease has now",
+                f"{told_part(part)} of lease {lease.id} are others than this order names: they "
+                "were swapped since, order it anew with those that the lease has now",
                 first_page=first,
                 n_pages=n_pages,
             )
         if NULL_PAGE in page_ids(named):
             return self._refuse(
-                Code.BAD_PAGES, f"lease {lease.id} lacks some of {_told(part)}: its row has no page"
+                Code.BAD_PAGES,
+                f"lease {lease.id} lacks some of {told_part(part)}: its row has no page",
             )
         return None
 
@@ -361,8 +284,8 @@ class EngineCopies:
             return None
         return self._refuse(
             Code.BAD_REQUEST,
-            f"a save of {_told(part)} of lease {lease.id} ends with one of the tokens {low + 1} to "
-            f"{low + size}, not with {message.upto_tokens}",
+            f"a save of {told_part(part)} of lease {lease.id} ends with one of the tokens "
+            f"{low + 1} to {low + size}, not with {message.upto_tokens}",
             upto_tokens=message.upto_tokens,
         )
 
@@ -377,7 +300,7 @@ class EngineCopies:
             return None
         return self._refuse(
             Code.BAD_PAGES,
-            f"{_told(part)} of lease {lease.id} are not all written: KV of "
+            f"{told_part(part)} of lease {lease.id} are not all written: KV of "
             f"{lease.written_tokens} tokens is, which takes {written}",
             first_page=part.first_page,
             n_pages=part.n_pages,
@@ -398,9 +321,9 @@ class EngineCopies:
 
     # ---- what is written by it ---------------------------------------------------------------
 
-    def _saved(self, copy: EngineCopy, copying: LeaseCopying) -> None:
+    def _saved(self, copy: EngineCopy, lease: LeaseRecord, copying: LeaseCopying) -> None:
         """Count a save that is over, as far as nothing before it is lacking."""
-        lease, size = copy.lease, self._leases.page_size
+        size = self._leases.page_size
         upto = _of_rank(lease.said, copy.rank)
         ahead = copying.ahead.setdefault(copy.rank, [])
         ahead.append((copy.from_token, copy.upto_tokens))
@@ -409,17 +332,21 @@ class EngineCopies:
             upto = max(upto, ahead.pop(0)[1])
         if not ahead:
             del copying.ahead[copy.rank]
-        word = SayWritten(0, lease.id, upto, copy.rank, copy.ranks)
+        word = SayWritten(
+            call=0, lease=lease.id, upto_tokens=upto, rank=copy.rank, ranks=copy.ranks
+        )
         say_written(lease, word, count(lease.page_table) * size)
 
-    def _let_go(self, copy: EngineCopy) -> None:
-        lease = copy.lease
+    def _let_go(self, copy: EngineCopy, lease: LeaseRecord) -> None:
         if not self.by_worker.get(copy.worker):
             self.by_worker.pop(copy.worker, None)
         # The read first, as at the end of a fetch.
         self._leases.end_read(lease)
         if lease.copying is not None and not lease.copying.under_way:
             self._leases.release(lease, COPY, "copied")
+
+    def _lease_of(self, copy: EngineCopy) -> LeaseRecord:
+        return self._leases.leases[copy.lease]  # which the copy holds
 
     def _refuse(self, code: Code, message: str, **numbers: int) -> Refusal:
         return Refusal(code, message, side=self._name, numbers=dict(numbers))
@@ -428,21 +355,3 @@ class EngineCopies:
 def _of_rank(tokens: tuple[int, ...], rank: int) -> int:
     """What one process has said for all of them holds for each."""
     return tokens[rank] if len(tokens) > 1 else tokens[0]
-
-
-def _overlap(one: CopyPart, other: CopyPart) -> bool:
-    return (
-        one.component == other.component
-        and one.first_page < other.first_page + other.n_pages
-        and other.first_page < one.first_page + one.n_pages
-    )
-
-
-def _told(part: CopyPart) -> str:
-    last = part.first_page + part.n_pages - 1
-    pages = f"pages {part.first_page} to {last}" if part.n_pages != 1 else f"page {last}"
-    return f"{pages} of {part.component}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
