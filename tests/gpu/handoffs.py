@@ -1,4 +1,8 @@
-"""GB/s of handoffs between pools on a GPU and in DRAM, beside cudaMemcpy and bare NIXL."""
+"""GB/s of handoffs between pools on a GPU and in DRAM, beside cudaMemcpy and bare NIXL.
+
+And of what one daemon copies itself: the pages of a retracted lease, from its pool on the device to
+its saved area in host memory, and back.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +13,84 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import kvd.client
-from tests.support.daemons import LLAMA_8B, two_daemons
+from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_least, figure
+from tests.gpu.engine import device_runtime
+from tests.support.daemons import LLAMA_8B, one_daemon, two_daemons
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvd.bench.report import Measured
     from kvd.device.cuda import Runtime
+    from tests.gpu.results import Setting
 
 ROUNDS = 5
 PAGE_TOKENS, PAGE_MIB = 16, 2
 RAW_WITHIN_S = 60.0
+MIB, REHEARSED_MIB = 512, 32
+
+COLUMNS = (
+    ResultColumn("way", "way"),
+    ResultColumn("best_gb_s", "best GB/s", ".1f"),
+    ResultColumn("median_gb_s", "median", ".1f"),
+)
 
 
-class Row(NamedTuple):
-    """One line of the table: GB/s, the best and the median of the rounds."""
+def handoffs(setting: Setting) -> BenchmarkResult:
+    """Between two daemons, and what there is to compare them with."""
+    mib = setting.of(MIB, REHEARSED_MIB)
+    rows = (*_copies(device_runtime(), mib), *_bare(mib), *_handoffs(mib))
+    title = f"handoffs of {mib} MiB, from finish to done"
+    return BenchmarkResult(tables=(ResultTable(title, COLUMNS, rows),))
 
-    what: str
-    best: float
-    median: float
+
+def pools(setting: Setting) -> BenchmarkResult:
+    """A pool on the device, and host memory of the same daemon."""
+    device_runtime()
+    mib = setting.of(MIB, REHEARSED_MIB)
+    rows = tuple(_retractions(mib))
+    return BenchmarkResult(
+        tables=(ResultTable(f"{mib} MiB of a pool on a device, one daemon", COLUMNS, rows),),
+        goals=tuple(
+            at_least(f"GB/s, {row['way']}", 40.0, figure(row, "best_gb_s")) for row in rows
+        ),
+    )
 
 
-def copies(runtime: Runtime, mib: int) -> Iterator[Row]:
+def _retractions(mib: int) -> Iterator[Measured]:
+    pages = mib // PAGE_MIB
+    settings = {
+        **LLAMA_8B,
+        "pool.pages": str(pages + 1),
+        "pool.device": "cuda:0",
+        "pool.saved_size": f"{mib + 8 * PAGE_MIB}MiB",
+    }
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-gpu-") as directory,
+        one_daemon(Path(directory), settings) as daemon,
+        kvd.client.connect_sync(daemon.client, name="engine") as node,
+    ):
+        lease = node.lease(np.arange(pages * PAGE_TOKENS, dtype=np.int32), cache=False)
+        lease.written(pages * PAGE_TOKENS)
+        saved_s, restored_s = [], []
+        for _ in range(ROUNDS + 1):
+            began_s = time.perf_counter()
+            lease.retract()
+            between_s = time.perf_counter()
+            lease.resume()
+            saved_s.append(between_s - began_s)
+            restored_s.append(time.perf_counter() - between_s)
+        lease.release()
+    yield _row("retracted, device to host memory", mib * 2**20, saved_s[1:])
+    yield _row("resumed, host memory to device", mib * 2**20, restored_s[1:])
+
+
+def _copies(runtime: Runtime, mib: int) -> Iterator[Measured]:
     """cudaMemcpy, of pageable host memory."""
     size = mib * 2**20
     first, second = (runtime.allocate(0, size) for _ in range(2))
@@ -55,7 +111,7 @@ def copies(runtime: Runtime, mib: int) -> Iterator[Row]:
     runtime.free(second)
 
 
-def bare(mib: int) -> Iterator[Row]:
+def _bare(mib: int) -> Iterator[Measured]:
     command = [sys.executable, "-m", "tests.gpu.raw", str(mib), str(ROUNDS)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=RAW_WITHIN_S, check=False
@@ -63,10 +119,10 @@ def bare(mib: int) -> Iterator[Row]:
     if done.returncode:
         raise RuntimeError(f"bare NIXL failed: {done.stderr[-2000:]}")
     for what, best in json.loads(done.stdout.splitlines()[-1]).items():
-        yield Row(f"bare NIXL in one process, {what}", best, best)
+        yield {"way": f"bare NIXL in one process, {what}", "best_gb_s": best}
 
 
-def handoffs(mib: int) -> Iterator[Row]:
+def _handoffs(mib: int) -> Iterator[Measured]:
     """Two daemons on this host: from finish to done, of prompts that are nowhere cached."""
     pages = mib // PAGE_MIB + 1
     shape = {**LLAMA_8B, "pool.pages": str(pages), "pool.saved_size": "0KiB"}
@@ -103,6 +159,7 @@ async def _hand_over(prefill: str, decode: str, mib: int) -> list[float]:
     return took_s
 
 
-def _row(what: str, size: int, took_s: list[float]) -> Row:
+def _row(way: str, size: int, took_s: list[float]) -> Measured:
     ordered = sorted(took_s)
-    return Row(what, size / 1e9 / ordered[0], size / 1e9 / ordered[len(ordered) // 2])
+    rates = [size / 1e9 / one_s for one_s in (ordered[0], ordered[len(ordered) // 2])]
+    return {"way": way, "best_gb_s": rates[0], "median_gb_s": rates[1]}
