@@ -290,7 +290,7 @@ def test_what_does_not_say_where_it_lies_is_refused(daemon: WordsDaemon) -> None
         ([1], [0], "page 0 is none: they are 1 to 39"),
         ([1], [40], "page 40 is none"),
         ([1, 2], [3], "2 blocks and 1 pages"),
-        ([1, 2], [3, 3], "number 3 is twice among pages"),
+        ([1, 2], [3, 3], "number 3 is twice among the pages"),
         ([1.5], [3], "float64"),
         ([[1]], [3], "shape"),
         ([None], [3], "none of block numbers"),
@@ -443,9 +443,9 @@ def test_a_cancelled_order_is_over_when_nothing_of_it_moves(engine: Engine) -> N
 def test_a_close_waits_for_what_moves_and_ends_the_rest(engine: Engine) -> None:
     engine.daemon.hold()
     order = engine.save([3], [5])
+    engine.daemon.until(lambda: engine.daemon.said)
     closing = threading.Thread(target=engine.blocks.close)
     closing.start()
-    engine.daemon.until(lambda: engine.daemon.said)
     time.sleep(0.02)
     assert closing.is_alive()
     engine.daemon.answer()

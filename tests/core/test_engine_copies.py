@@ -312,6 +312,19 @@ def test_what_is_written_is_not_saved_over(engine):
     engine.refused(engine.begins(2, 4), Code.BAD_PAGES, "save from page 3 on")
 
 
+def test_a_page_is_saved_once(engine):
+    engine.over(engine.save(3, 5))
+    engine.refused(engine.begins(4, 6), Code.BAD_PAGES, "tokens 48 to 79 of lease 1 are saved")
+    engine.refused(engine.begins(0, 4), Code.BAD_PAGES, "a page is saved once")
+    engine.over(engine.save(0, 3))
+    assert engine.record.written_tokens == 80
+
+
+def test_a_page_with_some_written_tokens_is_not_saved_over(engine):
+    engine.side.call(client.SayWritten, lease=engine.lease, upto_tokens=20)
+    engine.refused(engine.begins(1, 3), Code.BAD_PAGES, "save from page 2 on")
+
+
 def test_what_an_event_may_make_written_is_not_saved_over(engine):
     engine.side.word(engine.lease, 48, 0, 1, after=b"e" * 64)
     engine.refused(engine.begins(0, 2), Code.BAD_PAGES, "save from page 3 on")

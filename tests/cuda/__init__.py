@@ -32,6 +32,8 @@ freeing memory, unregistering it and closing that   tests of the double alone
 of another process wait for the device
 in a global capture, all that waits, allocates,     ``test_what_waits_or_allocates_...``, of some
 registers or asks is refused (900)                  calls; a device may allow others
+a thread that keeps out of captures may ask and     ``test_a_thread_that_keeps_out_of_...``; a
+register memory during one                          device may refuse to register
 a process that was forked has no CUDA (3)           tests of the double alone
 a copy under way lands after its caller was killed  tests of the double alone; nobody has measured
 and reaped, those behind it do not                  it

@@ -34,6 +34,15 @@ TOKEN = b"S" + b"t" * 16
 HERE = Process(os.getpid(), started_ticks(os.getpid()) or 0)
 ELSEWHERE = Process(1, started_ticks(1) or 0)
 """A process that is alive and never attaches."""
+ANOTHER = Process(os.getppid(), started_ticks(os.getppid()) or 0)
+"""The same."""
+
+
+async def eventually(is_so: Callable[[], bool]) -> None:
+    """Within a second."""
+    async with asyncio.timeout(1.0):
+        while not is_so():  # noqa: ASYNC110 - counts, not an event
+            await asyncio.sleep(0.001)
 
 
 class Server(AttachListener):
@@ -349,3 +358,47 @@ def test_a_number_in_use_again_is_another_process(child):
     assert not is_alive(Process(child.pid, started))
     assert not is_alive(Process(child.pid))
     assert process_now(child.pid) == Process(child.pid, 1)
+
+
+# ---- what processes of before may still copy -----------------------------------------------------
+
+
+async def test_a_session_is_whole_when_its_other_processes_are_back_or_dead(start):
+    server = start(HERE, ELSEWHERE, ANOTHER)
+    back = await server.process(Attach("decode-0", resumes=TOKEN))
+    assert server.attach.whole == []
+
+    server.attach._dead(3, (ANOTHER,))
+    assert server.attach.whole == []
+    server.attach._dead(3, (ELSEWHERE,))
+
+    assert server.attach.whole == [3]
+    server.attach._dead(3, (ELSEWHERE,))
+    assert server.attach.whole == [3]
+    back.close()
+
+
+async def test_a_session_of_one_process_is_whole_when_that_is_back(start):
+    server = start(HERE)
+    back = await server.process(Attach("decode-0", resumes=TOKEN))
+    assert server.attach.whole == [3]
+    back.close()
+
+
+async def test_a_process_copies_no_more_when_it_has_left_or_is_dead_and_not_before(start):
+    server = start(HERE)
+    back = await server.process(Attach("decode-0", resumes=TOKEN))
+    leaves = await server.process(Join(TOKEN))
+    hangs_up = await server.process(Join(TOKEN))
+    numbers = sorted(server.attach._by_number)
+
+    leaves.close()
+    await eventually(lambda: server.attach.workers_gone == [numbers[-2]])
+    # Its process lives, so that it may still copy what it had begun.
+    hangs_up._sock.close()
+    await eventually(lambda: len(server.attach._connections) == 1)
+    assert server.attach.workers_gone == [numbers[-2]]
+
+    server.attach._dead(3, (process_now(os.getpid()),))
+    assert server.attach.workers_gone == numbers[-2:]
+    back.close()

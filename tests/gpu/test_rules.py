@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -447,3 +448,40 @@ def test_what_waits_or_allocates_spoils_a_capture(runtime, stream, name, argumen
 
     assert number == face.CAPTURE_UNSUPPORTED
     assert ended == face.CAPTURE_INVALIDATED
+
+
+@pytest.mark.parametrize("name", ["cudaStreamQuery", "cudaEventQuery", "cudaHostRegister"])
+def test_a_thread_that_keeps_out_of_captures_spoils_none(runtime, device, host, stream, name):
+    """So copies go on while an engine captures its graphs, in another thread."""
+    other = runtime.made("cudaStreamCreateWithFlags", 1)
+    event = runtime.made("cudaEventCreateWithFlags", 2)
+    memory = shared(4096)
+    arguments = {
+        "cudaStreamQuery": (other,),
+        "cudaEventQuery": (event,),
+        "cudaHostRegister": (address_of(memory), 4096, 0),
+    }
+    found = []
+
+    def keep_out() -> None:
+        mode = ctypes.c_int(face.CAPTURE_RELAXED)
+        runtime.good("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        found.append(mode.value)
+        found.append(runtime.batch(other, [(device, address_of(host), PIECE)]))
+        found.append(runtime.call("cudaEventRecord", event, other))
+        found.append(runtime.call(name, *arguments[name]))
+
+    runtime.good("cudaStreamBeginCapture", stream, face.CAPTURE_GLOBAL)
+    thread = threading.Thread(target=keep_out)
+    thread.start()
+    thread.join()
+    ended = captured(runtime, stream)
+    runtime.good("cudaStreamSynchronize", other)
+    if name == "cudaHostRegister":
+        runtime.good("cudaHostUnregister", address_of(memory))
+    runtime.good("cudaEventDestroy", event)
+    runtime.good("cudaStreamDestroy", other)
+
+    assert found[:3] == [face.CAPTURE_GLOBAL, face.OK, face.OK]
+    assert found[3] in {face.OK, face.NOT_READY}
+    assert ended == face.OK

@@ -15,7 +15,10 @@ from kvd.core.inputs import (
     FromWorker,
     HungUpOn,
     RankLeft,
+    SessionWhole,
     Unreadable,
+    WorkerCopies,
+    WorkerGone,
 )
 from kvd.daemon.attach import AttachServer
 from kvd.daemon.listeners import listen_at, remove_own
@@ -73,6 +76,10 @@ class ListenedAttach(AttachServer):
     ) -> None:
         self._path = path
         self._told = told
+        self.workers_gone: list[int] = []
+        """Connections of which it was said that they copy no more."""
+        self.whole: list[int] = []
+        """Sessions of before of which nobody is away."""
         node = SimpleNamespace(
             settings=SimpleNamespace(name="node-a", incarnation=incarnation),
             sessions=SimpleNamespace(by_id=_AnySession(), may_write=lambda _: True),
@@ -94,12 +101,20 @@ class ListenedAttach(AttachServer):
         remove_own(self._path, self._inode)
 
     def _fed(self, happened: object) -> None:
+        if isinstance(happened, WorkerGone):
+            self.workers_gone.append(happened.worker)
+        elif isinstance(happened, SessionWhole):
+            self.whole.append(happened.session)
+        else:
+            self._tell(happened)
+
+    def _tell(self, happened: object) -> None:
         match happened:
             case ClientJoined(session=session, name="", pid=pid):
                 self._told.joined(session, pid)
             case ClientJoined(session=session, name=name, pid=pid):
                 self._told.opened(session, name, pid)
-            case FromWorker():
+            case FromWorker() | WorkerCopies():
                 self._told.worker_said(happened)
             case RankLeft(session=session, rank=rank, ranks=ranks, pid=pid):
                 self._told.rank_left(session, rank, ranks, pid)
@@ -109,7 +124,9 @@ class ListenedAttach(AttachServer):
                 self._told.hung_up_on(session, why, pids)
             case Unreadable(sender=sender, refusal=why):
                 self._told.refused(int(sender.removeprefix("pid ")), why)
-            case ClientCameBack(session=session, pid=pid, leases=leases):
+            case ClientCameBack(session=session, pid=pid, leases=leases, is_whole=is_whole):
+                if is_whole:
+                    self.whole.append(session)
                 self._told.returned(session, pid, leases)
             case _:
                 raise AssertionError(happened)

@@ -62,13 +62,14 @@ class EngineBlocks:
         self,
         mover: Mover,
         given: GivenMemory,
-        check: Callable[[LeaseKey], None],
+        checks: Sequence[Callable[[LeaseKey], None]],
     ) -> None:
         """Use ``Worker.blocks`` or ``Node.blocks``."""
         self._mover = mover
         self._tables = given.tables
+        self._ranks = given.ranks
         self._keep: list[object] | None = given.keep
-        self._check = check
+        self._checks = checks
         self._uses = {name: _BlockUses(name, n) for name, n in given.block_counts.items()}
         self._lock = threading.Lock()
         self._open: set[PendingCopy] = set()
@@ -89,6 +90,7 @@ class EngineBlocks:
         Raises:
             KvdError: ``post-failed`` when the device refuses.
         """
+        self._mover.require_alive()
         return self._mover.lane.mark(stream)
 
     def begin_save(
@@ -98,7 +100,7 @@ class EngineBlocks:
         *,
         pages: Mapping[str, PageNumbers] | None = None,
         first_page: Mapping[str, int] | int = 0,
-        upto_tokens: int = 0,
+        upto_tokens: int | None = None,
         after: object = None,
     ) -> PendingCopy:
         """Fill pages of a lease from blocks; once it is done, ``written`` counts it by itself.
@@ -111,7 +113,7 @@ class EngineBlocks:
             first_page: where the first of them is in the lease's row of that component; one number
                 for all, or by component.
             upto_tokens: the KV of all tokens below is in the pages once this is done and those
-                before it are.
+                before it are; left out, of as many as the pages have room for.
             after: a mark, behind which the blocks are written; left out: one that is set now.
 
         Raises:
@@ -124,7 +126,7 @@ class EngineBlocks:
             blocks,
             pages,
             first_page,
-            upto_tokens=whole(upto_tokens, "upto_tokens"),
+            upto_tokens=None if upto_tokens is None else whole(upto_tokens, "upto_tokens"),
             after=after,
             to_pages=True,
         )
@@ -146,7 +148,7 @@ class EngineBlocks:
             KvdError: as ``begin_save``; also for blocks that another order reads.
         """
         return self._begin(
-            lease, blocks, pages, first_page, upto_tokens=0, after=after, to_pages=False
+            lease, blocks, pages, first_page, upto_tokens=None, after=after, to_pages=False
         )
 
     def close(self) -> None:
@@ -177,19 +179,24 @@ class EngineBlocks:
         pages: Mapping[str, PageNumbers] | None,
         first_page: Mapping[str, int] | int,
         *,
-        upto_tokens: int,
+        upto_tokens: int | None,
         after: object,
         to_pages: bool,
     ) -> PendingCopy:
         key = lease if isinstance(lease, LeaseKey) else lease.key
-        self._check(key)
+        for check in self._checks:
+            check(key)
         parts = [
             self._part(lease, name, numbers, pages, first_page, to_pages=to_pages)
             for name, numbers in blocks.items()
         ]
+        # What a save has written is counted in tokens of the first component.
+        parts.sort(key=lambda part: self._ranks[part.table.component])
         if not any(part.units for part in parts):
             raise _bad(f"an order of no block for lease {key.lease}: leave it out")
-        after = self._mover.lane.mark() if after is None else after
+        after = self.mark() if after is None else after
+        if upto_tokens is None:
+            upto_tokens = parts[0].end_token if to_pages else 0
         copy = PendingCopy(key, parts, to_pages=to_pages, upto_tokens=upto_tokens, after=after)
         with self._lock:
             if self._is_closed:
@@ -234,19 +241,21 @@ class EngineBlocks:
         _check_lengths(table, found, page_numbers)
         if first < 0:
             raise _bad(f"first_page is {first}: it is counted from the first page of the lease")
-        _check_once(page_numbers if to_pages else found, "pages" if to_pages else "blocks")
+        _check_once(found, "blocks")
+        if to_pages:
+            _check_once(page_numbers, "pages that are written")
         return OrderPart(
             table, found, page_numbers, first, pages_sum(page_numbers.astype("<i4").tobytes())
         )
 
     def _over(self, copy: PendingCopy) -> None:
+        if not copy.safe():
+            return  # in doubt: nobody can tell that its blocks are not used any more
         with self._lock:
             self._open.discard(copy)
-            # Of one in doubt the blocks stay what they are: nobody can tell that they are not used.
-            if copy.safe():
-                for part in copy.parts:
-                    uses = self._uses[part.table.component]
-                    uses.give_back(part.blocks, is_written=not copy.to_pages)
+            for part in copy.parts:
+                uses = self._uses[part.table.component]
+                uses.give_back(part.blocks, is_written=not copy.to_pages)
 
 
 class _BlockUses:
@@ -278,14 +287,14 @@ class _BlockUses:
         if is_written:
             self._is_written[blocks] = True
         else:
-            np.add.at(self._reads, blocks, 1)
+            self._reads[blocks] += 1
 
     def give_back(self, blocks: Numbers, *, is_written: bool) -> None:
         """One use less."""
         if is_written:
             self._is_written[blocks] = False
         else:
-            np.subtract.at(self._reads, blocks, 1)
+            self._reads[blocks] -= 1
 
 
 class GivenMemory:
@@ -294,6 +303,8 @@ class GivenMemory:
     def __init__(self) -> None:
         self.tables: dict[str, PieceTable] = {}
         self.block_counts: dict[str, int] = {}
+        self.ranks: dict[str, int] = {}
+        """By component, which of the pool's it is."""
         self.layouts: list[BlockLayout] = []
         self.pools: list[PoolBytes] = []
         self.keep: list[object] = []
@@ -322,6 +333,7 @@ def given_memory(pool: Pool, caches: Caches, *, block_size: int, shard: int) -> 
     names = {part.name for part in pool.memory.components}
     by_component = caches if caches and set(caches) <= names and _all_maps(caches) else None
     given = GivenMemory()
+    given.ranks = {part.name: rank for rank, part in enumerate(pool.memory.components)}
     for name, layers in (by_component or {first: caches}).items():
         laid_out = _layers(layers)
         counts = {layout.n_blocks for layouts in laid_out for layout in layouts}
@@ -336,7 +348,7 @@ def given_memory(pool: Pool, caches: Caches, *, block_size: int, shard: int) -> 
             address=memory.ctypes.data,
         )
         given.block_counts[name] = counts.pop()
-        given.pools.append(pool_bytes(part, memory.ctypes.data))
+        given.pools.append(pool_bytes(part, memory))
         given.keep += [memory, layers]
         given.layouts += [layout for layouts in laid_out for layout in layouts]
     _check_apart(given.layouts, given.pools)
@@ -437,14 +449,16 @@ def _check_lengths(table: PieceTable, blocks: Numbers, pages: Numbers) -> None:
 
 def _check_once(numbers: Numbers, what: str) -> None:
     """Refuse to write the same twice: which of the two would be there is chance."""
-    if len(np.unique(numbers)) != len(numbers):
-        found, counts = np.unique(numbers, return_counts=True)
-        twice = int(found[int(counts.argmax())])
-        raise _failure(
-            Code.BAD_PAGES,
-            f"number {twice} is twice among {what} that are written",
-            number=twice,
-        )
+    known: set[int] = set()
+    listed = numbers.tolist()
+    if len(set(listed)) == len(listed):
+        return
+    for number in listed:
+        if number in known:
+            raise _failure(
+                Code.BAD_PAGES, f"number {number} is twice among the {what}", number=number
+            )
+        known.add(number)
 
 
 def _bad(message: str) -> KvdError:

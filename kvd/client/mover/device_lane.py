@@ -66,12 +66,19 @@ class StreamOfTorch(Protocol):
 
 
 class DeviceMark:
-    """An event that was recorded in a stream of the engine."""
+    """An event that was recorded in a stream of the engine; for as many orders as it is given to.
 
-    __slots__ = ("event",)
+    When nobody has it any more, its event is another's.
+    """
 
-    def __init__(self, event: int) -> None:
+    __slots__ = ("_free", "event")
+
+    def __init__(self, event: int, free: list[int]) -> None:
         self.event = event
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self.event)
 
 
 class DeviceCopy:
@@ -196,6 +203,8 @@ class DeviceLane:
         """Those that nobody waits for."""
         self._registering: dict[int, threading.Thread] = {}
         self._registered: list[int] = []
+        self._pinned: list[object] = []
+        """What must stay mapped as long as it is registered."""
         self._is_closing = False
         with _refused("making two streams for copies"), runtime.on(device):
             self._streams = {
@@ -223,6 +232,7 @@ class DeviceLane:
                     self._memory.add(stretch)
             for pool in pools:
                 if pool.address not in self._registering:
+                    self._pinned.append(pool.memory)
                     thread = threading.Thread(
                         target=self._register, args=(pool,), name="kvd-register", daemon=True
                     )
@@ -294,7 +304,7 @@ class DeviceLane:
                 # The default stream is that of the device of the thread.
                 with self._runtime.on(self._number):
                     self._runtime.record(event, number)
-        return DeviceMark(event)
+        return DeviceMark(event, self._events)
 
     def has_come(self, mark: object) -> bool:
         """Whether all before the mark is done; on the mover's thread.
@@ -303,11 +313,6 @@ class DeviceLane:
             LaneDead: the device has failed.
         """
         return not isinstance(mark, DeviceMark) or self._has_come(mark.event)
-
-    def forget(self, mark: object) -> None:
-        """Its event is another's."""
-        if isinstance(mark, DeviceMark):
-            self._events.append(mark.event)
 
     def has_ended(self, event: int) -> bool:
         """Whether what is before an event of this lane is done; once, then it is another's."""
@@ -388,16 +393,23 @@ class DeviceLane:
         for thread in list(self._registering.values()):
             thread.join()
         try:
+            for address in self._registered:
+                self._memory.forget(address)
+            for stage in self._stages.values():
+                stage.close()
             for stream in self._streams.values():
                 stream.close()
             for event in self._events:
                 self._runtime.destroy(event)
-            for stage in self._stages.values():
-                stage.close()
-            for address in self._registered:
-                self._memory.forget(address)
         except CudaError as error:
+            # What is pinned must not be unmapped: something else may come to lie there.
+            _STILL_PINNED.append(self)
             log.warning("%s took back not all that copies had of it: %s", self.device, error)
+        else:
+            self._pinned.clear()
+
+
+_STILL_PINNED: Final[list[DeviceLane]] = []
 
 
 @contextlib.contextmanager

@@ -101,9 +101,6 @@ class HostLane:
         """Whether what was before the mark is done."""
         return mark is None or mark is CopyMark.COME
 
-    def forget(self, mark: object) -> None:
-        """Nobody waits for it any more."""
-
     def enter(self) -> None:
         """The mover's thread begins here."""
 

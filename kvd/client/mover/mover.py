@@ -49,6 +49,12 @@ NAP_S: Final = 0.001
 """The same after nothing has come for ``LOOK_SLOWER_AFTER_S``."""
 LOOK_SLOWER_AFTER_S: Final = 0.05
 
+ASKED_AT_ONCE: Final = 256
+"""So many copies the daemon keeps pages for at most; it takes 1,024 of a process."""
+
+MARKS_AT_ONCE: Final = 4
+"""Marks that have not come are looked at so many in a turn: each is a call to the device."""
+
 AGING_BYTES_PER_S: Final = 4 * 2**30
 """By so much an order counts as shorter for each second that it has waited."""
 
@@ -103,10 +109,6 @@ class CopyLane(Protocol):
 
     def has_come(self, mark: object) -> bool:
         """Whether all that is done."""
-        ...
-
-    def forget(self, mark: object) -> None:
-        """Nobody waits for it any more."""
         ...
 
     def enter(self) -> None:
@@ -216,7 +218,7 @@ class Mover:
         self._check = check
         self._mark_within_s = mark_within_s
         self._new: deque[PendingCopy] = deque()
-        self._waiting: list[PendingCopy] = []
+        self._waiting: deque[PendingCopy] = deque()
         self._asking: dict[PendingWord, PendingCopy] = {}
         self._moving: list[_Moving] = []
         self._unsaid: list[_Moving] = []
@@ -240,16 +242,24 @@ class Mover:
         """Whether the daemon keeps no page for a copy of this process; for any thread."""
         return not self._under_way
 
+    def require_alive(self) -> None:
+        """Refuse what could not be seen through.
+
+        Raises:
+            KvdError: nothing is any more.
+        """
+        why = self._dead or self._closing
+        if why is not None:
+            raise KvdError(why)
+
     def order(self, copy: PendingCopy) -> None:
         """See this one through.
 
         Raises:
-            KvdError: nothing is seen through any more.
+            KvdError: as ``require_alive``.
         """
         with self._lock:
-            why = self._dead or self._closing
-            if why is not None:
-                raise KvdError(why)
+            self.require_alive()
             copy.begun(self._bell.ring)
             self._new.append(copy)
         self._bell.ring()
@@ -318,15 +328,14 @@ class Mover:
 
     def _take_new(self) -> None:
         while self._new:
-            copy = self._new.popleft()
-            self._waiting.append(copy)
+            self._waiting.append(self._new.popleft())
 
     def _sleep(self) -> None:
         looks = self.lane.polls and (self._moving or self._waiting)
         if looks:
             idle_s = time.monotonic() - self._idle_since_s
             within_s = LOOK_SLOWER_S if idle_s > LOOK_SLOWER_AFTER_S else LOOK_EVERY_S
-        elif self._unsaid:
+        elif self._unsaid or self._waiting:
             within_s = LOOK_SLOWER_S
         else:
             within_s = ANSWER_LOOK_S if self._open() else 3600.0
@@ -334,40 +343,52 @@ class Mover:
         self._bell.sleep(within_s, fd)
 
     def _look_at_marks(self) -> bool:
-        """Ask the daemon for those whose marks have come."""
-        now_s = time.monotonic()
-        left = [copy for copy in self._waiting if self._leaves(copy, now_s)]
-        for copy in left:
-            self._waiting.remove(copy)
-        return bool(left)
+        """Ask the daemon for those whose marks have come.
+
+        Each time for a few marks that have not: those of the last steps come in their order.
+        """
+        now_s, is_busy = time.monotonic(), False
+        late: set[object] = set()
+        for _ in range(len(self._waiting)):
+            if len(late) >= MARKS_AT_ONCE or len(self._under_way) >= ASKED_AT_ONCE:
+                break
+            # It leaves the queue when all that may fail is done: a lane that dies here finds it.
+            copy = self._waiting[0]
+            is_late = copy.after in late and self._why_dropped(copy) is None
+            if not is_late and not self._leaves(copy, now_s):
+                late.add(copy.after)
+            if copy.state is CopyState.WAITING:
+                self._waiting.rotate(-1)
+            else:
+                self._waiting.popleft()
+                is_busy = True
+        return is_busy
+
+    def _why_dropped(self, copy: PendingCopy) -> Refusal | None:
+        """Why one is not begun, whether its mark comes or not."""
+        if copy.is_cancelled:
+            return _cancelled(copy)
+        return self._dead or self._closing
 
     def _leaves(self, copy: PendingCopy, now_s: float) -> bool:
-        """Whether it waits for its mark no more."""
-        why = self._dead or self._closing or (_cancelled(copy) if copy.is_cancelled else None)
+        """Whether its mark has come, or it waits for it no more."""
+        why = self._why_dropped(copy)
+        if why is None and not self.lane.has_come(copy.after):
+            if now_s - copy.ordered_s < self._mark_within_s:
+                return False
+            why = _no_mark(copy, self._mark_within_s)
+            log.warning("%s", why.message)
         if why is not None:
-            self._drop(copy, why)
+            copy.end(why)
             return True
         try:
-            if not self.lane.has_come(copy.after):
-                if now_s - copy.ordered_s < self._mark_within_s:
-                    return False
-                why = _no_mark(copy, self._mark_within_s)
-                log.warning("%s", why.message)
-                # Its event is nobody else's: it may come yet.
-                copy.end(why)
-                return True
-            self.lane.forget(copy.after)
-            copy.after = None
             self._check(copy.key)
             self._ask(copy)
         except KvdError as error:
-            self._drop(copy, error.refusal)
+            # Where the daemon lives and has not read what was said before, it is said later.
+            if self._words.end is not None or not error.retryable:
+                copy.end(error.refusal)
         return True
-
-    def _drop(self, copy: PendingCopy, why: Refusal) -> None:
-        """End one of which no byte has moved, and for which nothing is kept."""
-        self.lane.forget(copy.after)
-        copy.end(why)
 
     def _ask(self, copy: PendingCopy) -> None:
         parts = tuple(
@@ -379,7 +400,6 @@ class Mover:
             )
             for part in copy.parts
         )
-        copy.state = CopyState.ASKING
         self._under_way.add(copy)
         try:
             word = self._words.begin(
@@ -396,6 +416,7 @@ class Mover:
         except KvdError:
             self._under_way.discard(copy)
             raise
+        copy.state = CopyState.ASKING
         self._asking[word] = copy
 
     def _hear(self) -> bool:
@@ -412,7 +433,10 @@ class Mover:
                 continue
             copy.waited_s = time.monotonic() - copy.ordered_s
             copy.state = CopyState.MOVING
-            self._moving.append(_Moving(copy, word.call, self.lane.chunk_bytes))
+            moving = _Moving(copy, word.call, self.lane.chunk_bytes)
+            if self._dead is not None:
+                moving.fault = LaneDead(self._dead.message)
+            self._moving.append(moving)
         ended = [word for word in self._ending if word.is_over]
         for word in ended:
             self._over(self._ending.pop(word), word.refusal)
@@ -506,7 +530,9 @@ class Mover:
 
     def _over(self, moving: _Moving, refusal: Refusal | None) -> None:
         self._under_way.discard(moving.copy)
-        if moving.fault is not None:
+        if isinstance(moving.fault, LaneDead) and self._dead is not None:
+            refusal = self._dead
+        elif moving.fault is not None:
             refusal = _failed(moving.copy, moving.fault)
         elif moving.left_bytes:
             refusal = _cancelled(moving.copy)

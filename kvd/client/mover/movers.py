@@ -12,6 +12,7 @@ from kvd.client.mover.blocks import EngineBlocks, given_memory
 from kvd.client.mover.engine_memory import HOST
 from kvd.client.mover.host_lane import HostLane
 from kvd.client.mover.mover import MARK_WITHIN_S, Bell, Mover
+from kvd.errors import KvdError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,13 +53,14 @@ class Movers:
         mark_within_s: float = MARK_WITHIN_S,
         check: Check | None = None,
     ) -> EngineBlocks:
-        """As ``Worker.blocks``."""
+        """As ``Worker.blocks``; ``check`` refuses keys as well."""
+        checks = (self._check,) if check is None else (self._check, check)
         given = given_memory(pool, caches, block_size=block_size, shard=shard)
         if given.device == HOST:
             mover = self._mover(HOST, threads, mark_within_s)
         else:
             mover = self._mover_of_device(given, mark_within_s)
-        return EngineBlocks(mover, given, check or self._check)
+        return EngineBlocks(mover, given, checks)
 
     @property
     def doubt(self) -> Refusal | None:
@@ -90,7 +92,12 @@ class Movers:
             found = self._movers.get((f"cuda:{number}", 0))
             lane = found.lane if found is not None else DeviceLane(runtime, number)
             assert isinstance(lane, DeviceLane)
-            lane.knows(given.layouts, given.pools)
+            try:
+                lane.knows(given.layouts, given.pools)
+            except KvdError:
+                if found is None:
+                    lane.close()
+                raise
             return found or self._begun((lane.device, 0), lane, Bell(), mark_within_s)
 
     def _begun(

@@ -75,6 +75,11 @@ class OrderPart:
         self.page_sum = page_sum
         self.units = table.units(len(blocks), len(pages))
 
+    @property
+    def end_token(self) -> int:
+        """The token behind all that its pages have room for."""
+        return (self.first_page + len(self.pages)) * self.table.page_size
+
 
 class PendingCopy:
     """An order under way. ``poll`` it, wait for its ``result``, or ``await`` it.
@@ -184,6 +189,7 @@ class PendingCopy:
     def end(self, refusal: Refusal | None, *, is_doubted: bool = False) -> None:
         """It is over; only by who sees it through, once."""
         self.refusal = refusal
+        self.after = None
         with self._lock:
             self.state = CopyState.DOUBT if is_doubted else CopyState.OVER
             over, wakes, self._wakes = self._over, self._wakes, []

@@ -68,16 +68,25 @@ class PoolPlace(NamedTuple):
     size: int
 
 
-class PoolBytes(msgspec.Struct, frozen=True):
+class PoolBytes(NamedTuple):
     """The memory of one component in this process, and how its pages lie in it."""
 
-    address: int
-    size: int
+    memory: NDArray[np.uint8]
     places: tuple[PoolPlace, ...]
 
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self.memory.ctypes.data
 
-def pool_bytes(component: ComponentMemory, address: int) -> PoolBytes:
-    """That of a component that is mapped there."""
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.memory.nbytes
+
+
+def pool_bytes(component: ComponentMemory, memory: NDArray[np.uint8]) -> PoolBytes:
+    """How the pages of a component lie in its memory."""
     places = [
         PoolPlace(
             offset=place.offset_bytes,
@@ -86,7 +95,7 @@ def pool_bytes(component: ComponentMemory, address: int) -> PoolBytes:
         )
         for place in component.tensors
     ]
-    return PoolBytes(address=address, size=component.total_bytes, places=tuple(places))
+    return PoolBytes(memory, tuple(places))
 
 
 class _PieceStretch(msgspec.Struct):
@@ -122,7 +131,7 @@ class PieceTable:
         address: int,
     ) -> None:
         self.component = component.name
-        page_size = component.page_size
+        page_size = self.page_size = component.page_size
         if block_size < 1 or (page_size % block_size and block_size % page_size):
             raise unfit(
                 f"blocks of {block_size} tokens and pages of {page_size}: one must be a multiple "

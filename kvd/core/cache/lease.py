@@ -40,7 +40,10 @@ COPIES = frozenset({SAVE, RESTORE, FETCH, COPY})
 """Those that read or write pages for a copy."""
 
 LASTING = frozenset({COPY, FORMER_COPY})
-"""Those that go on when this process ends: what they hold is nobody else's over a restart."""
+"""Copies that go on when this process ends: what they hold is nobody else's over a restart."""
+
+OUTLIVING = LASTING | {ENGINE}
+"""Holders for whose sake pages stay noted as somebody's."""
 
 UNPROVEN = "unproven"
 """The holder of pages that only leases of before a restart may still read."""

@@ -250,10 +250,12 @@ class EngineCopies:
         if keeper is None:
             # An event that was named for some of it may come at any moment.
             ranks = tokens_of_ranks(lease) if lease.said else (lease.written_tokens,)
-            written = _of_rank(ranks, got.rank) // self._leases.page_size
+            # Also a page of which only the first tokens are written: a save of it that fails half
+            # way would have damaged them.
+            written = self._leases.pages_for(_of_rank(ranks, got.rank))
             first = max(lease.owned, written)
             if part.first_page >= first:
-                return None
+                return self._saved_ahead(got, lease, part)
             return self._refuse(
                 Code.BAD_PAGES,
                 f"page {part.first_page} of lease {lease.id} is written already and others may "
@@ -273,6 +275,21 @@ class EngineCopies:
             "and others read it",
             page=foreign[0],
         )
+
+    def _saved_ahead(self, got: WorkerCopies, lease: LeaseRecord, part: CopyPart) -> Refusal | None:
+        """Why it may not write what has been saved behind a gap, and counts when that is closed."""
+        copying, size = lease.copying, self._leases.page_size
+        begin, end = part.first_page * size, (part.first_page + part.n_pages) * size
+        for first, last in copying.ahead.get(got.rank, ()) if copying is not None else ():
+            if first < end and begin < last:
+                return self._refuse(
+                    Code.BAD_PAGES,
+                    f"tokens {first} to {last - 1} of lease {lease.id} are saved already: a page "
+                    "is saved once",
+                    first_token=first,
+                    end_token=last,
+                )
+        return None
 
     def _bad_end(self, lease: LeaseRecord, message: CopyBegins) -> Refusal | None:
         """Why its save cannot end with that token."""

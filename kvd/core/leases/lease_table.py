@@ -32,7 +32,7 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.eviction import eviction_order
-from kvd.core.cache.lease import COPIES, COPY, ENGINE, LASTING, Claimed, Demand, Shortage
+from kvd.core.cache.lease import COPIES, COPY, ENGINE, OUTLIVING, Claimed, Demand, Shortage
 from kvd.core.cache.lease_record import LeaseRecord, LeaseSends
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.cache.moved_pages import MovedPages
@@ -742,7 +742,9 @@ class LeaseTable:
                 # The last send is over: the next slide may give back what was kept for it.
                 lease.sends = None
             elif (
-                holder == ENGINE and self._journal is not None and lease.holders.isdisjoint(LASTING)
+                self._journal is not None
+                and holder in OUTLIVING
+                and lease.holders.isdisjoint(OUTLIVING)
             ):
                 # Only a transfer or a copy of ours is left, and those end with this process.
                 self._journal.note_freed(lease.held)
