@@ -108,8 +108,8 @@ class CopyBegins(msgspec.Struct, frozen=True, tag="copy-begins"):
     call: Call
     lease: Figure
     to_pages: bool
-    """A save, which writes the pages; otherwise they are read. A page is saved once, so one that is
-    not full yet is saved last."""
+    """A save, which writes the pages; otherwise they are read. A page is saved once, but for
+    one that was not full and that nobody is sent: until the save is over none of it is written."""
     parts: tuple[CopyPart, ...]
     upto_tokens: Figure = 0
     """Of a save: KV of the tokens below is in the pages when it is over, from the first of them."""

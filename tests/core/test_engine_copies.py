@@ -320,9 +320,53 @@ def test_a_page_is_saved_once(engine):
     assert engine.record.written_tokens == 80
 
 
-def test_a_page_with_some_written_tokens_is_not_saved_over(engine):
+def test_a_page_that_was_not_full_is_saved_anew_and_is_not_written_meanwhile(engine):
     engine.side.call(client.SayWritten, lease=engine.lease, upto_tokens=20)
+    copy = engine.save(1, 3)
+    assert engine.record.written_tokens == 16
+    again = engine.begins(1, 2, to_pages=False, upto_tokens=0)
+    engine.refused(again, Code.BAD_PAGES, "are not all written: KV of 16 tokens is")
+    engine.over(copy, is_done=False, why="half of it")
+    assert engine.record.written_tokens == 16
+    engine.over(engine.save(1, 3))
+    assert engine.record.written_tokens == 48
+
+
+def test_a_page_that_any_rank_loads_is_not_saved_anew(engine):
+    engine.side.call(client.SayWritten, lease=engine.lease, upto_tokens=20, rank=0, ranks=2)
+    engine.side.call(client.SayWritten, lease=engine.lease, upto_tokens=20, rank=1, ranks=2)
+    load = engine.begins(0, 2, to_pages=False, upto_tokens=0)
+    assert engine.side.copy_said(load, rank=1, ranks=2, worker=2) is None
+
+    refusal = engine.side.copy_said(engine.begins(1, 3), rank=0, ranks=2)
+
+    assert refusal is not None
+    assert "loading pages 0 to 1 of kv for rank 1 of 2" in refusal.message
+
+
+def test_a_page_with_some_written_tokens_is_not_saved_over_while_it_is_sent(engine):
+    engine.side.call(client.SayWritten, lease=engine.lease, upto_tokens=20)
+    engine.side.call(client.SendRequest, PROMPT, room=7, lease=engine.lease)
     engine.refused(engine.begins(1, 3), Code.BAD_PAGES, "save from page 2 on")
+
+
+def test_what_was_received_goes_on_in_its_last_page():
+    world = World()
+    sender = Engine(world)
+    world.p.write(sender.row, PROMPT)
+    sender.over(sender.save(0, 7))
+    world.d.call(client.ReceiveRequest, PROMPT, room=7, source=("p",), reserve_tokens=28)
+    world.p.call(client.HandOver, room=7, lease=sender.lease, aux=b"a")
+    received = world.d.take()[-1]
+    engine = Engine.__new__(Engine)
+    engine.world, engine.side, engine.toks, engine.calls = world, world.d, tokens((1, 128)), 500
+    engine.lease, engine.row = received.lease, received.pages
+
+    engine.over(engine.load(0, 7))
+    engine.over(engine.save(6, 8))
+    world.d.call(client.CommitLease, tokens((101, 28)), lease=engine.lease)
+
+    assert engine.record.owned == 8
 
 
 def test_what_an_event_may_make_written_is_not_saved_over(engine):

@@ -126,6 +126,8 @@ class Run:
                 for k in range(first, end)
             ]
             assert moving.before == wanted, "a load was let read what nobody has written"
+        if is_save:  # one that was not full is saved anew
+            mine.saved[rank] -= set(range(first, end))
         self.moving[worker, message.call] = moving
         done["save" if is_save else "load"] += 1
 

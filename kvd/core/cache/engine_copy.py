@@ -54,11 +54,12 @@ class EngineCopy:
 
     def collides_with(self, other: EngineCopy) -> bool:
         """Whether both touch a page that one of them writes, in the same part of it."""
-        return (
-            self.rank == other.rank
-            and Way.SAVE in (self.way, other.way)
-            and any(overlap(mine, theirs) for mine in self.parts for theirs in other.parts)
-        )
+        is_written = Way.SAVE in (self.way, other.way)
+        return self.rank == other.rank and is_written and self.meets(other)
+
+    def meets(self, other: EngineCopy) -> bool:
+        """Whether both touch a page."""
+        return any(overlap(mine, theirs) for mine in self.parts for theirs in other.parts)
 
     def told(self, at_s: float) -> str:
         """In words, for whoever asks."""

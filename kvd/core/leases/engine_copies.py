@@ -92,10 +92,8 @@ class EngineCopies:
         refusal = self._beside_others(lease, copy)
         if refusal is not None:
             return refusal
-        if copy.way is Way.SAVE and not lease.said:
-            # Said from now on, however little: a commit without a number must not mean all that is
-            # known while the first of it is still to be copied.
-            lease.said = (lease.written_tokens,) * copy.ranks
+        if from_token >= 0:
+            self._say_no_more(lease, copy)
         if lease.copying is None:
             lease.copying = LeaseCopying()
         lease.copying.under_way.append(copy)
@@ -183,8 +181,10 @@ class EngineCopies:
     def _beside_others(self, lease: LeaseRecord, copy: EngineCopy) -> Refusal | None:
         """Why it cannot be made beside what is under way, and beside what others have said."""
         at_s = self._out.at_s
+        # One that was not full and was read as far as it was, maybe by ranks that write none of it.
+        is_anew = 0 <= copy.from_token < lease.written_tokens
         for other in lease.copying.under_way if lease.copying is not None else ():
-            if copy.collides_with(other):
+            if copy.collides_with(other) or (is_anew and copy.meets(other)):
                 return self._refuse(
                     Code.WRONG_STATE,
                     f"a copy of the same pages of lease {lease.id} is under way, "
@@ -248,12 +248,7 @@ class EngineCopies:
         """Why a save may not write them: others may read what is cached, or said to be written."""
         keeper = self._leases.components.named(part.component)
         if keeper is None:
-            # An event that was named for some of it may come at any moment.
-            ranks = tokens_of_ranks(lease) if lease.said else (lease.written_tokens,)
-            # Also a page of which only the first tokens are written: a save of it that fails half
-            # way would have damaged them.
-            written = self._leases.pages_for(_of_rank(ranks, got.rank))
-            first = max(lease.owned, written)
+            first = max(lease.owned, self._first_unwritten(lease, got.rank))
             if part.first_page >= first:
                 return self._saved_ahead(got, lease, part)
             return self._refuse(
@@ -275,6 +270,16 @@ class EngineCopies:
             "and others read it",
             page=foreign[0],
         )
+
+    def _first_unwritten(self, lease: LeaseRecord, rank: int) -> int:
+        """The first page that a save of that rank may write."""
+        # An event that was named for some of it may come at any moment.
+        ranks = tokens_of_ranks(lease) if lease.said else (lease.written_tokens,)
+        written = _of_rank(ranks, rank)
+        # A page that is not full may be saved anew with more tokens, where nobody is sent it.
+        if lease.sends is None and not lease.awaited:
+            return written // self._leases.page_size
+        return self._leases.pages_for(written)
 
     def _saved_ahead(self, got: WorkerCopies, lease: LeaseRecord, part: CopyPart) -> Refusal | None:
         """Why it may not write what has been saved behind a gap, and counts when that is closed."""
@@ -337,6 +342,17 @@ class EngineCopies:
         return part.first_page * self._leases.page_size if message.to_pages and is_first else -1
 
     # ---- what is written by it ---------------------------------------------------------------
+
+    def _say_no_more(self, lease: LeaseRecord, copy: EngineCopy) -> None:
+        """Nothing of what the save writes is written until it is over."""
+        # Said from now on, however little: a commit without a number must not mean all that is
+        # known while the first of it is still to be copied.
+        said = lease.said or (lease.written_tokens,)
+        said = said if len(said) > 1 else said * copy.ranks
+        # Of a page that was not full, the tokens before: a save that fails has damaged them.
+        kept = min(said[copy.rank], copy.from_token)
+        lease.said = (*said[: copy.rank], kept, *said[copy.rank + 1 :])
+        lease.written_tokens = min(lease.written_tokens, max(kept, lease.prefix_tokens))
 
     def _saved(self, copy: EngineCopy, lease: LeaseRecord, copying: LeaseCopying) -> None:
         """Count a save that is over, as far as nothing before it is lacking."""
