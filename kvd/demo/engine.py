@@ -88,7 +88,7 @@ class Engine:
     def start(self, order: StartEngine) -> Started:
         """Attach to the daemon, map its pool, and have memory of our own, where that is asked."""
         if order.device is not None:
-            self._model.to(_device(order.device))
+            torch.nn.Module.to(self._model, _device(order.device))
         if order.endpoint is not None:
             self._node = connect_sync(order.endpoint, name=self._name)
             if order.device is not None:

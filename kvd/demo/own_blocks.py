@@ -92,12 +92,12 @@ class PoolLease:
         return 0
 
 
-class PageRun(NamedTuple):
-    """Pages of a lease that follow each other, from ``first`` on in its row, and their blocks."""
+class PageRuns(NamedTuple):
+    """By component, blocks and pages that follow each other in a lease's row, and from where on."""
 
-    first: int
-    pages: NDArray[np.int32]
-    blocks: NDArray[np.int32]
+    blocks: dict[str, NDArray[np.int32]]
+    pages: dict[str, NDArray[np.int32]]
+    first_page: dict[str, int]
 
 
 class OwnBlocks:
@@ -163,9 +163,11 @@ class BlockLease:
     def load(self, upto_tokens: int) -> int:
         """Copy the pages of the tokens below into blocks."""
         runs = self._runs(0, upto_tokens)
-        if not runs:
+        if not runs.blocks:
             return 0
-        load = self._own.copied.begin_load(self._lease.key, **_arguments(runs))
+        load = self._own.copied.begin_load(
+            self._lease.key, runs.blocks, pages=runs.pages, first_page=runs.first_page
+        )
         load.result()
         return load.n_bytes
 
@@ -175,10 +177,14 @@ class BlockLease:
         self._computed_tokens = upto_tokens
         while self._saves and self._saves[0].poll():
             self._end(self._saves.pop(0))
-        if runs:
+        if runs.blocks:
             # Behind a mark that is set now: what the model has begun on the device is done first.
             save = self._own.copied.begin_save(
-                self._lease.key, **_arguments(runs), upto_tokens=upto_tokens
+                self._lease.key,
+                runs.blocks,
+                pages=runs.pages,
+                first_page=runs.first_page,
+                upto_tokens=upto_tokens,
             )
             self._saves.append(save)
 
@@ -200,28 +206,20 @@ class BlockLease:
         self._saved_bytes += save.n_bytes
         self.saved_tokens = save.upto_tokens
 
-    def _runs(self, from_token: int, upto_tokens: int) -> dict[str, PageRun]:
-        """By component, the pages of these tokens that the lease has."""
+    def _runs(self, from_token: int, upto_tokens: int) -> PageRuns:
+        """The pages of these tokens that the lease has."""
         size = self._own.page_size
-        found = {}
+        found = PageRuns({}, {}, {})
         for component in self._rows:
             pages = self._lease.pages_of(component)
             first, end = from_token // size, -(-upto_tokens // size)
             there = first + np.flatnonzero(pages[first:end])
             if there.size:
                 run = slice(there[0], there[-1] + 1)
-                blocks = self._rows[component][run]
-                found[component] = PageRun(int(there[0]), pages[run], blocks.copy())
+                found.blocks[component] = self._rows[component][run].copy()
+                found.pages[component] = pages[run]
+                found.first_page[component] = int(there[0])
         return found
-
-
-def _arguments(runs: Mapping[str, PageRun]) -> dict[str, dict[str, object]]:
-    """Of an order of these."""
-    return {
-        "blocks": {component: run.blocks for component, run in runs.items()},
-        "pages": {component: run.pages for component, run in runs.items()},
-        "first_page": {component: run.first for component, run in runs.items()},
-    }
 
 
 def own_blocks(shape: ModelShape, node: SyncNode, device: str) -> OwnBlocks:
