@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 from numpy.lib.stride_tricks import as_strided
 
@@ -277,6 +278,68 @@ def test_what_does_not_say_where_it_lies_is_refused(daemon: WordsDaemon) -> None
     with pytest.raises(KvdError, match="layer 0 is a int") as refused:
         daemon.worker.blocks({0: 17, 1: 17, 2: 17}, block_size=16)
     assert refused.value.code == Code.BAD_REQUEST.value
+
+
+class OnlyDlpack:
+    """A tensor of a framework that has nothing else."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, *, stream: int | None = None) -> object:
+        return self._tensor.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+@pytest.mark.parametrize("kind", ["torch", "dlpack", "view of torch"])
+def test_tensors_of_any_framework_are_blocks(daemon: WordsDaemon, kind: str) -> None:
+    whole = torch.randint(0, 255, (20, 3, BYTES // 2), dtype=torch.uint8).to(torch.float16)
+    layers: dict[int, Any] = {n: whole[:, n] for n in range(3)}
+    if kind == "torch":
+        layers = {n: layer.contiguous() for n, layer in layers.items()}
+    elif kind == "dlpack":
+        layers = {n: OnlyDlpack(layer) for n, layer in layers.items()}
+    blocks = daemon.worker.blocks(layers, block_size=16)
+    numbers = torch.tensor([4, 9])
+    blocks.begin_save(daemon.key(), {"kv": numbers}, pages={"kv": [8, 2]}).result(5)
+    for layer in range(3):
+        (pages,) = daemon.worker.pool("main").tensors("kv", layer=layer).values()
+        assert torch.equal(pages[[8, 2]].view(torch.float16), whole[[4, 9], layer])
+
+
+def test_a_device_that_nobody_can_copy_is_named(daemon: WordsDaemon) -> None:
+    class Other(OnlyDlpack):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (14, 0)
+
+    layers = {n: Other(torch.zeros(20, BYTES)) for n in range(3)}
+    with pytest.raises(KvdError, match="kind 14 of DLPack") as refused:
+        daemon.worker.blocks(layers, block_size=16)
+    assert refused.value.code == Code.NOT_SUPPORTED.value
+
+
+def test_the_daemon_keeps_pages_for_so_many_copies_at_once() -> None:
+    daemon = WordsDaemon(raw_pool(layers=1, page_bytes=64, pages=400))
+    try:
+        layer = numbered(np.random.default_rng(1), (4, 64))
+        blocks = daemon.worker.blocks({0: layer}, block_size=16)
+        daemon.hold()
+        orders = [
+            blocks.begin_save(daemon.key(), {"kv": [n % 4]}, pages={"kv": [n + 1]})
+            for n in range(390)
+        ]
+        daemon.until(lambda: len(daemon.said) == 256)
+        time.sleep(0.02)
+        assert len(daemon.said) == 256
+        daemon.answer()
+        for order in orders:
+            order.result(10)
+        (pages,) = daemon.worker.pool("main").arrays("kv", layer=0).values()
+        assert (pages[1:391] == layer[np.arange(390) % 4]).all()
+    finally:
+        daemon.close()
 
 
 # ---- what cannot be ordered --------------------------------------------------------------------

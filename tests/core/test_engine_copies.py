@@ -197,6 +197,20 @@ def test_a_release_gives_no_page_away_under_a_copy(is_journaled):
     assert free(side) == before + 7
 
 
+def test_what_a_send_does_not_need_stays_while_it_is_copied(engine):
+    side = engine.side
+    copy = engine.save(4, 7)
+    opened = side.call(client.SendRequest, tokens((1, 32)), room=7, lease=engine.lease)
+    assert isinstance(opened, client.Sending), opened
+    before = free(side)
+
+    side.call(client.ReleaseLease, lease=engine.lease)
+
+    assert free(side) == before
+    engine.over(copy)
+    assert free(side) == before + 5
+
+
 def test_a_release_in_the_middle_of_a_load_keeps_the_cached_pages_locked():
     world = World(p_pages=12)
     cached(world.p, PROMPT)
@@ -369,6 +383,11 @@ def test_what_was_received_goes_on_in_its_last_page():
     assert engine.record.owned == 8
 
 
+def test_a_page_that_an_event_may_make_written_is_not_saved_anew(engine):
+    engine.side.word(engine.lease, 20, 0, 1, after=b"e" * 64)
+    engine.refused(engine.begins(1, 3), Code.BAD_PAGES, "save from page 2 on")
+
+
 def test_what_an_event_may_make_written_is_not_saved_over(engine):
     engine.side.word(engine.lease, 48, 0, 1, after=b"e" * 64)
     engine.refused(engine.begins(0, 2), Code.BAD_PAGES, "save from page 3 on")
@@ -406,6 +425,17 @@ def test_why_names_each_copy(engine):
     assert isinstance(report, admin.Because)
     assert "saving pages 2 to 4 of kv for rank 1 of 2 on cuda:0 since 4 ms" in report.facts
     assert "holders: copy, engine" in report.facts
+
+
+def test_who_keeps_pages_from_others_says_that_only_a_copy_does(engine):
+    side = engine.side
+    engine.save(0, 7)
+    side.call(client.ReleaseLease, lease=engine.lease)
+    side.feed(inputs.FromOperator(side.world.now_s, b"op", admin.Why(1, "lease", engine.lease)))
+    report = side.reports[-1]
+    assert isinstance(report, admin.Because)
+    assert "for lease, 0.0 s, let go of and still copied" in report.sentence
+    assert "waits for the last copy of its engine" in report.facts
 
 
 def test_a_node_with_copies_under_way_is_thawed_as_it_was(engine):

@@ -383,6 +383,7 @@ def test_a_device_that_is_lost_leaves_what_moved_in_doubt(
         with pytest.raises(KvdError, match="700"):
             asking.result(5)
         assert asking.safe()
+        daemon.until(lambda: daemon.ended)
         assert list(daemon.ended) == [call for call in daemon.began if call == max(daemon.began)]
         with pytest.raises(KvdError, match="end this process"):
             engine.save([4], [6])

@@ -32,6 +32,13 @@ LAYERS, BLOCKS, BYTES, PAGES = 2, 30, 512, 40
 ORDERS = 60
 
 
+def until(condition: Callable[[], object], within_s: float = 5.0) -> None:
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not happen in time"
+        time.sleep(0.001)
+
+
 class Model:
     """What blocks and pages hold by what was said; ``None`` where nothing may be assumed."""
 
@@ -95,7 +102,7 @@ class Walk:
                 order.result(10)
         self.settle()
         assert not self.open
-        assert self.daemon.worker.movers.is_quiet
+        until(lambda: self.daemon.worker.movers.is_quiet)
         if not dies:
             assert set(self.daemon.ended) == set(self.daemon.began)
         self.compare()

@@ -128,7 +128,7 @@ class StagedCopy:
         stage.leave(self)
         return True
 
-    def _begin(self, stage: Stage, part: PieceColumns) -> None:
+    def _begin(self, stage: CopyStage, part: PieceColumns) -> None:
         self._part = part
         places = stage.places(part)
         if not self._to_pages:
@@ -139,7 +139,7 @@ class StagedCopy:
             PieceColumns(part.engine, places, part.sizes), to_pages=self._to_pages
         )
 
-    def _arrived(self, stage: Stage, moving: DeviceCopy) -> None:
+    def _arrived(self, stage: CopyStage, moving: DeviceCopy) -> None:
         self._moving = None
         self.fault = self.fault or moving.fault
         if self._to_pages and self.fault is None and self._part is not None:
@@ -147,7 +147,7 @@ class StagedCopy:
             self.fault = copy_pieces(self._part.pool, places, self._part.sizes)
 
 
-class Stage:
+class CopyStage:
     """Registered memory through which one copy at a time goes."""
 
     def __init__(self, memory: KnownMemory) -> None:
@@ -210,7 +210,7 @@ class DeviceLane:
             self._streams = {
                 to_pages: CopyStream(runtime, device, self._memory) for to_pages in (False, True)
             }
-            self._stages = {to_pages: Stage(self._memory) for to_pages in (False, True)}
+            self._stages = {to_pages: CopyStage(self._memory) for to_pages in (False, True)}
 
     # ---- what it reaches ---------------------------------------------------------------------
 
@@ -382,7 +382,7 @@ class DeviceLane:
             raise LaneDead(str(error)) from error
         return DeviceCopy(self, event, fault)
 
-    def stage(self, *, to_pages: bool) -> Stage:
+    def stage(self, *, to_pages: bool) -> CopyStage:
         """The stage of a direction."""
         return self._stages[to_pages]
 

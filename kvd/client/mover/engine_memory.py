@@ -7,6 +7,8 @@ here a block is bytes, and has to be one stretch of them.
 
 from __future__ import annotations
 
+import ctypes
+import math
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import msgspec
@@ -93,6 +95,45 @@ class CudaArray(Protocol):
     def __cuda_array_interface__(self) -> Mapping[str, Any]: ...
 
 
+@runtime_checkable
+class DlpackTensor(Protocol):
+    """What tensors of other frameworks are exchanged by."""
+
+    def __dlpack__(self, *, stream: int | None = None) -> object:
+        """A capsule with where it lies."""
+        ...
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """What kind of device, and its number."""
+        ...
+
+
+class _Dlpack(ctypes.Structure):
+    """The head of a DLManagedTensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+DLPACK_DEVICES: Final = {1: HOST, 3: HOST, 2: "cuda", 13: "cuda"}
+"""kDLCPU and kDLCUDAHost; kDLCUDA and kDLCUDAManaged."""
+_NO_STREAM: Final = -1  # whoever orders a copy gives a mark, so nothing need be waited for
+
+_pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
 class BlockLayout:
     """How the blocks of one layer lie: ``n_blocks`` of ``block_bytes``, ``step_bytes`` apart."""
 
@@ -158,12 +199,14 @@ def seen_as(name: str, tensor: object) -> TensorView:
         return _described(tensor.__cuda_array_interface__, "cuda")
     if isinstance(tensor, HostArray):
         return _described(tensor.__array_interface__, HOST)
+    if isinstance(tensor, DlpackTensor):
+        return _exchanged(name, tensor)
     raise KvdError(
         Refusal(
             Code.BAD_REQUEST,
             f"layer {name} is a {type(tensor).__name__}: it is a torch tensor, or has "
-            "__cuda_array_interface__ or __array_interface__, or is a LayerMemory(pointer, "
-            "shape, strides, itemsize, device)",
+            "__cuda_array_interface__, __array_interface__ or __dlpack__, or is a "
+            "LayerMemory(pointer, shape, strides, itemsize, device)",
             side="client",
         )
     )
@@ -174,14 +217,7 @@ def _described(interface: Mapping[str, Any], device: str) -> LayerMemory:
     shape = tuple(int(size) for size in interface["shape"])
     itemsize = int(interface["typestr"][2:])
     strides = interface.get("strides")
-    if strides is None:
-        dense, found = 1, []
-        for size in reversed(shape):
-            found.append(dense)
-            dense *= size
-        strides = tuple(reversed(found))
-    else:
-        strides = tuple(int(step) // itemsize for step in strides)
+    strides = _dense(shape) if strides is None else tuple(int(step) // itemsize for step in strides)
     return LayerMemory(
         pointer=int(interface["data"][0]),
         shape=shape,
@@ -189,6 +225,38 @@ def _described(interface: Mapping[str, Any], device: str) -> LayerMemory:
         itemsize=itemsize,
         device=device,
     )
+
+
+def _exchanged(name: str, tensor: DlpackTensor) -> LayerMemory:
+    """By DLPack: the capsule says where, and the tensor that stays here keeps it there."""
+    kind, number = tensor.__dlpack_device__()
+    if kind not in DLPACK_DEVICES:
+        raise KvdError(
+            Refusal(
+                Code.NOT_SUPPORTED,
+                f"layer {name} is on a device of kind {kind} of DLPack: kvd copies host memory, "
+                "and memory of CUDA devices",
+                side="client",
+            )
+        )
+    device = DLPACK_DEVICES[kind]
+    is_host = device == HOST
+    capsule = tensor.__dlpack__() if is_host else tensor.__dlpack__(stream=_NO_STREAM)
+    found = _Dlpack.from_address(_pointer_in(capsule, b"dltensor"))
+    shape = tuple(found.shape[axis] for axis in range(found.ndim))
+    return LayerMemory(
+        pointer=(found.data or 0) + found.byte_offset,
+        shape=shape,
+        strides=tuple(found.strides[axis] for axis in range(found.ndim))
+        if found.strides
+        else _dense(shape),
+        itemsize=found.bits * found.lanes // 8,
+        device=device if is_host else f"{device}:{number}",
+    )
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def unfit(message: str) -> KvdError:

@@ -12,6 +12,7 @@ pages for; no stream of the engine waits for anything here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -184,6 +185,11 @@ class _Moving:
     def rank(self, now_s: float) -> float:
         """Of several, the least goes on."""
         return self.left_bytes - (now_s - self.copy.ordered_s) * AGING_BYTES_PER_S
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it is there, once nothing of it is under way."""
+        return self.fault is None and not self.left_bytes
 
     @property
     def has_more(self) -> bool:
@@ -439,7 +445,10 @@ class Mover:
             self._moving.append(moving)
         ended = [word for word in self._ending if word.is_over]
         for word in ended:
-            self._over(self._ending.pop(word), word.refusal)
+            moving = self._ending.pop(word)
+            self._under_way.discard(moving.copy)
+            if not moving.copy.is_over:
+                self._over(moving, word.refusal)
         return bool(asked or ended)
 
     def _move(self) -> bool:
@@ -505,31 +514,26 @@ class Mover:
 
     def _say_ends(self) -> None:
         """Tell the daemon of those of which no byte moves any more."""
-        left = []
-        for moving in self._unsaid:
-            word = moving.copy
-            is_done = moving.fault is None and not moving.left_bytes
-            if is_done:
-                word.n_bytes = moving.total_bytes
-            why = "" if is_done else str(moving.fault or "cancelled")
+        unsaid, self._unsaid = self._unsaid, []
+        for moving in unsaid:
+            if moving.is_done:
+                moving.copy.n_bytes = moving.total_bytes
             try:
-                said = self._words.begin(
-                    lambda call, moving=moving, is_done=is_done, why=why: _ends(  # type: ignore[misc]
-                        call, moving, is_done=is_done, why=why
-                    ),
-                    self._bell.ring,
-                )
+                said = self._words.begin(functools.partial(_ends, moving), self._bell.ring)
             except KvdError as error:
                 if self._words.end is None:
-                    left.append(moving)
+                    self._unsaid.append(moving)  # it has not read what was said before
                 else:
+                    self._under_way.discard(moving.copy)
                     self._over(moving, error.refusal)
                 continue
             self._ending[said] = moving
-        self._unsaid = left
+            if not moving.copy.to_pages:
+                # The bytes are there, and the pages were kept for all of them. A save counts with
+                # the answer.
+                self._over(moving, None)
 
     def _over(self, moving: _Moving, refusal: Refusal | None) -> None:
-        self._under_way.discard(moving.copy)
         if isinstance(moving.fault, LaneDead) and self._dead is not None:
             refusal = self._dead
         elif moving.fault is not None:
@@ -539,12 +543,13 @@ class Mover:
         moving.copy.end(refusal)
 
 
-def _ends(call: int, moving: _Moving, *, is_done: bool, why: str) -> CopyEnds:
+def _ends(moving: _Moving, call: int) -> CopyEnds:
     copy = moving.copy
+    why = "" if moving.is_done else str(moving.fault or "cancelled")
     return CopyEnds(
         call=call,
         copy=moving.call,
-        is_done=is_done,
+        is_done=moving.is_done,
         n_bytes=copy.n_bytes,
         waited_us=int(copy.waited_s * 1e6),
         moved_us=int(copy.moved_s * 1e6),

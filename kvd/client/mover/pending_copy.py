@@ -5,8 +5,8 @@
        +--- cancelled ---+---- what has begun ends ----+            DOUBT: nobody can tell
 
 WAITING: its mark has not come. ASKING: the daemon is told which pages, and may refuse them. MOVING:
-bytes move. ENDING: none does any more, and the daemon is told. DOUBT: a device failed under it, and
-whether it still writes is known once this process is gone.
+bytes move. ENDING: none does any more, and the daemon is told; a load need not wait for its answer.
+DOUBT: a device failed under it, and whether it still writes is known once this process is gone.
 """
 
 from __future__ import annotations
