@@ -232,7 +232,8 @@ class Mover:
         self._ending: dict[PendingWord, _Moving] = {}
         self._under_way: set[PendingCopy] = set()
         """Those for which the daemon keeps pages, or may."""
-        self._idle_since_s = 0.0
+        self._busy_s = 0.0
+        """When something has come last."""
         self._closing: Refusal | None = None
         self._lock = threading.Lock()
         """Held for an instant: nothing is ordered behind a close."""
@@ -307,20 +308,21 @@ class Mover:
             self._die(error.refusal.message)
         while True:
             self._take_new()
+            # In this order, what one of them brings is taken on by the next in the same turn.
             is_busy = self._hear()
             try:
                 is_busy |= self._look_at_marks()
                 is_busy |= self._move()
             except LaneDead as dead:
                 self._die(str(dead))
-                is_busy = True
+                continue
             self._say_ends()
             if self._closing is not None and not self._open():
                 return
-            if not is_busy:
+            if is_busy:
+                self._busy_s = time.monotonic()
+            if not any(self._may_begin(to_pages=to_pages) for to_pages in (False, True)):
                 self._sleep()
-            else:
-                self._idle_since_s = time.monotonic()
 
     def _open(self) -> bool:
         return bool(
@@ -339,7 +341,7 @@ class Mover:
     def _sleep(self) -> None:
         looks = self.lane.polls and (self._moving or self._waiting)
         if looks:
-            idle_s = time.monotonic() - self._idle_since_s
+            idle_s = time.monotonic() - self._busy_s
             within_s = LOOK_SLOWER_S if idle_s > LOOK_SLOWER_AFTER_S else LOOK_EVERY_S
         elif self._unsaid or self._waiting:
             within_s = LOOK_SLOWER_S
@@ -455,14 +457,11 @@ class Mover:
         """Take note of what has ended, and begin what is next, each direction by itself."""
         if not self._moving:
             return False
-        is_busy = False
-        for moving in self._moving:
-            while moving.under_way and moving.under_way[0].is_over:
-                is_busy = True
-                fault = moving.under_way.popleft().fault
-                moving.fault = moving.fault or fault
+        is_busy = self._note_ended()
         for to_pages in (False, True):
             is_busy |= self._begin_next(to_pages=to_pages)
+        # Again: what a thread copies by itself is over when it is begun.
+        is_busy |= self._note_ended()
         done = [moving for moving in self._moving if not moving.under_way and not moving.has_more]
         for moving in done:
             self._moving.remove(moving)
@@ -470,6 +469,21 @@ class Mover:
             moving.copy.state = CopyState.ENDING
             self._unsaid.append(moving)
         return is_busy or bool(done)
+
+    def _note_ended(self) -> bool:
+        is_busy = False
+        for moving in self._moving:
+            while moving.under_way and moving.under_way[0].is_over:
+                is_busy = True
+                fault = moving.under_way.popleft().fault
+                moving.fault = moving.fault or fault
+        return is_busy
+
+    def _may_begin(self, *, to_pages: bool) -> bool:
+        """Whether the lane takes more of some order."""
+        mine = [moving for moving in self._moving if moving.copy.to_pages is to_pages]
+        depth = sum(len(moving.under_way) for moving in mine)
+        return depth < self.lane.depth and any(moving.has_more for moving in mine)
 
     def _die(self, why: str) -> None:
         """Nothing is copied any more. What is under way is in doubt: it may be written still."""
