@@ -55,6 +55,9 @@ class CopyingEngine:
             },
             block_size=PAGE_TOKENS,
         )
+        # Orders wait behind marks of a stream that is idle: what computes meanwhile, in whichever
+        # stream, has nothing to do with these blocks, and is to be run beside.
+        self._idle = runtime.stream(DEVICE)
         self._await_registered()
 
     @property
@@ -83,14 +86,20 @@ class CopyingEngine:
         """Into pages of the lease that were not written yet, one behind the other."""
         upto = (first_page + len(blocks)) * PAGE_TOKENS
         return self.blocks.begin_save(
-            lease, {"kv": blocks}, first_page=first_page, upto_tokens=upto
+            lease,
+            {"kv": blocks},
+            first_page=first_page,
+            upto_tokens=upto,
+            after=self.blocks.mark(self._idle),
         )
 
     def load(
         self, lease: SyncLease, blocks: Sequence[int] | NDArray[np.int64], first_page: int = 0
     ) -> PendingCopy:
         """From pages of the lease."""
-        return self.blocks.begin_load(lease, {"kv": blocks}, first_page=first_page)
+        return self.blocks.begin_load(
+            lease, {"kv": blocks}, first_page=first_page, after=self.blocks.mark(self._idle)
+        )
 
     def scattered(self, count: int, seed: int = 1) -> NDArray[np.int64]:
         """So many blocks, in no order: no two pieces of a page follow each other."""
@@ -117,6 +126,7 @@ class CopyingEngine:
     def close(self) -> None:
         """Give the memory back."""
         self.blocks.close()
+        self.runtime.end_stream(self._idle)
         for address in self.addresses:
             self.runtime.free(address)
 

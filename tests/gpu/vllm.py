@@ -234,16 +234,16 @@ class Bench(NamedTuple):
         finally:
             made.close()
 
-    def on_device(self, kv_cache_gib: int, backend: str) -> dict[str, object]:
-        """Arguments of LLM that a CPU has no use for."""
-        memory = {"kv_cache_memory_bytes": kv_cache_gib * GIB, "gpu_memory_utilization": 0.9}
+    def on_device(self, kv_cache_gib: int, share: float, backend: str) -> dict[str, object]:
+        """Arguments of LLM that a CPU has no use for; so much of the device must be free."""
+        memory = {"kv_cache_memory_bytes": kv_cache_gib * GIB, "gpu_memory_utilization": share}
         return self.setting.of({**memory, "attention_config": {"backend": backend}}, {})
 
     @property
     def small(self) -> dict[str, object]:
         """Of the small model, in float32: FlashAttention knows 16 bits only."""
         lengths = {"max_model_len": 4096, "max_num_batched_tokens": 2048}
-        return {**lengths, **self.on_device(1, "TRITON_ATTN")}
+        return {**lengths, **self.on_device(1, 0.4, "TRITON_ATTN")}
 
 
 def prompt(length: int, seed: int, vocabulary: int) -> list[int]:
@@ -331,7 +331,7 @@ def _large(bench: Bench) -> dict[str, object]:
             "dtype": "bfloat16",
             "max_model_len": 40000,
             "max_num_batched_tokens": 8192,
-            **bench.on_device(16, bench.backend),
+            **bench.on_device(16, 0.85, bench.backend),
         },
         {"max_model_len": 1024, "max_num_batched_tokens": 512},
     )
