@@ -66,6 +66,22 @@ def stored(kept: dict[str, object], result: object, where: str) -> dict[str, obj
     }
 
 
+def place_of(result: object) -> dict[str, object]:
+    """When and where a result was measured, as it says itself: it may have come from afar.
+
+    Raises:
+        ClickException: it was not measured at all.
+    """
+    if not isinstance(result, dict):
+        return {}
+    if result.get("is_rehearsal"):
+        raise click.ClickException("it is of a rehearsal, in which nothing was measured")
+    found = {name: result[name] for name in ("date", "machine") if name in result}
+    if "date" in found:
+        found["date"] = str(found["date"]).partition("T")[0]
+    return found
+
+
 @click.command("store", context_settings={"ignore_unknown_options": True})
 @click.argument("name")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
@@ -83,7 +99,7 @@ def command(name: str, options: tuple[str, ...], file: Path | None) -> None:
     if name in NOT_STORED:
         raise click.ClickException(f"{name} stays as it is: {NOT_STORED[name]}")
     kept = msgspec.json.decode(place.read_bytes(), type=dict[str, object])
-    where = f"{machine()}; shared with other work"
+    where, elsewhere = f"{machine()}; shared with other work", file is not None
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as directory:
         if file is None:
             where += f", load average {os.getloadavg()[0]:.1f} at the start"
@@ -93,6 +109,9 @@ def command(name: str, options: tuple[str, ...], file: Path | None) -> None:
         if not file.exists():
             raise click.ClickException(f"`{kept['command']}` wrote no result; nothing was stored")
         result = msgspec.json.decode(file.read_bytes())
-    text = msgspec.json.format(msgspec.json.encode(stored(kept, result, where)), indent=1)
+    found = stored(kept, result, where)
+    if elsewhere:
+        found |= place_of(result)
+    text = msgspec.json.format(msgspec.json.encode(found), indent=1)
     place.write_bytes(text + b"\n")
     click.echo(f"{place} has it")

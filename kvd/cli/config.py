@@ -16,7 +16,14 @@ from kvd.cli.lazy import LazyGroup, Verb
 from kvd.cli.options import summary, valid_config, with_printing
 from kvd.config import Config, ConfigError, load, pool_spec
 from kvd.config import render as toml
-from kvd.config.plan import USUAL_CONTEXT_TOKENS, FamilyPlan, Unsuited, plans
+from kvd.config.plan import (
+    USUAL_CONTEXT_TOKENS,
+    FamilyPlan,
+    GpuNodePlan,
+    Unsuited,
+    gpu_node,
+    plans,
+)
 from kvd.core.layout.page_sizes import LEAST_PAGE_TOKENS, MOST_PAGE_TOKENS
 from kvd.core.layout.shards import listed
 from kvd.core.layout.spec import budgets, has_bytes, page_bytes
@@ -217,8 +224,16 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
 @click.option("--stage", metavar="FIRST:END", help="As pool.stage. [default: all layers]")
 @click.option("--replicas", type=click.IntRange(1, 128), help="As pool.replicas. [default: 1]")
 @click.option("--family", type=click.Choice(list(FAMILIES)), help="Plan for this one only.")
+@click.option(
+    "--gpu-processes",
+    type=click.IntRange(1, 1024),
+    help="Engine processes that copy between this pool, in host memory, and GPUs: what it costs "
+    "them.",
+)
 @with_printing
-def plan(model_file: Path, family: str | None, form: str, **options: Any) -> None:
+def plan(
+    model_file: Path, family: str | None, form: str, gpu_processes: int | None, **options: Any
+) -> None:
     """What a model's KV takes, and how many requests a memory holds, by pool family."""
     # Any: what click parsed, by the names of ``_wanted``.
     try:
@@ -234,8 +249,14 @@ def plan(model_file: Path, family: str | None, form: str, **options: Any) -> Non
     if not made:
         what = "for any family: " if family is None else "for "
         raise VerbFailed(f"{model_file}: no plan {what}{'; '.join(told)}")
+    best = max(made, key=lambda plan: plan.rooms)
     value = {"model": model, "wanted": wanted, "plans": made, "unsuited": unsuited}
-    render.answer(form, value, Text(_head(model, wanted)), *_blocks(made, told))
+    costs: list[RenderableType] = []
+    if gpu_processes is not None:
+        value["gpu"] = cost = gpu_node(best, gpu_processes)
+        costs.append(Text("\n".join(_gpu_told(best.family, cost))))
+    toml_text = Text(_to_paste(best))
+    render.answer(form, value, Text(_head(model, wanted)), *_blocks(made, told), *costs, toml_text)
 
 
 def _model(file: Path) -> Model:
@@ -289,9 +310,38 @@ def _blocks(made: list[FamilyPlan], told: list[str]) -> Iterator[RenderableType]
     yield sheet
     if told:
         yield Text("\n".join(["not planned", *(f"    {line}" for line in told)]), "dim")
-    best = max(made, key=lambda plan: plan.rooms)
+
+
+def _to_paste(best: FamilyPlan) -> str:
+    """The section of the plan that admits most requests."""
     toml = "\n".join(clean(line) for line in best.toml.splitlines())
-    yield Text(f"to paste, for {best.family}:\n\n{toml}")
+    return f"to paste, for {best.family}:\n\n{toml}"
+
+
+def _gpu_told(family: str, cost: GpuNodePlan) -> Iterator[str]:
+    """What a pool in host memory costs engines that compute on GPUs, line by line."""
+    yield f"beside GPUs, for {family}, {cost.processes} processes (measured on one H100):"
+    yield (
+        f"    {cost.tokens_per_gib} tokens a GiB of host memory; a request is loaded in "
+        f"{cost.load_s * 1e3:.0f} ms, at {cost.copied_gb_s:.0f} GB/s"
+    )
+    yield (
+        f"    each process pins {amount(cost.pinned_bytes)} with CUDA: they are never swapped, and "
+        f"it takes {cost.registering_s:.1f} s beside its start"
+    )
+    yield (
+        "    a CUDA context takes 518 MiB of the GPU in each process, "
+        f"{amount(cost.contexts_bytes)} in all; the daemon makes none"
+    )
+    yield (
+        f"    K and V of a block in a layer are a piece of {amount(cost.piece_bytes)}; all layers "
+        f"of a block together would be one of {amount(cost.page_bytes)}"
+    )
+    if cost.is_slow:
+        yield (
+            "    pieces below 64 KiB are slow (16 KiB 23 GB/s, 4 KiB 10): larger pages, or a KV "
+            "cache layout that keeps all layers of a block together"
+        )
 
 
 def _head(model: Model, wanted: PlanRequest) -> str:

@@ -9,7 +9,7 @@ kv for a request of ``context`` tokens::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -91,6 +91,63 @@ class Unsuited(msgspec.Struct, frozen=True):
 
 
 Outcome = FamilyPlan | Unsuited
+
+COPIED_GB_S: Final = {4 * 2**10: 9.6, 16 * 2**10: 23.0, 64 * 2**10: 41.0, 2**19: 53.0, 2**21: 54.0}
+"""Between a GPU and registered host memory, in pieces of so many bytes: measured on one H100."""
+
+QUICK_PIECE_BYTES: Final = 64 * 2**10
+"""Pieces below cost more than a fifth of the speed."""
+
+REGISTERED_S_A_GIB: Final = 0.06
+"""Measured were 0.02 to 0.06."""
+
+CONTEXT_BYTES: Final = 518 * 2**20
+"""Of GPU memory, of each process that has made a CUDA context."""
+
+
+class GpuNodePlan(msgspec.Struct, frozen=True):
+    """What a pool in host memory costs the engines of a GPU node, which copy to and from it.
+
+    ``piece_bytes``: of a block in one layer, where an engine has a tensor for each; all layers of a
+    block together are one piece of ``page_bytes``. ``pinned_bytes``: registered with CUDA by each
+    of ``processes``, so never swapped. ``load_s``: of one request of the whole context.
+    """
+
+    processes: int
+    tokens_per_gib: int
+    pinned_bytes: int
+    registering_s: float
+    contexts_bytes: int
+    piece_bytes: int
+    page_bytes: int
+    copied_gb_s: float
+    load_s: float
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether pieces are so small that they cost speed."""
+        return self.piece_bytes < QUICK_PIECE_BYTES
+
+
+def gpu_node(made: FamilyPlan, processes: int) -> GpuNodePlan:
+    """What this plan costs so many processes that copy between it and a GPU."""
+    kv = made.parts[0]
+    piece = kv.page_bytes // max(1, kv.layers * kv.shards)
+    rate = max((rate for size, rate in COPIED_GB_S.items() if size <= piece), default=0.0)
+    # Below the smallest that was measured a piece takes as long as that one.
+    rate = rate or COPIED_GB_S[4 * 2**10] * piece / (4 * 2**10)
+    total = sum(part.total_bytes for part in made.parts)
+    return GpuNodePlan(
+        processes=processes,
+        tokens_per_gib=2**30 // max(1, made.bytes_per_token),
+        pinned_bytes=total,
+        registering_s=total / 2**30 * REGISTERED_S_A_GIB,
+        contexts_bytes=processes * CONTEXT_BYTES,
+        piece_bytes=piece,
+        page_bytes=kv.page_bytes,
+        copied_gb_s=rate,
+        load_s=made.request_bytes / 1e9 / rate,
+    )
 
 
 def plans(model: Model, wanted: PlanRequest, asked: str | None = None) -> list[Outcome]:

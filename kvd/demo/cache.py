@@ -196,13 +196,18 @@ latents, all of it, (pages, page_size, 1, latent_dim + rope_dim), and its first 
 class BlockTable:
     """The page ids of one part of a lease, which all its layers share."""
 
-    def __init__(self, row: Sequence[int] | NDArray[np.int32]) -> None:
+    def __init__(
+        self, row: Sequence[int] | NDArray[np.int32], device: torch.device | str = "cpu"
+    ) -> None:
+        self._device = device
         self.replace(row)
 
     def replace(self, row: Sequence[int] | NDArray[np.int32]) -> None:
         """The lease has other pages now: it slid."""
         # Copied: a row of a lease is read-only, and a commit may replace it meanwhile.
-        self.pages = torch.tensor(row, dtype=torch.int32)
+        self.row = torch.tensor(row, dtype=torch.int32)
+        # What is asked is asked of ``row``: a device would have to be waited for.
+        self.pages = self.row.to(self._device)
 
     def require(self, first: int, end: int, page_size: int) -> None:
         """Refuse to compute when one of the tokens ``[first, end)`` has no page.
@@ -216,7 +221,7 @@ class BlockTable:
                 f"{page_size} tokens; extend it before computing further"
             )
         start = first // page_size
-        missing = (self.pages[start : -(-end // page_size)] == 0).nonzero()
+        missing = (self.row[start : -(-end // page_size)] == 0).nonzero()
         if len(missing):
             token = max(first, (start + int(missing[0])) * page_size)
             raise IndexError(
@@ -270,7 +275,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._table.require(self._first_seen(), total, self._page_size)
         start = max(first, self._shared_tokens)
         if start < total:
-            new = torch.arange(start, total)
+            new = torch.arange(start, total, device=self._k.device)
             where = self._table.pages[new // self._page_size], new % self._page_size
             key, value = (
                 states[0, :, start - first :].transpose(0, 1)
@@ -288,8 +293,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def seen(self) -> Seen:
         """What the tokens that were written last look at."""
-        lengths = torch.tensor([self._written_tokens], dtype=torch.int32)
-        starts = torch.tensor([0, self._new_tokens], dtype=torch.int32)
+        device = self._k.device
+        lengths = torch.tensor([self._written_tokens], dtype=torch.int32, device=device)
+        starts = torch.tensor([0, self._new_tokens], dtype=torch.int32, device=device)
         return Seen(
             BatchPages(k=self._k, v=self._v, block_table=self._table.pages[None], lengths=lengths),
             starts,

@@ -7,9 +7,11 @@ standard output is for the result alone.
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -17,11 +19,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvd.cli.exits import NotInstalled
+from kvd.demo.layout import PoolPart
 from kvd.demo.models import ARCHITECTURES
 from kvd.demo.processes import DemoFailed
 from kvd.demo.report import DemoReport, ProgressLines, controls_told, legend_of, table_of, verdict
 from kvd.demo.runner import run
 from kvd.parts import missing
+
+if TYPE_CHECKING:
+    from kvd.demo.models import Architecture
 
 MOST_TURNS = 100
 """More would outgrow the positions of the models."""
@@ -46,13 +52,21 @@ TABLE_COLUMNS = 110
     help="Turns of the first conversation; a second one and a repetition follow.",
 )
 @click.option(
+    "--device",
+    metavar="DEVICE",
+    help="cpu, cuda:0, ...: the engines compute there, in KV memory of their own, and copy it to "
+    "and from the pools. Left out: on the CPU, in the pools themselves.",
+)
+@click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
     help="Write what was measured to this file.",
 )
 @click.pass_context
-def demo_command(ctx: click.Context, *, model: str, turns: int, json_file: Path | None) -> None:
+def demo_command(
+    ctx: click.Context, *, model: str, turns: int, device: str | None, json_file: Path | None
+) -> None:
     """Hand prompts from a prefill node to a decode node, with a real model, on this machine.
 
     Two daemons, a prefill engine and a decode engine run as processes; KV travels by NIXL, only
@@ -64,7 +78,9 @@ def demo_command(ctx: click.Context, *, model: str, turns: int, json_file: Path 
         raise click.BadParameter(f"{json_file.parent} is no directory", param_hint="--json")
     # A signal to end unwinds, which stops the processes.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    report = _perform(model, turns)
+    if device is not None:
+        _check_device(device, ARCHITECTURES[model])
+    report = _perform(model, turns, device)
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     _show(report)
@@ -77,7 +93,16 @@ def _need_parts() -> None:
         raise NotInstalled("kvd demo, which runs a Hugging Face model,", "demo", lacking)
 
 
-def _perform(model: str, turns: int) -> DemoReport:
+def _check_device(device: str, architecture: Architecture) -> None:
+    """Refuse what no engine could do; whether torch has the device, they say."""
+    if not re.fullmatch(r"cpu|cuda:\d+", device):
+        raise click.BadParameter(f"{device!r} is neither cpu nor cuda:N", param_hint="--device")
+    if PoolPart.STATE in architecture.pool.parts:
+        why = f"{architecture.name} keeps states, which it computes in the pool: leave --device out"
+        raise click.BadParameter(why, param_hint="--device")
+
+
+def _perform(model: str, turns: int, device: str | None) -> DemoReport:
     """The demo, with its progress on the standard error."""
     console = Console(stderr=True)
     columns = (
@@ -89,7 +114,7 @@ def _perform(model: str, turns: int) -> DemoReport:
     shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     try:
         with shown as progress:
-            return run(ARCHITECTURES[model], turns, ProgressLines(progress))
+            return run(ARCHITECTURES[model], turns, ProgressLines(progress), device)
     except DemoFailed as failure:
         raise click.ClickException(str(failure)) from failure
 

@@ -44,13 +44,15 @@ from kvd.demo.messages import (
     StartEngine,
 )
 from kvd.demo.models import ARCHITECTURES, build_model, weight_digest
-from kvd.errors import HandoffError, KvdError
+from kvd.demo.own_blocks import BlockLease, PoolLease, own_blocks
+from kvd.errors import Code, HandoffError, KvdError, Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvd.client import SyncLease, SyncNode
     from kvd.demo.models import Architecture
+    from kvd.demo.own_blocks import OwnBlocks, SeenLease
 
 
 class Engine:
@@ -60,7 +62,10 @@ class Engine:
         self._name = name
         self._shape = architecture.shape
         self._model = build_model(architecture)
-        self._attached: tuple[SyncNode, PoolViews] | None = None
+        self._node: SyncNode | None = None
+        self._views: PoolViews | None = None
+        """Where the model computes."""
+        self._own: OwnBlocks | None = None
 
     def answer(self, request: Request) -> Reply:
         """Do what ``request`` asks.
@@ -81,36 +86,44 @@ class Engine:
                 assert_never(request)
 
     def start(self, order: StartEngine) -> Started:
-        """Attach to the daemon, and map its pool."""
+        """Attach to the daemon, map its pool, and have memory of our own, where that is asked."""
+        if order.device is not None:
+            torch.nn.Module.to(self._model, _device(order.device))
         if order.endpoint is not None:
-            node = connect_sync(order.endpoint, name=self._name)
-            self._attached = node, PoolViews(self._shape, node.pool("main"))
+            self._node = connect_sync(order.endpoint, name=self._name)
+            if order.device is not None:
+                self._own = own_blocks(self._shape, self._node, order.device)
+            self._views = PoolViews(self._shape, self._own or self._node.pool("main"))
         return Started(weight_digest(self._model), str(torch.__version__), transformers.__version__)
 
     def prefill(self, order: PrefillPrompt) -> Prefilled:
         """Compute the prompt of ``order`` and hand its KV to the node that receives its room."""
-        node, views = self._node()
+        node, views = self._attached()
         tokens = order.tokens
         lease = node.lease(tokens, deadline_s=DEADLINE_S, step_tokens=CHUNK_TOKENS)
         send = node.send(order.room, tokens, lease=lease, deadline_s=DEADLINE_S, to=order.to)
         began_s = time.monotonic()
         send.advance(lease.prefix_len)
+        seen = self._seen(lease, kept_tokens=lease.prefix_len)
         # The last token is always computed, because its logits are needed. After a full hit its KV
         # is cached and stays as it is: the cache writes nothing below ``shared_tokens``.
         first_computed = min(lease.prefix_len, len(tokens) - 1)
         sequence = LeasedSequence(
             self._model,
             views,
-            lease,
+            seen,
             Lengths(first_computed, lease.prefix_len),
             step_tokens=CHUNK_TOKENS,
         )
+        loaded_bytes = seen.load(lease.prefix_len)
         while True:
             logits = sequence.compute(tokens[sequence.written_tokens :][:CHUNK_TOKENS])
-            send.advance(sequence.written_tokens)
+            seen.save(sequence.written_tokens)
+            send.advance(max(seen.saved_tokens, lease.prefix_len))
             if sequence.written_tokens == len(tokens):
                 break
         computed_s = time.monotonic()
+        saved_bytes = seen.close()
         result = send.finish(aux=msgspec.msgpack.encode(greedy(logits)))
         ended_s = time.monotonic()
         lease.release(())
@@ -126,11 +139,13 @@ class Engine:
             logits=_pack_logits([logits]),
             peak_window_pages=sequence.peak_window_pages,
             slides=sequence.slides,
+            loaded_bytes=loaded_bytes,
+            saved_bytes=saved_bytes,
         )
 
     def decode(self, order: DecodePrompt) -> Decoded:
         """Receive the prompt of ``order``, answer it, keep prompt and answer cached."""
-        node, views = self._node()
+        node, views = self._attached()
         tokens = order.tokens
         handoff = node.receive(
             order.room,
@@ -145,13 +160,19 @@ class Engine:
         first_token_at_s = time.monotonic()
         lease = handoff.lease
         if order.damage is not None:
-            _damage(views, order.damage, lease, handoff.prefix_len)
+            _damage(
+                PoolViews(self._shape, node.pool("main")), order.damage, lease, handoff.prefix_len
+            )
+        seen = self._seen(lease, kept_tokens=len(tokens))
         # The daemon committed the prompt, so its whole pages are shared now; the answer goes into
         # what is left of the last page and into the reserve.
         sequence = LeasedSequence(
-            self._model, views, lease, Lengths(len(tokens), len(tokens)), step_tokens=STEP_TOKENS
+            self._model, views, seen, Lengths(len(tokens), len(tokens)), step_tokens=STEP_TOKENS
         )
+        loaded_bytes = seen.load(len(tokens))
         said, logits = answer(sequence.compute, first_token, ANSWER_TOKENS)
+        seen.save(sequence.written_tokens)
+        saved_bytes = seen.close()
         lease.release(new_tokens=said[:-1])  # the last token has no KV
         return Decoded(
             tokens=tuple(said),
@@ -160,6 +181,8 @@ class Engine:
             logits=_pack_logits(logits),
             peak_window_pages=sequence.peak_window_pages,
             slides=sequence.slides,
+            loaded_bytes=loaded_bytes,
+            saved_bytes=saved_bytes,
         )
 
     def generate(self, order: Generate) -> Generated:
@@ -169,10 +192,30 @@ class Engine:
         said, logits = answer(compute, greedy(prompt), ANSWER_TOKENS)
         return Generated(tokens=tuple(said), logits=_pack_logits([prompt, *logits]))
 
-    def _node(self) -> tuple[SyncNode, PoolViews]:
-        """The session, and the pool."""
-        assert self._attached is not None, "the demo connects an engine before it uses it"
-        return self._attached
+    def _attached(self) -> tuple[SyncNode, PoolViews]:
+        """The session, and where the model computes."""
+        assert self._node is not None, "the demo connects an engine before it uses it"
+        assert self._views is not None
+        return self._node, self._views
+
+    def _seen(self, lease: SyncLease, *, kept_tokens: int) -> SeenLease:
+        """Where the model computes, of this lease."""
+        if self._own is None:
+            return PoolLease(lease)
+        return BlockLease(self._own, lease, kept_tokens=kept_tokens)
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        KvdError: ``not-supported`` where torch does not have it.
+    """
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        why = f"torch {torch.__version__} finds {torch.cuda.device_count()} CUDA devices, no {name}"
+        raise KvdError(Refusal(Code.NOT_SUPPORTED, why, side="client"))
+    return device
 
 
 def _damage(views: PoolViews, part: PoolPart, lease: SyncLease, prefix_tokens: int) -> None:

@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
-    from kvd.client import Pool, SyncLease
+    from kvd.client import Pool
+    from kvd.demo.own_blocks import OwnBlocks, SeenLease
 
 
 @torch.inference_mode()
 def last_logits(model: PreTrainedModel, tokens: Sequence[int], cache: Cache) -> torch.Tensor:
-    """Compute ``tokens`` behind what ``cache`` holds; (vocabulary,) after the last one."""
-    output = forward(model, cache, input_ids=torch.tensor([list(tokens)]), logits_to_keep=1)
-    logits: torch.Tensor = output.logits[0, -1]
+    """Compute ``tokens`` behind what ``cache`` holds; (vocabulary,) after the last one, here."""
+    ids = torch.tensor([list(tokens)], device=model.device)
+    output = forward(model, cache, input_ids=ids, logits_to_keep=1)
+    logits: torch.Tensor = output.logits[0, -1].cpu()
     return logits
 
 
@@ -68,10 +70,11 @@ def answer(
 class PoolViews:
     """The memory of every layer of a model, mapped once and kept: a view costs nothing to hold.
 
-    ``shape``: what of the model the pool keeps. ``shard``: of which of the pool's shards.
+    ``shape``: what of the model the pool keeps. ``pool``: that, or blocks of an engine's own.
+    ``shard``: of which of the pool's shards.
     """
 
-    def __init__(self, shape: ModelShape, pool: Pool, *, shard: int = 0) -> None:
+    def __init__(self, shape: ModelShape, pool: Pool | OwnBlocks, *, shard: int = 0) -> None:
         self.shape = shape
         self.parts = {place.part for place in places(shape)}
         self.page_size = pool.page_size
@@ -79,6 +82,11 @@ class PoolViews:
             self._views(pool.tensors(place.part.value, layer=place.layer, shard=shard))
             for place in places(shape)
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.layers[0][0].device
 
     def _views(self, found: Mapping[str, torch.Tensor]) -> LayerViews | StateViews:
         """The tensors of one layer, by their names in the pool."""
@@ -124,7 +132,7 @@ class LeasedSequence:
         self,
         model: PreTrainedModel,
         views: PoolViews,
-        lease: SyncLease,
+        lease: SeenLease,
         lengths: Lengths,
         *,
         step_tokens: int,
@@ -136,7 +144,9 @@ class LeasedSequence:
         self._model = model
         self._lease = lease
         self._step_tokens = step_tokens
-        self._tables = {part: BlockTable(lease.pages_of(part.value)) for part in views.parts}
+        self._tables = {
+            part: BlockTable(lease.pages_of(part.value), views.device) for part in views.parts
+        }
         self.peak_window_pages = 0
         """The most window pages that the lease had at once."""
         self.slides = 0
@@ -166,5 +176,5 @@ class LeasedSequence:
     def _note_window(self) -> None:
         """Remember the peak."""
         if PoolPart.WINDOW in self._tables:
-            mapped = int(self._tables[PoolPart.WINDOW].pages.count_nonzero())
+            mapped = int(self._tables[PoolPart.WINDOW].row.count_nonzero())
             self.peak_window_pages = max(self.peak_window_pages, mapped)

@@ -23,9 +23,13 @@ STEP_TOKENS = 8
 
 
 class StartEngine(msgspec.Struct, frozen=True, tag="start"):
-    """Attach to the daemon at ``endpoint``, if there is one. Answer: ``Started``."""
+    """Attach to the daemon at ``endpoint``, if there is one. Answer: ``Started``.
+
+    ``device``: the engine computes there, in KV memory of its own; None: in the pool itself.
+    """
 
     endpoint: str | None
+    device: str | None = None
 
 
 class PrefillPrompt(msgspec.Struct, frozen=True, tag="prefill"):
@@ -70,7 +74,8 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
 
     ``prefix_tokens`` were in this node's own cache, ``computed_tokens`` were not (the last one is
     always computed). ``peak_window_pages`` is the most that the lease had of those at once,
-    ``slides`` how often it slid. ``handoff_s`` runs from the first page ready to be sent until the
+    ``slides`` how often it slid. ``loaded_bytes`` and ``saved_bytes`` were copied between pages and
+    blocks of the engine's own. ``handoff_s`` runs from the first page ready to be sent until the
     decode side's commit, ``tail_s`` only from the last one.
     """
 
@@ -83,6 +88,8 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     logits: bytes
     peak_window_pages: int
     slides: int
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
 
 
 class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
@@ -97,6 +104,8 @@ class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
     logits: bytes
     peak_window_pages: int
     slides: int
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
 
 
 class Generated(msgspec.Struct, frozen=True, tag="generated"):

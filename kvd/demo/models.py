@@ -161,5 +161,5 @@ def weight_digest(model: PreTrainedModel) -> str:
     digest = xxhash.xxh3_64()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
-        digest.update(parameter.detach().numpy().tobytes())
+        digest.update(parameter.detach().cpu().numpy().tobytes())
     return digest.hexdigest()

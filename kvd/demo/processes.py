@@ -131,10 +131,13 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def open_stage(model: str, pool: Mapping[str, str], watcher: ProgressLines) -> Iterator[Stage]:
+def open_stage(
+    model: str, pool: Mapping[str, str], watcher: ProgressLines, device: str | None = None
+) -> Iterator[Stage]:
     """Start everything, give it out once it is connected, and stop it at the end.
 
     ``pool`` is the ``[pool]`` section of both daemons; ``watcher`` is told what is waited for.
+    ``device``: as in ``StartEngine``.
 
     Raises:
         DemoFailed: a process did not start, or failed later; quotes the logs.
@@ -150,7 +153,8 @@ def open_stage(model: str, pool: Mapping[str, str], watcher: ProgressLines) -> I
             engines.extend(EngineProcess(name, model, directory) for name in names)
             _start_daemons(pool, directory, daemons)
             watcher.stage("the daemons know each other; building the model in every engine")
-            started = _built(engines, [*(daemon.client for daemon in daemons), None])
+            endpoints = [*(daemon.client for daemon in daemons), None]
+            started = _built(engines, [StartEngine(one, device) for one in endpoints])
             yield Stage(
                 prefill=engines[0],
                 decode=engines[1],
@@ -187,10 +191,10 @@ def _start_daemons(pool: Mapping[str, str], directory: Path, daemons: list[Daemo
         )
 
 
-def _built(engines: list[EngineProcess], endpoints: list[str | None]) -> Started:
+def _built(engines: list[EngineProcess], orders: list[StartEngine]) -> Started:
     """What the engines built, which must be the same thing."""
-    for engine, endpoint in zip(engines, endpoints, strict=True):
-        engine.tell(StartEngine(endpoint))
+    for engine, order in zip(engines, orders, strict=True):
+        engine.tell(order)
     first, *others = (engine.hear(Started, within_s=START_S) for engine in engines)
     for engine, other in zip(engines[1:], others, strict=True):
         if other != first:

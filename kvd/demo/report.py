@@ -51,6 +51,8 @@ class Environment(msgspec.Struct, frozen=True):
     page_bytes: int
     part_page_bytes: dict[str, int] = {}
     """Bytes of a page of each part of the pool that has any; ``page_bytes`` is the first one's."""
+    device: str = ""
+    """Where the engines computed in memory of their own; empty: in the pools."""
 
 
 class WindowPeak(msgspec.Struct, frozen=True):
@@ -69,6 +71,18 @@ class WindowPeak(msgspec.Struct, frozen=True):
     full: int
     prefill_slides: int = 0
     decode_slides: int = 0
+
+
+class CopiedKv(msgspec.Struct, frozen=True):
+    """What the two engines of a turn copied between the pools and memory of their own.
+
+    What was due is worked out where all layers look at every token; None elsewhere.
+    """
+
+    loaded_bytes: int
+    saved_bytes: int
+    loaded_expected: int | None
+    saved_expected: int | None
 
 
 class TurnRow(msgspec.Struct, frozen=True):
@@ -107,6 +121,7 @@ class TurnRow(msgspec.Struct, frozen=True):
     window: WindowPeak | None = None
     damaged: str | None = None
     states: int = 0
+    copied: CopiedKv | None = None
 
     @property
     def told(self) -> str:
@@ -211,6 +226,8 @@ def _figure_problems(row: TurnRow) -> list[str]:
         ("bytes sent:", row.bytes_sent, row.bytes_expected),
     )
     found = [f"{what} {is_}, not {due}" for what, is_, due in figures if is_ != due]
+    if row.copied is not None:
+        found += _copy_problems(row.copied)
     if row.window is None:
         return found
     peaks = (
@@ -221,6 +238,19 @@ def _figure_problems(row: TurnRow) -> list[str]:
         f"{peak} window pages at once on the {node} node, which needs at most {most}"
         for node, peak, most in peaks
         if not 0 < peak <= most
+    ]
+
+
+def _copy_problems(copied: CopiedKv) -> list[str]:
+    """Where the engines copied more or less than is theirs to copy."""
+    figures = (
+        ("loaded", copied.loaded_bytes, copied.loaded_expected),
+        ("saved", copied.saved_bytes, copied.saved_expected),
+    )
+    return [
+        f"{what} bytes: {is_}, not {'some' if due is None else due}"
+        for what, is_, due in figures
+        if is_ != due and (due is not None or not is_)
     ]
 
 
@@ -314,8 +344,18 @@ def verdict(report: DemoReport) -> str:
         what = "exactly one state per prompt"
     return (
         f"OK: {tokens} tokens of {len(rows)} turns equal a single process; {sent} bytes sent, "
-        f"{what}{_window_told(rows)}; {report.seconds:.0f} s"
+        f"{what}{_window_told(rows)}{_copied_told(report)}; {report.seconds:.0f} s"
     )
+
+
+def _copied_told(report: DemoReport) -> str:
+    """What went between the pools and memory of the engines, where that is their own."""
+    copied = [row.copied for row in report.turns if row.copied is not None]
+    if not copied:
+        return ""
+    saved = sum(each.saved_bytes for each in copied)
+    loaded = sum(each.loaded_bytes for each in copied)
+    return f"; {saved} bytes saved from {report.environment.device}, {loaded} loaded there"
 
 
 def _window_told(rows: Sequence[TurnRow]) -> str:

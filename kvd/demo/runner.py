@@ -26,6 +26,7 @@ from kvd.demo.messages import (
 from kvd.demo.models import SEED, Architecture
 from kvd.demo.processes import DECODE, PREFILL, Stage, open_stage
 from kvd.demo.report import (
+    CopiedKv,
     DaemonTotals,
     DemoReport,
     Environment,
@@ -46,8 +47,10 @@ SPARE_PAGES = 64
 """Pages beyond what the script needs, the null page among them."""
 
 
-def run(architecture: Architecture, turns: int, watcher: ProgressLines) -> DemoReport:
-    """The whole demo.
+def run(
+    architecture: Architecture, turns: int, watcher: ProgressLines, device: str | None = None
+) -> DemoReport:
+    """The whole demo; with a ``device`` the engines compute there, in memory of their own.
 
     Raises:
         DemoFailed: it could not be carried through; a wrong outcome is in the report instead.
@@ -62,15 +65,15 @@ def run(architecture: Architecture, turns: int, watcher: ProgressLines) -> DemoR
         controls=len(pool.parts),
     )
     settings = pool.settings(pages_for(pool, script))
-    with open_stage(architecture.name, settings, watcher) as stage:
-        performance = _Performance(architecture, script, stage)
+    with open_stage(architecture.name, settings, watcher, device) as stage:
+        performance = _Performance(architecture, script, stage, device)
         rows = performance.play(watcher)
         watcher.stage("negative control: one page that crossed is zeroed before it is read")
         controls = performance.controls()
         watcher.stage("checking what the daemons counted")
         totals = _totals(stage)
         found = problems(rows, controls, totals)
-        environment = _environment(architecture, stage)
+        environment = _environment(architecture, stage, device or "")
     return DemoReport(
         ok=not found,
         problems=found,
@@ -98,11 +101,14 @@ def pages_for(pool: PoolLayout, script: Script) -> dict[PoolPart, int]:
 class _Performance:
     """One pass through the script: what was said so far, and what must be cached by now."""
 
-    def __init__(self, architecture: Architecture, script: Script, stage: Stage) -> None:
+    def __init__(
+        self, architecture: Architecture, script: Script, stage: Stage, device: str | None
+    ) -> None:
         self._vocabulary = architecture.shape.vocabulary
         self._pool = architecture.pool
         self._script = script
         self._stage = stage
+        self._is_copied = device is not None
         self._said: dict[str, tuple[int, ...]] = {}
         self._room = 0
         self._cached = ExpectedCache(self._pool.page_size)
@@ -167,6 +173,24 @@ class _Performance:
             window=self._window(len(prompt), prefilled, decoded),
             damaged=None if damage is None else damage.value,
             states=due.get(PoolPart.STATE, 0),
+            copied=self._copied(len(prompt), prefilled, decoded) if self._is_copied else None,
+        )
+
+    def _copied(self, prompt_tokens: int, prefilled: Prefilled, decoded: Decoded) -> CopiedKv:
+        """What went between the pools and the engines' own memory, and what was due."""
+        pool = self._pool
+        page, end = pool.page_size, -(-prompt_tokens // pool.page_size)
+        computed = end - prefilled.prefix_tokens // page
+        answered = -(-(prompt_tokens + ANSWER_TOKENS - 1) // page) - prompt_tokens // page
+        is_whole = PoolPart.WINDOW not in pool.parts
+        bytes_of = pool.page_bytes(PoolPart.KV)
+        return CopiedKv(
+            loaded_bytes=prefilled.loaded_bytes + decoded.loaded_bytes,
+            saved_bytes=prefilled.saved_bytes + decoded.saved_bytes,
+            loaded_expected=(prefilled.prefix_tokens // page + end) * bytes_of
+            if is_whole
+            else None,
+            saved_expected=(computed + answered) * bytes_of if is_whole else None,
         )
 
     def _window(
@@ -222,7 +246,7 @@ def _totals(stage: Stage) -> DaemonTotals:
     )
 
 
-def _environment(architecture: Architecture, stage: Stage) -> Environment:
+def _environment(architecture: Architecture, stage: Stage, device: str) -> Environment:
     """Where and with what this ran."""
     pool = architecture.pool
     return Environment(
@@ -241,4 +265,5 @@ def _environment(architecture: Architecture, stage: Stage) -> Environment:
         order=pool.order,
         page_bytes=pool.page_bytes(pool.parts[0]),
         part_page_bytes={part.value: pool.page_bytes(part) for part in pool.parts},
+        device=device,
     )

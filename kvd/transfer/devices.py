@@ -94,6 +94,8 @@ class Devices:
         self._used: dict[str, int] = {}
         """The device of each region that lies on one."""
         self._reaches: dict[int, DeviceReach] = {}
+        self._event_devices: list[int] = []
+        """Those on which events were opened, the last one first."""
 
     @property
     def runtime(self) -> Runtime:
@@ -179,19 +181,30 @@ class Devices:
         return PartPinner(self.runtime, device, self.memory, region, on_over)
 
     def open_event(self, handle: bytes) -> int:
-        """An engine's event, on whichever device it was made: its handle does not say.
+        """An engine's event. Its handle does not say on which device it was made.
+
+        So devices are tried, those first on which this process has something already: the first
+        call on any other makes a context there, half a GiB of it, and a context stays. Where the
+        pool lies in host memory that is the device of the last event, and before the first one
+        nothing is known: there ``CUDA_VISIBLE_DEVICES`` of the daemon says which are tried at all.
 
         Raises:
             DeviceUnusable: there is no CUDA, or the handle is no event of a living process.
         """
         runtime, why = self.runtime, ""
-        for device in sorted(set(self._used.values())) or range(runtime.device_count()):
+        known = sorted(set(self._used.values())) or self._event_devices
+        # A pool on devices: its engines compute there and nowhere else.
+        others = () if self._used else set(range(runtime.device_count())) - set(known)
+        for device in (*known, *sorted(others)):
             try:
-                return runtime.open_event(device, handle)
+                event = runtime.open_event(device, handle)
             except CudaError as exc:
                 # The last device's words: of all others it is only known that the event is none of
                 # theirs.
                 why = str(exc)
+                continue
+            self._event_devices = [device, *(one for one in self._event_devices if one != device)]
+            return event
         raise DeviceUnusable(why)
 
     def _reach(self, device: int) -> DeviceReach:

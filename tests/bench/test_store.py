@@ -85,3 +85,29 @@ def test_every_file_of_the_documentation_can_be_measured_anew_or_says_why_not(ke
     else:
         told = msgspec.json.decode(kept.read_bytes())["command"]
         assert store.words_of(told)[:2] == [sys.executable, "-m"]
+
+
+def test_a_result_of_another_machine_keeps_its_date_and_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "KEPT", tmp_path)
+    kept, result = tmp_path / "gpu.json", tmp_path / "result.json"
+    kept.write_bytes(msgspec.json.encode(KEPT))
+    result.write_text('{"date": "2026-12-01T10:00:00+00:00", "machine": "1 H100; 16 cores"}')
+
+    ran = CliRunner().invoke(store.command, ["gpu", "--json", str(result)])
+
+    assert ran.exit_code == 0, ran.output
+    found = msgspec.json.decode(kept.read_bytes())
+    assert (found["date"], found["machine"]) == ("2026-12-01", "1 H100; 16 cores")
+
+
+def test_a_rehearsal_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "KEPT", tmp_path)
+    kept, result = tmp_path / "gpu.json", tmp_path / "result.json"
+    kept.write_bytes(msgspec.json.encode(KEPT))
+    result.write_text('{"is_rehearsal": true, "found": {}}')
+
+    ran = CliRunner().invoke(store.command, ["gpu", "--json", str(result)])
+
+    assert ran.exit_code == 1
+    assert "nothing was measured" in ran.output
+    assert msgspec.json.decode(kept.read_bytes()) == KEPT

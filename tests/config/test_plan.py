@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from kvd.cli.config import config_group
 from kvd.config import Config, load, pool_spec
-from kvd.config.plan import FamilyPlan, Unsuited, plans
+from kvd.config.plan import FamilyPlan, Unsuited, gpu_node, plans
 from kvd.core.layout.spec import page_bytes
 from kvd.families import FAMILIES, PlanRequest
 from kvd.families.model import Model, NotPlanned, model_of
@@ -658,3 +658,57 @@ def test_plan_wants_sizes_with_a_unit(tmp_path: Path) -> None:
 
     assert status == 2
     assert "'80GB' is no size; write for example 80GiB" in err
+
+
+# ---- beside GPUs ---------------------------------------------------------------------------------
+
+
+def test_a_pool_beside_gpus_is_pinned_by_each_process_and_copied_in_pieces():
+    """32 layers of 8 heads of 128, 2 bytes: 128 KiB a token, 64 KiB a layer of 16 tokens."""
+    made = planned(LLAMA_3_8B, 32768)["mha"]
+
+    cost = gpu_node(made, 2)
+
+    assert cost.tokens_per_gib == 8192
+    assert cost.pinned_bytes == 80 * GIB
+    assert cost.registering_s == pytest.approx(4.8)
+    assert cost.contexts_bytes == 2 * 518 * 2**20
+    assert (cost.piece_bytes, cost.page_bytes) == (64 * 2**10, 2 * 2**20)
+    assert (cost.copied_gb_s, cost.is_slow) == (41.0, False)
+    assert cost.load_s == pytest.approx(4 * GIB / 41e9)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "piece", "rate"), [(4, 16, 23.0), (1, 4, 9.6), (128, 512, 53.0), (2, 8, 9.6)]
+)
+def test_small_pieces_are_slow_and_said_to_be(page_size, piece, rate):
+    wanted = PlanRequest("80GiB", "160GiB", 8192, page_size, 4096)
+    (made,) = (
+        one
+        for one in plans(model_of(LLAMA_3_8B), wanted)
+        if isinstance(one, FamilyPlan) and one.family == "mha"
+    )
+
+    cost = gpu_node(made, 1)
+
+    assert (cost.piece_bytes, cost.copied_gb_s) == (piece * 2**10, rate)
+    assert cost.is_slow == (piece < 64)
+
+
+def test_the_command_says_what_a_pool_costs_beside_gpus(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_3_8B))
+    asked = ["plan", "--model", str(file), "--memory", "80GiB", "--gpu-processes", "2"]
+
+    told = CliRunner().invoke(config_group, asked)
+    small = CliRunner().invoke(config_group, [*asked, "--page-size", "1"])
+    found = CliRunner().invoke(config_group, [*asked, "--format", "json"])
+    without = CliRunner().invoke(config_group, asked[:-2])
+
+    assert "beside GPUs, for mha, 2 processes (measured on one H100):" in told.output
+    assert "8192 tokens a GiB of host memory" in told.output
+    assert "each process pins 80.0 GiB" in told.output
+    assert "pieces below 64 KiB are slow" not in told.output
+    assert "pieces below 64 KiB are slow" in small.output
+    assert json.loads(found.output)["gpu"]["pinned_bytes"] == 80 * GIB
+    assert "GPU" not in without.output

@@ -2,7 +2,8 @@
 
 ``cudart.c`` is the double, ``double.py`` compiles it and has its hooks; ``nixl`` has a double of
 NIXL that moves its memory between processes. ``tests/gpu/test_rules.py`` is what the double and a
-real device must do alike: ``test_rules`` runs it here, ``python -m tests.gpu.run`` on a GPU.
+real device must do alike: ``test_rules`` runs it here, ``python -m tests.gpu.run --only rules`` on
+a GPU.
 
 What the double does where CUDA's documentation leaves it open, and no device has confirmed it yet.
 Each is the stricter of the ways that are possible, so that what passes here is right on a device

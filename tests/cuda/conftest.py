@@ -9,12 +9,16 @@ import pytest
 import pytest_asyncio
 
 from tests.cuda.double import NIXL, Double, compiled
+from tests.gpu.memory import device, host, runtime, stream
 from tests.transfer.conftest import Rig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from kvd.device.cuda import Runtime
+
+__all__ = ["device", "host", "runtime", "stream"]
+"""Fixtures of others, for all tests here."""
 
 
 @pytest.fixture(scope="session")

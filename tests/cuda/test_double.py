@@ -8,8 +8,6 @@ import mmap
 import os
 import signal
 import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -19,38 +17,18 @@ from kvd.device.cuda_library import load
 from tests.cuda.double import compiled
 from tests.gpu import face
 from tests.gpu.face import Face, address_of
+from tests.gpu.memory import FILLED, PIECE, lone
 
-PIECE = 64 * 2**10
 QUIET = {"cudaRuntimeGetVersion", "cudaDriverGetVersion", "cudaGetLastError"}
 """Calls that tell of no error of before."""
 
 
 @pytest.fixture
-def runtime(double):
-    found = Face(os.fspath(double.path))
-    found.good("cudaSetDevice", 0)
-    return found
-
-
-@pytest.fixture
-def device(runtime):
-    with runtime.memory(16 * PIECE) as address:
-        runtime.fill(address, 0, 16 * PIECE)
-        yield address
-
-
-@pytest.fixture
-def stream(runtime):
-    with runtime.stream() as found:
-        yield found
-
-
-@pytest.fixture
-def host(runtime):
-    with runtime.registered(16 * PIECE) as found:
-        for number in range(16):
-            found[number * PIECE : (number + 1) * PIECE] = number + 1
-        yield found
+def painted(host):
+    """The host's memory, each piece with a number of its own."""
+    for number in range(16):
+        host[number * PIECE : (number + 1) * PIECE] = 101 + number
+    return host
 
 
 def scattered(device: int, host: np.ndarray, count: int = 16) -> list[tuple[int, int, int]]:
@@ -73,17 +51,17 @@ def test_the_next_call_fails_and_the_one_after_does_not(double, runtime, device)
     first = runtime.call("cudaMemset", device, 9, PIECE)
 
     assert first == face.LAUNCH_FAILURE
-    assert firsts(runtime, device)[0] == 0
+    assert firsts(runtime, device)[0] == FILLED
     runtime.fill(device, 9, PIECE)
 
 
 def test_a_copy_that_breaks_leaves_a_part_and_the_process_has_no_device_any_more(
-    double, runtime, device, host, stream, monkeypatch
+    double, runtime, device, painted, stream, monkeypatch
 ):
     monkeypatch.setenv("DOUBLE_SEED", "1")
     double.break_next(3 * PIECE + 100)
     try:
-        assert runtime.batch(stream, scattered(device, host)) == face.OK, "it was only begun"
+        assert runtime.batch(stream, scattered(device, painted)) == face.OK, "it was only begun"
         ended = runtime.call("cudaStreamSynchronize", stream)
         later = runtime.call("cudaMemset", device, 9, PIECE)
     finally:
@@ -91,7 +69,7 @@ def test_a_copy_that_breaks_leaves_a_part_and_the_process_has_no_device_any_more
     found = runtime.read(device, 16 * PIECE)
 
     assert ended == later == face.LAUNCH_FAILURE
-    assert np.count_nonzero(found) == 3 * PIECE + 100
+    assert np.count_nonzero(found != FILLED) == 3 * PIECE + 100
 
 
 def test_a_poisoned_process_is_told_by_every_call(double, runtime):
@@ -129,7 +107,7 @@ def test_copies_of_a_batch_are_done_in_an_order_of_the_seed(double):
     """
     found = {}
     for seed in ("1", "2", "3", "4", "5"):
-        runs = {lone(double, program, DOUBLE_SEED=seed).stdout for _ in range(2)}
+        runs = {lone(os.fspath(double.path), program, DOUBLE_SEED=seed).stdout for _ in range(2)}
         assert len(runs) == 1, "of a seed it is always alike"
         found[seed] = runs.pop()
 
@@ -137,15 +115,15 @@ def test_copies_of_a_batch_are_done_in_an_order_of_the_seed(double):
 
 
 def test_a_copy_is_late_and_nothing_says_that_it_is_there_before(
-    runtime, device, host, stream, monkeypatch
+    runtime, device, painted, stream, monkeypatch
 ):
     monkeypatch.setenv("DOUBLE_LATE_US", "200000")
-    runtime.batch(stream, scattered(device, host))
+    runtime.batch(stream, scattered(device, painted))
     assert runtime.call("cudaStreamQuery", stream) == face.NOT_READY
 
     runtime.good("cudaStreamSynchronize", stream)
 
-    assert firsts(runtime, device) == list(range(1, 17))
+    assert firsts(runtime, device) == list(range(101, 117))
 
 
 def test_streams_that_block_wait_for_the_default_stream_and_it_for_them(runtime, device, host):
@@ -208,20 +186,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def lone(double, program: str, *words: str, fds: tuple[int, ...] = (), **settings: str):
-    from tests.gpu.test_rules import BEGIN  # noqa: PLC0415 - the tests there are not ours
-
-    return subprocess.run(
-        [sys.executable, "-c", BEGIN + textwrap.dedent(program), *words],
-        env={**os.environ, **double.environment, **settings},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        pass_fds=fds,
-    )
-
-
 @pytest.mark.parametrize("outlives", [True, False])
 def test_a_copy_lands_after_its_caller_was_killed_and_reaped(double, outlives):
     fd = os.memfd_create("pool")
@@ -229,7 +193,14 @@ def test_a_copy_lands_after_its_caller_was_killed_and_reaped(double, outlives):
     pool = np.frombuffer(mmap.mmap(fd, 2**20), np.uint8)
     settings = {"DOUBLE_LATE_US": "4000000", "DOUBLE_SEED": "3"}
 
-    done = lone(double, SHARED, str(fd), fds=(fd,), **settings, DOUBLE_OUTLIVES=str(int(outlives)))
+    done = lone(
+        os.fspath(double.path),
+        SHARED,
+        str(fd),
+        fds=(fd,),
+        **settings,
+        DOUBLE_OUTLIVES=str(int(outlives)),
+    )
 
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "begun\n"), done.stderr
     assert not pool.any(), "its caller is gone, and nothing has landed"
@@ -252,7 +223,7 @@ def landed(pool: np.ndarray) -> bool:
 
 def test_a_process_that_was_forked_has_no_device(double):
     done = lone(
-        double,
+        os.fspath(double.path),
         """
         child = os.fork()
         if not child:

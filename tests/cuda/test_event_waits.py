@@ -17,6 +17,7 @@ from kvd.core.inputs import AgentDropped, PostDone, PostMoved, Unposted
 from kvd.core.layout.seal import Seal
 from kvd.transfer.orders import Alive, Probe
 from kvd.wire.peer import Integrity
+from tests.gpu.memory import lone
 from tests.transfer.conftest import Rig
 from tests.transfer.loopback import Loopback
 
@@ -265,3 +266,27 @@ async def test_the_loopback_knows_no_events(loopbacks):
     sender.post(1, receiver, PAGES, PAGES, after=bytes(64))
 
     assert isinstance(await sender.outcome(1), Unposted)
+
+
+def test_the_device_of_the_last_event_is_tried_first(double, cuda):
+    """Of a pool in host memory: each other one costs a context on it."""
+    made = [cuda.event(device) for device in (1, 0)]
+
+    done = lone(
+        str(double.path),
+        """
+        from kvd.transfer.devices import Devices, DeviceUnusable
+        devices = Devices()
+        for handle in sys.argv[1:]:
+            devices.open_event(bytes.fromhex(handle))
+            try:
+                devices.open_event(bytes(64))
+            except DeviceUnusable:
+                say(cuda.number_of("cudaGetDevice"))
+        """,
+        *(cuda.share_event(event).hex() for event in made),
+    )
+
+    assert done.stdout.split() == ["0", "1"], f"tried last; {done.stderr}"
+    for event in made:
+        cuda.destroy(event)

@@ -6,14 +6,13 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
 from click.testing import CliRunner
 
 from kvd.demo.command import demo_command
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_demo_loads_no_torch_when_it_is_imported() -> None:
@@ -33,6 +32,21 @@ def test_demo_refuses_an_unknown_model_with_the_known_ones() -> None:
     assert result.exit_code == 2
     assert "'lama' is not one of" in result.output
     assert all(name in result.output for name in ("deepseek", "gemma", "gptoss", "llama", "mamba"))
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "why"),
+    [
+        ("gpu", "llama", "'gpu' is neither cpu nor cuda:N"),
+        ("cuda", "llama", "'cuda' is neither cpu nor cuda:N"),
+        ("cpu", "mamba", "mamba keeps states, which it computes in the pool"),
+    ],
+)
+def test_demo_refuses_a_device_that_no_engine_could_use(device: str, model: str, why: str) -> None:
+    result = CliRunner().invoke(demo_command, ["--device", device, "--model", model])
+
+    assert result.exit_code == 2
+    assert why in " ".join(result.output.split())
 
 
 def test_demo_says_what_to_install_when_transformers_is_missing(

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvd.demo.report import (
+    CopiedKv,
     DaemonTotals,
     DemoReport,
     Environment,
@@ -236,3 +237,32 @@ def test_table_shows_window_pages_against_full_allocation() -> None:
     ]
     assert "how many there would be if every token had one" in legend_of(windows)
     assert legend_of(report(ROW)).endswith("dlogit: largest difference")
+
+
+@pytest.mark.parametrize(
+    ("copied", "found"),
+    [
+        (CopiedKv(100, 50, 100, 50), ()),
+        (CopiedKv(0, 50, 0, 50), ()),
+        (CopiedKv(90, 50, 100, 50), ("loaded bytes: 90, not 100",)),
+        (CopiedKv(100, 60, 100, 50), ("saved bytes: 60, not 50",)),
+        (CopiedKv(7, 0, None, None), ("saved bytes: 0, not some",)),
+    ],
+)
+def test_problems_finds_copies_that_are_not_what_they_must_be(
+    copied: CopiedKv, found: tuple[str, ...]
+) -> None:
+    row = change(ROW, copied=copied)
+
+    assert problems([row], [CONTROL], TOTALS) == tuple(
+        f"conversation first, turn 2: {one}" for one in found
+    )
+
+
+def test_verdict_says_what_was_copied_and_where() -> None:
+    of_copies = report(change(ROW, copied=CopiedKv(100, 50, 100, 50)))
+    environment = msgspec.structs.replace(of_copies.environment, device="cuda:0")
+
+    said = verdict(change_report(of_copies, environment=environment))
+
+    assert "; 50 bytes saved from cuda:0, 100 loaded there; 12 s" in said

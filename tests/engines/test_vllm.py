@@ -8,23 +8,23 @@ that has vLLM for the CPU and kvd without extras. What it lacks is said by ``env
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 import subprocess
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from tests.engines.engine import VllmEngine
 from tests.engines.environment import PYTHON
 from tests.support.daemons import two_daemons
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="KVD_VLLM_PYTHON names no environment with vLLM"),
     pytest.mark.timeout(600),
 ]
-
-PROCESS = Path(__file__).with_name("vllm_process.py")
 
 POOL = {
     "pool.family": "raw",
@@ -44,66 +44,16 @@ TO_DECODE = {
 }
 
 
-class Engine:
-    """One vLLM process; ``endpoint`` of its daemon, or none."""
-
-    def __init__(self, model: Path, endpoint: str | None, log: Path) -> None:
-        self.log = log
-        command = [PYTHON, str(PROCESS), str(model)]
-        if endpoint is not None:
-            command += [
-                "--options",
-                json.dumps(
-                    {
-                        "kvd.endpoint": endpoint,
-                        "kvd.namespace": "tests",
-                        # Three engines and two daemons share this machine: what is looked for here
-                        # is what moves, not how soon.
-                        "kvd.probe_wait_s": 0.25,
-                    }
-                ),
-            ]
-        with log.open("w") as target:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=target,
-                text=True,
-                cwd=model.parent,
-            )
-
-    def ready(self) -> None:
-        assert self._read() == "ready"
-
-    def ask(self, ids, max_tokens=12, params=None, *, reset=False):
-        prompt = {"ids": ids, "max_tokens": max_tokens, "params": params}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": [prompt], "reset": reset}) + "\n")
-        self._process.stdin.flush()
-        (answer,) = self._read()
-        return answer
-
-    @property
-    def namespace(self) -> str:
-        """What it says that its KV is of."""
-        (found,) = set(re.findall(r"kvd namespace (\S+) is of", self.log.read_text()))
-        return found
-
-    def _read(self):
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+def engine_of(model: Path, endpoint: str | None, log: Path) -> VllmEngine:
+    """Of the environment; ``endpoint`` of its daemon, or none."""
+    options = {
+        "kvd.endpoint": endpoint,
+        "kvd.namespace": "tests",
+        # Three engines and two daemons share this machine: what is looked for here is what moves,
+        # not how soon.
+        "kvd.probe_wait_s": 0.25,
+    }
+    return VllmEngine(PYTHON, model, log, options=None if endpoint is None else options)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +62,7 @@ def engines(models, tmp_path_factory):
     directory, model = tmp_path_factory.mktemp("vllm"), models / "model"
     with two_daemons(directory, POOL) as pair, contextlib.ExitStack() as stack:
         found = {
-            name: Engine(model, endpoint, directory / f"{name}.log")
+            name: engine_of(model, endpoint, directory / f"{name}.log")
             for name, endpoint in (
                 ("p", pair.prefill.client),
                 ("d", pair.decode.client),

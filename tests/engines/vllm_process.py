@@ -38,16 +38,16 @@ def main() -> None:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=json.loads(asked.options),
         )
-    how = {"block_size": 32, "max_model_len": 4096, "max_num_batched_tokens": 512}
+    how = {
+        "block_size": 32,
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 512,
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+    }
     how |= json.loads(asked.engine)
-    engine = LLM(
-        asked.model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        kv_transfer_config=transfer,
-        **how,
-    )
+    engine = LLM(asked.model, kv_transfer_config=transfer, **how)
 
     def say(what: object) -> None:
         answers.write(json.dumps(what) + "\n")

@@ -14,11 +14,15 @@ import pytest_asyncio
 from kvd.device.cuda import Runtime
 from kvd.device.cuda_library import load
 from tests.gpu.face import Face
+from tests.gpu.memory import device, host, runtime, stream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from tests.gpu.nodes import Nodes
+
+__all__ = ["device", "host", "runtime", "stream"]
+"""Fixtures of others, for all tests here."""
 
 DEVICE = 0
 

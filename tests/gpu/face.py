@@ -41,6 +41,7 @@ LEGACY: Final = 1
 """The legacy stream, by its other name; 0 is the first."""
 
 _PROPERTIES_BYTES: Final = 4096
+_NAME: Final = slice(0, 256)
 _UUID: Final = slice(256, 272)
 _WORD = ctypes.c_uint64
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -90,10 +91,17 @@ class Face:
     # ---- what there is -----------------------------------------------------------------------
 
     def uuid(self, device: int) -> bytes:
+        return self._properties(device)[_UUID]
+
+    def name_of(self, device: int) -> str:
+        """What it is called."""
+        return self._properties(device)[_NAME].partition(b"\0")[0].decode()
+
+    def _properties(self, device: int) -> bytes:
         found = ctypes.create_string_buffer(_PROPERTIES_BYTES)
         name = "cudaGetDeviceProperties" + ("_v2" if self.major < 13 else "")
         self.good(name, found, device)
-        return found.raw[_UUID]
+        return found.raw
 
     def side(self, address: int) -> int:
         """Of which kind the memory is."""

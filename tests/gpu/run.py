@@ -1,141 +1,156 @@
-"""Everything that needs a GPU, by one command: python -m tests.gpu.run [--rehearse].
+"""Everything that needs a GPU, by one command: python -m tests.gpu.run [--json FILE] [--rehearse].
 
 Sets up nothing: it runs in the interpreter that it is started by, with the libraries that are
-there. First what was found, then the tests (pytest -m gpu), then short measurements; under eight
-minutes in all. ``--rehearse`` does all of it with the double of the CUDA runtime that tests/cuda
-compiles, which says that this script and the tests themselves work, and nothing of a GPU.
+there, on the first device. Each part runs in a process of its own, within its time and what is left
+of five minutes; the file is written anew after each, so that what was found is there whatever
+happens next. ``python -m benchmarks store gpu --json FILE`` keeps it for the documentation.
 
-Ends with 0 where nothing failed, also on a host without a GPU, where everything is skipped and
-said to be; with 1 where something did.
+``--rehearse`` does all of it with the double of the CUDA runtime that tests/cuda compiles, which
+says that this command works, and nothing of a GPU: no figure of it is written.
+
+Ends with 0 where nothing failed, also on a host without a GPU, where parts are skipped and said to
+be; with 1 where something did.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from rich.console import Console
-from rich.table import Table
+import msgspec
 
-from kvd.client import KvdError
-from kvd.device.cuda import CudaError, Runtime
-from kvd.device.cuda_library import NoCuda, load
-from tests.gpu import measures
-from tests.support.daemons import DaemonFailed
+from kvd.bench.report import show
+from kvd.device.cuda_library import load
+from tests.gpu.part import PARTS
+from tests.gpu.results import PartOutcome, file_of, place_told, said, without_figures
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Mapping, Sequence
 
-TESTS_WITHIN_S = 300.0
-MIB, REHEARSED_MIB = 512, 32
-PACKAGES = ("torch", "nixl", "nixl-cu12", "nixl-cu13")
-NOT_SHOWN = (
+WITHIN_S: Final = 300.0
+LEAST_S: Final = 10.0
+"""A part that has less is not begun."""
+END_S: Final = 15.0
+"""For what a part has started to be ended."""
+REHEARSED_LONGER: Final = 4.0
+DOUBLE_BYTES: Final = str(2**30)
+
+NOT_SHOWN: Final = (
     "several devices: pools of several shards, NVLink between devices (one test, if there are two)",
     "collectives over NCCL and symmetric memory: their tests need a device for each rank",
     "two hosts: GPUDirect RDMA; everything here is one host",
+    "MIG and MPS",
 )
-
-FAILURES = (CudaError, DaemonFailed, KvdError, RuntimeError, OSError, subprocess.TimeoutExpired)
-
-_out = Console(width=110)
 
 
 def main() -> int:
     words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    words.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     words.add_argument("--rehearse", action="store_true", help="with a double, without a GPU")
-    is_rehearsal = words.parse_args().rehearse
-    with tempfile.TemporaryDirectory(prefix="kvd-double-") as directory:
-        if is_rehearsal:
+    words.add_argument("--only", nargs="+", choices=PARTS, default=tuple(PARTS), metavar="PART")
+    words.add_argument("--within", type=float, default=WITHIN_S, metavar="SECONDS")
+    asked = words.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory(prefix="kvd-gpu-run-") as directory:
+        if asked.rehearse:
             from tests.cuda.double import compiled  # noqa: PLC0415 - needs a compiler
 
-            # Reachable, because torch without CUDA and the real NIXL stand for those of a GPU.
-            settings = {"DOUBLE_BYTES": str(2**30), "DOUBLE_MEMORY": "reachable"}
-            os.environ |= {**compiled(Path(directory)).environment, **settings}
-        return run(REHEARSED_MIB if is_rehearsal else MIB)
+            os.environ |= {**compiled(Path(directory)).environment, "DOUBLE_BYTES": DOUBLE_BYTES}
+        within_s = asked.within * (REHEARSED_LONGER if asked.rehearse else 1)
+        outcomes = run(
+            asked.only, asked.json, Path(directory), within_s, is_rehearsal=asked.rehearse
+        )
+    failed = [name for name, outcome in outcomes.items() if outcome.failed]
+    say("\nNot shown by any of this:", *(f"  - {one}" for one in NOT_SHOWN))
+    say(f"\n{'failed: ' + ', '.join(failed) if failed else 'nothing failed'}")
+    return 1 if failed else 0
 
 
-def run(mib: int) -> int:
-    """All of it; the exit status."""
+def run(
+    names: Sequence[str],
+    file: Path | None,
+    directory: Path,
+    within_s: float,
+    *,
+    is_rehearsal: bool,
+) -> Mapping[str, PartOutcome]:
+    """These parts, one after the other."""
     began_s = time.monotonic()
-    runtime = load()
-    show_host(runtime)
-    have_failed = [] if tested() else ["tests"]
-    if isinstance(runtime, Runtime):
-        have_failed += measured(runtime, mib)
-    else:
-        _out.print("\nNothing was measured: there is no device.", style="yellow")
-    _out.print("\nNot shown by any of this:")
-    for one in NOT_SHOWN:
-        _out.print(f"  - {one}")
-    verdict = f"failed: {', '.join(have_failed)}" if have_failed else "nothing failed"
-    _out.print(f"\n{verdict}; {time.monotonic() - began_s:.0f} s")
-    return 1 if have_failed else 0
+    where = place_told(load())
+    say(where)
+    outcomes: dict[str, PartOutcome] = {}
+    for name in names:
+        left_s = within_s - (time.monotonic() - began_s)
+        say(f"\n== {name}: {PARTS[name].about}")
+        if left_s < LEAST_S:
+            outcomes[name] = PartOutcome(skipped=f"{left_s:.0f} s were left of {within_s:.0f}")
+        else:
+            outcomes[name] = part(name, directory, left_s, is_rehearsal=is_rehearsal)
+        tell(outcomes[name], is_rehearsal=is_rehearsal)
+        if file is not None:
+            seconds = time.monotonic() - began_s
+            content = file_of("gpu", where, outcomes, is_rehearsal=is_rehearsal, seconds=seconds)
+            file.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    return outcomes
 
 
-def show_host(runtime: Runtime | NoCuda) -> None:
-    """What this is run on."""
-    _out.print(f"python {platform.python_version()}, {versions()}")
-    if not isinstance(runtime, Runtime):
-        _out.print(runtime.sentence, style="yellow", markup=False)
-        return
-    _out.print(f"CUDA {runtime.version()}, driver for {runtime.driver_version()}: {runtime.path}")
-    for device in range(runtime.device_count()):
-        room = runtime.room(device)
-        sizes = f"{room.free_bytes / 2**30:.1f} of {room.total_bytes / 2**30:.1f} GiB free"
-        _out.print(f"  cuda:{device} at {runtime.bus_id(device)}: {sizes}")
-
-
-def versions() -> str:
-    """Of the packages that matter here."""
-    found = []
-    for one in PACKAGES:
+def part(name: str, directory: Path, left_s: float, *, is_rehearsal: bool) -> PartOutcome:
+    """One, in a process of its own that is ended when its time is over."""
+    chosen = PARTS[name]
+    within_s = min(left_s, chosen.within_s * (REHEARSED_LONGER if is_rehearsal else 1))
+    file = directory / f"{name}.json"
+    command = [sys.executable, "-m", "tests.gpu.part", name, str(file)]
+    environment = dict(os.environ)
+    if is_rehearsal:
+        command.append("--rehearse")
+        # Torch without CUDA and the real NIXL stand for those of a GPU.
+        environment["DOUBLE_MEMORY"] = "reachable" if chosen.is_reachable else ""
+    began_s = time.monotonic()
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         try:
-            found.append(f"{one} {metadata.version(one)}")
-        except metadata.PackageNotFoundError:
-            found.append(f"no {one}")
-    return ", ".join(found)
+            status = process.wait(within_s)
+        except BaseException as ended:
+            end(process)
+            if not isinstance(ended, subprocess.TimeoutExpired):
+                raise
+            seconds = time.monotonic() - began_s
+            return PartOutcome(failed=f"it took longer than {within_s:.0f} s", seconds=seconds)
+    if not file.exists():
+        why = f"its process ended with {status} and said nothing"
+        return PartOutcome(failed=why, seconds=time.monotonic() - began_s)
+    return msgspec.json.decode(file.read_bytes(), type=PartOutcome)
 
 
-def tested() -> bool:
-    """Whether no test failed; what was skipped, and why, is printed by pytest."""
-    _out.print()
-    here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", str(here)]
+def end(process: subprocess.Popen[bytes]) -> None:
+    """First asked, so that it ends what it has started; then it and its group at once."""
+    process.terminate()
     try:
-        done = subprocess.run(command, cwd=here.parents[1], timeout=TESTS_WITHIN_S, check=False)
+        process.wait(END_S)
     except subprocess.TimeoutExpired:
-        _out.print(f"the tests took longer than {TESTS_WITHIN_S:.0f} s", style="red")
-        return False
-    return done.returncode == 0
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def measured(runtime: Runtime, mib: int) -> list[str]:
-    """Measure and print; the names of what failed."""
-    table = Table("", "best GB/s", "median", title=f"{mib} MiB each, {measures.ROUNDS} rounds")
-    failed = []
-    ways: dict[str, Callable[[], Iterator[measures.Row]]] = {
-        "cudaMemcpy": lambda: measures.copies(runtime, mib),
-        "bare NIXL": lambda: measures.bare(mib),
-        "handoffs": lambda: measures.handoffs(mib),
-    }
-    for name, measure in ways.items():
-        try:
-            for row in measure():
-                table.add_row(row.what, f"{row.best:.1f}", f"{row.median:.1f}")
-        except FAILURES as exc:
-            _out.print(f"{name}: {exc}", style="red", markup=False)
-            failed.append(name)
-    _out.print()
-    _out.print(table)
-    return failed
+def tell(outcome: PartOutcome, *, is_rehearsal: bool) -> None:
+    """What a part has found, as people read it."""
+    if outcome.found is not None:
+        show(without_figures(outcome.found) if is_rehearsal else outcome.found)
+    say(said(outcome))
+
+
+def say(*lines: str) -> None:
+    """At once: a machine may be taken away."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -9,76 +9,15 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
 import numpy as np
 import pytest
 
-from kvd.device.cuda_library import VARIABLE
 from tests.gpu import face
-from tests.gpu.face import Face, address_of, shared
-
-MIB = 2**20
-PIECE = 64 * 2**10
-BEGIN = """
-import ctypes, os, sys
-from tests.gpu import face
-from tests.gpu.face import Face, address_of, shared
-cuda = Face(os.environ["CUDART_LIBRARY"])
-cuda.good("cudaSetDevice", 0)
-device = cuda.made("cudaMalloc", 1 << 20)
-cuda.fill(device, 7, 1 << 20)
-def say(*words):
-    print(*words, flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def runtime(cuda):
-    found = Face(cuda.path)
-    if not hasattr(found._library, "cudaMemcpyBatchAsync"):
-        pytest.skip("a CUDA runtime of before 12.8 has no cudaMemcpyBatchAsync")
-    return found
-
-
-@pytest.fixture(autouse=True)
-def current(runtime):
-    """The first device, and no error of before."""
-    runtime.good("cudaSetDevice", 0)
-    runtime.call("cudaGetLastError")
-
-
-@pytest.fixture
-def device(runtime):
-    with runtime.memory(MIB) as address:
-        runtime.fill(address, 7, MIB)
-        yield address
-
-
-@pytest.fixture
-def stream(runtime):
-    with runtime.stream() as found:
-        yield found
-
-
-@pytest.fixture
-def host(runtime):
-    with runtime.registered(MIB) as found:
-        yield found
-
-
-def lone(cuda, program: str) -> subprocess.CompletedProcess[str]:
-    """Run it in a process of its own, behind ``BEGIN``."""
-    environment = {**os.environ, VARIABLE: cuda.path}
-    command = [sys.executable, "-c", BEGIN + textwrap.dedent(program)]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-
+from tests.gpu.face import address_of, shared
+from tests.gpu.memory import MIB, PIECE, lone
 
 # ---- memory --------------------------------------------------------------------------------------
 
@@ -88,7 +27,7 @@ def test_a_processor_that_touches_device_memory_dies(cuda, runtime, device, touc
     if runtime.side(device) != face.DEVICE:
         pytest.skip("the processor reaches this memory, which says so")
 
-    done = lone(cuda, f"say('begun')\n{touch}\nsay('alive')")
+    done = lone(cuda.path, f"say('begun')\n{touch}\nsay('alive')")
 
     assert (done.returncode, done.stdout) == (-signal.SIGSEGV, "begun\n"), done.stderr
 
@@ -115,7 +54,7 @@ def test_the_runtime_tells_device_memory_from_registered_and_other_memory(runtim
 def test_a_device_has_a_uuid_that_every_process_knows_it_by(cuda, runtime):
     mine = runtime.uuid(0)
 
-    done = lone(cuda, "say(cuda.uuid(0).hex())")
+    done = lone(cuda.path, "say(cuda.uuid(0).hex())")
 
     assert any(mine)
     assert done.stdout.strip() == mine.hex()
@@ -202,7 +141,7 @@ def test_a_batch_whose_attributes_do_not_fit_is_refused(
 @pytest.mark.parametrize("way", ["(device, at, size)", "(at, device, size)"])
 def test_a_range_over_two_registrations_or_half_of_one_is_refused(cuda, start, way):
     done = lone(
-        cuda,
+        cuda.path,
         f"""
         size = {PIECE}
         memory = shared(4 * size)
@@ -225,7 +164,7 @@ def test_a_range_over_two_registrations_or_half_of_one_is_refused(cuda, start, w
 def test_memory_that_is_not_registered_is_refused_in_stream_order(cuda, runtime):
     """CUDA's words leave it open: a runtime that takes it must bring the bytes."""
     done = lone(
-        cuda,
+        cuda.path,
         """
         memory = shared(4096)
         memory[:] = 1
@@ -244,7 +183,7 @@ def test_memory_that_is_not_registered_is_refused_in_stream_order(cuda, runtime)
 def test_a_call_by_the_signature_of_the_other_major_copies_nothing(cuda, runtime):
     other = 12 if runtime.major >= 13 else 13
     done = lone(
-        cuda,
+        cuda.path,
         f"""
         with cuda.registered(4096) as host, cuda.stream() as stream:
             host[:] = 1
@@ -276,7 +215,7 @@ def test_the_order_of_the_source_says_when_it_is_read(runtime, device, host, str
 def test_a_batch_out_of_the_range_of_its_memory_is_never_done(cuda):
     """Refused, or the process is poisoned: every call fails from then on, for good."""
     done = lone(
-        cuda,
+        cuda.path,
         """
         with cuda.registered(1 << 21) as host, cuda.stream() as stream:
             number = cuda.batch(stream, [(device, address_of(host), 1 << 21)])
@@ -300,7 +239,7 @@ def test_a_batch_out_of_the_range_of_its_memory_is_never_done(cuda):
 
 def test_one_copy_out_of_the_range_of_its_memory_is_refused_and_nothing_is_lost(cuda):
     done = lone(
-        cuda,
+        cuda.path,
         """
         with cuda.registered(1 << 20) as host, cuda.stream() as stream:
             low = address_of(host)

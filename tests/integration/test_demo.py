@@ -93,6 +93,38 @@ def good(done: subprocess.CompletedProcess[str], report: DemoReport) -> None:
         assert control.max_logit_difference > 0.05, control
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        "llama",
+        *(pytest.param(name, marks=full) for name in ("qwen", "deepseek", "gemma", "gptoss")),
+    ],
+)
+def test_demo_copies_between_the_pools_and_memory_of_the_engines(
+    tmp_path: Path, model: str
+) -> None:
+    """As on a GPU, by processors: what is cached is loaded, what was computed is saved."""
+    done, report = demo(tmp_path / "demo.json", "--model", model, "--turns", "2", "--device", "cpu")
+
+    good(done, report)
+    assert report.environment.device == "cpu"
+    if model == "llama":
+        found = [(row.copied.loaded_bytes, row.copied.saved_bytes) for row in report.turns]
+        # Of pages: the prefill's prefix, and the prompt once more on the decode node; what was
+        # computed, and the answer of 15 tokens, from the page on in which the prompt ends.
+        assert found == [
+            (pages * PAGE_BYTES, saved * PAGE_BYTES)
+            for pages, saved in (
+                (22, 24),
+                (21 + 25, 4 + 2),
+                (18 + 22, 5),
+                (22 + 26, 4 + 2),
+                (44, 1),
+            )
+        ]
+    assert done.stdout.splitlines()[-1].count("saved from cpu") == 1
+
+
 @full
 def test_demo_hands_over_the_latents_of_deepseek(tmp_path: Path) -> None:
     """One latent of 64 + 16 numbers per token and layer, in 4 layers."""

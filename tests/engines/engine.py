@@ -1,0 +1,103 @@
+"""One vLLM engine of another interpreter: prompts in, tokens out."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PROCESS: Final = Path(__file__).with_name("vllm_process.py")
+END_S: Final = 30.0
+
+
+class VllmEngine:
+    """A process of vLLM, started at once; ``ready`` says when it serves."""
+
+    def __init__(
+        self,
+        python: str,
+        model: Path,
+        log: Path,
+        *,
+        options: Mapping[str, object] | None = None,
+        engine: Mapping[str, object] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """``options`` are the connector's; None: an engine without kvd. ``engine``: LLM's own."""
+        self.log = log
+        command = [python, str(PROCESS), str(model), "--engine", json.dumps(engine or {})]
+        if options is not None:
+            command += ["--options", json.dumps(options)]
+        with log.open("w") as target:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=target,
+                text=True,
+                cwd=model.parent,
+                env=environment,
+            )
+
+    def ready(self) -> None:
+        """Return when it serves."""
+        assert self._read() == "ready"
+
+    def ask(
+        self,
+        ids: Sequence[int],
+        max_tokens: int = 12,
+        params: Mapping[str, object] | None = None,
+        *,
+        reset: bool = False,
+    ) -> dict[str, Any]:
+        """The answer to one prompt; ``reset``: after vLLM's own cache was dropped."""
+        (answer,) = self.ask_all([ids], max_tokens, params, reset=reset)
+        return answer
+
+    def ask_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 12,
+        params: Mapping[str, object] | None = None,
+        *,
+        reset: bool = False,
+    ) -> list[dict[str, Any]]:
+        """The answers to prompts that are asked at once."""
+        asked = [{"ids": ids, "max_tokens": max_tokens, "params": params} for ids in prompts]
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": asked, "reset": reset}) + "\n")
+        self._process.stdin.flush()
+        answers: list[dict[str, Any]] = self._read()
+        return answers
+
+    @property
+    def namespace(self) -> str:
+        """What it says that its KV is of."""
+        (found,) = set(re.findall(r"kvd namespace (\S+) is of", self.log.read_text()))
+        return found
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            said = self.log.read_text(errors="replace").splitlines()[-20:]
+            raise RuntimeError("the engine has ended:\n" + "\n".join(said))
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Have it end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
