@@ -17,6 +17,7 @@ SHORT_HELP = {
     "gather": "Gathers beside the bare collective.",
     "recorder": "What the flight recorder takes.",
     "keys": "What a hit costs by tokens and by keys.",
+    "copies": "An engine's own blocks, saved and loaded.",
     "pull": "A cached prefix, pulled and handed over.",
     "console": "What consoles cost.",
     "compare": "This checkout beside another one.",

@@ -9,6 +9,9 @@ from kvd.client.arena import PageArena
 from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share, Taken, room_of
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
 from kvd.client.lease_key import LeaseKey
+from kvd.client.mover.blocks import EngineBlocks
+from kvd.client.mover.engine_memory import LayerMemory
+from kvd.client.mover.pending_copy import PendingCopy
 from kvd.client.pending import PendingCall
 from kvd.client.pool import Pool
 from kvd.client.prompt import Prompt
@@ -30,12 +33,14 @@ from kvd.errors import Code, HandoffError, KvdError
 __all__ = [
     "Code",
     "Connecting",
+    "EngineBlocks",
     "EventsLost",
     "Fetched",
     "FlushResult",
     "HandoffError",
     "KeptRoom",
     "KvdError",
+    "LayerMemory",
     "Lease",
     "LeaseKey",
     "Matched",
@@ -43,6 +48,7 @@ __all__ = [
     "Outcome",
     "PageArena",
     "PendingCall",
+    "PendingCopy",
     "PendingWord",
     "Pool",
     "Prompt",

@@ -25,10 +25,12 @@ from kvd.client.handoff import Receive, Send, keep_room, outcome, room_number, s
 from kvd.client.lease import Lease, lease_number
 from kvd.client.lease_key import is_ours, why_foreign, why_stale
 from kvd.client.loop import LoopChannel, attach
+from kvd.client.mover.mover import MARK_WITHIN_S
 from kvd.client.pool import Pool, Pools
 from kvd.client.port import Port, confused, within
 from kvd.client.prompt import Prompt, PromptAddress, address_of, perform_about
 from kvd.client.returning import RETURN_WITHIN_S
+from kvd.client.worker import join
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
 from kvd.wire.attach import Attach
@@ -40,9 +42,11 @@ if TYPE_CHECKING:
     from kvd.client.device_event import WhenWritten
     from kvd.client.handoff import KeptRoom, Outcome
     from kvd.client.lease_key import LeaseKey
+    from kvd.client.mover.blocks import Caches, EngineBlocks
     from kvd.client.port import Channel
     from kvd.client.state import EventQueue, EventsLost
     from kvd.client.tokens import TokenIds
+    from kvd.client.worker import Worker
     from kvd.wire.events import Event
     from kvd.wire.page_address import ExtraKeys
     from kvd.wire.snapshot import Snapshot
@@ -102,6 +106,7 @@ class Node:
         self._port.called = f"session {attachment.attached.session} of {attachment.attached.node}"
         self._pools = Pools(attachment, lambda: connection.end)
         self._is_subscribed = False
+        self._copier: Worker | None = None
 
     @property
     def name(self) -> str:
@@ -173,6 +178,38 @@ class Node:
             KvdError: ``bad-request`` when there is none; what ended the session, once it is over.
         """
         return self._pools.pool(name)
+
+    def blocks(
+        self,
+        caches: Caches,
+        *,
+        block_size: int,
+        pool: str = "",
+        shard: int = 0,
+        threads: int = 1,
+        mark_within_s: float = MARK_WITHIN_S,
+    ) -> EngineBlocks:
+        """As ``Worker.blocks``, for an engine of one process.
+
+        The first time it joins this session once more, as what a process copies is said on a
+        connection of its own: for a tenth of a millisecond it waits for the daemon.
+
+        Raises:
+            KvdError: as ``Worker.blocks`` and ``join``.
+        """
+        found = self.pool(pool or self._attachment.attached.pools[0].name)
+        if self._copier is None:
+            self._copier = join(self._attachment.endpoint, token=self.token)
+            self._attachment.copies = self._copier.movers
+        return self._copier.movers.blocks(
+            found,
+            caches,
+            block_size=whole(block_size, "block_size"),
+            shard=whole(shard, "shard"),
+            threads=whole(threads, "threads"),
+            mark_within_s=mark_within_s,
+            check=self.check,
+        )
 
     def _prompt(
         self,
@@ -617,7 +654,12 @@ class Node:
                 self._port.tell(wire.Unsubscribe(connection.next_call()))
 
     async def close(self) -> None:
-        """Leave the session: the daemon releases what it held. Live views stay valid."""
+        """Leave the session: the daemon releases what it held. Live views stay valid.
+
+        Copies to and from blocks that move are waited for, and none begins any more.
+        """
+        if self._copier is not None:
+            self._copier.close()
         self._port.close()
         self._pools.close()
 

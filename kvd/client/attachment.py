@@ -14,7 +14,7 @@ import socket
 import stat
 import struct
 import weakref
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec.structs import replace
 
@@ -58,6 +58,20 @@ _MAX_DESCRIPTORS: Final = 253
 """SCM_MAX_FD of Linux."""
 
 
+class CopiesUnderWay(Protocol):
+    """What this process copies to and from the pages of its session."""
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the daemon keeps no page for any of it."""
+        ...
+
+    @property
+    def doubt(self) -> Refusal | None:
+        """Why nobody can tell whether some of it still moves; None while that can be told."""
+        ...
+
+
 class Attachment:
     """One process of a session. Closing it, or dying, ends that process' part in it.
 
@@ -69,6 +83,8 @@ class Attachment:
         self.attached = attached
         self.endpoint = ""
         """What was asked for, as ``require_socket`` was told."""
+        self.copies: CopiesUnderWay | None = None
+        """What has to be over before this process goes back to a daemon that was restarted."""
         self.key = ""
         """By which others join; the process that connected with it says it again at each return."""
         self._fds = fds
@@ -271,12 +287,13 @@ class Attachment:
         for fd in other._fds:
             os.close(fd)
 
-    def close(self) -> None:
+    def close(self, *, says_leave: bool = True) -> None:
         """Leave the session; repeatable. Mappings stay valid, to be read at most.
 
-        A forked child that closes its copy does not speak for the process that attached.
+        A forked child that closes its copy does not speak for the process that attached. Without
+        ``says_leave`` it is heard that this process is done with the pool when it has ended.
         """
-        if self._sock.fileno() >= 0 and self.is_own:
+        if self._sock.fileno() >= 0 and self.is_own and says_leave:
             leave(self._sock)
         self._sock.close()
         for fd in self._fds:

@@ -159,6 +159,21 @@ class Pool:
         mapping, places, pages = self._placed(component, layer, shard)
         return {place.part: mapping.array(place, pages) for place in places}
 
+    def host_memory(self, component: str, shard: int = 0) -> NDArray[np.uint8]:
+        """All bytes of a component, as they are mapped here: ``component(...).tensors`` says where.
+
+        Raises:
+            KvdError: as ``arrays``.
+        """
+        mapping, _, _ = self._placed(component, 0, shard)
+        if isinstance(mapping, Mapping):
+            return mapping.bytes
+        why = (
+            f"{self.name}.{component} lies on a device, where engines compute in its pages: blocks "
+            "of an engine's own are moved to and from pools in host memory; set pool.device to host"
+        )
+        raise KvdError(Refusal(Code.NOT_SUPPORTED, why, side="client"))
+
     def close(self) -> None:
         """Unmap; repeatable. A later view maps again while the session lasts.
 

@@ -35,14 +35,16 @@ LOOK_EVERY_S = 0.5
 class PendingWord:
     """A word that was sent. ``poll`` it, wait for its ``result``, or ``await`` it."""
 
-    def __init__(self, words: RankWords, call: int) -> None:
+    def __init__(
+        self, words: RankWords, call: int, wake: Callable[[], object] | None = None
+    ) -> None:
         """Use ``Worker.begin_written``."""
         self._words = words
         self.call = call
         """What it was said as."""
         self._is_over = False
         self._refusal: Refusal | None = None
-        self._wake: Callable[[], object] | None = None
+        self._wake = wake
 
     def poll(self) -> bool:
         """Whether it counts now; never waits.
@@ -82,6 +84,11 @@ class PendingWord:
     def is_over(self) -> bool:
         """Whether it has been answered, or never will be."""
         return self._is_over
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why it does not count, once it is over."""
+        return self._refusal
 
     async def _arrived(self) -> None:
         loop = asyncio.get_running_loop()
@@ -124,8 +131,21 @@ class RankWords:
         self._reading = threading.Lock()
         """Held by who waits on the socket: what it reads may be the answer of another."""
 
-    def begin(self, word: Callable[[int], ProcessWord]) -> PendingWord:
+    @property
+    def end(self) -> Refusal | None:
+        """Why the daemon hung up, as far as was read; None while it has not."""
+        return self._end
+
+    def fileno(self) -> int:
+        """Readable when something has come."""
+        return self._attachment.fileno()
+
+    def begin(
+        self, word: Callable[[int], ProcessWord], wake: Callable[[], object] | None = None
+    ) -> PendingWord:
         """Say it; ``word`` makes the message of the number that its answer will name.
+
+        ``wake`` is called by whoever reads the answer, on any thread.
 
         Raises:
             KvdError: the daemon is away, or does not read; ``wrong-state`` in a forked child.
@@ -135,7 +155,7 @@ class RankWords:
             if self._end is not None:
                 raise KvdError(self._end)
             self._last_call += 1
-            pending = PendingWord(self, self._last_call)
+            pending = PendingWord(self, self._last_call, wake)
             try:
                 self._attachment.say(word(self._last_call))
             except BlockingIOError:

@@ -32,6 +32,9 @@ FIRST_PAUSE_S: Final = 0.02
 LONGEST_PAUSE_S: Final = 1.0
 """Between two attempts; each pause is twice as long as the one before."""
 
+QUIET_LOOK_S: Final = 0.002
+"""Between two looks whether copies of before a restart are over; they take milliseconds."""
+
 RETURN_WITHIN_S: Final = 10.0
 """How long a call waits for a daemon that is away, unless the engine says otherwise."""
 
@@ -57,8 +60,17 @@ class WayBack:
         """Try; whether the attachment is with the daemon that is back.
 
         Raises:
-            KvdError: there is no way back: ``pool-changed``, or the refusal of the daemon.
+            KvdError: there is no way back: ``pool-changed``, or the refusal of the daemon; or a
+                copy of before has failed, and nobody can tell whether it still writes.
         """
+        copies = self._attachment.copies
+        if copies is not None and copies.doubt is not None:
+            raise KvdError(copies.doubt)
+        if copies is not None and not copies.is_quiet:
+            # Whose pages move now only the daemon of before knew: the next one gives none of them
+            # away before all processes of its sessions are back.
+            self.pause_s = QUIET_LOOK_S
+            return False
         try:
             found = self._find()
         except KvdError as error:

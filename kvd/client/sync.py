@@ -16,6 +16,7 @@ from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.blocking import BlockingChannel, attach
 from kvd.client.connection import UNDONE, Connection
 from kvd.client.endpoint import client_endpoint
+from kvd.client.mover.mover import MARK_WITHIN_S
 from kvd.client.pending import PendingCall, blocking, blocking_quietly, finished
 from kvd.client.returning import RETURN_WITHIN_S
 from kvd.errors import Code, KvdError, Refusal
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
     from kvd.client.lease_key import LeaseKey
+    from kvd.client.mover.blocks import Caches, EngineBlocks
     from kvd.client.pending import CallDriver
     from kvd.client.pool import Pool
     from kvd.client.prompt import Prompt
@@ -626,6 +628,26 @@ class SyncNode:
     def pool(self, name: str) -> Pool:
         """As ``Node.pool``."""
         return self.wrapped.pool(name)
+
+    def blocks(
+        self,
+        caches: Caches,
+        *,
+        block_size: int,
+        pool: str = "",
+        shard: int = 0,
+        threads: int = 1,
+        mark_within_s: float = MARK_WITHIN_S,
+    ) -> EngineBlocks:
+        """As ``Node.blocks``."""
+        return self.wrapped.blocks(
+            caches,
+            block_size=block_size,
+            pool=pool,
+            shard=shard,
+            threads=threads,
+            mark_within_s=mark_within_s,
+        )
 
     def prompt(
         self,

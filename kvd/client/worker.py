@@ -22,6 +22,8 @@ from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import attach_path, client_endpoint
 from kvd.client.lease_key import is_ours, why_foreign
+from kvd.client.mover.mover import MARK_WITHIN_S
+from kvd.client.mover.movers import Movers
 from kvd.client.pool import Pools
 from kvd.client.rank_words import RankWords
 from kvd.client.returning import WayBack
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from kvd.client.attachment import Attachment
     from kvd.client.device_event import WhenWritten
     from kvd.client.lease_key import LeaseKey
+    from kvd.client.mover.blocks import Caches, EngineBlocks
     from kvd.client.pool import Pool
     from kvd.client.rank_words import PendingWord
 
@@ -56,6 +59,9 @@ class Worker:
         self._ranks = ranks
         self._pools = Pools(attachment, lambda: self.end)
         self._words = RankWords(attachment)
+        self.movers = Movers(self._words, self.check)
+        """Of the blocks that this process has given."""
+        attachment.copies = self.movers
         self._events: deque[WhenWritten] = deque(maxlen=EVENTS_KEPT)
         self._closing = threading.Event()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -114,6 +120,47 @@ class Worker:
         """Whether ``check`` has nothing against it."""
         return is_ours(self.check, key)
 
+    def blocks(
+        self,
+        caches: Caches,
+        *,
+        block_size: int,
+        pool: str = "",
+        shard: int | None = None,
+        threads: int = 1,
+        mark_within_s: float = MARK_WITHIN_S,
+    ) -> EngineBlocks:
+        """The engine's own KV memory, from which pages are filled and which is filled from them.
+
+        Args:
+            caches: by layer, in their order, its tensor, or those of the parts that a page has of
+                it (K and V). Its first dimension is the block. A torch tensor, or anything with
+                ``__array_interface__`` or ``__cuda_array_interface__``, or a ``LayerMemory``. Of a
+                pool of several components, such a mapping by component.
+            block_size: tokens of a block. It divides the page size of the pool, or the other way
+                round.
+            pool: its name; left out, the one that there is.
+            shard: of the pool, the one whose layers and heads these are; left out, that of this
+                rank.
+            threads: how many copy, where the blocks are in host memory.
+            mark_within_s: a mark that has not come by then ends its order.
+
+        Raises:
+            KvdError: ``layout-mismatch`` where blocks are no pages of this pool, with both numbers;
+                ``bad-request``; as ``Pool.arrays``.
+        """
+        found = self.pool(pool or self._attachment.attached.pools[0].name)
+        if shard is None:
+            shard = self._rank if found.shards else 0
+        return self.movers.blocks(
+            found,
+            caches,
+            block_size=whole(block_size, "block_size"),
+            shard=shard,
+            threads=whole(threads, "threads"),
+            mark_within_s=mark_within_s,
+        )
+
     def written(
         self, lease_id: int, upto_tokens: int, *, after: WhenWritten | bytes | None = None
     ) -> None:
@@ -158,6 +205,7 @@ class Worker:
         """Leave the session; repeatable."""
         if self._closing.is_set():
             return
+        is_quiet = not self._attachment.is_own or self.movers.close(_CLOSED)
         self._closing.set()
         self.end = self.end or _CLOSED
         # A forked child has no such thread, and the bell and the words are its parent's too.
@@ -166,7 +214,7 @@ class Worker:
             self._thread.join()
             self._words.closed(_CLOSED)
         self._pools.close()
-        self._attachment.close()
+        self._attachment.close(says_leave=is_quiet)
         os.close(self._bell)
 
     def __enter__(self) -> Worker:

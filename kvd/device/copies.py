@@ -69,6 +69,11 @@ class KnownMemory:
         self._registered: set[int] = set()
         self._know()
 
+    @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """All of it, by address."""
+        return tuple(self._stretches)
+
     def register(self, address: int, size_bytes: int) -> None:
         """Pin memory of the host for the devices of this process; it takes 20 to 60 ms a GiB.
 
@@ -218,6 +223,14 @@ class CopyStream:
             count = min(PIECES_PER_CALL, rows.sizes.size - first)
             self._runtime.begin_copies(self._stream, columns, count)
         return len(cuts)
+
+    def record(self, event: int) -> None:
+        """Let an event come when everything that was begun by now is there.
+
+        Raises:
+            CudaError: as ``is_over``.
+        """
+        self._runtime.record(event, self._stream)
 
     def is_over(self) -> bool:
         """Whether everything that was begun is there.

@@ -27,7 +27,9 @@ HANDLE_BYTES: Final = 64
 _SUCCESS: Final = 0
 _NOT_READY: Final = 600
 _COPY_DEFAULT: Final = 4  # the runtime sees from the addresses which way a copy goes
+_EVENT_UNTIMED: Final = 2
 _EVENT_INTERPROCESS: Final = 2 | 4  # cudaEventDisableTiming, without which it cannot be shared
+_CAPTURE_RELAXED: Final = 2
 _LAZY_PEER_ACCESS: Final = 1
 _NON_BLOCKING: Final = 1  # a stream that neither waits for the legacy one nor holds it up
 _PORTABLE: Final = 1  # pinned for every device of this process
@@ -113,6 +115,8 @@ CALLS: Final[dict[str, tuple[Any, ...]]] = {
     "cudaStreamQuery": (_P,),
     "cudaStreamSynchronize": (_P,),
     "cudaStreamDestroy": (_P,),
+    "cudaStreamIsCapturing": (_P, _OUT),
+    "cudaThreadExchangeStreamCaptureMode": (_OUT,),
     "cudaPointerGetAttributes": (_P, _P),
     "cudaIpcGetMemHandle": (_OUT, _P),
     "cudaIpcOpenMemHandle": (_OUT, _Handle, _UINT),
@@ -240,6 +244,16 @@ class Runtime:
         self._call("cudaPointerGetAttributes", (content, address), doing)
         return MemorySide.DEVICE if _INT.from_buffer(content).value in {2, 3} else MemorySide.HOST
 
+    def device_of(self, address: int) -> int | None:
+        """The device whose memory lies at an address; None for the host's, and where there is none.
+
+        Of device memory that was freed it says None too.
+        """
+        content = (_INT * (_ATTRIBUTES_BYTES // ctypes.sizeof(_INT)))()
+        doing = f"asking what lies at {address:#x}"
+        self._call("cudaPointerGetAttributes", (content, address), doing)
+        return int(content[1]) if content[0] in {2, 3} else None
+
     def copy(self, to: int, source: int, size_bytes: int) -> None:
         """Copy bytes between any two of host and devices. ``synchronize`` says that they are there.
 
@@ -285,6 +299,22 @@ class Runtime:
     def end_stream(self, stream: int) -> None:
         """Let go of it; what is in it is done all the same."""
         self._call("cudaStreamDestroy", (stream,), "destroying a stream")
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what is given to the stream goes into a graph, and is not done."""
+        found = _INT(0)
+        doing = "asking whether a stream is captured"
+        self._call("cudaStreamIsCapturing", (stream, ctypes.byref(found)), doing)
+        return found.value != 0
+
+    def ignore_captures(self) -> None:
+        """From now on, what this thread asks is no matter of graphs that other threads capture.
+
+        Without it an event that is asked for here would spoil a capture of the engine.
+        """
+        mode = _INT(_CAPTURE_RELAXED)
+        doing = "keeping a thread out of captures"
+        self._call("cudaThreadExchangeStreamCaptureMode", (ctypes.byref(mode),), doing)
 
     def begin_copy(self, stream: int, to: int, source: int, size_bytes: int) -> None:
         """Let a stream copy bytes between devices and registered memory of the host."""
@@ -344,11 +374,11 @@ class Runtime:
 
     # ---- events ------------------------------------------------------------------------------
 
-    def event(self, device: int) -> int:
-        """A new event that other processes can open."""
+    def event(self, device: int, *, is_shared: bool = True) -> int:
+        """A new event, which other processes can open if it ``is_shared``."""
         self.use(device)
         found = _P(0)
-        arguments = (ctypes.byref(found), _EVENT_INTERPROCESS)
+        arguments = (ctypes.byref(found), _EVENT_INTERPROCESS if is_shared else _EVENT_UNTIMED)
         self._call("cudaEventCreateWithFlags", arguments, f"making an event on cuda:{device}")
         return found.value or 0
 

@@ -34,7 +34,31 @@ def loaded(doing: str, *heavy: str) -> str:
 
 
 def test_importing_the_client_loads_nothing_heavy():
-    assert loaded("import kvd.client", *HEAVY) == "[]"
+    device = ("kvd.device", "kvd.client.mover.device_lane")
+    assert loaded("import kvd.client", *HEAVY, *device) == "[]"
+
+
+BLOCKS = """
+from tests.support.copies import WordsDaemon, raw_pool
+import numpy as np
+daemon = WordsDaemon(raw_pool())
+layers = {n: np.ones((20, 4096), np.uint8) for n in range(3)}
+blocks = daemon.worker.blocks(layers, block_size=16)
+blocks.begin_save(daemon.key(), {"kv": [1]}, pages={"kv": [1]}).result(5)
+daemon.close()
+maps = open("/proc/self/maps").read()
+import sys
+print([name for name in sys.modules if name.startswith("kvd.device") or name == "torch"],
+      "libcuda" in maps, [name for name in sys.modules if "device_lane" in name])
+"""
+
+
+def test_blocks_in_host_memory_load_nothing_of_cuda():
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "[] False []"
 
 
 def test_kvd_help_loads_nothing_heavy():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -82,6 +83,32 @@ async def test_an_engine_goes_on_by_itself_with_the_same_memory(daemon: Daemon) 
         assert torch.equal(again[4], k[4])
         async with kvd.client.connect(daemon.endpoint, name="other") as other:
             assert float(other.pool("main").layer(0)[0][4, 0, 0, 0]) == 2.5
+
+
+async def test_nobody_goes_back_before_the_copies_of_before_are_over(daemon: Daemon) -> None:
+    daemon.script = script
+    copies = SimpleNamespace(is_quiet=False, doubt=None)
+    async with kvd.client.connect(daemon.endpoint, name="engine") as node:
+        node._attachment.copies = copies
+        before = node.incarnation
+        daemon.hang_up()
+        daemon.restart()
+        await until(lambda: node.is_away)
+        await asyncio.sleep(0.1)
+        assert node.incarnation == before
+        copies.is_quiet = True
+        assert (await node.match([1] * 8)).tokens == 8
+        assert node.incarnation != before
+
+
+async def test_a_copy_in_doubt_ends_the_session_over_a_restart(daemon: Daemon) -> None:
+    doubt = Refusal(Code.POST_FAILED, "a device is lost: end this process", side="client")
+    async with kvd.client.connect(daemon.endpoint, name="engine") as node:
+        node._attachment.copies = SimpleNamespace(is_quiet=False, doubt=doubt)
+        daemon.hang_up()
+        daemon.restart()
+        await until(lambda: node.end is not None)
+        assert await refusal(node.match([1])) == Code.POST_FAILED.value
 
 
 async def test_a_lease_of_before_keeps_its_pages_and_can_only_be_released(daemon: Daemon) -> None:

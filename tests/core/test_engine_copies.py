@@ -427,6 +427,17 @@ def test_why_names_each_copy(engine):
     assert "holders: copy, engine" in report.facts
 
 
+def test_who_keeps_pages_from_others_says_that_only_a_copy_does(engine):
+    side = engine.side
+    engine.save(0, 7)
+    side.call(client.ReleaseLease, lease=engine.lease)
+    side.feed(inputs.FromOperator(side.world.now_s, b"op", admin.Why(1, "lease", engine.lease)))
+    report = side.reports[-1]
+    assert isinstance(report, admin.Because)
+    assert "for lease, 0.0 s, let go of and still copied" in report.sentence
+    assert "waits for the last copy of its engine" in report.facts
+
+
 def test_a_node_with_copies_under_way_is_thawed_as_it_was(engine):
     engine.over(engine.save(2, 4))
     engine.save(0, 2)

@@ -36,6 +36,8 @@ memory that one device registered is copied by      ``test_memory_that_one_devic
 every other, if it was asked to be                  there are two devices
 registering waits for no copy, and no copy for it   ``test_memory_is_registered_beside_...``;
                                                     a device may wait, either way
+a thread that keeps out of captures may ask and     ``test_a_thread_that_keeps_out_of_...``; a
+register memory during one                          device may refuse to register
 a process that was forked has no CUDA (3)           tests of the double alone
 a copy under way lands after its caller was killed  tests of the double alone; nobody has measured
 and reaped, those behind it do not                  it

@@ -170,22 +170,32 @@ int cudaDriverGetVersion(int *version) {
 /* Every call comes through here. One that may touch what is being captured is forbidden meanwhile,
  * to the thread that captures or to all, and spoils the capture. */
 enum { SAFE, UNSAFE };
+static _Thread_local int interaction = CAPTURE_GLOBAL; /* of this thread with captures of others */
 static int enter(int is_unsafe) {
     if (is_begun && getpid() != home) return NOT_INITIALIZED; /* its threads stayed behind */
     if (!is_begun) home = getpid(), is_begun = 1;
     if (poison) return poison;
     int error = __atomic_exchange_n(&next_error, 0, __ATOMIC_SEQ_CST);
-    if (error || !is_unsafe) return error;
+    if (error || !is_unsafe || interaction == CAPTURE_RELAXED) return error;
     pthread_mutex_lock(&lock);
     for (int i = 0; i < MOST; i++) {
         Stream *one = streams[i];
         if (!one || !one->is_capturing || one->capture_mode == CAPTURE_RELAXED) continue;
-        if (one->capture_mode == CAPTURE_OF_THREAD && one->capture_thread != gettid()) continue;
+        if (one->capture_thread != gettid() &&
+            (one->capture_mode == CAPTURE_OF_THREAD || interaction == CAPTURE_OF_THREAD))
+            continue;
         one->is_spoiled = 1;
         error = CAPTURE_UNSUPPORTED;
     }
     pthread_mutex_unlock(&lock);
     return error;
+}
+int cudaThreadExchangeStreamCaptureMode(int *mode) {
+    if (!mode || *mode < CAPTURE_GLOBAL || *mode > CAPTURE_RELAXED) return fail(INVALID_VALUE);
+    int before = interaction;
+    interaction = *mode;
+    *mode = before;
+    return OK;
 }
 #define ENTER(is_unsafe)                          \
     do {                                          \

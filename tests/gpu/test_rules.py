@@ -577,3 +577,40 @@ def test_memory_that_one_device_registered_is_copied_by_every_other(runtime):
     assert (there == 1).all()
     assert (found[PIECE : PIECE + 9] == 7).all()
     assert (found[PIECE + 9 :] == 1).all()
+
+
+@pytest.mark.parametrize("name", ["cudaStreamQuery", "cudaEventQuery", "cudaHostRegister"])
+def test_a_thread_that_keeps_out_of_captures_spoils_none(runtime, device, host, stream, name):
+    """So copies go on while an engine captures its graphs, in another thread."""
+    other = runtime.made("cudaStreamCreateWithFlags", 1)
+    event = runtime.made("cudaEventCreateWithFlags", 2)
+    memory = shared(4096)
+    arguments = {
+        "cudaStreamQuery": (other,),
+        "cudaEventQuery": (event,),
+        "cudaHostRegister": (address_of(memory), 4096, 0),
+    }
+    found = []
+
+    def keep_out() -> None:
+        mode = ctypes.c_int(face.CAPTURE_RELAXED)
+        runtime.good("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        found.append(mode.value)
+        found.append(runtime.batch(other, [(device, address_of(host), PIECE)]))
+        found.append(runtime.call("cudaEventRecord", event, other))
+        found.append(runtime.call(name, *arguments[name]))
+
+    runtime.good("cudaStreamBeginCapture", stream, face.CAPTURE_GLOBAL)
+    thread = threading.Thread(target=keep_out)
+    thread.start()
+    thread.join()
+    ended = captured(runtime, stream)
+    runtime.good("cudaStreamSynchronize", other)
+    if name == "cudaHostRegister":
+        runtime.good("cudaHostUnregister", address_of(memory))
+    runtime.good("cudaEventDestroy", event)
+    runtime.good("cudaStreamDestroy", other)
+
+    assert found[:3] == [face.CAPTURE_GLOBAL, face.OK, face.OK]
+    assert found[3] in {face.OK, face.NOT_READY}
+    assert ended == face.OK

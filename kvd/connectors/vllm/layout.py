@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
+from kvd.client.mover.engine_memory import HOST, block_layout
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.client import Pool
+    from kvd.client.mover.engine_memory import BlockLayout, TensorView
 
     Rows = NDArray[np.generic]
     """One layer: a row of words for each block, or page."""
@@ -33,16 +35,6 @@ WHOLE: Final = ("FullAttentionSpec", "MLAAttentionSpec")
 sliding windows, it takes blocks away meanwhile, and its null block stands where they were: saved in
 their place, that would be the KV of nobody."""
 
-HOST: Final = "cpu"
-"""The device whose memory an engine's process can read."""
-
-
-@runtime_checkable
-class NamesDevice(Protocol):
-    """A tensor that says where its memory is: torch's do."""
-
-    device: object
-
 
 @runtime_checkable
 class NamesCausality(Protocol):
@@ -51,77 +43,26 @@ class NamesCausality(Protocol):
     non_causal: bool
 
 
-class TensorView(Protocol):
-    """What is read of a layer's tensor: torch has it. One without a ``device`` is host memory."""
-
-    shape: Sequence[int]
-
-    def stride(self) -> Sequence[int]:
-        """In elements."""
-        ...
-
-    def element_size(self) -> int:
-        """Bytes."""
-        ...
-
-    def data_ptr(self) -> int:
-        """Where it begins."""
-        ...
-
-
-class BlockLayout:
-    """How the blocks of one layer lie: ``n_blocks`` of ``block_bytes``, ``step_bytes`` apart."""
-
-    __slots__ = ("address", "block_bytes", "n_blocks", "step_bytes")
-
-    def __init__(self, address: int, n_blocks: int, block_bytes: int, step_bytes: int) -> None:
-        self.address = address
-        self.n_blocks = n_blocks
-        self.block_bytes = block_bytes
-        self.step_bytes = step_bytes
-
-
-def block_layout(name: str, tensor: TensorView) -> BlockLayout:
-    """How the blocks of this tensor lie.
-
-    Raises:
-        KvdError: ``layout-mismatch``: the bytes of a block are not one stretch, or not in host
-            memory: to read them there would end the engine.
-    """
-    device = str(tensor.device) if isinstance(tensor, NamesDevice) else HOST
-    if device.split(":", maxsplit=1)[0] != HOST:
+def _host_layout(name: str, tensor: TensorView) -> BlockLayout:
+    layout = block_layout(name, tensor)
+    if layout.device != HOST:
         raise _unfit(
-            f"the KV cache is on {device} (layer {name}): kvd's connector copies host "
+            f"the KV cache is on {layout.device} (layer {name}): kvd's connector copies host "
             "memory only; run this engine without kvd"
         )
-    shape, strides, width = list(tensor.shape), list(tensor.stride()), tensor.element_size()
-    inside = sorted(zip(strides[1:], shape[1:], strict=True))
-    dense = 1
-    for stride, n in inside:
-        if n > 1 and stride != dense:
-            raise _unfit(
-                f"layer {name} has the shape {tuple(shape)} and the strides {tuple(strides)}: the "
-                "bytes of a block are not one stretch; use a KV cache layout with blocks outside, "
-                "such as LBHNC or BLHNC"
-            )
-        dense *= n
-    if len(shape) < 2 or strides[0] < dense:
-        raise _unfit(
-            f"layer {name} has the shape {tuple(shape)} and the strides {tuple(strides)}: its "
-            "first dimension is not the block"
-        )
-    return BlockLayout(tensor.data_ptr(), shape[0], dense * width, strides[0] * width)
+    return layout
 
 
 def block_layouts(layers: Mapping[str, TensorView]) -> list[BlockLayout]:
     """Those of all layers that have memory of their own, in the order given.
 
     Raises:
-        KvdError: as ``block_layout``; and where layers differ in the bytes of a block.
+        KvdError: ``layout-mismatch``: the bytes of a block are not one stretch, or not in host
+            memory: to read them there would end the engine; or layers differ in the bytes of one.
     """
     found: dict[int, BlockLayout] = {}
     for name, tensor in layers.items():
-        layout = block_layout(name, tensor)
+        layout = _host_layout(name, tensor)
         # Layers that share the KV of another one have its tensor.
         found.setdefault(layout.address, layout)
     sizes = sorted({layout.block_bytes for layout in found.values()})

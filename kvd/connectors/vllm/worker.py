@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvd.client import LeaseKey, Pool, Worker
+    from kvd.client.mover.engine_memory import BlockLayout
     from kvd.connectors.vllm.beside import Start
     from kvd.connectors.vllm.layout import Rows
     from kvd.connectors.vllm.options import VllmOptions
@@ -212,7 +213,7 @@ class WorkerHalf:
         self._start = start
         self._log = ConnectorLog(now_s)
         self._join = PoolJoin(self._open_pool, self._log, now_s=now_s, start=start)
-        self._layouts: list[layout.BlockLayout] = []
+        self._layouts: list[BlockLayout] = []
         self._blocks: list[Rows] = []
         self._waiting: list[WaitingLoad] = []
         self._loaded: set[str] = set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvd.core.cache.lease import ARRIVAL, ENGINE
+from kvd.core.cache.lease import ARRIVAL, COPY, ENGINE
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.errors import Code, Refusal
 from kvd.types import count
@@ -69,6 +69,8 @@ def describe_holder(held_in: HolderView, lease: LeaseRecord) -> str:
     room = f" room {lease.room}" if lease.room else ""
     age_s = held_in.out.at_s - lease.since_s
     said = f"lease {lease.id} of {name} (pid {pid}) for {lease.reason}{room}, {age_s:.1f} s"
+    if COPY in lease.holders and ENGINE not in lease.holders:
+        said += ", let go of and still copied"
     return f"{said}, {shunned}" if shunned else said
 
 

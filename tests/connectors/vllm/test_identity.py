@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvd.client import Code, KvdError
+from kvd.client.mover.engine_memory import BlockLayout
 from kvd.connectors.vllm import identity
 from kvd.connectors.vllm.identity import (
     BlockPacking,
@@ -23,7 +24,7 @@ from kvd.connectors.vllm.identity import (
     packing_of,
     series_of,
 )
-from kvd.connectors.vllm.layout import BlockLayout, fitting
+from kvd.connectors.vllm.layout import fitting
 from kvd.connectors.vllm.options import BadOptions, VllmOptions, options_of
 from tests.connectors.vllm.configs import (
     CLASSES,

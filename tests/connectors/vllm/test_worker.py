@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvd.client import Code, KvdError, LeaseKey
+from kvd.client.mover.engine_memory import block_layout
 from kvd.connectors.vllm import layout
 from kvd.connectors.vllm.beside import BesideTask
 from kvd.connectors.vllm.options import VllmOptions
@@ -272,10 +273,10 @@ class Shaped:
 
 
 def test_the_blocks_of_a_layer_are_found():
-    found = layout.block_layout("a", Shaped((10, 2, 16, 4, 32)))
+    found = block_layout("a", Shaped((10, 2, 16, 4, 32)))
     assert (found.n_blocks, found.block_bytes, found.step_bytes) == (10, 16384, 16384)
     # Other layers between its blocks.
-    wide = layout.block_layout("a", Shaped((10, 16, 4), (256, 4, 1)))
+    wide = block_layout("a", Shaped((10, 16, 4), (256, 4, 1)))
     assert (wide.block_bytes, wide.step_bytes) == (256, 1024)
     shared = layout.block_layouts(
         {"a": Shaped((4, 8)), "b": Shaped((4, 8)), "c": Shaped((4, 8), None, 99)}

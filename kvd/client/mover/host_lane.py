@@ -1,0 +1,179 @@
+"""Copies by processors: host memory to host memory, by as many threads as given.
+
+A thread copies up to 1,024 pieces in one call that has let go of the interpreter: taking it back
+after each piece would wait for the engine's Python, up to 5 ms a time. The call is
+``process_vm_readv`` of this very process: as fast as memcpy from pieces of 16 KiB on, and memory
+that is not there any more is an error instead of the end of the engine. Where a sandbox forbids it,
+memmove does it, piece by piece.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import queue
+import threading
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvd.client.mover.pending_copy import CopyMark, MemoryFault
+from kvd.client.mover.pieces import PieceColumns, cut_pieces, merged_pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PIECES_PER_READ: Final = 1024
+"""IOV_MAX of Linux."""
+
+ALONE_BYTES: Final = 512 * 1024
+"""So much is not shared among threads: waking them takes longer."""
+
+_FORBIDDEN: Final = {errno.EPERM, errno.ENOSYS, errno.EACCES}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_readv.argtypes = (
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memmove.restype = None
+
+
+class RunningCopy:
+    """Pieces that were begun, and who of the threads is not done with its part."""
+
+    def __init__(self, n_parts: int, done: Callable[[], object]) -> None:
+        self._left = n_parts
+        self._done = done
+        self._lock = threading.Lock()
+        self.fault: MemoryFault | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no byte of it moves any more."""
+        return not self._left
+
+    def part_over(self, fault: MemoryFault | None) -> None:
+        """One thread is done with its part."""
+        with self._lock:
+            self.fault = self.fault or fault
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            self._done()
+
+
+class HostLane:
+    """Threads that copy; one thread: who begins a copy makes it."""
+
+    device: Final = ""
+    chunk_bytes: Final = 16 * 2**20
+    """Begun at once: a millisecond or two, after which a shorter order may come."""
+    depth: Final = 1
+    polls: Final = False
+    """Whether nothing tells that a copy is over or a mark has come, so that one must look."""
+
+    def __init__(self, n_threads: int, ring: Callable[[], object]) -> None:
+        self._ring = ring
+        self._parts: queue.SimpleQueue[tuple[PieceColumns, bool, RunningCopy] | None] = (
+            queue.SimpleQueue()
+        )
+        self._n_threads = n_threads
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"kvd-copy-{number}", daemon=True)
+            for number in range(n_threads if n_threads > 1 else 0)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def mark(self, stream: object = None) -> CopyMark:
+        """What a processor has done is done."""
+        return CopyMark.COME
+
+    def has_come(self, mark: object) -> bool:
+        """Whether what was before the mark is done."""
+        return mark is None or mark is CopyMark.COME
+
+    def enter(self) -> None:
+        """The mover's thread begins here."""
+
+    def begin(self, columns: PieceColumns, *, to_pages: bool) -> RunningCopy:
+        """Copy these pieces, in any order."""
+        columns = merged_pieces(columns)
+        total = int(columns.sizes.sum())
+        if not self._threads or total <= ALONE_BYTES:
+            running = RunningCopy(1, _nothing)
+            running.part_over(_copied(columns, to_pages=to_pages))
+            return running
+        parts = cut_pieces(columns, -(-total // len(self._threads)))
+        running = RunningCopy(len(parts), self._ring)
+        for part in parts:
+            self._parts.put((part, to_pages, running))
+        return running
+
+    def close(self) -> None:
+        """End the threads, once they are done with what was begun."""
+        for _ in self._threads:
+            self._parts.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _serve(self) -> None:
+        while (part := self._parts.get()) is not None:
+            columns, to_pages, running = part
+            running.part_over(_copied(columns, to_pages=to_pages))
+
+
+def _copied(columns: PieceColumns, *, to_pages: bool) -> MemoryFault | None:
+    """Copy all of it; why it ended in the middle."""
+    to, source = (columns.pool, columns.engine) if to_pages else (columns.engine, columns.pool)
+    return copy_pieces(to, source, columns.sizes)
+
+
+def copy_pieces(
+    to: np.ndarray[tuple[int], np.dtype[np.uint64]],
+    source: np.ndarray[tuple[int], np.dtype[np.uint64]],
+    sizes: np.ndarray[tuple[int], np.dtype[np.uint64]],
+) -> MemoryFault | None:
+    """Copy piece by piece; why it ended in the middle, None where all of it is there."""
+    # The kernel's iovec, twice: an address and a length each.
+    there, here = np.column_stack((to, sizes)), np.column_stack((source, sizes))
+    first = 0
+    while first < len(sizes):
+        n = min(PIECES_PER_READ, len(sizes) - first)
+        wanted = int(sizes[first : first + n].sum())
+        copied = _libc.process_vm_readv(
+            os.getpid(), there[first:].ctypes.data, n, here[first:].ctypes.data, n, 0
+        )
+        if copied != wanted:
+            number = ctypes.get_errno() if copied < 0 else errno.EFAULT
+            if copied < 0 and number in _FORBIDDEN:
+                _move(there[first:], here[first:])
+                return None
+            return MemoryFault(
+                f"copying {wanted:,} bytes in {n} pieces between {int(source[first]):#x} and "
+                f"{int(to[first]):#x} ended after {max(0, copied):,}: {os.strerror(number)}"
+            )
+        first += n
+    return None
+
+
+def _move(
+    there: np.ndarray[tuple[int, int], np.dtype[np.uint64]],
+    here: np.ndarray[tuple[int, int], np.dtype[np.uint64]],
+) -> None:
+    move = _libc.memmove
+    for (to, size), (source, _) in zip(there.tolist(), here.tolist(), strict=True):
+        move(to, source, size)
+
+
+def _nothing() -> None:
+    """Who begins it sees that it is over."""

@@ -1,0 +1,607 @@
+"""The thread that sees orders through, from their marks to the daemon's last word on each.
+
+Engine threads append an order and ring; all else happens here. One order after another: pieces of
+two are never in one call. Of those that may move the shorter one goes first, and each is taken for
+shorter the longer it has waited, so none waits for ever.
+
+Invariants: no copy begins before its mark has come and the daemon has said that the pages are kept
+for it; the daemon hears that a copy is over when no byte of it moves, and of each that it kept
+pages for; no stream of the engine waits for anything here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol
+
+from kvd.client.mover.pending_copy import CopyState, LaneDead, MemoryFault
+from kvd.client.mover.pieces import PieceUnits
+from kvd.errors import Code, KvdError, Refusal
+from kvd.wire.attach import CopyBegins, CopyEnds, CopyPart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvd.client.lease_key import LeaseKey
+    from kvd.client.mover.pending_copy import OrderPart, PendingCopy
+    from kvd.client.mover.pieces import PieceColumns
+    from kvd.client.rank_words import PendingWord, RankWords
+
+log = logging.getLogger("kvd.client")
+
+MARK_WITHIN_S: Final = 60.0
+"""A mark that has not come by then is not going to: what is computed before it hangs."""
+
+ANSWER_LOOK_S: Final = 0.5
+"""The longest sleep where something is to come; what comes rings the bell earlier."""
+
+LOOK_EVERY_S: Final = 0.00005
+"""Between two looks at a device, which rings no bell."""
+
+LOOK_SLOWER_S: Final = 0.001
+NAP_S: Final = 0.001
+"""The same after nothing has come for ``LOOK_SLOWER_AFTER_S``."""
+LOOK_SLOWER_AFTER_S: Final = 0.05
+
+ASKED_AT_ONCE: Final = 256
+"""So many copies the daemon keeps pages for at most; it takes 1,024 of a process."""
+
+MARKS_AT_ONCE: Final = 4
+"""Marks that have not come are looked at so many in a turn: each is a call to the device."""
+
+AGING_BYTES_PER_S: Final = 4 * 2**30
+"""By so much an order counts as shorter for each second that it has waited."""
+
+CLOSE_WITHIN_S: Final = 10.0
+"""How long a close waits for what is in flight; it takes milliseconds, or the device hangs."""
+
+
+class LaneCopy(Protocol):
+    """Pieces that a lane has begun."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no byte of them moves any more.
+
+        Raises:
+            LaneDead: nobody can tell any more.
+        """
+        ...
+
+    @property
+    def fault(self) -> Exception | None:
+        """Why they are not all there."""
+        ...
+
+
+class CopyLane(Protocol):
+    """Who moves bytes."""
+
+    @property
+    def device(self) -> str:
+        """Of which device, as the daemon is told; empty for processors."""
+        ...
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Begun at once."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """So many chunks of a direction are under way at most."""
+        ...
+
+    @property
+    def polls(self) -> bool:
+        """Whether one must look, since nothing rings."""
+        ...
+
+    def mark(self, stream: object = None) -> object:
+        """Stands for all that was begun in that stream of the engine, or its thread's own."""
+        ...
+
+    def has_come(self, mark: object) -> bool:
+        """Whether all that is done."""
+        ...
+
+    def enter(self) -> None:
+        """The mover's thread begins; all but ``mark`` is called by it."""
+        ...
+
+    def begin(self, columns: PieceColumns, *, to_pages: bool) -> LaneCopy:
+        """Begin to copy these pieces.
+
+        Raises:
+            MemoryFault: some cannot be copied; nothing has begun.
+            LaneDead: nothing can be copied any more.
+        """
+        ...
+
+    def close(self) -> None:
+        """Nothing is begun any more."""
+        ...
+
+
+class Bell:
+    """Wakes a thread that sleeps, from any other."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._nap = threading.Lock()
+        self._nap.acquire()
+
+    def ring(self) -> None:
+        """Have it wake, or not fall asleep."""
+        os.eventfd_write(self._fd, 1)
+
+    def sleep(self, within_s: float, other: int = -1) -> None:
+        """Until it rings, ``other`` is readable, or the time is up."""
+        if within_s < NAP_S:
+            # Poll counts milliseconds, and whoever looks so often looks at everything.
+            self._nap.acquire(timeout=within_s)
+            return
+        ready = select.poll()
+        ready.register(self._fd, select.POLLIN)
+        if other >= 0:
+            ready.register(other, select.POLLIN)
+        if any(fd == self._fd for fd, _ in ready.poll(within_s * 1000)):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Nobody rings any more."""
+        os.close(self._fd)
+
+
+class _LostCopy:
+    """What a lane had when it died: of it nobody can tell what has begun."""
+
+    is_over: Final = False
+
+    def __init__(self, fault: Exception) -> None:
+        self.fault = fault
+
+
+class _Moving:
+    """An order that moves: what of it is begun, what is under way, and whether that is all."""
+
+    def __init__(self, copy: PendingCopy, call: int, chunk_bytes: int) -> None:
+        self.copy = copy
+        self.call = call
+        self.left_bytes = sum(part.units * part.table.unit_bytes for part in copy.parts)
+        self.total_bytes = self.left_bytes
+        self.under_way: deque[LaneCopy] = deque()
+        self.began_s = 0.0
+        self.fault: Exception | None = None
+        self.chunks = _chunks(copy.parts, chunk_bytes)
+
+    def rank(self, now_s: float) -> float:
+        """Of several, the least goes on."""
+        return self.left_bytes - (now_s - self.copy.ordered_s) * AGING_BYTES_PER_S
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it is there, once nothing of it is under way."""
+        return self.fault is None and not self.left_bytes
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something of it is still to be begun."""
+        return self.left_bytes > 0 and self.fault is None and not self.copy.is_cancelled
+
+
+def _chunks(parts: Sequence[OrderPart], chunk_bytes: int) -> Iterator[tuple[OrderPart, PieceUnits]]:
+    for part in parts:
+        table = part.table
+        step = max(1, min(table.units_at_once, chunk_bytes // table.unit_bytes))
+        for first in range(0, part.units, step):
+            yield part, PieceUnits(first, min(first + step, part.units))
+
+
+class Mover:
+    """Sees the orders of one process and device through."""
+
+    def __init__(
+        self,
+        lane: CopyLane,
+        bell: Bell,
+        words: RankWords,
+        check: Callable[[LeaseKey], None],
+        *,
+        mark_within_s: float = MARK_WITHIN_S,
+    ) -> None:
+        """``check``: refuses keys of another session; ``words``: what the daemon is told by."""
+        self.lane = lane
+        self._bell = bell
+        self._words = words
+        self._check = check
+        self._mark_within_s = mark_within_s
+        self._new: deque[PendingCopy] = deque()
+        self._waiting: deque[PendingCopy] = deque()
+        self._asking: dict[PendingWord, PendingCopy] = {}
+        self._moving: list[_Moving] = []
+        self._unsaid: list[_Moving] = []
+        """No byte of them moves, and the daemon could not be told yet: it reads nothing."""
+        self._ending: dict[PendingWord, _Moving] = {}
+        self._under_way: set[PendingCopy] = set()
+        """Those for which the daemon keeps pages, or may."""
+        self._idle_since_s = 0.0
+        self._closing: Refusal | None = None
+        self._lock = threading.Lock()
+        """Held for an instant: nothing is ordered behind a close."""
+        self._is_closed = False
+        self._dead: Refusal | None = None
+        self.doubt: Refusal | None = None
+        """Why nobody can tell whether a copy still moves; None while none does."""
+        self._thread = threading.Thread(target=self._run, name="kvd-mover", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the daemon keeps no page for a copy of this process; for any thread."""
+        return not self._under_way
+
+    def require_alive(self) -> None:
+        """Refuse what could not be seen through.
+
+        Raises:
+            KvdError: nothing is any more.
+        """
+        why = self._dead or self._closing
+        if why is not None:
+            raise KvdError(why)
+
+    def order(self, copy: PendingCopy) -> None:
+        """See this one through.
+
+        Raises:
+            KvdError: as ``require_alive``.
+        """
+        with self._lock:
+            self.require_alive()
+            copy.begun(self._bell.ring)
+            self._new.append(copy)
+        self._bell.ring()
+
+    def wait_for(self, copies: Sequence[PendingCopy], within_s: float = CLOSE_WITHIN_S) -> None:
+        """Return when they are over.
+
+        Raises:
+            KvdError: ``wrong-state`` for one that is not by then, or of which nobody can tell.
+        """
+        end_s = time.monotonic() + within_s
+        for copy in copies:
+            with contextlib.suppress(KvdError):
+                copy.result(max(0.0, end_s - time.monotonic()))
+            if not copy.safe():
+                raise KvdError(_still_moving(copy))
+
+    def close(self, why: Refusal, within_s: float = CLOSE_WITHIN_S) -> bool:
+        """End orders that do not move, wait for those that do; whether none is left."""
+        with self._lock:
+            self._closing = self._closing or why
+        if not self._is_closed:
+            self._bell.ring()
+        self._thread.join(within_s)
+        if self._thread.is_alive():
+            return False
+        if not self._is_closed:
+            self._is_closed = True
+            self.lane.close()
+            self._bell.close()
+        return self.doubt is None
+
+    # ---- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self.lane.enter()
+        except KvdError as error:
+            self._die(error.refusal.message)
+        while True:
+            self._take_new()
+            is_busy = self._hear()
+            try:
+                is_busy |= self._look_at_marks()
+                is_busy |= self._move()
+            except LaneDead as dead:
+                self._die(str(dead))
+                is_busy = True
+            self._say_ends()
+            if self._closing is not None and not self._open():
+                return
+            if not is_busy:
+                self._sleep()
+            else:
+                self._idle_since_s = time.monotonic()
+
+    def _open(self) -> bool:
+        return bool(
+            self._new
+            or self._waiting
+            or self._asking
+            or self._moving
+            or self._unsaid
+            or self._ending
+        )
+
+    def _take_new(self) -> None:
+        while self._new:
+            self._waiting.append(self._new.popleft())
+
+    def _sleep(self) -> None:
+        looks = self.lane.polls and (self._moving or self._waiting)
+        if looks:
+            idle_s = time.monotonic() - self._idle_since_s
+            within_s = LOOK_SLOWER_S if idle_s > LOOK_SLOWER_AFTER_S else LOOK_EVERY_S
+        elif self._unsaid or self._waiting:
+            within_s = LOOK_SLOWER_S
+        else:
+            within_s = ANSWER_LOOK_S if self._open() else 3600.0
+        fd = self._words.fileno() if self._asking or self._ending else -1
+        self._bell.sleep(within_s, fd)
+
+    def _look_at_marks(self) -> bool:
+        """Ask the daemon for those whose marks have come.
+
+        Each time for a few marks that have not: those of the last steps come in their order.
+        """
+        now_s, is_busy = time.monotonic(), False
+        late: set[object] = set()
+        for _ in range(len(self._waiting)):
+            if len(late) >= MARKS_AT_ONCE or len(self._under_way) >= ASKED_AT_ONCE:
+                break
+            # It leaves the queue when all that may fail is done: a lane that dies here finds it.
+            copy = self._waiting[0]
+            is_late = copy.after in late and self._why_dropped(copy) is None
+            if not is_late and not self._leaves(copy, now_s):
+                late.add(copy.after)
+            if copy.state is CopyState.WAITING:
+                self._waiting.rotate(-1)
+            else:
+                self._waiting.popleft()
+                is_busy = True
+        return is_busy
+
+    def _why_dropped(self, copy: PendingCopy) -> Refusal | None:
+        """Why one is not begun, whether its mark comes or not."""
+        if copy.is_cancelled:
+            return _cancelled(copy)
+        return self._dead or self._closing
+
+    def _leaves(self, copy: PendingCopy, now_s: float) -> bool:
+        """Whether its mark has come, or it waits for it no more."""
+        why = self._why_dropped(copy)
+        if why is None and not self.lane.has_come(copy.after):
+            if now_s - copy.ordered_s < self._mark_within_s:
+                return False
+            why = _no_mark(copy, self._mark_within_s)
+            log.warning("%s", why.message)
+        if why is not None:
+            copy.end(why)
+            return True
+        try:
+            self._check(copy.key)
+            self._ask(copy)
+        except KvdError as error:
+            # Where the daemon lives and has not read what was said before, it is said later.
+            if self._words.end is not None or not error.retryable:
+                copy.end(error.refusal)
+        return True
+
+    def _ask(self, copy: PendingCopy) -> None:
+        parts = tuple(
+            CopyPart(
+                component=part.table.component,
+                first_page=part.first_page,
+                n_pages=len(part.pages),
+                pages_sum=part.page_sum,
+            )
+            for part in copy.parts
+        )
+        self._under_way.add(copy)
+        try:
+            word = self._words.begin(
+                lambda call: CopyBegins(
+                    call=call,
+                    lease=copy.key.lease,
+                    to_pages=copy.to_pages,
+                    parts=parts,
+                    upto_tokens=copy.upto_tokens,
+                    device=self.lane.device,
+                ),
+                self._bell.ring,
+            )
+        except KvdError:
+            self._under_way.discard(copy)
+            raise
+        copy.state = CopyState.ASKING
+        self._asking[word] = copy
+
+    def _hear(self) -> bool:
+        """Take the daemon's answers."""
+        if not self._asking and not self._ending:
+            return False
+        self._words.read()
+        asked = [word for word in self._asking if word.is_over]
+        for word in asked:
+            copy = self._asking.pop(word)
+            if word.refusal is not None:
+                self._under_way.discard(copy)
+                copy.end(word.refusal)
+                continue
+            copy.waited_s = time.monotonic() - copy.ordered_s
+            copy.state = CopyState.MOVING
+            moving = _Moving(copy, word.call, self.lane.chunk_bytes)
+            if self._dead is not None:
+                moving.fault = LaneDead(self._dead.message)
+            self._moving.append(moving)
+        ended = [word for word in self._ending if word.is_over]
+        for word in ended:
+            moving = self._ending.pop(word)
+            self._under_way.discard(moving.copy)
+            if not moving.copy.is_over:
+                self._over(moving, word.refusal)
+        return bool(asked or ended)
+
+    def _move(self) -> bool:
+        """Take note of what has ended, and begin what is next, each direction by itself."""
+        if not self._moving:
+            return False
+        is_busy = False
+        for moving in self._moving:
+            while moving.under_way and moving.under_way[0].is_over:
+                is_busy = True
+                fault = moving.under_way.popleft().fault
+                moving.fault = moving.fault or fault
+        for to_pages in (False, True):
+            is_busy |= self._begin_next(to_pages=to_pages)
+        done = [moving for moving in self._moving if not moving.under_way and not moving.has_more]
+        for moving in done:
+            self._moving.remove(moving)
+            moving.copy.moved_s = time.monotonic() - (moving.began_s or time.monotonic())
+            moving.copy.state = CopyState.ENDING
+            self._unsaid.append(moving)
+        return is_busy or bool(done)
+
+    def _die(self, why: str) -> None:
+        """Nothing is copied any more. What is under way is in doubt: it may be written still."""
+        lost = _lost(self.lane.device, why)
+        if self._dead is None:
+            log.error("%s", lost.message)
+        self._dead = self._dead or lost
+        for moving in list(self._moving):
+            if moving.under_way:
+                # The daemon keeps its pages until this process is gone.
+                self._moving.remove(moving)
+                self.doubt = self._dead
+                moving.copy.end(self._dead, is_doubted=True)
+            else:
+                moving.fault = moving.fault or LaneDead(why)
+
+    def _begin_next(self, *, to_pages: bool) -> bool:
+        mine = [moving for moving in self._moving if moving.copy.to_pages is to_pages]
+        depth = sum(len(moving.under_way) for moving in mine)
+        ready = [moving for moving in mine if moving.has_more]
+        is_begun = False
+        while ready and depth < self.lane.depth:
+            now_s = time.monotonic()
+            moving = min(ready, key=lambda moving: moving.rank(now_s))
+            self._begin(moving)
+            is_begun, depth = True, depth + 1
+            ready = [moving for moving in ready if moving.has_more]
+        return is_begun
+
+    def _begin(self, moving: _Moving) -> None:
+        part, units = next(moving.chunks)
+        moving.began_s = moving.began_s or time.monotonic()
+        columns = part.table.pieces(part.blocks, part.pages, units)
+        moving.left_bytes -= (units.end - units.first) * part.table.unit_bytes
+        try:
+            moving.under_way.append(self.lane.begin(columns, to_pages=moving.copy.to_pages))
+        except MemoryFault as fault:
+            moving.fault = fault
+        except LaneDead as dead:
+            moving.under_way.append(_LostCopy(dead))
+            raise
+
+    def _say_ends(self) -> None:
+        """Tell the daemon of those of which no byte moves any more."""
+        unsaid, self._unsaid = self._unsaid, []
+        for moving in unsaid:
+            if moving.is_done:
+                moving.copy.n_bytes = moving.total_bytes
+            try:
+                said = self._words.begin(functools.partial(_ends, moving), self._bell.ring)
+            except KvdError as error:
+                if self._words.end is None:
+                    self._unsaid.append(moving)  # it has not read what was said before
+                else:
+                    self._under_way.discard(moving.copy)
+                    self._over(moving, error.refusal)
+                continue
+            self._ending[said] = moving
+            if not moving.copy.to_pages:
+                # The bytes are there, and the pages were kept for all of them. A save counts with
+                # the answer.
+                self._over(moving, None)
+
+    def _over(self, moving: _Moving, refusal: Refusal | None) -> None:
+        if isinstance(moving.fault, LaneDead) and self._dead is not None:
+            refusal = self._dead
+        elif moving.fault is not None:
+            refusal = _failed(moving.copy, moving.fault)
+        elif moving.left_bytes:
+            refusal = _cancelled(moving.copy)
+        moving.copy.end(refusal)
+
+
+def _ends(moving: _Moving, call: int) -> CopyEnds:
+    copy = moving.copy
+    why = "" if moving.is_done else str(moving.fault or "cancelled")
+    return CopyEnds(
+        call=call,
+        copy=moving.call,
+        is_done=moving.is_done,
+        n_bytes=copy.n_bytes,
+        waited_us=int(copy.waited_s * 1e6),
+        moved_us=int(copy.moved_s * 1e6),
+        why=why[:MAX_WHY],
+    )
+
+
+MAX_WHY: Final = 512
+
+
+def _cancelled(copy: PendingCopy) -> Refusal:
+    return Refusal(
+        Code.CANCELLED,
+        f"{copy.words} was cancelled here: nothing may be assumed of what it wrote",
+        side="client",
+        numbers={"lease": copy.key.lease},
+    )
+
+
+def _no_mark(copy: PendingCopy, within_s: float) -> Refusal:
+    return Refusal(
+        Code.DEADLINE,
+        f"the mark of {copy.words} has not come within {within_s:g} s: what is computed before it "
+        "hangs, or it was never recorded; nothing was copied",
+        side="client",
+        numbers={"lease": copy.key.lease, "within_s": within_s},
+    )
+
+
+def _lost(device: str, why: str) -> Refusal:
+    return Refusal(
+        Code.POST_FAILED,
+        f"copies with {device} have ended for this process: {why}; blocks of those that were under "
+        "way may still be written, and their pages are kept until it is gone: end this process",
+        side="client",
+    )
+
+
+def _failed(copy: PendingCopy, fault: Exception) -> Refusal:
+    return Refusal(
+        Code.POST_FAILED,
+        f"{copy.words} failed: {fault}; what it wrote so far counts for nothing",
+        side="client",
+        numbers={"lease": copy.key.lease},
+    )
+
+
+def _still_moving(copy: PendingCopy) -> Refusal:
+    return Refusal(
+        Code.WRONG_STATE,
+        f"{copy.words} is {copy.state.value} and cannot be ended: its bytes may still move, so "
+        "free neither its blocks nor what they are in before this process is gone",
+        side="client",
+        numbers={"lease": copy.key.lease},
+    )

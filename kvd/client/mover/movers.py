@@ -1,0 +1,108 @@
+"""The movers of one process of a session: one for each device that it has blocks on.
+
+They are made when blocks are given, so a process that gives none has no thread for them.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from kvd.client.mover.blocks import EngineBlocks, given_memory
+from kvd.client.mover.engine_memory import HOST
+from kvd.client.mover.host_lane import HostLane
+from kvd.client.mover.mover import MARK_WITHIN_S, Bell, Mover
+from kvd.errors import KvdError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.client.lease_key import LeaseKey
+    from kvd.client.mover.blocks import Caches, GivenMemory
+    from kvd.client.mover.mover import CopyLane
+    from kvd.client.pool import Pool
+    from kvd.client.rank_words import RankWords
+    from kvd.errors import Refusal
+
+    Check = Callable[[LeaseKey], None]
+
+
+class Movers:
+    """Makes blocks of an engine's tensors, and has them moved."""
+
+    def __init__(self, words: RankWords, check: Check) -> None:
+        """``words``: to the daemon; ``check`` refuses keys that are not of this session now."""
+        self._words = words
+        self._check = check
+        self._lock = threading.Lock()
+        self._movers: dict[tuple[str, int], Mover] = {}
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the daemon keeps no page for a copy of this process; for any thread."""
+        return all(mover.is_quiet for mover in list(self._movers.values()))
+
+    def blocks(
+        self,
+        pool: Pool,
+        caches: Caches,
+        *,
+        block_size: int,
+        shard: int,
+        threads: int,
+        mark_within_s: float = MARK_WITHIN_S,
+        check: Check | None = None,
+    ) -> EngineBlocks:
+        """As ``Worker.blocks``; ``check`` refuses keys as well."""
+        checks = (self._check,) if check is None else (self._check, check)
+        given = given_memory(pool, caches, block_size=block_size, shard=shard)
+        if given.device == HOST:
+            mover = self._mover(HOST, threads, mark_within_s)
+        else:
+            mover = self._mover_of_device(given, mark_within_s)
+        return EngineBlocks(mover, given, checks)
+
+    @property
+    def doubt(self) -> Refusal | None:
+        """Why nobody can tell whether a copy of this process still moves; None while none does."""
+        return next((mover.doubt for mover in list(self._movers.values()) if mover.doubt), None)
+
+    def close(self, why: Refusal) -> bool:
+        """End what does not move, wait for what does; whether nothing is left of it."""
+        with self._lock:
+            movers = list(self._movers.values())
+        ended = [mover.close(why) for mover in movers]
+        return all(ended)
+
+    def _mover(self, device: str, threads: int, mark_within_s: float) -> Mover:
+        with self._lock:
+            found = self._movers.get((device, threads))
+            if found is None:
+                bell = Bell()
+                lane = HostLane(threads, bell.ring)
+                found = self._begun((device, threads), lane, bell, mark_within_s)
+            return found
+
+    def _mover_of_device(self, given: GivenMemory, mark_within_s: float) -> Mover:
+        # A process without blocks on a device loads nothing of CUDA.
+        from kvd.client.mover.device_lane import DeviceLane, device_of  # noqa: PLC0415
+
+        runtime, number = device_of(given.layouts, given.device)
+        with self._lock:
+            found = self._movers.get((f"cuda:{number}", 0))
+            lane = found.lane if found is not None else DeviceLane(runtime, number)
+            assert isinstance(lane, DeviceLane)
+            try:
+                lane.knows(given.layouts, given.pools)
+            except KvdError:
+                if found is None:
+                    lane.close()
+                raise
+            return found or self._begun((lane.device, 0), lane, Bell(), mark_within_s)
+
+    def _begun(
+        self, name: tuple[str, int], lane: CopyLane, bell: Bell, mark_within_s: float
+    ) -> Mover:
+        mover = Mover(lane, bell, self._words, self._check, mark_within_s=mark_within_s)
+        self._movers[name] = mover
+        return mover

@@ -1,0 +1,247 @@
+"""One order to copy, from when it was given until no byte of it can move any more.
+
+    WAITING --mark--> ASKING --the daemon's word--> MOVING --> ENDING --its word--> OVER
+       |                 |                             |
+       +--- cancelled ---+---- what has begun ends ----+            DOUBT: nobody can tell
+
+WAITING: its mark has not come. ASKING: the daemon is told which pages, and may refuse them. MOVING:
+bytes move. ENDING: none does any more, and the daemon is told; a load need not wait for its answer.
+DOUBT: a device failed under it, and whether it still writes is known once this process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import functools
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from kvd.errors import Code, KvdError, Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvd.client.lease_key import LeaseKey
+    from kvd.client.mover.pieces import PieceTable
+
+    Numbers = NDArray[np.int64]
+
+RESULT_WITHIN_S: Final = 60.0
+"""How long ``result`` and ``await`` wait, unless they are told otherwise."""
+
+
+class CopyState(enum.Enum):
+    """How far an order is."""
+
+    WAITING = "waiting"
+    ASKING = "asking"
+    MOVING = "moving"
+    ENDING = "ending"
+    OVER = "over"
+    DOUBT = "doubt"
+
+
+class CopyMark(enum.Enum):
+    """A mark of a processor: whatever it was to wait for has been done by then."""
+
+    COME = "come"
+
+
+class MemoryFault(Exception):
+    """Memory that was to be copied is not there, or a copy was refused; the message says why."""
+
+
+class LaneDead(Exception):
+    """A device is lost to this process, and nobody can tell what it still writes."""
+
+
+class OrderPart:
+    """What of one component an order copies: blocks and pages, from a page of the lease's row."""
+
+    __slots__ = ("blocks", "first_page", "page_sum", "pages", "table", "units")
+
+    def __init__(
+        self, table: PieceTable, blocks: Numbers, pages: Numbers, first_page: int, page_sum: int
+    ) -> None:
+        self.table = table
+        self.blocks = blocks
+        self.pages = pages
+        self.first_page = first_page
+        self.page_sum = page_sum
+        self.units = table.units(len(blocks), len(pages))
+
+    @property
+    def end_token(self) -> int:
+        """The token behind all that its pages have room for."""
+        return (self.first_page + len(self.pages)) * self.table.page_size
+
+
+class PendingCopy:
+    """An order under way. ``poll`` it, wait for its ``result``, or ``await`` it.
+
+    It ends by itself, also where nobody asks. ``n_bytes``, ``waited_s`` (for its mark and for its
+    turn) and ``moved_s`` are known once it is over.
+    """
+
+    def __init__(
+        self,
+        key: LeaseKey,
+        parts: Sequence[OrderPart],
+        *,
+        to_pages: bool,
+        upto_tokens: int = 0,
+        after: object = None,
+    ) -> None:
+        """Use ``begin_save`` or ``begin_load``."""
+        self.key = key
+        self.to_pages = to_pages
+        """A save; otherwise blocks are written."""
+        self.parts = parts
+        self.upto_tokens = upto_tokens
+        self.after = after
+        self.state = CopyState.WAITING
+        self.is_cancelled = False
+        self.refusal: Refusal | None = None
+        """Why it does not count, once it is over."""
+        self.n_bytes = 0
+        self.ordered_s = time.monotonic()
+        self.waited_s = 0.0
+        self.moved_s = 0.0
+        self._ring: Callable[[], object] | None = None
+        self._tell: Callable[[PendingCopy], object] | None = None
+        self._lock = threading.Lock()
+        self._over: threading.Event | None = None
+        self._wakes: list[Callable[[], object]] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.state in {CopyState.OVER, CopyState.DOUBT}
+
+    def safe(self) -> bool:
+        """Whether no byte of it can move any more, however it has ended; never waits.
+
+        Until then its blocks are nobody else's. True for each order in the end, but for one that a
+        failed device has left in doubt: then end this process.
+        """
+        return self.state in {CopyState.OVER, CopyState.ENDING}
+
+    def poll(self) -> bool:
+        """Whether it is done and counts; never waits.
+
+        Raises:
+            KvdError: it does not: ``cancelled``; ``deadline`` for a mark that did not come;
+                ``unreachable`` where the daemon ended or was restarted meanwhile; ``post-failed``
+                where a device or the kernel failed; what the daemon refused it for.
+        """
+        if not self.is_over:
+            return False
+        if self.refusal is not None:
+            raise KvdError(self.refusal)
+        return True
+
+    def result(self, within_s: float = RESULT_WITHIN_S) -> None:
+        """Wait until it is done and counts.
+
+        Raises:
+            KvdError: as ``poll``; ``deadline`` after that time, and it goes on.
+        """
+        if not self.is_over:
+            with self._lock:
+                self._over = self._over or threading.Event()
+                over = self._over
+            if self.is_over:
+                over.set()
+            over.wait(within_s)
+        if not self.poll():
+            raise KvdError(self._pending(within_s))
+
+    def __await__(self) -> Generator[object, None, None]:
+        """As ``result``, on an event loop."""
+        return self._arrived().__await__()
+
+    def cancel(self) -> bool:
+        """Give it up; whether it was not over yet. Returns at once, and what has begun goes on.
+
+        Wait for ``safe`` before its blocks are another's. It ends with ``cancelled``, unless all of
+        it is done by then.
+        """
+        if self.is_over:
+            return False
+        self.is_cancelled = True
+        if self._ring is not None:
+            self._ring()
+        return True
+
+    def begun(self, ring: Callable[[], object]) -> None:
+        """Somebody sees it through, who is woken by ``ring``."""
+        self._ring = ring
+
+    def when_over(self, tell: Callable[[PendingCopy], object]) -> None:
+        """Call ``tell`` before anybody else hears that it is over; set before it is begun."""
+        self._tell = tell
+
+    def end(self, refusal: Refusal | None, *, is_doubted: bool = False) -> None:
+        """It is over; only by who sees it through, once."""
+        self.refusal = refusal
+        self.after = None
+        with self._lock:
+            self.state = CopyState.DOUBT if is_doubted else CopyState.OVER
+            over, wakes, self._wakes = self._over, self._wakes, []
+        if self._tell is not None:
+            self._tell(self)
+        if over is not None:
+            over.set()
+        for wake in wakes:
+            wake()
+
+    async def _arrived(self) -> None:
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Future[None] = loop.create_future()
+        wake = functools.partial(_call_soon, loop, arrived)
+        with self._lock:
+            if not self.is_over:
+                self._wakes.append(wake)
+        try:
+            if not self.is_over:
+                async with asyncio.timeout(RESULT_WITHIN_S):
+                    await arrived
+        except TimeoutError:
+            raise KvdError(self._pending(RESULT_WITHIN_S)) from None
+        finally:
+            with self._lock:
+                if wake in self._wakes:
+                    self._wakes.remove(wake)
+        self.poll()
+
+    def _pending(self, within_s: float) -> Refusal:
+        return Refusal(
+            Code.DEADLINE,
+            f"{self.words} is {self.state.value} after {within_s:g} s, and goes on: ask again, or "
+            "cancel it",
+            side="client",
+            numbers={"within_s": within_s, "lease": self.key.lease},
+        )
+
+    @property
+    def words(self) -> str:
+        """What it is, for people."""
+        n_pages = sum(len(part.pages) for part in self.parts)
+        verb = "save into" if self.to_pages else "load from"
+        return f"the {verb} {n_pages} pages of lease {self.key.lease}"
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, arrived: asyncio.Future[None]) -> None:
+    # A loop that was closed waits for nothing.
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(_set_arrived, arrived)
+
+
+def _set_arrived(arrived: asyncio.Future[None]) -> None:
+    if not arrived.done():
+        arrived.set_result(None)

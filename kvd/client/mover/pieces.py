@@ -1,0 +1,285 @@
+"""Which bytes of the engine are which bytes of the pool: addresses and sizes, as columns.
+
+    tensors of a layer | parts of a page -> stretches, joined where both go on -> columns of pieces
+
+A block and a page are the same tokens, or a page is several blocks, or a block several pages: the
+smaller one of the two is a **unit**. A piece is the part of one unit in one stretch; its addresses
+are sums of two vectors, so a piece costs no Python.
+
+Invariant: no piece leaves the block or the page that it is of.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvd.client.mover.engine_memory import unfit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvd.client.mover.engine_memory import BlockLayout
+    from kvd.wire.memory import ComponentMemory, TensorPlace
+
+    Words = NDArray[np.uint64]
+    Numbers = NDArray[np.int64]
+
+PIECES_AT_ONCE: Final = 2048
+"""Of one order in one call: whoever is behind it waits for no more."""
+
+ITEM_BYTES: Final = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+    "int8": 1,
+}
+
+
+class PieceColumns(NamedTuple):
+    """Row by row: where in the engine's memory, where in the pool's, and how many bytes."""
+
+    engine: Words
+    pool: Words
+    sizes: Words
+
+
+class PieceUnits(NamedTuple):
+    """Units ``[first, end)`` of an order."""
+
+    first: int
+    end: int
+
+
+class PoolPlace(NamedTuple):
+    """Of each page ``size`` bytes, ``stride`` apart, the first at ``offset``."""
+
+    offset: int
+    stride: int
+    size: int
+
+
+class PoolBytes(NamedTuple):
+    """The memory of one component in this process, and how its pages lie in it."""
+
+    memory: NDArray[np.uint8]
+    places: tuple[PoolPlace, ...]
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self.memory.ctypes.data
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.memory.nbytes
+
+
+def pool_bytes(component: ComponentMemory, memory: NDArray[np.uint8]) -> PoolBytes:
+    """How the pages of a component lie in its memory."""
+    places = [
+        PoolPlace(
+            offset=place.offset_bytes,
+            stride=place.page_stride_bytes,
+            size=math.prod(place.page_shape) * ITEM_BYTES[place.dtype],
+        )
+        for place in component.tensors
+    ]
+    return PoolBytes(memory, tuple(places))
+
+
+class _PieceStretch(msgspec.Struct):
+    """Bytes of a unit that are one piece on both sides; steps lead to the next one of its kind."""
+
+    engine: int
+    block_step: int
+    engine_unit_step: int
+    pool: int
+    page_step: int
+    pool_unit_step: int
+    size: int
+
+
+class PieceTable:
+    """How the blocks of some layers lie beside the pages of one component.
+
+    Args:
+        component: of the pool.
+        layers: by layer of the pool, the tensors of the engine, in the order of the pool's parts.
+        block_size: tokens of a block.
+        interior: as ``Pool.interior``.
+        address: where the component's memory begins in this process.
+    """
+
+    def __init__(
+        self,
+        component: ComponentMemory,
+        layers: Sequence[Sequence[BlockLayout]],
+        *,
+        block_size: int,
+        interior: str,
+        address: int,
+    ) -> None:
+        self.component = component.name
+        page_size = self.page_size = component.page_size
+        if block_size < 1 or (page_size % block_size and block_size % page_size):
+            raise unfit(
+                f"blocks of {block_size} tokens and pages of {page_size}: one must be a multiple "
+                "of the other"
+            )
+        self.blocks_per_page = max(1, page_size // block_size)
+        self.pages_per_block = max(1, block_size // page_size)
+        self.n_pages = component.pages
+        stretches = list(_stretches(self, component, layers, interior, address))
+        self._take(_joined(stretches) if self._is_even else stretches)
+        self.unit_bytes = sum(stretch.size for stretch in stretches)
+        """Of one unit, all layers."""
+        self.units_at_once = max(1, PIECES_AT_ONCE // len(self._sizes))
+
+    @property
+    def _is_even(self) -> bool:
+        return self.blocks_per_page == self.pages_per_block == 1
+
+    def _take(self, stretches: Sequence[_PieceStretch]) -> None:
+        columns = zip(*(msgspec.structs.astuple(stretch) for stretch in stretches), strict=True)
+        arrays = [np.array(column, np.uint64)[:, np.newaxis] for column in columns]
+        self._engine, self._block_step, self._engine_unit_step = arrays[:3]
+        self._pool, self._page_step, self._pool_unit_step = arrays[3:6]
+        self._sizes = arrays[6][:, 0]
+
+    def units(self, n_blocks: int, n_pages: int) -> int:
+        """What so many blocks and pages have in common; the last one of either may go further."""
+        return min(n_blocks * self.pages_per_block, n_pages * self.blocks_per_page)
+
+    def pieces(self, blocks: Numbers, pages: Numbers, units: PieceUnits) -> PieceColumns:
+        """Those of some units, layer by layer: what follows in both memories follows here."""
+        if self._is_even:
+            chosen = slice(units.first, units.end)
+            engine = self._engine + self._block_step * blocks[chosen].astype(np.uint64)
+            pool = self._pool + self._page_step * pages[chosen].astype(np.uint64)
+        else:
+            numbers = np.arange(units.first, units.end)
+            block, inside = np.divmod(numbers, self.pages_per_block)
+            engine = self._engine + self._block_step * blocks[block].astype(np.uint64)
+            engine += self._engine_unit_step * inside.astype(np.uint64)
+            page, inside = np.divmod(numbers, self.blocks_per_page)
+            pool = self._pool + self._page_step * pages[page].astype(np.uint64)
+            pool += self._pool_unit_step * inside.astype(np.uint64)
+        sizes = np.repeat(self._sizes, units.end - units.first)
+        return PieceColumns(engine.reshape(-1), pool.reshape(-1), sizes)
+
+
+def _stretches(
+    table: PieceTable,
+    component: ComponentMemory,
+    layers: Sequence[Sequence[BlockLayout]],
+    interior: str,
+    address: int,
+) -> Iterator[_PieceStretch]:
+    by_layer: dict[int, list[TensorPlace]] = {}
+    for place in component.tensors:
+        by_layer.setdefault(place.layer, []).append(place)
+    if len(by_layer) != len(layers):
+        raise unfit(
+            f"{len(layers)} layers of the engine, and {len(by_layer)} of {component.name} in the "
+            "pool: give those that this pool, or this shard of it, has"
+        )
+    for places, tensors in zip(by_layer.values(), layers, strict=True):
+        layer = places[0].layer
+        if len(places) != len(tensors):
+            parts = ", ".join(place.part for place in places)
+            raise unfit(
+                f"{len(tensors)} tensors for layer {layer} of {component.name}, which has {parts}: "
+                "give one for each, in this order"
+            )
+        for place, layout in zip(places, tensors, strict=True):
+            yield from _of_part(table, place, layout, interior, address)
+
+
+def _of_part(
+    table: PieceTable, place: TensorPlace, layout: BlockLayout, interior: str, address: int
+) -> Iterator[_PieceStretch]:
+    """One stretch of a unit, or one for each head where tokens lie inside of heads."""
+    page_bytes = math.prod(place.page_shape) * ITEM_BYTES[place.dtype]
+    per_page, per_block = table.blocks_per_page, table.pages_per_block
+    what = f"layer {place.layer} {place.part} of {table.component}"
+    if layout.block_bytes * per_page != page_bytes * per_block:
+        raise unfit(
+            f"{what} has {page_bytes} bytes a page, and the engine {layout.block_bytes} a block, "
+            f"where {per_block} pages are {per_page} blocks: other heads, layers or another dtype"
+        )
+    if max(per_page, per_block) > 1 and (interior == "opaque" or place.part == "raw"):
+        raise unfit(
+            f"{what} is bytes that only the engine tells apart, so a page of it is one block: give "
+            "blocks of the pool's page size, or a pool with pages of the block's"
+        )
+    rows = place.page_shape[0] if max(per_page, per_block) > 1 and interior == "hnd" else 1
+    unit = min(page_bytes, layout.block_bytes) // rows
+    for row in range(rows):
+        yield _PieceStretch(
+            engine=layout.address + row * (layout.block_bytes // rows),
+            block_step=layout.step_bytes,
+            engine_unit_step=unit,
+            pool=address + place.offset_bytes + row * (page_bytes // rows),
+            page_step=place.page_stride_bytes,
+            pool_unit_step=unit,
+            size=unit,
+        )
+
+
+def _joined(stretches: list[_PieceStretch]) -> list[_PieceStretch]:
+    """Fewer: those that go on where the one before ends, on both sides and in every block."""
+    found: list[_PieceStretch] = []
+    for stretch in sorted(stretches, key=lambda stretch: stretch.pool):
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and last.engine + last.size == stretch.engine
+            and last.pool + last.size == stretch.pool
+            and (last.block_step, last.page_step) == (stretch.block_step, stretch.page_step)
+        ):
+            last.size += stretch.size
+        else:
+            found.append(stretch)
+    return found
+
+
+def merged_pieces(columns: PieceColumns) -> PieceColumns:
+    """As few rows: those that go on where the one before ends, in both memories."""
+    engine, pool, sizes = columns
+    is_new = np.ones(sizes.size, bool)
+    is_new[1:] = engine[:-1] + sizes[:-1] != engine[1:]
+    is_new[1:] |= pool[:-1] + sizes[:-1] != pool[1:]
+    first = np.flatnonzero(is_new)
+    if first.size == sizes.size:
+        return columns
+    return PieceColumns(engine[first], pool[first], np.add.reduceat(sizes, first))
+
+
+def cut_pieces(columns: PieceColumns, limit_bytes: int) -> list[PieceColumns]:
+    """The same bytes in parts of so many each, but for the last; a piece may be cut."""
+    ends = np.cumsum(columns.sizes)
+    total = int(ends[-1])
+    found = []
+    for begin in range(0, total, limit_bytes):
+        end = min(begin + limit_bytes, total)
+        first = int(np.searchsorted(ends, np.uint64(begin), "right"))
+        last = int(np.searchsorted(ends, np.uint64(end), "left"))
+        engine, pool, sizes = (column[first : last + 1].copy() for column in columns)
+        skip = np.uint64(begin - (int(ends[first]) - int(sizes[0])))
+        sizes[-1] -= np.uint64(int(ends[last]) - end)
+        sizes[0] -= skip
+        engine[0] += skip
+        pool[0] += skip
+        found.append(PieceColumns(engine, pool, sizes))
+    return found
