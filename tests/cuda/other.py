@@ -36,6 +36,7 @@ def main(verb: str, device: int, handle: bytes) -> None:
             case ["write", count, byte]:
                 given = ctypes.create_string_buffer(bytes([int(byte)]) * int(count), int(count))
                 runtime.copy(opened, ctypes.addressof(given), int(count))
+                runtime.synchronize()
                 say("written")
             case ["has_come"]:
                 try:

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mypy_extensions import mypyc_attr
-
 from kvd.core.inputs import PathSide
 from kvd.core.peers.peer import PeerWay
 from kvd.wire import events
@@ -40,7 +38,6 @@ def slow_words(peer: Peer) -> str:
     return "; ".join([f"{way.words}: {way.advice}" for way in peer.ways if way.is_slow])
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Ways:
     """Takes note of what the transfer process sees. ``pinned``: by region."""
 
