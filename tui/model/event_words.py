@@ -32,7 +32,7 @@ STYLES: Mapping[Level, Style] = {
 ROUTINE = frozenset(
     {
         *("lease-opened", "lease-extended", "lease-written", "lease-committed"),
-        *("lease-released", "evicted"),
+        *("lease-released", "evicted", "engine-copied"),
         *("waiting", "moved", "agent-changed"),
     }
 )
@@ -87,6 +87,12 @@ _WORDS: dict[str, tuple[str, ...]] = {
     ),
     "lease-extended": ("lease {lease}: {held_pages} pages held",),
     "lease-written": ("lease {lease}: {written_tokens} tokens written",),
+    "engine-copied": (
+        "lease {lease}: {way} of {pages} pages by rank {rank}",
+        " {device}",
+        " {n_bytes}",
+        ": {why}",
+    ),
     "lease-committed": (
         "lease {lease}: {cached_tokens} tokens cached",
         ", {duplicate_pages} pages were there already",
