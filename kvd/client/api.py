@@ -25,7 +25,7 @@ from kvd.client.handoff import Receive, Send, keep_room, outcome, room_number, s
 from kvd.client.lease import Lease, lease_number
 from kvd.client.lease_key import is_ours, why_foreign, why_stale
 from kvd.client.loop import LoopChannel, attach
-from kvd.client.mover.mover import MARK_WITHIN_S
+from kvd.client.mover.pending_copy import MARK_WITHIN_S
 from kvd.client.pool import Pool, Pools
 from kvd.client.port import Port, confused, within
 from kvd.client.prompt import Prompt, PromptAddress, address_of, perform_about

@@ -16,7 +16,7 @@ from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.blocking import BlockingChannel, attach
 from kvd.client.connection import UNDONE, Connection
 from kvd.client.endpoint import client_endpoint
-from kvd.client.mover.mover import MARK_WITHIN_S
+from kvd.client.mover.pending_copy import MARK_WITHIN_S
 from kvd.client.pending import PendingCall, blocking, blocking_quietly, finished
 from kvd.client.returning import RETURN_WITHIN_S
 from kvd.errors import Code, KvdError, Refusal

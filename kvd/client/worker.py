@@ -22,8 +22,8 @@ from kvd.client.attachment import ATTACH_WITHIN_S
 from kvd.client.device_event import handle_of
 from kvd.client.endpoint import attach_path, client_endpoint
 from kvd.client.lease_key import is_ours, why_foreign
-from kvd.client.mover.mover import MARK_WITHIN_S
 from kvd.client.mover.movers import Movers
+from kvd.client.mover.pending_copy import MARK_WITHIN_S
 from kvd.client.pool import Pools
 from kvd.client.rank_words import RankWords
 from kvd.client.returning import WayBack

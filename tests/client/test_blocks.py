@@ -19,6 +19,16 @@ from numpy.lib.stride_tricks import as_strided
 from kvd.client import Code, KvdError, LayerMemory
 from kvd.client.mover import host_lane
 from kvd.client.mover.pending_copy import CopyState
+from kvd.core.layout.shards import tp_shards
+from kvd.core.layout.spec import (
+    Component,
+    HeldShards,
+    Interior,
+    Mha,
+    PageOrder,
+    PoolSpec,
+    Raw,
+)
 from kvd.errors import Refusal
 from kvd.wire.attach import CopyBegins, CopyEnds, Leave, pages_sum
 from tests.support.copies import WordsDaemon, mha_pool, numbered, raw_pool
@@ -212,6 +222,73 @@ def test_all_layers_of_a_block_in_one_piece_are_one_piece(daemon: WordsDaemon) -
     for layer in range(3):
         (pages,) = daemon.worker.pool("main").arrays("kv", layer=layer).values()
         assert (pages[[8, 9]] == whole[[4, 5], layer]).all()
+
+
+def test_layers_may_be_outside_and_heads_before_tokens() -> None:
+    """A pool by layers, and pages by heads, of which a block is a part: a piece a head."""
+    component = Component("kv", 2, Mha(2, 8, 8, "float32"), 16, interior=Interior.HND)
+    daemon = WordsDaemon(PoolSpec("main", "mha", PageOrder.LAYER_FIRST, (component,), (40,)))
+    try:
+        rng = np.random.default_rng(6)
+        shape = (30, 2, 4, 8)  # blocks of four tokens
+        layers = {
+            n: tuple(rng.random(shape).astype(np.float32) for _ in range(2)) for n in range(2)
+        }
+        blocks = daemon.worker.blocks(layers, block_size=4)
+        mine = [3, 4, 9, 11, 20, 21, 22, 23]
+        blocks.begin_save(daemon.key(), {"kv": mine}, pages={"kv": [7, 5]}).result(5)
+        for layer, (keys, values) in layers.items():
+            found = daemon.worker.pool("main").arrays("kv", layer=layer).values()
+            for there, here in zip(found, (keys, values), strict=True):
+                for page, four in ((7, mine[:4]), (5, mine[4:])):
+                    assert (there[page] == np.concatenate(list(here[four]), axis=1)).all()
+    finally:
+        daemon.close()
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_each_rank_has_its_shard(shard: int) -> None:
+    held = HeldShards(layers=2, heads=4, shards=tp_shards(4, 2, (0, 2), (0, 2)))
+    component = Component("kv", 2, Mha(2, 8, 8, "float32"), 16)
+    spec = PoolSpec("main", "mha", PageOrder.PAGE_FIRST, (component,), (40,), held=held)
+    daemon = WordsDaemon(spec, rank=shard)
+    try:
+        layers = kv_of(np.random.default_rng(1), 20, 16)
+        blocks = daemon.worker.blocks(dict(enumerate(layers)), block_size=16)
+        blocks.begin_save(daemon.key(), {"kv": [3, 4]}, pages={"kv": [7, 5]}).result(5)
+        for number in range(2):
+            found = daemon.worker.pool("main").arrays("kv", layer=1, shard=number)
+            is_mine = (found["k"][[7, 5]] == layers[1][0][[3, 4]]).all()
+            assert is_mine == (number == shard)
+    finally:
+        daemon.close()
+
+
+def test_components_are_copied_in_one_order() -> None:
+    parts = (Component("kv", 2, Raw(512), 16), Component("index", 2, Raw(64), 16))
+    several = WordsDaemon(PoolSpec("main", "raw", PageOrder.PAGE_FIRST, parts, (40, 40)))
+    try:
+        own = {
+            name: {n: numbered(np.random.default_rng(size + n), (20, size)) for n in range(2)}
+            for name, size in (("index", 64), ("kv", 512))
+        }
+        blocks = several.worker.blocks(own, block_size=16)
+        blocks.begin_save(
+            several.key(),
+            {"index": [1, 2], "kv": [1, 2]},
+            pages={"kv": [7, 8], "index": [7, 8]},
+            first_page=3,
+        ).result(5)
+        (begins, _) = several.said
+        assert isinstance(begins, CopyBegins)
+        assert [part.component for part in begins.parts] == ["kv", "index"]
+        assert begins.upto_tokens == 5 * 16
+        for name, layers in own.items():
+            for n, layer in layers.items():
+                (pages,) = several.worker.pool("main").arrays(name, layer=n).values()
+                assert (pages[[7, 8]] == layer[[1, 2]]).all()
+    finally:
+        several.close()
 
 
 # ---- what cannot be blocks ---------------------------------------------------------------------

@@ -293,7 +293,6 @@ def test_a_mark_that_never_comes_ends_its_order_and_is_named(
 ) -> None:
     engine = Engine(daemon, cuda)
     engine.blocks = engine.give(mark_within_s=0.05)
-    engine.blocks._mover._mark_within_s = 0.05
     order = engine.save([3], [5], after=engine.blocks.mark(double.held()))
     with pytest.raises(KvdError, match="the mark of the save into 1 pages of lease 1") as refused:
         order.result(5)
@@ -484,3 +483,23 @@ def test_an_order_is_cancelled_while_its_mark_has_not_come(engine: Engine, doubl
     for order in orders[:7] + orders[8:]:
         order.result(5)
     assert len(engine.daemon.began) == 12
+
+
+def test_waiting_takes_little_of_the_engines_interpreter(engine: Engine, double: Double) -> None:
+    """For a mark that is a long step away; and an order behind another mark is not held up."""
+    thread = engine.blocks._mover._thread
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    stream = double.held()
+    late = engine.save([3], [5], after=engine.blocks.mark(stream))
+    time.sleep(0.05)
+    before_s = time.clock_gettime(clock)
+    time.sleep(1.0)
+    taken_s = time.clock_gettime(clock) - before_s
+    began_s = time.monotonic()
+    engine.save([4], [6]).result(5)
+    assert time.monotonic() - began_s < 0.5
+    assert not late.is_over
+    double.release(stream)
+    late.result(5)
+    assert taken_s < 0.2, f"{taken_s:.3f} s of a processor in a second of waiting"

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     """By layer, in their order, its tensors; or by component such a mapping."""
 
 
+FEW: Final = 64
+"""Numbers that Python looks through sooner than numpy does."""
+
+
 @runtime_checkable
 class HasPages(Protocol):
     """A lease of the process that opened it, of either client."""
@@ -63,6 +67,8 @@ class EngineBlocks:
         mover: Mover,
         given: GivenMemory,
         checks: Sequence[Callable[[LeaseKey], None]],
+        *,
+        mark_within_s: float,
     ) -> None:
         """Use ``Worker.blocks`` or ``Node.blocks``."""
         self._mover = mover
@@ -70,6 +76,7 @@ class EngineBlocks:
         self._ranks = given.ranks
         self._keep: list[object] | None = given.keep
         self._checks = checks
+        self._mark_within_s = mark_within_s
         self._uses = {name: _BlockUses(name, n) for name, n in given.block_counts.items()}
         self._lock = threading.Lock()
         self._open: set[PendingCopy] = set()
@@ -197,7 +204,14 @@ class EngineBlocks:
         after = self.mark() if after is None else after
         if upto_tokens is None:
             upto_tokens = parts[0].end_token if to_pages else 0
-        copy = PendingCopy(key, parts, to_pages=to_pages, upto_tokens=upto_tokens, after=after)
+        copy = PendingCopy(
+            key,
+            parts,
+            to_pages=to_pages,
+            upto_tokens=upto_tokens,
+            after=after,
+            mark_within_s=self._mark_within_s,
+        )
         with self._lock:
             if self._is_closed:
                 raise KvdError(_CLOSED)
@@ -416,9 +430,10 @@ def _numbers(given: PageNumbers, what: str, end: int, *, first: int) -> Numbers:
             f"an array of {found.dtype} with the shape {found.shape} is none of {what} numbers: "
             "pass ints, in one dimension",
         )
+    # A copy: an engine writes its table anew for the next step.
     numbers = found.astype(np.int64)
     if numbers.size:
-        low, high = int(numbers.min()), int(numbers.max())
+        low, high = _ends(numbers)
         if low < first or high >= end:
             wrong = low if low < first else high
             raise _failure(
@@ -427,6 +442,14 @@ def _numbers(given: PageNumbers, what: str, end: int, *, first: int) -> Numbers:
                 **{what: wrong, "end": end},
             )
     return numbers
+
+
+def _ends(numbers: Numbers) -> tuple[int, int]:
+    """The least and the greatest."""
+    if numbers.size <= FEW:
+        listed = numbers.tolist()
+        return min(listed), max(listed)
+    return int(numbers.min()), int(numbers.max())
 
 
 def _check_lengths(table: PieceTable, blocks: Numbers, pages: Numbers) -> None:
@@ -451,7 +474,7 @@ def _check_once(numbers: Numbers, what: str) -> None:
     """Refuse to write the same twice: which of the two would be there is chance."""
     known: set[int] = set()
     listed = numbers.tolist()
-    if len(set(listed)) == len(listed):
+    if len(listed) < 2 or len(set(listed)) == len(listed):
         return
     for number in listed:
         if number in known:

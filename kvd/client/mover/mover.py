@@ -36,19 +36,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvd.client")
 
-MARK_WITHIN_S: Final = 60.0
-"""A mark that has not come by then is not going to: what is computed before it hangs."""
-
 ANSWER_LOOK_S: Final = 0.5
 """The longest sleep where something is to come; what comes rings the bell earlier."""
 
 LOOK_EVERY_S: Final = 0.00005
 """Between two looks at a device, which rings no bell."""
 
-LOOK_SLOWER_S: Final = 0.001
+LOOK_SELDOM_S: Final = 0.0005
+LOOK_SHARE: Final = 8
+"""The longer nothing has come the more seldom: each look takes the interpreter from the engine for
+some microseconds. What comes is noticed later by an eighth of what it took, half a millisecond at
+most."""
+
 NAP_S: Final = 0.001
-"""The same after nothing has come for ``LOOK_SLOWER_AFTER_S``."""
-LOOK_SLOWER_AFTER_S: Final = 0.05
+"""Shorter sleeps are naps: poll counts milliseconds."""
 
 ASKED_AT_ONCE: Final = 256
 """So many copies the daemon keeps pages for at most; it takes 1,024 of a process."""
@@ -137,16 +138,21 @@ class Bell:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._nap = threading.Lock()
         self._nap.acquire()
+        self._is_napping = False
 
     def ring(self) -> None:
         """Have it wake, or not fall asleep."""
         os.eventfd_write(self._fd, 1)
+        if self._is_napping:
+            with contextlib.suppress(RuntimeError):  # another ring was quicker
+                self._nap.release()
 
     def sleep(self, within_s: float, other: int = -1) -> None:
         """Until it rings, ``other`` is readable, or the time is up."""
         if within_s < NAP_S:
-            # Poll counts milliseconds, and whoever looks so often looks at everything.
+            self._is_napping = True
             self._nap.acquire(timeout=within_s)
+            self._is_napping = False
             return
         ready = select.poll()
         ready.register(self._fd, select.POLLIN)
@@ -214,15 +220,12 @@ class Mover:
         bell: Bell,
         words: RankWords,
         check: Callable[[LeaseKey], None],
-        *,
-        mark_within_s: float = MARK_WITHIN_S,
     ) -> None:
         """``check``: refuses keys of another session; ``words``: what the daemon is told by."""
         self.lane = lane
         self._bell = bell
         self._words = words
         self._check = check
-        self._mark_within_s = mark_within_s
         self._new: deque[PendingCopy] = deque()
         self._waiting: deque[PendingCopy] = deque()
         self._asking: dict[PendingWord, PendingCopy] = {}
@@ -321,7 +324,9 @@ class Mover:
                 return
             if is_busy:
                 self._busy_s = time.monotonic()
-            if not any(self._may_begin(to_pages=to_pages) for to_pages in (False, True)):
+            if not self._moving or not (
+                self._may_begin(to_pages=True) or self._may_begin(to_pages=False)
+            ):
                 self._sleep()
 
     def _open(self) -> bool:
@@ -339,12 +344,11 @@ class Mover:
             self._waiting.append(self._new.popleft())
 
     def _sleep(self) -> None:
-        looks = self.lane.polls and (self._moving or self._waiting)
-        if looks:
+        if self.lane.polls and (self._moving or self._waiting):
             idle_s = time.monotonic() - self._busy_s
-            within_s = LOOK_SLOWER_S if idle_s > LOOK_SLOWER_AFTER_S else LOOK_EVERY_S
+            within_s = min(LOOK_SELDOM_S, max(LOOK_EVERY_S, idle_s / LOOK_SHARE))
         elif self._unsaid or self._waiting:
-            within_s = LOOK_SLOWER_S
+            within_s = LOOK_SELDOM_S
         else:
             within_s = ANSWER_LOOK_S if self._open() else 3600.0
         fd = self._words.fileno() if self._asking or self._ending else -1
@@ -382,9 +386,9 @@ class Mover:
         """Whether its mark has come, or it waits for it no more."""
         why = self._why_dropped(copy)
         if why is None and not self.lane.has_come(copy.after):
-            if now_s - copy.ordered_s < self._mark_within_s:
+            if now_s - copy.ordered_s < copy.mark_within_s:
                 return False
-            why = _no_mark(copy, self._mark_within_s)
+            why = _no_mark(copy)
             log.warning("%s", why.message)
         if why is not None:
             copy.end(why)
@@ -583,7 +587,8 @@ def _cancelled(copy: PendingCopy) -> Refusal:
     )
 
 
-def _no_mark(copy: PendingCopy, within_s: float) -> Refusal:
+def _no_mark(copy: PendingCopy) -> Refusal:
+    within_s = copy.mark_within_s
     return Refusal(
         Code.DEADLINE,
         f"the mark of {copy.words} has not come within {within_s:g} s: what is computed before it "

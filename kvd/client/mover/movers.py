@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from kvd.client.mover.blocks import EngineBlocks, given_memory
 from kvd.client.mover.engine_memory import HOST
 from kvd.client.mover.host_lane import HostLane
-from kvd.client.mover.mover import MARK_WITHIN_S, Bell, Mover
+from kvd.client.mover.mover import Bell, Mover
+from kvd.client.mover.pending_copy import MARK_WITHIN_S
 from kvd.errors import KvdError
 
 if TYPE_CHECKING:
@@ -56,11 +57,9 @@ class Movers:
         """As ``Worker.blocks``; ``check`` refuses keys as well."""
         checks = (self._check,) if check is None else (self._check, check)
         given = given_memory(pool, caches, block_size=block_size, shard=shard)
-        if given.device == HOST:
-            mover = self._mover(HOST, threads, mark_within_s)
-        else:
-            mover = self._mover_of_device(given, mark_within_s)
-        return EngineBlocks(mover, given, checks)
+        is_host = given.device == HOST
+        mover = self._mover(HOST, threads) if is_host else self._mover_of_device(given)
+        return EngineBlocks(mover, given, checks, mark_within_s=mark_within_s)
 
     @property
     def doubt(self) -> Refusal | None:
@@ -74,16 +73,16 @@ class Movers:
         ended = [mover.close(why) for mover in movers]
         return all(ended)
 
-    def _mover(self, device: str, threads: int, mark_within_s: float) -> Mover:
+    def _mover(self, device: str, threads: int) -> Mover:
         with self._lock:
             found = self._movers.get((device, threads))
             if found is None:
                 bell = Bell()
                 lane = HostLane(threads, bell.ring)
-                found = self._begun((device, threads), lane, bell, mark_within_s)
+                found = self._begun((device, threads), lane, bell)
             return found
 
-    def _mover_of_device(self, given: GivenMemory, mark_within_s: float) -> Mover:
+    def _mover_of_device(self, given: GivenMemory) -> Mover:
         # A process without blocks on a device loads nothing of CUDA.
         from kvd.client.mover.device_lane import DeviceLane, device_of  # noqa: PLC0415
 
@@ -98,11 +97,8 @@ class Movers:
                 if found is None:
                     lane.close()
                 raise
-            return found or self._begun((lane.device, 0), lane, Bell(), mark_within_s)
+            return found or self._begun((lane.device, 0), lane, Bell())
 
-    def _begun(
-        self, name: tuple[str, int], lane: CopyLane, bell: Bell, mark_within_s: float
-    ) -> Mover:
-        mover = Mover(lane, bell, self._words, self._check, mark_within_s=mark_within_s)
-        self._movers[name] = mover
+    def _begun(self, name: tuple[str, int], lane: CopyLane, bell: Bell) -> Mover:
+        mover = self._movers[name] = Mover(lane, bell, self._words, self._check)
         return mover

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
     Numbers = NDArray[np.int64]
 
+MARK_WITHIN_S: Final = 60.0
+"""A mark that has not come by then is not going to: what is computed before it hangs."""
+
 RESULT_WITHIN_S: Final = 60.0
 """How long ``result`` and ``await`` wait, unless they are told otherwise."""
 
@@ -96,6 +99,7 @@ class PendingCopy:
         to_pages: bool,
         upto_tokens: int = 0,
         after: object = None,
+        mark_within_s: float = MARK_WITHIN_S,
     ) -> None:
         """Use ``begin_save`` or ``begin_load``."""
         self.key = key
@@ -104,6 +108,7 @@ class PendingCopy:
         self.parts = parts
         self.upto_tokens = upto_tokens
         self.after = after
+        self.mark_within_s = mark_within_s
         self.state = CopyState.WAITING
         self.is_cancelled = False
         self.refusal: Refusal | None = None
