@@ -6,10 +6,12 @@ the parts that copy, which no other test runs.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
+import warnings
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -214,3 +216,20 @@ def test_what_no_device_has_confirmed_names_tests_that_are_there():
 
     assert len(named) > 8
     assert [name for name in named if sum(one.startswith(name) for one in known) != 1] == []
+
+
+def test_the_documentation_shows_what_a_run_wrote(monkeypatch):
+    """Where ``benchmarks store`` has put it."""
+    monkeypatch.syspath_prepend(str(RULES.parents[2] / "docs" / "_ext"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Sphinx, about itself
+        reference = importlib.import_module("kvd_reference")
+    noted = msgspec.structs.replace(FOUND, notes=("2 skipped: no flash-attn",))
+    outcomes = {"copies": PartOutcome(noted, seconds=9.0)}
+    written = results.file_of("gpu", "1 H100", outcomes, is_rehearsal=False, seconds=9.0)
+
+    shown = "\n".join(reference._result_text(msgspec.to_builtins(written), ()))
+
+    assert "| 64 | 41.0 |" in shown
+    assert "- 2 skipped: no flash-attn" in shown
+    assert re.search(r"GB/s \| at least 45 \| 41 \| \*\*missed\*\*", shown)
