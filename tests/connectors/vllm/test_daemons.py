@@ -488,3 +488,27 @@ def test_two_ranks_save_and_load_each_its_part_and_the_slower_one_counts(tmp_pat
         engine.half.finished(again)
         engine.idle()
         assert leases_of(daemon) == []
+
+
+def test_what_is_generated_behind_a_received_page_that_was_not_full_is_cached(tmp_path, engine_of):
+    prompt = PROMPT[:40]
+    with two_daemons(tmp_path, POOL) as pair:
+        prefill, decode = engine_of(pair.prefill), engine_of(pair.decode)
+        decode.run(Request(9, [9] * 40))
+        told = prefill.run(Request(1, prompt, {"do_remote_decode": True}))[1]
+        request = Request(2, prompt, told)
+        decode.half.arrived(request, lora=None, extra={})
+        assert decode.matched(request)[0] == 39
+        decode.half.given_blocks(request, 39)
+        decode.idle()
+        decode.half.given_blocks(request, 0)
+        for token in range(20):
+            request.num_computed_tokens = request.num_tokens
+            decode.step(request)
+            request.all_token_ids.append(token)
+            time.sleep(0.005)
+        decode.half.finished(request)
+        decode.idle()
+        with connect_sync(pair.decode.client, name="look") as look:
+            assert look.match(request.all_token_ids, namespace="model").tokens == 48
+        assert leases_of(pair.decode) == []
