@@ -44,12 +44,16 @@ class Engine:
         cuda.synchronize()
         self.blocks = self.give()
 
-    def give(self, **more: Any) -> EngineBlocks:
-        caches = {
-            number: LayerMemory(address, (BLOCKS, BYTES), (BYTES, 1), 1, f"cuda:{self.device}")
+    def caches(self) -> dict[str, LayerMemory]:
+        return {
+            f"layer.{number}": LayerMemory(
+                address, (BLOCKS, BYTES), (BYTES, 1), 1, f"cuda:{self.device}"
+            )
             for number, address in enumerate(self.addresses)
         }
-        return self.daemon.worker.blocks(caches, block_size=16, **more)
+
+    def give(self, **more: Any) -> EngineBlocks:
+        return self.daemon.worker.blocks(self.caches(), block_size=16, **more)
 
     @property
     def lane(self) -> device_lane.DeviceLane:

@@ -436,12 +436,21 @@ class Mover:
         if not self._asking and not self._ending:
             return False
         self._words.read()
+        for copy in self._asking.values():
+            if copy.is_cancelled and not copy.is_over:
+                # No byte of it has moved, and none will: nobody has to wait for the daemon.
+                copy.end(_cancelled(copy))
         asked = [word for word in self._asking if word.is_over]
         for word in asked:
             copy = self._asking.pop(word)
             if word.refusal is not None:
                 self._under_way.discard(copy)
-                copy.end(word.refusal)
+                if not copy.is_over:
+                    copy.end(word.refusal)
+                continue
+            if copy.is_over:
+                # The daemon keeps pages for it until it hears that it ended.
+                self._unsaid.append(_Moving(copy, word.call, self.lane.chunk_bytes))
                 continue
             copy.waited_s = time.monotonic() - copy.ordered_s
             copy.state = CopyState.MOVING
@@ -453,8 +462,7 @@ class Mover:
         for word in ended:
             moving = self._ending.pop(word)
             self._under_way.discard(moving.copy)
-            if not moving.copy.is_over:
-                self._over(moving, word.refusal)
+            self._over(moving, word.refusal)
         return bool(asked or ended)
 
     def _move(self) -> bool:
@@ -552,6 +560,8 @@ class Mover:
                 self._over(moving, None)
 
     def _over(self, moving: _Moving, refusal: Refusal | None) -> None:
+        if moving.copy.is_over:
+            return  # it was given up before the daemon had answered
         if isinstance(moving.fault, LaneDead) and self._dead is not None:
             refusal = self._dead
         elif moving.fault is not None:

@@ -13,11 +13,12 @@ Read in this order:
 - ``scheduler``: that half, and what happens in a step. It knows nothing of tensors. Its rooms:
   ``sessions`` (who is spoken to), ``requests`` (which are here, and how one goes on alone),
   ``lookup`` (until a prompt is found), ``claims`` (until it has a lease), ``moves`` (what is copied
-  in a step), ``held`` (until what is over is copied), ``endings`` (until a lease is given back),
-  ``resets`` (until new weights have a new epoch);
+  in a step), ``under_way`` (until a copy is over, and vLLM's blocks meanwhile), ``held`` (until of
+  a request that is over all is ordered), ``endings`` (until a lease is given back), ``resets``
+  (until new weights have a new epoch);
 - ``beside``, ``log``: work in threads, and lines in the engine's log;
 - ``layout``: which bytes of vLLM's cache are which page of the pool;
-- ``worker``: the half that copies;
+- ``worker``: the half that has them copied;
 - ``connector``: the two behind vLLM's interface. This module and ``stats`` import vLLM.
 """
 

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
@@ -37,8 +38,14 @@ from kvd.connectors.vllm.options import options_of
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.stats import KvdPromMetrics, KvdStats
+from kvd.connectors.vllm.under_way import SchedulerBlocks
 from kvd.connectors.vllm.weights import Adapters, process_began_ns
 from kvd.connectors.vllm.worker import WorkerHalf
+
+try:
+    from vllm.v1 import kv_cache_layout
+except ImportError:  # of another version, whose layouts have other names
+    kv_cache_layout = None
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +63,9 @@ logger = logging.getLogger("kvd.connectors.vllm")
 
 NAME: Final = "KvdConnector"
 
+WISHED: Final = "BLHNC"
+"""The layout of the KV cache that is asked for."""
+
 TESTED: Final = ((0, 32), (0, 32))
 """First and last version that was run, major and minor."""
 
@@ -72,7 +82,7 @@ class KvdMetadata(KVConnectorMetadata):
 
 
 class KvdWorkerMetadata(KVConnectorWorkerMetadata):
-    """What the workers have saved, of several ranks the least; and how they pack, said once."""
+    """What the workers have answered, all ranks together; and how they pack, said once."""
 
     def __init__(self, report: StepReport, packings: tuple[BlockPacking, ...] = ()) -> None:
         self.report = report
@@ -115,9 +125,10 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._agreed: BlockPacking | None = None
         self._namespace = self._untold = ""
         """What the engine's KV is of; and the same, until the metrics have heard of it."""
-        self._manager: KVCacheManager | None = None
+        self._blocks = SchedulerBlocks()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        ranks = vllm_config.parallel_config.tensor_parallel_size
         if role is KVConnectorRole.SCHEDULER:
             self._since_ns = process_began_ns()
             self._adapters = Adapters(
@@ -134,10 +145,10 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                     expects={"family": "raw", "page_size": block_size},
                     on_unreachable="miss",
                 ),
-                block_ids=self._block_ids,
+                blocks=self._blocks,
+                ranks=ranks,
             )
         else:
-            ranks = vllm_config.parallel_config.tensor_parallel_size
             self._worker = WorkerHalf(
                 self._options,
                 block_size=block_size,
@@ -153,13 +164,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Who knows which blocks a request has."""
-        self._manager = kv_cache_manager
-
-    def _block_ids(self, request_id: str) -> list[int]:
-        assert self._manager is not None
-        blocks: list[int] = self._manager.get_block_ids(request_id)[0]
-        return blocks
+        """Who knows which blocks a request has, and counts who needs them."""
+        self._blocks.bind(kv_cache_manager)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -243,7 +249,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         scheduled = scheduler_output.num_scheduled_tokens
         behind = {request_id: computed[request_id] + n for request_id, n in scheduled.items()}
-        return KvdMetadata(self._half.step(behind))
+        return KvdMetadata(self._half.step(behind, scheduler_output.preempted_req_ids or ()))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers have done."""
@@ -262,23 +268,35 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, object] | None]:
-        """VLLM's blocks are free at once: the KV lies in the pages of the request's lease.
-
-        But those of a prompt that another node decodes, while it is not there yet.
-        """
+        """VLLM needs its blocks no more. Who copies them holds them; see ``under_way``."""
         # Of one that was aborted vLLM passes the answer on to nobody.
         is_heard = request.status not in {
             RequestStatus.FINISHED_ABORTED,
             RequestStatus.FINISHED_ERROR,
         }
-        told = self._half.finished(request, is_heard=is_heard)
-        return self._half.holds_blocks(request.request_id), told
+        return self._half.finished(request, is_heard=is_heard)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, object] | None]:
         """As ``request_finished``."""
         return self.request_finished(request, [])
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """All layers of a block in one stretch, where the attention backend has that.
+
+        A copy engine moves one piece of 2 MiB faster than 32 of 64 KiB. vLLM goes by its backend's
+        own layout where that has none, with a warning, which is spared where none has: on a CPU.
+        Connectors side by side must ask for one layout or none, so one that only caches asks for
+        none; whoever sets ``VLLM_KV_CACHE_LAYOUT`` is not asked against.
+        """
+        transfer = vllm_config.kv_transfer_config
+        handoffs = transfer is None or options_of(transfer.kv_connector_extra_config).handoffs
+        is_known = kv_cache_layout is not None and (
+            WISHED in kv_cache_layout.KVCacheLayout.__members__
+        )
+        return WISHED if is_known and handoffs and not current_platform.is_cpu() else None
 
     def has_pending_push_work(self) -> bool:
         """Whether a step is needed though nothing is to be computed."""
@@ -324,8 +342,13 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         except KvdError as error:
             raise Unfit(str(error)) from None
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """End copies whose blocks this step gives to others, where they could not be held."""
+        assert isinstance(kv_connector_metadata, KvdMetadata)
+        self._copier.give_back(kv_connector_metadata.orders)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Fill blocks from pages."""
+        """Have blocks filled from pages, beside the steps."""
         self._copier.load(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -337,7 +360,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is saved layer by layer: whole blocks are, in ``wait_for_save``."""
 
     def wait_for_save(self) -> None:
-        """Fill pages from the blocks that this step has written."""
+        """Have pages filled from the blocks that this step writes; nothing is waited for."""
         self._copier.save(self._orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -350,12 +373,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What was saved; and how blocks are packed, if that was not said before."""
+        """What has become of orders; and how blocks are packed, if that was not said before."""
         report, packing = self._copier.take_report(), self._packing
         if packing is None:
             return KvdWorkerMetadata(report) if report is not None else None
         self._packing = None
-        return KvdWorkerMetadata(report or StepReport({}, set()), (packing,))
+        return KvdWorkerMetadata(report or StepReport(), (packing,))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """How blocks are packed.

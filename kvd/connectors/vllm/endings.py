@@ -1,13 +1,14 @@
 """Leases whose requests are over, or go on without them, until no copy to their pages is under way.
 
-A page is given back only when the workers have answered every order that names it: an order may
-still lie with a slow worker while the page is another's already. So a lease ends here, and nowhere
-else, once its copies are over: shared and released, handed over, or just released.
+A page is given back only when all ranks have answered every order that names it, however long that
+takes. The daemon gives away no page under a copy that it was told of either; but an order may still
+lie with a slow worker, and what it saves is to be shared. So a lease ends here, and nowhere else,
+once its copies are over: shared and released, handed over, or just released.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvd.client import SyncLease
@@ -15,36 +16,17 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.sessions import NodeLink
     from kvd.connectors.vllm.tracked import Tracked
 
-ENDING_STEPS: Final = 16
-ENDING_WITHIN_S: Final = 1.0
-"""Orders that are not answered so many steps later, and so long, are not going to be: steps overlap
-by two or three. Then the session is given up; its pages stay held until the workers have left."""
-
 
 class EndingLease:
     """One of them. ``shares``: what was saved is to be found by others, or handed over."""
 
-    __slots__ = ("lease", "link", "looks", "shares", "since_s", "tracked")
+    __slots__ = ("lease", "link", "shares", "tracked")
 
-    def __init__(
-        self,
-        tracked: Tracked,
-        lease: SyncLease,
-        link: NodeLink,
-        *,
-        shares: bool,
-        since_s: float,
-    ) -> None:
+    def __init__(self, tracked: Tracked, lease: SyncLease, link: NodeLink, *, shares: bool) -> None:
         self.tracked = tracked
         self.lease = lease
         self.link = link
         self.shares = shares
-        self.since_s = since_s
-        self.looks = 0
-
-    def is_free(self, answered: int) -> bool:
-        """Whether the workers have answered all orders up to the last one that names its pages."""
-        return not self.tracked.is_load_ordered and self.tracked.last_order <= answered
 
 
 class Endings:
@@ -52,55 +34,26 @@ class Endings:
 
     def __init__(self, options: VllmOptions) -> None:
         self._options = options
-        self._answered = 0
-        """Of the last step whose orders the workers have answered."""
         self._leases: list[EndingLease] = []
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def add(self, tracked: Tracked, link: NodeLink, *, shares: bool, now_s: float) -> None:
+    def add(self, tracked: Tracked, link: NodeLink, *, shares: bool) -> None:
         """Its request needs the lease no more."""
         lease, tracked.lease = tracked.lease, None
         if lease is not None:
-            ending = EndingLease(tracked, lease, link, shares=shares, since_s=now_s)
-            self._leases.append(ending)
+            self._leases.append(EndingLease(tracked, lease, link, shares=shares))
             self.settle()
-
-    def find(self, request_id: str, number: int) -> Tracked | None:
-        """The request of that name for which something was ordered in that step."""
-        for ending in self._leases:
-            tracked = ending.tracked
-            if tracked.id == request_id and tracked.born <= number <= tracked.last_order:
-                return tracked
-        return None
-
-    def loaded(self, request_id: str) -> None:
-        """The workers read no page for that request any more."""
-        for ending in self._leases:
-            if ending.tracked.id == request_id:
-                ending.tracked.is_load_ordered = False
-
-    def answered(self, number: int) -> None:
-        """The workers have answered the orders of that step, and of those before it."""
-        self._answered = max(self._answered, number)
 
     def settle(self) -> None:
         """End those to whose pages no copy is under way."""
         leases, self._leases = self._leases, []
         for ending in leases:
-            if ending.is_free(self._answered):
-                self._end(ending)
-            else:
-                ending.looks += 1
+            if ending.tracked.copies:
                 self._leases.append(ending)
-
-    def are_overdue(self, now_s: float) -> bool:
-        """Whether the workers are not going to answer."""
-        return any(
-            ending.looks > ENDING_STEPS and now_s - ending.since_s > ENDING_WITHIN_S
-            for ending in self._leases
-        )
+            else:
+                self._end(ending)
 
     def life_is_over(self, link: NodeLink | None) -> None:
         """Leases of before can be released in the session that goes on, ``link``, and no more.

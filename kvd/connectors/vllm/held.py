@@ -1,7 +1,8 @@
-"""Prompts that are over and will be decoded elsewhere: vLLM keeps their blocks until then.
+"""Requests that are over before all of them is ordered: their blocks stay what they are meanwhile.
 
-A prompt may end before its lease has come, or before its last block was copied to it. Then its
-blocks are held, ``HELD_S`` at most, and its lease ends behind the last copy.
+A request may end before its lease has come, or before that has pages for its last block. Then its
+blocks are held until they are ordered, ``HELD_S`` at most: nothing reads them yet. From then on the
+order holds them. Its lease ends behind the last copy.
 """
 
 from __future__ import annotations
@@ -18,24 +19,29 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.orders import CopyOrder
     from kvd.connectors.vllm.requests import Requests
     from kvd.connectors.vllm.tracked import Tracked
+    from kvd.connectors.vllm.under_way import CountedBlocks, OrdersUnderWay
 
 HELD_S: Final = 1.0
-"""So long vLLM keeps the blocks of a prompt that is over, until they are copied for who decodes."""
+"""So long a request that is over waits for the pages that it is to be saved in."""
 
 
-class HeldBlocks:
+class HeldRequests:
     """Those of one engine."""
 
     def __init__(
-        self, requests: Requests, moves: Moves, ending: Endings, now_s: Callable[[], float]
+        self,
+        requests: Requests,
+        moves: Moves,
+        ending: Endings,
+        copies: OrdersUnderWay,
+        blocks: CountedBlocks,
+        now_s: Callable[[], float],
     ) -> None:
-        self.freed: list[str] = []
-        """Requests to be reported as copied, with the next step."""
-        self.workers_copy = False
-        """Whether workers have copied anything in this life of the session."""
         self._requests = requests
         self._moves = moves
         self._ending = ending
+        self._copies = copies
+        self._blocks = blocks
         self._now_s = now_s
 
     def can_be_handed_over(self, tracked: Tracked) -> bool:
@@ -49,35 +55,38 @@ class HeldBlocks:
         return tracked.claim is not None and not tracked.is_unsure
 
     def over(self, tracked: Tracked) -> None:
-        """It is: its blocks are held where not all of a prompt that is handed over is ordered.
-
-        And where the first order of a session is not answered yet: workers that have not joined it
-        copy nothing in that step, and vLLM asks whether the blocks are free before it tells us.
-        """
-        upto = tracked.ordered_tokens if self.workers_copy else tracked.saved_tokens
-        if tracked.room and upto < tracked.prompt_tokens:
+        """It is: it is held where not all of it is ordered that can be."""
+        if self._is_to_be_ordered(tracked):
             tracked.asked_s = self._now_s()
+            tracked.blocks = tuple(self._blocks.of(tracked.id))
+            self._copies.hold(tracked.blocks)
             self._requests.held[tracked.id] = tracked
         else:
             self._end(tracked)
 
-    def saves(self, held: Tracked, number: int) -> list[CopyOrder]:
-        """Have the blocks of a prompt copied that is over, and is to be decoded elsewhere."""
+    def _is_to_be_ordered(self, tracked: Tracked) -> bool:
+        if tracked.lease is None:
+            return tracked.claim is not None and self._moves.saves_anything
+        is_ordered = tracked.ordered_tokens >= tracked.prompt_tokens or tracked.is_broken
+        return bool(tracked.room) and not is_ordered
+
+    def saves(self, held: Tracked) -> list[CopyOrder]:
+        """Have its blocks copied, or give up that they are."""
+        saves: list[CopyOrder] = []
         if held.stage is not RequestStage.ALONE and held.lease is not None:
-            saves = self._moves.saves(held, held.request.num_computed_tokens, number)
-            is_saved = held.saved_tokens >= held.prompt_tokens
-            if saves or (not is_saved and self._now_s() - held.asked_s < HELD_S):
-                return saves
-        elif held.claim is not None and self._now_s() - held.asked_s < HELD_S:
-            return []
+            saves = self._moves.saves(held, held.request.num_computed_tokens)
+        is_late = self._now_s() - held.asked_s >= HELD_S
+        is_alone = held.stage is RequestStage.ALONE
+        if not is_late and not is_alone and self._is_to_be_ordered(held):
+            return saves
         del self._requests.held[held.id]
-        self.freed.append(held.id)
-        if held.stage is RequestStage.ALONE:
-            return []
-        if held.saved_tokens < held.prompt_tokens:
-            self._requests.count_alone("a prompt was not copied in time for who decodes it")
-        self._end(held)
-        return []
+        if held.blocks is not None:
+            self._copies.free(held.blocks)
+        if not is_alone:
+            if held.room and held.ordered_tokens < held.prompt_tokens:
+                self._requests.count_alone("a prompt was not copied in time for who decodes it")
+            self._end(held)
+        return saves
 
     def _end(self, tracked: Tracked) -> None:
         """Let go of its lease, once no copy to its pages is under way; what is saved is shared."""
@@ -86,4 +95,4 @@ class HeldBlocks:
             self._requests.let_go(tracked)
         else:
             self._requests.claiming.pop(tracked.id, None)
-            self._ending.add(tracked, tracked.link, shares=True, now_s=self._now_s())
+            self._ending.add(tracked, tracked.link, shares=True)

@@ -3,14 +3,13 @@
 vLLM gives each layer a tensor whose first dimension is the block. What lies inside a block is its
 attention kernel's, and differs between kernels, types and versions: here a block is bytes. So the
 pool is of family ``raw``, and its tag says which kernel packs them; equal tags on two nodes mean
-equal blocks. Nothing here knows vLLM, or needs more than numpy.
+equal blocks. Nothing here knows vLLM, or reads a byte: where blocks lie is arithmetic on addresses.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
-
-import numpy as np
+import math
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from kvd.client.mover.engine_memory import HOST, block_layout
 from kvd.errors import Code, KvdError, Refusal
@@ -18,17 +17,11 @@ from kvd.errors import Code, KvdError, Refusal
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy.typing import NDArray
-
     from kvd.client import Pool
     from kvd.client.mover.engine_memory import BlockLayout, TensorView
 
-    Rows = NDArray[np.generic]
-    """One layer: a row of words for each block, or page."""
-
-WORDS: Final = (np.uint64, np.uint32, np.uint16, np.uint8)
-"""A copy goes by the widest that fits."""
-
+DEVICES: Final = (HOST, "cuda")
+"""Kinds of memory that blocks are copied from and to: by processors, and by a copy engine."""
 
 WHOLE: Final = ("FullAttentionSpec", "MLAAttentionSpec")
 """Kinds of layers of which vLLM keeps every block of a request until that is over. Of others, as of
@@ -43,12 +36,12 @@ class NamesCausality(Protocol):
     non_causal: bool
 
 
-def _host_layout(name: str, tensor: TensorView) -> BlockLayout:
+def _movable(name: str, tensor: TensorView) -> BlockLayout:
     layout = block_layout(name, tensor)
-    if layout.device != HOST:
+    if layout.device.split(":", maxsplit=1)[0] not in DEVICES:
         raise _unfit(
-            f"the KV cache is on {layout.device} (layer {name}): kvd's connector copies host "
-            "memory only; run this engine without kvd"
+            f"the KV cache is on {layout.device} (layer {name}): kvd's connector copies memory of "
+            "the host and of CUDA devices; run this engine without kvd"
         )
     return layout
 
@@ -57,12 +50,12 @@ def block_layouts(layers: Mapping[str, TensorView]) -> list[BlockLayout]:
     """Those of all layers that have memory of their own, in the order given.
 
     Raises:
-        KvdError: ``layout-mismatch``: the bytes of a block are not one stretch, or not in host
-            memory: to read them there would end the engine; or layers differ in the bytes of one.
+        KvdError: ``layout-mismatch``: the bytes of a block are not one stretch, or where nobody
+            copies them; or layers differ in the bytes of one.
     """
     found: dict[int, BlockLayout] = {}
     for name, tensor in layers.items():
-        layout = _host_layout(name, tensor)
+        layout = _movable(name, tensor)
         # Layers that share the KV of another one have its tensor.
         found.setdefault(layout.address, layout)
     sizes = sorted({layout.block_bytes for layout in found.values()})
@@ -108,32 +101,6 @@ def check_groups(specs: Sequence[object], *, context_ranks: int = 1) -> None:
         )
 
 
-def rows_of(layout: BlockLayout, memory: object) -> Rows:
-    """The blocks of a layer in host memory; ``memory`` is kept alive with it."""
-    word: Any = next(word for word in WORDS if not _left(layout, np.dtype(word).itemsize))
-    width = np.dtype(word).itemsize
-    interface = {
-        "shape": (layout.n_blocks, layout.block_bytes // width),
-        "strides": (layout.step_bytes, width),
-        "typestr": np.dtype(word).str,
-        "data": (layout.address, False),
-        "version": 3,
-    }
-    return np.asarray(_Memory(interface, memory))
-
-
-def _left(layout: BlockLayout, width: int) -> int:
-    return layout.block_bytes % width or layout.step_bytes % width or layout.address % width
-
-
-class _Memory:
-    """What numpy takes for an array."""
-
-    def __init__(self, interface: dict[str, object], memory: object) -> None:
-        self.__array_interface__ = interface
-        self._memory = memory
-
-
 def fitting(
     pool: Pool, layouts: Sequence[BlockLayout], *, block_size: int, ranks: int, tag: str = ""
 ) -> None:
@@ -158,7 +125,7 @@ def fitting(
         f"{key} = {need!r} (it is {have!r})" for key, (need, have) in wanted.items() if need != have
     ]
     if not wrong and part.tensors:
-        page_bytes = int(np.prod(part.tensors[0].page_shape))
+        page_bytes = math.prod(part.tensors[0].page_shape)
         if page_bytes != n_bytes:
             wrong.append(f"page_bytes = {n_bytes} (it is {page_bytes})")
     told = pool.memory.tag if tag else ""
@@ -168,41 +135,6 @@ def fitting(
         raise _unfit(
             f"pool {pool.name} does not fit this engine; its [pool] needs {', '.join(wrong)}"
         )
-
-
-def pool_rows(pool: Pool, shard: int, like: Sequence[Rows]) -> list[Rows]:
-    """The pages of each layer, as rows of the same words as ``like``."""
-    name = pool.memory.components[0].name
-    found = []
-    for layer, rows in enumerate(like):
-        (raw,) = pool.arrays(name, layer=layer, shard=shard).values()
-        found.append(raw.view(rows.dtype))
-    return found
-
-
-def copy_rows(
-    destination: Sequence[Rows], source: Sequence[Rows], to: Sequence[int], of: Sequence[int]
-) -> int:
-    """CopyOrder row ``of[i]`` of every layer to row ``to[i]``; how many bytes that were."""
-    n_bytes = 0
-    for first_to, first_of, n in runs(to, of):
-        for there, here in zip(destination, source, strict=True):
-            there[first_to : first_to + n] = here[first_of : first_of + n]
-            n_bytes += n * here.shape[1] * here.itemsize
-    return n_bytes
-
-
-def runs(to: Sequence[int], of: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Pairs that go on by one on both sides, together: where each begins, and its length."""
-    found: list[tuple[int, int, int]] = []
-    for one_to, one_of in zip(to, of, strict=True):
-        if found:
-            first_to, first_of, n = found[-1]
-            if (one_to, one_of) == (first_to + n, first_of + n):
-                found[-1] = (first_to, first_of, n + 1)
-                continue
-        found.append((one_to, one_of, 1))
-    return found
 
 
 def _unfit(message: str) -> KvdError:

@@ -11,16 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvd.client import KvdError
-from kvd.connectors.vllm.orders import CopyOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from kvd.client import SyncLease
     from kvd.connectors.vllm.options import VllmOptions
+    from kvd.connectors.vllm.orders import CopyOrder
     from kvd.connectors.vllm.requests import Requests
     from kvd.connectors.vllm.sessions import NodeLink
     from kvd.connectors.vllm.tracked import Tracked
+    from kvd.connectors.vllm.under_way import OrdersUnderWay
 
 
 BLOCKS_AT_ONCE: Final = 4
@@ -33,45 +32,52 @@ class Moves:
     Args:
         options: what the user has set.
         requests: where one goes on alone whose lease has no pages any more.
+        copies: where what is ordered goes.
         block_size: tokens of a block, and of a page.
-        block_ids: the blocks that vLLM has given a request.
     """
 
     def __init__(
         self,
         options: VllmOptions,
         requests: Requests,
+        copies: OrdersUnderWay,
         *,
         block_size: int,
-        block_ids: Callable[[str], Sequence[int]],
     ) -> None:
         self._save = options.save
+        self.saves_anything = options.save != "none"
         self._requests = requests
+        self._copies = copies
         reserve = options.reserve_tokens if options.save == "all" else 0
         self._more_tokens = min(reserve, BLOCKS_AT_ONCE * block_size)
         self._block = block_size
-        self._block_ids = block_ids
 
     def will_send(self, tracked: Tracked) -> bool:
         """Whether it will be handed over: of one token there is nothing that could be loaded."""
-        return tracked.transfer.sends and self._save != "none" and tracked.prompt_tokens > 1
+        return tracked.transfer.sends and self.saves_anything and tracked.prompt_tokens > 1
 
     def loads(self, tracked: Tracked) -> list[CopyOrder]:
         """Fill the blocks that wait, from its pages."""
         assert tracked.lease is not None
         try:
-            first = tracked.started_tokens // self._block
-            order = self._copy(tracked, tracked.lease, first, tracked.loads_to)
+            order = self._copies.begin(
+                tracked,
+                tracked.lease,
+                is_load=True,
+                rows=self._rows(tracked.started_tokens, tracked.loads_to),
+                upto_tokens=tracked.loads_to,
+            )
         except KvdError as error:
             self._requests.alone_after(tracked, error)
             return []
         del self._requests.loading[tracked.id]
-        tracked.is_load_ordered = True
         return [order]
 
-    def saves(self, tracked: Tracked, computed_tokens: int, number: int) -> list[CopyOrder]:
-        """Whole blocks that step ``number`` completes, and the last one of a sent prompt."""
-        if tracked.lease is None or tracked.link is None or self._save == "none":
+    def saves(self, tracked: Tracked, computed_tokens: int) -> list[CopyOrder]:
+        """Whole blocks that this step completes, and the last one of a sent prompt."""
+        if tracked.lease is None or tracked.link is None or not self.saves_anything:
+            return []
+        if tracked.is_broken:
             return []
         try:
             order = self._save_order(tracked.link, tracked, tracked.lease, computed_tokens)
@@ -80,7 +86,8 @@ class Moves:
             return []
         if order is None:
             return []
-        tracked.ordered_tokens, tracked.last_order = order.upto_tokens, number
+        tracked.ordered_tokens = order.upto_tokens
+        tracked.saving.append(tracked.copies[order.number])
         return [order]
 
     def _save_order(
@@ -96,7 +103,18 @@ class Moves:
             whole = prompt_tokens
         if whole <= tracked.ordered_tokens:
             return None
-        return self._copy(tracked, lease, tracked.ordered_tokens // self._block, whole)
+        if tracked.saving and tracked.ordered_tokens % self._block:
+            return None  # its last page is being written, and would be written twice at once
+        return self._copies.begin(
+            tracked,
+            lease,
+            is_load=False,
+            rows=self._rows(tracked.ordered_tokens, whole),
+            upto_tokens=whole,
+        )
+
+    def _rows(self, first_token: int, upto_tokens: int) -> slice:
+        return slice(first_token // self._block, -(-upto_tokens // self._block))
 
     def has_pages_for_prompt(self, tracked: Tracked) -> bool:
         """Whether its lease can have all of its prompt."""
@@ -125,13 +143,3 @@ class Moves:
         ):
             tracked.extension = link.ask(lease.begin_extend, lacking + self._more_tokens)
         return n_pages
-
-    def _copy(self, tracked: Tracked, lease: SyncLease, first: int, upto: int) -> CopyOrder:
-        last = -(-upto // self._block)
-        return CopyOrder(
-            request=tracked.id,
-            key=lease.key,
-            pages=tuple(lease.pages[first:last].tolist()),
-            blocks=tuple(self._block_ids(tracked.id)[first:last]),
-            upto_tokens=upto,
-        )

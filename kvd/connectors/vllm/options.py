@@ -41,6 +41,8 @@ class VllmOptions(msgspec.Struct, frozen=True, rename=lambda name: PREFIX + name
     """A handoff that takes longer is given up, and its prompt computed."""
     probe_wait_s: float = 0.001
     """So long a step of the scheduler waits for an answer of the daemon, at most."""
+    copy_threads: int = 1
+    """So many threads of each worker copy, where its blocks are in host memory."""
     any_version: bool = False
     """Try a version of vLLM that this connector was not tested with."""
 

@@ -3,6 +3,9 @@
 Page numbers mean nothing by themselves. They are of a lease, the lease is of a session, and the
 session is of one life of the daemon: after a restart the same numbers may be another engine's. So
 each order has the key of its lease, and the workers hold it against what they have joined.
+
+An order is under way from the step that makes it until every rank has answered it, by its number:
+copied, or not and never going to be. Many steps may lie between.
 """
 
 from __future__ import annotations
@@ -15,33 +18,41 @@ from kvd.client import LeaseKey
 class CopyOrder(msgspec.Struct, frozen=True):
     """Pages of a lease and blocks of the engine that stand for the same tokens, pair by pair.
 
-    ``upto_tokens``: the KV of all tokens of the request below is there once this is done.
+    ``number``: of this order, which no other one has. ``first_page``: where ``pages`` begin among
+    those of the lease. ``upto_tokens``: the KV of all tokens of the request below is there once
+    this is done, and what was ordered before it.
     """
 
+    number: int
     request: str
     key: LeaseKey
+    first_page: int
     pages: tuple[int, ...]
     blocks: tuple[int, ...]
     upto_tokens: int
 
 
 class StepOrders(msgspec.Struct, frozen=True):
-    """For the workers: what to copy before and after the forward pass of this step.
+    """For the workers: what to copy from this step on.
 
-    ``number``: of the step; the report of it says the same. ``token`` opens the session that the
-    workers are to be of, empty: of none. ``session`` and ``incarnation``: as in the keys of its
-    leases; 0 and empty while nobody can be asked. ``failed``: requests whose blocks nobody fills.
-    ``freed``: requests that are over, whose blocks are needed no more. Both are reported at once.
+    ``number``: of the step. ``token`` opens the session that the workers are to be of, empty: of
+    none. ``session`` and ``incarnation``: as in the keys of its leases; 0 and empty while nobody
+    can be asked. ``is_idle``: nothing is computed in this step. ``failed``: requests whose blocks
+    nobody fills. ``freed``: requests that are over, whose blocks are needed no more. Both are
+    reported at once. ``awaited``: orders whose blocks are another one's from this step on, so that
+    they end before it begins.
     """
 
     number: int = 0
     token: bytes = b""
     session: int = 0
     incarnation: str = ""
+    is_idle: bool = False
     loads: tuple[CopyOrder, ...] = ()
     saves: tuple[CopyOrder, ...] = ()
     failed: tuple[str, ...] = ()
     freed: tuple[str, ...] = ()
+    awaited: tuple[int, ...] = ()
 
     def are_of(self, key: LeaseKey) -> bool:
         """Whether a lease with that key is of the session that can be asked now."""
@@ -49,33 +60,28 @@ class StepOrders(msgspec.Struct, frozen=True):
 
 
 class StepReport(msgspec.Struct):
-    """For the scheduler's half: by request, how far its KV is saved. Of several ranks the least.
+    """For the scheduler's half: by the number of an order, how many ranks have answered it.
 
-    ``lost``: requests of which something could not be copied out; what is behind is not saved.
-    ``again``: nothing was copied of it yet, since the rank was not of that session: order it anew.
-    ``number``: of the step whose orders this answers; left out: of the last one. ``unfit``: why the
-    engine's blocks are no pages of the pool.
+    ``done``: these have copied their part. ``failed``: these have not, and write or read nothing of
+    it any more. ``number``: of the step that this was said in; left out: of the last one.
+    ``unfit``: why the engine's blocks are no pages of the pool.
     """
 
-    saved: dict[str, int]
-    lost: set[str]
-    again: set[str] = msgspec.field(default_factory=set)
+    done: dict[int, int] = msgspec.field(default_factory=dict)
+    failed: dict[int, int] = msgspec.field(default_factory=dict)
     number: int | None = None
     unfit: str = ""
 
     def with_rank(self, other: StepReport) -> StepReport:
-        """What holds for both."""
-        lost = self.lost | other.lost
-        both = {
-            request: min(upto, other.saved[request])
-            for request, upto in self.saved.items()
-            if request in other.saved and request not in lost
-        }
+        """What both say."""
         numbers = [number for number in (self.number, other.number) if number is not None]
         return StepReport(
-            saved=both,
-            lost=lost,
-            again=(self.again | other.again) - lost,
+            done=_summed(self.done, other.done),
+            failed=_summed(self.failed, other.failed),
             number=min(numbers, default=None),
             unfit=self.unfit or other.unfit,
         )
+
+
+def _summed(mine: dict[int, int], others: dict[int, int]) -> dict[int, int]:
+    return {order: mine.get(order, 0) + others.get(order, 0) for order in {*mine, *others}}

@@ -14,8 +14,6 @@ from kvd.connectors.vllm.lookup import LATE_ADAPTER, SILENT, UNKNOWN_ADAPTER
 from kvd.connectors.vllm.tracked import RequestStage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvd.client import PendingCall
     from kvd.connectors.vllm.endings import Endings
     from kvd.connectors.vllm.log import ConnectorLog
@@ -50,7 +48,6 @@ class Requests:
         look_ups: what of a request that is given up is taken back.
         ending: where its lease goes.
         log: where it is told that a request goes on without kvd.
-        now_s: a clock.
     """
 
     def __init__(
@@ -59,7 +56,6 @@ class Requests:
         look_ups: LookUps,
         ending: Endings,
         log: ConnectorLog,
-        now_s: Callable[[], float],
     ) -> None:
         self.counts = Counts()
         self.here: dict[str, Tracked] = {}
@@ -69,28 +65,19 @@ class Requests:
         self.loading: dict[str, Tracked] = {}
         """Those whose lease is here, and whose blocks are to be filled with the next step."""
         self.held: dict[str, Tracked] = {}
-        """Those that are over, and whose blocks vLLM keeps until they are copied."""
+        """Those that are over, and of which not all is ordered yet."""
         self.unfilled: list[str] = []
         """To be reported as not loaded, with the next step."""
         self._sessions = sessions
         self._look_ups = look_ups
         self._ending = ending
         self._log = log
-        self._now_s = now_s
         self._handles: list[PendingCall[Any]] = []
         """Calls of a session that was given up."""
 
     def all_of_them(self) -> list[Tracked]:
-        """Those that are over too, as long as their blocks are held."""
+        """Those that are over too, as long as something of them is to be ordered."""
         return [*self.here.values(), *self.held.values()]
-
-    def find(self, request_id: str, number: int) -> Tracked | None:
-        """The request of that name for which something was ordered in that step."""
-        for requests in (self.here, self.held):
-            tracked = requests.get(request_id)
-            if tracked is not None and tracked.born <= number:
-                return tracked
-        return self._ending.find(request_id, number)
 
     def load(self, tracked: Tracked) -> None:
         """Its lease is here: its blocks are filled with the next step."""
@@ -145,7 +132,7 @@ class Requests:
         self.end_room(link, tracked)
         if claim is not None:
             link.cancel(claim)
-        self._ending.add(tracked, link, shares=False, now_s=self._now_s())
+        self._ending.add(tracked, link, shares=False)
 
     def end_room(self, link: NodeLink, tracked: Tracked) -> None:
         """What this node keeps for it needs to be kept no more."""

@@ -3,13 +3,14 @@
 A probe owns nothing: ``match`` is asked when the request comes, and its answer is most often here
 when the scheduler wants it. Pages are locked once vLLM has given the request blocks. While
 it computes, whole blocks are copied to the pages of its lease, and said to be written; at its end
-the lease is released, with what was generated. KV is never said to be written before the workers
-have said that it is, in a report of the session that the lease is of.
+the lease is released, with what was generated. KV is never said to be written before all ranks
+have said that it is, each by the number of the order, and all that was ordered before it too.
 
 A step, in order: of each request that vLLM may schedule it asks ``matched``; of one that it does it
 says ``given_blocks``, and its lease is asked for. ``step`` takes the leases that have come, and
-orders loads, then saves of what is computed with it. The workers copy, and ``reported`` hears of
-that before the next step. ``arrived`` and ``finished`` are said in between.
+orders loads, then saves of what is computed with it. The workers copy beside the steps, as long as
+it takes, and ``reported`` hears of what is over; vLLM's blocks are held by each order until then.
+``arrived`` and ``finished`` are said in between.
 
 A step waits for the daemon ``kvd.probe_wait_s`` in all, and a request no longer than
 ``ANSWER_WITHIN_S`` for what the daemon of its own node can say at once. Whatever fails ends in
@@ -26,7 +27,7 @@ from kvd.client import KvdError
 from kvd.connectors.vllm.beside import in_thread
 from kvd.connectors.vllm.claims import Claims
 from kvd.connectors.vllm.endings import Endings
-from kvd.connectors.vllm.held import HeldBlocks
+from kvd.connectors.vllm.held import HeldRequests
 from kvd.connectors.vllm.identity import RequestNamespace
 from kvd.connectors.vllm.log import ConnectorLog
 from kvd.connectors.vllm.lookup import (
@@ -51,9 +52,10 @@ from kvd.connectors.vllm.sessions import (
     StepBudget,
 )
 from kvd.connectors.vllm.tracked import RequestStage, Tracked
+from kvd.connectors.vllm.under_way import OrdersUnderWay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Mapping
 
     from kvd.client import SyncNode
     from kvd.connectors.vllm.beside import Start
@@ -61,7 +63,8 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import CopyOrder, StepReport
     from kvd.connectors.vllm.sessions import NodeLink
-    from kvd.connectors.vllm.tracked import RequestView
+    from kvd.connectors.vllm.tracked import CopyUnderWay, RequestView
+    from kvd.connectors.vllm.under_way import CountedBlocks
 
 Extra = dict[int, bytes]
 """By page of a prompt, what it is found by beside its tokens."""
@@ -87,7 +90,8 @@ class SchedulerHalf:
             known yet; no request is to be found before.
         block_size: tokens of a block, and of a page.
         connect: opens a session, or raises ``KvdError``; it is called in a thread of its own.
-        block_ids: the blocks that vLLM has given a request.
+        blocks: those of vLLM's cache.
+        ranks: how many workers answer each order.
         now_s: a clock.
         start: has work done beside the step; for tests, which do it at once.
 
@@ -102,7 +106,8 @@ class SchedulerHalf:
         base_namespace: str = "",
         block_size: int,
         connect: Callable[[], SyncNode],
-        block_ids: Callable[[str], Sequence[int]],
+        blocks: CountedBlocks,
+        ranks: int = 1,
         now_s: Callable[[], float] = time.monotonic,
         start: Start = in_thread,
     ) -> None:
@@ -119,11 +124,14 @@ class SchedulerHalf:
         self._budget = StepBudget(options.probe_wait_s)
         self._look_ups = LookUps(options, self._budget, now_s)
         self._ending = Endings(options)
-        self._requests = Requests(self._sessions, self._look_ups, self._ending, self._log, now_s)
+        self._copies = OrdersUnderWay(blocks, ranks=ranks)
+        self._requests = Requests(self._sessions, self._look_ups, self._ending, self._log)
         self.counts = self._requests.counts
         self._claims = Claims(self._requests, self._look_ups, self._budget, now_s)
-        self._moves = Moves(options, self._requests, block_size=block_size, block_ids=block_ids)
-        self._held = HeldBlocks(self._requests, self._moves, self._ending, now_s)
+        self._moves = Moves(options, self._requests, self._copies, block_size=block_size)
+        self._held = HeldRequests(
+            self._requests, self._moves, self._ending, self._copies, blocks, now_s
+        )
         self._resets = Resets(self._log, now_s)
         self._stale_loads: set[str] = set()
         """Those whose blocks the workers fill with KV of before a reset."""
@@ -153,7 +161,6 @@ class SchedulerHalf:
         """What requests hold is of a session that ended, or of a life of before a restart."""
         self._life, self._life_since = self._sessions.life, self._number
         self._ending.life_is_over(self._sessions.link)
-        self._held.workers_copy = False
         for tracked in self._requests.all_of_them():
             if tracked.life != self._life:
                 self._requests.alone(tracked, RESTARTED)
@@ -200,9 +207,11 @@ class SchedulerHalf:
         with self.kept_in("a reset of the cache"):
             self._resets.add(self._base)
             for tracked in self._requests.all_of_them():
-                if tracked.is_load_ordered:
+                if tracked.is_loaded_from:
                     self._stale_loads.add(tracked.id)
                 self._requests.alone(tracked, RESET)
+            # vLLM may preempt all that run before it resets its own cache.
+            self._copies.preempted(self._requests.here.values())
             self._ending.share_nothing()
             self._await_reset()
             return True
@@ -244,7 +253,7 @@ class SchedulerHalf:
         transfer = transfer_of(request.kv_transfer_params if self._options.handoffs else None)
         self.counts.odd_params += transfer.is_odd
         naming = RequestNamespace(self._base, lora, request.cache_salt)
-        tracked = Tracked(request, transfer, naming, born=self._number + 1)
+        tracked = Tracked(request, transfer, naming)
         self._requests.here[request.request_id] = tracked
         tokens = request.prompt_token_ids
         if link is None:
@@ -365,27 +374,35 @@ class SchedulerHalf:
 
     # ---- a step ------------------------------------------------------------------------------
 
-    def step(self, computed: Mapping[str, int]) -> StepOrders:
-        """What the workers copy in this step; ``computed``: how far each request is behind it."""
+    def step(self, computed: Mapping[str, int], preempted: Collection[str] = ()) -> StepOrders:
+        """What the workers copy from this step on.
+
+        Args:
+            computed: how far each request is behind it.
+            preempted: requests whose blocks vLLM has taken back in it.
+        """
         self._number += 1
         # What was ordered before a mistake goes out all the same: of a session that was given up
         # the workers copy nothing, and say so.
         loads: list[CopyOrder] = []
         saves: list[CopyOrder] = []
         with self.kept_in("a step"):
+            here = self._requests.here
+            self._copies.preempted(here[request] for request in preempted if request in here)
             self._step(computed, loads, saves)
         failed, self._requests.unfilled = tuple(self._requests.unfilled), []
-        freed, self._held.freed = tuple(self._held.freed), []
         self._budget.renew()
         return StepOrders(
             number=self._number,
             token=self._sessions.token,
             session=self._life.session,
             incarnation=self._life.incarnation,
+            is_idle=not computed,
             loads=tuple(loads),
             saves=tuple(saves),
             failed=failed,
-            freed=freed,
+            freed=self._copies.take_freed(self._requests.held),
+            awaited=self._copies.take_awaited(),
         )
 
     def _step(
@@ -399,14 +416,12 @@ class SchedulerHalf:
         for tracked in list(self._requests.loading.values()):
             loads += self._moves.loads(tracked)
         for tracked in list(self._requests.held.values()):
-            saves += self._held.saves(tracked, self._number)
+            saves += self._held.saves(tracked)
         for request_id, upto in computed.items():
             running = self._requests.here.get(request_id)
             if running is not None and running.stage is RequestStage.COMPUTING:
-                saves += self._moves.saves(running, upto, self._number)
+                saves += self._moves.saves(running, upto)
         self._ending.settle()
-        if self._ending.are_overdue(self._now_s()):
-            self._give_up("the workers do not answer what they were ordered")
 
     # ---- what the workers say ----------------------------------------------------------------
 
@@ -424,82 +439,77 @@ class SchedulerHalf:
             stale = (self._stale_loads & set(loaded)) - set(failed)
             self._stale_loads -= set(loaded)
             self._requests.unfilled += sorted(stale)
-            self._loaded(loaded, failed)
             if report is not None:
                 self._reported(report)
             self._ending.settle()
         return stale
 
-    def _loaded(self, loaded: Collection[str], failed: Collection[str]) -> None:
-        for request_id in loaded:
-            self._ending.loaded(request_id)
-            tracked = self._requests.here.get(request_id)
-            if tracked is None:
-                continue
-            tracked.is_load_ordered = False
-            if tracked.stage is RequestStage.LOADING and request_id in failed:
-                self._requests.alone(tracked, "the workers could not load it")
-            elif tracked.stage is RequestStage.LOADING:
-                tracked.stage = RequestStage.COMPUTING
-
     def _reported(self, report: StepReport) -> None:
+        for copy in self._copies.answered(report):
+            if copy.is_load:
+                self._load_over(copy)
+            else:
+                self._save_over(copy)
         number = self._number if report.number is None else report.number
-        self._ending.answered(number)
-        if number <= self._life_since:
-            return  # of pages of another session, or of before a restart
-        if report.saved:
-            self._held.workers_copy = True
-        for request_id, upto in report.saved.items():
-            self._saved(request_id, upto, number)
-        for request_id in report.again:
-            tracked = self._requests.find(request_id, number)
-            if tracked is not None:
-                # Later steps may have gone on from what was not copied: their word is no use.
-                tracked.ordered_tokens = tracked.saved_tokens
-                tracked.believed_from = tracked.last_order + 1
-        for request_id in report.lost:
-            tracked = self._requests.find(request_id, number)
-            if tracked is not None and tracked.lease is not None:
-                self._requests.alone(tracked, "the workers could not save it")
-        if report.unfit:
+        if report.unfit and number > self._life_since:
             self._give_up(report.unfit, retry_s=UNFIT_RETRY_S)
 
-    def _saved(self, request_id: str, upto_tokens: int, number: int) -> None:
-        tracked = self._requests.find(request_id, number)
-        if tracked is None or upto_tokens <= tracked.saved_tokens:
+    def _load_over(self, copy: CopyUnderWay) -> None:
+        tracked = copy.tracked
+        if tracked.stage is RequestStage.LOADING and copy.is_done:
+            tracked.stage = RequestStage.COMPUTING
+        elif tracked.stage is RequestStage.LOADING:
+            self._requests.alone(tracked, "the workers could not load it")
+
+    def _save_over(self, copy: CopyUnderWay) -> None:
+        """What is saved up to the first copy that is not done, or not yet, is in the pages."""
+        tracked = copy.tracked
+        before, saving = tracked.saved_tokens, tracked.saving
+        while saving and saving[0].is_over and saving[0].is_done:
+            tracked.saved_tokens = saving.popleft().order.upto_tokens
+        if not copy.is_done and not tracked.is_broken:
+            # What lies before it is as good as it was: that is shared, and can be loaded again.
+            tracked.is_broken = True
+            if tracked.lease is not None:
+                self._requests.count_alone("the workers could not save a part of it")
+        elif tracked.saved_tokens > before:
+            self._share(tracked)
+
+    def _share(self, tracked: Tracked) -> None:
+        """Its chunks are there for others while it goes on."""
+        link, lease, upto = tracked.link, tracked.lease, tracked.saved_tokens
+        if lease is None or link is None or upto > tracked.prompt_tokens:
             return
-        if number < tracked.believed_from:
-            return
-        tracked.saved_tokens = upto_tokens
-        link, lease = tracked.link, tracked.lease
-        if lease is None or link is None or upto_tokens > tracked.prompt_tokens:
-            return
-        if request_id in self._requests.here:
-            # Its chunks are there for others while it goes on.
-            more = tracked.unknown_tokens(upto_tokens)
-            tracked.known_tokens = max(tracked.known_tokens, upto_tokens)
-            link.quietly(lease.begin_commit, more, upto_tokens, swap=False)
+        if tracked.id in self._requests.here:
+            more = tracked.unknown_tokens(upto)
+            tracked.known_tokens = max(tracked.known_tokens, upto)
+            link.quietly(lease.begin_commit, more, upto, swap=False)
 
     # ---- it is over --------------------------------------------------------------------------
 
-    def finished(self, request: RequestView, *, is_heard: bool = True) -> dict[str, object] | None:
-        """It is done, or was aborted; what its client, or the next node, is told of its KV.
+    def finished(
+        self, request: RequestView, *, is_heard: bool = True
+    ) -> tuple[bool, dict[str, object] | None]:
+        """It is done, or was aborted.
 
-        ``is_heard`` false: nobody is told, so nothing is kept for who decodes it; what was saved is
-        cached all the same.
+        Args:
+            request: vLLM's.
+            is_heard: false: nobody is told of its KV, so nothing is kept for who decodes it; what
+                was saved is cached all the same.
+
+        Returns:
+            Whether vLLM must keep its blocks until it hears of them: only where they cannot be
+            held. And what its client, or the next node, is told of its KV.
         """
-        with self.kept_in("a request is over"):
-            return self._finished(request, is_heard=is_heard)
-        return None
-
-    def holds_blocks(self, request_id: str) -> bool:
-        """Whether vLLM must keep the blocks of a request that is over, until it hears of them."""
-        return request_id in self._requests.held
-
-    def _finished(self, request: RequestView, *, is_heard: bool) -> dict[str, object] | None:
         tracked = self._requests.here.pop(request.request_id, None)
+        told: dict[str, object] | None = None
         if tracked is None:
-            return None
+            return False, None
+        with self.kept_in("a request is over"):
+            told = self._finished(tracked, is_heard=is_heard)
+        return self._copies.keep(tracked, is_needed=tracked.id in self._requests.held), told
+
+    def _finished(self, tracked: Tracked, *, is_heard: bool) -> dict[str, object] | None:
         link = tracked.link
         if link is None or tracked.stage is not RequestStage.COMPUTING:
             self._requests.give_up(tracked)
@@ -516,5 +526,7 @@ class SchedulerHalf:
     @property
     def has_work(self) -> bool:
         """Whether vLLM must go on stepping: blocks wait for a word, or pages for a copy."""
-        requests = self._requests
-        return bool(requests.unfilled or self._held.freed or requests.held or len(self._ending))
+        requests, copies = self._requests, self._copies
+        return bool(
+            requests.unfilled or requests.held or len(self._ending) or len(copies) or copies.keeps
+        )

@@ -14,6 +14,7 @@ another life, the request is ALONE: the numbers of its pages mean nothing any mo
 from __future__ import annotations
 
 import enum
+from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvd.connectors.vllm.sessions import NO_LIFE
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvd.client import PendingCall, Prompt, SyncLease, SyncReceive
     from kvd.connectors.vllm.identity import RequestNamespace
+    from kvd.connectors.vllm.orders import CopyOrder
     from kvd.connectors.vllm.params import Transfer
     from kvd.connectors.vllm.sessions import NodeLink
 
@@ -57,23 +59,37 @@ class RequestStage(enum.Enum):
     ALONE = "alone"
 
 
+class CopyUnderWay:
+    """An order that not all ranks have answered."""
+
+    __slots__ = ("is_done", "is_load", "is_over", "order", "ranks_left", "tracked")
+
+    def __init__(self, order: CopyOrder, tracked: Tracked, *, is_load: bool, ranks: int) -> None:
+        self.order = order
+        self.tracked = tracked
+        self.is_load = is_load
+        self.ranks_left = ranks
+        self.is_done = True
+        """All ranks that have answered have copied it."""
+        self.is_over = False
+
+
 class Tracked:
     """One request."""
 
     __slots__ = (
         "asked_s",
-        "believed_from",
-        "born",
+        "blocks",
         "call",
         "claim",
         "claims_all",
+        "copies",
         "extension",
         "found_tokens",
+        "is_broken",
         "is_full",
-        "is_load_ordered",
         "is_unsure",
         "known_tokens",
-        "last_order",
         "lease",
         "life",
         "link",
@@ -87,6 +103,7 @@ class Tracked:
         "request",
         "room",
         "saved_tokens",
+        "saving",
         "stage",
         "started_tokens",
         "takes_room",
@@ -94,14 +111,10 @@ class Tracked:
         "was_missed",
     )
 
-    def __init__(
-        self, request: RequestView, transfer: Transfer, naming: RequestNamespace, *, born: int
-    ) -> None:
+    def __init__(self, request: RequestView, transfer: Transfer, naming: RequestNamespace) -> None:
         self.request = request
         self.transfer = transfer
         self.naming = naming
-        self.born = born
-        """Steps before this one knew nothing of it, and what is reported of them is another's."""
         self.stage = RequestStage.NAMING
         self.link: NodeLink | None = None
         self.life = NO_LIFE
@@ -134,16 +147,18 @@ class Tracked:
         self.started_tokens = 0
         """vLLM has those below itself, and loads from here up to ``loads_to``."""
         self.loads_to = 0
-        self.is_load_ordered = False
-        """The workers read the pages of its lease, until they have said that they do not."""
+        self.copies: dict[int, CopyUnderWay] = {}
+        """What was ordered for it and not answered, by number, as it was ordered."""
+        self.saving: deque[CopyUnderWay] = deque()
+        """What is saved and not counted by ``saved_tokens`` yet: an earlier copy may be slower."""
+        self.is_broken = False
+        """Something of it could not be saved: nothing behind that is."""
+        self.blocks: tuple[int, ...] | None = None
+        """Those that it had when it was over; None: it is here, and vLLM knows them."""
         self.ordered_tokens = 0
         """The pages of its lease have the KV up to here, once what was ordered is done."""
         self.saved_tokens = 0
         """The workers have done it up to here."""
-        self.last_order = 0
-        """The last step in which something was to be copied to its pages."""
-        self.believed_from = 0
-        """What was saved in steps before this one has a hole in front of it."""
         self.room = self.takes_room = 0
         """Where the prompt will be handed over; and where it is kept for this request, on its own
         node. 0: nowhere."""
@@ -167,6 +182,11 @@ class Tracked:
     def waits_for_load(self) -> bool:
         """Whether vLLM keeps blocks for it until it hears that they are filled."""
         return self.stage in {RequestStage.CLAIMING, RequestStage.LOADING}
+
+    @property
+    def is_loaded_from(self) -> bool:
+        """Whether workers may read the pages of its lease to fill its blocks."""
+        return any(copy.is_load for copy in self.copies.values())
 
     def unknown_tokens(self, upto_tokens: int) -> list[int]:
         """Those below ``upto_tokens`` that its lease does not know."""

@@ -1,12 +1,14 @@
-"""The workers' half: it maps the pool and copies between its pages and vLLM's blocks.
+"""The workers' half: it has pages of the pool and vLLM's blocks copied, and sees the copies end.
 
-Copies are made in the step that orders them: before its forward pass is waited for, or after it.
-They are done when they return. Blocks in the memory of a device are refused when the engine starts:
-this process cannot read them, and nothing here has a copy engine do it.
+A copy is ordered in the step that says so, behind a mark on the stream of this rank's computation.
+The client's mover, a thread of this process, makes it beside the steps. A step waits for none; only
+one that has nothing to compute looks a moment longer. What has become of a copy is said once, when
+no byte of it moves any more.
 
 An order is obeyed only by a worker that is of its session, in its life (``Worker.check``): looked
-at before the copy, and again behind it. A session is joined and left beside the step. Until
-it is joined loads wait, ``JOIN_WITHIN_S`` at most, and saves are asked for again.
+at when it is begun, by the daemon when it is told of it, and again behind it. A session is joined
+and left beside the step. Until it is joined orders wait: loads ``JOIN_WITHIN_S`` at most, saves
+``SAVE_WITHIN_S``.
 """
 
 from __future__ import annotations
@@ -17,20 +19,22 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client import Code, KvdError, connect_sync, join
+from kvd.client.mover.pending_copy import CopyState
 from kvd.connectors.vllm import layout
 from kvd.connectors.vllm.beside import BesideTask, in_thread
 from kvd.connectors.vllm.log import ConnectorLog
 from kvd.connectors.vllm.orders import StepReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from kvd.client import LeaseKey, Pool, Worker
+    from kvd.client import EngineBlocks, LeaseKey, PendingCopy, Pool, Worker
     from kvd.client.mover.engine_memory import BlockLayout
     from kvd.connectors.vllm.beside import Start
-    from kvd.connectors.vllm.layout import Rows
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import CopyOrder, StepOrders
+
+logger = logging.getLogger("kvd.connectors.vllm")
 
 CHECK_NAME = "vllm-check"
 """Of the session that only looks whether the pool fits."""
@@ -38,17 +42,30 @@ CHECK_NAME = "vllm-check"
 CHECK_WITHIN_S: Final = 1.0
 """An engine that starts waits so long at most for a look at the pool."""
 
-STEP_WAITS_S: Final = 0.001
-"""So long a step that has something to copy waits for a session that is being joined."""
-
 JOIN_WITHIN_S: Final = 0.05
-"""So long a load waits for it, steps long; then its prompt is computed."""
+"""So long a load waits for the session to be joined; then its prompt is computed."""
 
 SAVE_WITHIN_S: Final = 1.0
-"""So long saves are asked for again; then they are lost."""
+"""So long a save does, and as long for each answer of the daemon; then it is lost."""
 
 REJOIN_S: Final = 1.0
 """Between two attempts to join one session."""
+
+ANSWER_WITHIN_S: Final = 0.25
+"""So long the daemon has to answer that a load begins, or is over; then it is given up. A save has
+``SAVE_WITHIN_S``."""
+
+ANSWERED: Final = frozenset({CopyState.ASKING, CopyState.ENDING})
+"""In these states nothing moves, and the daemon is to say something."""
+
+IDLE_WAIT_S: Final = 0.005
+"""So long a step that computes nothing waits for a load; vLLM would sleep and turn for nothing."""
+
+PREEMPTED_WITHIN_S: Final = 0.01
+"""So long a step that takes blocks back waits for copies that do not move yet."""
+
+PREEMPTED_SAID_S: Final = 10.0
+"""Between two lines about a step that waits for those that do."""
 
 
 class CopyCounts:
@@ -60,15 +77,17 @@ class CopyCounts:
 
 
 class JoinedPool:
-    """A session that this process is of, and the pages that it has mapped there."""
+    """A session that this process is of, and the engine's blocks as they are moved there."""
 
-    def __init__(self, session: Worker, pages: list[Rows]) -> None:
+    def __init__(self, session: Worker, blocks: EngineBlocks, component: str) -> None:
         self.session = session
-        self.pages = pages
+        self.blocks = blocks
+        self.component = component
 
     def leave(self) -> None:
-        """Write no page of it any more."""
-        self.pages = []
+        """Copy nothing any more; what has begun is waited for."""
+        with contextlib.suppress(KvdError, OSError):
+            self.blocks.close()
         with contextlib.suppress(KvdError, OSError):
             self.session.close()
 
@@ -100,15 +119,13 @@ class PoolJoin:
         self._token = b""
         self._joined: JoinedPool | None = None
         self._joining: BesideTask[JoinedPool] | None = None
-        self._since_s = self._next_try_s = now_s()
-        self._waited_s = 0.0
+        self._next_try_s = now_s()
 
     def follow(self, token: bytes) -> None:
         """Be of the session of that token from now on; of none, where it is empty."""
-        self._waited_s = 0.0
         if token != self._token:
             self._token, self.unfit = token, ""
-            self._since_s = self._next_try_s = self._now_s()
+            self._next_try_s = self._now_s()
             joined, self._joined = self._joined, None
             joining, self._joining = self._joining, None
             if joining is not None:
@@ -129,21 +146,12 @@ class PoolJoin:
             self._take()
 
     def of(self, key: LeaseKey) -> JoinedPool | None:
-        """The pages that an order with that key is about; waits a moment if it is being joined."""
-        if self._joining is not None and self._waited_s < STEP_WAITS_S:
-            began_s = time.perf_counter()
-            self._joining.ended(STEP_WAITS_S - self._waited_s)
-            self._waited_s += time.perf_counter() - began_s
-            self._take()
+        """Who moves what an order with that key is about; None while, or if, it is not joined."""
         joined = self._joined
         return joined if joined is not None and joined.session.owns(key) else None
 
-    def waits_longer_than(self, within_s: float) -> bool:
-        """Whether the session is to be joined for that time already."""
-        return bool(self.unfit) or not self._token or self._now_s() - self._since_s >= within_s
-
     def leave(self) -> None:
-        """Be of none; at once."""
+        """Be of none, once what has begun is copied."""
         if self._joining is not None:
             self._joining.abandon()
         joined, self._joined, self._joining, self._token = self._joined, None, None, b""
@@ -170,12 +178,75 @@ class PoolJoin:
             self._log.changed("join", logging.INFO, "this rank has joined the session")
 
 
-class WaitingLoad:
-    """A load that was ordered and not made yet."""
+class RankCopy:
+    """A copy that was ordered of this rank. ``pending``: it is begun; until then it waits."""
 
-    def __init__(self, copy: CopyOrder, since_s: float) -> None:
-        self.copy = copy
+    __slots__ = ("asked_in", "asked_s", "is_load", "joined", "order", "pending", "since_s")
+
+    def __init__(self, order: CopyOrder, *, is_load: bool, since_s: float) -> None:
+        self.order = order
+        self.is_load = is_load
         self.since_s = since_s
+        self.asked_s: float | None = None
+        self.asked_in: CopyState | None = None
+        """Since when the daemon is known to be asked about it, and in which state that was."""
+        self.joined: JoinedPool | None = None
+        self.pending: PendingCopy | None = None
+
+    def begin(self, joined: JoinedPool, mark: object) -> None:
+        """Have it made.
+
+        Raises:
+            KvdError: it is refused, and nothing is begun.
+        """
+        order, part, blocks = self.order, joined.component, joined.blocks
+        pages = {part: order.pages}
+        if self.is_load:
+            self.pending = blocks.begin_load(
+                order.key,
+                {part: order.blocks},
+                pages=pages,
+                first_page=order.first_page,
+                after=mark,
+            )
+        else:
+            self.pending = blocks.begin_save(
+                order.key,
+                {part: order.blocks},
+                pages=pages,
+                first_page=order.first_page,
+                upto_tokens=order.upto_tokens,
+                after=mark,
+            )
+        self.joined = joined
+
+    def is_over(self) -> bool:
+        """Whether no byte of it moves any more, and the daemon knows, or is not waited for."""
+        pending = self.pending
+        if pending is None or not (pending.is_over or pending.is_cancelled):
+            return False
+        return pending.safe()
+
+    def look(self, now_s: float) -> None:
+        """Give it up, if the daemon does not answer: its request, or its blocks, would wait.
+
+        What the engine computes before it, and what moves, takes the time that it takes.
+        """
+        pending = self.pending
+        if pending is None or pending.state not in ANSWERED:
+            self.asked_s = None
+        elif self.asked_s is None or self.asked_in is not pending.state:
+            self.asked_s, self.asked_in = now_s, pending.state
+        elif now_s - self.asked_s >= (ANSWER_WITHIN_S if self.is_load else SAVE_WITHIN_S):
+            pending.cancel()
+
+    def is_done(self) -> bool:
+        """Of one that is over: whether it was made, all of it while its session lived."""
+        pending, joined = self.pending, self.joined
+        assert pending is not None
+        assert joined is not None
+        is_made = pending.is_over and pending.refusal is None
+        return is_made and joined.session.owns(self.order.key)
 
 
 class WorkerHalf:
@@ -205,17 +276,23 @@ class WorkerHalf:
         self.counts = CopyCounts()
         self._options = options
         self._block = block_size
-        self._rank = rank
         self._ranks = ranks
         self._tag = ""
-        self._open = open_session or (lambda token: join(options.endpoint or None, token=token))
+        # One alone has no rank to say: what it saves is all of a page.
+        n_said = ranks if ranks > 1 else 0
+        self._open = open_session or (
+            lambda token: join(options.endpoint or None, token=token, rank=rank, ranks=n_said)
+        )
         self._now_s = now_s
         self._start = start
         self._log = ConnectorLog(now_s)
         self._join = PoolJoin(self._open_pool, self._log, now_s=now_s, start=start)
+        self._layers: Mapping[str, Any] = {}
         self._layouts: list[BlockLayout] = []
-        self._blocks: list[Rows] = []
-        self._waiting: list[WaitingLoad] = []
+        self._copies: dict[int, RankCopy] = {}
+        """All that is not answered, by the number of the order."""
+        self._orders: StepOrders | None = None
+        """Of the step that is under way."""
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._freed: set[str] = set()
@@ -231,8 +308,8 @@ class WorkerHalf:
                 is no reason to raise, nor is one that hangs: the pool is looked at when it is.
         """
         self._tag = tag
+        self._layers = layers
         self._layouts = layout.block_layouts(layers)
-        self._blocks = [layout.rows_of(one, layers) for one in self._layouts]
         check = BesideTask(self._check, start=self._start)
         if not check.ended(CHECK_WITHIN_S):
             return
@@ -256,99 +333,164 @@ class WorkerHalf:
         try:
             pool = session.pool(self._options.pool)
             self._fit(pool)
-            shard = self._rank if pool.shards else 0
-            return JoinedPool(session, layout.pool_rows(pool, shard, self._blocks))
+            blocks = session.blocks(
+                self._layers,
+                block_size=self._block,
+                pool=self._options.pool,
+                threads=self._options.copy_threads,
+            )
+            return JoinedPool(session, blocks, pool.memory.components[0].name)
         except BaseException:
             session.close()
             raise
 
     def close(self) -> None:
-        """Leave the session."""
+        """Leave the session; what has begun is waited for, since the blocks are freed behind it."""
         self._join.leave()
 
     # ---- a step ------------------------------------------------------------------------------
 
+    def give_back(self, orders: StepOrders) -> None:
+        """Wait for copies whose blocks are another one's from this step on, however long it takes.
+
+        Only where vLLM's blocks cannot be held by reference.
+        """
+        awaited = [
+            copy for number in orders.awaited if (copy := self._copies.get(number)) is not None
+        ]
+        for copy in awaited:
+            if copy.pending is None:
+                self._answer(copy, is_done=False)
+        pending = [copy.pending for copy in awaited if copy.pending is not None]
+        within_s = PREEMPTED_WITHIN_S
+        while left := [one for one in pending if not one.safe()]:
+            _wait(left[0], within_s)
+            if not left[0].safe():
+                for one in left:
+                    one.cancel()  # what has begun to move goes on, and all else ends
+                if within_s == PREEMPTED_SAID_S:
+                    logger.warning("a step waits for %d copies of preempted requests", len(left))
+                within_s = PREEMPTED_SAID_S
+
     def load(self, orders: StepOrders) -> None:
-        """Fill blocks from pages; every request that waits for it is heard of, whatever comes."""
+        """Have blocks filled from pages; every request that waits for it is heard of in the end."""
+        self._orders = orders
         self._failed.update(orders.failed)
         self._freed.update(orders.freed)
-        if orders.loads or orders.saves:
-            self._report = StepReport({}, set(), number=orders.number)
-        now_s = self._now_s()
-        self._waiting += [WaitingLoad(copy, now_s) for copy in orders.loads]
         try:
-            self._load(orders, now_s)
+            self._join.follow(orders.token)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the engine
-            self._log.bug("a load", error)
-            self._failed.update(load.copy.request for load in self._waiting)
-            self._waiting = []
-
-    def _load(self, orders: StepOrders, now_s: float) -> None:
-        self._join.follow(orders.token)
+            self._log.bug("a session", error)
         if self._join.unfit:
-            self._report = StepReport({}, set(), number=orders.number, unfit=self._join.unfit)
-        if not self._waiting:
-            return
-        began_s = time.perf_counter()
-        left = []
-        for load in self._waiting:
-            copy, pool = load.copy, self._join.of(load.copy.key)
-            if pool is not None:
-                is_loaded = self._copied(pool, copy, to_pages=False)
-                (self._loaded if is_loaded else self._failed).add(copy.request)
-            elif not orders.are_of(copy.key) or now_s - load.since_s >= JOIN_WITHIN_S:
-                self._failed.add(copy.request)
-            else:
-                left.append(load)
-        self._waiting = left
-        self.counts.load_seconds += time.perf_counter() - began_s
+            self._told().unfit = self._join.unfit
+        self._take(orders.loads, is_load=True)
+        self._begin()
 
     def save(self, orders: StepOrders) -> None:
-        """Fill pages from blocks, which the forward pass has written."""
-        report = self._report
-        if not orders.saves or report is None:
+        """Have pages filled from blocks, behind the forward pass that writes them."""
+        self._take(orders.saves, is_load=False)
+        self._begin()
+
+    def _take(self, orders: Iterable[CopyOrder], *, is_load: bool) -> None:
+        now_s = self._now_s()
+        for order in orders:
+            self._copies[order.number] = RankCopy(order, is_load=is_load, since_s=now_s)
+
+    def _begin(self) -> None:
+        """Begin what waits, as far as its session is joined; answer what waits too long."""
+        marks: dict[int, object] = {}
+        for copy in [copy for copy in self._copies.values() if copy.pending is None]:
+            try:
+                self._begin_one(copy, marks)
+            except KvdError as error:
+                if error.code != Code.WRONG_STATE.value or self._is_late(copy):
+                    self._refused(error)
+                    self._answer(copy, is_done=False)
+                # Else a copy of these blocks is about to end.
+            except Exception as error:  # noqa: BLE001 - as above
+                self._log.bug("a copy", error)
+                self._answer(copy, is_done=False)
+
+    def _begin_one(self, copy: RankCopy, marks: dict[int, object]) -> None:
+        joined = self._join.of(copy.order.key)
+        if joined is not None:
+            # One mark for all: what was computed before it is done, whoever reads or writes it.
+            if id(joined) not in marks:
+                marks[id(joined)] = joined.blocks.mark()
+            copy.begin(joined, marks[id(joined)])
             return
-        began_s = time.perf_counter()
-        try:
-            self._save(orders, report)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._log.bug("a save", error)
-            report.saved.clear()
-            report.lost.update(copy.request for copy in orders.saves)
-        self.counts.save_seconds += time.perf_counter() - began_s
+        is_of_now = self._orders is not None and self._orders.are_of(copy.order.key)
+        is_hopeless = bool(self._join.unfit) or not is_of_now
+        if is_hopeless or self._is_late(copy):
+            self._answer(copy, is_done=False)
 
-    def _save(self, orders: StepOrders, report: StepReport) -> None:
-        for copy in orders.saves:
-            pool = self._join.of(copy.key)
-            if pool is None:
-                is_over = self._join.waits_longer_than(SAVE_WITHIN_S)
-                (report.lost if is_over else report.again).add(copy.request)
-            elif self._copied(pool, copy, to_pages=True):
-                report.saved[copy.request] = copy.upto_tokens
-            else:
-                report.lost.add(copy.request)
+    def _is_late(self, copy: RankCopy) -> bool:
+        within_s = JOIN_WITHIN_S if copy.is_load else SAVE_WITHIN_S
+        return self._now_s() - copy.since_s >= within_s
 
-    def _copied(self, pool: JoinedPool, copy: CopyOrder, *, to_pages: bool) -> bool:
-        """Whether the bytes were copied, all of them while that session lived."""
-        if len(copy.pages) != len(copy.blocks):
-            return False
-        try:
-            if to_pages:
-                n_bytes = layout.copy_rows(pool.pages, self._blocks, copy.pages, copy.blocks)
-                self.counts.saved_bytes += n_bytes
-            else:
-                n_bytes = layout.copy_rows(self._blocks, pool.pages, copy.blocks, copy.pages)
-                self.counts.loaded_bytes += n_bytes
-        except (ValueError, IndexError) as error:
-            self._log.bug("a copy", error)
-            return False
-        return pool.session.owns(copy.key)
+    # ---- what has become of it ---------------------------------------------------------------
+
+    def _look(self) -> None:
+        now_s = self._now_s()
+        for copy in self._copies.values():
+            copy.look(now_s)
+        for copy in [copy for copy in self._copies.values() if copy.is_over()]:
+            try:
+                is_done = copy.is_done()
+                self._count(copy)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._log.bug("the end of a copy", error)
+                is_done = False
+            self._answer(copy, is_done=is_done)
+
+    def _count(self, copy: RankCopy) -> None:
+        pending, counts = copy.pending, self.counts
+        assert pending is not None
+        seconds = pending.waited_s + pending.moved_s
+        if pending.refusal is not None:
+            self._refused(KvdError(pending.refusal))
+        if copy.is_load:
+            counts.loaded_bytes += pending.n_bytes
+            counts.load_seconds += seconds
+        else:
+            counts.saved_bytes += pending.n_bytes
+            counts.save_seconds += seconds
+
+    def _refused(self, error: KvdError) -> None:
+        self._log.changed("copies", logging.WARNING, f"a copy was not made: {error}")
+
+    def _answer(self, copy: RankCopy, *, is_done: bool) -> None:
+        """It is over, or was never begun: nobody reads or writes its blocks any more."""
+        number, report = copy.order.number, self._told()
+        del self._copies[number]
+        (report.done if is_done else report.failed)[number] = 1
+        if copy.is_load:
+            (self._loaded if is_done else self._failed).add(copy.order.request)
+
+    def _told(self) -> StepReport:
+        if self._report is None:
+            self._report = StepReport()
+        return self._report
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Requests that were loaded, failed ones among them; and those that failed. Once each."""
+        self._look()
+        if self._orders is not None and self._orders.is_idle:
+            self._await_load()
         loaded, failed = self._loaded | self._failed, self._failed
         self._loaded, self._failed = set(), set()
         return loaded, failed
+
+    def _await_load(self) -> None:
+        """Nothing is computed: a load that ends now is heard of now, and not a step later."""
+        end_s = time.perf_counter() + IDLE_WAIT_S
+        while not self._loaded and (left_s := end_s - time.perf_counter()) > 0:
+            loads = (copy.pending for copy in self._copies.values() if copy.is_load)
+            pending = next((one for one in loads if one is not None), None)
+            if pending is None:
+                return
+            _wait(pending, left_s)
+            self._look()
 
     def take_freed(self) -> set[str]:
         """Requests that are over, whose blocks are needed no more. Once each."""
@@ -356,6 +498,14 @@ class WorkerHalf:
         return freed
 
     def take_report(self) -> StepReport | None:
-        """What has become of the orders of this step; None where there were none."""
+        """What was answered since the last time; None where nothing was."""
         report, self._report = self._report, None
+        if report is not None and self._orders is not None:
+            report.number = self._orders.number
         return report
+
+
+def _wait(pending: PendingCopy, within_s: float) -> None:
+    """Until it is over, or the time is; what has become of it is asked elsewhere."""
+    with contextlib.suppress(KvdError):
+        pending.result(within_s)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import tempfile
 import time
+from collections import defaultdict
 
 import numpy as np
 import pytest
 
 from kvd.client import connect_sync
 from kvd.connectors.vllm.options import VllmOptions
+from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.worker import WorkerHalf
-from tests.connectors.vllm.stand_ins import Request
+from tests.connectors.vllm.stand_ins import CountedBlocks, Request
 from tests.connectors.vllm.world import Layer
 from tests.support.daemons import one_daemon, two_daemons
 
@@ -34,27 +38,31 @@ PULLS = {"kvd": {"v": 1, "peer": "p", "room": ""}}
 PROMPT = list(range(1000, 1128))
 
 
+def plain_layer(value):
+    layer = Layer()
+    layer.array = np.full((128, PAGE_BYTES), value, np.uint8)
+    layer.shape = layer.array.shape
+    return layer
+
+
 class PlainEngine:
     """Steps as vLLM does, one request at a time; every block is the same bytes."""
 
-    def __init__(self, daemon, **options):
-        self.layers = {}
-        for n in range(LAYERS):
-            layer = self.layers[f"layer {n}"] = Layer()
-            layer.array = np.full((128, PAGE_BYTES), MINE, np.uint8)
-            layer.shape = layer.array.shape
+    def __init__(self, daemon, ranks=1, **options):
+        self.layers = {f"layer {n}": plain_layer(MINE) for n in range(LAYERS)}
+        self.counted = CountedBlocks(defaultdict(lambda: list(range(100))))
         told = VllmOptions(endpoint=daemon.client, **options)
         self.half = SchedulerHalf(
             told,
             base_namespace="model",
             block_size=BLOCK,
             connect=lambda: connect_sync(daemon.client, name="vllm", on_unreachable="miss"),
-            block_ids=lambda request: list(range(100)),
+            blocks=self.counted,
+            ranks=ranks,
         )
-        self.worker = WorkerHalf(told, block_size=BLOCK)
+        self.worker = WorkerHalf(told, block_size=BLOCK, ranks=ranks)
         self.worker.register(self.layers)
         self.longest_s = 0.0
-        self.freed = set()
 
     def step(self, *computed):
         began_s = time.perf_counter()
@@ -63,7 +71,7 @@ class PlainEngine:
         self.worker.save(orders)
         loaded, failed = self.worker.take_results()
         self.half.reported(self.worker.take_report(), loaded=loaded, failed=failed)
-        self.freed |= self.worker.take_freed()
+        assert not self.worker.take_freed(), "these blocks can be held"
         self.longest_s = max(self.longest_s, time.perf_counter() - began_s)
         return loaded, failed
 
@@ -93,7 +101,8 @@ class PlainEngine:
         self.half.arrived(request, lora=None, extra={})
         found, _ = self.matched(request)
         self.compute(request)
-        told = self.half.finished(request)
+        is_kept, told = self.half.finished(request)
+        assert not is_kept
         self.idle()
         return found, told
 
@@ -363,10 +372,10 @@ def test_a_prompt_is_handed_over_by_the_first_request_of_an_engine(tmp_path, eng
         prefill.half.given_blocks(request, 0)
         request.num_computed_tokens = request.num_tokens
         prefill.step(request)  # the only one, since one token is asked for
-        told = prefill.half.finished(request)
-        is_held = prefill.half.holds_blocks("r1")
+        _, told = prefill.half.finished(request)
+        assert prefill.counted.needed, "the workers have not joined yet"
         prefill.idle(0.1)
-        assert is_held == (prefill.freed == {"r1"})
+        assert not prefill.counted.needed
         assert told is not None
 
         received = Request(2, PROMPT, told)
@@ -409,3 +418,97 @@ def test_what_is_cached_stays_while_answers_are_short_and_long_ones_are_cached_t
         engine.idle()
         assert engine.run(Request(20, [*long.all_token_ids, 1]))[0] == 224
         assert leases_of(daemon) == []
+
+
+class TwoRanks(PlainEngine):
+    """A second worker beside the first; ``is_late``: it has not begun with what it is ordered."""
+
+    def __init__(self, daemon):
+        super().__init__(daemon, ranks=2)
+        self.other = WorkerHalf(
+            VllmOptions(endpoint=daemon.client), block_size=BLOCK, rank=1, ranks=2
+        )
+        self.others = {name: plain_layer(MINE + 1) for name in self.layers}
+        self.other.register(self.others)
+        self.late, self.is_late = [], False
+        self.heard = [set(), set()]
+
+    def step(self, *computed):
+        orders = self.half.step({one.request_id: one.num_computed_tokens for one in computed})
+        self.late.append(orders)
+        due = [(self.worker, orders)]
+        if not self.is_late:
+            due += [(self.other, orders) for orders in self.late]
+            self.late = []
+        for worker, orders in due:
+            worker.load(orders)
+            worker.save(orders)
+        workers = (self.worker, self.other)
+        for heard, worker in zip(self.heard, workers, strict=True):
+            heard.update(worker.take_results()[0])
+        reports = [report for worker in workers if (report := worker.take_report()) is not None]
+        report = functools.reduce(StepReport.with_rank, reports) if reports else None
+        self.half.reported(report, loaded=(), failed=())
+
+    def close(self):
+        super().close()
+        self.other.close()
+
+
+def test_two_ranks_save_and_load_each_its_part_and_the_slower_one_counts(tmp_path):
+    with (
+        one_daemon(tmp_path, POOL | {"pool.tp_size": "2"}) as daemon,
+        connect_sync(daemon.client, name="look") as look,
+        contextlib.closing(TwoRanks(daemon)) as engine,
+    ):
+        engine.is_late = True
+        request = Request(1, PROMPT)
+        engine.half.arrived(request, lora=None, extra={})
+        engine.matched(request)
+        engine.compute(request, steps=30)
+        assert look.match(PROMPT, namespace="model").tokens == 0, "one rank has not saved"
+        assert engine.counted.needed
+        engine.is_late = False
+        engine.compute(request, steps=30)
+        assert not engine.counted.needed
+        engine.half.finished(request)
+        engine.idle()
+        assert look.match(PROMPT, namespace="model").tokens == len(PROMPT)
+
+        again = Request(2, [*PROMPT, 5])
+        engine.half.arrived(again, lora=None, extra={})
+        assert engine.matched(again)[0] == len(PROMPT)
+        for layer in (*engine.layers.values(), *engine.others.values()):
+            layer.array[:100] = 0
+        engine.half.given_blocks(again, len(PROMPT))
+        engine.idle()
+        assert engine.heard == [{"r2"}, {"r2"}]
+        for value, layers in ((MINE, engine.layers), (MINE + 1, engine.others)):
+            assert all((layer.array[:8] == value).all() for layer in layers.values())
+        engine.half.finished(again)
+        engine.idle()
+        assert leases_of(daemon) == []
+
+
+def test_what_is_generated_behind_a_received_page_that_was_not_full_is_cached(tmp_path, engine_of):
+    prompt = PROMPT[:40]
+    with two_daemons(tmp_path, POOL) as pair:
+        prefill, decode = engine_of(pair.prefill), engine_of(pair.decode)
+        decode.run(Request(9, [9] * 40))
+        told = prefill.run(Request(1, prompt, {"do_remote_decode": True}))[1]
+        request = Request(2, prompt, told)
+        decode.half.arrived(request, lora=None, extra={})
+        assert decode.matched(request)[0] == 39
+        decode.half.given_blocks(request, 39)
+        decode.idle()
+        decode.half.given_blocks(request, 0)
+        for token in range(20):
+            request.num_computed_tokens = request.num_tokens
+            decode.step(request)
+            request.all_token_ids.append(token)
+            time.sleep(0.005)
+        decode.half.finished(request)
+        decode.idle()
+        with connect_sync(pair.decode.client, name="look") as look:
+            assert look.match(request.all_token_ids, namespace="model").tokens == 48
+        assert leases_of(pair.decode) == []

@@ -145,7 +145,7 @@ def held(engine):
     engine.world.holds = True
     engine.steps(12)
     assert engine.finish(request) is not None
-    assert engine.held == {"r1"}
+    assert "r1" in engine.half._requests.held
 
 
 STATES = {
@@ -229,7 +229,7 @@ def test_the_daemon_hangs_while_a_request_is(state):
     engine.steps(120)
     request = engine.requests["r1"]
     assert request in engine.running or "r1" in engine.over
-    assert not engine.held
+    assert not engine.counted.needed
     late = engine.add(Request(2, [9, *PROMPT]))
     engine.steps(8)
     assert late.num_computed_tokens > 0
@@ -279,7 +279,13 @@ def walk(seed):
     """Returns how many tokens were loaded on the way."""
     rng = random.Random(seed)
     world = World()
-    engine = WorldEngine(world, chunk=rng.choice([4, 8, 64]), reserve_tokens=rng.choice([0, 8]))
+    world.rng = rng
+    engine = WorldEngine(
+        world,
+        chunk=rng.choice([4, 8, 64]),
+        reserve_tokens=rng.choice([0, 8]),
+        can_be_held=rng.random() < 0.7,
+    )
     for number in range(1, 90):
         come_and_go(rng, engine, number)
         end_and_return(rng, world)
@@ -292,6 +298,7 @@ def walk(seed):
         world.rooms = {77} if rng.random() < 0.7 else set()
         engine.is_slow = rng.random() < 0.4
         engine.are_threads_slow = rng.random() < 0.4
+        engine.are_copies_slow = rng.random() < 0.5
         engine.has_no_blocks = rng.random() < 0.2
         engine.computes_all = rng.random() < 0.2
         engine.step()

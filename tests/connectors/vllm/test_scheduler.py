@@ -152,7 +152,7 @@ def test_a_copy_that_fails_is_neither_loaded_nor_shared(node, engine):
     engine.step()
     engine.finish(other)
     engine.finish(request)
-    assert node.cached == before
+    assert [tokens for tokens in node.cached if tokens] == before
 
 
 def test_a_lease_outlives_copies_that_are_under_way(node, engine):
@@ -221,33 +221,101 @@ def test_an_aborted_prefill_promises_nothing(node, engine):
     assert not node.handed
 
 
-@pytest.mark.parametrize("turns", [0, 1, 3])
-def test_a_prompt_of_one_step_is_held_until_the_workers_have_joined(node, engine, turns):
-    """vLLM asks whether its blocks are free before it tells what the workers have done."""
+def test_blocks_are_held_until_the_last_rank_has_answered(node):
+    """VLLM gives blocks of a request away as soon as it is over: `finished` says that it may."""
+    engine = MiniEngine(node, ranks=2)
     engine.delays = True
-    request = engine.add(Request(1, PROMPT, SENDS))
+    request = engine.add(Request(1, PROMPT))
     engine.step()
-    assert engine.finish(request) is not None
-    assert engine.half.holds_blocks("r1")
+    ((report, _, _),) = engine.late
+    (order,) = engine.saves
+    assert engine.finish(request) is None
+    assert not engine.kept
+    assert engine.counted.needed.keys() == set(order.blocks)
+    report.done = {order.number: 1}
+    engine.step()
+    assert engine.counted.needed.keys() == set(order.blocks), "one rank has not answered"
+    assert not node.cached
     assert engine.half.has_work
-    for _ in range(turns):
-        # They are on the way to the session, and have copied nothing.
-        ((_, loaded, failed),), engine.late = engine.late, []
-        again = StepReport({}, set(), {"r1"})
-        engine.half.reported(again, loaded=loaded, failed=failed)
+    engine.half.reported(StepReport(failed={order.number + 99: 1}), loaded=(), failed=())
+    engine.half.reported(StepReport(done={order.number: 1}), loaded=(), failed=())
+    assert not engine.counted.needed
+    assert node.cached == [tuple(PROMPT[:WHOLE])]
+    engine.half.reported(StepReport(done={order.number: 2}), loaded=(), failed=())
+    engine.settle()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_what_is_saved_behind_a_slower_copy_is_shared_with_it(node, order):
+    engine = MiniEngine(node, chunk=8)
+    engine.work = lambda orders: engine.saves.extend(orders.saves)
+    request = engine.add(Request(1, PROMPT))
+    for _ in range(3):
         engine.step()
+    numbers = [save.number for save in engine.saves]
+    assert [save.first_page for save in engine.saves] == [0, 2, 4]
+    done = set()
+    for which in order:
+        done.add(which)
+        engine.half.reported(StepReport(done={numbers[which]: 1}), loaded=(), failed=())
+        whole = next((n for n in range(3) if n not in done), 3)
+        assert max(map(len, node.cached), default=0) == 8 * whole
+    engine.finish(request)
+
+
+def test_what_is_saved_behind_a_copy_that_failed_is_not_shared(node):
+    engine = MiniEngine(node, chunk=8)
+    engine.work = lambda orders: engine.saves.extend(orders.saves)
+    request = engine.add(Request(1, PROMPT))
+    for _ in range(3):
+        engine.step()
+    first, second, third = (save.number for save in engine.saves)
+    engine.half.reported(StepReport(done={first: 1, third: 1}), loaded=(), failed=())
+    assert engine.finish(request) is None
+    engine.half.reported(StepReport(failed={second: 1}), loaded=(), failed=())
+    assert node.cached == [tuple(PROMPT[:8])] * 2
+    assert not node.leases
+    assert not engine.counted.needed
+
+
+def test_a_prompt_that_is_over_before_it_has_pages_is_saved_all_the_same(node, engine):
+    """Its blocks are held until then, and not kept by vLLM."""
+    node.holds = True
+    request = engine.add(Request(1, PROMPT))
+    engine.half.matched(request, 0)
+    node.come()
+    engine.step()
+    assert request in engine.running
+    assert engine.finish(request) is None
+    assert not engine.kept
+    assert len(engine.counted.needed) > 0
+    assert engine.half.has_work
+    node.holds = False
+    node.come()
+    engine.step()
+    engine.step()
+    assert [save.upto_tokens for save in engine.saves] == [WHOLE]
+    assert node.found(PROMPT) == WHOLE
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_blocks_that_cannot_be_held_are_kept_by_vllm_and_waited_for(node, is_preempted):
+    engine = MiniEngine(node, can_be_held=False)
+    engine.delays = True
+    request = engine.add(Request(1, PROMPT))
+    engine.step()
+    (order,) = engine.saves
+    if is_preempted:
+        engine.preempt(request)
+        orders = engine.half.step({}, ["r1"])
+        assert orders.awaited == (order.number,)
+        assert engine.half.step({}, ["r1"]).awaited == ()
+    engine.finish(request)
+    assert engine.kept == (set() if is_preempted else {"r1"}), "those of before are another one's"
+    assert engine.half.step({}).freed == ()
     engine.delays = False
     engine.settle()
-    assert [save.upto_tokens for save in engine.saves] == [len(PROMPT)] * (turns + 1)
-    assert not engine.kept
-    assert len(node.handed) == 1
-
-    # They are of it from then on: nobody waits for their word.
-    engine.delays = True
-    later = engine.add(Request(2, [7, *PROMPT], SENDS))
-    engine.step()
-    assert engine.finish(later) is not None
-    assert not engine.half.holds_blocks("r2")
+    assert node.found(PROMPT) == WHOLE
 
 
 def test_a_prompt_whose_request_was_aborted_behind_it_is_cached_and_not_kept(node, engine):
@@ -256,10 +324,9 @@ def test_a_prompt_whose_request_was_aborted_behind_it_is_cached_and_not_kept(nod
     engine.step()
     engine.generate(request, 2)
     engine.running.remove(request)
-    assert engine.half.finished(request, is_heard=False) is None
+    assert engine.half.finished(request, is_heard=False) == (False, None)
     engine.step()
     assert not node.handed
-    assert not engine.half.holds_blocks("r1")
     assert node.found(PROMPT) == WHOLE
 
 

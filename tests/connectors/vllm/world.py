@@ -5,23 +5,30 @@ has can be read from its bytes. The daemon checks what is committed, the engine 
 another engine of the node fills all pages that it can get with bytes of its own, which nobody else
 may change.
 
+Copies take their time: none moves before its mark has come and the daemon knows of it, and each
+goes page by page, in any order, while the engine goes on.
+
 A daemon is replaced by one with other memory, in which the same page numbers are free again, or by
 one with the same, which keeps the leases of before for who holds them.
 """
 
 from __future__ import annotations
 
+import functools
+import random
 import zlib
 from types import SimpleNamespace
 
 import numpy as np
 
 from kvd.client import Code, KvdError, LeaseKey
+from kvd.client.mover.pending_copy import CopyState
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.weights import UnknownWeights
 from kvd.connectors.vllm.worker import WorkerHalf
 from kvd.errors import Refusal
+from tests.connectors.vllm.stand_ins import CountedBlocks
 
 BLOCK = 4
 LAYERS = 2
@@ -38,8 +45,12 @@ def refusal(code: Code, why: str = "no") -> KvdError:
 
 def kv_of(tokens, layer, weights) -> bytes:
     """Of the last of them."""
-    told = repr((layer, weights, tuple(tokens)))
-    return zlib.crc32(told.encode()).to_bytes(SLOT, "little")
+    return _kv_of(tuple(tokens), layer, weights)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _kv_of(tokens, layer, weights) -> bytes:
+    return zlib.crc32(repr((layer, weights, tokens)).encode()).to_bytes(SLOT, "little")
 
 
 def kv_rows(tokens, first, layer, weights):
@@ -94,6 +105,7 @@ class WorldLease:
         self.node, self.id, self.life = node, world.last, world.life
         self.tokens, self.prefix_len, self.namespace = list(tokens), prefix_len, namespace
         self.row = pages
+        self.copies, self.is_ended = 0, False
         self.epoch, self.weights = world.epoch, world.weights
         world.leases[self.id] = self
 
@@ -292,6 +304,172 @@ class WorldNode:
         return WorldCall(self, begin)
 
 
+class Stream:
+    """What an engine has its device do, in order, and when it likes."""
+
+    def __init__(self):
+        self.works = []
+        self.begun = self.done = 0
+
+    def begin(self, work):
+        self.begun += 1
+        self.works.append(work)
+
+    def run(self):
+        works, self.works = self.works, []
+        for work in works:
+            work()
+            self.done += 1
+
+
+class WorldCopy:
+    """A copy under way: it goes on by ``turn``."""
+
+    def __init__(self, blocks, key, pairs, *, is_load, first_page, upto_tokens, after):
+        self.blocks, self.key, self.pairs = blocks, key, pairs
+        self.worker, self.world = blocks.worker, blocks.worker.world
+        self.memory, self.life = self.worker.memory, self.worker.life
+        self.is_load, self.first_page, self.upto_tokens = is_load, first_page, upto_tokens
+        self.after, self.lease = after, None
+        self.left = list(pairs)
+        self.is_over = self.is_cancelled = False
+        self.refusal = None
+        self.n_bytes, self.waited_s, self.moved_s = 0, 0.0, 0.0
+
+    @property
+    def state(self):
+        if self.is_over or self.lease is not None:
+            if self.is_over:
+                return CopyState.OVER
+            return CopyState.MOVING if self.left and not self.is_cancelled else CopyState.ENDING
+        return CopyState.ASKING if self.has_come else CopyState.WAITING
+
+    @property
+    def has_come(self):
+        return self.after is None or self.after <= self.blocks.stream.done
+
+    @property
+    def is_moving(self):
+        return self.lease is not None and not self.is_over
+
+    def safe(self):
+        """Who asks for it in vain waits for it, and does nothing else."""
+        if self.state not in {CopyState.OVER, CopyState.ENDING}:
+            self.blocks.stream.run()
+            self.turn()
+        return self.state in {CopyState.OVER, CopyState.ENDING}
+
+    def result(self, within_s):
+        """Time passes by steps here."""
+        raise refusal(Code.DEADLINE)
+
+    def cancel(self):
+        self.is_cancelled = True
+        if self.state is CopyState.ASKING:
+            self._end(refusal(Code.CANCELLED))
+
+    def turn(self):
+        if self.is_over:
+            return
+        if self.lease is None:
+            self._ask()
+        elif self.left and not self.is_cancelled:
+            page, block = self.left.pop(self.world.rng.randrange(len(self.left)))
+            for memory, layer in zip(self.memory, self.blocks.layers, strict=True):
+                if self.is_load:
+                    layer.array[block] = memory[page]
+                else:
+                    memory[page] = layer.array[block]
+            if not self.left:
+                self.n_bytes = len(self.pairs) * LAYERS * BLOCK * SLOT
+                if self.is_load and self.life == self.world.life and not self.world.is_down:
+                    self._end(None)
+        elif not self.world.is_hung or self.world.is_down:
+            is_lost = self.left or self.life != self.world.life or self.world.is_down
+            self._end(refusal(Code.CANCELLED) if is_lost else None)
+
+    def _ask(self):
+        world = self.world
+        if self.is_cancelled:
+            self._end(refusal(Code.CANCELLED))
+        elif self.has_come:
+            if world.is_down or self.life != world.life:
+                self._end(refusal(Code.UNREACHABLE))
+            elif not world.is_hung:
+                lease = world.leases.get(self.key.lease)
+                row = [] if lease is None else lease.row
+                upto = self.first_page + len(self.pairs)
+                if lease is None or lease.is_ended:
+                    self._end(refusal(Code.UNKNOWN_LEASE))
+                elif row[self.first_page : upto] != [page for page, _ in self.pairs]:
+                    world.wrong.append(f"pages of lease {lease.id} that it has not")
+                    self._end(refusal(Code.BAD_PAGES))
+                else:
+                    self._check_alone(lease)
+                    self.lease = lease
+                    lease.copies += 1
+
+    def _check_alone(self, lease):
+        pages = {page for page, _ in self.pairs}
+        for other in self.world.copies:
+            meets = other.lease is lease and pages & {page for page, _ in other.pairs}
+            if meets and not other.is_over and not (self.is_load and other.is_load):
+                self.world.wrong.append(f"two copies of pages {meets} at once")
+
+    def _end(self, error):
+        self.is_over, self.refusal = True, None if error is None else error.refusal
+        self.world.copies.remove(self)
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.copies -= 1
+            if lease.is_ended and not lease.copies:
+                self.world.drop(lease)
+
+
+class WorldBlocks:
+    """The blocks of an engine, and the orders to copy them."""
+
+    def __init__(self, worker, layers):
+        self.worker, self.layers = worker, list(layers.values())
+        self.stream = self.layers[0].stream
+        self.is_closed = False
+
+    def mark(self):
+        return self.stream.begun
+
+    def begin_save(self, key, blocks, *, pages, first_page, upto_tokens, after):
+        return self._begin(key, blocks, pages, first_page, upto_tokens, after, is_load=False)
+
+    def begin_load(self, key, blocks, *, pages, first_page, after):
+        return self._begin(key, blocks, pages, first_page, 0, after, is_load=True)
+
+    def _begin(self, key, blocks, pages, first_page, upto_tokens, after, *, is_load):
+        if self.is_closed or not self.worker.owns(key):
+            raise refusal(Code.UNKNOWN_SESSION)
+        copy = WorldCopy(
+            self,
+            key,
+            list(zip(pages["kv"], blocks["kv"], strict=True)),
+            is_load=is_load,
+            first_page=first_page,
+            upto_tokens=upto_tokens,
+            after=after,
+        )
+        self.worker.world.copies.append(copy)
+        return copy
+
+    def close(self):
+        self.is_closed = True
+        for copy in [copy for copy in self.worker.world.copies if copy.blocks is self]:
+            copy.cancel()
+            self.stream.run()
+            for _ in range(len(copy.pairs) + 3):
+                copy.turn()
+            # A daemon that does not answer is waited for by nobody who leaves.
+            if not copy.is_over:
+                copy._end(refusal(Code.CANCELLED))
+
+
 class WorldWorker:
     """One rank's part in a session."""
 
@@ -312,7 +490,9 @@ class WorldWorker:
 
     def notice(self):
         world = self.world
-        if self.life != world.life and not world.is_down and not world.are_workers_late:
+        is_quiet = not any(copy.worker is self and copy.is_moving for copy in world.copies)
+        is_back = not world.is_down and not world.are_workers_late
+        if self.life != world.life and is_back and is_quiet:
             if self.memory is world.memory:
                 self.life = world.life
             else:
@@ -329,6 +509,10 @@ class WorldWorker:
             ),
             arrays=lambda part, *, layer, shard: {"raw": self.memory[layer]},
         )
+
+    def blocks(self, layers, *, block_size, pool, threads):
+        assert (block_size, pool, threads) == (BLOCK, "main", 1)
+        return WorldBlocks(self, layers)
 
     def close(self):
         self.is_closed = True
@@ -357,6 +541,8 @@ class World:
         self.life, self.last = 1, 0
         self.nodes, self.foreign, self.handed = [], [], []
         self.rooms = set()
+        self.copies, self.rng = [], random.Random(0)
+        """Those that are under way, and in which order they go on."""
         self.wrong = []
         """What was to be shared, or handed over, and is no KV of its tokens."""
         self.is_hung = self.is_down = self.holds = False
@@ -421,11 +607,25 @@ class World:
         return taken
 
     def drop(self, lease):
-        self.leases.pop(lease.id, None)
+        """It goes once no copy to its pages, or from them, is under way."""
+        lease.is_ended = True
+        if not lease.copies:
+            self.leases.pop(lease.id, None)
+
+    def turn(self):
+        """Each copy that is under way goes on a little."""
+        for copy in list(self.copies):
+            copy.turn()
+
+    def finish_copies(self):
+        """All of them are made, but what has to wait for the daemon, or for a mark."""
+        for _ in range(PAGES + 4):
+            self.turn()
 
     def left(self, node):
         if node.is_closed and not node.workers:
-            self.leases = {n: one for n, one in self.leases.items() if one.node is not node}
+            for lease in [one for one in self.leases.values() if one.node is node]:
+                self.drop(lease)
 
     def found(self, tokens, namespace):
         pages = []
@@ -479,9 +679,10 @@ class World:
 
 
 class Layer:
-    """As a tensor: blocks, and the bytes of each."""
+    """As a tensor: blocks, and the bytes of each. ``stream`` is what writes them."""
 
-    def __init__(self):
+    def __init__(self, stream=None):
+        self.stream = stream or Stream()
         self.array = np.zeros((BLOCKS, BLOCK * SLOT), np.uint8)
         self.shape = self.array.shape
 
@@ -500,23 +701,27 @@ class WorldEngine:
 
     ``is_slow``: what is ordered is done some steps later, in order, as with steps that overlap.
     ``are_threads_slow``: what is done in threads, such as joining a session, takes a step.
+    ``are_copies_slow``: a copy goes on by a page a step. ``can_be_held`` false: blocks cannot be.
     """
 
-    def __init__(self, world, chunk=8, **options):
+    def __init__(self, world, chunk=8, *, can_be_held=True, **options):
         self.world, self.chunk = world, chunk
         self.clock_s = 0.0
-        self.are_threads_slow = False
+        self.are_threads_slow = self.are_copies_slow = False
         self.beside = []
+        self.requests, self.blocks = {}, {}
+        self.counted = CountedBlocks(self.blocks, can_be_held=can_be_held)
         self.half = SchedulerHalf(
             VllmOptions(probe_wait_s=0.0, **options),
             base_namespace="model",
             block_size=BLOCK,
             connect=world.connect,
-            block_ids=lambda request: self.blocks[request],
+            blocks=self.counted,
             now_s=lambda: self.clock_s,
             start=self._start,
         )
-        self.layers = {f"layer {n}": Layer() for n in range(LAYERS)}
+        self.stream = Stream()
+        self.layers = {f"layer {n}": Layer(self.stream) for n in range(LAYERS)}
         self.worker = WorkerHalf(
             VllmOptions(endpoint="ipc:///nowhere/kvd/client.sock"),
             block_size=BLOCK,
@@ -525,9 +730,8 @@ class WorldEngine:
             start=self._start,
         )
         self.worker.register(self.layers)
-        self.requests, self.blocks = {}, {}
         self.waiting, self.running, self.remote = [], [], {}
-        self.held, self.over = set(), set()
+        self.held, self.over, self.preempted = set(), set(), set()
         self.queue = []
         self.is_slow = self.has_no_blocks = self.computes_all = False
         self.loaded_tokens = 0
@@ -557,7 +761,8 @@ class WorldEngine:
             left = request.num_tokens - request.num_computed_tokens
             scheduled[request.request_id] = min(left, self.chunk)
         behind = {one: self.requests[one].num_computed_tokens + n for one, n in scheduled.items()}
-        orders = self.half.step(behind)
+        preempted, self.preempted = self.preempted, set()
+        orders = self.half.step(behind, preempted)
         written = [
             (
                 self.blocks[one],
@@ -589,6 +794,7 @@ class WorldEngine:
             n_tokens = 0
         n_blocks = request.num_tokens // BLOCK + 12
         used = {block for row in self.blocks.values() for block in row}
+        used |= self.counted.needed.keys()
         free = [block for block in range(BLOCKS) if block not in used]
         assert len(free) >= n_blocks, "blocks are lost"
         self.blocks[request.request_id] = free[:n_blocks]
@@ -601,14 +807,19 @@ class WorldEngine:
             self.running.append(request)
 
     def _work(self, orders, written):
-        for blocks, tokens, first, weights in written:
-            for n in range(first, len(tokens)):
-                for layer, one in enumerate(self.layers.values()):
-                    at = n % BLOCK * SLOT
-                    kv = np.frombuffer(kv_of(tokens[: n + 1], layer, weights), np.uint8)
-                    one.array[blocks[n // BLOCK], at : at + SLOT] = kv
+        self.worker.give_back(orders)
+        for step in written:
+            self.stream.begin(lambda step=step: self._compute(*step))
         self.worker.load(orders)
         self.worker.save(orders)
+        # Whatever may move now does so before anything is computed.
+        self.world.turn()
+        self.world.turn()
+        self.stream.run()
+        if self.are_copies_slow:
+            self.world.turn()
+        else:
+            self.world.finish_copies()
         loaded, failed = self.worker.take_results()
         for one in self.worker.take_freed():
             self.held.remove(one)
@@ -627,6 +838,21 @@ class WorldEngine:
                 request.num_computed_tokens = upto
                 self.half.given_blocks(request, 0)
                 self.running.append(request)
+
+    def _compute(self, blocks, tokens, first, weights):
+        """What is computed reads the KV of all tokens before it, and writes its own."""
+        known = range(weights + 1)
+        for layer, one in enumerate(self.layers.values()):
+            for n in range(first):
+                at = n % BLOCK * SLOT
+                found = one.array[blocks[n // BLOCK], at : at + SLOT].tobytes()
+                assert any(found == kv_of(tokens[: n + 1], layer, w) for w in known), (
+                    f"token {n} of {len(tokens)} is read from a block that is another one's"
+                )
+            for n in range(first, len(tokens)):
+                at = n % BLOCK * SLOT
+                kv = np.frombuffer(kv_of(tokens[: n + 1], layer, weights), np.uint8)
+                one.array[blocks[n // BLOCK], at : at + SLOT] = kv
 
     def _check_loaded(self, request, upto):
         self.loaded_tokens += upto
@@ -647,6 +873,7 @@ class WorldEngine:
     def preempt(self, request):
         self.running.remove(request)
         del self.blocks[request.request_id]
+        self.preempted.add(request.request_id)
         request.num_computed_tokens = 0
         self.waiting.append(request)
 
@@ -656,8 +883,8 @@ class WorldEngine:
             if request in queue:
                 queue.remove(request)
         self.over.add(one)
-        told = self.half.finished(request)
-        if self.half.holds_blocks(one):
+        is_held, told = self.half.finished(request)
+        if is_held:
             self.held.add(one)
         elif one not in self.remote:
             self.blocks.pop(one, None)
@@ -668,7 +895,7 @@ class WorldEngine:
         world = self.world
         world.holds = world.is_hung = world.are_workers_late = self.is_slow = False
         world.refuses_epochs = False
-        self.has_no_blocks = self.are_threads_slow = False
+        self.has_no_blocks = self.are_threads_slow = self.are_copies_slow = False
         for _ in range(12):
             self.clock_s += 2.0
             self.step()
@@ -684,5 +911,7 @@ class WorldEngine:
         assert not self.remote, "blocks wait for ever"
         assert not self.held, "blocks are held for ever"
         assert not self.blocks, "blocks are lost"
+        assert not self.counted.needed, "blocks are held by reference for ever"
+        assert not world.copies, "a copy is under way for ever"
         assert not self.half.has_work
         assert not world.leases, "a lease is kept"

@@ -1,0 +1,121 @@
+"""VLLM's blocks, as its scheduler counts who needs them: held by orders, also over a reset."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvd.connectors.vllm.under_way import SchedulerBlocks
+
+
+class Pool:
+    """As vLLM's ``BlockPool``: what nobody needs is free, and is given away from the front."""
+
+    def __init__(self, n=8):
+        self.blocks = [SimpleNamespace(number=one, ref_cnt=0, block_hash=one) for one in range(n)]
+        self.free = list(self.blocks)
+
+    def touch(self, blocks):
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self.free.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered):
+        for block in ordered:
+            assert block.ref_cnt > 0
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self.free.append(block)
+
+
+class Manager:
+    """As vLLM's ``KVCacheManager``."""
+
+    def __init__(self, pool):
+        self.block_pool = pool
+
+    def get_block_ids(self, request_id):
+        return ([int(request_id)],)
+
+    def reset_prefix_cache(self):
+        """It resets nothing while anybody needs a block."""
+        pool = self.block_pool
+        if len(pool.free) < len(pool.blocks):
+            return False
+        for block in pool.blocks:
+            block.block_hash = None
+        return True
+
+
+@pytest.fixture
+def manager():
+    return Manager(Pool())
+
+
+@pytest.fixture
+def blocks(manager):
+    blocks = SchedulerBlocks()
+    blocks.bind(manager)
+    assert blocks.can_be_held
+    return blocks
+
+
+def free(manager):
+    return [block.number for block in manager.block_pool.free]
+
+
+def test_what_an_order_names_is_not_given_away(manager, blocks):
+    manager.block_pool.touch(manager.block_pool.blocks[2:4])  # a request has them
+    blocks.hold([2, 3])
+    blocks.hold([3, 5])
+    manager.block_pool.free_blocks(reversed(manager.block_pool.blocks[2:4]))  # and is over
+    assert free(manager) == [0, 1, 4, 6, 7]
+    blocks.free([2, 3])
+    assert free(manager) == [0, 1, 4, 6, 7, 2]
+    blocks.free([3, 5])
+    # The tail first: prefixes are found as long as they can be.
+    assert free(manager) == [0, 1, 4, 6, 7, 2, 5, 3]
+    assert blocks.of("4") == [4]
+
+
+def test_the_cache_is_reset_beside_copies_and_they_keep_their_blocks(manager, blocks):
+    blocks.hold([2, 3])
+    blocks.hold([3])
+    assert manager.reset_prefix_cache()
+    assert all(block.block_hash is None for block in manager.block_pool.blocks)
+    assert free(manager) == [0, 1, 4, 5, 6, 7]
+    assert manager.block_pool.blocks[3].ref_cnt == 2
+    blocks.free([3])
+    blocks.free([2, 3])
+    assert len(free(manager)) == 8
+
+
+def test_a_request_that_runs_is_in_the_way_of_a_reset_as_ever(manager, blocks):
+    manager.block_pool.touch(manager.block_pool.blocks[1:2])
+    blocks.hold([1, 2])
+    assert not manager.reset_prefix_cache()
+    assert [block.ref_cnt for block in manager.block_pool.blocks[:4]] == [0, 2, 1, 0]
+
+
+def test_a_reset_that_ends_in_an_error_gives_nothing_away(manager):
+    def fails():
+        raise RuntimeError("no")
+
+    manager.reset_prefix_cache = fails
+    blocks = SchedulerBlocks()
+    blocks.bind(manager)
+    blocks.hold([2])
+    with pytest.raises(RuntimeError):
+        manager.reset_prefix_cache()
+    assert free(manager) == [0, 1, 3, 4, 5, 6, 7]
+
+
+def test_a_version_that_counts_otherwise_is_seen():
+    blocks = SchedulerBlocks()
+    manager = Manager(SimpleNamespace(blocks=[]))
+    reset = manager.reset_prefix_cache
+    blocks.bind(manager)
+    assert not blocks.can_be_held
+    assert manager.reset_prefix_cache == reset
