@@ -106,6 +106,18 @@ class OwnBlocks:
         self.under_way[copy] = None
         self.job.session.workers[rank].order(copy, owner)
 
+    def shared(self, reply: client.PageTable | client.Failed) -> None:
+        """Whole pages have joined the tree while others are copied.
+
+        Raises:
+            Violated: They may not.
+        """
+        job = self.job
+        if type(reply) is client.Failed:
+            raise Violated(f"{job.host.name}: {job}: {reply.refusal.message}")
+        assert type(reply) is client.PageTable
+        job.rows.change(reply)
+
     # ---- what is refused ---------------------------------------------------------------------
 
     def known(self) -> list[SimCopy]:
@@ -333,7 +345,7 @@ class CopyingSender(SimSendingEngine):
         """It was preempted and is back; a commit may swap what is ordered and not begun yet."""
         self.blocks.load(n_tokens, is_wanted=False)
         if n_tokens:
-            self.session.call(self._shared, client.CommitUpTo, self.lease, n_tokens)
+            self.session.call(self.blocks.shared, client.CommitUpTo, self.lease, n_tokens)
 
     def _check_sent(self) -> None:
         """A send goes on by what is saved, without a word of its engine."""
@@ -382,7 +394,7 @@ class CopyingSender(SimSendingEngine):
             # Of a page that is saved anew nothing is written.
             whole = self.written - self.written % PAGE_TOKENS
             swaps = self.random() < 0.5
-            self.session.call(self._shared, client.CommitUpTo, self.lease, whole, swaps)
+            self.session.call(self.blocks.shared, client.CommitUpTo, self.lease, whole, swaps)
 
     def _lies(self, save: SimCopy) -> list[Word]:
         if self.send in self.host.node.prefiller.by_send:
@@ -396,12 +408,6 @@ class CopyingSender(SimSendingEngine):
             return []
         fields = (request.room, self.lease, self.prompt.namespace, 1.0, None, b"a lie")
         return [(client.HandOver, fields)]
-
-    def _shared(self, reply: client.PageTable | client.Failed) -> None:
-        if type(reply) is client.Failed:
-            raise Violated(f"{self.host.name}: {self}: {reply.refusal.message}")
-        assert type(reply) is client.PageTable
-        self.rows.change(reply)
 
     def _leave_in_the_middle(self) -> None:
         if self.send:
@@ -424,7 +430,7 @@ class CopyingReceiver(ReceivingEngine):
         super().received(reply)
         self.blocks.load(self.prompt.n_tokens, is_wanted=True)
         if self.random() < BESIDES:
-            self.session.call(self._shared, client.CommitLease, self.lease)
+            self.session.call(self.blocks.shared, client.CommitLease, self.lease)
 
     @override
     def go_on(self) -> None:
@@ -500,16 +506,10 @@ class CopyingReceiver(ReceivingEngine):
             self.end("left")
             return True
         if dice < LEAVES + BESIDES / 2:
-            self.session.call(self._shared, client.CommitLease, self.lease)
+            self.session.call(self.blocks.shared, client.CommitLease, self.lease)
         elif dice < LEAVES + BESIDES:
             self.blocks.try_retract()
         return False
-
-    def _shared(self, reply: client.PageTable | client.Failed) -> None:
-        if type(reply) is client.Failed:
-            raise Violated(f"{self.host.name}: {self}: {reply.refusal.message}")
-        assert type(reply) is client.PageTable
-        self.rows.change(reply)
 
 
 COPYING: dict[type[EngineJob], type[CopyingSender | CopyingReceiver]] = {
