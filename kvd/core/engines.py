@@ -192,6 +192,9 @@ class Engines:
             pass
         elif isinstance(message, CopyBegins):
             refusal = self._node.engine_copies.begin(got, message)
+            if refusal is None and message.to_pages:
+                # What it saves is its word for that rank.
+                self._sessions.by_id[got.session].dead_ranks.pop(got.rank, None)
         else:
             refusal = self._copy_ended(got, message)
         self._out.effects.append(effects.AnswerWorker(got.worker, message.call, refusal))

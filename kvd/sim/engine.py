@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvd.sim.host import SimHost
     from kvd.sim.receiving import ReceivingEngine
     from kvd.sim.sending import SimSendingEngine
+    from kvd.sim.worker import SimWorker
 
 CALL_S = 0.0002
 """What a request is under way to its daemon; always the same, so that requests keep their order."""
@@ -34,7 +35,10 @@ CALL_S = 0.0002
 class SimSession:
     """An engine, until it dies."""
 
-    __slots__ = ("_n_calls", "calls", "host", "id", "is_alive", "jobs", "receives", "sends")
+    __slots__ = (
+        *("_n_calls", "calls", "host", "id", "is_alive", "jobs", "receives", "sends"),
+        "workers",
+    )
 
     def __init__(self, host: SimHost, session_id: int) -> None:
         self.host = host
@@ -47,6 +51,8 @@ class SimSession:
         """Not over yet."""
         self.sends: dict[int, SimSendingEngine] = {}
         self.receives: dict[int, ReceivingEngine] = {}
+        self.workers: list[SimWorker] = []
+        """By rank: its processes that copy between pages and blocks of their own."""
         self._n_calls = 0
 
     def call(
@@ -62,6 +68,14 @@ class SimSession:
         message = kind(number, *fields)  # type: ignore[arg-type]  # of its own kind
         self.host.world.agenda.after(CALL_S, self._submit, message, tokens)
         return number
+
+    def ask(self, kind: type[client.Request], *fields: object) -> client.Reply | None:
+        """Make a request that is answered at once; None: it is not. Its daemon must be awake."""
+        answers: list[client.Reply] = []
+        self._n_calls = number = self._n_calls + 1
+        self.calls[number] = answers.append
+        self._submit(kind(number, *fields), NO_TOKENS)  # type: ignore[arg-type]  # of its own kind
+        return answers[0] if answers else None
 
     def step_tokens(self) -> int:
         """What a new lease says of how far its engine computes between two slides."""

@@ -33,6 +33,8 @@ class Faults:
             "flush": lambda host: self._ask(host, admin.Flush(1)),
             "abort": self._abort,
             "agent": self._agent,
+            "worker": self._worker,
+            "deaf": self._deaf,
         }
 
     def schedule(self) -> None:
@@ -60,6 +62,14 @@ class Faults:
         if self._is_awake(host):
             host.hang_up()
             host.attach()
+
+    def _worker(self, host: SimHost) -> None:
+        if self._is_awake(host):
+            host.lose_worker()
+
+    def _deaf(self, host: SimHost) -> None:
+        if self._is_awake(host):
+            host.hang_up_on()
 
     def _daemon(self, host: SimHost) -> None:
         host.crash()

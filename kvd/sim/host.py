@@ -17,11 +17,13 @@ from kvd.core import effects, inputs
 from kvd.core.audit.invariants import violations
 from kvd.core.audit.rules import is_uncounted
 from kvd.core.inspect.page_states import pools_of
+from kvd.errors import Code, Refusal
 from kvd.sim.engine import SimSession
 from kvd.sim.node_shell import NodeShell, incarnation
 from kvd.sim.pool import SimMemory
 from kvd.sim.transfer_process import SimTransferProcess
 from kvd.sim.violation import Violated, require
+from kvd.sim.worker import SimWorker
 from kvd.types import Pages, count, page_ids
 from kvd.wire.peer import Offer
 
@@ -35,6 +37,12 @@ if TYPE_CHECKING:
 
 TICK_S = 0.05
 """As often as the daemon ticks."""
+
+RANKS = (1, 1, 2)
+"""Processes of an engine that copies."""
+
+LINGERS_S = 1.0
+"""At most, until a process is dead that has lost its connection."""
 
 SWEEPS, SWEEP_WORK = 0.2, 40
 """Share of ticks with a turn of the standing audit, and so little work at each that every sweep is
@@ -58,9 +66,13 @@ class SimHost(NodeShell):
         self.transfer: SimTransferProcess
         self.session: SimSession
         self.memory: SimMemory
+        self.deaf: list[SimSession] = []
+        """Hung up on, and not dead yet."""
+        self.workers: dict[int, SimWorker] = {}
+        """By connection: processes that copy, until the daemon knows that they are dead."""
         self.grants: dict[int, int] = {}
         """Lease of every handoff that was offered in this life."""
-        self._n_sessions = 0
+        self._n_sessions = self._n_workers = 0
         self._seq = 0
         self._balance = (-1, -1)
 
@@ -109,6 +121,10 @@ class SimHost(NodeShell):
         self.is_up = False
         self.session.die()
         self.transfer.die()
+        for worker in self.workers.values():
+            worker.die()
+        self.workers.clear()
+        self.deaf.clear()
 
     def attach(self) -> None:
         """An engine opens a session."""
@@ -120,15 +136,90 @@ class SimHost(NodeShell):
                 at_s=now_s, session=self._n_sessions, name=f"engine of {self.name}", pid=1000
             )
         )
+        if self.world.profile.copying:
+            ranks = self.world.rng.choice(RANKS)
+            self.session.workers = [self._join(self.session, rank, ranks) for rank in range(ranks)]
+
+    def _join(self, session: SimSession, rank: int, ranks: int) -> SimWorker:
+        """A process of the engine that copies."""
+        self._n_workers += 1
+        worker = self.workers[self._n_workers] = SimWorker(session, self._n_workers, rank, ranks)
+        return worker
 
     def hang_up(self) -> None:
         """The engine dies, and the daemon sees it."""
-        session = self.session
-        session.die()
-        self.feed(inputs.ClientHungUp(self.world.agenda.now_s, session.id))
+        self.session.die()
+        self._session_gone(self.session)
+
+    def _session_gone(self, session: SimSession) -> None:
+        """The last process of an engine is dead."""
+        now_s = self.world.agenda.now_s
+        workers = [worker for worker in self.workers.values() if worker.session is session]
+        for worker in workers:
+            worker.die()
+            del self.workers[worker.number]
+        # Whether each is seen to be dead first, or all at once.
+        if workers and self.world.rng.random() < 0.5:
+            for worker in workers:
+                self.feed(inputs.WorkerGone(now_s, session.id, worker.number))
+        self.feed(inputs.ClientHungUp(now_s, session.id))
         for lease in self.node.leases.leases.values():
             if lease.session == session.id and "engine" in lease.holders:
                 raise Violated(f"{self.name}: lease {lease.id} outlives its session {session.id}")
+
+    def hang_up_on(self) -> None:
+        """The daemon hangs up on the engine, whose processes go on copying for a while."""
+        session, agenda = self.session, self.world.agenda
+        session.die()
+        why = Refusal(Code.CLIENT_GONE, "it reads no answers")
+        self.feed(inputs.HungUpOn(at_s=agenda.now_s, session=session.id, why=why, pids=(1000,)))
+        self.deaf.append(session)
+        agenda.after(LINGERS_S * self.world.rng.random(), self._deaf_dies, session, self.life)
+        self.attach()
+
+    def _deaf_dies(self, session: SimSession, life: int) -> None:
+        agenda = self.world.agenda
+        if self.life != life or not self.is_up:
+            return
+        if self.asleep_until_s > agenda.now_s:
+            agenda.at(self.asleep_until_s, self._deaf_dies, session, life)
+        else:
+            self.deaf.remove(session)
+            self._session_gone(session)
+
+    def lose_worker(self) -> None:
+        """A process of the engine is lost, and another one comes in its place."""
+        session, world = self.session, self.world
+        if not session.workers:
+            return
+        old = world.rng.choice(session.workers)
+        old.is_connected = False
+        session.workers[old.rank] = self._join(session, old.rank, old.ranks)
+        if world.rng.random() < 0.5:
+            self._worker_gone(old)
+        else:  # its connection is gone, and it goes on copying
+            world.agenda.after(LINGERS_S * world.rng.random(), self._worker_gone, old)
+        self.feed(
+            inputs.RankLeft(
+                at_s=world.agenda.now_s,
+                session=session.id,
+                rank=old.rank,
+                ranks=old.ranks,
+                pid=1000,
+            )
+        )
+
+    def _worker_gone(self, worker: SimWorker) -> None:
+        agenda = self.world.agenda
+        if not worker.is_alive:
+            return
+        if self.asleep_until_s > agenda.now_s:
+            agenda.at(self.asleep_until_s, self._worker_gone, worker)
+            return
+        worker.die()
+        del self.workers[worker.number]
+        self.feed(inputs.WorkerGone(agenda.now_s, worker.session.id, worker.number))
+        worker.gone()
 
     @override
     def restart_transfer(self, why: str) -> None:
@@ -220,6 +311,15 @@ class SimHost(NodeShell):
             session.heard(effect.message)
 
     @override
+    def perform_other(self, effect: effects.Effect) -> None:
+        if not isinstance(effect, effects.AnswerWorker):
+            super().perform_other(effect)
+            return
+        worker = self.workers.get(effect.worker)
+        if worker is not None:
+            worker.heard(effect)
+
+    @override
     def tell_operator(self, effect: effects.AnswerOperator) -> None:
         """Operators only look."""
 
@@ -294,6 +394,7 @@ class SimHost(NodeShell):
         found = violations(self.node)
         if found:
             raise Violated(f"{self.name}: {'; '.join(found)}")
+        self._audit_copies()
         tree = self.node.leases.tree
         of = self.world.contents.of
         for node in tree.nodes():
@@ -306,3 +407,37 @@ class SimHost(NodeShell):
                 pages = page_ids(keeper.pages_at(node))
                 dues = contents[len(contents) - len(pages) :]
                 self.check_beside(keeper.component.name, pages, dues, what)
+
+    def _audit_copies(self) -> None:
+        """What engines copy is what the node keeps pages for, and those are nobody else's.
+
+        Raises:
+            Violated: It is not, or they are.
+        """
+        node = self.node
+        copies = [
+            (worker, copy)
+            for worker in self.workers.values()
+            for copy in worker.owners
+            if copy.is_known
+        ]
+        known = {(worker.number, copy.call) for worker, copy in copies}
+        kept = {(copy.worker, copy.call) for copy in node.engine_copies}
+        require(
+            known == kept,
+            f"{self.name}: copies {sorted(known - kept)} are under way and not kept for, "
+            f"{sorted(kept - known)} are over",
+        )
+        for worker, copy in copies:
+            worker.check(copy)
+        saved = {page: copy.lease for _, copy in copies if copy.upto_tokens for page in copy.pages}
+        if not saved:
+            return
+        others = set(page_ids(node.leases.pool.free_ids()))
+        for cached in node.leases.tree.nodes():
+            others.update(page_ids(cached.pages))
+        wrong = sorted(others & saved.keys())
+        require(not wrong, f"{self.name}: pages {wrong} are free or cached under a save")
+        for lease in node.leases.leases.values():
+            wrong = [page for page in page_ids(lease.held) if saved.get(page, lease.id) != lease.id]
+            require(not wrong, f"{self.name}: lease {lease.id} has {wrong}, which others save")

@@ -22,7 +22,7 @@ FAULTS = (
     "abort",
     "agent",
 )
-"""What ``faults`` can do to a node."""
+"""What ``faults`` can do to a node; beside these, ``worker`` and ``deaf`` to engines that copy."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +59,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Share of requests of which only one side hears."""
     pulls: float = 0.0
     """Share of requests that have no room: what one source has cached is pulled."""
+    copying: float = 0.0
+    """Share of requests whose engine computes in blocks of its own, and copies."""
     family: str = "mha"
     """Of the pools; see ``pool``."""
     beside_pages: tuple[int, ...] = ()
@@ -167,6 +169,19 @@ PROFILES = {
         pool_pages=(24, 40, 64),
         fickle=0.15,
         pulls=0.5,
+    ),
+    "copies": Profile(
+        loss=0.02,
+        delays=0.05,
+        faults_per_s=1.5,
+        faults=("engine", "worker", "worker", "deaf", "daemon", "transfer", "evict", "suspend"),
+        longest_trouble_s=1.5,
+        slow_posts=0.2,
+        failing_posts=0.05,
+        doubts=0.5,
+        pool_pages=(24, 40, 64),
+        fickle=0.1,
+        copying=0.8,
     ),
     "swa": replace(_OTHER_FAMILY, family="swa", beside_pages=(30, 60)),
     "swa-tiny": replace(_TINY_FAMILY, family="swa", beside_pages=(9, 12, 24)),

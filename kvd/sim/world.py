@@ -22,6 +22,7 @@ from kvd.core.node import NodeState
 from kvd.core.settings import Settings
 from kvd.sim.agenda import Agenda
 from kvd.sim.contents import PAGE_TOKENS, Contents, WrittenPrompt
+from kvd.sim.copying import COPYING
 from kvd.sim.engine import Request
 from kvd.sim.faults import Faults
 from kvd.sim.host import SimHost
@@ -276,6 +277,9 @@ class World:
         request: Request,
     ) -> None:
         if host.is_up and len(host.session.jobs) < MOST_JOBS:
+            copying = self.profile.copying
+            if copying and self.rng.random() < copying:
+                kind = COPYING.get(kind, kind)
             job = kind(host.session, request)
             if self.rng.random() < self.profile.fickle:
                 self.agenda.after(self.rng.random(), job.change_mind)
@@ -397,6 +401,8 @@ def _unfinished(host: SimHost) -> list[str]:
         "waiting": node.admission.queue,
         "leases": node.leases.leases,
         "copies": node.copies.under_way,
+        "copies of engines": list(node.engine_copies),
+        "engines that die": host.deaf,
         "fetches": node.fetcher.turns,
     }
     left = [f"{host.name}: {len(place)} {name}" for name, place in places.items() if place]

@@ -11,8 +11,9 @@ import pytest
 CIRCLES = {
     "kvd.bench.raw_nixl, kvd.bench.stream": "one measures with the figures of the other",
     "kvd.daemon.app, kvd.daemon.reload": "a reload changes the running daemon in eight places",
-    "kvd.sim.engine, kvd.sim.faults, kvd.sim.host, kvd.sim.network, kvd.sim.receiving, "
-    "kvd.sim.sending, kvd.sim.transfer_process, kvd.sim.world": "who lives in a world knows it",
+    "kvd.sim.copying, kvd.sim.engine, kvd.sim.faults, kvd.sim.host, kvd.sim.network, "
+    "kvd.sim.receiving, kvd.sim.sending, kvd.sim.transfer_process, kvd.sim.worker, "
+    "kvd.sim.world": "who lives in a world knows it",
     "tui.actions, tui.app, tui.screens, tui.screens.clients, tui.screens.events, "
     "tui.screens.handoffs, tui.screens.overview, tui.screens.page, tui.screens.peers, "
     "tui.screens.pools, tui.screens.radix, tui.widgets.canvas, tui.widgets.card, "

@@ -358,6 +358,31 @@ def test_a_page_that_any_rank_loads_is_not_saved_anew(engine):
     assert "loading pages 0 to 1 of kv for rank 1 of 2" in refusal.message
 
 
+def test_a_rank_that_saves_again_is_not_dead(engine):
+    side = engine.side
+    engine.over(engine.save(0, 2, rank=0, ranks=2), rank=0, ranks=2)
+    engine.save(0, 2, rank=1, ranks=2, worker=2)
+    side.world.now_s += 1.0
+    side.feed(inputs.WorkerGone(side.world.now_s, 1, 2))
+    side.feed(inputs.RankLeft(side.world.now_s, 1, 1, 2, 4711))
+    refused = side.call(client.SendRequest, PROMPT, room=7, lease=engine.lease)
+    assert isinstance(refused, client.Failed)
+
+    engine.over(engine.save(0, 2, rank=1, ranks=2, worker=3), rank=1, ranks=2, worker=3)
+
+    opened = side.call(client.SendRequest, PROMPT, room=7, lease=engine.lease)
+    assert isinstance(opened, client.Sending), opened
+
+
+def test_a_page_that_was_not_full_is_saved_anew_beside_what_another_rank_saves_behind_it(engine):
+    for rank in (0, 1):
+        word = {"lease": engine.lease, "upto_tokens": 20, "rank": rank, "ranks": 2}
+        engine.side.call(client.SayWritten, **word)
+    engine.save(2, 4, rank=0, ranks=2, worker=1)
+    engine.save(1, 4, rank=1, ranks=2, worker=2)
+    assert engine.record.written_tokens == 16
+
+
 def test_a_page_with_some_written_tokens_is_not_saved_over_while_it_is_sent(engine):
     engine.side.call(client.SayWritten, lease=engine.lease, upto_tokens=20)
     engine.side.call(client.SendRequest, PROMPT, room=7, lease=engine.lease)

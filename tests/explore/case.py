@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvd.core import inputs
 from kvd.core.replay import graph
 from kvd.core.replay.freeze import freeze
-from kvd.types import ID_BYTES
+from kvd.types import ID_BYTES, NO_PAGES, count, page_ids, slice_pages
 from kvd.wire import client
+from kvd.wire.attach import CopyBegins, CopyEnds, CopyPart, pages_sum
 from kvd.wire.peer import Integrity
 from tests.core.world import PAGE, World, tokens
 
@@ -37,7 +38,10 @@ HIT = PROMPT[: 2 * PAGE * ID_BYTES]
 QUICK = {"drain_s": 1.0, "linger_s": 3.0, "stall_s": 4.0, "forget_s": 4.0}
 """So that what ends by a clock ends while the calm lasts."""
 
-SENDING = {"send", "advance", "finish", "hand over", "send kept", "hand over kept"}
+SAVED = {"save head": (0, 2), "save tail": (2, 3)}
+"""Pages that an engine with blocks of its own saves at once."""
+
+SENDING = {"send", "advance", "finish", "hand over", "send kept", "hand over kept", *SAVED}
 """What a prefill engine does."""
 
 SILENCE_S = 6.0
@@ -71,6 +75,13 @@ class Choice(NamedTuple):
     """A fault in spite of which the prompt arrives: of the wire alone."""
 
 
+class Save(NamedTuple):
+    """A copy that the prefill engine makes, from the answer to its order on."""
+
+    call: int
+    step: str
+
+
 class Case:
     """A world, and what its engines still mean to do."""
 
@@ -89,6 +100,11 @@ class Case:
         self.receives = 1
         self.filler = 0
         self.held: list[tuple[str, bytes, bytes]] = []
+        self.row = NO_PAGES
+        """Pages of the source."""
+        self.saves: tuple[Save, ...] = ()
+        """Under way."""
+        self.calls = 500
 
     def hold(self) -> None:
         """From now on nothing moves by itself."""
@@ -105,6 +121,7 @@ class Case:
         """Equal where everything goes on equally."""
         world = self.world
         parts: list[Any] = [world.now_s, self.script, self.faults, self.ticks, self.is_promised]
+        parts += [[save.step for save in self.saves]]
         found = hashlib.sha256()
         for side in world.sides.values():
             found.update(freeze(side.node))
@@ -157,10 +174,45 @@ class Case:
                 p.call(client.HandOver, self.prompt, **fields)
             case "make room":
                 d.call(client.ReleaseLease, lease=self.filler)
+            case "save head" | "save tail":
+                self._begin_save(step)
+
+    def _begin_save(self, step: str) -> None:
+        p, (first, end) = self.world.p, SAVED[step]
+        self.calls += 1
+        pages = slice_pages(self.row, first, end)
+        part = CopyPart("kv", first, end - first, pages_sum(pages))
+        upto_tokens = min(end * PAGE, count(PROMPT))
+        refusal = p.copy_said(CopyBegins(self.calls, self.source, True, (part,), upto_tokens))
+        assert refusal is None, refusal
+        for page in page_ids(pages):
+            p.memory[page] = "half of it"
+        self.saves = (*self.saves, Save(self.calls, step))
+
+    def end_save(self, at: int, *, is_done: bool) -> None:
+        """That one is over; where it has failed it is made again."""
+        p, save = self.world.p, self.saves[at]
+        self.saves = (*self.saves[:at], *self.saves[at + 1 :])
+        if is_done:
+            first, end = SAVED[save.step]
+            p.write(self.row, PROMPT, start=first * PAGE, end=min(end * PAGE, count(PROMPT)))
+        else:
+            self.script = (save.step, *self.script)
+        self.calls += 1
+        refusal = p.copy_said(CopyEnds(self.calls, save.call, is_done))
+        assert refusal is None, refusal
+
+    def lose_worker(self) -> None:
+        """The process that copies is dead, and another one makes what it did not."""
+        self.script = (*[save.step for save in self.saves], *self.script)
+        self.saves = ()
+        self.world.p.feed(inputs.WorkerGone(self.world.now_s, 1, 1))
 
     def forget_engine(self, side: Side) -> None:
         """Its engine is gone: it does nothing any more."""
         mine = {"receive", "make room"} if side is self.world.d else SENDING
+        if side is self.world.p:
+            self.saves = ()
         self.script = tuple(one for one in self.script if one not in mine)
 
     # ---- the end -----------------------------------------------------------------------------
@@ -186,6 +238,8 @@ class Case:
 
     def _let_go(self) -> None:
         """What was held goes on its way."""
+        while self.saves:
+            self.end_save(0, is_done=True)
         for side in self.world.sides.values():
             while side.asked:
                 side.answer_verify()
@@ -248,8 +302,10 @@ def choices(case: Case, max_faults: int, max_ticks: int = 1) -> Iterator[Choice]
 
 
 def _moves(case: Case, max_ticks: int) -> Iterator[Choice]:
-    if case.script:
+    if case.script and not (case.saves and case.script[0] == "finish"):
         yield Choice(f"engine: {case.script[0]}", Case.engine)
+    for at, save in enumerate(case.saves):
+        yield Choice(f"{save.step} is over", lambda one, at=at: one.end_save(at, is_done=True))
     for name in case.world.sides:
         if _towards(case, name):
             yield Choice(f"deliver to {name}", lambda one, name=name: _deliver(one, name, 0))
@@ -277,6 +333,7 @@ def _reports(case: Case) -> Iterator[Choice]:
 
 def _faults(case: Case) -> Iterator[Choice]:
     yield from _faults_of_the_wire(case)
+    yield from _faults_of_saves(case)
     yield Choice("a long silence", _silence, is_fault=True)
     for name, side in case.world.sides.items():
         yield Choice(f"transfer process of {name} killed", _on(name, _kill), is_fault=True)
@@ -323,6 +380,18 @@ def _faults_of_the_wire(case: Case) -> Iterator[Choice]:
                 is_fault=True,
                 keeps_promise=True,
             )
+
+
+def _faults_of_saves(case: Case) -> Iterator[Choice]:
+    for at, save in enumerate(case.saves):
+        yield Choice(
+            f"{save.step} fails",
+            lambda one, at=at: one.end_save(at, is_done=False),
+            is_fault=True,
+            keeps_promise=True,
+        )
+    if case.saves:
+        yield Choice("who saves dies", Case.lose_worker, is_fault=True, keeps_promise=True)
 
 
 def _towards(case: Case, name: str) -> list[Letter]:
@@ -449,11 +518,14 @@ def start(name: str) -> Case:
     world = case.world
     p, d = world.p, world.d
     leased = p.lease(PROMPT)
-    p.write(leased.pages, PROMPT)
-    case.source = leased.lease
+    case.source, case.row = leased.lease, leased.pages
+    if name != "saving":
+        p.write(leased.pages, PROMPT)
     if name == "queued":
         case.filler = d.lease(tokens((9000, 8 * PAGE)), cache=False).lease
     case.script = ("receive", "send", "advance", "finish")
+    if name == "saving":
+        case.script = ("receive", "send", "save head", "save tail", "finish")
     if name in {"hit", "computed"}:
         case.script = ("hand over", "receive")
     if name in KEPT:
@@ -494,6 +566,7 @@ BEFORE = {
     "hit": ("engine: hand over", "engine: receive"),
     "computed": (),
     "streaming": (*OPENED, "engine: advance"),
+    "saving": (*OPENED, "engine: save head", "engine: save tail"),
     "flushing": (*OPENED, *WRITTEN, "engine: finish"),
     "draining": (*OPENED, *WRITTEN, "receive cancelled"),
     # What its dead process had sent has not arrived, and d asks how it ended.

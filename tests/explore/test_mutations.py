@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvd.core.cache.lease import ARRIVAL
+from kvd.core.engines import Engines
 from kvd.core.handoff import offered as prefill
 from kvd.core.handoff.offered import OfferReader
 from kvd.core.handoff.posts import Posts
@@ -17,6 +18,7 @@ from kvd.core.handoff.receive import Decoder
 from kvd.core.handoff.send import Prefiller
 from kvd.core.handoff.settled import SettledSends
 from kvd.core.leases.lease_table import LeaseTable
+from kvd.wire.attach import CopyBegins
 from tests.explore.search import Violated, explore, walks
 
 if TYPE_CHECKING:
@@ -104,6 +106,23 @@ def lets_go_when_finished(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Prefiller, "streaming_to_flushing", early)
 
 
+def counts_a_save_when_it_begins(patch: pytest.MonkeyPatch) -> None:
+    """What an engine is about to save is written, and sent."""
+    copies = Engines.worker_copies
+
+    def hasty(self, got):
+        copies(self, got)
+        if isinstance(got.message, CopyBegins):
+            of_all, lease = self._node.engine_copies, self._leases.leases[got.message.lease]
+            *before, copy = lease.copying.under_way
+            lease.copying.under_way = before
+            of_all._saved(copy, lease, lease.copying)
+            lease.copying.under_way = [*before, copy]
+            self._sends.lease_written(lease)
+
+    patch.setattr(Engines, "worker_copies", hasty)
+
+
 @pytest.mark.parametrize(
     ("plant", "start", "depth", "faults"),
     [
@@ -114,6 +133,7 @@ def lets_go_when_finished(patch: pytest.MonkeyPatch) -> None:
         (serves_an_older_generation, "offered", 2, 2),
         (hears_delivered_only_when_accepted, "hit", 1, 0),
         (lets_go_when_finished, "computed", 3, 0),
+        (counts_a_save_when_it_begins, "saving", 1, 0),
     ],
 )
 def test_planted_bug_is_found(plant, start, depth, faults, monkeypatch):

@@ -10,6 +10,7 @@ import functools
 import msgspec
 
 from kvd.core import inputs
+from kvd.core.cache.lease import COPY, ENGINE
 from kvd.core.effects import Doubt
 from kvd.core.node import NodeState
 from kvd.types import NO_PAGES
@@ -253,6 +254,143 @@ def reuses_a_slot_under_a_copy(settings, at_s):
     return node
 
 
+def forgets_what_a_copy_holds(settings, at_s):
+    """A lease is not held by the copies of its engine."""
+    node = NodeState(settings, at_s)
+    begin = node.engine_copies.begin
+
+    def loose(got, message):
+        refusal = begin(got, message)
+        if refusal is None:
+            node.leases.leases[message.lease].holders.discard(COPY)
+        return refusal
+
+    node.engine_copies.begin = loose
+    return node
+
+
+def counts_a_save_when_it_begins(settings, at_s):
+    """What a save is about to write is written, where nothing before it is lacking."""
+    node = NodeState(settings, at_s)
+    copies = node.engine_copies
+    begin = copies.begin
+
+    def hasty(got, message):
+        refusal = begin(got, message)
+        if refusal is None and message.to_pages:
+            lease = node.leases.leases[message.lease]
+            copy = copies.by_worker[got.worker][message.call]
+            if lease.said[copy.rank] >= copy.from_token:
+                said = [*lease.said]
+                said[copy.rank] = copy.upto_tokens
+                lease.said, lease.written_tokens = tuple(said), max(lease.written_tokens, min(said))
+                node.engines._sends.lease_written(lease)
+        return refusal
+
+    copies.begin = hasty
+    return node
+
+
+def ends_copies_at_a_hang_up(settings, at_s):
+    """Whoever has no connection any more is taken for dead."""
+    node = NodeState(settings, at_s)
+    copies = node.engine_copies
+    rank_left, hung_up_on = node._handlers[inputs.RankLeft], node._handlers[inputs.HungUpOn]
+
+    def left(got):
+        of_rank = (got.session, got.rank)
+        copies._cut([copy for copy in copies if (copy.session, copy.rank) == of_rank])
+        rank_left(got)
+
+    def deaf(got):
+        hung_up_on(got)
+        copies.session_gone(got.session)
+
+    node._handlers[inputs.RankLeft] = left
+    node._handlers[inputs.HungUpOn] = deaf
+    return node
+
+
+def releases_pages_under_a_copy(settings, at_s):
+    """The engine has let go, so nobody needs them."""
+    node = NodeState(settings, at_s)
+    release = node.leases.release
+
+    def at_once(lease, holder, cause):
+        if holder == ENGINE:
+            lease.holders.discard(COPY)
+        if lease.id in node.leases.leases:
+            release(lease, holder, cause)
+
+    node.leases.release = at_once
+    return node
+
+
+def believes_what_a_save_still_writes(settings, at_s):
+    """A word of an engine counts, whatever is saved."""
+    node = NodeState(settings, at_s)
+    copies, first = node.engine_copies, {}
+    begin, end = copies.begin, copies.end
+
+    def begins(got, message):
+        refusal = begin(got, message)
+        if refusal is None:
+            copy = copies.by_worker[got.worker][message.call]
+            first[got.worker, message.call], copy.from_token = copy.from_token, -1
+        return refusal
+
+    def ends(got, message):
+        copy = copies.by_worker.get(got.worker, {}).get(message.copy)
+        if copy is not None:
+            copy.from_token = first.pop((got.worker, message.copy))
+        return end(got, message)
+
+    copies.begin, copies.end = begins, ends
+    return node
+
+
+def counts_saves_beyond_a_gap(settings, at_s):
+    """What is saved is written, whatever is lacking before it."""
+    node = NodeState(settings, at_s)
+    copies = node.engine_copies
+    saved = copies._saved
+
+    def careless(copy, lease, copying):
+        copy.from_token = 0
+        saved(copy, lease, copying)
+
+    copies._saved = careless
+    return node
+
+
+def says_nothing_of_what_is_saved_anew(settings, at_s):
+    """What was written before a save stays so under it, and where nothing was said all of it is."""
+    node = NodeState(settings, at_s)
+    node.engine_copies._say_no_more = lambda lease, copy: None
+    return node
+
+
+def copies_pages_that_were_swapped(settings, at_s):
+    """Nobody looks whether an order names the pages that the lease has now."""
+    node = NodeState(settings, at_s)
+    node.engine_copies._not_in_row = lambda lease, part, row: None
+    return node
+
+
+def keeps_what_is_saved_from_sends(settings, at_s):
+    """A send does not hear that more of its prompt is saved."""
+    node = NodeState(settings, at_s)
+    node.engines._sends.lease_written = lambda lease: None
+    return node
+
+
+def awaits_the_copies_of_the_dead(settings, at_s):
+    """What a process copied when it died is never over."""
+    node = NodeState(settings, at_s)
+    node._handlers[inputs.WorkerGone] = lambda got: None
+    return node
+
+
 MUTATIONS = (
     frees_a_quarantined_page,
     drops_an_unlock,
@@ -271,4 +409,14 @@ MUTATIONS = (
     drops_a_window_that_is_needed,
     frees_a_quarantined_window_page,
     reuses_a_slot_under_a_copy,
+    forgets_what_a_copy_holds,
+    counts_a_save_when_it_begins,
+    ends_copies_at_a_hang_up,
+    releases_pages_under_a_copy,
+    believes_what_a_save_still_writes,
+    counts_saves_beyond_a_gap,
+    says_nothing_of_what_is_saved_anew,
+    copies_pages_that_were_swapped,
+    keeps_what_is_saved_from_sends,
+    awaits_the_copies_of_the_dead,
 )

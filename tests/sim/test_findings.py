@@ -43,6 +43,16 @@ def found(make_node, profile, steps=1500):
         (mutations.drops_a_window_that_is_needed, "swa", ""),
         (mutations.frees_a_quarantined_window_page, "swa", "of swa of handoff"),
         (mutations.reuses_a_slot_under_a_copy, "hisparse", "slots taken"),
+        (mutations.forgets_what_a_copy_holds, "copies", "under a copy of lease"),
+        (mutations.counts_a_save_when_it_begins, "copies", ""),
+        (mutations.ends_copies_at_a_hang_up, "copies", "under"),
+        (mutations.releases_pages_under_a_copy, "copies", "under a copy of lease"),
+        (mutations.believes_what_a_save_still_writes, "copies", "is believed while a save"),
+        (mutations.counts_saves_beyond_a_gap, "copies", ""),
+        (mutations.says_nothing_of_what_is_saved_anew, "copies", ""),
+        (mutations.copies_pages_that_were_swapped, "copies", "are not its own"),
+        (mutations.keeps_what_is_saved_from_sends, "copies", "its send knows of"),
+        (mutations.awaits_the_copies_of_the_dead, "copies", ""),
     ],
 )
 def test_a_wrong_node_is_found_out(mutation, profile, words):

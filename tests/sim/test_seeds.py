@@ -11,13 +11,16 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import msgspec
 import pytest
 
 from kvd.core.handoff.protocol import DECODE, PREFILL
+from kvd.core.node import NodeState
 from kvd.sim.profile import PROFILES
 from kvd.sim.runner import SimPlan, again, run_seed
+from kvd.wire.events import EngineCopied
 from tests.sim import digests
 
 
@@ -31,8 +34,9 @@ def test_nothing_is_violated_in_any_weather(profile):
         assert ending.steps > plan.steps
 
 
-def test_nothing_is_violated_when_everything_is_checked_after_every_step():
-    plan = SimPlan(steps=400, nodes=2, profile="storm", audit_steps=1)
+@pytest.mark.parametrize("profile", ["storm", "copies"])
+def test_nothing_is_violated_when_everything_is_checked_after_every_step(profile):
+    plan = SimPlan(steps=400, nodes=2, profile=profile, audit_steps=1)
     for seed in range(100, 106):
         ending = run_seed(seed, plan)
         assert not ending.violation, again(ending, plan)
@@ -57,6 +61,28 @@ def test_what_others_have_is_pulled():
     endings = [run_seed(seed, SimPlan(steps=1500, profile="pull")) for seed in range(8)]
     assert not [again(one, SimPlan(profile="pull")) for one in endings if one.violation]
     assert sum(one.outcomes.get("pulled", 0) for one in endings) > 20
+
+
+def test_engines_copy_and_let_go_in_the_middle_of_it():
+    plan = SimPlan(steps=2000, profile="copies")
+    copies: Counter[str] = Counter()
+
+    class Counting(NodeState):
+        def step(self, got):
+            step = super().step(got)
+            for event in step.events:
+                if isinstance(event, EngineCopied):
+                    copies[event.way, event.why] += 1
+            return step
+
+    endings = [run_seed(seed, plan, Counting) for seed in range(12)]
+
+    assert not [again(ending, plan) for ending in endings if ending.violation]
+    assert sum(ending.outcomes.get("left", 0) for ending in endings) > 20
+    for way in ("save", "load"):
+        assert copies[way, ""] > 500
+        assert copies[way, "injected"] > 20
+        assert copies[way, "the process that made it is gone"] > 5
 
 
 def test_nothing_is_lost_and_everything_is_delivered_when_it_is_calm():

@@ -184,7 +184,8 @@ class EngineCopies:
         # One that was not full and was read as far as it was, maybe by ranks that write none of it.
         is_anew = 0 <= copy.from_token < lease.written_tokens
         for other in lease.copying.under_way if lease.copying is not None else ():
-            if copy.collides_with(other) or (is_anew and copy.meets(other)):
+            is_read = is_anew and other.way is Way.LOAD and copy.meets(other)
+            if copy.collides_with(other) or is_read:
                 return self._refuse(
                     Code.WRONG_STATE,
                     f"a copy of the same pages of lease {lease.id} is under way, "
