@@ -212,6 +212,26 @@ def test_the_last_page_may_have_blocks_in_part() -> None:
         daemon.close()
 
 
+def test_a_save_of_a_page_in_part_says_no_more_than_its_blocks() -> None:
+    served = WordsDaemon(mha_pool(page_size=64))
+    try:
+        layers = kv_of(np.random.default_rng(1), 8, 16)
+        blocks = served.worker.blocks(dict(enumerate(layers)), block_size=16)
+        key = served.key()
+        blocks.begin_save(key, {"kv": [1, 2, 3]}, pages={"kv": [5]}, first_page=1).result(5)
+        assert next(iter(served.began.values())).upto_tokens == 64 + 48
+    finally:
+        served.close()
+
+
+def test_tensors_are_kept_whatever_becomes_of_the_mapping(engine: Engine) -> None:
+    engine.layers.clear()
+    others = [np.full((20, BYTES), 0xAB, np.uint8) for _ in LAYERS]
+    engine.save([7], [3]).result(5)
+    assert (engine.pages()[:, 3] == engine.before[:, 7]).all()
+    assert all((other == 0xAB).all() for other in others)
+
+
 def test_all_layers_of_a_block_in_one_piece_are_one_piece(daemon: WordsDaemon) -> None:
     """As vLLM's BLHNC: the layers are views of one tensor, blocks outside."""
     whole = numbered(np.random.default_rng(2), (20, 3, BYTES))

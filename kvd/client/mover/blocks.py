@@ -278,7 +278,7 @@ class _BlockUses:
     def __init__(self, component: str, n_blocks: int) -> None:
         self.n_blocks = n_blocks
         self._component = component
-        self._reads = np.zeros(n_blocks, np.uint16)
+        self._reads = np.zeros(n_blocks, np.uint32)
         self._is_written = np.zeros(n_blocks, bool)
 
     def check(self, blocks: Numbers, *, is_written: bool) -> None:
@@ -363,7 +363,7 @@ def given_memory(pool: Pool, caches: Caches, *, block_size: int, shard: int) -> 
         )
         given.block_counts[name] = counts.pop()
         given.pools.append(pool_bytes(part, memory))
-        given.keep += [memory, layers]
+        given.keep += [memory, *layers.values()]  # the mapping is the engine's to change
         given.layouts += [layout for layouts in laid_out for layout in layouts]
     _check_apart(given.layouts, given.pools)
     return given

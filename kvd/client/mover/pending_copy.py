@@ -80,8 +80,8 @@ class OrderPart:
 
     @property
     def end_token(self) -> int:
-        """The token behind all that its pages have room for."""
-        return (self.first_page + len(self.pages)) * self.table.page_size
+        """The token behind all that its blocks and its pages both have room for."""
+        return self.first_page * self.table.page_size + self.units * self.table.unit_tokens
 
 
 class PendingCopy:

@@ -139,6 +139,7 @@ class PieceTable:
             )
         self.blocks_per_page = max(1, page_size // block_size)
         self.pages_per_block = max(1, block_size // page_size)
+        self.unit_tokens = min(page_size, block_size)
         self.n_pages = component.pages
         stretches = list(_stretches(self, component, layers, interior, address))
         self._take(_joined(stretches) if self._is_even else stretches)
