@@ -74,7 +74,7 @@ class NodeParts:
         self.fetcher = Fetcher(
             settings, leases, self.owners, self.retractor, self.peers, self.copies, out
         )
-        self.engine_copies = EngineCopies(settings.name, leases, self.owners, out)
+        self.engine_copies = EngineCopies(settings.name, settings.spec, leases, self.owners, out)
         self._make_handoffs(Payload(settings.spec, leases))
         self.transfers = Transfers(settings, self.prefiller, self.peers, self.ways, out)
         self.sessions = Sessions(

@@ -52,7 +52,7 @@ Word = tuple[type[client.Request], tuple[object, ...]]
 """A request, but for its call."""
 
 
-class OwnBlocks:
+class CopiedBlocks:
     """The blocks of one request, and its copies to and from the pages of its lease."""
 
     def __init__(self, job: EngineJob) -> None:
@@ -192,7 +192,7 @@ class SavedStretch(CopyOwner):
     """Tokens on their way from an engine's blocks to the pages of its lease."""
 
     def __init__(
-        self, blocks: OwnBlocks, start_tokens: int, upto_tokens: int, then: Callable[[], None]
+        self, blocks: CopiedBlocks, start_tokens: int, upto_tokens: int, then: Callable[[], None]
     ) -> None:
         self._blocks = blocks
         self._first = start_tokens // PAGE_TOKENS
@@ -264,7 +264,7 @@ class SavedStretch(CopyOwner):
 class Loading(CopyOwner):
     """Pages on their way to an engine's blocks."""
 
-    def __init__(self, blocks: OwnBlocks, *, is_wanted: bool) -> None:
+    def __init__(self, blocks: CopiedBlocks, *, is_wanted: bool) -> None:
         self._blocks = blocks
         self._is_wanted = is_wanted
 
@@ -307,7 +307,7 @@ class CopyingSender(SimSendingEngine):
 
     def __init__(self, session: SimSession, request: Request) -> None:
         super().__init__(session, request)
-        self.blocks = OwnBlocks(self)
+        self.blocks = CopiedBlocks(self)
 
     @override
     def leased(self, reply: client.Leased | client.Failed) -> None:
@@ -421,7 +421,7 @@ class CopyingReceiver(ReceivingEngine):
 
     def __init__(self, session: SimSession, request: Request) -> None:
         super().__init__(session, request)
-        self.blocks = OwnBlocks(self)
+        self.blocks = CopiedBlocks(self)
         self._unnamed = NO_TOKENS
         """Tokens that it has generated, and has not told the daemon."""
 

@@ -7,6 +7,7 @@ import pytest
 
 from kvd.core import effects, inputs
 from kvd.core.cache.lease import COPY, FORMER_COPY
+from kvd.core.layout.spec import Component, Mha, Mla, PageOrder, PoolSpec, companion_pages
 from kvd.core.replay.freeze import freeze, state_hash
 from kvd.core.replay.thaw import thaw
 from kvd.core.settings import CacheMode
@@ -499,3 +500,39 @@ def test_what_is_awaited_of_before_goes_with_the_last_process():
     daemon.feed(inputs.ClientHungUp(NOW_S, 3))
     assert daemon.node.leases.leases == {}
     assert {11, 12, 13, 14, 15} <= set(daemon.free)
+
+
+# ---- components in lockstep ----------------------------------------------------------------------
+
+INDEXED = PoolSpec(
+    "main",
+    "mla",
+    PageOrder.PAGE_FIRST,
+    (
+        Component("kv", 1, Mla(8, 4, "float32"), PAGE),
+        Component("index", 1, Mha(1, 2, 0, "float32"), 4),
+    ),
+    (64, 256),
+    (13, 0),
+)
+"""A page of kv has four of index."""
+
+
+def test_pages_of_a_companion_are_its_own_and_go_with_those_of_the_first():
+    engine = Engine(World(spec=INDEXED))
+    row = companion_pages(engine.row, 4)
+    kv, index = engine.part(0, 2), engine.part(0, 8, row, "index")
+
+    engine.refused(engine.begins(0, 2), Code.BAD_REQUEST, "without index, which goes with it")
+    wrong = engine.part(0, 2, engine.row, "index")
+    engine.refused(engine.begins(0, 2, parts=(kv, wrong)), Code.BAD_PAGES, "swapped since")
+    message = engine.begins(0, 2, parts=(kv, index))
+    assert engine.side.copy_said(message) is None
+    engine.over(message.call)
+    assert engine.record.written_tokens == 32
+
+    load = engine.begins(0, 2, parts=(index,), to_pages=False, upto_tokens=0)
+    assert engine.side.copy_said(load) is None
+    more = engine.part(4, 12, row, "index")
+    beyond = engine.begins(0, 2, parts=(more,), to_pages=False, upto_tokens=0)
+    engine.refused(beyond, Code.BAD_PAGES, "KV of 32 tokens is, which takes 8")

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pytest_asyncio
 
 import kvd.client
@@ -144,6 +145,7 @@ async def test_every_example_of_the_page_for_engines_runs(engine: Engine) -> Non
     await engine.names["lease"].release(())
 
     await arenas(engine)
+    await own_blocks(engine)
     await engine.run("new_epoch", node=decode)
     assert engine.names["done"].epoch == 1
     await engine.run("prompt.extend", more_tokens=[1, 2, 3])
@@ -153,6 +155,21 @@ async def test_every_example_of_the_page_for_engines_runs(engine: Engine) -> Non
 
     await polled(engine)
     assert sorted(set(engine.ran)) == sorted(EXAMPLES)
+
+
+async def own_blocks(engine: Engine) -> None:
+    """It keeps its KV in blocks of its own."""
+    layers = {layer: [np.zeros((12, 2, 16, 8), np.uint16) for _ in "kv"] for layer in range(2)}
+    node = engine.decode
+    await engine.run("node.blocks(kv_caches", node=node, kv_caches=layers)
+    lease = await node.lease(list(range(5000, 5096)))
+    blocks = engine.names["blocks"]
+    await blocks.begin_save(lease, {"kv": [0, 1, 2, 3]}, first_page=0, upto_tokens=64)
+    await engine.run("blocks.begin_save(", lease=lease, block_ids=[4, 5], other_ids=[6, 7])
+    await engine.names["save"]
+    assert lease.id
+    blocks.close()
+    await lease.release()
 
 
 async def arenas(engine: Engine) -> None:

@@ -190,7 +190,7 @@ class EngineBlocks:
         after: object,
         to_pages: bool,
     ) -> PendingCopy:
-        key = lease if isinstance(lease, LeaseKey) else lease.key
+        key = _whole_key(lease if isinstance(lease, LeaseKey) else lease.key)
         for check in self._checks:
             check(key)
         parts = [
@@ -201,9 +201,16 @@ class EngineBlocks:
         parts.sort(key=lambda part: self._ranks[part.table.component])
         if not any(part.units for part in parts):
             raise _bad(f"an order of no block for lease {key.lease}: leave it out")
+        if after is not None and not isinstance(after, self._mover.lane.mark_kind):
+            raise _bad(f"after is {after!r:.100}: give what mark() of these blocks gave")
         after = self.mark() if after is None else after
         if upto_tokens is None:
             upto_tokens = parts[0].end_token if to_pages else 0
+        elif not 0 <= upto_tokens <= parts[0].end_token:
+            raise _bad(
+                f"upto_tokens is {upto_tokens}, the blocks of this order reach token "
+                f"{parts[0].end_token}"
+            )
         copy = PendingCopy(
             key,
             parts,
@@ -253,8 +260,11 @@ class EngineBlocks:
             given = lease.pages_of(name)[first : first + wanted]
         page_numbers = _numbers(given, "page", table.n_pages, first=1)
         _check_lengths(table, found, page_numbers)
-        if first < 0:
-            raise _bad(f"first_page is {first}: it is counted from the first page of the lease")
+        if not 0 <= first < table.n_pages:
+            raise _bad(
+                f"first_page is {first}: it is counted from the first page of the lease, of a pool "
+                f"of {table.n_pages}"
+            )
         _check_once(found, "blocks")
         if to_pages:
             _check_once(page_numbers, "pages that are written")
@@ -270,6 +280,18 @@ class EngineBlocks:
             for part in copy.parts:
                 uses = self._uses[part.table.component]
                 uses.give_back(part.blocks, is_written=not copy.to_pages)
+
+
+def _whole_key(key: LeaseKey) -> LeaseKey:
+    """The key with plain numbers, as messages have them: a scheduler may have others."""
+    if type(key.lease) is int and type(key.session) is int:
+        return key
+    return LeaseKey(
+        session=whole(key.session, "key.session"),
+        incarnation=key.incarnation,
+        lease=whole(key.lease, "key.lease"),
+        version=key.version,
+    )
 
 
 class _BlockUses:

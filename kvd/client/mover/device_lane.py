@@ -188,6 +188,8 @@ class DeviceLane:
     depth: Final = 2
     polls: Final = True
 
+    mark_kind: Final = DeviceMark
+
     def __init__(self, runtime: Runtime, device: int) -> None:
         """Make the streams.
 

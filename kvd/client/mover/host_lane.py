@@ -74,6 +74,7 @@ class HostLane:
     """Threads that copy; one thread: who begins a copy makes it."""
 
     device: Final = ""
+    mark_kind: Final = CopyMark
     chunk_bytes: Final = 16 * 2**20
     """Begun at once: a millisecond or two, after which a shorter order may come."""
     depth: Final = 1

@@ -105,6 +105,11 @@ class CopyLane(Protocol):
         """Whether one must look, since nothing rings."""
         ...
 
+    @property
+    def mark_kind(self) -> type:
+        """Of what ``mark`` gives."""
+        ...
+
     def mark(self, stream: object = None) -> object:
         """Stands for all that was begun in that stream of the engine, or its thread's own."""
         ...
@@ -311,13 +316,19 @@ class Mover:
             self._die(error.refusal.message)
         while True:
             self._take_new()
-            # In this order, what one of them brings is taken on by the next in the same turn.
-            is_busy = self._hear()
             try:
+                # In this order, what one of them brings is taken on by the next in the same turn.
+                is_busy = self._hear()
                 is_busy |= self._look_at_marks()
                 is_busy |= self._move()
             except LaneDead as dead:
                 self._die(str(dead))
+                continue
+            except Exception as bug:
+                # Whoever waits for an order hears of it: nobody else would see it through.
+                log.exception("a bug of the thread that copies")
+                self._die(f"a bug of this client, please report it: {bug!r:.200}")
+                self._bell.sleep(LOOK_SELDOM_S)
                 continue
             self._say_ends()
             if self._closing is not None and not self._open():
@@ -400,6 +411,10 @@ class Mover:
             # Where the daemon lives and has not read what was said before, it is said later.
             if self._words.end is not None or not error.retryable:
                 copy.end(error.refusal)
+        except Exception as error:
+            log.exception("%s cannot be asked for", copy.words)
+            told = f"{copy.words} cannot be asked for: {error!r:.200}"
+            copy.end(Refusal(Code.BAD_REQUEST, told, side="client"))
         return True
 
     def _ask(self, copy: PendingCopy) -> None:

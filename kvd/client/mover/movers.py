@@ -6,14 +6,15 @@ They are made when blocks are given, so a process that gives none has no thread 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from kvd.client.arguments import seconds
 from kvd.client.mover.blocks import EngineBlocks, given_memory
 from kvd.client.mover.engine_memory import HOST
 from kvd.client.mover.host_lane import HostLane
 from kvd.client.mover.mover import Bell, Mover
 from kvd.client.mover.pending_copy import MARK_WITHIN_S
-from kvd.errors import KvdError
+from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from kvd.client.mover.mover import CopyLane
     from kvd.client.pool import Pool
     from kvd.client.rank_words import RankWords
-    from kvd.errors import Refusal
 
     Check = Callable[[LeaseKey], None]
+
+
+MOST_THREADS: Final = 256
 
 
 class Movers:
@@ -55,6 +58,10 @@ class Movers:
         check: Check | None = None,
     ) -> EngineBlocks:
         """As ``Worker.blocks``; ``check`` refuses keys as well."""
+        if not 1 <= threads <= MOST_THREADS:
+            why = f"threads is {threads}: 1 to {MOST_THREADS} copy"
+            raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client"))
+        mark_within_s = seconds(mark_within_s, "mark_within_s")
         checks = (self._check,) if check is None else (self._check, check)
         given = given_memory(pool, caches, block_size=block_size, shard=shard)
         is_host = given.device == HOST

@@ -31,6 +31,7 @@ from mypy_extensions import mypyc_attr
 from kvd.core.cache.engine_copy import EngineCopy, LeaseCopying, Way, overlap, told_part
 from kvd.core.cache.lease import COPY
 from kvd.core.components.device_buffer import Buffers
+from kvd.core.layout.spec import companion_factor, companion_pages
 from kvd.core.leases.written import say_written, tokens_of_ranks
 from kvd.errors import Code, Refusal
 from kvd.types import NULL_PAGE, Pages, count, page_ids, slice_pages
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.inputs import WorkerCopies, WorkerGone
+    from kvd.core.layout.spec import PoolSpec
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.leases.owners import Owners
     from kvd.core.outbox import Outbox
@@ -61,13 +63,19 @@ COPIES_NAMED: Final = 4
 class EngineCopies:
     """The copies of all engines, by the process that makes them and the number it gave them."""
 
-    def __init__(self, name: str, leases: LeaseTable, owners: Owners, out: Outbox) -> None:
+    def __init__(
+        self, name: str, spec: PoolSpec, leases: LeaseTable, owners: Owners, out: Outbox
+    ) -> None:
         self.by_worker: dict[int, dict[int, EngineCopy]] = {}
         self._name = name
         self._leases = leases
         beside = [keeper.component.name for keeper in leases.components.each]
-        self._lockstep = frozenset(leases.component_names) - frozenset(beside)
-        """Components whose pages are those of the first one."""
+        self._factors = {
+            component.name: companion_factor(spec, component)
+            for component in spec.components
+            if component.name not in beside
+        }
+        """Of the first component and those in lockstep: pages for each page of the first one."""
         self._owners = owners
         self._out = out
 
@@ -214,7 +222,16 @@ class EngineCopies:
                 refusal = self._unreadable(lease, part)
             if refusal is not None:
                 return refusal
-        return self._bad_end(lease, message) if message.to_pages else None
+        return self._lacking(message) or self._bad_end(lease, message) if message.to_pages else None
+
+    def _lacking(self, message: CopyBegins) -> Refusal | None:
+        """Why nothing of the first component counts as written: what goes with it is left out."""
+        lacking = self._factors.keys() - {part.component for part in message.parts}
+        if self._from_token(message) < 0 or not lacking:
+            return None
+        what = ", ".join(sorted(lacking))
+        why = f"a save of {message.parts[0].component} without {what}, which goes with it"
+        return self._refuse(Code.BAD_REQUEST, f"{why}: name the pages of each")
 
     def _not_in_row(self, lease: LeaseRecord, part: CopyPart, row: Pages) -> Refusal | None:
         first, n_pages = part.first_page, part.n_pages
@@ -249,7 +266,8 @@ class EngineCopies:
         """Why a save may not write them: others may read what is cached, or said to be written."""
         keeper = self._leases.components.named(part.component)
         if keeper is None:
-            first = max(lease.owned, self._first_unwritten(lease, got.rank))
+            factor = self._factors[part.component]
+            first = max(lease.owned, self._first_unwritten(lease, got.rank)) * factor
             if part.first_page >= first:
                 return self._saved_ahead(got, lease, part)
             return self._refuse(
@@ -284,7 +302,7 @@ class EngineCopies:
 
     def _saved_ahead(self, got: WorkerCopies, lease: LeaseRecord, part: CopyPart) -> Refusal | None:
         """Why it may not write what has been saved behind a gap, and counts when that is closed."""
-        copying, size = lease.copying, self._leases.page_size
+        copying, size = lease.copying, self._leases.page_size // self._factors[part.component]
         begin, end = part.first_page * size, (part.first_page + part.n_pages) * size
         for first, last in copying.ahead.get(got.rank, ()) if copying is not None else ():
             if first < end and begin < last:
@@ -316,7 +334,8 @@ class EngineCopies:
         """Why a load may not read them: there is no KV in them yet."""
         keeper = self._leases.components.named(part.component)
         if keeper is None:
-            written = self._leases.pages_for(lease.written_tokens)
+            size = self._leases.page_size // self._factors[part.component]
+            written = -(-lease.written_tokens // size)
         else:
             written = keeper.written_pages(lease)
         if part.first_page + part.n_pages <= written:
@@ -335,12 +354,14 @@ class EngineCopies:
         if keeper is not None:
             # Slots of a device buffer hold copies that this node makes.
             return None if isinstance(keeper, Buffers) else keeper.page_table(lease)
-        return lease.page_table if component in self._lockstep else None
+        factor = self._factors.get(component)
+        return None if factor is None else companion_pages(lease.page_table, factor)
 
     def _from_token(self, message: CopyBegins) -> int:
         part = message.parts[0]
-        is_first = self._leases.components.named(part.component) is None
-        return part.first_page * self._leases.page_size if message.to_pages and is_first else -1
+        if not message.to_pages or part.component != self._leases.pool.name:
+            return -1
+        return part.first_page * self._leases.page_size
 
     # ---- what is written by it ---------------------------------------------------------------
 

@@ -138,7 +138,6 @@ class LeaseTable:
         self.moved = MovedPages()
         self.pool: PagePool = PagePool(component.name, spec.pages[0], self.moved)
         self.tree = RadixTree(spec.match_page_tokens, eviction_order(policy), self.moved)
-        self.component_names = tuple([component.name for component in spec.components])
         self.components = AllComponentPages(spec, self.tree, out)
         self.evicted_filter = EvictedFilter(is_single=not self.components.each)
         self.budgets = Budgets(self)
