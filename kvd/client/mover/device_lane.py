@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 import numpy as np
 
 from kvd.client.mover.host_lane import copy_pieces
-from kvd.client.mover.pending_copy import LaneDead, MemoryFault
+from kvd.client.mover.pending_copy import CopyMark, LaneDead, MemoryFault
 from kvd.client.mover.pieces import PieceColumns, cut_pieces
 from kvd.device.copies import CopyStream, KnownMemory, OutOfReach, Pieces, Stretch
 from kvd.device.cuda import CudaError, Runtime
@@ -188,7 +188,7 @@ class DeviceLane:
     depth: Final = 2
     polls: Final = True
 
-    mark_kind: Final = DeviceMark
+    mark_kind: Final = (DeviceMark, CopyMark)
 
     def __init__(self, runtime: Runtime, device: int) -> None:
         """Make the streams.

@@ -106,7 +106,7 @@ class CopyLane(Protocol):
         ...
 
     @property
-    def mark_kind(self) -> type:
+    def mark_kind(self) -> type | tuple[type, ...]:
         """Of what ``mark`` gives."""
         ...
 
