@@ -70,7 +70,7 @@ class NodeState(NodeParts):
             i.FromWorker: self.engines.worker_said,
             i.WorkerCopies: self.engines.worker_copies,
             i.WorkerGone: self._worker_gone,
-            i.SessionWhole: self.sessions.is_whole,
+            i.SessionWhole: self.sessions.became_whole,
             i.RankLeft: self.sessions.rank_left,
             i.ClientJoined: self.owners.sessions.joined,
             i.ClientHungUp: self.sessions.hung_up,

@@ -7,8 +7,8 @@ travels with the message it belongs to.
 
 Theory of operation. One connection is one process. It says one thing (``Attach`` or ``Join``), is
 told one thing (``Attached`` with the memory descriptors, or ``Rejected``), and then says nothing
-but how far its rank has written until it says ``Leave``: the kernel closes it when the process
-dies, however it dies, and that hang-up is the news. ::
+but how far its rank has written and what it copies, until it says ``Leave``: the kernel closes it
+when the process dies, however it dies, and that hang-up is the news. ::
 
     accepted --Attach/Join--> attached --Leave, death: hang-up--> gone
        |  '--Join(key)--> waits --'   | anything else, or its session is hung up on
@@ -301,7 +301,7 @@ class AttachServer:
         if not packet:
             self._hang_up(connection)
             return
-        # It has said what it had to: from here on only ``Leave`` and a rank's progress are words.
+        # It has said what it had to: from here on only ``Leave`` and a ``ProcessWord`` are words.
         if connection.session is not None:
             self._said_more(connection, connection.session, packet)
             return

@@ -67,13 +67,8 @@ def test_a_sequence_that_was_saved_from_a_device_goes_on_from_other_blocks_there
 ):
     monkeypatch.setenv("DOUBLE_LATE_US", "3000")
     model, prompt = model_of(played.row.name), tokens(160)[0].tolist()
-    lease, whole = played.lease(10), own_cache(model)
-    first = BlockLease(played.own, lease, kept_tokens=0)
-    sequence = LeasedSequence(model, played.views, first, Lengths(0, 0), step_tokens=400)
-    for at in range(0, 160, 40):
-        found = sequence.compute(prompt[at : at + 40])
-        first.save(sequence.written_tokens)
-        assert (found - last_logits(model, prompt[at : at + 40], whole)).abs().max() <= ROUNDING
+    lease = played.lease(10)
+    first = played.saved_in_chunks(model, lease, prompt)
     first.close()
     for views in played.views.layers:
         for tensor in views:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,7 @@ import kvd.client
 from kvd.client import Code, KvdError
 from kvd.client.mover.host_lane import HostLane
 from kvd.client.mover.pending_copy import CopyState
-from tests.support.copies import numbered
-from tests.support.daemons import Daemon
+from tests.support.copies import BYTES, LAYERS, PAGE, kept_daemon, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,26 +24,15 @@ if TYPE_CHECKING:
 
     from kvd.client import EngineBlocks, PendingCopy
     from kvd.client.mover.pieces import PieceColumns
+    from tests.support.daemons import Daemon
 
-PAGE, LAYERS, BYTES, BLOCKS = 16, 3, 4096, 40
-SHAPE = {
-    "pool.family": "raw",
-    "pool.layers": str(LAYERS),
-    "pool.page_bytes": str(BYTES),
-    "pool.pages": "257",
-    "pool.huge_pages": "off",
-    "pool.backing": "shm",
-}
+BLOCKS = 40
 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with tempfile.TemporaryDirectory(prefix="kvd-test-", dir="/dev/shm") as name:
-        made = Daemon("solo", tmp_path, {**SHAPE, "pool.directory": name})
-        made.start()
-        made.wait_ready()
+    with kept_daemon(tmp_path, pages=257) as made:
         yield made
-        made.stop()
 
 
 class HeldCopies:

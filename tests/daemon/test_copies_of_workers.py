@@ -7,30 +7,22 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 import kvd.client
-from tests.support.daemons import Daemon
+from tests.support.copies import BYTES, LAYERS, PAGE, kept_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from kvd.client import SyncLease, SyncNode
+    from tests.support.daemons import Daemon
 
-PAGE, LAYERS, BYTES, BLOCKS, POOL = 16, 3, 4096, 40, 33
-SHAPE = {
-    "pool.family": "raw",
-    "pool.layers": str(LAYERS),
-    "pool.page_bytes": str(BYTES),
-    "pool.pages": str(POOL),
-    "pool.huge_pages": "off",
-    "pool.backing": "shm",
-}
+BLOCKS, POOL = 40, 33
 
 WORKER = f"""
 import os, signal, sys, time
@@ -68,12 +60,8 @@ worker.close()
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with tempfile.TemporaryDirectory(prefix="kvd-test-", dir="/dev/shm") as name:
-        made = Daemon("solo", tmp_path, {**SHAPE, "pool.directory": name})
-        made.start()
-        made.wait_ready()
+    with kept_daemon(tmp_path, pages=POOL) as made:
         yield made
-        made.stop()
 
 
 @pytest.fixture

@@ -8,17 +8,20 @@ import numpy as np
 
 from kvd.config import Config, load
 from kvd.config.pool import pool_spec
+from kvd.demo.cache import Lengths
 from kvd.demo.layout import PoolPart
-from kvd.demo.leased import PoolViews
+from kvd.demo.leased import LeasedSequence, PoolViews, last_logits
 from kvd.demo.models import ARCHITECTURES
-from kvd.demo.own_blocks import own_blocks
+from kvd.demo.own_blocks import BlockLease, own_blocks
 from kvd.wire.attach import CopyBegins
+from tests.demo.reference import ROUNDING, own_cache
 from tests.support.copies import WordsDaemon
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
+    from transformers import PreTrainedModel
 
     from kvd.client.lease_key import LeaseKey
     from kvd.client.worker import Worker
@@ -70,6 +73,19 @@ class Played:
         order = (np.random.default_rng(3).permutation(PAGES - 1) + 1)[:count].tolist()
         rows = {part.value: order for part in self.views.parts}
         return PlayedLease(self.daemon.key(), rows, step, self.row.shape.window_tokens)
+
+    def saved_in_chunks(
+        self, model: PreTrainedModel, lease: PlayedLease, prompt: list[int]
+    ) -> BlockLease:
+        """The prompt is computed and saved in chunks of 40, which end within pages."""
+        whole = own_cache(model)
+        first = BlockLease(self.own, lease, kept_tokens=0)
+        sequence = LeasedSequence(model, self.views, first, Lengths(0, 0), step_tokens=400)
+        for at in range(0, len(prompt), 40):
+            found = sequence.compute(prompt[at : at + 40])
+            first.save(sequence.written_tokens)
+            assert (found - last_logits(model, prompt[at : at + 40], whole)).abs().max() <= ROUNDING
+        return first
 
     def begun(self) -> list[CopyBegins]:
         return [word for word in self.daemon.said if isinstance(word, CopyBegins)]

@@ -30,13 +30,8 @@ def played(request) -> Iterator[Played]:
 def test_what_one_engine_saves_another_lease_goes_on_from(played: Played) -> None:
     """In chunks of 40, which end within pages; then from 100 tokens on, in other blocks."""
     model, prompt = model_of(played.row.name), tokens(160)[0].tolist()
-    lease, whole = played.lease(10), own_cache(model)
-    first = BlockLease(played.own, lease, kept_tokens=0)
-    sequence = LeasedSequence(model, played.views, first, Lengths(0, 0), step_tokens=400)
-    for at in range(0, 160, 40):
-        found = sequence.compute(prompt[at : at + 40])
-        first.save(sequence.written_tokens)
-        assert (found - last_logits(model, prompt[at : at + 40], whole)).abs().max() <= ROUNDING
+    lease = played.lease(10)
+    first = played.saved_in_chunks(model, lease, prompt)
     taken = first.pages_of("kv").copy()
     held = played.own.take("kv")
     saved_bytes = first.close()

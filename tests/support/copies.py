@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import tempfile
 import threading
 from typing import TYPE_CHECKING
 
@@ -21,21 +22,44 @@ from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec, Raw
 from kvd.pools.build import pool_memory
 from kvd.wire.attach import Attached, CopyBegins, CopyEnds, Leave, RankAnswer, Rejected
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
+from tests.support.daemons import one_daemon
 from tests.support.pools import build_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
     from kvd.errors import Refusal
     from kvd.wire.attach import ProcessWord
+    from tests.support.daemons import Daemon
+
+PAGE, LAYERS, BYTES = 16, 3, 4096
+"""Of the pools of pages that are bytes: tokens of a page, and bytes of it in each layer."""
 
 INCARNATION = "00000000000000010000000000000001"
 
 
+@contextlib.contextmanager
+def kept_daemon(directory: Path, *, pages: int) -> Iterator[Daemon]:
+    """A daemon with such a pool, in memory that outlives it."""
+    with tempfile.TemporaryDirectory(prefix="kvd-test-", dir="/dev/shm") as memory:
+        settings = {
+            "pool.family": "raw",
+            "pool.layers": str(LAYERS),
+            "pool.page_bytes": str(BYTES),
+            "pool.pages": str(pages),
+            "pool.huge_pages": "off",
+            "pool.backing": "shm",
+            "pool.directory": memory,
+        }
+        with one_daemon(directory, settings) as daemon:
+            yield daemon
+
+
 def raw_pool(
-    *, layers: int = 3, page_bytes: int = 4096, page_size: int = 16, pages: int = 40
+    *, layers: int = LAYERS, page_bytes: int = BYTES, page_size: int = PAGE, pages: int = 40
 ) -> PoolSpec:
     """As vLLM has it: a page is bytes."""
     component = Component("kv", layers, Raw(page_bytes), page_size)

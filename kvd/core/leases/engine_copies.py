@@ -92,15 +92,14 @@ class EngineCopies:
         if isinstance(lease, Refusal):
             return lease
         own = self.by_worker.get(got.worker, {})
-        refusal = self._bad_order(own, message) or self._bad_pages(got, lease, message)
+        refusal = self._bad_order(own, message)
         if refusal is not None:
             return refusal
-        from_token = self._from_token(message)
-        copy = EngineCopy(got, message, from_token, self._out.at_s)
-        refusal = self._beside_others(lease, copy)
+        copy = EngineCopy(got, message, self._from_token(message), self._out.at_s)
+        refusal = self._bad_pages(lease, copy) or self._beside_others(lease, copy)
         if refusal is not None:
             return refusal
-        if from_token >= 0:
+        if copy.from_token >= 0:
             self._say_no_more(lease, copy)
         if lease.copying is None:
             lease.copying = LeaseCopying()
@@ -116,27 +115,15 @@ class EngineCopies:
         if copy is None:
             why = f"this process has no copy {message.copy} under way"
             return self._refuse(Code.BAD_REQUEST, why)
-        lease = self._lease_of(copy)
+        lease = self._leases.leases[copy.lease]
         before = lease.written_tokens
-        assert lease.copying is not None  # it is under way there
-        lease.copying.under_way.remove(copy)
-        if message.is_done and copy.from_token >= 0:
-            self._saved(copy, lease, lease.copying)
-        self._out.emit(
-            events.EngineCopied(
-                session=got.session,
-                lease=lease.id,
-                way=copy.way.value,
-                device=copy.device,
-                rank=copy.rank,
-                pages=copy.n_pages,
-                n_bytes=max(0, message.n_bytes) if message.is_done else 0,
-                waited_us=max(0, message.waited_us),
-                moved_us=max(0, message.moved_us),
-                why="" if message.is_done else message.why or "it says no reason",
-            )
+        self._over(
+            copy,
+            n_bytes=max(0, message.n_bytes) if message.is_done else 0,
+            waited_us=max(0, message.waited_us),
+            moved_us=max(0, message.moved_us),
+            why="" if message.is_done else message.why or "it says no reason",
         )
-        self._let_go(copy, lease)
         return lease if lease.written_tokens > before else None
 
     def gone(self, got: WorkerGone) -> None:
@@ -150,21 +137,7 @@ class EngineCopies:
     def _cut(self, copies: list[EngineCopy]) -> None:
         for copy in copies:
             del self.by_worker[copy.worker][copy.call]
-            self._out.emit(
-                events.EngineCopied(
-                    session=copy.session,
-                    lease=copy.lease,
-                    way=copy.way.value,
-                    device=copy.device,
-                    rank=copy.rank,
-                    pages=copy.n_pages,
-                    why="the process that made it is gone",
-                )
-            )
-            lease = self._lease_of(copy)
-            assert lease.copying is not None
-            lease.copying.under_way.remove(copy)
-            self._let_go(copy, lease)
+            self._over(copy, why="the process that made it is gone")
 
     # ---- what is refused ---------------------------------------------------------------------
 
@@ -204,11 +177,9 @@ class EngineCopies:
             return self._refuse(Code.BAD_REQUEST, why, ranks=copy.ranks)
         return None
 
-    def _bad_pages(
-        self, got: WorkerCopies, lease: LeaseRecord, message: CopyBegins
-    ) -> Refusal | None:
+    def _bad_pages(self, lease: LeaseRecord, copy: EngineCopy) -> Refusal | None:
         """Why these are no pages that it may copy from, or to."""
-        for part in message.parts:
+        for part in copy.parts:
             row = self._row(lease, part.component)
             if row is None:
                 why = f"this pool has no component {part.component!r} with pages of leases"
@@ -216,21 +187,23 @@ class EngineCopies:
             refusal = self._not_in_row(lease, part, row)
             if refusal is not None:
                 return refusal
-            if message.to_pages:
-                refusal = self._unwritable(got, lease, part)
+            if copy.way is Way.SAVE:
+                refusal = self._unwritable(lease, copy.rank, part, row)
             else:
                 refusal = self._unreadable(lease, part)
             if refusal is not None:
                 return refusal
-        return self._lacking(message) or self._bad_end(lease, message) if message.to_pages else None
+        if copy.from_token < 0:
+            return None  # nothing is written by it
+        return self._lacking(copy) or self._bad_end(copy)
 
-    def _lacking(self, message: CopyBegins) -> Refusal | None:
+    def _lacking(self, copy: EngineCopy) -> Refusal | None:
         """Why nothing of the first component counts as written: what goes with it is left out."""
-        lacking = self._factors.keys() - {part.component for part in message.parts}
-        if self._from_token(message) < 0 or not lacking:
+        lacking = self._factors.keys() - {part.component for part in copy.parts}
+        if not lacking:
             return None
         what = ", ".join(sorted(lacking))
-        why = f"a save of {message.parts[0].component} without {what}, which goes with it"
+        why = f"a save of {copy.parts[0].component} without {what}, which goes with it"
         return self._refuse(Code.BAD_REQUEST, f"{why}: name the pages of each")
 
     def _not_in_row(self, lease: LeaseRecord, part: CopyPart, row: Pages) -> Refusal | None:
@@ -262,14 +235,16 @@ class EngineCopies:
             )
         return None
 
-    def _unwritable(self, got: WorkerCopies, lease: LeaseRecord, part: CopyPart) -> Refusal | None:
+    def _unwritable(
+        self, lease: LeaseRecord, rank: int, part: CopyPart, row: Pages
+    ) -> Refusal | None:
         """Why a save may not write them: others may read what is cached, or said to be written."""
         keeper = self._leases.components.named(part.component)
         if keeper is None:
             factor = self._factors[part.component]
-            first = max(lease.owned, self._first_unwritten(lease, got.rank)) * factor
+            first = max(lease.owned, self._first_unwritten(lease, rank)) * factor
             if part.first_page >= first:
-                return self._saved_ahead(got, lease, part)
+                return self._saved_ahead(lease, rank, part)
             return self._refuse(
                 Code.BAD_PAGES,
                 f"page {part.first_page} of lease {lease.id} is written already and others may "
@@ -277,7 +252,6 @@ class EngineCopies:
                 first_page=part.first_page,
                 written_pages=first,
             )
-        row = self._row(lease, part.component) or Pages(b"")
         named = page_ids(slice_pages(row, part.first_page, part.first_page + part.n_pages))
         own = set(page_ids(keeper.own_pages(lease)))
         foreign = [page for page in named if page not in own]
@@ -300,11 +274,11 @@ class EngineCopies:
             return written // self._leases.page_size
         return self._leases.pages_for(written)
 
-    def _saved_ahead(self, got: WorkerCopies, lease: LeaseRecord, part: CopyPart) -> Refusal | None:
+    def _saved_ahead(self, lease: LeaseRecord, rank: int, part: CopyPart) -> Refusal | None:
         """Why it may not write what has been saved behind a gap, and counts when that is closed."""
         copying, size = lease.copying, self._leases.page_size // self._factors[part.component]
         begin, end = part.first_page * size, (part.first_page + part.n_pages) * size
-        for first, last in copying.ahead.get(got.rank, ()) if copying is not None else ():
+        for first, last in copying.ahead.get(rank, ()) if copying is not None else ():
             if first < end and begin < last:
                 return self._refuse(
                     Code.BAD_PAGES,
@@ -315,19 +289,17 @@ class EngineCopies:
                 )
         return None
 
-    def _bad_end(self, lease: LeaseRecord, message: CopyBegins) -> Refusal | None:
-        """Why its save cannot end with that token."""
-        part, size = message.parts[0], self._leases.page_size
-        if self._from_token(message) < 0:
-            return None  # nothing is written by it
+    def _bad_end(self, copy: EngineCopy) -> Refusal | None:
+        """Why a save cannot end with that token."""
+        part, size = copy.parts[0], self._leases.page_size
         low = (part.first_page + part.n_pages - 1) * size
-        if low < message.upto_tokens <= low + size:
+        if low < copy.upto_tokens <= low + size:
             return None
         return self._refuse(
             Code.BAD_REQUEST,
-            f"a save of {told_part(part)} of lease {lease.id} ends with one of the tokens "
-            f"{low + 1} to {low + size}, not with {message.upto_tokens}",
-            upto_tokens=message.upto_tokens,
+            f"a save of {told_part(part)} of lease {copy.lease} ends with one of the tokens "
+            f"{low + 1} to {low + size}, not with {copy.upto_tokens}",
+            upto_tokens=copy.upto_tokens,
         )
 
     def _unreadable(self, lease: LeaseRecord, part: CopyPart) -> Refusal | None:
@@ -392,16 +364,42 @@ class EngineCopies:
         )
         say_written(lease, word, count(lease.page_table) * size)
 
-    def _let_go(self, copy: EngineCopy, lease: LeaseRecord) -> None:
-        if not self.by_worker.get(copy.worker):
-            self.by_worker.pop(copy.worker, None)
+    def _over(
+        self,
+        copy: EngineCopy,
+        *,
+        why: str,
+        n_bytes: int = 0,
+        waited_us: int = 0,
+        moved_us: int = 0,
+    ) -> None:
+        """No byte of it moves: count it, tell of it, let go of its lease; its number is gone."""
+        if not self.by_worker[copy.worker]:
+            del self.by_worker[copy.worker]
+        lease = self._leases.leases[copy.lease]  # which the copy holds
+        copying = lease.copying
+        assert copying is not None  # it is under way there
+        copying.under_way.remove(copy)
+        if not why and copy.from_token >= 0:
+            self._saved(copy, lease, copying)
+        self._out.emit(
+            events.EngineCopied(
+                session=copy.session,
+                lease=lease.id,
+                way=copy.way.value,
+                device=copy.device,
+                rank=copy.rank,
+                pages=copy.n_pages,
+                n_bytes=n_bytes,
+                waited_us=waited_us,
+                moved_us=moved_us,
+                why=why,
+            )
+        )
         # The read first, as at the end of a fetch.
         self._leases.end_read(lease)
-        if lease.copying is not None and not lease.copying.under_way:
+        if not copying.under_way:
             self._leases.release(lease, COPY, "copied")
-
-    def _lease_of(self, copy: EngineCopy) -> LeaseRecord:
-        return self._leases.leases[copy.lease]  # which the copy holds
 
     def _refuse(self, code: Code, message: str, **numbers: int) -> Refusal:
         return Refusal(code, message, side=self._name, numbers=dict(numbers))

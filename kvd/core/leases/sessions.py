@@ -147,7 +147,7 @@ class Sessions:
             )
         )
 
-    def is_whole(self, got: SessionWhole) -> None:
+    def became_whole(self, got: SessionWhole) -> None:
         """Nothing of before the restart is copied any more."""
         session = self.by_id.get(got.session)
         if session is not None and not session.is_whole:
