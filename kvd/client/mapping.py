@@ -160,9 +160,7 @@ class Mapping:
         Raises:
             KvdError: as ``tensor``.
         """
-        if place.dtype not in _ARRAY_DTYPES:
-            raise _unknown(place.dtype)
-        dtype = np.dtype(_ARRAY_DTYPES[place.dtype])
+        dtype = _array_dtype(place)
         item = dtype.itemsize
         _check_fit(place, pages=pages, item_bytes=item, total_bytes=self.total_bytes)
         inner = [math.prod(place.page_shape[axis + 1 :]) for axis in range(len(place.page_shape))]
@@ -309,6 +307,21 @@ def _map_over(address: int, size: int, fd: int) -> None:
     if found != address:
         why = os.strerror(ctypes.get_errno())
         raise _misfit(f"mapping {size} bytes of the pool failed: {why}")
+
+
+def _array_dtype(place: TensorPlace) -> np.dtype[np.generic]:
+    if place.dtype not in _ARRAY_DTYPES:
+        raise _unknown(place.dtype)
+    return np.dtype(_ARRAY_DTYPES[place.dtype])
+
+
+def bytes_per_page(place: TensorPlace) -> int:
+    """What a page has of one tensor.
+
+    Raises:
+        KvdError: ``internal`` for a dtype that is not known here.
+    """
+    return math.prod(place.page_shape) * _array_dtype(place).itemsize
 
 
 def _unknown(dtype: str) -> KvdError:

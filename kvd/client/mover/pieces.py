@@ -11,12 +11,12 @@ Invariant: no piece leaves the block or the page that it is of.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
+from kvd.client.mapping import bytes_per_page
 from kvd.client.mover.engine_memory import unfit
 
 if TYPE_CHECKING:
@@ -32,17 +32,6 @@ if TYPE_CHECKING:
 
 PIECES_AT_ONCE: Final = 2048
 """Of one order in one call: whoever is behind it waits for no more."""
-
-ITEM_BYTES: Final = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "uint8": 1,
-    "int8": 1,
-}
 
 
 class PieceColumns(NamedTuple):
@@ -91,7 +80,7 @@ def pool_bytes(component: ComponentMemory, memory: NDArray[np.uint8]) -> PoolByt
         PoolPlace(
             offset=place.offset_bytes,
             stride=place.page_stride_bytes,
-            size=math.prod(place.page_shape) * ITEM_BYTES[place.dtype],
+            size=bytes_per_page(place),
         )
         for place in component.tensors
     ]
@@ -211,7 +200,7 @@ def _of_part(
     table: PieceTable, place: TensorPlace, layout: BlockLayout, interior: str, address: int
 ) -> Iterator[_PieceStretch]:
     """One stretch of a unit, or one for each head where tokens lie inside of heads."""
-    page_bytes = math.prod(place.page_shape) * ITEM_BYTES[place.dtype]
+    page_bytes = bytes_per_page(place)
     per_page, per_block = table.blocks_per_page, table.pages_per_block
     what = f"layer {place.layer} {place.part} of {table.component}"
     if layout.block_bytes * per_page != page_bytes * per_block:
