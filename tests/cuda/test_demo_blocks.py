@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from tests.cuda.double import Double
 
 
-def on_double(double: Double, shape: ModelShape, worker: Worker) -> OwnBlocks:
-    """As ``own_blocks`` with a device, which torch does not have here."""
+def on_double(double: Double, taken: list[int], shape: ModelShape, worker: Worker) -> OwnBlocks:
+    """As ``own_blocks`` with a device, which torch does not have here; it adds to ``taken``."""
     pool = worker.pool("main")
     tensors: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
     caches: dict[str, dict[int, tuple[LayerMemory, ...]]] = {}
@@ -41,6 +41,7 @@ def on_double(double: Double, shape: ModelShape, worker: Worker) -> OwnBlocks:
         for part, like in pool.tensors(place.part.value, layer=place.layer).items():
             size = math.prod(like.shape) * like.element_size()
             address = double.runtime.allocate(0, size)
+            taken.append(address)
             reached = double.reached(address, size)
             made[part] = torch.frombuffer(reached, dtype=like.dtype).view(like.shape)
             given.append(
@@ -56,10 +57,13 @@ def on_double(double: Double, shape: ModelShape, worker: Worker) -> OwnBlocks:
 @pytest.fixture(params=["llama", "deepseek", "gemma"])
 def played(request, double, monkeypatch) -> Iterator[Played]:
     monkeypatch.setenv(VARIABLE, str(double.path))
-    made = Played(request.param, lambda *of: on_double(double, *of))
+    taken: list[int] = []
+    made = Played(request.param, lambda *of: on_double(double, taken, *of))
     yield made
     made.own.copied.close()
     made.daemon.close()
+    for address in taken:
+        double.runtime.free(address)
 
 
 def test_a_sequence_that_was_saved_from_a_device_goes_on_from_other_blocks_there(
