@@ -281,9 +281,11 @@ class Attachment:
 
     def renew(self, other: Attachment) -> None:
         """Go on with the socket of ``other``, which is closed otherwise: its memory is the same."""
-        self._sock.close()
+        # In this order, as other threads look meanwhile: a key of before is refused from the first
+        # line on, and no instant is without a socket, which would be that of a closed session.
+        self.attached, before = other.attached, self._sock
         self._take(other._sock)
-        self.attached = other.attached
+        before.close()
         for fd in other._fds:
             os.close(fd)
 
