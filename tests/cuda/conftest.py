@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import TYPE_CHECKING
 
@@ -28,12 +29,21 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Double:
 
 @pytest.fixture(autouse=True)
 def nothing_is_held(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What one test holds, no other waits for."""
+    """What one test holds, no other waits for; and what it took of a device is given back.
+
+    Memory of a device is a descriptor of this process here.
+    """
+    names = request.fixturenames
+    found = request.getfixturevalue("double") if "double" in names else None
+    if not isinstance(found, Double):
+        yield
+        return
+    kept = found.memory()
     yield
-    if "double" in request.fixturenames and isinstance(
-        found := request.getfixturevalue("double"), Double
-    ):
-        found.let_go()
+    found.let_go()
+    gc.collect()  # what nobody needs any more may free its own
+    found.poison(0)
+    found.give_back(kept)
 
 
 @pytest.fixture

@@ -1110,4 +1110,13 @@ void double_poison(int error) {
 }
 /* What this process opens or allocates from now on its processor reaches, as a kernel would: a test
  * that stands for an engine's kernels wants that, and what they work with says it is the host's. */
+/* The device memory that this process has allocated; as many addresses as there are. */
+int double_memory(void **found, int most) {
+    int n = 0;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < MOST && n < most; i++)
+        if (pieces[i].address && !pieces[i].opened) found[n++] = pieces[i].address;
+    pthread_mutex_unlock(&lock);
+    return n;
+}
 void double_reach(int is_reached) { reaches = is_reached; }

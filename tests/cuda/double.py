@@ -25,6 +25,9 @@ NIXL = Path(__file__).with_name("nixl")
 """On the path of a process, it has the double of NIXL for the real one."""
 
 
+MOST_MEMORY = 4096
+
+
 class Double:
     """A compiled double, for this process and for those that get ``environment``."""
 
@@ -83,6 +86,17 @@ class Double:
     def poison(self, number: int) -> None:
         """Every call of this process fails with this error; 0 ends it."""
         self._library.double_poison(number)
+
+    def memory(self) -> set[int]:
+        """Device memory that this process has allocated and not freed."""
+        found = (ctypes.c_void_p * MOST_MEMORY)()
+        n = self._library.double_memory(found, MOST_MEMORY)
+        return {address for address in found[:n] if address}
+
+    def give_back(self, kept: set[int]) -> None:
+        """Free all but that."""
+        for address in self.memory() - kept:
+            self.runtime.free(address)
 
     def reached(self, address: int, size: int) -> mmap.mmap:
         """The device memory that begins there, mapped once more, as this process's kernels see it.

@@ -90,3 +90,5 @@ async def node_of(
             one.close()
     finally:
         await node.transport.stop()
+        for one in host.values():
+            one.close()

@@ -84,9 +84,10 @@ class Manager:
             if self._is_over:
                 return
             lines = dict(line.partition("=")[::2] for line in data.decode().splitlines())
-            self._handle(lines, descriptors)
             told = Told(lines, time.monotonic())
+            # Before it is handled: that ends the wait of who told us a barrier, who reads this then.
             self.told.append(told)
+            self._handle(lines, descriptors)
             self._new.put(told)
 
     def _handle(self, lines: dict[str, str], descriptors: list[int]) -> None:
