@@ -190,15 +190,10 @@ class EngineBlocks:
         after: object,
         to_pages: bool,
     ) -> PendingCopy:
-        key = _whole_key(lease if isinstance(lease, LeaseKey) else lease.key)
+        key = _key_of(lease)
         for check in self._checks:
             check(key)
-        parts = [
-            self._part(lease, name, numbers, pages, first_page, to_pages=to_pages)
-            for name, numbers in blocks.items()
-        ]
-        # What a save has written is counted in tokens of the first component.
-        parts.sort(key=lambda part: self._ranks[part.table.component])
+        parts = self._parts(lease, blocks, pages, first_page, to_pages=to_pages)
         if not any(part.units for part in parts):
             raise _bad(f"an order of no block for lease {key.lease}: leave it out")
         if after is not None and not isinstance(after, self._mover.lane.mark_kind):
@@ -234,6 +229,26 @@ class EngineBlocks:
             copy.end(error.refusal)
             raise
         return copy
+
+    def _parts(
+        self,
+        lease: LeaseKey | HasPages,
+        blocks: Mapping[str, PageNumbers],
+        pages: Mapping[str, PageNumbers] | None,
+        first_page: Mapping[str, int] | int,
+        *,
+        to_pages: bool,
+    ) -> list[OrderPart]:
+        """By component, the first of the pool first: what a save has written is counted in that."""
+        _require_map(blocks, "blocks")
+        if pages is not None:
+            _require_map(pages, "pages")
+        parts = [
+            self._part(lease, name, numbers, pages, first_page, to_pages=to_pages)
+            for name, numbers in blocks.items()
+        ]
+        parts.sort(key=lambda part: self._ranks[part.table.component])
+        return parts
 
     def _part(
         self,
@@ -282,8 +297,12 @@ class EngineBlocks:
                 uses.give_back(part.blocks, is_written=not copy.to_pages)
 
 
-def _whole_key(key: LeaseKey) -> LeaseKey:
-    """The key with plain numbers, as messages have them: a scheduler may have others."""
+def _key_of(lease: LeaseKey | HasPages) -> LeaseKey:
+    """With plain numbers, as messages have them: a scheduler may have others."""
+    try:
+        key = lease if isinstance(lease, LeaseKey) else lease.key
+    except AttributeError:
+        raise _bad(f"lease is {lease!r:.100}: give a lease, or its key") from None
     if type(key.lease) is int and type(key.session) is int:
         return key
     return LeaseKey(
@@ -292,6 +311,11 @@ def _whole_key(key: LeaseKey) -> LeaseKey:
         lease=whole(key.lease, "key.lease"),
         version=key.version,
     )
+
+
+def _require_map(given: object, name: str) -> None:
+    if not isinstance(given, Mapping):
+        raise _bad(f"{name} is {given!r:.100}: give numbers by component, such as {{'kv': [1, 2]}}")
 
 
 class _BlockUses:
@@ -365,6 +389,8 @@ def given_memory(pool: Pool, caches: Caches, *, block_size: int, shard: int) -> 
     Raises:
         KvdError: ``layout-mismatch`` with both numbers; ``bad-request``; as ``Pool.view``.
     """
+    if not isinstance(caches, Mapping):
+        raise _bad(f"caches is a {type(caches).__name__}: give the engine's KV tensors by layer")
     first = pool.memory.components[0].name
     names = {part.name for part in pool.memory.components}
     by_component = caches if caches and set(caches) <= names and _all_maps(caches) else None

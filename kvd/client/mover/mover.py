@@ -261,8 +261,9 @@ class Mover:
         """Refuse what could not be seen through.
 
         Raises:
-            KvdError: nothing is any more.
+            KvdError: nothing is any more; ``wrong-state`` in a forked child.
         """
+        self._words.require_own()
         why = self._dead or self._closing
         if why is not None:
             raise KvdError(why)
