@@ -147,7 +147,8 @@ class Worker:
 
         Raises:
             KvdError: ``layout-mismatch`` where blocks are no pages of this pool, with both numbers;
-                ``bad-request``; as ``Pool.arrays``.
+                ``bad-request``; as ``Pool.arrays``; ``unreachable`` or ``deadline`` where the
+                daemon does not hear of it: from now on no commit counts what is not said or saved.
         """
         found = self.pool(pool or self._attachment.attached.pools[0].name)
         if shard is None:
@@ -252,7 +253,8 @@ class Worker:
 
     def _join_again(self) -> Join:
         token = self._attachment.attached.token
-        return Join(token, rank=self._rank, ranks=self._ranks)
+        keeps_blocks = self.movers.has_blocks
+        return Join(token, rank=self._rank, ranks=self._ranks, keeps_blocks=keeps_blocks)
 
     def _sleep(self, fd: int, within_s: float | None, event: int = select.POLLIN) -> None:
         """Until ``event`` of ``fd``, the time is up, or the bell rings; -1: no descriptor."""

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import mmap
 import os
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -318,6 +319,12 @@ def flat(array: NDArray[Any]) -> NDArray[Any]:
     return array.reshape(-1)
 
 
+def _read_only() -> NDArray[Any]:
+    array = np.zeros((20, BYTES), np.uint8)
+    array.flags.writeable = False
+    return array
+
+
 def like(array: NDArray[Any], device: str) -> LayerMemory:
     strides = tuple(step // array.itemsize for step in array.strides)
     return LayerMemory(array.ctypes.data, array.shape, strides, array.itemsize, device)
@@ -348,6 +355,39 @@ def test_what_is_no_page_of_this_pool_is_refused_with_the_numbers(
         daemon.worker.blocks(caches(np.zeros((3, 20, BYTES), np.uint8), pages), block_size=16)
     assert refused.value.code == Code.LAYOUT_MISMATCH.value
     assert not daemon.said
+
+
+@pytest.mark.parametrize(
+    ("caches", "code", "told"),
+    [
+        (None, Code.BAD_REQUEST, "caches is a NoneType"),
+        ([np.zeros((20, BYTES), np.uint8)] * 3, Code.BAD_REQUEST, "caches is a list"),
+        ({0: None}, Code.BAD_REQUEST, "layer 0 is a NoneType"),
+        ({0: np.full((20, 8), None)}, Code.BAD_REQUEST, "array of Python's objects"),
+        ({0: _read_only()}, Code.BAD_REQUEST, "may only be read"),
+        ({0: LayerMemory(4096, (20, 64), (64,), 1)}, Code.LAYOUT_MISMATCH, "the strides (64,)"),
+        ({0: LayerMemory(4096, (20, -1), (64, 1), 1)}, Code.LAYOUT_MISMATCH, "lies like that"),
+        ({0: LayerMemory(4096, (20, 64), (64, 1), 0)}, Code.LAYOUT_MISMATCH, "of 0 bytes"),
+        ({0: LayerMemory("a", (20, 64), (64, 1), 1)}, Code.BAD_REQUEST, "are ints"),
+        ({0: LayerMemory(4096, (20, 1.5), (64, 1), 1)}, Code.BAD_REQUEST, "are ints"),
+    ],
+)
+def test_what_is_no_memory_is_refused_with_what_it_is(
+    daemon: WordsDaemon, caches: Any, code: Code, told: str
+) -> None:
+    with pytest.raises(KvdError, match=re.escape(told)) as refused:
+        daemon.worker.blocks(caches, block_size=16)
+    assert refused.value.code == code.value
+
+
+def test_the_daemon_knows_that_there_are_blocks_before_the_first_order(
+    daemon: WordsDaemon,
+) -> None:
+    layers = {n: np.zeros((20, BYTES), np.uint8) for n in LAYERS}
+    assert not daemon.worker.movers.has_blocks
+    daemon.worker.blocks(layers, block_size=16)
+    assert daemon.knows_of_blocks
+    assert daemon.worker.movers.has_blocks
 
 
 def test_blocks_of_other_tokens_are_refused(daemon: WordsDaemon) -> None:
@@ -476,6 +516,12 @@ def test_numbers_that_cannot_be_are_refused_at_once(
         lambda engine, key: engine.blocks.begin_save(key, {"kv": []}, pages={"kv": []}),
         lambda engine, key: engine.blocks.begin_save(key, {}, pages={}),
         lambda engine, key: engine.save([1], [1], upto_tokens="a"),
+        lambda engine, _: engine.blocks.begin_save(None, {"kv": [1]}, pages={"kv": [1]}),
+        lambda engine, _: engine.blocks.begin_load(7, {"kv": [1]}, pages={"kv": [1]}),
+        lambda engine, key: engine.blocks.begin_save((key,), {"kv": [1]}, pages={"kv": [1]}),
+        lambda engine, key: engine.blocks.begin_save(key, [1], pages={"kv": [1]}),
+        lambda engine, key: engine.blocks.begin_load(key, None, pages={"kv": [1]}),
+        lambda engine, key: engine.blocks.begin_save(key, {"kv": [1]}, pages=[1]),
     ],
 )  # fmt: skip
 def test_an_order_of_nothing_is_refused(engine: Engine, order: Callable[[Any, Any], Any]) -> None:
@@ -639,11 +685,21 @@ def test_a_forked_child_orders_nothing(engine: Engine) -> None:
     said = len(engine.daemon.said)
     pid = os.fork()
     if not pid:
-        try:
-            engine.save([4], [6])
-        except KvdError as error:
-            os._exit(0 if error.code == Code.WRONG_STATE.value else 1)
-        os._exit(2)
+        for verb in (
+            lambda: engine.save([4], [6]),
+            engine.blocks.mark,
+            lambda: engine.daemon.worker.blocks(
+                {n: np.zeros((20, BYTES)) for n in LAYERS}, block_size=16
+            ),
+        ):
+            try:
+                verb()
+            except KvdError as error:
+                if error.code != Code.WRONG_STATE.value:
+                    os._exit(1)
+            else:
+                os._exit(2)
+        os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert len(engine.daemon.said) == said
     engine.save([4], [6]).result(5)
