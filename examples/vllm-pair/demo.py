@@ -356,12 +356,12 @@ class Pair:
         daemon.config_file = HERE / f"{name}.toml"
         return daemon
 
-    def wait_attached(self, daemon: DaemonProcess) -> None:
-        """Until the engine beside this daemon has a session there, and its worker has joined it."""
+    def wait_attached(self, daemon: DaemonProcess, processes: int = 1) -> None:
+        """Until so many processes of the engine beside this daemon are in its session."""
 
         def is_attached() -> bool:
             clients = daemon.snapshot().clients
-            return any(each.state == "attached" and len(each.pids) > 1 for each in clients)
+            return any(each.state == "attached" and len(each.pids) >= processes for each in clients)
 
         wait_until(is_attached, lambda: f"no engine has come to daemon {daemon.name}", SOON_S)
 
@@ -470,7 +470,7 @@ class Demo:
             if number == DAEMON_BACK:
                 self._bring_daemon_back()
             if number == DAEMON_BACK + 1:
-                pair.wait_attached(pair.decode_daemon)
+                pair.wait_attached(pair.decode_daemon, 2)  # its scheduler and its worker
             if number == ENGINE_BACK:
                 self._bring_engine_back()
             moved, saved = pair.counted()
