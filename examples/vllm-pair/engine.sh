@@ -26,11 +26,14 @@ set -- -m vllm.entrypoints.openai.api_server --model "$pair/model" --served-mode
     --max-num-batched-tokens 512 --kv-cache-memory-bytes 134217728 --enforce-eager
 
 # All that vLLM is told of kvd. Both roles have the same flag; whoever routes says who prefills.
+# kvd.probe_wait_s is 0.001 where engines have cores of their own: here a daemon that is asked may
+# have to wait for one, and what has not answered in time is computed.
 if [ "$role" != alone ]; then
     set -- "$@" --kv-transfer-config '{
         "kv_connector": "KvdConnector", "kv_connector_module_path": "kvd.connectors.vllm",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kvd.endpoint": "ipc://'"$pair/$role"'/client.sock"}}'
+        "kv_connector_extra_config": {"kvd.endpoint": "ipc://'"$pair/$role"'/client.sock",
+                                      "kvd.probe_wait_s": 0.05}}'
 fi
 
 exec "${PYTHON:-python3}" "$@"
