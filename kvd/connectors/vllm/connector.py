@@ -148,6 +148,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 blocks=self._blocks,
                 ranks=ranks,
             )
+            self._blocks.on_reset = self._scheduler.fill_no_more
         else:
             self._worker = WorkerHalf(
                 self._options,
@@ -230,13 +231,29 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See ``SchedulerHalf.matched``."""
+        self._blocks.settled(request.request_id)
         return self._half.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """See ``SchedulerHalf.given_blocks``."""
+        if num_external_tokens:
+            self._blocks.fills(request)
+        else:
+            self._blocks.settled(request.request_id)
         self._half.given_blocks(request, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """How many of these lay in this node's pool, and how many another node has sent for it."""
+        sent = self._half.sent_tokens(request.request_id, num_external_tokens)
+        found = {
+            CacheHitSource.HOST: num_external_tokens - sent,
+            CacheHitSource.P2P: sent,
+        }
+        return {source: n for source, n in found.items() if n}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The orders of this step."""
@@ -264,11 +281,14 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         if stale:
             # vLLM reads whose blocks are filled behind this call, and whose are not before it.
             connector_output.finished_recving = (connector_output.finished_recving or set()) - stale
+        for request_id in connector_output.finished_recving or ():
+            self._blocks.filled(request_id)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, object] | None]:
         """VLLM needs its blocks no more. Who copies them holds them; see ``under_way``."""
+        self._blocks.settled(request.request_id, is_over=True)
         # Of one that was aborted vLLM passes the answer on to nobody.
         is_heard = request.status not in {
             RequestStatus.FINISHED_ABORTED,

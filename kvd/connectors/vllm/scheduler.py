@@ -207,15 +207,26 @@ class SchedulerHalf:
         with self.kept_in("a reset of the cache"):
             self._resets.add(self._base)
             for tracked in self._requests.all_of_them():
-                if tracked.is_loaded_from:
-                    self._stale_loads.add(tracked.id)
-                self._requests.alone(tracked, RESET)
+                self._not_of_before(tracked)
             # vLLM may preempt all that run before it resets its own cache.
             self._copies.preempted(self._requests.here.values())
             self._ending.share_nothing()
             self._await_reset()
             return True
         return False
+
+    def fill_no_more(self, requests: Collection[str]) -> None:
+        """VLLM has reset its own cache: these compute what they are about to load, and all else."""
+        with self.kept_in("a reset of vLLM's cache"):
+            for request_id in requests:
+                tracked = self._requests.here.get(request_id)
+                if tracked is not None:
+                    self._not_of_before(tracked)
+
+    def _not_of_before(self, tracked: Tracked) -> None:
+        if tracked.is_loaded_from:
+            self._stale_loads.add(tracked.id)
+        self._requests.alone(tracked, RESET)
 
     def _await_reset(self) -> None:
         """Have the daemon do it; give it a moment."""
