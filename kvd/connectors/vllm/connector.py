@@ -33,7 +33,7 @@ from kvd.connectors.vllm.identity import (
     identity_of,
     packing_of,
 )
-from kvd.connectors.vllm.layout import check_groups
+from kvd.connectors.vllm.layout import check_groups, check_pages
 from kvd.connectors.vllm.options import options_of
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvd.client import SyncNode
     from kvd.connectors.vllm.orders import StepOrders
 
 logger = logging.getLogger("kvd.connectors.vllm")
@@ -139,12 +140,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerHalf(
                 self._options,
                 block_size=block_size,
-                connect=lambda: connect_sync(
-                    self._options.endpoint or None,
-                    name=f"vllm {transfer.engine_id}"[:64],
-                    expects={"family": "raw", "page_size": block_size},
-                    on_unreachable="miss",
-                ),
+                connect=lambda: self._connect(transfer.engine_id, kv_cache_config, ranks),
                 blocks=self._blocks,
                 ranks=ranks,
             )
@@ -158,6 +154,24 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     # ---- the scheduler's half ----------------------------------------------------------------
+
+    def _connect(self, engine: str | None, cache: KVCacheConfig, ranks: int) -> SyncNode:
+        """A session with a daemon whose pool fits; the workers know more of their blocks later."""
+        node = connect_sync(
+            self._options.endpoint or None, name=f"vllm {engine}"[:64], on_unreachable="miss"
+        )
+        try:
+            check_pages(
+                node.pool(self._options.pool),
+                layers=sum(len(group.layer_names) for group in cache.kv_cache_groups),
+                page_bytes=cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes,
+                block_size=cache.kv_cache_groups[0].kv_cache_spec.block_size,
+                ranks=ranks,
+            )
+        except BaseException:
+            node.close()
+            raise
+        return node
 
     @property
     def _half(self) -> SchedulerHalf:
@@ -360,7 +374,21 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._copier.register(kv_caches, tag=self._packing.tag)
         except KvdError as error:
+            logger.error("kvd: %s", error)  # noqa: TRY400 - no traceback belongs to it
             raise Unfit(str(error)) from None
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Whether an engine may give its memory away while it sleeps; vLLM asks from 0.33 on."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """The memory of the blocks is about to be given away; vLLM says so from 0.33 on."""
+        self._copier.take_back()
+
+    def restore_kv_caches(self) -> None:
+        """It is there again, where it was; vLLM says so from 0.33 on."""
+        self._copier.give_again()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """End copies whose blocks this step gives to others, where they could not be held."""
