@@ -49,7 +49,7 @@ except ImportError:  # of another version, whose layouts have other names
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -498,11 +498,11 @@ def _check(config: VllmConfig, cache: KVCacheConfig, *, any_version: bool) -> No
     tested = _dotted(first) if first == last else f"{_dotted(first)} to {_dotted(last)}"
     numbers = vllm.__version__.split(".")[:2]
     version = tuple(int("".join(filter(str.isdigit, number)) or 0) for number in numbers)
-    if not any_version and not first <= version <= last:
-        raise Unfit(
-            f"vLLM {vllm.__version__}: kvd's connector was tested with {tested}; "
-            'set "kvd.any_version": true to try'
-        )
+    if not first <= version <= last:
+        told = f"vLLM {vllm.__version__}: kvd's connector was tested with {tested}"
+        if not any_version:
+            raise Unfit(f'{told}; set "kvd.any_version": true to try')
+        logger.warning("%s; it is tried, since kvd.any_version says so", told)
     parallel = config.parallel_config
     try:
         check_groups(

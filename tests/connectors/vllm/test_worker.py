@@ -351,6 +351,60 @@ def test_whoever_leaves_waits_for_what_moves(rank):
     assert not rank.node.workers
 
 
+def test_memory_that_is_given_away_is_read_and_written_by_nobody_and_comes_back(rank):
+    moving, asked = rank.order(), rank.order(first_page=2)
+    rank.begin(saves=(moving,))
+    rank.stream.run()
+    for _ in range(2):
+        rank.world.turn()
+    rank.begin(saves=(asked,), number=2)  # behind a mark that has not come
+    copies = list(rank.world.copies)
+    assert [copy.is_moving for copy in copies] == [True, False]
+
+    rank.half.take_back()
+
+    assert not any(copy.is_moving for copy in copies)
+    assert not rank.node.workers
+    before = [layer.copy() for layer in rank.world.memory]
+    late = rank.order(first_page=4)
+    rank.clock_s += SAVE_WITHIN_S
+    done, failed = rank.step(saves=(late,), number=3)
+    assert done | failed == {moving.number, asked.number}, "blocks would be held for ever"
+    rank.clock_s += SAVE_WITHIN_S
+    assert rank.step(number=4) == (set(), {late.number})
+    assert all((now == then).all() for now, then in zip(rank.world.memory, before, strict=True))
+
+    rank.half.give_again()
+
+    again = rank.order(first_page=4)
+    assert rank.step(saves=(again,), number=5) == ({again.number}, set())
+    assert rank.node.workers
+
+
+def test_memory_is_not_given_away_while_a_copy_of_a_former_session_moves(rank):
+    rank.begin(saves=(rank.order(),))
+    rank.stream.run()
+    for _ in range(2):
+        rank.world.turn()
+    (copy,) = rank.world.copies
+    assert copy.is_moving
+    rank.is_late = True
+    rank.begin(token=b"", session=0, incarnation="", number=2)
+    (leave,) = rank.late
+    ended = threading.Event()
+
+    def take_back():
+        rank.half.take_back()
+        ended.set()
+
+    threading.Thread(target=take_back, daemon=True).start()
+    assert not ended.wait(0.1)
+    assert copy.is_moving
+    leave()
+    assert ended.wait(5.0)
+    assert not copy.is_moving
+
+
 def test_it_leaves_when_there_is_no_session_any_more(rank):
     rank.step(saves=(rank.order(),))
     assert rank.node.workers
