@@ -231,6 +231,16 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if found.namespace == self._namespace:
             return
+        if not self._namespace:
+            # In host memory by processors, and of a device by its copy engine.
+            n, device = self._options.copy_threads, self._config.device_config.device_type
+            threads = f"{n} thread{'s' if n > 1 else ''} of each worker"
+            mover = threads if device == "cpu" else f"the copy engine of {device}"
+            logger.info(
+                "kvd: pool %s at %s, namespace %s, blocks packed as %r, copied by %s",
+                *(self._options.pool, self._options.endpoint or "this host's daemon"),
+                *(found.namespace, packing.tag, mover),
+            )
         self._half.name(found.namespace)
         self._namespace = self._untold = found.namespace
         logger.info("kvd namespace %s is of %s", found.namespace, found.in_words())

@@ -46,6 +46,8 @@ MOST_ID_CHARS: Final = 128
 LATE: Final = "no answer of the daemon in time"
 SILENT: Final = "the daemon does not answer"
 LATE_ADAPTER: Final = "the files of its adapter were not read in time"
+STOOD_UP: Final = "its room is not open there"
+NO_PAGES_HERE: Final = "no pages are free here"
 UNKNOWN_ADAPTER: Final = "nobody knows the weights of its adapter"
 
 LOOKED_UP: Final = frozenset({RequestStage.NAMING, RequestStage.PROBING, RequestStage.MEETING})
@@ -69,6 +71,8 @@ class LookUps:
     ) -> None:
         self.received_tokens = 0
         """Sent by other nodes, since somebody asked."""
+        self.unmet: list[str] = []
+        """Why what another node was to send does not come, of each such prompt since then."""
         self._options = options
         self._budget = budget
         self._now_s = now_s
@@ -113,8 +117,9 @@ class LookUps:
             return
         try:
             self._meet(link, tracked, meeting)
-        except KvdError:
+        except KvdError as error:
             # No name of a node, or nobody can be asked: that is said once more then.
+            self.unmet.append(error.code)
             self._probe(link, tracked)
 
     def _meet(self, link: NodeLink, tracked: Tracked, meeting: Meeting) -> None:
@@ -224,9 +229,9 @@ class LookUps:
             ):
                 return self._is_admitted_late(link, tracked)
             lease = self._heard(link, tracked.call, is_idle)
-        except KvdError:
+        except KvdError as error:
             # What was to come does not: what is cached here may be enough.
-            self._look_again(link, tracked)
+            self._look_again(link, tracked, error.code)
             return True
         if lease is not None:
             self._delivered(link, tracked, lease)
@@ -234,7 +239,7 @@ class LookUps:
         if link.is_silent:
             raise _given_up(SILENT)
         if self._is_stood_up(link, tracked):
-            self._look_again(link, tracked)
+            self._look_again(link, tracked, STOOD_UP)
             return True
         if self._now_s() - tracked.asked_s >= ANSWER_WITHIN_S:
             link.doubt(self._now_s())
@@ -264,6 +269,7 @@ class LookUps:
                 if self._is_admitted(link, tracked, link.poll(tracked.call)):
                     return False  # both have come with one read
                 link.cancel(tracked.call)
+                self.unmet.append(NO_PAGES_HERE)
                 self._found(tracked, found.tokens)
                 return True
         within_s = PULL_WITHIN_S if tracked.probe is None else ANSWER_WITHIN_S
@@ -308,11 +314,13 @@ class LookUps:
         if tracked.probe is not None:
             link.cancel(tracked.probe)
         self.received_tokens += receive.n_tokens - receive.prefix_len
+        tracked.sent_from = receive.prefix_len
         # All of it, its last partial page too; that page is written again when it is full.
         self._found(tracked, receive.n_tokens)
         tracked.took(lease, known_tokens=receive.n_tokens, filled_tokens=receive.n_tokens)
 
-    def _look_again(self, link: NodeLink, tracked: Tracked) -> None:
+    def _look_again(self, link: NodeLink, tracked: Tracked, why: str) -> None:
+        self.unmet.append(why)
         self.drop(link, tracked)
         self._probe(link, tracked)
 

@@ -322,9 +322,16 @@ class SchedulerHalf:
             return True
         received, self._look_ups.received_tokens = self._look_ups.received_tokens, 0
         self.counts.received_tokens += received
+        self._count_unmet()
         if is_over and tracked.is_unsure:
             self._requests.count_alone(LATE)
         return is_over
+
+    def _count_unmet(self) -> None:
+        unmet, self._look_ups.unmet = self._look_ups.unmet, []
+        for why in unmet:
+            self.counts.unmet += 1
+            self._log.unmet(why)
 
     def _has_pages_to_send(self, tracked: Tracked) -> bool:
         """Whether a prompt that another node will decode need not wait for its lease any more.
@@ -382,6 +389,11 @@ class SchedulerHalf:
                 self._requests.load(tracked)
         elif tracked.claim is None and (external_tokens or self._options.save != "none"):
             self._claims.begin(tracked.link, tracked, is_whole=self._options.save != "none")
+
+    def sent_tokens(self, request_id: str, external_tokens: int) -> int:
+        """Of the tokens that this one loads, those that another node has sent for it."""
+        tracked = self._requests.here.get(request_id)
+        return 0 if tracked is None else tracked.sent_tokens(external_tokens)
 
     # ---- a step ------------------------------------------------------------------------------
 
