@@ -227,8 +227,8 @@ def _unknown(model: Model, facts: ModelFacts, block_size: int) -> tuple[str, ...
     )
     if model.latent_dim:
         kernel += (
-            ". For latents vLLM on a processor takes blocks of 16 whatever it is told, or multiples "
-            "of 32 where that has AMX"
+            ". For latents vLLM on a processor takes blocks of 16 whatever it is told, or "
+            "multiples of 32 where that has AMX"
         )
     found = [kernel, "who packs the blocks, so there is no pool.tag; namespaces tell engines apart"]
     drafts = facts.maybe("num_nextn_predict_layers")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvd.client import Code, KvdError
@@ -41,6 +42,11 @@ PULL_WITHIN_S: Final = 0.5
 MEET_WITHIN_S: Final = 2.0
 """By then the node that is to send has opened the room: it says so a step behind its prompt."""
 
+OPENED_S: Final = 3.0
+"""A room that was told of so long ago is open by now, or over: nobody waits ``MEET_WITHIN_S``. The
+clocks of two hosts may differ by less; where they differ by more, a room that is opened late is
+given up early, or one that is over late."""
+
 MOST_ID_CHARS: Final = 128
 
 LATE: Final = "no answer of the daemon in time"
@@ -64,10 +70,15 @@ class LookUps:
         options: what the user has set.
         budget: what a step may wait.
         now_s: a clock.
+        wall_s: the clock that hosts have in common.
     """
 
     def __init__(
-        self, options: VllmOptions, budget: StepBudget, now_s: Callable[[], float]
+        self,
+        options: VllmOptions,
+        budget: StepBudget,
+        now_s: Callable[[], float],
+        wall_s: Callable[[], float] = time.time,
     ) -> None:
         self.received_tokens = 0
         """Sent by other nodes, since somebody asked."""
@@ -76,6 +87,7 @@ class LookUps:
         self._options = options
         self._budget = budget
         self._now_s = now_s
+        self._wall_s = wall_s
         self._look: PendingCall[Snapshot] | None = None
         self._looked_by: NodeLink | None = None
         self._look_s = self._unmet_s = -math.inf
@@ -288,7 +300,7 @@ class LookUps:
         It was over, or of before a restart; the daemons wait until the deadline, since an engine
         may come. Which of a receive's states it is in is seen in a snapshot: one for all that wait.
         """
-        late_s = tracked.asked_s + MEET_WITHIN_S
+        late_s = tracked.asked_s + self._opened_within_s(tracked)
         if tracked.receive is None or self._now_s() < late_s:
             return False
         if self._looked_by is not link:
@@ -307,6 +319,13 @@ class LookUps:
                     room.part for room in seen.rooms if room.state == UNACCEPTED
                 )
         return self._unmet_s >= late_s and tracked.receive.id in self._unmet
+
+    def _opened_within_s(self, tracked: Tracked) -> float:
+        """How long it is given for its room to be opened over there."""
+        meeting = tracked.transfer.meeting
+        told_at = meeting.at if meeting is not None else 0.0
+        is_old = 0 < told_at < self._wall_s() - OPENED_S
+        return ANSWER_WITHIN_S if is_old else MEET_WITHIN_S
 
     def _delivered(self, link: NodeLink, tracked: Tracked, lease: SyncLease) -> None:
         receive = tracked.receive

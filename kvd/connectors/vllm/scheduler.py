@@ -540,7 +540,7 @@ class SchedulerHalf:
         told: dict[str, object] | None = None
         if is_heard and self._held.can_be_handed_over(tracked):
             tracked.room = draw_room()
-            told = kept_for_decode(link.name, tracked.room)
+            told = kept_for_decode(link.name, tracked.room, time.time())
         elif tracked.transfer.meeting is not None and tracked.lease is not None:
             told = cached_at(link.name)
         self._held.over(tracked)

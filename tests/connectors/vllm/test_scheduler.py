@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 
 import pytest
 
@@ -200,6 +201,7 @@ def test_a_prompt_is_kept_for_who_decodes_it_its_last_page_too(node, engine):
     told = engine.finish(request)
     ((room, _, how),) = node.handed
     # A connector beside this one may answer the router's own keys: equal ones end the engine.
+    assert abs(told["kvd"].pop("at") - time.time()) < 60
     assert told == {"kvd": {"v": 1, "peer": "n0", "room": str(room)}}
     assert (how["ttl_s"], how["takers"], how["namespace"]) == (120.0, 1, "model")
     assert engine.saves[-1].upto_tokens == len(PROMPT)
@@ -415,6 +417,9 @@ def test_why_nothing_came_of_another_node_is_told_with_each_reason_at_most_every
         ({"kvd": {"v": 1, "peer": "p", "room": "x"}}, False, False, True),
         ({"kvd": {"v": 1, "peer": "", "room": "7"}}, False, False, True),
         ({"kvd": {"v": 1, "peer": "p", "room": "7", "later": 1}}, False, True, False),
+        ({"kvd": {"v": 1, "peer": "p", "room": "7", "at": 1e9}}, False, True, False),
+        ({"kvd": {"v": 1, "peer": "p", "room": "7", "at": -1}}, False, True, False),
+        ({"kvd": {"v": 1, "peer": "p", "room": "7", "at": "now"}}, False, False, True),
         ({"kvd": "p"}, False, False, True),
         ({"do_remote_decode": "yes"}, False, False, False),
         ({"kvd": {"v": 1, "peer": "\ud800", "room": "7"}}, False, False, True),
