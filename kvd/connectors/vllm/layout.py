@@ -8,6 +8,7 @@ equal blocks. Nothing here knows vLLM, or reads a byte: where blocks lie is arit
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
@@ -110,7 +111,7 @@ def fitting(
     that differ in the rest differ in their namespaces. It may not say anything else.
 
     Raises:
-        KvdError: ``layout-mismatch``, with the key to change and its value.
+        KvdError: ``layout-mismatch``, with the keys to change, and the whole section that fits.
     """
     part = pool.memory.components[0]
     n_layers = len({place.layer for place in part.tensors})
@@ -132,9 +133,80 @@ def fitting(
     if told and not f"{tag} ".startswith(f"{told} "):
         wrong.append(f"tag = {tag!r} (it is {told!r})")
     if wrong:
-        raise _unfit(
-            f"pool {pool.name} does not fit this engine; its [pool] needs {', '.join(wrong)}"
+        section = fitting_section(
+            pool,
+            layers=len(layouts),
+            page_bytes=n_bytes,
+            block_size=block_size,
+            ranks=ranks,
+            tag=tag if told else "",
         )
+        raise _wrong_pool(pool, wrong, section)
+
+
+def check_pages(pool: Pool, *, layers: int, page_bytes: int, block_size: int, ranks: int) -> None:
+    """Whether pages have as many tokens as blocks: that, a scheduler needs before any worker does.
+
+    Args:
+        pool: what the daemon has.
+        layers: so many have blocks of their own.
+        page_bytes: of a block in one of them, and in one rank.
+        block_size: tokens of a block.
+        ranks: so many have a part of each.
+
+    Raises:
+        KvdError: as ``fitting``.
+    """
+    wanted = {"family": ("raw", pool.memory.family), "page_size": (block_size, pool.page_size)}
+    wrong = [
+        f"{key} = {need!r} (it is {have!r})" for key, (need, have) in wanted.items() if need != have
+    ]
+    if wrong:
+        section = fitting_section(
+            pool, layers=layers, page_bytes=page_bytes, block_size=block_size, ranks=ranks
+        )
+        raise _wrong_pool(pool, wrong, section)
+
+
+LEAST_PAGES: Final = 2
+"""Of a pool: one is the null page."""
+
+USUAL: Final = {"name": "main", "tp_size": 1, "tag": ""}
+"""Of keys that are left out where they have this value."""
+
+
+def fitting_section(
+    pool: Pool, *, layers: int, page_bytes: int, block_size: int, ranks: int, tag: str = ""
+) -> str:
+    """The [pool] that such an engine fits, with as much memory as this one has, as TOML."""
+    part = pool.memory.components[0]
+    held_bytes = part.pages * part.page_bytes * max(1, len(pool.shards))
+    keys = {
+        "name": pool.name,
+        "family": "raw",
+        "layers": layers,
+        "page_size": block_size,
+        "page_bytes": page_bytes,
+        "pages": max(LEAST_PAGES, held_bytes // (layers * page_bytes * ranks)),
+        "tp_size": ranks,
+        "tag": tag,
+    }
+    # Texts of JSON are texts of TOML: names and tags have no character where these differ.
+    lines = [
+        f"{key} = {json.dumps(value, ensure_ascii=False)}"
+        for key, value in keys.items()
+        if USUAL.get(key) != value
+    ]
+    # Memory of several shards cannot be kept over a restart.
+    more = "device" if ranks > 1 else "backing, directory and device"
+    return "\n".join(["[pool]", *lines, f"# {more}: as it was"])
+
+
+def _wrong_pool(pool: Pool, wrong: Sequence[str], section: str) -> KvdError:
+    return _unfit(
+        f"pool {pool.name} does not fit this engine; its [pool] needs {', '.join(wrong)}. This "
+        f"fits, in as much memory:\n\n{section}\n"
+    )
 
 
 def _unfit(message: str) -> KvdError:

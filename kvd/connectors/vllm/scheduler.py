@@ -207,15 +207,26 @@ class SchedulerHalf:
         with self.kept_in("a reset of the cache"):
             self._resets.add(self._base)
             for tracked in self._requests.all_of_them():
-                if tracked.is_loaded_from:
-                    self._stale_loads.add(tracked.id)
-                self._requests.alone(tracked, RESET)
+                self._not_of_before(tracked)
             # vLLM may preempt all that run before it resets its own cache.
             self._copies.preempted(self._requests.here.values())
             self._ending.share_nothing()
             self._await_reset()
             return True
         return False
+
+    def fill_no_more(self, requests: Collection[str]) -> None:
+        """VLLM has reset its own cache: these compute what they are about to load, and all else."""
+        with self.kept_in("a reset of vLLM's cache"):
+            for request_id in requests:
+                tracked = self._requests.here.get(request_id)
+                if tracked is not None:
+                    self._not_of_before(tracked)
+
+    def _not_of_before(self, tracked: Tracked) -> None:
+        if tracked.is_loaded_from:
+            self._stale_loads.add(tracked.id)
+        self._requests.alone(tracked, RESET)
 
     def _await_reset(self) -> None:
         """Have the daemon do it; give it a moment."""
@@ -311,9 +322,16 @@ class SchedulerHalf:
             return True
         received, self._look_ups.received_tokens = self._look_ups.received_tokens, 0
         self.counts.received_tokens += received
+        self._count_unmet()
         if is_over and tracked.is_unsure:
             self._requests.count_alone(LATE)
         return is_over
+
+    def _count_unmet(self) -> None:
+        unmet, self._look_ups.unmet = self._look_ups.unmet, []
+        for why in unmet:
+            self.counts.unmet += 1
+            self._log.unmet(why)
 
     def _has_pages_to_send(self, tracked: Tracked) -> bool:
         """Whether a prompt that another node will decode need not wait for its lease any more.
@@ -371,6 +389,11 @@ class SchedulerHalf:
                 self._requests.load(tracked)
         elif tracked.claim is None and (external_tokens or self._options.save != "none"):
             self._claims.begin(tracked.link, tracked, is_whole=self._options.save != "none")
+
+    def sent_tokens(self, request_id: str, external_tokens: int) -> int:
+        """Of the tokens that this one loads, those that another node has sent for it."""
+        tracked = self._requests.here.get(request_id)
+        return 0 if tracked is None else tracked.sent_tokens(external_tokens)
 
     # ---- a step ------------------------------------------------------------------------------
 
@@ -517,7 +540,7 @@ class SchedulerHalf:
         told: dict[str, object] | None = None
         if is_heard and self._held.can_be_handed_over(tracked):
             tracked.room = draw_room()
-            told = kept_for_decode(link.name, tracked.room)
+            told = kept_for_decode(link.name, tracked.room, time.time())
         elif tracked.transfer.meeting is not None and tracked.lease is not None:
             told = cached_at(link.name)
         self._held.over(tracked)

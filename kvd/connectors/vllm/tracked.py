@@ -104,6 +104,7 @@ class Tracked:
         "room",
         "saved_tokens",
         "saving",
+        "sent_from",
         "stage",
         "started_tokens",
         "takes_room",
@@ -144,9 +145,10 @@ class Tracked:
         """vLLM had so many itself when it last asked."""
         self.found_tokens = 0
         """The KV of so many is in the cache, or in the pages of its own lease."""
-        self.started_tokens = 0
-        """vLLM has those below itself, and loads from here up to ``loads_to``."""
-        self.loads_to = 0
+        self.sent_from: int | None = None
+        """From here on another node has sent it; None: nothing of it."""
+        self.started_tokens = self.loads_to = 0
+        """vLLM has those below the first itself, and loads from there up to the second."""
         self.copies: dict[int, CopyUnderWay] = {}
         """What was ordered for it and not answered, by number, as it was ordered."""
         self.saving: deque[CopyUnderWay] = deque()
@@ -187,6 +189,12 @@ class Tracked:
     def is_loaded_from(self) -> bool:
         """Whether workers may read the pages of its lease to fill its blocks."""
         return any(copy.is_load for copy in self.copies.values())
+
+    def sent_tokens(self, external_tokens: int) -> int:
+        """Of the tokens that it loads, those that another node has sent."""
+        if self.sent_from is None:
+            return 0
+        return max(0, self.loads_to - max(self.sent_from, self.loads_to - external_tokens))
 
     def unknown_tokens(self, upto_tokens: int) -> list[int]:
         """Those below ``upto_tokens`` that its lease does not know."""

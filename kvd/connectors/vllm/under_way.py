@@ -16,11 +16,11 @@ from kvd.connectors.vllm.orders import CopyOrder
 from kvd.connectors.vllm.tracked import CopyUnderWay
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from kvd.client import SyncLease
     from kvd.connectors.vllm.orders import StepReport
-    from kvd.connectors.vllm.tracked import Tracked
+    from kvd.connectors.vllm.tracked import RequestView, Tracked
 
 
 class CountedBlocks(Protocol):
@@ -202,8 +202,16 @@ class SchedulerBlocks:
 
     def __init__(self) -> None:
         self.can_be_held = False
+        self.on_reset: Callable[[Collection[str]], None] = _nobody_asks
+        """Is told of requests whose blocks are being filled with KV of before a reset."""
         self._manager: Any = None
         self._held: Counter[int] = Counter()
+        self._filling: dict[str, RequestView] = {}
+        """By its number, each request that waits for its blocks to be filled, were it over."""
+        self._over: set[str] = set()
+        """Of these, those that are."""
+        self._filled: dict[str, RequestView] = {}
+        """Those of which vLLM was told so, before its next step."""
 
     def bind(self, manager: Any) -> None:
         """This is vLLM's ``KVCacheManager``."""
@@ -231,6 +239,23 @@ class SchedulerBlocks:
                 del self._held[block]
         self._free(blocks)
 
+    def fills(self, request: RequestView) -> None:
+        """VLLM keeps the blocks of this request until it hears that they are filled."""
+        self._filling[request.request_id] = request
+
+    def filled(self, request_id: str) -> None:
+        """It hears so now, and goes on with them in its next step, if the request is not over."""
+        request = self._filling.pop(request_id, None)
+        if request is not None and request_id not in self._over:
+            self._filled[request_id] = request
+        self._over.discard(request_id)
+
+    def settled(self, request_id: str, *, is_over: bool = False) -> None:
+        """It has gone on with them, or has none; or the request is over."""
+        self._filled.pop(request_id, None)
+        if is_over and request_id in self._filling:
+            self._over.add(request_id)
+
     def _touch(self, blocks: Sequence[int]) -> None:
         pool = self._manager.block_pool
         pool.touch([pool.blocks[block] for block in blocks])
@@ -245,11 +270,35 @@ class SchedulerBlocks:
 
         It resets nothing while anybody needs a block, and ends in an error where it has preempted
         all requests before. What is read by a copy is in nobody's way: it is found by no prompt
-        after the reset, and nothing is given away before it is held again.
+        after the reset, and nothing is given away before it is held again. So are blocks of a
+        request that waits for a load: that is to fail, and its prompt is computed from its first
+        token, as vLLM does with all that it preempts.
         """
-        held = list(self._held.elements())
-        self._free(held)
+        aside = list(self._held.elements())
+        for request_id in (*self._filling, *self._filled):
+            for blocks in self._manager.get_block_ids(request_id):
+                aside += blocks
+        self._free(aside)
+        is_done = False
         try:
-            return reset()
+            is_done = reset()
         finally:
-            self._touch(held)
+            self._touch(aside)
+        if is_done:
+            self._take_back_filled()
+            self.on_reset(list(self._filling))
+        return is_done
+
+    def _take_back_filled(self) -> None:
+        """VLLM was told that these are filled, and has not looked yet: as where a load has failed.
+
+        Its scheduler does these two things with such a request before it looks it up again.
+        """
+        filled, self._filled = self._filled, {}
+        for request in filled.values():
+            request.num_computed_tokens = 0
+            self._manager.free(request)
+
+
+def _nobody_asks(_requests: Collection[str]) -> None:
+    """Nothing is filled."""

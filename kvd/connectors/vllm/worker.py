@@ -64,6 +64,9 @@ IDLE_WAIT_S: Final = 0.005
 PREEMPTED_WITHIN_S: Final = 0.01
 """So long a step that takes blocks back waits for copies that do not move yet."""
 
+LEAVE_S: Final = 10.0
+"""Between two lines about copies that are waited for before their blocks are freed."""
+
 PREEMPTED_SAID_S: Final = 10.0
 """Between two lines about a step that waits for those that do."""
 
@@ -119,6 +122,8 @@ class PoolJoin:
         self._token = b""
         self._joined: JoinedPool | None = None
         self._joining: BesideTask[JoinedPool] | None = None
+        self._leaving: list[BesideTask[None]] = []
+        """Former sessions, of which a copy may still move."""
         self._next_try_s = now_s()
 
     def follow(self, token: bytes) -> None:
@@ -131,7 +136,8 @@ class PoolJoin:
             if joining is not None:
                 joining.abandon()
             if joined is not None:
-                BesideTask(joined.leave, start=self._start)
+                self._leaving = [task for task in self._leaving if not task.ended()]
+                self._leaving.append(BesideTask(joined.leave, start=self._start))
         self._take()
         if (
             token
@@ -151,12 +157,16 @@ class PoolJoin:
         return joined if joined is not None and joined.session.owns(key) else None
 
     def leave(self) -> None:
-        """Be of none, once what has begun is copied."""
+        """Be of none, once what has begun is copied: nothing reads or writes blocks behind this."""
         if self._joining is not None:
             self._joining.abandon()
         joined, self._joined, self._joining, self._token = self._joined, None, None, b""
         if joined is not None:
             joined.leave()
+        for task in self._leaving:
+            while not task.ended(LEAVE_S):
+                logger.warning("copies of a former session are waited for")
+        self._leaving = []
 
     def _take(self) -> None:
         joining = self._joining
@@ -289,6 +299,7 @@ class WorkerHalf:
         self._join = PoolJoin(self._open_pool, self._log, now_s=now_s, start=start)
         self._layers: Mapping[str, Any] = {}
         self._layouts: list[BlockLayout] = []
+        self._has_blocks = True
         self._copies: dict[int, RankCopy] = {}
         """All that is not answered, by the number of the order."""
         self._orders: StepOrders | None = None
@@ -348,6 +359,19 @@ class WorkerHalf:
         """Leave the session; what has begun is waited for, since the blocks are freed behind it."""
         self._join.leave()
 
+    def take_back(self) -> None:
+        """The memory of the blocks is given away, and comes back by ``give_again``.
+
+        What moves is waited for, and all else ends: it is answered in the next step. Until then
+        this rank is of no session.
+        """
+        self._has_blocks = False
+        self.close()
+
+    def give_again(self) -> None:
+        """The memory of the blocks is there again, where it was."""
+        self._has_blocks = True
+
     # ---- a step ------------------------------------------------------------------------------
 
     def give_back(self, orders: StepOrders) -> None:
@@ -378,7 +402,7 @@ class WorkerHalf:
         self._failed.update(orders.failed)
         self._freed.update(orders.freed)
         try:
-            self._join.follow(orders.token)
+            self._join.follow(orders.token if self._has_blocks else b"")
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the engine
             self._log.bug("a session", error)
         if self._join.unfit:

@@ -129,9 +129,10 @@ class Receive:
             self.lease = Lease(self.node, self.tokens, 0, n_pages)
             return self.lease
 
-        call = Call(self.node, done)
-        if self.node.receives_hang:
-            call.is_done, call.value = False, None
+        node = self.node
+        node.holds, held = node.holds or node.receives_hang, node.holds
+        call = Call(node, done)
+        node.holds = held
         return call
 
     def begin_cancel(self):
@@ -198,7 +199,7 @@ class StandInNode:
 
         def match():
             self.alive()
-            return SimpleNamespace(tokens=self.found(prompt.tokens))
+            return SimpleNamespace(tokens=self.found(getattr(prompt, "tokens", prompt)))
 
         return Call(self, match)
 

@@ -500,7 +500,7 @@ def test_ranks_agree_or_nothing_is_known():
 
 def pool_of(tag):
     place = SimpleNamespace(layer=0, page_shape=(64,))
-    component = SimpleNamespace(name="kv", tensors=[place])
+    component = SimpleNamespace(name="kv", tensors=[place], pages=10, page_bytes=64)
     memory = SimpleNamespace(family="raw", tag=tag, components=[component])
     return SimpleNamespace(name="main", page_size=32, shards=(), memory=memory)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import tomllib
 
 import numpy as np
 import pytest
 
-from kvd.client import Code, KvdError, LeaseKey
-from kvd.client.mover.engine_memory import block_layout
+from kvd.client import Code, KvdError, LeaseKey, connect_sync
+from kvd.client.mover.engine_memory import BlockLayout, block_layout
 from kvd.connectors.vllm import layout
 from kvd.connectors.vllm.beside import BesideTask
 from kvd.connectors.vllm.options import VllmOptions
@@ -31,6 +33,7 @@ from tests.connectors.vllm.world import (
     WorldLease,
     refusal,
 )
+from tests.support.daemons import one_daemon
 
 NOBODY = VllmOptions(endpoint="ipc:///nowhere/kvd/client.sock")
 
@@ -348,6 +351,60 @@ def test_whoever_leaves_waits_for_what_moves(rank):
     assert not rank.node.workers
 
 
+def test_memory_that_is_given_away_is_read_and_written_by_nobody_and_comes_back(rank):
+    moving, asked = rank.order(), rank.order(first_page=2)
+    rank.begin(saves=(moving,))
+    rank.stream.run()
+    for _ in range(2):
+        rank.world.turn()
+    rank.begin(saves=(asked,), number=2)  # behind a mark that has not come
+    copies = list(rank.world.copies)
+    assert [copy.is_moving for copy in copies] == [True, False]
+
+    rank.half.take_back()
+
+    assert not any(copy.is_moving for copy in copies)
+    assert not rank.node.workers
+    before = [layer.copy() for layer in rank.world.memory]
+    late = rank.order(first_page=4)
+    rank.clock_s += SAVE_WITHIN_S
+    done, failed = rank.step(saves=(late,), number=3)
+    assert done | failed == {moving.number, asked.number}, "blocks would be held for ever"
+    rank.clock_s += SAVE_WITHIN_S
+    assert rank.step(number=4) == (set(), {late.number})
+    assert all((now == then).all() for now, then in zip(rank.world.memory, before, strict=True))
+
+    rank.half.give_again()
+
+    again = rank.order(first_page=4)
+    assert rank.step(saves=(again,), number=5) == ({again.number}, set())
+    assert rank.node.workers
+
+
+def test_memory_is_not_given_away_while_a_copy_of_a_former_session_moves(rank):
+    rank.begin(saves=(rank.order(),))
+    rank.stream.run()
+    for _ in range(2):
+        rank.world.turn()
+    (copy,) = rank.world.copies
+    assert copy.is_moving
+    rank.is_late = True
+    rank.begin(token=b"", session=0, incarnation="", number=2)
+    (leave,) = rank.late
+    ended = threading.Event()
+
+    def take_back():
+        rank.half.take_back()
+        ended.set()
+
+    threading.Thread(target=take_back, daemon=True).start()
+    assert not ended.wait(0.1)
+    assert copy.is_moving
+    leave()
+    assert ended.wait(5.0)
+    assert not copy.is_moving
+
+
 def test_it_leaves_when_there_is_no_session_any_more(rank):
     rank.step(saves=(rank.order(),))
     assert rank.node.workers
@@ -435,6 +492,78 @@ def test_blocks_that_are_no_pages_are_refused(layers):
     with pytest.raises(KvdError) as refused:
         layout.block_layouts(layers)
     assert refused.value.code == Code.LAYOUT_MISMATCH.value
+
+
+class OfDaemon:
+    """A pool of a real daemon's description, as far as it is asked."""
+
+    def __init__(self, daemon):
+        with connect_sync(daemon.client, name="look") as node:
+            pool = node.pool("main")
+            self.name, self.page_size = pool.name, pool.page_size
+            self.memory, self.shards = pool.memory, pool.shards
+
+
+@pytest.mark.parametrize(
+    ("sets", "ranks", "told"),
+    [
+        ({}, 1, ["layers = 2 (it is 4)", "family = 'raw' (it is 'mha')"]),
+        (
+            {"pool.family": "raw", "pool.page_bytes": "1024", "pool.tag": "other"},
+            1,
+            ["tag = 'vllm 0.32 LBHNC' (it is 'other')"],
+        ),
+        (
+            {"pool.family": "raw", "pool.page_bytes": "1024", "pool.layers": "2"},
+            2,
+            ["tp_size = 2 (it is 1)"],
+        ),
+        (
+            {"pool.family": "raw", "pool.page_bytes": "1024", "pool.layers": "2"}
+            | {"pool.page_size": "32"},
+            1,
+            ["page_bytes = 4096 (it is 1024)"],
+        ),
+    ],
+)
+def test_a_pool_that_does_not_fit_is_refused_with_one_that_does(tmp_path, sets, ranks, told):
+    layouts = [BlockLayout(4096 * k, 9, 4096, 4096) for k in range(2)]
+    asked = {"block_size": 32, "ranks": ranks, "tag": "vllm 0.32 LBHNC"}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with one_daemon(tmp_path / "a", {"pool.pages": "100", **sets}) as daemon:
+        pool = OfDaemon(daemon)
+    with pytest.raises(KvdError) as refused:
+        layout.fitting(pool, layouts, **asked)
+
+    assert refused.value.code == Code.LAYOUT_MISMATCH.value
+    for part in told:
+        assert part in str(refused.value)
+    # What it prints is pasted, and fits; and takes no more memory than the other one.
+    pasted = tomllib.loads(str(refused.value).partition("\n\n")[2])["pool"]
+    keys = {f"pool.{key}": str(value) for key, value in pasted.items()}
+    with one_daemon(tmp_path / "b", keys) as daemon:
+        other = OfDaemon(daemon)
+    layout.fitting(other, layouts, **asked)
+    held = pool.memory.components[0].total_bytes
+    assert held - 2 * 4096 * ranks < other.memory.components[0].total_bytes * ranks <= held
+    assert ("tag" in pasted) is ("pool.tag" in sets)
+
+
+def test_a_pool_with_pages_of_another_size_is_refused_by_the_scheduler_with_one_that_fits(
+    tmp_path,
+):
+    sets = {"pool.family": "raw", "pool.page_bytes": "1024", "pool.page_size": "16"}
+    with one_daemon(tmp_path, sets) as daemon:
+        pool = OfDaemon(daemon)
+    sizes = {"layers": 2, "page_bytes": 4096, "ranks": 1}
+    layout.check_pages(pool, **sizes, block_size=16)
+
+    with pytest.raises(KvdError, match=r"page_size = 32 \(it is 16\)") as refused:
+        layout.check_pages(pool, **sizes, block_size=32)
+
+    pasted = tomllib.loads(str(refused.value).partition("\n\n")[2])["pool"]
+    assert (pasted["layers"], pasted["page_size"], pasted["page_bytes"]) == (2, 32, 4096)
 
 
 def of_kind(name, **fields):
