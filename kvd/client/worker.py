@@ -135,8 +135,10 @@ class Worker:
         Args:
             caches: by layer, in their order, its tensor, or those of the parts that a page has of
                 it (K and V). Its first dimension is the block. A torch tensor, or anything with
-                ``__array_interface__`` or ``__cuda_array_interface__``, or a ``LayerMemory``. Of a
-                pool of several components, such a mapping by component.
+                ``__array_interface__`` or ``__cuda_array_interface__``, or a ``LayerMemory``. A
+                list of such mappings, where groups of layers have blocks of their own for the same
+                tokens: layers of the pool are theirs in this order. Of a pool of several
+                components, the same by component.
             block_size: tokens of a block. It divides the page size of the pool, or the other way
                 round.
             pool: its name; left out, the one that there is.

@@ -779,3 +779,97 @@ def test_short_orders_do_not_wait_for_long_ones_and_long_ones_end() -> None:
         long.result(20)
     finally:
         daemon.close()
+
+
+class Grouped:
+    """Two groups of layers over the same memory, as vLLM lays them: a block is one group's."""
+
+    def __init__(self, daemon: WordsDaemon) -> None:
+        self.daemon = daemon
+        self.layers = [numbered(np.random.default_rng(n), (20, BYTES)) for n in range(2)]
+        first, second = self.layers
+        self.before = np.stack(self.layers)
+        self.blocks: EngineBlocks = daemon.worker.blocks(
+            [{"a": first, "b": second}, {"c": first}], block_size=16
+        )
+
+    def order(self, begin: Any, rows: Any, pages: Any) -> PendingCopy:
+        pending: PendingCopy = begin(self.daemon.key(), {"kv": rows}, pages={"kv": pages})
+        return pending
+
+    def pages(self) -> NDArray[np.uint8]:
+        pool = self.daemon.worker.pool("main")
+        return np.stack([next(iter(pool.arrays("kv", layer=n).values())) for n in range(3)])
+
+
+def test_groups_of_layers_have_blocks_of_their_own(daemon: WordsDaemon) -> None:
+    engine = Grouped(daemon)
+    save = engine.order(engine.blocks.begin_save, [[3, 4], [9, 2]], [7, 8])
+    save.result(5)
+    first, second = engine.before
+    assert (engine.pages()[0, [7, 8]] == first[[3, 4]]).all()
+    assert (engine.pages()[1, [7, 8]] == second[[3, 4]]).all()
+    assert (engine.pages()[2, [7, 8]] == first[[9, 2]]).all()
+    load = engine.order(engine.blocks.begin_load, [[10, 11], [-1, 12]], [7, 8])
+    load.result(5)
+    expected = engine.before.copy()
+    expected[:, [10, 11]] = engine.before[:, [3, 4]]
+    expected[0, 12] = first[2]
+    assert (np.stack(engine.layers) == expected).all()
+    assert (save.n_bytes, load.n_bytes) == (6 * BYTES, 5 * BYTES)
+
+
+def test_a_group_may_have_no_block_at_all(daemon: WordsDaemon) -> None:
+    engine = Grouped(daemon)
+    engine.order(engine.blocks.begin_load, [[1, 2], [-1, -1]], [7, 8]).result(5)
+    with pytest.raises(KvdError, match="an order of no block"):
+        engine.order(engine.blocks.begin_load, [[-1, -1], [-1, -1]], [7, 8])
+
+
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
+        ([[1, 2]], "1 rows of 2 of blocks of kv, whose layers are in 2 groups"),
+        ([[1, 2], [3]], "2 rows of 1 and 2 of blocks"),
+        ([1, 2], "no rows of blocks"),
+        ([[1, 2], [3, 20]], "block 20 is none"),
+        ([[1, 2], [3, -2]], "block -2 is none"),
+        ([[1, 2], [2, 3]], "number 2 is twice among the blocks"),
+        ([[1, 2, 3], [4, 5, 6]], "3 blocks and 2 pages"),
+    ],
+)
+def test_rows_that_are_none_are_refused(daemon: WordsDaemon, rows: Any, match: str) -> None:
+    engine = Grouped(daemon)
+    with pytest.raises(KvdError, match=match) as refused:
+        engine.order(engine.blocks.begin_load, rows, [7, 8])
+    assert refused.value.code == Code.BAD_PAGES.value
+
+
+def test_blocks_of_groups_are_used_once(daemon: WordsDaemon) -> None:
+    engine = Grouped(daemon)
+    daemon.hold()
+    engine.order(engine.blocks.begin_load, [[1], [2]], [7])
+    with pytest.raises(KvdError, match="block 2 of kv is written by a load"):
+        engine.order(engine.blocks.begin_save, [[2], [5]], [9])
+    daemon.answer()
+
+
+def test_a_page_of_bytes_may_be_cut_into_other_layers_than_the_engine_has(
+    daemon: WordsDaemon,
+) -> None:
+    """Of layers of unlike sizes no pool has the like."""
+    sizes = (BYTES // 2, 2 * BYTES, BYTES // 2)
+    layers = [numbered(np.random.default_rng(n), (20, size)) for n, size in enumerate(sizes)]
+    before = [layer.copy() for layer in layers]
+    blocks = daemon.worker.blocks(dict(enumerate(layers)), block_size=16)
+    key = daemon.key()
+    blocks.begin_save(key, {"kv": [3, 4]}, pages={"kv": [7, 8]}).result(5)
+    pool = daemon.worker.pool("main")
+    pages = [next(iter(pool.arrays("kv", layer=n).values())) for n in range(3)]
+    for block, page in ((3, 7), (4, 8)):
+        wanted = np.concatenate([layer[block] for layer in layers])
+        assert (np.concatenate([layer[page] for layer in pages]).view(np.uint8) == wanted).all()
+    blocks.begin_load(key, {"kv": [0, 1]}, pages={"kv": [7, 8]}).result(5)
+    for layer, was in zip(layers, before, strict=True):
+        assert (layer[[0, 1]] == was[[3, 4]]).all()
+        assert (layer[2:] == was[2:]).all()

@@ -33,7 +33,12 @@ from kvd.connectors.vllm.identity import (
     identity_of,
     packing_of,
 )
-from kvd.connectors.vllm.layout import check_groups, check_pages
+from kvd.connectors.vllm.layout import (
+    check_pages,
+    layer_groups,
+    page_size_of,
+    scheduled_sizes,
+)
 from kvd.connectors.vllm.options import options_of
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
@@ -58,6 +63,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvd.client import SyncNode
+    from kvd.connectors.vllm.layout import LayerGroup
     from kvd.connectors.vllm.orders import StepOrders
 
 logger = logging.getLogger("kvd.connectors.vllm")
@@ -117,16 +123,21 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         assert transfer is not None
         _show_log()
         self._options = options_of(transfer.kv_connector_extra_config)
-        _check(vllm_config, kv_cache_config, any_version=self._options.any_version)
+        self._groups = _checked_groups(
+            vllm_config, kv_cache_config, any_version=self._options.any_version
+        )
         self._config = vllm_config
-        self._block_spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        block_size = self._block_spec.block_size
+        self._n_blocks = kv_cache_config.num_blocks
+        self._block_specs = [
+            (group.layer_names, group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups
+        ]
+        block_size = page_size_of(self._groups)
         self._packing: BlockPacking | None = None
         """How this worker packs, until the scheduler's half has heard of it."""
         self._agreed: BlockPacking | None = None
         self._namespace = self._untold = ""
         """What the engine's KV is of; and the same, until the metrics have heard of it."""
-        self._blocks = SchedulerBlocks()
+        self._blocks = SchedulerBlocks(self._groups)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -163,9 +174,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             check_pages(
                 node.pool(self._options.pool),
-                layers=sum(len(group.layer_names) for group in cache.kv_cache_groups),
-                page_bytes=cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes,
-                block_size=cache.kv_cache_groups[0].kv_cache_spec.block_size,
+                scheduled_sizes(cache.kv_cache_groups, self._groups),
+                page_size=page_size_of(self._groups),
                 ranks=ranks,
             )
         except BaseException:
@@ -223,7 +233,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self._config,
             self._options,
             packing,
-            block_spec=self._block_spec,
+            block_specs=self._block_specs,
             version=vllm.__version__,
             since_ns=self._since_ns,
             environment=os.environ,
@@ -382,7 +392,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             cache_dtype=cache.cache_dtype,
         )
         try:
-            self._copier.register(kv_caches, tag=self._packing.tag)
+            self._copier.register(
+                kv_caches, self._groups, n_blocks=self._n_blocks, tag=self._packing.tag
+            )
         except KvdError as error:
             logger.error("kvd: %s", error)  # noqa: TRY400 - no traceback belongs to it
             raise Unfit(str(error)) from None
@@ -502,8 +514,10 @@ def _show_log() -> None:
         ours.setLevel(theirs.level)
 
 
-def _check(config: VllmConfig, cache: KVCacheConfig, *, any_version: bool) -> None:
-    """Refuse what cannot be served."""
+def _checked_groups(
+    config: VllmConfig, cache: KVCacheConfig, *, any_version: bool
+) -> tuple[LayerGroup, ...]:
+    """The groups of layers of an engine that can be served; any other one is refused."""
     first, last = TESTED
     tested = _dotted(first) if first == last else f"{_dotted(first)} to {_dotted(last)}"
     numbers = vllm.__version__.split(".")[:2]
@@ -515,8 +529,8 @@ def _check(config: VllmConfig, cache: KVCacheConfig, *, any_version: bool) -> No
         logger.warning("%s; it is tried, since kvd.any_version says so", told)
     parallel = config.parallel_config
     try:
-        check_groups(
-            [group.kv_cache_spec for group in cache.kv_cache_groups],
+        groups = layer_groups(
+            cache.kv_cache_groups,
             context_ranks=parallel.prefill_context_parallel_size
             * parallel.decode_context_parallel_size,
         )
@@ -524,6 +538,7 @@ def _check(config: VllmConfig, cache: KVCacheConfig, *, any_version: bool) -> No
         raise Unfit(str(error)) from None
     if parallel.pipeline_parallel_size > 1:
         raise Unfit("pipeline parallel engines are not served by kvd's connector")
+    return groups
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -128,10 +128,10 @@ class SchedulerHalf:
         self._requests = Requests(self._sessions, self._look_ups, self._ending, self._log)
         self.counts = self._requests.counts
         self._claims = Claims(self._requests, self._look_ups, self._budget, now_s)
-        self._moves = Moves(options, self._requests, self._copies, block_size=block_size)
-        self._held = HeldRequests(
-            self._requests, self._moves, self._ending, self._copies, blocks, now_s
+        self._moves = Moves(
+            options, self._requests, self._copies, block_size=block_size, now_s=now_s
         )
+        self._held = HeldRequests(self._requests, self._moves, self._ending, self._copies, now_s)
         self._resets = Resets(self._log, now_s)
         self._stale_loads: set[str] = set()
         """Those whose blocks the workers fill with KV of before a reset."""
@@ -411,7 +411,9 @@ class SchedulerHalf:
         saves: list[CopyOrder] = []
         with self.kept_in("a step"):
             here = self._requests.here
-            self._copies.preempted(here[request] for request in preempted if request in here)
+            taken = [here[request] for request in preempted if request in here]
+            self._copies.preempted(taken)
+            self._moves.windows.sweep(taken)
             self._step(computed, loads, saves)
         failed, self._requests.unfilled = tuple(self._requests.unfilled), []
         self._budget.renew()
@@ -551,5 +553,10 @@ class SchedulerHalf:
         """Whether vLLM must go on stepping: blocks wait for a word, or pages for a copy."""
         requests, copies = self._requests, self._copies
         return bool(
-            requests.unfilled or requests.held or len(self._ending) or len(copies) or copies.keeps
+            requests.unfilled
+            or requests.held
+            or len(self._ending)
+            or len(copies)
+            or copies.keeps
+            or len(self._moves.windows)
         )

@@ -89,6 +89,7 @@ class Tracked:
         "is_broken",
         "is_full",
         "is_unsure",
+        "kept",
         "known_tokens",
         "lease",
         "life",
@@ -155,12 +156,13 @@ class Tracked:
         """What is saved and not counted by ``saved_tokens`` yet: an earlier copy may be slower."""
         self.is_broken = False
         """Something of it could not be saved: nothing behind that is."""
-        self.blocks: tuple[int, ...] | None = None
+        self.blocks: tuple[tuple[int, ...], ...] | None = None
         """Those that it had when it was over; None: it is here, and vLLM knows them."""
-        self.ordered_tokens = 0
-        """The pages of its lease have the KV up to here, once what was ordered is done."""
-        self.saved_tokens = 0
-        """The workers have done it up to here."""
+        # Where layers have windows: by page, blocks that are computed and wait to be ordered.
+        self.kept: dict[int, tuple[int, ...]] = {}
+        self.ordered_tokens = self.saved_tokens = 0
+        """The pages of its lease have the KV up to the first, once what was ordered is done; the
+        workers have done it up to the second."""
         self.room = self.takes_room = 0
         """Where the prompt will be handed over; and where it is kept for this request, on its own
         node. 0: nowhere."""

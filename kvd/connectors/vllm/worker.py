@@ -26,11 +26,11 @@ from kvd.connectors.vllm.log import ConnectorLog
 from kvd.connectors.vllm.orders import StepReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvd.client import EngineBlocks, LeaseKey, PendingCopy, Pool, Worker
-    from kvd.client.mover.engine_memory import BlockLayout
     from kvd.connectors.vllm.beside import Start
+    from kvd.connectors.vllm.layout import EngineLayers, LayerGroup
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import CopyOrder, StepOrders
 
@@ -82,10 +82,13 @@ class CopyCounts:
 class JoinedPool:
     """A session that this process is of, and the engine's blocks as they are moved there."""
 
-    def __init__(self, session: Worker, blocks: EngineBlocks, component: str) -> None:
+    def __init__(
+        self, session: Worker, blocks: EngineBlocks, component: str, *, has_rows: bool = False
+    ) -> None:
         self.session = session
         self.blocks = blocks
         self.component = component
+        self.has_rows = has_rows
 
     def leave(self) -> None:
         """Copy nothing any more; what has begun is waited for."""
@@ -211,10 +214,11 @@ class RankCopy:
         """
         order, part, blocks = self.order, joined.component, joined.blocks
         pages = {part: order.pages}
+        rows = order.blocks if joined.has_rows else order.blocks[0]
         if self.is_load:
             self.pending = blocks.begin_load(
                 order.key,
-                {part: order.blocks},
+                {part: rows},
                 pages=pages,
                 first_page=order.first_page,
                 after=mark,
@@ -222,7 +226,7 @@ class RankCopy:
         else:
             self.pending = blocks.begin_save(
                 order.key,
-                {part: order.blocks},
+                {part: rows},
                 pages=pages,
                 first_page=order.first_page,
                 upto_tokens=order.upto_tokens,
@@ -297,8 +301,7 @@ class WorkerHalf:
         self._start = start
         self._log = ConnectorLog(now_s)
         self._join = PoolJoin(self._open_pool, self._log, now_s=now_s, start=start)
-        self._layers: Mapping[str, Any] = {}
-        self._layouts: list[BlockLayout] = []
+        self._layers: EngineLayers | None = None
         self._has_blocks = True
         self._copies: dict[int, RankCopy] = {}
         """All that is not answered, by the number of the order."""
@@ -311,16 +314,28 @@ class WorkerHalf:
 
     # ---- the start ---------------------------------------------------------------------------
 
-    def register(self, layers: Mapping[str, Any], *, tag: str = "") -> None:
-        """These are the engine's blocks, and ``tag`` says who packs them.
+    def register(
+        self,
+        layers: Mapping[str, Any],
+        groups: Sequence[LayerGroup] = (),
+        *,
+        n_blocks: int = 0,
+        tag: str = "",
+    ) -> None:
+        """These are the engine's blocks.
+
+        Args:
+            layers: by name, the tensor of each.
+            groups: which of them have their blocks in common; none: all.
+            n_blocks: how many blocks the scheduler counts; 0: as many as the tensors have.
+            tag: who packs them.
 
         Raises:
             KvdError: ``layout-mismatch``: they are no pages of the pool. A daemon that is not there
                 is no reason to raise, nor is one that hangs: the pool is looked at when it is.
         """
         self._tag = tag
-        self._layers = layers
-        self._layouts = layout.block_layouts(layers)
+        self._layers = layout.EngineLayers(layers, groups, n_blocks)
         check = BesideTask(self._check, start=self._start)
         if not check.ended(CHECK_WITHIN_S):
             return
@@ -334,23 +349,25 @@ class WorkerHalf:
         with connect_sync(self._options.endpoint or None, name=CHECK_NAME) as node:
             self._fit(node.pool(self._options.pool))
 
-    def _fit(self, pool: Pool) -> None:
-        layout.fitting(
-            pool, self._layouts, block_size=self._block, ranks=self._ranks, tag=self._tag
-        )
+    def _fit(self, pool: Pool) -> EngineLayers:
+        layers = self._layers
+        assert layers is not None
+        layout.fitting(pool, layers, block_size=self._block, ranks=self._ranks, tag=self._tag)
+        return layers
 
     def _open_pool(self, token: bytes) -> JoinedPool:
         session = self._open(token)
         try:
             pool = session.pool(self._options.pool)
-            self._fit(pool)
+            layers = self._fit(pool)
             blocks = session.blocks(
-                self._layers,
+                layers.caches(),
                 block_size=self._block,
                 pool=self._options.pool,
                 threads=self._options.copy_threads,
             )
-            return JoinedPool(session, blocks, pool.memory.components[0].name)
+            part = pool.memory.components[0].name
+            return JoinedPool(session, blocks, part, has_rows=layers.has_rows)
         except BaseException:
             session.close()
             raise

@@ -88,7 +88,7 @@ def test_what_an_order_names_is_not_given_away(manager, blocks):
     blocks.free([3, 5])
     # The tail first: prefixes are found as long as they can be.
     assert free(manager) == [0, 1, 4, 6, 7, 2, 5, 3]
-    assert blocks.of("4") == [4]
+    assert blocks.of("4") == ([4],)
 
 
 def test_the_cache_is_reset_beside_copies_and_they_keep_their_blocks(manager, blocks):

@@ -42,7 +42,7 @@ def test_what_one_request_computes_another_loads(node, engine):
     engine.generate(first, 9)
     assert engine.finish(first) is None
     # The prompt and what was generated, whole blocks of what has KV.
-    assert [(one.blocks[0], one.upto_tokens) for one in engine.saves] == [
+    assert [(one.blocks[0][0], one.upto_tokens) for one in engine.saves] == [
         (1000, 28), (1007, 32), (1008, 36),
     ]  # fmt: skip
     assert node.cached[-1] == tuple(first.all_token_ids[:36])
@@ -50,7 +50,7 @@ def test_what_one_request_computes_another_loads(node, engine):
     second = engine.add(Request(2, [*first.all_token_ids, 5, 6]))
     assert not engine.step()
     (load,) = engine.loads
-    assert (load.upto_tokens, load.blocks) == (36, tuple(range(2000, 2009)))
+    assert (load.upto_tokens, load.blocks) == (36, (tuple(range(2000, 2009)),))
     assert engine.step()
     assert engine.told == {"r2": 1}
     engine.finish(second)
@@ -61,7 +61,7 @@ def test_what_vllm_has_itself_is_not_loaded(node, engine):
     request = engine.add(Request(1, PROMPT), local=12)
     engine.step()
     (load,) = engine.loads
-    assert load.blocks == (1003, 1004, 1005, 1006)
+    assert load.blocks == ((1003, 1004, 1005, 1006),)
     assert load.pages == tuple(one + 3 for one in range(load.pages[0] - 3, load.pages[0] + 1))
     engine.finish(request)
     another = engine.add(Request(2, PROMPT), local=28)
@@ -235,10 +235,10 @@ def test_blocks_are_held_until_the_last_rank_has_answered(node):
     (order,) = engine.saves
     assert engine.finish(request) is None
     assert not engine.kept
-    assert engine.counted.needed.keys() == set(order.blocks)
+    assert engine.counted.needed.keys() == set(order.used)
     report.done = {order.number: 1}
     engine.step()
-    assert engine.counted.needed.keys() == set(order.blocks), "one rank has not answered"
+    assert engine.counted.needed.keys() == set(order.used), "one rank has not answered"
     assert not node.cached
     assert engine.half.has_work
     engine.half.reported(StepReport(failed={order.number + 99: 1}), loaded=(), failed=())
@@ -345,7 +345,7 @@ def test_who_decodes_gets_all_of_it_without_holding_blocks(node, engine):
     for _ in range(3):
         engine.step()
     (load,) = engine.loads
-    assert (load.upto_tokens, len(load.blocks)) == (len(PROMPT) - 1, 8)
+    assert (load.upto_tokens, len(load.used)) == (len(PROMPT) - 1, 8)
     assert request.num_computed_tokens == len(PROMPT)
     told = engine.finish(request)
     assert told == {"kvd": {"v": 1, "peer": "n0", "room": ""}}
