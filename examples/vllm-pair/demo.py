@@ -567,6 +567,11 @@ class Demo:
         print("prompt and answer in tokens; moved, saved: bytes of KV, as the daemons count them")
         for note in self.notes:
             print(note)
+        if alone := computed_alone(self.rows):
+            print(
+                f"Turn {alone}: computed where it was decoded. On a busy machine that happens: no"
+            )
+            print("engine waits long for a daemon.")
         found = problems(self.rows, len(script()))
         if found:
             print("FAILED: " + "; ".join(found))
@@ -589,6 +594,13 @@ def told(row: Row) -> str:
         f"{amount(row.saved_bytes)} saved; {row.answer_tokens} tokens of answer after "
         f"{row.took_s:.1f} s, {'equal' if row.is_equal else 'OTHER THAN ALONE'}"
     )
+
+
+def computed_alone(rows: Sequence[Row]) -> str:
+    """The turns of which nothing was handed over, though both nodes were there."""
+    away = {*range(DAEMON_KILLED, DAEMON_BACK + 1), *range(ENGINE_KILLED, ENGINE_BACK)}
+    found = [row.turn for row in rows if not row.moved_bytes + row.saved_bytes]
+    return ", ".join(str(turn) for turn in found if turn not in away)
 
 
 def problems(rows: Sequence[Row], turns: int) -> list[str]:
