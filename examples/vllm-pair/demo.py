@@ -296,7 +296,7 @@ def shared_memory(pids: Sequence[int]) -> set[Path]:
         with contextlib.suppress(OSError):  # it ends meanwhile
             rows = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
             mapped |= {int(row[4]) for row in rows if row[3] == of_shm}
-    return {file for file in SHM.iterdir() if file.stat().st_ino in mapped}
+    return {SHM / entry.name for entry in os.scandir(SHM) if entry.inode() in mapped}
 
 
 def said_at(port: int, path: str) -> bytes | None:
@@ -396,15 +396,15 @@ class Pair:
 
     def stop(self) -> None:
         """End all of it."""
-        for server in self.servers:
-            server.ask_to_stop()
-        for server in self.servers:
-            server.stop()
-        for daemon in self.daemons:
-            daemon.ask_to_stop()
-        for daemon in self.daemons:
-            daemon.stop()
-            shutil.rmtree(SHM / f"{self.folder.name}-{daemon.name}", ignore_errors=True)
+        with contextlib.ExitStack() as steps:  # each is taken, whatever comes of another
+            for daemon in self.daemons:
+                memory = SHM / f"{self.folder.name}-{daemon.name}"
+                steps.callback(shutil.rmtree, memory, ignore_errors=True)
+                steps.callback(daemon.stop)
+            for server in self.servers:
+                steps.callback(server.stop)
+            for server in self.servers:
+                server.ask_to_stop()
 
 
 class Demo:
