@@ -98,8 +98,6 @@ def vllm_plan(config: Mapping[str, object], wanted: VllmPlanRequest) -> VllmPlan
         arguments += ["--kv-cache-dtype", wanted.kv_cache_dtype]
     if wanted.ranks > 1:
         arguments += ["--tensor-parallel-size", str(wanted.ranks)]
-    if model.window_layers:
-        arguments.append("--disable-hybrid-kv-cache-manager")
     element = _element_bytes(config, dtype, wanted.kv_cache_dtype)
     page_bytes = wanted.block_size * _elements(model, wanted.ranks) * element
     layers = model.attention_layers
@@ -133,7 +131,7 @@ def vllm_plan(config: Mapping[str, object], wanted: VllmPlanRequest) -> VllmPlan
 
 
 def _check_served(model: Model, facts: ModelFacts, config: Mapping[str, object]) -> None:
-    """Whether kvd's connector takes such a model's blocks, and they are all alike."""
+    """Whether kvd's connector takes such a model's blocks, and they are known to be alike."""
     if model.without_kv is not None:
         raise NotPlanned(f"{model.without_kv}; kvd's connector for vLLM serves KV of attention")
     if config.get("is_encoder_decoder") is True or facts.get("is_encoder_decoder") is True:
@@ -142,12 +140,12 @@ def _check_served(model: Model, facts: ModelFacts, config: Mapping[str, object])
         if facts.get(key):
             raise NotPlanned(
                 f"{key} = {facts.get(key)!r}: kvd's connector refuses layers whose tokens attend "
-                "to a part of those before them by chunks, or to later ones"
+                "to chunks of those before them, or to later ones"
             )
     if model.index_dim:
         raise NotPlanned(
-            "index_head_dim: the index of its sparse attention has blocks of another size, and "
-            "kvd's connector takes layers of one; run it without kvd"
+            "index_head_dim: the index of its sparse attention has blocks of another size than its "
+            f"layers, as its kernel packs them; {TO_BE_SEEN}"
         )
     if model.latent_dim and model.name not in LATENTS:
         raise NotPlanned(
@@ -159,17 +157,10 @@ def _check_served(model: Model, facts: ModelFacts, config: Mapping[str, object])
             f"v_head_dim = {model.v_dim} is not head_dim = {model.head_dim}: whether vLLM pads V "
             f"differs from model to model; {TO_BE_SEEN}"
         )
-    if model.window_layers and not model.layers:
-        raise NotPlanned(
-            f"sliding_window = {model.window_tokens} in every layer: vLLM takes away blocks of a "
-            "request that runs, so kvd's connector refuses it. --disable-sliding-window makes "
-            "them layers of full attention, where requests are no longer than the window; then "
-            "plan with sliding_window = null"
-        )
     if model.window_head_dim:
         raise NotPlanned(
-            "sliding layers have KV of another shape than the others, and kvd's connector takes "
-            "layers of one; run it without kvd"
+            "sliding layers have KV of another shape than the others, and how many tokens vLLM "
+            f"gives to their blocks it chooses by itself; {TO_BE_SEEN}"
         )
 
 

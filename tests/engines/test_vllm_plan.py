@@ -23,7 +23,8 @@ import sys
 from pathlib import Path
 import torch
 from transformers import (DeepseekV3Config, DeepseekV3ForCausalLM, Gemma3ForCausalLM,
-                          Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM)
+                          Gemma3TextConfig, MistralConfig, MistralForCausalLM, Qwen3Config,
+                          Qwen3ForCausalLM)
 
 root = Path(sys.argv[1])
 shape = dict(hidden_size=256, intermediate_size=512, vocab_size=4096, max_position_embeddings=4096,
@@ -40,6 +41,9 @@ made = {
         **shape, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
         sliding_window=64, query_pre_attn_scalar=64,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2)),
+    "mistral": MistralForCausalLM(MistralConfig(
+        **shape, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        sliding_window=128)),
 }
 for name, model in made.items():
     model.save_pretrained(root / name)
@@ -97,7 +101,7 @@ def as_engine(arguments):
     found = {}
     for word in words:
         key = word.removeprefix("--").replace("-", "_")
-        found[key] = True if key.startswith("disable") else next(words)
+        found[key] = next(words)
     return found | {"block_size": int(found["block_size"])}
 
 
@@ -109,6 +113,7 @@ def as_engine(arguments):
         ("qwen", ["--block-size", "128", "--dtype", "float16"]),
         ("mla", ["--block-size", "16", "--dtype", "float32"]),
         ("gemma", ["--block-size", "32", "--dtype", "float32"]),
+        ("mistral", ["--block-size", "32", "--dtype", "float32"]),
     ],
 )
 def test_an_engine_starts_on_what_was_planned_and_finds_what_another_cached(
