@@ -620,7 +620,8 @@ def problems(rows: Sequence[Row], turns: int) -> list[str]:
 @contextlib.contextmanager
 def opened(python: Path) -> Iterator[Pair]:
     """A pair, of which nothing is left afterwards; its logs are, if it failed."""
-    folder = Path(tempfile.mkdtemp(prefix="kvd-vllm-"))
+    # Wherever temporary files go else: the path of a socket has 107 bytes at most.
+    folder = Path(tempfile.mkdtemp(prefix="kvd-vllm-", dir="/tmp"))
     pair = Pair(folder, python)
     has_failed = False
     try:
