@@ -188,6 +188,12 @@ def test_all_turns_must_be_equal(demo):
     assert demo.problems(rows[:1], 2) == ["1 of 2 turns were answered"]
 
 
+def test_turns_that_were_computed_are_named_where_both_nodes_were_there(demo):
+    away = row(demo, turn=demo.ENGINE_KILLED, moved_bytes=0, saved_bytes=0)
+    alone = row(demo, turn=2, moved_bytes=0, saved_bytes=0)
+    assert demo.computed_alone([row(demo), alone, away]) == "2"
+
+
 def test_kv_that_did_not_travel_is_no_success(demo):
     assert demo.problems([row(demo, moved_bytes=0)], 1) == [
         "no KV was handed over: the engines computed everything"

@@ -405,8 +405,11 @@ def given_memory(pool: Pool, caches: Caches, *, block_size: int, shard: int) -> 
     Raises:
         KvdError: ``layout-mismatch`` with both numbers; ``bad-request``; as ``Pool.view``.
     """
-    if not isinstance(caches, Mapping):
-        raise _bad(f"caches is a {type(caches).__name__}: give the engine's KV tensors by layer")
+    groups = caches if isinstance(caches, list | tuple) and caches else [caches]
+    for group in groups:
+        if not isinstance(group, Mapping):
+            told = f"caches is a {type(caches).__name__}"
+            raise _bad(f"{told}: give the engine's KV tensors by layer, or a list of such groups")
     first = pool.memory.components[0].name
     names = {part.name for part in pool.memory.components}
     by_component = caches if _are_by_component(caches, names) else {first: caches}
