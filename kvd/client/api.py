@@ -197,7 +197,8 @@ class Node:
         Raises:
             KvdError: as ``Worker.blocks`` and ``join``.
         """
-        found = self.pool(pool or self._attachment.attached.pools[0].name)
+        is_left_out = isinstance(pool, str) and not pool
+        found = self.pool(self._attachment.attached.pools[0].name if is_left_out else pool)
         if self._copier is None:
             self._copier = join(self._attachment.endpoint, token=self.token)
             self._attachment.copies = self._copier.movers

@@ -262,7 +262,7 @@ class Pools:
         end = self._end()
         if end is not None:
             raise KvdError(end)
-        if name not in self._pools:
+        if not isinstance(name, str) or name not in self._pools:
             raise _none(f"there is no pool {name!r}; there is {', '.join(self._pools) or 'none'}")
         return self._pools[name]
 

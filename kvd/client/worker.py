@@ -152,7 +152,8 @@ class Worker:
                 ``bad-request``; as ``Pool.arrays``; ``unreachable`` or ``deadline`` where the
                 daemon does not hear of it: from now on no commit counts what is not said or saved.
         """
-        found = self.pool(pool or self._attachment.attached.pools[0].name)
+        is_left_out = isinstance(pool, str) and not pool
+        found = self.pool(self._attachment.attached.pools[0].name if is_left_out else pool)
         if shard is None:
             shard = self._rank if found.shards else 0
         return self.movers.blocks(

@@ -97,6 +97,8 @@ class FormerSession(msgspec.Struct, frozen=True):
     name: str
     pids: tuple[int, ...]
     leases: tuple[FormerLease, ...]
+    keeps_blocks: bool = False
+    """As one of its processes had said (``wire.attach.KeepsBlocks``)."""
 
 
 class PoolAdopted(TimedInput, frozen=True, tag="Adopted"):

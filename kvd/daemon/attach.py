@@ -80,6 +80,7 @@ from kvd.wire.attach import (
     Attach,
     Attached,
     Join,
+    KeepsBlocks,
     Leave,
     ProcessWord,
     RankAnswer,
@@ -339,6 +340,9 @@ class AttachServer:
         rank = connection.rank
         reactor = self._reactor
         if not isinstance(said, RankWritten):
+            if isinstance(said, KeepsBlocks):
+                # Before it is answered: the daemon after this one must know it as well.
+                self._notes.session_keeps_blocks(session.number)
             reactor.feed(
                 WorkerCopies(
                     at_s=reactor.clock(),
@@ -664,6 +668,8 @@ class AttachServer:
                 return msgspec.structs.replace(refusal, side=self._node)
             connection.rank = rank
         was_known = self._take(session, connection)
+        if request.keeps_blocks:
+            self._notes.session_keeps_blocks(session.number)
         self._joined(session, connection, "", keeps_blocks=request.keeps_blocks)
         self._tell_attached(connection, session, was_known=was_known)
         return None

@@ -1,10 +1,13 @@
 """Which engines there are: their tokens, names and processes, a slot each.
 
-    slot   session, stored last, 0 when it is over | check | token | length | name | processes
+    slot   session, stored last, 0 when it is over | check | token | length, flag | name | processes
     process   when it started | its pid, with a proof of both
 
 A process is known by its pid and by when it started, in clock ticks since boot, so that a later one
 with the same pid is not taken for it. A pid of 0 is not known: nobody can prove such a one dead.
+
+The flag is set where KV of the engine is in blocks of its own first (``KeepsBlocks``): which of its
+processes had said so, and whether that one comes back, does not matter then.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 _WORDS: Final = ENGINE_BYTES // WORD_BYTES
 _TOKEN_AT: Final = 2 * WORD_BYTES
 _LENGTH: Final = 4
+_KEEPS_BLOCKS: Final = 1 << 32
+"""Beside the length, which is shorter: both are stored at once."""
 _NAME_AT: Final = 5 * WORD_BYTES
 _PROCESSES: Final = 5 + NAME_BYTES // WORD_BYTES
 TOKEN_BYTES: Final = 16
@@ -48,6 +53,7 @@ class EngineRecord(msgspec.Struct, frozen=True):
     token: bytes
     name: str
     processes: tuple[Process, ...]
+    keeps_blocks: bool = False
 
 
 class SessionNotes:
@@ -58,6 +64,9 @@ class SessionNotes:
 
     def session_joined(self, session: int, process: Process) -> None:
         """A process of it that was not written down yet."""
+
+    def session_keeps_blocks(self, session: int) -> None:
+        """Of its leases only what is said or saved is written."""
 
     def process_left(self, session: int, pid: int) -> None:
         """A process of it is dead, or maps the pool no more; others are of it."""
@@ -79,7 +88,8 @@ def read_engines(journal: Journal) -> dict[int, EngineRecord]:
     found: dict[int, EngineRecord] = {}
     for slot in np.flatnonzero(np.asarray(words)[::_WORDS]).tolist():
         at, start = slot * _WORDS, journal.sizes.engines_at + slot * ENGINE_BYTES
-        session, length = words[at], min(words[at + _LENGTH], NAME_BYTES)
+        session, said = words[at], words[at + _LENGTH]
+        length = min(said % _KEEPS_BLOCKS, NAME_BYTES)
         token = bytes(whole[start + _TOKEN_AT : start + _TOKEN_AT + TOKEN_BYTES])
         name = bytes(whole[start + _NAME_AT : start + _NAME_AT + length])
         # Torn: who cannot prove that it is it must not be given another one's leases.
@@ -96,6 +106,7 @@ def read_engines(journal: Journal) -> dict[int, EngineRecord]:
             token=token,
             name=name.decode(errors="replace"),
             processes=tuple(processes),
+            keeps_blocks=bool(said & _KEEPS_BLOCKS),
         )
     return found
 
@@ -143,6 +154,13 @@ class EngineRecords(SessionNotes):
         slot = self.slots.get(session)
         if slot is not None:
             self._enter(slot, session, process)
+
+    @override
+    def session_keeps_blocks(self, session: int) -> None:
+        slot = self.slots.get(session)
+        if slot is not None:
+            at = slot * _WORDS + _LENGTH
+            self._store(self._words, at, self._words[at] | _KEEPS_BLOCKS)
 
     @override
     def process_left(self, session: int, pid: int) -> None:

@@ -218,6 +218,7 @@ class Reading:
                 name=engine.name,
                 pids=tuple(process.pid for process in engine.processes),
                 leases=tuple(leases.get(engine.session, ())),
+                keeps_blocks=engine.keeps_blocks,
             )
             for engine in engines
         )

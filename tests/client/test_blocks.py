@@ -319,6 +319,13 @@ def flat(array: NDArray[Any]) -> NDArray[Any]:
     return array.reshape(-1)
 
 
+class _Described:
+    """What says by its interface alone where it lies."""
+
+    def __init__(self, interface: dict[str, object]) -> None:
+        self.__array_interface__ = interface
+
+
 def _read_only() -> NDArray[Any]:
     array = np.zeros((20, BYTES), np.uint8)
     array.flags.writeable = False
@@ -368,6 +375,8 @@ def test_what_is_no_page_of_this_pool_is_refused_with_the_numbers(
         ({0: LayerMemory(4096, (20, 64), (64,), 1)}, Code.LAYOUT_MISMATCH, "the strides (64,)"),
         ({0: LayerMemory(4096, (20, -1), (64, 1), 1)}, Code.LAYOUT_MISMATCH, "lies like that"),
         ({0: LayerMemory(4096, (20, 64), (64, 1), 0)}, Code.LAYOUT_MISMATCH, "of 0 bytes"),
+        ({0: _Described({})}, Code.BAD_REQUEST, "does not say where it lies"),
+        ({0: _Described({"typestr": 5})}, Code.BAD_REQUEST, "does not say where it lies"),
         ({0: LayerMemory("a", (20, 64), (64, 1), 1)}, Code.BAD_REQUEST, "are ints"),
         ({0: LayerMemory(4096, (20, 1.5), (64, 1), 1)}, Code.BAD_REQUEST, "are ints"),
     ],
@@ -378,6 +387,19 @@ def test_what_is_no_memory_is_refused_with_what_it_is(
     with pytest.raises(KvdError, match=re.escape(told)) as refused:
         daemon.worker.blocks(caches, block_size=16)
     assert refused.value.code == code.value
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"pool": ["main"]}, {"pool": {}}, {"mark_within_s": float("nan")}, {"mark_within_s": -1}],
+)
+def test_what_blocks_are_given_with_is_refused_by_its_name(
+    daemon: WordsDaemon, wrong: dict[str, Any]
+) -> None:
+    layers = {n: np.zeros((20, BYTES), np.uint8) for n in LAYERS}
+    with pytest.raises(KvdError) as refused:
+        daemon.worker.blocks(layers, block_size=16, **wrong)
+    assert refused.value.code == Code.BAD_REQUEST.value
 
 
 def test_the_daemon_knows_that_there_are_blocks_before_the_first_order(

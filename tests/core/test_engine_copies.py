@@ -7,7 +7,16 @@ import pytest
 
 from kvd.core import effects, inputs
 from kvd.core.cache.lease import COPY, FORMER_COPY
-from kvd.core.layout.spec import Component, Mha, Mla, PageOrder, PoolSpec, companion_pages
+from kvd.core.layout.shards import tp_shards
+from kvd.core.layout.spec import (
+    Component,
+    HeldShards,
+    Mha,
+    Mla,
+    PageOrder,
+    PoolSpec,
+    companion_pages,
+)
 from kvd.core.replay.freeze import freeze, state_hash
 from kvd.core.replay.thaw import thaw
 from kvd.core.settings import CacheMode
@@ -18,7 +27,7 @@ from kvd.wire.attach import CopyBegins, CopyEnds, CopyPart, KeepsBlocks, pages_s
 from tests.core.engines import PROMPT, cached
 from tests.core.families import SPECS
 from tests.core.side import PAGE, Side
-from tests.core.test_former_leases import NOW_S, adopted, ids
+from tests.core.test_former_leases import NOW_S, WORKS, adopted, changed, ids
 from tests.core.world import World, tokens
 
 OTHER = tokens((5000, 64))
@@ -27,9 +36,11 @@ OTHER = tokens((5000, 64))
 class Engine:
     """An engine with a lease of 100 tokens in 7 pages, and blocks of its own."""
 
-    def __init__(self, world: World, side: Side | None = None, toks: bytes = PROMPT) -> None:
+    def __init__(
+        self, world: World, side: Side | None = None, toks: bytes = PROMPT, **more: object
+    ) -> None:
         self.world, self.side, self.toks = world, side or world.p, toks
-        leased = self.side.lease(toks)
+        leased = self.side.lease(toks, **more)
         self.lease, self.row = leased.lease, leased.pages
         self.calls = 100
 
@@ -623,6 +634,16 @@ def test_pages_of_a_companion_are_its_own_and_go_with_those_of_the_first():
 
 # ---- components beside ---------------------------------------------------------------------------
 
+HALVES = PoolSpec(
+    "main",
+    "mha",
+    PageOrder.PAGE_FIRST,
+    (Component("kv", 1, Mha(1, 1, 1, "float32"), PAGE),),
+    (64,),
+    held=HeldShards(layers=1, heads=2, shards=tp_shards(2, 2, (0, 2), (0, 1))),
+)
+"""Each of two shards has a head of two."""
+
 CONTINUED = PROMPT + tokens((900, 12))
 """Seven whole pages."""
 
@@ -678,3 +699,87 @@ def test_a_state_joins_only_where_it_was_saved_behind_the_same_tokens(saved_upto
 
     states = engine.side.node.leases.components.named("state")
     assert [node.end_tokens for node in states.at] == ([112] if saved_upto == 112 else [])
+
+
+def test_a_state_that_is_saved_anew_is_none_until_that_is_over():
+    engine = Engine(World(spec=SPECS["recurrent"]), toks=CONTINUED)
+    engine.keeps_blocks()
+    message = engine.begins(
+        0, 7, parts=(engine.part(0, 7), beside(engine, "state", 1, 2)), upto_tokens=112
+    )
+    assert engine.side.copy_said(message) is None
+    engine.over(message.call)
+    again = engine.begins(0, 7, parts=(beside(engine, "state", 1, 2),), upto_tokens=128)
+    assert engine.side.copy_said(again) is None
+
+    engine.side.call(client.CommitAndRelease, lease=engine.lease)
+    engine.over(again.call)
+
+    assert not engine.side.node.leases.components.named("state").at
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_a_state_that_was_received_is_found_again(has_blocks):
+    world = World(spec=SPECS["recurrent"])
+    sender = Engine(world, toks=CONTINUED)
+    sent = world.p.call(client.SendRequest, CONTINUED, room=7, lease=sender.lease)
+    world.d.call(client.ReceiveRequest, CONTINUED, room=7, source=("p",))
+    world.p.call(client.Finish, send=sent.send, aux=b"")
+    received = world.d.take()[-1]
+    if has_blocks:
+        assert world.d.copy_said(KeepsBlocks(99)) is None
+
+    world.d.call(client.CommitAndRelease, lease=received.lease)
+
+    states = world.d.node.leases.components.named("state")
+    assert [node.end_tokens for node in states.at] == [112]
+
+
+def test_a_save_of_what_a_window_has_not_mapped_is_refused():
+    world = World(spec=SPECS["swa"])
+    engine = Engine(world, toks=CONTINUED, step_tokens=16)
+    engine.keeps_blocks()
+    parts = (engine.part(0, 7), beside(engine, "swa", 0, 1))
+    engine.refused(engine.begins(0, 7, parts=parts), Code.WRONG_STATE, "slide it to the token")
+    first = (engine.part(0, 1), beside(engine, "swa", 0, 1))
+    assert engine.side.copy_said(engine.begins(0, 1, parts=first)) is None
+
+
+def test_pages_of_a_window_that_count_are_not_saved_again():
+    engine = Engine(World(spec=SPECS["swa"]))
+    engine.keeps_blocks()
+    parts = (engine.part(0, 7), beside(engine, "swa", 0, 7))
+    message = engine.begins(0, 7, parts=parts)
+    assert engine.side.copy_said(message) is None
+    engine.over(message.call)
+    again = engine.begins(0, 7, parts=(beside(engine, "swa", 5, 6),))
+    engine.refused(again, Code.BAD_PAGES, "written already")
+
+
+def test_what_was_saved_behind_a_gap_is_gone_with_the_pages():
+    engine = Engine(World())
+    engine.keeps_blocks()
+    engine.over(engine.save(3, 5))
+    retracted = engine.side.call(client.RetractLease, lease=engine.lease, keep="nothing")
+    assert isinstance(retracted, client.Retracted), retracted
+    resumed = engine.side.call(client.ResumeLease, lease=engine.lease)
+    assert isinstance(resumed, client.Resumed), resumed
+    engine.row = engine.record.page_table
+
+    engine.over(engine.save(0, 3))
+
+    assert engine.record.written_tokens == 48
+
+
+def test_each_shard_of_a_pool_has_a_rank_that_saves_it():
+    engine = Engine(World(spec=HALVES))
+    words = "this pool has 2 shards"
+    engine.refused(engine.begins(0, 7), Code.BAD_REQUEST, words)
+    assert engine.side.copy_said(engine.begins(0, 7), rank=1, ranks=2) is None
+
+
+def test_that_there_are_blocks_is_known_over_a_restart_whoever_comes_back():
+    daemon = adopted(changed(sessions=(msgspec.structs.replace(WORKS, keeps_blocks=True),)))
+    assert daemon.node.leases.by_word == set()
+    daemon.feed(inputs.ClientCameBack(NOW_S, 3, 4711, (7,)))
+    assert daemon.node.leases.by_word == {3}

@@ -187,6 +187,22 @@ def test_an_engine_comes_back_with_its_leases():
     assert found.unproven == b""
 
 
+def test_that_an_engine_keeps_blocks_is_noted_for_each_daemon_after():
+    ours = identity()
+    buffer, journal = made(ours)
+    writer = JournalWriter(journal)
+    writer.engines.session_opened(3, b"t" * 16, "vllm-0", Process(70, 1234))
+    writer.engines.session_opened(4, b"u" * 16, "vllm-1", Process(71, 1235))
+    writer.engines.session_keeps_blocks(3)
+    writer.engines.session_keeps_blocks(99)  # nobody knows it
+
+    for _ in range(2):
+        reading, found = read(buffer, ours)
+        assert {one.id: one.keeps_blocks for one in found.sessions} == {3: True, 4: False}
+        assert [one.name for one in found.sessions] == ["vllm-0", "vllm-1"]
+        reading.carry_on()
+
+
 def test_a_lease_keeps_the_proven_part_of_its_path():
     ours = identity()
     buffer, journal = made(ours)

@@ -207,9 +207,11 @@ class EngineBlocks:
         if after is not None and not isinstance(after, self._mover.lane.mark_kind):
             raise _bad(f"after is {after!r:.100}: give what mark() of these blocks gave")
         after = self.mark() if after is None else after
+        # Of another component pages may be of any tokens: a state is of all before one.
+        is_first = not self._ranks[parts[0].table.component]
         if upto_tokens is None:
             upto_tokens = parts[0].end_token if to_pages else 0
-        elif not 0 <= upto_tokens <= parts[0].end_token:
+        elif upto_tokens < 0 or (is_first and upto_tokens > parts[0].end_token):
             raise _bad(
                 f"upto_tokens is {upto_tokens}, the blocks of this order reach token "
                 f"{parts[0].end_token}"
@@ -313,7 +315,9 @@ def _key_of(lease: LeaseKey | HasPages) -> LeaseKey:
     try:
         key = lease if isinstance(lease, LeaseKey) else lease.key
     except AttributeError:
-        raise _bad(f"lease is {lease!r:.100}: give a lease, or its key") from None
+        key = None
+    if not isinstance(key, LeaseKey):
+        raise _bad(f"lease is {lease!r:.100}: give a lease, or its key")
     if type(key.lease) is int and type(key.session) is int:
         return key
     return LeaseKey(

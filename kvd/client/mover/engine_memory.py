@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
+import re
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import msgspec
@@ -230,20 +231,21 @@ def seen_as(name: str, tensor: object) -> TensorView:
 
 def _described(name: str, interface: Mapping[str, Any], device: str) -> LayerMemory:
     """As both interfaces say it: strides in bytes, or none for what is dense."""
-    if interface["typestr"][1] == "O":
+    try:
+        kind, said = interface["typestr"][1], re.sub(r"\[.*", "", interface["typestr"][2:])
+        itemsize = 0 if kind == "O" else int(said)
+        pointer, is_read_only = interface["data"]
+        shape = tuple(int(size) for size in interface["shape"])
+        steps = interface.get("strides")
+        strides = _dense(shape) if steps is None else tuple(int(step) // itemsize for step in steps)
+    except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise _bad(f"layer {name} does not say where it lies: {error!r} in its interface") from None
+    if kind == "O":
         raise _bad(f"layer {name} is an array of Python's objects: their bytes are no KV")
-    if interface["data"][1]:
+    if is_read_only:
         raise _bad(f"layer {name} may only be read: loads write the engine's tensors")
-    shape = tuple(int(size) for size in interface["shape"])
-    itemsize = int(interface["typestr"][2:])
-    strides = interface.get("strides")
-    strides = _dense(shape) if strides is None else tuple(int(step) // itemsize for step in strides)
     return LayerMemory(
-        pointer=int(interface["data"][0]),
-        shape=shape,
-        strides=strides,
-        itemsize=itemsize,
-        device=device,
+        pointer=int(pointer), shape=shape, strides=strides, itemsize=itemsize, device=device
     )
 
 

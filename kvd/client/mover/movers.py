@@ -66,6 +66,9 @@ class Movers:
             why = f"threads is {threads}: 1 to {MOST_THREADS} copy"
             raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client"))
         mark_within_s = seconds(mark_within_s, "mark_within_s")
+        if not mark_within_s >= 0:
+            why = f"mark_within_s is {mark_within_s}: it is 0 or more seconds"
+            raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client"))
         checks = (self._check,) if check is None else (self._check, check)
         given = given_memory(pool, caches, block_size=block_size, shard=shard)
         is_host = given.device == HOST
@@ -73,8 +76,13 @@ class Movers:
         if not self.has_blocks:
             # Before the first order: a commit that the daemon hears sooner than that one must not
             # stand for what is still to be saved.
-            self._words.begin(lambda call: KeepsBlocks(call=call)).result()
+            # First, so that whoever goes back to the next daemon meanwhile says it there.
             self.has_blocks = True
+            try:
+                self._words.begin(lambda call: KeepsBlocks(call=call)).result()
+            except KvdError:
+                self.has_blocks = False  # nothing was given, and it is said again with the next
+                raise
         return EngineBlocks(mover, given, checks, mark_within_s=mark_within_s)
 
     @property

@@ -74,13 +74,23 @@ class EngineCopy:
 class LeaseCopying:
     """What is copied of one lease. ``ahead``: by rank, stretches of tokens saved behind a gap."""
 
-    __slots__ = ("ahead", "states", "under_way")
+    __slots__ = ("ahead", "has_saved", "states", "under_way")
 
     def __init__(self) -> None:
         self.under_way: list[EngineCopy] = []
         self.ahead: dict[int, list[tuple[int, int]]] = {}
+        self.has_saved = False
+        """A save has begun."""
         self.states: dict[tuple[str, int], int] = {}
         """By component of states and rank, behind how many tokens the saved one stands."""
+
+    def begin(self, copy: EngineCopy) -> None:
+        """It is under way: what it writes is none of what was there any more."""
+        self.under_way.append(copy)
+        if copy.way is Way.SAVE:
+            self.has_saved = True
+            for part in copy.parts:
+                self.states.pop((part.component, copy.rank), None)
 
     def save_states(self, copy: EngineCopy, components: set[str]) -> None:
         """Which of them a save that is over has put there."""

@@ -219,8 +219,11 @@ class ComponentPages:
         """How many pages of its row there is KV for, as far as its engine has said so."""
         return -(-lease.written_tokens // self.component.page_size)
 
-    def pages_beside(self, lease: LeaseRecord, begin: int, end: int) -> PageSpan:
-        """Pages of its own for the tokens ``[begin, end)``, where its row has them by tokens."""
+    def pages_beside(self, lease: LeaseRecord, begin: int, end: int) -> PageSpan | Refusal:
+        """Pages of its own for the tokens ``[begin, end)``, where its row has them by tokens.
+
+        Or why they cannot be written yet.
+        """
         return PageSpan(0, NO_PAGES)
 
     def pages_to_keep(self, lease: LeaseRecord, n_tokens: int) -> PageSpan | Refusal:

@@ -338,11 +338,18 @@ class WindowPages(ComponentPages):
         return NO_PAGES if held is None else Pages(held.own_mapped() + held.spare)
 
     @override
-    def pages_beside(self, lease: LeaseRecord, begin: int, end: int) -> PageSpan:
-        """Those of its own that are mapped there."""
-        held = self.held[lease.id]
-        first = max(held.floor, held.start, begin // self._page)
-        last = max(first, min(held.top, self._pages(end)))
+    def pages_beside(self, lease: LeaseRecord, begin: int, end: int) -> PageSpan | Refusal:
+        """Those of its own that are mapped there; what is mapped later is written after that."""
+        held, last = self.held[lease.id], self._pages(end)
+        if last > held.top:
+            mapped = held.top * self._page
+            return Refusal(
+                Code.WRONG_STATE,
+                f"a save up to token {end} of lease {lease.id}, whose {self.component.name} pages "
+                f"are mapped up to token {mapped}: slide it to the token that is computed next",
+                numbers={"upto_tokens": end, "mapped_tokens": mapped},
+            )
+        first = min(last, max(held.floor, held.start, begin // self._page))
         return PageSpan(first, held.mapped(first, last))
 
     @override

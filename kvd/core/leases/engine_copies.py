@@ -26,13 +26,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.engine_copy import EngineCopy, LeaseCopying, Way, overlap, told_part
 from kvd.core.cache.lease import COPY
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
-from kvd.core.layout.spec import companion_factor, companion_pages
+from kvd.core.layout.spec import companion_factor, companion_pages, shards_of
 from kvd.core.leases.written import say_written, tokens_of_ranks
 from kvd.errors import Code, Refusal
 from kvd.types import NULL_PAGE, Pages, count, page_ids, slice_pages
@@ -82,6 +83,7 @@ class EngineCopies:
             for keeper in leases.components.each
             if isinstance(keeper, StatePages)
         }
+        self._n_shards = len(shards_of(spec))
         self._owners = owners
         self._out = out
 
@@ -109,7 +111,7 @@ class EngineCopies:
             self._say_no_more(lease, copy)
         if lease.copying is None:
             lease.copying = LeaseCopying()
-        lease.copying.under_way.append(copy)
+        lease.copying.begin(copy)
         self.by_worker.setdefault(got.worker, {})[message.call] = copy
         lease.holders.add(COPY)
         self._leases.begin_read(lease)
@@ -140,7 +142,10 @@ class EngineCopies:
         if not self._states or lease.session not in self._leases.by_word:
             return True
         copying, ranks = lease.copying, max(1, len(lease.said))
-        return copying is not None and all(
+        if copying is None or not copying.has_saved:
+            # Where nobody has said anything either, all that is written was received.
+            return not lease.said
+        return all(
             copying.states.get((name, rank)) == n_tokens
             for name in self._states
             for rank in range(ranks)
@@ -192,6 +197,9 @@ class EngineCopies:
                     f"a copy of the same pages of lease {lease.id} is under way, "
                     f"{other.told(at_s)}: order one when the other is over",
                 )
+        if copy.way is Way.SAVE and copy.ranks < self._n_shards:
+            why = f"this pool has {self._n_shards} shards, and each is saved by a rank of its own"
+            return self._refuse(Code.BAD_REQUEST, f"{why}: join as one of {self._n_shards} ranks")
         if copy.way is Way.SAVE and len(lease.said) not in {0, 1, copy.ranks}:
             why = f"lease {lease.id} is written by {len(lease.said)} ranks, not by {copy.ranks}"
             return self._refuse(Code.BAD_REQUEST, why, ranks=copy.ranks)
@@ -221,6 +229,8 @@ class EngineCopies:
         """The same of windows: where its tokens are in one, they are written there too."""
         for keeper in self._leases.components.each:
             span = keeper.pages_beside(lease, copy.from_token, copy.upto_tokens)
+            if isinstance(span, Refusal):
+                return replace(span, side=self._name)
             first, end, name = span.first, span.first + count(span.pages), keeper.component.name
             if first == end:
                 continue
@@ -296,6 +306,15 @@ class EngineCopies:
                 f"read it: save from page {first} on",
                 first_page=part.first_page,
                 written_pages=first,
+            )
+        written = self._first_unwritten(lease, rank)
+        if part.component not in self._states and part.first_page < written:
+            return self._refuse(
+                Code.BAD_PAGES,
+                f"{told_part(part)} of lease {lease.id} are of tokens that are written already: "
+                f"save from page {written} on",
+                first_page=part.first_page,
+                written_pages=written,
             )
         named = page_ids(slice_pages(row, part.first_page, part.first_page + part.n_pages))
         own = set(page_ids(keeper.own_pages(lease)))

@@ -645,6 +645,7 @@ class LeaseTable:
         if freed:
             self.return_pages(freed, lease)
         lease.page_table = lease.deferred = NO_PAGES
+        lease.copying = None  # what was saved behind a gap was in these
         lease.unswapped_from = None
         lease.owned = 0
         lease.tokens = tokens

@@ -106,6 +106,7 @@ class SessionTable:
         session = self._open(former.id, former.name)
         # At least one: what is told of its end names the last.
         session.pids = list(former.pids) or [0]
+        session.keeps_blocks = former.keeps_blocks
         session.is_former = True
         session.is_whole = False
 

@@ -127,7 +127,7 @@ class Sessions:
         session.is_former = False
         session.saw(got.pid)
         former = self._former_leases.of_session(session.id)
-        session.keeps_blocks = got.keeps_blocks
+        session.keeps_blocks = session.keeps_blocks or got.keeps_blocks
         self._open.came_back(session, is_whole=got.is_whole)
         if not got.is_whole:
             # Another process of it may be copying them, and does not know of the restart yet.
