@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 from tests.engines.environment import PYTHON
-from tests.engines.test_unlike import Forks
+from tests.engines.forks import Forks
 from tests.support.daemons import one_daemon
 
 pytestmark = [

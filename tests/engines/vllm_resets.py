@@ -33,11 +33,11 @@ def overlap_batches():
 
     check = CpuPlatform.check_and_update_config
 
-    def checked(vllm_config):
+    def checked(_platform, vllm_config):
         check(vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
-    CpuPlatform.check_and_update_config = checked
+    CpuPlatform.check_and_update_config = classmethod(checked)
 
 
 class Engine:
