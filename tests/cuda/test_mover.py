@@ -507,3 +507,21 @@ def test_waiting_takes_little_of_the_engines_interpreter(engine: Engine, double:
     double.release(stream)
     late.result(5)
     assert taken_s < 0.2, f"{taken_s:.3f} s of a processor in a second of waiting"
+
+
+def test_groups_of_layers_lie_over_each_other(engine: Engine) -> None:
+    """As vLLM has sliding windows beside full attention: a block is one group's at a time."""
+    first, second, _ = engine.caches().values()
+    with engine.daemon.worker.blocks(
+        [{"a": first, "b": second}, {"c": first}], block_size=16
+    ) as blocks:
+        key, pages = engine.daemon.key(), {"kv": [7, 8]}
+        blocks.begin_save(key, {"kv": [[3, 4], [9, 2]]}, pages=pages).result(5)
+        blocks.begin_load(key, {"kv": [[10, 11], [-1, 12]]}, pages=pages).result(5)
+    saved = engine.pages()[:, [7, 8]]
+    assert (saved[:2] == engine.filled[:2, [3, 4]]).all()
+    assert (saved[2] == engine.filled[0, [9, 2]]).all()
+    expected = engine.filled.copy()
+    expected[:2, [10, 11]] = engine.filled[:2, [3, 4]]
+    expected[0, 12] = engine.filled[0, 2]
+    assert (engine.there() == expected).all()

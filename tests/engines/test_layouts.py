@@ -8,15 +8,18 @@ are taken back, and over the turns of a conversation.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.engines.engine import VllmEngine
 from tests.engines.environment import PYTHON, flaw
 from tests.engines.forks import HERE, Forks
-from tests.support.daemons import one_daemon
+from tests.support.daemons import one_daemon, two_daemons
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="KVD_VLLM_PYTHON names no environment with vLLM"),
@@ -27,6 +30,9 @@ BF16 = {"dtype": "bfloat16"}
 FLAG = {"disable_hybrid_kv_cache_manager": True}
 SMALL = {"max_num_batched_tokens": 128}
 
+
+PATIENT = {"kvd.probe_wait_s": 0.25}
+"""Several engines and daemons share this machine: what moves is looked at, not how soon."""
 
 WARM = {"ids": [9] * 20}
 """The first step joins the session, and a load waits for that 50 ms at most: this is no load."""
@@ -49,6 +55,12 @@ def pool_of(layers, page_bytes, page_size=32):
 KV = 32 * 4 * 2 * 64 * 4
 """A block of 32 tokens: K and V of 4 heads, 64 wide, of 4 bytes."""
 
+LATENTS = 32 if "amx_tile" in Path("/proc/cpuinfo").read_text() else 16
+"""Tokens of a block: of vLLM's kernels for latents each has its own."""
+
+IN_CHUNKS = {"max_num_batched_tokens": 288}
+"""Where rounding shows: vLLM alone computes what is behind a hit in a chunk of its own, too."""
+
 SERVED = {
     "windows beside full attention": ("gemma", {}, pool_of(6, KV)),
     "the same as one group": ("gemma", FLAG, pool_of(6, KV)),
@@ -57,7 +69,11 @@ SERVED = {
     "windows alone": ("sliding", {}, pool_of(4, KV)),
     "blocks of unlike tokens": ("gemma4", {}, pool_of(8, 2 * KV, 64)),
     "pages of unlike sizes in one group": ("gemma4", FLAG, pool_of(1, 4 * KV + 2 * 2 * KV)),
-    "latents": ("mla", BF16 | {"block_size": 16}, pool_of(3, 16 * 576 * 2, 16)),
+    "latents": (
+        "mla",
+        BF16 | IN_CHUNKS | {"block_size": LATENTS},
+        pool_of(3, LATENTS * 1152, LATENTS),
+    ),
     "fp8": ("gemma", BF16 | {"kv_cache_dtype": "fp8_e4m3"}, pool_of(6, KV // 4)),
 }
 
@@ -93,9 +109,9 @@ def test_what_one_engine_caches_another_finds(forks, families, tmp_path, what):
     if "requires x86 with AVX-512" in log:
         pytest.skip("vLLM has no such KV cache for this processor")
     with one_daemon(tmp_path, pool) as daemon:
-        first = forks.answers(families / name, daemon, asks, **engine)
+        first = forks.answers(families / name, daemon, asks, PATIENT, **engine)
         assert tokens_of(first) == tokens_of(alone)
-        again = forks.answers(families / name, daemon, asks, **engine)
+        again = forks.answers(families / name, daemon, asks, PATIENT, **engine)
     assert tokens_of(again) == tokens_of(alone)
     page = int(pool["pool.page_size"])
     assert again[1]["cached"] == 300 // page * page
@@ -148,11 +164,12 @@ def test_a_cache_that_is_too_small_for_what_runs(forks, families, tmp_path, what
     tight = engine | SMALL | {"num_gpu_blocks_override": blocks, "max_model_len": 512}
     with one_daemon(tmp_path, pool) as daemon:
         for n in range(2):
-            found, log = forks.run(families / name, daemon, asks, **tight)
+            found, log = forks.run(families / name, daemon, asks, PATIENT, **tight)
             assert isinstance(found, list), f"{found}\n{log[-3000:]}"
             assert tokens_of(found) == tokens_of(alone), f"engine {n}"
             assert "a bug in kvd's connector" not in log
-        assert found[1]["cached"] == 224
+        page = int(pool["pool.page_size"])
+        assert found[1]["cached"] == 250 // page * page
         totals = daemon.snapshot()
     assert not totals.leases
 
@@ -165,10 +182,10 @@ def test_requests_that_are_taken_back(forks, families, tmp_path, what):
     again = [WARM, *({"ids": prompt(400, n)} for n in range(6))]
     alone = forks.answers(families / name, None, again, **engine)
     with one_daemon(tmp_path, pool) as daemon:
-        found, log = forks.run(families / name, daemon, [*asks, *again], **engine, **SMALL)
+        found, log = forks.run(families / name, daemon, [*asks, *again], PATIENT, **engine, **SMALL)
         assert isinstance(found, list), f"{found}\n{log[-3000:]}"
         assert tokens_of(found) == tokens_of(alone)
-        found = forks.answers(families / name, daemon, again, **engine, **SMALL)
+        found = forks.answers(families / name, daemon, again, PATIENT, **engine, **SMALL)
         assert tokens_of(found) == tokens_of(alone)
         assert [answer["cached"] for answer in found[1:]] == [384] * 6
 
@@ -183,8 +200,34 @@ def test_turns_of_a_conversation(forks, families, tmp_path, what):
         for turn in range(3):
             asks = [WARM, {"ids": said}]
             _, alone = forks.answers(families / name, None, asks, **engine)
-            _, found = forks.answers(families / name, daemon, asks, **engine, **SMALL)
+            _, found = forks.answers(families / name, daemon, asks, PATIENT, **engine, **SMALL)
             assert found["tokens"] == alone["tokens"]
             if turn:
                 assert found["cached"] >= (len(said) - 75) // page * page
             said = [*said, *found["tokens"], *prompt(60, turn)]
+
+
+@pytest.mark.parametrize("what", ["windows beside full attention", "blocks of unlike tokens"])
+def test_a_prompt_that_another_node_prefilled(families, tmp_path, what):
+    """Its last page is partial: of groups with smaller blocks some have no block in it."""
+    name, engine, pool = SERVED[what]
+    with two_daemons(tmp_path, pool) as pair, contextlib.ExitStack() as stack:
+        found = {}
+        for role, daemon in (("p", pair.prefill), ("d", pair.decode), ("alone", None)):
+            options = None if daemon is None else {"kvd.endpoint": daemon.client, **PATIENT}
+            log = tmp_path / f"{role}.log"
+            found[role] = VllmEngine(PYTHON, families / name, log, options=options, engine=engine)
+            stack.callback(found[role].close)
+        for started in found.values():
+            started.ready()
+            started.ask([9] * 20)
+        for n_tokens in (300, 192, 20, 700):
+            ids = prompt(n_tokens, 3)
+            wanted = found["alone"].ask(ids)["tokens"]
+            prefilled = found["p"].ask(ids, 1, {"do_remote_decode": True})
+            before = pair.decode.snapshot().totals.received_bytes
+            assert found["d"].ask(ids, 12, prefilled["params"])["tokens"] == wanted
+            pages = -(-n_tokens // int(pool["pool.page_size"]))
+            page_bytes = int(pool["pool.layers"]) * int(pool["pool.page_bytes"])
+            moved = pair.decode.snapshot().totals.received_bytes - before
+            assert moved == pages * page_bytes
