@@ -9,6 +9,7 @@ preempts are waited for by the workers, before the step that gives them away.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -203,7 +204,8 @@ class SchedulerBlocks:
     def __init__(self) -> None:
         self.can_be_held = False
         self._manager: Any = None
-        self._held: Counter[int] = Counter()
+        self._held: Counter[tuple[int, ...]] = Counter()
+        """As they were said, since there are many, and what is held together is freed together."""
 
     def bind(self, manager: Any) -> None:
         """This is vLLM's ``KVCacheManager``."""
@@ -220,15 +222,15 @@ class SchedulerBlocks:
 
     def hold(self, blocks: Sequence[int]) -> None:
         """One more needs these."""
-        self._held.update(blocks)
+        self._held[tuple(blocks)] += 1
         self._touch(blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
         """One less does."""
-        for block in blocks:
-            self._held[block] -= 1
-            if not self._held[block]:
-                del self._held[block]
+        held = tuple(blocks)
+        self._held[held] -= 1
+        if not self._held[held]:
+            del self._held[held]
         self._free(blocks)
 
     def _touch(self, blocks: Sequence[int]) -> None:
@@ -247,7 +249,7 @@ class SchedulerBlocks:
         all requests before. What is read by a copy is in nobody's way: it is found by no prompt
         after the reset, and nothing is given away before it is held again.
         """
-        held = list(self._held.elements())
+        held = list(itertools.chain.from_iterable(self._held.elements()))
         self._free(held)
         try:
             return reset()

@@ -5,6 +5,7 @@ The node keeps count of what it gave out: at the end of a test nobody may hold a
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -26,13 +27,15 @@ def refusal(code: Code, message: str = "no") -> KvdError:
 class Call:
     """A pending call: it has its outcome once ``come`` was called, which is at once by default."""
 
-    def __init__(self, node, make, undo=None):
+    def __init__(self, node, make, undo=None, *, hangs=False):
         self.node = node
         self.make = make
         self.undo = undo
         self.value = self.error = None
         self.is_done = False
         self.is_cancelled = False
+        if hangs:
+            return
         if not node.holds:
             self.come()
         else:
@@ -46,6 +49,12 @@ class Call:
             self.value = self.make()
         except KvdError as error:
             self.error = error
+        self.node.ended.append(self)
+
+    def wait(self, within_s):
+        if not self.is_done:
+            time.sleep(within_s)
+        return self.poll()
 
     def poll(self):
         if self.error is not None:
@@ -110,6 +119,12 @@ class Lease:
 
         return Call(self.node, release)
 
+    def share(self, new_tokens=(), upto_tokens=None):
+        self.begin_commit(new_tokens, upto_tokens, swap=False)
+
+    def leave(self, new_tokens=None, upto_tokens=None):
+        self.begin_release(new_tokens, upto_tokens)
+
 
 class Receive:
     def __init__(self, node, tokens):
@@ -129,10 +144,7 @@ class Receive:
             self.lease = Lease(self.node, self.tokens, 0, n_pages)
             return self.lease
 
-        call = Call(self.node, done)
-        if self.node.receives_hang:
-            call.is_done, call.value = False, None
-        return call
+        return Call(self.node, done, hangs=self.node.receives_hang)
 
     def begin_cancel(self):
         def cancel():
@@ -151,6 +163,7 @@ class StandInNode:
         self.incarnation, self.session = "life", 1
         self.end, self.is_away = None, False
         self.holds = self.is_dead = self.is_full = False
+        self.ended = []
         self.pending, self.receives, self.released, self.handed = [], [], [], []
         self.cached = []
         self.leases = {}
@@ -183,7 +196,8 @@ class StandInNode:
             call.come()
 
     def pump(self):
-        return []
+        ended, self.ended = self.ended, []
+        return ended
 
     def close(self):
         self.leases.clear()
@@ -198,13 +212,14 @@ class StandInNode:
 
         def match():
             self.alive()
-            return SimpleNamespace(tokens=self.found(prompt.tokens))
+            return SimpleNamespace(tokens=self.found(getattr(prompt, "tokens", prompt)))
 
         return Call(self, match)
 
     def begin_lease(self, prompt, *, hold="all", namespace="", promise_tokens=0, deadline_s=30.0):
         self.alive()
         assert deadline_s == 0, "a scheduler never waits for room"
+        self.asked.append(namespace)
 
         def lease():
             self.alive()
@@ -335,6 +350,7 @@ class MiniEngine:
 
     def step(self):
         """One step; whether anything was computed."""
+        self.clock_s += 0.01
         scheduled = {}
         for request in list(self.waiting):
             n_tokens, is_async = self.half.matched(request, self.local[request.request_id])
@@ -355,9 +371,7 @@ class MiniEngine:
         for request in self.running:
             left = request.num_tokens - request.num_computed_tokens
             scheduled[request.request_id] = min(left, self.chunk)
-        orders = self.half.step(
-            {one: self.requests[one].num_computed_tokens + n for one, n in scheduled.items()}
-        )
+        orders = self.half.step(scheduled)
         self.work(orders)
         for one, n in scheduled.items():
             self.requests[one].num_computed_tokens += n
