@@ -73,8 +73,10 @@ Extra = dict[int, bytes]
 AFTER_A_MISTAKE: Final = "after a mistake"
 """Where nothing more can be done about one."""
 
-LOOK_EVERY_S: Final = 0.005
-"""So often it is looked at what has become of the session, but for what a request waits for."""
+LOOK_EVERY_S: Final = 0.05
+"""So often it is looked at what has become of the session, where nothing fails and no request waits
+for it: whoever asks for something reads what there is, and each copy is held against the session
+where it is made."""
 
 RESET_WITHIN_S: Final = 0.05
 """A reset waits so long for the daemon: no request that comes behind it has to go without."""
@@ -160,6 +162,7 @@ class SchedulerHalf:
         """Those whose blocks the workers fill with KV of before a reset."""
         self._number = 0
         """Of the last step."""
+        self.look_every_s = LOOK_EVERY_S
         self._looked_s = -math.inf
         self._is_idle = True
         """Whether the last step had nothing to compute."""
@@ -171,7 +174,7 @@ class SchedulerHalf:
     def _glance(self) -> NodeLink | None:
         """``_look``, now and then: what no request waits for is read with what one does."""
         link = self._sessions.link
-        is_due = self._now_s() - self._looked_s >= LOOK_EVERY_S or self._resets.are_any_due
+        is_due = self._now_s() - self._looked_s >= self.look_every_s or self._resets.are_any_due
         if is_due or link is None or link.failures or not link.is_in(self._life):
             return self._look()
         return link

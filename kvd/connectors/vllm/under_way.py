@@ -235,12 +235,12 @@ class SchedulerBlocks:
 
     def _touch(self, blocks: Sequence[int]) -> None:
         pool = self._manager.block_pool
-        pool.touch([pool.blocks[block] for block in blocks])
+        pool.touch(list(map(pool.blocks.__getitem__, blocks)))
 
     def _free(self, blocks: Sequence[int]) -> None:
         pool = self._manager.block_pool
         # The last ones first: vLLM gives them away in that order, and prefixes are found longer.
-        pool.free_blocks([pool.blocks[block] for block in reversed(blocks)])
+        pool.free_blocks(list(map(pool.blocks.__getitem__, reversed(blocks))))
 
     def _reset(self, reset: Any) -> Any:
         """VLLM's reset of its own cache, beside copies.

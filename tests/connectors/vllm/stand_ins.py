@@ -326,6 +326,7 @@ class MiniEngine:
             now_s=lambda: self.clock_s,
             start=lambda work: work(),
         )
+        self.half.look_every_s = 0.0
         self.ranks = ranks
         self.waiting, self.running, self.remote, self.gone = [], [], {}, set()
         self.local = {}
@@ -350,7 +351,6 @@ class MiniEngine:
 
     def step(self):
         """One step; whether anything was computed."""
-        self.clock_s += 0.01
         scheduled = {}
         for request in list(self.waiting):
             n_tokens, is_async = self.half.matched(request, self.local[request.request_id])

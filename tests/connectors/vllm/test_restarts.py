@@ -310,6 +310,7 @@ def walk(seed):
         can_be_held=rng.random() < 0.7,
     )
     engine.half._claims.most_ahead = rng.choice([0, 1, 8])
+    engine.half.look_every_s = rng.choice([0.0, 0.025, 0.1])
     for number in range(1, 90):
         come_and_go(rng, engine, number)
         end_and_return(rng, world)

@@ -735,6 +735,7 @@ class WorldEngine:
             now_s=lambda: self.clock_s,
             start=self._start,
         )
+        self.half.look_every_s = 0.0
         self.stream = Stream()
         self.layers = {f"layer {n}": Layer(self.stream) for n in range(LAYERS)}
         self.worker = WorkerHalf(
