@@ -1,8 +1,9 @@
 # make demo   set up .venv and run the main job end to end       (ARGS="--turns 3 --json out.json")
+# make demo-vllm   the same with real vLLM on the CPU; sets up .venv-vllm (3.6 GB)    (ARGS=--stay)
 # make test   the test suite (sets up too)                        (ARGS="tests/core -k radix")
 # make test-fast   core, wire, configuration, property: under a minute
 # make test-install   the wheel in bare environments; needs the registry, takes minutes
-# make test-engines   vLLM itself through real daemons, by the interpreter KVD_VLLM_PYTHON
+# make test-engines   vLLM itself through real daemons, by KVD_VLLM_PYTHON or what setup-vllm made
 # make test-install-vllm   the wheel beside vLLM, in build/vllm (4 GB)
 # make soak   faults for half an hour, real daemons         (ARGS="--seed 3 --json DIRECTORY")
 # make bench-compare BASE=REVISION   another checkout and this one, in turns  (ARGS="--rounds 3 --json out.json")
@@ -14,9 +15,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 PORT   ?= 8000
 BIN    := $(VENV)/bin
+# Of an environment with vLLM: the one that was named, or the one that setup-vllm makes.
+VLLM_PYTHON = $(or $(KVD_VLLM_PYTHON),$(wildcard $(CURDIR)/.venv-vllm/bin/python))
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test test-fast test-compiled check-compiled test-install check-install test-install-vllm test-engines wheel wheel-pure soak bench-compare screenshots lint types docs docs-serve man check clean
+.PHONY: setup setup-vllm demo demo-vllm test test-fast test-compiled check-compiled test-install check-install test-install-vllm test-engines wheel wheel-pure soak bench-compare screenshots lint types docs docs-serve man check clean
 
 setup: $(VENV)/.ready
 
@@ -27,6 +30,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/kvd demo $(ARGS)
+
+# Says what it does, how large it is, and what to do if it cannot; nothing where it is done.
+setup-vllm:
+	@PYTHON=$(PYTHON) examples/vllm-pair/setup.sh
+
+demo-vllm: setup setup-vllm
+	@KVD_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python examples/vllm-pair/demo.py $(ARGS)
 
 # Two at a time: most tests wait for processes, not for the processor.
 test: setup
@@ -55,11 +65,10 @@ wheel: setup
 wheel-pure: setup
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build -o dist
 
-# With KVD_VLLM_PYTHON: the interpreter of an environment that has vLLM for the CPU, and kvd. What it
-# lacks is said before anything starts, and how to make one.
+# What the environment lacks is said before anything starts, and how to make one.
 test-engines: setup
-	$(BIN)/python -m tests.engines.environment
-	$(BIN)/python -m pytest -q tests/engines $(ARGS)
+	KVD_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m tests.engines.environment
+	KVD_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -q tests/engines $(ARGS)
 
 # kvd as the wheel has it, in a place of its own: no compiled module comes into this checkout.
 test-compiled: wheel

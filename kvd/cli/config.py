@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,14 @@ from kvd.config.plan import (
     gpu_node,
     plans,
 )
+from kvd.config.vllm_plan import VllmPlan, VllmPlanRequest, vllm_plan
 from kvd.core.layout.page_sizes import LEAST_PAGE_TOKENS, MOST_PAGE_TOKENS
 from kvd.core.layout.shards import listed
 from kvd.core.layout.spec import budgets, has_bytes, page_bytes
 from kvd.device.presence import absent
 from kvd.families import FAMILIES, PlanRequest
 from kvd.families.budget import size_bytes
+from kvd.families.keys import MAX_PAGES
 from kvd.families.model import Model, NotPlanned, model_of
 from kvd.families.sharding import SHARD_KEYS
 from kvd.pools.build import device_bytes
@@ -178,6 +181,8 @@ def show(*, example: bool, config_file: Path | None, sets: Sequence[str], form: 
 # ---- what a model takes --------------------------------------------------------------------------
 
 
+USUAL_BUFFER_TOKENS = 4096
+
 _MAX_BYTES = 2**20
 """Of a config.json: the largest public ones have a few KiB."""
 
@@ -190,15 +195,22 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
 
 
 @click.command("plan")
+@click.argument(
+    "model_path", required=False, type=click.Path(exists=True, path_type=Path), metavar="[MODEL]"
+)
 @click.option(
     "--model",
     "model_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    required=True,
     metavar="CONFIG.json",
-    help="The model's config.json, as Hugging Face has it.",
+    help="The model's config.json, as Hugging Face has it: the same as MODEL.",
 )
-@click.option("--memory", required=True, callback=_size, help="For the pool, like 80GiB.")
+@click.option(
+    "--engine",
+    type=click.Choice(["vllm"]),
+    help="The pool whose pages are this engine's blocks, and how the engine is started for it.",
+)
+@click.option("--memory", callback=_size, help="For the pool, like 80GiB.")
 @click.option("--host-memory", callback=_size, help="For hisparse. [default: twice --memory]")
 @click.option(
     "--context",
@@ -207,19 +219,34 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
 )
 @click.option(
     "--page-size",
+    "--block-size",
     type=click.IntRange(LEAST_PAGE_TOKENS, MOST_PAGE_TOKENS),
     default=16,
     show_default=True,
+    help="Tokens of a page; of an engine's block.",
 )
 @click.option(
     "--buffer-tokens",
     type=click.IntRange(1, 2**28),
-    default=4096,
-    show_default=True,
-    help="For hisparse: tokens of one request on the device.",
+    help="For hisparse: tokens of one request on the device. [default: 4096]",
 )
-@click.option("--dtype", help="Element type of the KV. [default: that of the model]")
-@click.option("--tp-size", type=click.IntRange(1, 4096), help="As pool.tp_size. [default: 1]")
+@click.option(
+    "--dtype",
+    help="Element type of the KV. [default: that of the model] With --engine: of the model, as the "
+    "engine's own --dtype.",
+)
+@click.option("--kv-cache-dtype", metavar="TYPE", help="With --engine: as its own. [default: auto]")
+@click.option(
+    "--pages",
+    type=click.IntRange(2, MAX_PAGES),
+    help="With --engine: so many, in place of --memory.",
+)
+@click.option(
+    "--tp-size",
+    "--tensor-parallel-size",
+    type=click.IntRange(1, 4096),
+    help="As pool.tp_size. [default: 1]",
+)
 @click.option("--tp-ranks", metavar="FIRST-LAST", help="As pool.tp_ranks. [default: all]")
 @click.option("--stage", metavar="FIRST:END", help="As pool.stage. [default: all layers]")
 @click.option("--replicas", type=click.IntRange(1, 128), help="As pool.replicas. [default: 1]")
@@ -232,23 +259,64 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
 )
 @with_printing
 def plan(
-    model_file: Path, family: str | None, form: str, gpu_processes: int | None, **options: Any
+    model_path: Path | None,
+    model_file: Path | None,
+    engine: str | None,
+    form: str,
+    **options: Any,
 ) -> None:
-    """What a model's KV takes, and how many requests a memory holds, by pool family."""
+    """What a model's KV takes, and how many requests a memory holds, by pool family.
+
+    MODEL is a model's config.json, or the folder where it lies.
+    """
     # Any: what click parsed, by the names of ``_wanted``.
+    file = _config_file(model_path, model_file)
     try:
-        model = _model(model_file)
-        wanted = _wanted(model, **options)
-        outcomes = plans(model, wanted, family)
+        if engine is not None:
+            _plan_for_vllm(file, form, **options)
+        else:
+            _plan_by_family(file, form, **options)
     except NotPlanned as exc:
-        raise VerbFailed(f"{model_file}: {exc}") from exc
+        raise VerbFailed(f"{file}: {exc}") from exc
+
+
+def _config_file(path: Path | None, file: Path | None) -> Path:
+    if (path is None) == (file is None):
+        raise click.UsageError("name one model: a config.json, or the folder where it lies")
+    found = path or file
+    assert found is not None
+    if found.is_dir():
+        found /= "config.json"
+        if not found.is_file():
+            raise VerbFailed(f"{found} is not there: MODEL is a folder with a config.json")
+    return found
+
+
+def _plan_by_family(
+    file: Path,
+    form: str,
+    *,
+    family: str | None,
+    gpu_processes: int | None,
+    kv_cache_dtype: str | None,
+    pages: int | None,
+    **options: Any,
+) -> None:
+    for name, given in (("--kv-cache-dtype", kv_cache_dtype), ("--pages", pages)):
+        if given is not None:
+            raise click.UsageError(f"{name} is for --engine")
+    if options["memory"] is None:
+        raise click.UsageError("say the --memory of the pool, like 80GiB")
+    model = model_of(_config_of(file))
+    wanted = _wanted(model, **options)
+    outcomes = plans(model, wanted, family)
     outcomes = [outcome for outcome in outcomes if family in {None, outcome.family}]
     made = [outcome for outcome in outcomes if isinstance(outcome, FamilyPlan)]
     unsuited = [outcome for outcome in outcomes if isinstance(outcome, Unsuited)]
     told = [f"{outcome.family}: {outcome.why}" for outcome in unsuited]
     if not made:
         what = "for any family: " if family is None else "for "
-        raise VerbFailed(f"{model_file}: no plan {what}{'; '.join(told)}")
+        raise NotPlanned(f"no plan {what}{'; '.join(told)}")
     best = max(made, key=lambda plan: plan.rooms)
     value = {"model": model, "wanted": wanted, "plans": made, "unsuited": unsuited}
     costs: list[RenderableType] = []
@@ -259,7 +327,58 @@ def plan(
     render.answer(form, value, Text(_head(model, wanted)), *_blocks(made, told), *costs, toml_text)
 
 
-def _model(file: Path) -> Model:
+def _plan_for_vllm(
+    file: Path,
+    form: str,
+    *,
+    memory: str | None,
+    pages: int | None,
+    page_size: int,
+    dtype: str | None,
+    kv_cache_dtype: str | None,
+    tp_size: int | None,
+    **others: object,
+) -> None:
+    for name, given in others.items():
+        if given is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} is not for --engine vllm")
+    if (memory is None) == (pages is None):
+        raise click.UsageError("say the --memory of the pool, like 80GiB, or how many --pages")
+    wanted = VllmPlanRequest(
+        block_size=page_size,
+        memory_bytes=size_bytes(memory or "") or 0,
+        pages=pages or 0,
+        dtype=dtype or "auto",
+        kv_cache_dtype=kv_cache_dtype or "auto",
+        ranks=tp_size or 1,
+    )
+    made = vllm_plan(_config_of(file), wanted)
+    render.answer(form, made, *(Text(block) for block in _vllm_told(file, wanted, made)))
+
+
+def _vllm_told(file: Path, wanted: VllmPlanRequest, made: VllmPlan) -> Iterator[str]:
+    of_each = f"{made.layers} layers"
+    if wanted.ranks > 1:
+        of_each += f" of {wanted.ranks} ranks"
+    yield (
+        f"a block of {wanted.block_size} tokens has {made.page_bytes} bytes in each of {of_each}, "
+        f"{amount(made.block_bytes)} in all; {made.pages} pages hold {made.tokens} tokens in "
+        f"{amount(made.pages * made.block_bytes)}"
+    )
+    yield "\n".join(["not known from here:", *(f"    {line}" for line in made.unknown)])
+    model = file.parent if file.name == "config.json" else file
+    yield f"""to start, with just these arguments about types and blocks:
+
+vllm serve {shlex.quote(str(model))} \\
+    {shlex.join(made.arguments)} \\
+    --kv-transfer-config '{{
+  "kv_connector": "KvdConnector", "kv_connector_module_path": "kvd.connectors.vllm",
+  "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}}'
+"""
+    yield f"to paste, into kvd.toml:\n\n{made.toml}"
+
+
+def _config_of(file: Path) -> dict[str, object]:
     if file.stat().st_size > _MAX_BYTES:
         raise NotPlanned(f"has more than {_MAX_BYTES} bytes, so it is no model's config.json")
     try:
@@ -268,7 +387,7 @@ def _model(file: Path) -> Model:
         raise NotPlanned(f"is not JSON: {exc}") from exc
     if not isinstance(config, dict):
         raise NotPlanned("holds no table of keys")
-    return model_of(config)
+    return config
 
 
 def _wanted(
@@ -278,7 +397,7 @@ def _wanted(
     host_memory: str | None,
     context: int | None,
     page_size: int,
-    buffer_tokens: int,
+    buffer_tokens: int | None,
     dtype: str | None,
     **shards: str | int | None,
 ) -> PlanRequest:
@@ -288,7 +407,7 @@ def _wanted(
         host_memory=host_memory or twice,
         context_tokens=context or model.context_tokens or USUAL_CONTEXT_TOKENS,
         page_size=page_size,
-        buffer_tokens=buffer_tokens,
+        buffer_tokens=buffer_tokens or USUAL_BUFFER_TOKENS,
         dtype=dtype,
         shards={name: given for name in SHARD_KEYS if (given := shards[name]) is not None},
     )

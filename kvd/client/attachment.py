@@ -61,6 +61,9 @@ _MAX_DESCRIPTORS: Final = 253
 class CopiesUnderWay(Protocol):
     """What this process copies to and from the pages of its session."""
 
+    has_blocks: bool
+    """Whether it keeps KV in blocks of its own."""
+
     @property
     def is_quiet(self) -> bool:
         """Whether the daemon keeps no page for any of it."""

@@ -140,6 +140,10 @@ class RankWords:
         """Readable when something has come."""
         return self._attachment.fileno()
 
+    def require_own(self) -> None:
+        """Refuse the child of a fork: what it says would be its parent's word."""
+        self._attachment.require_own()
+
     def begin(
         self, word: Callable[[int], ProcessWord], wake: Callable[[], object] | None = None
     ) -> PendingWord:
@@ -150,7 +154,7 @@ class RankWords:
         Raises:
             KvdError: the daemon is away, or does not read; ``wrong-state`` in a forked child.
         """
-        self._attachment.require_own()
+        self.require_own()
         with self._state:
             if self._end is not None:
                 raise KvdError(self._end)

@@ -161,7 +161,11 @@ def main_way(path: str, attachment: Attachment, name: str, connection: Connectio
     def request() -> Attach:
         token = attachment.attached.token
         leases = connection.unreleased()
-        return Attach(name, resumes=token, leases=leases, key=attachment.key)
+        copies = attachment.copies
+        keeps_blocks = copies is not None and copies.has_blocks
+        return Attach(
+            name, resumes=token, leases=leases, key=attachment.key, keeps_blocks=keeps_blocks
+        )
 
     return WayBack(path, attachment, request)
 

@@ -135,8 +135,10 @@ class Worker:
         Args:
             caches: by layer, in their order, its tensor, or those of the parts that a page has of
                 it (K and V). Its first dimension is the block. A torch tensor, or anything with
-                ``__array_interface__`` or ``__cuda_array_interface__``, or a ``LayerMemory``. Of a
-                pool of several components, such a mapping by component.
+                ``__array_interface__`` or ``__cuda_array_interface__``, or a ``LayerMemory``. A
+                list of such mappings, where groups of layers have blocks of their own for the same
+                tokens: layers of the pool are theirs in this order. Of a pool of several
+                components, the same by component.
             block_size: tokens of a block. It divides the page size of the pool, or the other way
                 round.
             pool: its name; left out, the one that there is.
@@ -147,7 +149,8 @@ class Worker:
 
         Raises:
             KvdError: ``layout-mismatch`` where blocks are no pages of this pool, with both numbers;
-                ``bad-request``; as ``Pool.arrays``.
+                ``bad-request``; as ``Pool.arrays``; ``unreachable`` or ``deadline`` where the
+                daemon does not hear of it: from now on no commit counts what is not said or saved.
         """
         found = self.pool(pool or self._attachment.attached.pools[0].name)
         if shard is None:
@@ -252,7 +255,8 @@ class Worker:
 
     def _join_again(self) -> Join:
         token = self._attachment.attached.token
-        return Join(token, rank=self._rank, ranks=self._ranks)
+        keeps_blocks = self.movers.has_blocks
+        return Join(token, rank=self._rank, ranks=self._ranks, keeps_blocks=keeps_blocks)
 
     def _sleep(self, fd: int, within_s: float | None, event: int = select.POLLIN) -> None:
         """Until ``event`` of ``fd``, the time is up, or the bell rings; -1: no descriptor."""

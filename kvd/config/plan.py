@@ -181,11 +181,11 @@ def _plan(
     pool = _pool_keys(model, wanted, family)
     # Pages of each memory, where the family has more to say than one size.
     sizes = family.plan_sizes and family.plan_sizes(
-        _checked({**pool, "pages": 2**20}, {}).pool, wanted
+        checked_pool({**pool, "pages": 2**20}, {}).pool, wanted
     )
     pool |= sizes or {"size": wanted.memory}
     others = {name: dict(keys) for name, keys in family.with_sections.items()}
-    config = _checked(pool, others)
+    config = checked_pool(pool, others)
     spec = pool_spec(config)
     parts = tuple(
         _part(component, pages, wanted.context_tokens, spec)
@@ -230,8 +230,12 @@ def _pool_keys(
     return pool | own
 
 
-def _checked(pool: dict[str, Value], others: dict[str, dict[str, Value]]) -> Config:
-    """The configuration with this section, through every rule of the check."""
+def checked_pool(pool: dict[str, Value], others: dict[str, dict[str, Value]]) -> Config:
+    """The configuration with this section, through every rule of the check.
+
+    Raises:
+        NotPlanned: it breaks one, in the words of the check.
+    """
     sets = []
     for section, keys in {"pool": pool, **others}.items():
         for name, value in keys.items():

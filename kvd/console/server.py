@@ -80,6 +80,11 @@ class Watch:
         self.left = asked.frames
         self.due_s = now_s
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether its first frame was sent."""
+        return self.left < self.asked.frames
+
     def sent(self, now_s: float) -> None:
         """One frame less; the next one is due in its turn, or later if this one came late."""
         self.left -= 1

@@ -37,7 +37,7 @@ from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.types import MAX_ROOM, NO_TOKENS, Pages, Tokens, count, slice_pages
 from kvd.wire import client
-from kvd.wire.attach import CopyBegins, CopyEnds
+from kvd.wire.attach import CopyBegins, CopyEnds, KeepsBlocks
 from kvd.wire.bounds import MAX_SOURCES
 
 if TYPE_CHECKING:
@@ -190,6 +190,9 @@ class Engines:
         refusal = self._unserved(got.session, message)
         if refusal is not None:
             pass
+        elif isinstance(message, KeepsBlocks):
+            sessions = self._owners.sessions
+            sessions.keeps_blocks(sessions.by_id[got.session])
         elif isinstance(message, CopyBegins):
             refusal = self._node.engine_copies.begin(got, message)
             if refusal is None and message.to_pages:
@@ -512,11 +515,19 @@ class Engines:
         first = self._leases.commit(lease, tokens, upto_tokens)
         if isinstance(first, Refusal):
             return first
-        # A state stands for all that was computed: it is of these tokens only if no more is known
-        # and no more was said to be written.
-        lease.is_whole = not lease.said or lease.written_tokens == count(lease.tokens)
+        lease.is_whole = self._is_whole(lease)
         self._release(session, message.call, lease)
         return None
+
+    def _is_whole(self, lease: LeaseRecord) -> bool:
+        """Whether a state of it is of the tokens that are committed.
+
+        It stands for all that was computed: so no more may be known, and none be unwritten.
+        """
+        n_tokens = count(lease.tokens)
+        return lease.written_tokens == n_tokens and self._node.engine_copies.states_stand_for(
+            lease, n_tokens
+        )
 
     def _release(self, session: int, call: int, lease: LeaseRecord) -> None:
         # Before ``Done``: effects are in order, so what its engine hears has been noted by then.
@@ -850,7 +861,7 @@ class Engines:
     def _end_sent(self, lease: LeaseRecord) -> None:
         """Its engine has said that the prompt is written, and lets go: what was said is kept."""
         # No commit, which counts also what a longer send of it still awaits an event for.
-        lease.is_whole = lease.written_tokens == count(lease.tokens)
+        lease.is_whole = self._is_whole(lease)
         self._sessions.end_lease(lease, "normal")
 
     def _keep_room(self, session: int, message: client.KeepRoom, _: Tokens) -> Refusal | None:

@@ -9,7 +9,7 @@ import msgspec
 from kvd.errors import Refusal
 from kvd.types import NO_TOKENS, Pages, Tokens
 from kvd.wire.admin import AdminRequest
-from kvd.wire.attach import CopyBegins, CopyEnds
+from kvd.wire.attach import CopyBegins, CopyEnds, KeepsBlocks
 from kvd.wire.client import Request, SayWritten
 from kvd.wire.peer import Message
 from kvd.wire.snapshot import RecorderState
@@ -27,6 +27,8 @@ class ClientJoined(TimedInput, frozen=True, tag="ClientJoined"):
     session: int
     name: str
     pid: int
+    keeps_blocks: bool = False
+    """As it said to the daemon before this one: KV of it is in its blocks first."""
 
 
 class ClientHungUp(TimedInput, frozen=True, tag="ClientHungUp"):
@@ -58,6 +60,8 @@ class ClientCameBack(TimedInput, frozen=True, tag="ClientReturned"):
     leases: tuple[int, ...]
     is_whole: bool = True
     """No other process of it is awaited; otherwise ``SessionWhole`` says when none is any more."""
+    keeps_blocks: bool = False
+    """Its KV is in blocks of its own first (``wire.attach.KeepsBlocks``)."""
 
 
 class Branch(msgspec.Struct, frozen=True):
@@ -133,7 +137,7 @@ class WorkerCopies(TimedInput, frozen=True, tag="WorkerCopies"):
 
     session: int
     worker: int
-    message: CopyBegins | CopyEnds
+    message: KeepsBlocks | CopyBegins | CopyEnds
     rank: int = 0
     """As which it has joined, of ``ranks``."""
     ranks: int = 1

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.core import effects
+    from kvd.daemon.consoles import Looked
     from kvd.daemon.reactor import Reactor
     from kvd.daemon.recording import FlightRecorder
     from kvd.observe.bus import Bus
@@ -49,7 +50,7 @@ class AdminPort(ListenerOwner):
         reactor: Reactor,
         bus: Bus,
         recording: FlightRecorder,
-        look: Callable[[bytes, admin.Look], bytes | None],
+        look: Callable[[bytes, admin.Look], Looked],
         reload: Callable[[int], admin.Reloaded],
     ) -> None:
         self._reactor = reactor
@@ -134,11 +135,21 @@ class AdminPort(ListenerOwner):
 
     def _show(self, operator: bytes, asked: admin.Look) -> None:
         """A frame now, or with the next beat; a bug in it costs this console this look."""
-        frame = self._reactor.attempt("look", lambda: self._look(operator, asked))
-        if isinstance(frame, Refusal):
-            self._send(operator, admin.AdminFailed(asked.call, frame))
-        elif frame is not None:
-            self.send_frame(operator, frame)
+        looked = self._reactor.attempt("look", lambda: self._look(operator, asked))
+        if isinstance(looked, Refusal):
+            self._send(operator, admin.AdminFailed(asked.call, looked))
+            return
+        if looked.ended_call is not None:
+            self._send(operator, admin.AdminFailed(looked.ended_call, self._ended()))
+        if looked.frame is not None:
+            self.send_frame(operator, looked.frame)
+
+    def _ended(self) -> Refusal:
+        return Refusal(
+            Code.CANCELLED,
+            "the next look of this console ended this one before its first frame",
+            side=self._reactor.node.settings.name,
+        )
 
     def send_frame(self, console: bytes, frame: bytes) -> Sent:
         """One more frame for a console that watches."""

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.config import Config
+    from kvd.daemon.consoles import Looked
     from kvd.daemon.journalist import Journalist
     from kvd.daemon.launch import Launch
     from kvd.daemon.reload import Read
@@ -315,7 +316,7 @@ class Daemon:
         self.failure = self.failure or why
         self.stopped.set()
 
-    def _look(self, console: bytes, asked: Look) -> bytes | None:
+    def _look(self, console: bytes, asked: Look) -> Looked:
         """A console looks: its next frames come with the beats."""
         if self._beats is not None:
             self._beats.stir()

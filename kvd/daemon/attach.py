@@ -485,7 +485,7 @@ class AttachServer:
         former.main = connection
         was_known = self._take(former, connection)
         # Before it is answered: the answer names what the node has kept for it.
-        leases = self._came_back(former, connection, request.leases)
+        leases = self._came_back(former, connection, request)
         self._tell_attached(connection, former, leases, was_known=was_known)
         self._open_to(connection, former, request.key)
         return None
@@ -526,16 +526,27 @@ class AttachServer:
             if refusal is not None:
                 self._turn_away(waiting, refusal)
 
-    def _joined(self, session: EngineSession, connection: AttachConnection, name: str) -> None:
+    def _joined(
+        self,
+        session: EngineSession,
+        connection: AttachConnection,
+        name: str,
+        *,
+        keeps_blocks: bool = False,
+    ) -> None:
         """A process is of the session; one that opened it gives it its name."""
         self._reactor.feed(
             ClientJoined(
-                at_s=self._reactor.clock(), session=session.number, name=name, pid=connection.pid
+                at_s=self._reactor.clock(),
+                session=session.number,
+                name=name,
+                pid=connection.pid,
+                keeps_blocks=keeps_blocks,
             )
         )
 
     def _came_back(
-        self, session: EngineSession, connection: AttachConnection, leases: tuple[int, ...]
+        self, session: EngineSession, connection: AttachConnection, request: Attach
     ) -> tuple[int, ...]:
         """An engine of before the restart is back; which of its leases it can still release."""
         self._reactor.feed(
@@ -543,13 +554,14 @@ class AttachServer:
                 at_s=self._reactor.clock(),
                 session=session.number,
                 pid=connection.pid,
-                leases=leases,
+                leases=request.leases,
                 is_whole=not session.former,
+                keeps_blocks=request.keeps_blocks,
             )
         )
         session.is_partly_back = bool(session.former)
         kept = {lease.id for lease in self._reactor.node.former_leases.of_session(session.number)}
-        return tuple(lease for lease in leases if lease in kept)
+        return tuple(lease for lease in request.leases if lease in kept)
 
     def _join(self, connection: AttachConnection, request: Join) -> Refusal | None:
         refusal = self._bad_join(connection, request)
@@ -652,7 +664,7 @@ class AttachServer:
                 return msgspec.structs.replace(refusal, side=self._node)
             connection.rank = rank
         was_known = self._take(session, connection)
-        self._joined(session, connection, "")
+        self._joined(session, connection, "", keeps_blocks=request.keeps_blocks)
         self._tell_attached(connection, session, was_known=was_known)
         return None
 

@@ -6,7 +6,7 @@ What must not live here: what a console may see, and what that may cost (``kvd.c
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.console.context import Context
 from kvd.console.history import Recent
@@ -53,6 +53,15 @@ class EngineProcesses:
         return found
 
 
+class Looked(NamedTuple):
+    """What a look is answered at once."""
+
+    frame: bytes | None
+    """Its first frame, encoded; None: that comes with the next beat."""
+    ended_call: int | None
+    """Of the look that it ended, where no frame of that was sent: nobody else answers it."""
+
+
 class Consoles:
     """Serves all consoles of one daemon. ``calls``: requests of a session so far.
 
@@ -85,22 +94,23 @@ class Consoles:
         """Whether a console waits for frames."""
         return bool(self._watches)
 
-    def look(self, console: bytes, asked: Look) -> bytes | None:
-        """The first frame that answers it, encoded; the others come with ``beat``.
+    def look(self, console: bytes, asked: Look) -> Looked:
+        """Its first frame, unless frames have taken their time of this beat already.
 
-        None: the first one does too, because frames have taken their time of this beat already.
+        The others come with ``beat``.
         """
         now_s = self._clock()
         watch = Watch(asked, now_s)
         # One for each: a console that looks elsewhere wants no more frames of what it saw before.
-        self._watches.pop(console, None)
+        before = self._watches.pop(console, None)
+        ended_call = None if before is None or before.is_answered else before.asked.call
         if self._busy_s >= BEAT_S:
             self._watches[console] = watch
-            return None
+            return Looked(None, ended_call)
         frame = self._frame(watch, now_s)
         if watch.left:
             self._watches[console] = watch
-        return frame
+        return Looked(frame, ended_call)
 
     def beat(self, send: Callable[[bytes, bytes], Sent]) -> None:
         """Send the frames that are due, each made when its console takes it; and look on."""

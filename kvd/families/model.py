@@ -169,7 +169,7 @@ def model_of(config: Mapping[str, object]) -> Model:
     Raises:
         NotPlanned: a key is missing or is not what it should be; the message names it.
     """
-    facts = _facts(config)
+    facts = facts_of(config)
     kind = facts.text("model_type")
     dtype = _dtype(config, facts)
     if facts.get("compress_ratios") is not None:
@@ -245,7 +245,7 @@ def _with_window_shape(model: Model, facts: ModelFacts) -> Model:
     return msgspec.structs.replace(model, **full, **sliding)
 
 
-def _facts(config: Mapping[str, object]) -> ModelFacts:
+def facts_of(config: Mapping[str, object]) -> ModelFacts:
     """The part that describes the language model, over what its class assumes."""
     inner: Mapping[str, object] = config
     for part in ("text_config", "llm_config", "language_config", "thinker_config"):

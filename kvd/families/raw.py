@@ -80,7 +80,10 @@ def _components(pool: RawPool) -> tuple[Component, ...]:
 
 
 def _unsuited(_model: Model, _asked: str | None) -> str | None:
-    return "how many bytes an engine packs into a page is in no model's configuration"
+    return (
+        "how many bytes an engine packs into a page is in no model's configuration; for vLLM's "
+        "blocks see kvd config plan --engine vllm"
+    )
 
 
 FAMILY = PoolFamily(

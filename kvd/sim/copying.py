@@ -60,8 +60,6 @@ class CopiedBlocks:
         self.rng = job.host.world.rng
         self.under_way: dict[SimCopy, None] = {}
         """Ordered, and not over."""
-        self.has_said = False
-        """A save has begun: from then on a commit without a number shares what is saved."""
         self.is_over = False
         """The lease may end with the call that its engine has made."""
 
@@ -229,7 +227,6 @@ class SavedStretch(CopyOwner):
 
     @override
     def begun(self, copy: SimCopy) -> None:
-        self._blocks.has_said = True
         for page in range(copy.first_page, copy.end_page):
             self._saved.setdefault(page, set()).discard(copy.rank)
 
@@ -453,7 +450,10 @@ class CopyingReceiver(ReceivingEngine):
         start, self._unnamed = self.prompt.n_tokens, self.host.world.some_tokens(n_tokens)
         self.prompt = self.prompt.followed_by(self._unnamed)
         self.blocks.save(start, self.prompt.n_tokens, then)
-        self.agenda.after(COPY_S * self.random(), self._while_saving)
+        if self.random() < LEAVES:
+            self._leave_beside()  # at once: of the save nobody at the daemon has heard yet
+        else:
+            self.agenda.after(COPY_S * self.random(), self._while_saving)
 
     def _named(self) -> Tokens:
         """What is named with the next call."""
@@ -500,16 +500,18 @@ class CopyingReceiver(ReceivingEngine):
         """Do something else with the lease under its copies; whether it let go of it."""
         dice = self.random()
         if dice < LEAVES:
-            # Without a word, new tokens would be shared before they are saved.
-            tokens = self._named() if self.blocks.has_said else NO_TOKENS
-            self.let_go(tokens, commits=self.random() < 0.6)
-            self.end("left")
+            self._leave_beside()
             return True
         if dice < LEAVES + BESIDES / 2:
             self.session.call(self.blocks.shared, client.CommitLease, self.lease)
         elif dice < LEAVES + BESIDES:
             self.blocks.try_retract()
         return False
+
+    def _leave_beside(self) -> None:
+        """Let go under its copies: what is not saved is not shared, although it is named."""
+        self.let_go(self._named(), commits=self.random() < 0.6)
+        self.end("left")
 
 
 COPYING: dict[type[EngineJob], type[CopyingSender | CopyingReceiver]] = {

@@ -139,6 +139,7 @@ class SimHost(NodeShell):
         if self.world.profile.copying:
             ranks = self.world.rng.choice(RANKS)
             self.session.workers = [self._join(self.session, rank, ranks) for rank in range(ranks)]
+            self.session.workers[0].keep_blocks()
 
     def _join(self, session: SimSession, rank: int, ranks: int) -> SimWorker:
         """A process of the engine that copies."""

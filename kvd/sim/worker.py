@@ -15,7 +15,7 @@ from kvd.core import inputs
 from kvd.sim.contents import PAGE_TOKENS, TORN
 from kvd.sim.violation import Violated, require
 from kvd.types import pack_ids, page_ids
-from kvd.wire.attach import CopyBegins, CopyEnds, CopyPart, pages_sum
+from kvd.wire.attach import CopyBegins, CopyEnds, CopyPart, KeepsBlocks, pages_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 
 WORD_S: Final = 0.0002
 """What a word is under way to the daemon: as long as a request of its engine."""
-
-LAGS, LAG_S = 0.5, 0.01
-"""Share of orders that reach their process later than what its scheduler does next, and by how
-much at most: what is ordered may be over by then, or its pages may be others."""
 
 LAGS, LAG_S = 0.5, 0.01
 """Share of orders that reach their process later than what its scheduler does next, and by how
@@ -132,6 +128,10 @@ class SimWorker:
         self._agenda = self.host.world.agenda
         self._random = self.host.world.rng.random
 
+    def keep_blocks(self) -> None:
+        """Its engine's KV is in blocks first: what was not said to be written is not."""
+        self._say(KeepsBlocks(call=self._call(lambda refusal: require(not refusal, str(refusal)))))
+
     def order(self, copy: SimCopy, owner: CopyOwner) -> None:
         """Ask for it, and make it."""
         self.owners[copy] = owner
@@ -152,7 +152,7 @@ class SimWorker:
         self._calls[self._n_calls] = heard
         return self._n_calls
 
-    def _say(self, message: CopyBegins | CopyEnds) -> None:
+    def _say(self, message: KeepsBlocks | CopyBegins | CopyEnds) -> None:
         host, agenda = self.host, self._agenda
         if not self.is_alive or not self.is_connected:
             return

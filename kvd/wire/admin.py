@@ -56,8 +56,9 @@ class Look(OperatorRequest, frozen=True, tag="look"):
     """What is on a console's screen now. Answer: ``Frame``, ``frames`` of them, all to this call.
 
     The first comes at once, the others ``every_s``, as changes of the one before. The next look of
-    the same console ends this one. So it is never owed more than it asked for: one that stops gets
-    ``frames`` at most, and asks in time for more if it goes on.
+    the same console ends this one; that is its answer (``cancelled``) where it had no frame. So
+    nobody is owed more than was asked for: one that stops gets ``frames`` at most, and asks in time
+    for more if it goes on.
     """
 
     queries: Annotated[tuple[Query | MapQuery, ...], msgspec.Meta(max_length=MAX_QUERIES)] = ()

@@ -5,8 +5,8 @@ Unix, SOCK_SEQPACKET, one msgpack message a packet: ``Attach`` or ``Join`` in, `
 hang-up is the death of that process, or follows ``Leave``. A hang-up without either frees nothing:
 a process that lives may write the pages. What a session says is in ``client``; a process that has
 joined says here what it alone knows, each of it answered with ``RankAnswer``: how far its rank has
-written (``RankWritten``), and when it copies between pages and blocks of its own (``CopyBegins``,
-``CopyEnds``).
+written (``RankWritten``), that it keeps KV in blocks of its own (``KeepsBlocks``), and when it
+copies between those and pages (``CopyBegins``, ``CopyEnds``).
 
 Each side says which protocol it speaks and of which kvd it is. Both are read by themselves before
 the message is (``Speaker``): that of another protocol may be no message here at all.
@@ -53,6 +53,8 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     key: SessionKey = ""
     """By which other processes of this user join the session."""
     version: Name = ""
+    keeps_blocks: bool = False
+    """As ``KeepsBlocks`` says, of a session of before."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -71,6 +73,8 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     ranks: Figure = 0
     """0: it says nothing about what is written."""
     version: Name = ""
+    keeps_blocks: bool = False
+    """It has said ``KeepsBlocks`` to the daemon before this one."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -84,6 +88,16 @@ class RankWritten(msgspec.Struct, frozen=True, tag="rank-written"):
     lease: Figure
     upto_tokens: Figure
     after: EventHandle = b""
+
+
+class KeepsBlocks(msgspec.Struct, frozen=True, tag="keeps-blocks"):
+    """KV of this session is computed in blocks of this process, and saved to pages behind that.
+
+    From the answer on no commit and no end of a lease of the session is a word about KV of which
+    nothing was said: what is ordered to be saved may not have begun, and nobody here knows of it.
+    """
+
+    call: Call
 
 
 class CopyPart(msgspec.Struct, frozen=True, array_like=True):
@@ -179,7 +193,7 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     version: Name = ""
 
 
-ProcessWord = RankWritten | CopyBegins | CopyEnds
+ProcessWord = RankWritten | KeepsBlocks | CopyBegins | CopyEnds
 """What an attached process says and is answered."""
 
 AttachRequest = Attach | Join | Leave | ProcessWord

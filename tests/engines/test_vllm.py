@@ -97,6 +97,37 @@ def test_a_prompt_that_another_node_prefilled_gives_the_same_tokens(engines, n_t
     assert moved == -(-n_tokens // 32) * 8 * 32768
 
 
+def ways_that_lead_nowhere(found, ids, other):
+    """What a decode engine is told of a prompt's KV, by how it is wrong."""
+    mine = found["p"].ask(ids, 1, TO_DECODE)["params"]["kvd"]
+    yield "another prompt's", found["p"].ask(other, 1, TO_DECODE)["params"]["kvd"]
+    yield "unknown", mine | {"room": "12345", "at": mine["at"] - 60}
+    yield "out of range", mine | {"room": str(2**63)}
+    assert found["d"].ask(ids, 1, {"do_remote_prefill": True, "kvd": mine})["cached"]
+    yield "consumed", mine
+    yield "a node that is not there", mine | {"peer": "nobody"}
+
+
+def test_a_reference_that_leads_nowhere_gives_the_same_tokens_and_is_not_waited_for(engines):
+    found, _ = engines
+    ids, other = prompt(333), prompt(334)
+    wanted = found["alone"].ask(ids)["tokens"]
+    assert found["alone"].ask(other)["tokens"] != wanted
+    took_s = {}
+    for number, (name, told) in enumerate(ways_that_lead_nowhere(found, ids, other)):
+        # Of a prompt of its own: of the same one much would be cached by now.
+        mine = [2000 + number, *ids]
+        wanted = found["alone"].ask(mine)["tokens"]
+        found["d"].ask([3000 + number, *ids])  # computed, as long as the next one but for the wait
+        params = {"do_remote_prefill": True, "kvd": told}
+        answer = found["d"].ask(mine, 12, params, reset=True)
+        assert answer["tokens"] == wanted, name
+        assert answer["cached"] == 0, name
+        took_s[name] = answer["took_s"]
+    # Computing takes far less than a second; waiting for a room took two.
+    assert max(took_s.values()) < 2.0, took_s
+
+
 def test_a_second_turn_finds_what_was_decoded_when_the_engine_has_dropped_it(engines):
     found, _ = engines
     first = prompt(400)

@@ -2,8 +2,9 @@
 
 An engine so starts in a few seconds. Run by the interpreter of an environment that has vLLM. In:
 ``{"engine": {...}, "asks": [...], "log": PATH}``, with what ``LLM`` takes; an ask has ``ids``, and
-may have ``lora``, ``params``, ``reset`` and files to ``copy`` before. Out: the answer of each ask,
-or ``{"error": ...}`` if the engine does not start.
+may have ``lora``, ``params``, ``reset`` and files to ``copy`` before, ``max_tokens``, prompts that
+are asked beside it (``more``), and after how many steps it is taken back (``abort``). Out: the
+answers of each ask, or ``{"error": ...}`` if the engine does not start.
 """
 
 from __future__ import annotations
@@ -50,24 +51,36 @@ def answers_of(asked):
             engine.reset_prefix_cache(reset_connector=True)
         sampling = SamplingParams(
             temperature=0,
-            max_tokens=8,
+            max_tokens=ask.get("max_tokens", 8),
             ignore_eos=True,
             detokenize=False,
             extra_args={"kv_transfer_params": ask["params"]} if ask.get("params") else None,
         )
+        if "abort" in ask:
+            abort_one(engine.llm_engine, ask, sampling)
+            continue
         lora = LoRARequest(*ask["lora"]) if ask.get("lora") else None
-        (out,) = engine.generate(
-            [{"prompt_token_ids": ask["ids"]}], sampling, use_tqdm=False, lora_request=lora
-        )
-        found.append(
+        prompts = [{"prompt_token_ids": ids} for ids in (ask["ids"], *ask.get("more", ()))]
+        found += [
             {
                 "tokens": list(out.outputs[0].token_ids),
                 "cached": out.num_cached_tokens,
                 "params": out.kv_transfer_params,
             }
-        )
+            for out in engine.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+        ]
     engine.llm_engine.engine_core.shutdown()
     return found
+
+
+def abort_one(engine, ask, sampling):
+    """Ask, go so many steps, and take it back."""
+    engine.add_request("taken-back", {"prompt_token_ids": ask["ids"]}, sampling)
+    for _ in range(ask["abort"]):
+        engine.step()
+    engine.abort_request(["taken-back"])
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 def serve_one(asked, answers):

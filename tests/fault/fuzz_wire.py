@@ -362,8 +362,10 @@ class Operators(Asking):
 
     def again(self) -> None:
         self._obeyed: set[type] = set()
-        self._further: Counter[int] = Counter()
-        """Frames that looks asked for beyond their first one, by call."""
+        self._further: Counter[tuple[Wire, int]] = Counter()
+        """Frames that looks asked for beyond their first one, by connection and call."""
+        self._unseen: Counter[tuple[Wire, int]] = Counter()
+        """Looks that no frame has come for yet."""
         self.wires = [Wire(self.target.daemon.admin) for _ in range(3)]
         self.make.known = {"kind": ["page", "node", "room", "lease"], "id": list(range(1, 60))}
         self.make.known |= {"limit": [1, 5], "room": ROOMS, "after_seq": [10**6]}
@@ -381,10 +383,11 @@ class Operators(Asking):
                 frame = frame[
                     :-1
                 ]  # a node that obeys refuses the healthy engine beside us, rightly
-            if isinstance(message, admin.Look):
-                self._further[message.call] += 50 * (message.frames - 1)  # it may be said 50 times
             frames = [frame] if rng.random() > 0.02 else [frame] * rng.choice((2, 3, 50))
             wire = rng.choice(self.wires)
+            if isinstance(message, admin.Look) and len(frames) == 1:
+                self._further[wire, message.call] += message.frames - 1
+                self._unseen[wire, message.call] += 1
             if len(frames) > MAX_FRAMES:
                 self.overstep(wire, *frames)
                 continue
@@ -392,10 +395,16 @@ class Operators(Asking):
             self.ask(wire, call, *frames)
 
     def is_further(self, wire: Wire, message) -> bool:
-        if not isinstance(message, admin.Frame) or wire.owed[message.call]:
+        look = wire, message.call
+        is_ended = isinstance(message, admin.AdminFailed) and "next look" in message.refusal.message
+        if not is_ended and not isinstance(message, admin.Frame):
             return False
-        self._further[message.call] -= 1
-        return self._further[message.call] >= 0
+        # Another request may have had the same number, so what is owed does not tell.
+        if self._unseen[look]:
+            self._unseen[look] -= 1
+            return False
+        self._further[look] -= 1
+        return self._further[look] >= 0
 
     def calm(self) -> None:
         self.finish()

@@ -20,7 +20,15 @@ from kvd.client.lease_key import LeaseKey
 from kvd.client.worker import Worker
 from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec, Raw
 from kvd.pools.build import pool_memory
-from kvd.wire.attach import Attached, CopyBegins, CopyEnds, Leave, RankAnswer, Rejected
+from kvd.wire.attach import (
+    Attached,
+    CopyBegins,
+    CopyEnds,
+    KeepsBlocks,
+    Leave,
+    RankAnswer,
+    Rejected,
+)
 from kvd.wire.codec import ATTACH_REPLIES, ATTACH_REQUESTS
 from tests.support.daemons import one_daemon
 from tests.support.pools import build_pool
@@ -88,6 +96,7 @@ class WordsDaemon:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.setblocking(False)
         self.said: list[ProcessWord | Leave] = []
+        self.knows_of_blocks = False
         self.began: dict[int, CopyBegins] = {}
         self.ended: dict[int, CopyEnds] = {}
         self.refuse: Callable[[CopyBegins | CopyEnds], Refusal | None] = lambda _: None
@@ -144,6 +153,10 @@ class WordsDaemon:
             if not packet:
                 return
             word = ATTACH_REQUESTS.decode(packet)
+            if isinstance(word, KeepsBlocks):
+                self.knows_of_blocks = True
+                self._sock.send(ATTACH_REPLIES.encode(RankAnswer(word.call)))
+                continue
             with self._news:
                 self.said.append(word)  # type: ignore[arg-type]
                 is_held = not self._may_answer.is_set()

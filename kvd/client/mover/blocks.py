@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from kvd.client.arguments import whole
 from kvd.client.lease_key import LeaseKey
 from kvd.client.mover.engine_memory import HOST, block_layout, unfit
 from kvd.client.mover.pending_copy import OrderPart, PendingCopy
-from kvd.client.mover.pieces import PieceTable, pool_bytes
+from kvd.client.mover.pieces import NO_BLOCK, PieceTable, pool_bytes
 from kvd.errors import Code, KvdError, Number, Refusal
 from kvd.wire.attach import pages_sum
 
@@ -32,8 +32,12 @@ if TYPE_CHECKING:
     LayerTensors = object
     """The tensor of a layer, or a sequence of those of its parts."""
 
-    Caches = Mapping[Any, Any]
-    """By layer, in their order, its tensors; or by component such a mapping."""
+    Caches = Mapping[Any, Any] | Sequence[Mapping[Any, Any]]
+    """By layer, in their order, its tensors; or a list of such mappings, one for each group of
+    layers that has blocks of its own; or either by component."""
+
+    BlockNumbers = PageNumbers | Sequence[PageNumbers]
+    """Blocks in the order of their tokens; of layers in groups a row for each."""
 
 
 FEW: Final = 64
@@ -74,6 +78,7 @@ class EngineBlocks:
         self._mover = mover
         self._tables = given.tables
         self._ranks = given.ranks
+        self._grouped = given.grouped
         self._keep: list[object] | None = given.keep
         self._checks = checks
         self._mark_within_s = mark_within_s
@@ -103,7 +108,7 @@ class EngineBlocks:
     def begin_save(
         self,
         lease: LeaseKey | HasPages,
-        blocks: Mapping[str, PageNumbers],
+        blocks: Mapping[str, BlockNumbers],
         *,
         pages: Mapping[str, PageNumbers] | None = None,
         first_page: Mapping[str, int] | int = 0,
@@ -115,7 +120,10 @@ class EngineBlocks:
         Args:
             lease: its key, as ``Lease.key`` gave it with the page numbers; or the lease itself,
                 whose pages from ``first_page`` on are taken then.
-            blocks: by component, the numbers of blocks, in the order of their tokens.
+            blocks: by component, the numbers of blocks, in the order of their tokens. Where its
+                layers are in groups, a row of them for each group; all of one length. Where a
+                group has no block for some of the tokens, as beyond a sliding window, stands -1,
+                and its part of that page is not copied.
             pages: by component, the pages of the same tokens.
             first_page: where the first of them is in the lease's row of that component; one number
                 for all, or by component.
@@ -141,7 +149,7 @@ class EngineBlocks:
     def begin_load(
         self,
         lease: LeaseKey | HasPages,
-        blocks: Mapping[str, PageNumbers],
+        blocks: Mapping[str, BlockNumbers],
         *,
         pages: Mapping[str, PageNumbers] | None = None,
         first_page: Mapping[str, int] | int = 0,
@@ -182,7 +190,7 @@ class EngineBlocks:
     def _begin(
         self,
         lease: LeaseKey | HasPages,
-        blocks: Mapping[str, PageNumbers],
+        blocks: Mapping[str, BlockNumbers],
         pages: Mapping[str, PageNumbers] | None,
         first_page: Mapping[str, int] | int,
         *,
@@ -190,16 +198,11 @@ class EngineBlocks:
         after: object,
         to_pages: bool,
     ) -> PendingCopy:
-        key = _whole_key(lease if isinstance(lease, LeaseKey) else lease.key)
+        key = _key_of(lease)
         for check in self._checks:
             check(key)
-        parts = [
-            self._part(lease, name, numbers, pages, first_page, to_pages=to_pages)
-            for name, numbers in blocks.items()
-        ]
-        # What a save has written is counted in tokens of the first component.
-        parts.sort(key=lambda part: self._ranks[part.table.component])
-        if not any(part.units for part in parts):
+        parts = self._parts(lease, blocks, pages, first_page, to_pages=to_pages)
+        if not any(part.n_bytes for part in parts):
             raise _bad(f"an order of no block for lease {key.lease}: leave it out")
         if after is not None and not isinstance(after, self._mover.lane.mark_kind):
             raise _bad(f"after is {after!r:.100}: give what mark() of these blocks gave")
@@ -223,9 +226,9 @@ class EngineBlocks:
             if self._is_closed:
                 raise KvdError(_CLOSED)
             for part in parts:
-                self._uses[part.table.component].check(part.blocks, is_written=not to_pages)
+                self._uses[part.table.component].check(part.used, is_written=not to_pages)
             for part in parts:
-                self._uses[part.table.component].take(part.blocks, is_written=not to_pages)
+                self._uses[part.table.component].take(part.used, is_written=not to_pages)
             self._open.add(copy)
         copy.when_over(self._over)
         try:
@@ -235,11 +238,31 @@ class EngineBlocks:
             raise
         return copy
 
+    def _parts(
+        self,
+        lease: LeaseKey | HasPages,
+        blocks: Mapping[str, PageNumbers],
+        pages: Mapping[str, PageNumbers] | None,
+        first_page: Mapping[str, int] | int,
+        *,
+        to_pages: bool,
+    ) -> list[OrderPart]:
+        """By component, the first of the pool first: what a save has written is counted in that."""
+        _require_map(blocks, "blocks")
+        if pages is not None:
+            _require_map(pages, "pages")
+        parts = [
+            self._part(lease, name, numbers, pages, first_page, to_pages=to_pages)
+            for name, numbers in blocks.items()
+        ]
+        parts.sort(key=lambda part: self._ranks[part.table.component])
+        return parts
+
     def _part(
         self,
         lease: LeaseKey | HasPages,
         name: str,
-        numbers: PageNumbers,
+        numbers: BlockNumbers,
         pages: Mapping[str, PageNumbers] | None,
         first_page: Mapping[str, int] | int,
         *,
@@ -250,13 +273,16 @@ class EngineBlocks:
             raise _bad(f"no blocks of {name!r} were given, there are: {', '.join(self._tables)}")
         own = first_page.get(name, 0) if isinstance(first_page, Mapping) else first_page
         first = whole(own, "first_page")
-        found = _numbers(numbers, "block", self._uses[name].n_blocks, first=0)
+        if name in self._grouped:
+            found = _rows(numbers, table, self._uses[name].n_blocks)
+        else:
+            found = _numbers(numbers, "block", self._uses[name].n_blocks, first=0)
         if pages is not None and name in pages:
             given: PageNumbers = pages[name]
         elif isinstance(lease, LeaseKey):
             raise _bad(f"pages has none of {name!r}: a key alone does not say which they are")
         else:
-            wanted = -(-len(found) * table.pages_per_block // table.blocks_per_page)
+            wanted = -(-found.shape[-1] * table.pages_per_block // table.blocks_per_page)
             given = lease.pages_of(name)[first : first + wanted]
         page_numbers = _numbers(given, "page", table.n_pages, first=1)
         _check_lengths(table, found, page_numbers)
@@ -265,12 +291,12 @@ class EngineBlocks:
                 f"first_page is {first}: it is counted from the first page of the lease, of a pool "
                 f"of {table.n_pages}"
             )
-        _check_once(found, "blocks")
         if to_pages:
             _check_once(page_numbers, "pages that are written")
-        return OrderPart(
-            table, found, page_numbers, first, pages_sum(page_numbers.astype("<i4").tobytes())
-        )
+        page_sum = pages_sum(page_numbers.astype("<i4").tobytes())
+        part = OrderPart(table, found, page_numbers, first, page_sum)
+        _check_once(part.used, "blocks")
+        return part
 
     def _over(self, copy: PendingCopy) -> None:
         if not copy.safe():
@@ -279,11 +305,15 @@ class EngineBlocks:
             self._open.discard(copy)
             for part in copy.parts:
                 uses = self._uses[part.table.component]
-                uses.give_back(part.blocks, is_written=not copy.to_pages)
+                uses.give_back(part.used, is_written=not copy.to_pages)
 
 
-def _whole_key(key: LeaseKey) -> LeaseKey:
-    """The key with plain numbers, as messages have them: a scheduler may have others."""
+def _key_of(lease: LeaseKey | HasPages) -> LeaseKey:
+    """With plain numbers, as messages have them: a scheduler may have others."""
+    try:
+        key = lease if isinstance(lease, LeaseKey) else lease.key
+    except AttributeError:
+        raise _bad(f"lease is {lease!r:.100}: give a lease, or its key") from None
     if type(key.lease) is int and type(key.session) is int:
         return key
     return LeaseKey(
@@ -292,6 +322,11 @@ def _whole_key(key: LeaseKey) -> LeaseKey:
         lease=whole(key.lease, "key.lease"),
         version=key.version,
     )
+
+
+def _require_map(given: object, name: str) -> None:
+    if not isinstance(given, Mapping):
+        raise _bad(f"{name} is {given!r:.100}: give numbers by component, such as {{'kv': [1, 2]}}")
 
 
 class _BlockUses:
@@ -339,9 +374,14 @@ class GivenMemory:
     def __init__(self) -> None:
         self.tables: dict[str, PieceTable] = {}
         self.block_counts: dict[str, int] = {}
+        self.grouped: set[str] = set()
+        """Components whose layers were given by groups, be there one."""
         self.ranks: dict[str, int] = {}
         """By component, which of the pool's it is."""
         self.layouts: list[BlockLayout] = []
+        self.groups: list[list[BlockLayout]] = []
+        """The same, by who has blocks of its own: those of unlike groups may lie over each other,
+        since a block is one group's at a time."""
         self.pools: list[PoolBytes] = []
         self.keep: list[object] = []
         """What must not be freed."""
@@ -365,14 +405,23 @@ def given_memory(pool: Pool, caches: Caches, *, block_size: int, shard: int) -> 
     Raises:
         KvdError: ``layout-mismatch`` with both numbers; ``bad-request``; as ``Pool.view``.
     """
+    groups = caches if isinstance(caches, list | tuple) and caches else [caches]
+    for group in groups:
+        if not isinstance(group, Mapping):
+            told = f"caches is a {type(caches).__name__}"
+            raise _bad(f"{told}: give the engine's KV tensors by layer, or a list of such groups")
     first = pool.memory.components[0].name
     names = {part.name for part in pool.memory.components}
-    by_component = caches if caches and set(caches) <= names and _all_maps(caches) else None
+    by_component = caches if _are_by_component(caches, names) else {first: caches}
     given = GivenMemory()
     given.ranks = {part.name: rank for rank, part in enumerate(pool.memory.components)}
-    for name, layers in (by_component or {first: caches}).items():
-        laid_out = _layers(layers)
-        counts = {layout.n_blocks for layouts in laid_out for layout in layouts}
+    for name, layers in by_component.items():
+        groups = [layers] if isinstance(layers, Mapping) else list(layers)
+        if not isinstance(layers, Mapping):
+            given.grouped.add(name)
+        laid_out = [_layers(group) for group in groups]
+        layouts = [[layout for layer in group for layout in layer] for group in laid_out]
+        counts = {layout.n_blocks for group in layouts for layout in group}
         if len(counts) != 1:
             raise unfit(f"layers of {name} with {sorted(counts)} blocks: give all, of one number")
         memory, part = pool.host_memory(name, shard), pool.component(name)
@@ -385,17 +434,27 @@ def given_memory(pool: Pool, caches: Caches, *, block_size: int, shard: int) -> 
         )
         given.block_counts[name] = counts.pop()
         given.pools.append(pool_bytes(part, memory))
-        given.keep += [memory, *layers.values()]  # the mapping is the engine's to change
-        given.layouts += [layout for layouts in laid_out for layout in layouts]
-    _check_apart(given.layouts, given.pools)
+        # The mappings are the engine's to change.
+        given.keep += [memory, *(tensor for group in groups for tensor in group.values())]
+        given.groups += layouts
+        given.layouts += [layout for group in layouts for layout in group]
+    _check_apart(given)
     return given
 
 
-def _all_maps(caches: Caches) -> bool:
-    return all(isinstance(layers, dict) for layers in caches.values())
+def _are_by_component(caches: Caches, names: set[str]) -> TypeGuard[Mapping[str, Caches]]:
+    if not isinstance(caches, Mapping) or not caches or not set(caches) <= names:
+        return False
+    return all(_is_a_map(layers) for layers in caches.values())
 
 
-def _layers(layers: Caches) -> list[list[BlockLayout]]:
+def _is_a_map(layers: object) -> bool:
+    """Whether these are layers, or groups of them; the tensors of a layer may be a list too."""
+    groups = layers if isinstance(layers, list) and layers else [layers]
+    return all(isinstance(group, dict) for group in groups)
+
+
+def _layers(layers: Mapping[Any, Any]) -> list[list[BlockLayout]]:
     """By layer, its tensors; those that share the tensors of another one have none of their own."""
     found: list[list[BlockLayout]] = []
     known: set[tuple[int, ...]] = set()
@@ -411,26 +470,31 @@ def _layers(layers: Caches) -> list[list[BlockLayout]]:
     return found
 
 
-def _check_apart(layouts: Sequence[BlockLayout], pools: Sequence[PoolBytes]) -> None:
+def _check_apart(given: GivenMemory) -> None:
     """Refuse blocks that lie over each other, or over the pool's pages."""
-    ordered = sorted(layouts, key=lambda layout: layout.address)
-    for number, layout in enumerate(ordered):
-        for pool in pools:
-            end = pool.address + pool.size
-            if layout.device == HOST and layout.address < end and pool.address < layout.end:
-                raise unfit(
-                    f"blocks from {layout.address:#x} to {layout.end:#x} lie in the pool, which is "
-                    f"mapped from {pool.address:#x} to {end:#x}: they are pages already"
-                )
-        for other in ordered[number + 1 :]:
-            if other.address >= layout.end:
-                break
-            if _meet(layout, other):
-                raise unfit(
-                    f"blocks from {layout.address:#x} and from {other.address:#x} on lie over each "
-                    f"other: {layout.block_bytes} bytes every {layout.step_bytes}, and "
-                    f"{other.block_bytes} every {other.step_bytes}"
-                )
+    for group in given.groups:
+        ordered = sorted(group, key=lambda layout: layout.address)
+        for number, layout in enumerate(ordered):
+            _check_outside(layout, given.pools)
+            for other in ordered[number + 1 :]:
+                if other.address >= layout.end:
+                    break
+                if _meet(layout, other):
+                    raise unfit(
+                        f"blocks from {layout.address:#x} and from {other.address:#x} on lie over "
+                        f"each other: {layout.block_bytes} bytes every {layout.step_bytes}, and "
+                        f"{other.block_bytes} every {other.step_bytes}"
+                    )
+
+
+def _check_outside(layout: BlockLayout, pools: Sequence[PoolBytes]) -> None:
+    for pool in pools:
+        end = pool.address + pool.size
+        if layout.device == HOST and layout.address < end and pool.address < layout.end:
+            raise unfit(
+                f"blocks from {layout.address:#x} to {layout.end:#x} lie in the pool, which is "
+                f"mapped from {pool.address:#x} to {end:#x}: they are pages already"
+            )
 
 
 def _meet(layout: BlockLayout, other: BlockLayout) -> bool:
@@ -441,7 +505,7 @@ def _meet(layout: BlockLayout, other: BlockLayout) -> bool:
     return apart < layout.block_bytes or layout.step_bytes - apart < other.block_bytes
 
 
-def _numbers(given: PageNumbers, what: str, end: int, *, first: int) -> Numbers:
+def _numbers(given: BlockNumbers, what: str, end: int, *, first: int) -> Numbers:
     try:
         found = np.asarray(given)
     except (TypeError, ValueError, OverflowError) as exc:
@@ -466,6 +530,21 @@ def _numbers(given: PageNumbers, what: str, end: int, *, first: int) -> Numbers:
     return numbers
 
 
+def _rows(given: BlockNumbers, table: PieceTable, end: int) -> Numbers:
+    """Those of each group of layers, side by side."""
+    rows = list(given)
+    n_rows = len(rows) if all(np.ndim(row) == 1 for row in rows) else 0
+    lengths = sorted({len(row) for row in rows}) if n_rows else []
+    if n_rows != table.n_groups or len(lengths) != 1:
+        what = f"{n_rows} rows of {' and '.join(map(str, lengths))}" if n_rows else "no rows"
+        raise _failure(
+            Code.BAD_PAGES,
+            f"{what} of blocks of {table.component}, whose layers are in {table.n_groups} groups: "
+            "give a row for each, all for the same tokens",
+        )
+    return np.stack([_numbers(row, "block", end, first=NO_BLOCK) for row in rows])
+
+
 def _ends(numbers: Numbers) -> tuple[int, int]:
     """The least and the greatest."""
     if numbers.size <= FEW:
@@ -477,17 +556,18 @@ def _ends(numbers: Numbers) -> tuple[int, int]:
 def _check_lengths(table: PieceTable, blocks: Numbers, pages: Numbers) -> None:
     """Refuse blocks without pages, and pages without blocks; the last of either may be in part."""
     per_page, per_block = table.blocks_per_page, table.pages_per_block
+    n_blocks = blocks.shape[-1]
     fits = (
-        -(-len(blocks) // per_page) == len(pages)
+        -(-n_blocks // per_page) == len(pages)
         if per_page > 1
-        else -(-len(pages) // per_block) == len(blocks)
+        else -(-len(pages) // per_block) == n_blocks
     )
     if not fits:
         raise _failure(
             Code.BAD_PAGES,
-            f"{len(blocks)} blocks and {len(pages)} pages of {table.component}, where {per_page} "
+            f"{n_blocks} blocks and {len(pages)} pages of {table.component}, where {per_page} "
             f"blocks are {per_block} pages: both must be of the same tokens",
-            blocks=len(blocks),
+            blocks=n_blocks,
             pages=len(pages),
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import msgspec
@@ -162,7 +163,7 @@ def block_layout(name: str, tensor: object) -> BlockLayout:
             what does not say where it lies.
     """
     seen = seen_as(name, tensor)
-    shape, strides, width = list(seen.shape), list(seen.stride()), seen.element_size()
+    shape, strides, width = _numbers_of(name, seen)
     inside = sorted(zip(strides[1:], shape[1:], strict=True))
     dense = 1
     for stride, n in inside:
@@ -186,6 +187,25 @@ def block_layout(name: str, tensor: object) -> BlockLayout:
     return BlockLayout(seen.data_ptr(), shape[0], dense * width, strides[0] * width, device)
 
 
+def _numbers_of(name: str, seen: TensorView) -> tuple[list[int], list[int], int]:
+    """Its shape, its strides and the width of an element, which go together."""
+    try:
+        shape = [operator.index(size) for size in seen.shape]
+        strides = [operator.index(step) for step in seen.stride()]
+        operator.index(seen.data_ptr())
+        width = operator.index(seen.element_size())
+    except TypeError as error:
+        raise _bad(
+            f"layer {name}: its shape, strides, pointer and itemsize are ints: {error}"
+        ) from None
+    if len(shape) != len(strides) or width < 1 or min(shape, default=0) < 0:
+        raise unfit(
+            f"layer {name} has the shape {tuple(shape)}, the strides {tuple(strides)} and elements "
+            f"of {width} bytes: no memory lies like that"
+        )
+    return shape, strides, width
+
+
 def seen_as(name: str, tensor: object) -> TensorView:
     """Where a layer's tensor lies.
 
@@ -196,24 +216,24 @@ def seen_as(name: str, tensor: object) -> TensorView:
         return tensor
     # Of a device first: what has both would be copied to the host by whoever asks for the other.
     if isinstance(tensor, CudaArray):
-        return _described(tensor.__cuda_array_interface__, "cuda")
+        return _described(name, tensor.__cuda_array_interface__, "cuda")
     if isinstance(tensor, HostArray):
-        return _described(tensor.__array_interface__, HOST)
+        return _described(name, tensor.__array_interface__, HOST)
     if isinstance(tensor, DlpackTensor):
         return _exchanged(name, tensor)
-    raise KvdError(
-        Refusal(
-            Code.BAD_REQUEST,
-            f"layer {name} is a {type(tensor).__name__}: it is a torch tensor, or has "
-            "__cuda_array_interface__, __array_interface__ or __dlpack__, or is a "
-            "LayerMemory(pointer, shape, strides, itemsize, device)",
-            side="client",
-        )
+    raise _bad(
+        f"layer {name} is a {type(tensor).__name__}: it is a torch tensor, or has "
+        "__cuda_array_interface__, __array_interface__ or __dlpack__, or is a "
+        "LayerMemory(pointer, shape, strides, itemsize, device)"
     )
 
 
-def _described(interface: Mapping[str, Any], device: str) -> LayerMemory:
+def _described(name: str, interface: Mapping[str, Any], device: str) -> LayerMemory:
     """As both interfaces say it: strides in bytes, or none for what is dense."""
+    if interface["typestr"][1] == "O":
+        raise _bad(f"layer {name} is an array of Python's objects: their bytes are no KV")
+    if interface["data"][1]:
+        raise _bad(f"layer {name} may only be read: loads write the engine's tensors")
     shape = tuple(int(size) for size in interface["shape"])
     itemsize = int(interface["typestr"][2:])
     strides = interface.get("strides")
@@ -257,6 +277,10 @@ def _exchanged(name: str, tensor: DlpackTensor) -> LayerMemory:
 
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _bad(message: str) -> KvdError:
+    return KvdError(Refusal(Code.BAD_REQUEST, message, side="client"))
 
 
 def unfit(message: str) -> KvdError:

@@ -186,7 +186,7 @@ class _Moving:
     def __init__(self, copy: PendingCopy, call: int, chunk_bytes: int) -> None:
         self.copy = copy
         self.call = call
-        self.left_bytes = sum(part.units * part.table.unit_bytes for part in copy.parts)
+        self.left_bytes = sum(part.n_bytes for part in copy.parts)
         self.total_bytes = self.left_bytes
         self.under_way: deque[LaneCopy] = deque()
         self.began_s = 0.0
@@ -261,8 +261,9 @@ class Mover:
         """Refuse what could not be seen through.
 
         Raises:
-            KvdError: nothing is any more.
+            KvdError: nothing is any more; ``wrong-state`` in a forked child.
         """
+        self._words.require_own()
         why = self._dead or self._closing
         if why is not None:
             raise KvdError(why)
@@ -544,7 +545,9 @@ class Mover:
         part, units = next(moving.chunks)
         moving.began_s = moving.began_s or time.monotonic()
         columns = part.table.pieces(part.blocks, part.pages, units)
-        moving.left_bytes -= (units.end - units.first) * part.table.unit_bytes
+        if not columns.sizes.size:
+            return  # no layer has blocks for these tokens
+        moving.left_bytes -= int(columns.sizes.sum())
         try:
             moving.under_way.append(self.lane.begin(columns, to_pages=moving.copy.to_pages))
         except MemoryFault as fault:

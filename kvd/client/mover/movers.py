@@ -15,6 +15,7 @@ from kvd.client.mover.host_lane import HostLane
 from kvd.client.mover.mover import Bell, Mover
 from kvd.client.mover.pending_copy import MARK_WITHIN_S
 from kvd.errors import Code, KvdError, Refusal
+from kvd.wire.attach import KeepsBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +39,8 @@ class Movers:
         """``words``: to the daemon; ``check`` refuses keys that are not of this session now."""
         self._words = words
         self._check = check
+        self.has_blocks = False
+        """Whether the daemon knows, and the next one is to know, that KV is in blocks first."""
         self._lock = threading.Lock()
         self._movers: dict[tuple[str, int], Mover] = {}
 
@@ -58,6 +61,7 @@ class Movers:
         check: Check | None = None,
     ) -> EngineBlocks:
         """As ``Worker.blocks``; ``check`` refuses keys as well."""
+        self._words.require_own()
         if not 1 <= threads <= MOST_THREADS:
             why = f"threads is {threads}: 1 to {MOST_THREADS} copy"
             raise KvdError(Refusal(Code.BAD_REQUEST, why, side="client"))
@@ -66,6 +70,11 @@ class Movers:
         given = given_memory(pool, caches, block_size=block_size, shard=shard)
         is_host = given.device == HOST
         mover = self._mover(HOST, threads) if is_host else self._mover_of_device(given)
+        if not self.has_blocks:
+            # Before the first order: a commit that the daemon hears sooner than that one must not
+            # stand for what is still to be saved.
+            self._words.begin(lambda call: KeepsBlocks(call=call)).result()
+            self.has_blocks = True
         return EngineBlocks(mover, given, checks, mark_within_s=mark_within_s)
 
     @property

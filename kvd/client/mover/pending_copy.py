@@ -18,6 +18,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+from kvd.client.mover.pieces import NO_BLOCK
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
@@ -64,19 +65,24 @@ class LaneDead(Exception):
 
 
 class OrderPart:
-    """What of one component an order copies: blocks and pages, from a page of the lease's row."""
+    """What of one component an order copies: blocks and pages, from a page of the lease's row.
 
-    __slots__ = ("blocks", "first_page", "page_sum", "pages", "table", "units")
+    ``blocks``: a row, or one for each group of layers; ``used``: those that there are.
+    """
+
+    __slots__ = ("blocks", "first_page", "n_bytes", "page_sum", "pages", "table", "units", "used")
 
     def __init__(
         self, table: PieceTable, blocks: Numbers, pages: Numbers, first_page: int, page_sum: int
     ) -> None:
         self.table = table
         self.blocks = blocks
+        self.used = blocks if blocks.ndim == 1 else blocks[blocks != NO_BLOCK]
         self.pages = pages
         self.first_page = first_page
         self.page_sum = page_sum
-        self.units = table.units(len(blocks), len(pages))
+        self.units = table.units(blocks.shape[-1], len(pages))
+        self.n_bytes = table.bytes_of(blocks, self.units)
 
     @property
     def end_token(self) -> int:

@@ -6,6 +6,10 @@ A block and a page are the same tokens, or a page is several blocks, or a block 
 smaller one of the two is a **unit**. A piece is the part of one unit in one stretch; its addresses
 are sums of two vectors, so a piece costs no Python.
 
+Layers may be in groups that have blocks of their own for the same tokens: then blocks are rows, one
+for each group, and a page is one block of each. Of tokens for which a group has no block, no piece
+of its layers is.
+
 Invariant: no piece leaves the block or the page that it is of.
 """
 
@@ -29,6 +33,9 @@ if TYPE_CHECKING:
 
     Words = NDArray[np.uint64]
     Numbers = NDArray[np.int64]
+
+NO_BLOCK: Final = -1
+"""In place of a block: this group of layers has none for these tokens, and nothing is copied."""
 
 PIECES_AT_ONCE: Final = 2048
 """Of one order in one call: whoever is behind it waits for no more."""
@@ -88,8 +95,12 @@ def pool_bytes(component: ComponentMemory, memory: NDArray[np.uint8]) -> PoolByt
 
 
 class _PieceStretch(msgspec.Struct):
-    """Bytes of a unit that are one piece on both sides; steps lead to the next one of its kind."""
+    """Bytes of a unit that are one piece on both sides; steps lead to the next one of its kind.
 
+    ``group``: whose row of blocks it goes by.
+    """
+
+    group: int
     engine: int
     block_step: int
     engine_unit_step: int
@@ -104,7 +115,8 @@ class PieceTable:
 
     Args:
         component: of the pool.
-        layers: by layer of the pool, the tensors of the engine, in the order of the pool's parts.
+        groups: of each group of layers, by layer of the pool, the tensors of the engine, in the
+            order of the pool's parts. Layers of the pool are counted through all groups.
         block_size: tokens of a block.
         interior: as ``Pool.interior``.
         address: where the component's memory begins in this process.
@@ -113,7 +125,7 @@ class PieceTable:
     def __init__(
         self,
         component: ComponentMemory,
-        layers: Sequence[Sequence[BlockLayout]],
+        groups: Sequence[Sequence[Sequence[BlockLayout]]],
         *,
         block_size: int,
         interior: str,
@@ -130,30 +142,58 @@ class PieceTable:
         self.pages_per_block = max(1, block_size // page_size)
         self.unit_tokens = min(page_size, block_size)
         self.n_pages = component.pages
+        self.n_groups = len(groups)
+        if self.n_groups > 1 and not self.is_even:
+            raise unfit(
+                f"blocks of {block_size} tokens and pages of {page_size}: of layers in "
+                f"{self.n_groups} groups a page is one block of each"
+            )
+        layers = [(number, layer) for number, group in enumerate(groups) for layer in group]
         stretches = list(_stretches(self, component, layers, interior, address))
-        self._take(_joined(stretches) if self._is_even else stretches)
-        self.unit_bytes = sum(stretch.size for stretch in stretches)
+        self._group_bytes = [
+            sum(stretch.size for stretch in stretches if stretch.group == group)
+            for group in range(self.n_groups)
+        ]
+        self.unit_bytes = sum(self._group_bytes)
         """Of one unit, all layers."""
+        self._take(_joined(stretches) if self.is_even else stretches)
         self.units_at_once = max(1, PIECES_AT_ONCE // len(self._sizes))
 
     @property
-    def _is_even(self) -> bool:
+    def is_even(self) -> bool:
+        """Whether a page is one block."""
         return self.blocks_per_page == self.pages_per_block == 1
 
     def _take(self, stretches: Sequence[_PieceStretch]) -> None:
         columns = zip(*(msgspec.structs.astuple(stretch) for stretch in stretches), strict=True)
         arrays = [np.array(column, np.uint64)[:, np.newaxis] for column in columns]
-        self._engine, self._block_step, self._engine_unit_step = arrays[:3]
-        self._pool, self._page_step, self._pool_unit_step = arrays[3:6]
-        self._sizes = arrays[6][:, 0]
+        self._group = arrays[0][:, 0].astype(np.int64)
+        self._engine, self._block_step, self._engine_unit_step = arrays[1:4]
+        self._pool, self._page_step, self._pool_unit_step = arrays[4:7]
+        self._sizes = arrays[7][:, 0]
 
     def units(self, n_blocks: int, n_pages: int) -> int:
         """What so many blocks and pages have in common; the last one of either may go further."""
         return min(n_blocks * self.pages_per_block, n_pages * self.blocks_per_page)
 
+    def bytes_of(self, blocks: Numbers, units: int) -> int:
+        """What an order of these blocks copies."""
+        if blocks.ndim == 1:
+            return units * self.unit_bytes
+        counts = (blocks != NO_BLOCK).sum(axis=1).tolist()
+        return sum(n * size for n, size in zip(counts, self._group_bytes, strict=True))
+
     def pieces(self, blocks: Numbers, pages: Numbers, units: PieceUnits) -> PieceColumns:
-        """Those of some units, layer by layer: what follows in both memories follows here."""
-        if self._is_even:
+        """Those of some units, layer by layer: what follows in both memories follows here.
+
+        Args:
+            blocks: their numbers; a row for each group of layers, where there are several.
+            pages: of the same tokens.
+            units: which of them.
+        """
+        if blocks.ndim > 1:
+            return self._pieces_of_groups(blocks, pages, units)
+        if self.is_even:
             chosen = slice(units.first, units.end)
             engine = self._engine + self._block_step * blocks[chosen].astype(np.uint64)
             pool = self._pool + self._page_step * pages[chosen].astype(np.uint64)
@@ -168,23 +208,38 @@ class PieceTable:
         sizes = np.repeat(self._sizes, units.end - units.first)
         return PieceColumns(engine.reshape(-1), pool.reshape(-1), sizes)
 
+    def _pieces_of_groups(self, blocks: Numbers, pages: Numbers, units: PieceUnits) -> PieceColumns:
+        chosen = slice(units.first, units.end)
+        of_stretch = blocks[self._group, chosen]
+        engine = self._engine + self._block_step * of_stretch.astype(np.uint64)
+        pool = self._pool + self._page_step * pages[chosen].astype(np.uint64)
+        sizes = np.repeat(self._sizes, units.end - units.first)
+        columns = PieceColumns(engine.reshape(-1), pool.reshape(-1), sizes)
+        is_there = (of_stretch != NO_BLOCK).reshape(-1)
+        if is_there.all():
+            return columns
+        return PieceColumns(*(column[is_there] for column in columns))
+
 
 def _stretches(
     table: PieceTable,
     component: ComponentMemory,
-    layers: Sequence[Sequence[BlockLayout]],
+    layers: Sequence[tuple[int, Sequence[BlockLayout]]],
     interior: str,
     address: int,
 ) -> Iterator[_PieceStretch]:
     by_layer: dict[int, list[TensorPlace]] = {}
     for place in component.tensors:
         by_layer.setdefault(place.layer, []).append(place)
+    if table.is_even and _are_bytes(component, layers):
+        yield from _of_bytes(component.tensors, layers, address)
+        return
     if len(by_layer) != len(layers):
         raise unfit(
             f"{len(layers)} layers of the engine, and {len(by_layer)} of {component.name} in the "
             "pool: give those that this pool, or this shard of it, has"
         )
-    for places, tensors in zip(by_layer.values(), layers, strict=True):
+    for places, (group, tensors) in zip(by_layer.values(), layers, strict=True):
         layer = places[0].layer
         if len(places) != len(tensors):
             parts = ", ".join(place.part for place in places)
@@ -193,7 +248,53 @@ def _stretches(
                 "give one for each, in this order"
             )
         for place, layout in zip(places, tensors, strict=True):
-            yield from _of_part(table, place, layout, interior, address)
+            for stretch in _of_part(table, place, layout, interior, address):
+                stretch.group = group
+                yield stretch
+
+
+def _are_bytes(
+    component: ComponentMemory, layers: Sequence[tuple[int, Sequence[BlockLayout]]]
+) -> bool:
+    """Whether a page is bytes that nobody tells apart, as many as the engine's layers have."""
+    tensors = [tensor for _, tensors in layers for tensor in tensors]
+    pages = sum(map(bytes_per_page, component.tensors))
+    return all(place.part == "raw" for place in component.tensors) and (
+        sum(tensor.block_bytes for tensor in tensors) == pages
+    )
+
+
+def _of_bytes(
+    places: Sequence[TensorPlace],
+    layers: Sequence[tuple[int, Sequence[BlockLayout]]],
+    address: int,
+) -> Iterator[_PieceStretch]:
+    """Byte after byte, whatever the layers of either side have of it: cut where one of them ends.
+
+    So layers of unlike sizes need no layers of the pool that are like them.
+    """
+    left = [(place, bytes_per_page(place)) for place in reversed(places)]
+    done = 0  # of the last place
+    for group, tensors in layers:
+        for layout in tensors:
+            begun = 0
+            while begun < layout.block_bytes:
+                place, page_bytes = left[-1]
+                size = min(layout.block_bytes - begun, page_bytes - done)
+                yield _PieceStretch(
+                    group=group,
+                    engine=layout.address + begun,
+                    block_step=layout.step_bytes,
+                    engine_unit_step=size,
+                    pool=address + place.offset_bytes + done,
+                    page_step=place.page_stride_bytes,
+                    pool_unit_step=size,
+                    size=size,
+                )
+                begun, done = begun + size, done + size
+                if done == page_bytes:
+                    left.pop()
+                    done = 0
 
 
 def _of_part(
@@ -217,6 +318,7 @@ def _of_part(
     unit = min(page_bytes, layout.block_bytes) // rows
     for row in range(rows):
         yield _PieceStretch(
+            group=0,
             engine=layout.address + row * (layout.block_bytes // rows),
             block_step=layout.step_bytes,
             engine_unit_step=unit,
@@ -236,7 +338,8 @@ def _joined(stretches: list[_PieceStretch]) -> list[_PieceStretch]:
             last is not None
             and last.engine + last.size == stretch.engine
             and last.pool + last.size == stretch.pool
-            and (last.block_step, last.page_step) == (stretch.block_step, stretch.page_step)
+            and (last.group, last.block_step, last.page_step)
+            == (stretch.group, stretch.block_step, stretch.page_step)
         ):
             last.size += stretch.size
         else:

@@ -33,7 +33,12 @@ from kvd.connectors.vllm.identity import (
     identity_of,
     packing_of,
 )
-from kvd.connectors.vllm.layout import check_groups
+from kvd.connectors.vllm.layout import (
+    check_pages,
+    layer_groups,
+    page_size_of,
+    scheduled_sizes,
+)
 from kvd.connectors.vllm.options import options_of
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
@@ -49,7 +54,7 @@ except ImportError:  # of another version, whose layouts have other names
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -57,6 +62,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvd.client import SyncNode
+    from kvd.connectors.vllm.layout import LayerGroup
     from kvd.connectors.vllm.orders import StepOrders
 
 logger = logging.getLogger("kvd.connectors.vllm")
@@ -116,16 +123,21 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         assert transfer is not None
         _show_log()
         self._options = options_of(transfer.kv_connector_extra_config)
-        _check(vllm_config, kv_cache_config, any_version=self._options.any_version)
+        self._groups = _checked_groups(
+            vllm_config, kv_cache_config, any_version=self._options.any_version
+        )
         self._config = vllm_config
-        self._block_spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        block_size = self._block_spec.block_size
+        self._n_blocks = kv_cache_config.num_blocks
+        self._block_specs = [
+            (group.layer_names, group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups
+        ]
+        block_size = page_size_of(self._groups)
         self._packing: BlockPacking | None = None
         """How this worker packs, until the scheduler's half has heard of it."""
         self._agreed: BlockPacking | None = None
         self._namespace = self._untold = ""
         """What the engine's KV is of; and the same, until the metrics have heard of it."""
-        self._blocks = SchedulerBlocks()
+        self._blocks = SchedulerBlocks(self._groups)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -139,15 +151,11 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerHalf(
                 self._options,
                 block_size=block_size,
-                connect=lambda: connect_sync(
-                    self._options.endpoint or None,
-                    name=f"vllm {transfer.engine_id}"[:64],
-                    expects={"family": "raw", "page_size": block_size},
-                    on_unreachable="miss",
-                ),
+                connect=lambda: self._connect(transfer.engine_id, kv_cache_config, ranks),
                 blocks=self._blocks,
                 ranks=ranks,
             )
+            self._blocks.on_reset = self._scheduler.fill_no_more
         else:
             self._worker = WorkerHalf(
                 self._options,
@@ -157,6 +165,23 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     # ---- the scheduler's half ----------------------------------------------------------------
+
+    def _connect(self, engine: str | None, cache: KVCacheConfig, ranks: int) -> SyncNode:
+        """A session with a daemon whose pool fits; the workers know more of their blocks later."""
+        node = connect_sync(
+            self._options.endpoint or None, name=f"vllm {engine}"[:64], on_unreachable="miss"
+        )
+        try:
+            check_pages(
+                node.pool(self._options.pool),
+                scheduled_sizes(cache.kv_cache_groups, self._groups),
+                page_size=page_size_of(self._groups),
+                ranks=ranks,
+            )
+        except BaseException:
+            node.close()
+            raise
+        return node
 
     @property
     def _half(self) -> SchedulerHalf:
@@ -208,7 +233,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self._config,
             self._options,
             packing,
-            block_spec=self._block_spec,
+            block_specs=self._block_specs,
             version=vllm.__version__,
             since_ns=self._since_ns,
             environment=os.environ,
@@ -216,6 +241,16 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if found.namespace == self._namespace:
             return
+        if not self._namespace:
+            # In host memory by processors, and of a device by its copy engine.
+            n, device = self._options.copy_threads, self._config.device_config.device_type
+            threads = f"{n} thread{'s' if n > 1 else ''} of each worker"
+            mover = threads if device == "cpu" else f"the copy engine of {device}"
+            logger.info(
+                "kvd: pool %s at %s, namespace %s, blocks packed as %r, copied by %s",
+                *(self._options.pool, self._options.endpoint or "this host's daemon"),
+                *(found.namespace, packing.tag, mover),
+            )
         self._half.name(found.namespace)
         self._namespace = self._untold = found.namespace
         logger.info("kvd namespace %s is of %s", found.namespace, found.in_words())
@@ -230,13 +265,29 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See ``SchedulerHalf.matched``."""
+        self._blocks.settled(request.request_id)
         return self._half.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """See ``SchedulerHalf.given_blocks``."""
+        if num_external_tokens:
+            self._blocks.fills(request)
+        else:
+            self._blocks.settled(request.request_id)
         self._half.given_blocks(request, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """How many of these lay in this node's pool, and how many another node has sent for it."""
+        sent = self._half.sent_tokens(request.request_id, num_external_tokens)
+        found = {
+            CacheHitSource.HOST: num_external_tokens - sent,
+            CacheHitSource.P2P: sent,
+        }
+        return {source: n for source, n in found.items() if n}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The orders of this step."""
@@ -261,11 +312,14 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         if stale:
             # vLLM reads whose blocks are filled behind this call, and whose are not before it.
             connector_output.finished_recving = (connector_output.finished_recving or set()) - stale
+        for request_id in connector_output.finished_recving or ():
+            self._blocks.filled(request_id)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, object] | None]:
         """VLLM needs its blocks no more. Who copies them holds them; see ``under_way``."""
+        self._blocks.settled(request.request_id, is_over=True)
         # Of one that was aborted vLLM passes the answer on to nobody.
         is_heard = request.status not in {
             RequestStatus.FINISHED_ABORTED,
@@ -335,9 +389,25 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             cache_dtype=cache.cache_dtype,
         )
         try:
-            self._copier.register(kv_caches, tag=self._packing.tag)
+            self._copier.register(
+                kv_caches, self._groups, n_blocks=self._n_blocks, tag=self._packing.tag
+            )
         except KvdError as error:
+            logger.error("kvd: %s", error)  # noqa: TRY400 - no traceback belongs to it
             raise Unfit(str(error)) from None
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Whether an engine may give its memory away while it sleeps; vLLM asks from 0.33 on."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """The memory of the blocks is about to be given away; vLLM says so from 0.33 on."""
+        self._copier.take_back()
+
+    def restore_kv_caches(self) -> None:
+        """It is there again, where it was; vLLM says so from 0.33 on."""
+        self._copier.give_again()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """End copies whose blocks this step gives to others, where they could not be held."""
@@ -441,21 +511,23 @@ def _show_log() -> None:
         ours.setLevel(theirs.level)
 
 
-def _check(config: VllmConfig, cache: KVCacheConfig, *, any_version: bool) -> None:
-    """Refuse what cannot be served."""
+def _checked_groups(
+    config: VllmConfig, cache: KVCacheConfig, *, any_version: bool
+) -> tuple[LayerGroup, ...]:
+    """The groups of layers of an engine that can be served; any other one is refused."""
     first, last = TESTED
     tested = _dotted(first) if first == last else f"{_dotted(first)} to {_dotted(last)}"
     numbers = vllm.__version__.split(".")[:2]
     version = tuple(int("".join(filter(str.isdigit, number)) or 0) for number in numbers)
-    if not any_version and not first <= version <= last:
-        raise Unfit(
-            f"vLLM {vllm.__version__}: kvd's connector was tested with {tested}; "
-            'set "kvd.any_version": true to try'
-        )
+    if not first <= version <= last:
+        told = f"vLLM {vllm.__version__}: kvd's connector was tested with {tested}"
+        if not any_version:
+            raise Unfit(f'{told}; set "kvd.any_version": true to try')
+        logger.warning("%s; it is tried, since kvd.any_version says so", told)
     parallel = config.parallel_config
     try:
-        check_groups(
-            [group.kv_cache_spec for group in cache.kv_cache_groups],
+        groups = layer_groups(
+            cache.kv_cache_groups,
             context_ranks=parallel.prefill_context_parallel_size
             * parallel.decode_context_parallel_size,
         )
@@ -463,6 +535,7 @@ def _check(config: VllmConfig, cache: KVCacheConfig, *, any_version: bool) -> No
         raise Unfit(str(error)) from None
     if parallel.pipeline_parallel_size > 1:
         raise Unfit("pipeline parallel engines are not served by kvd's connector")
+    return groups
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.orders import CopyOrder
     from kvd.connectors.vllm.requests import Requests
     from kvd.connectors.vllm.tracked import Tracked
-    from kvd.connectors.vllm.under_way import CountedBlocks, OrdersUnderWay
+    from kvd.connectors.vllm.under_way import OrdersUnderWay
 
 HELD_S: Final = 1.0
 """So long a request that is over waits for the pages that it is to be saved in."""
@@ -34,19 +34,17 @@ class HeldRequests:
         moves: Moves,
         ending: Endings,
         copies: OrdersUnderWay,
-        blocks: CountedBlocks,
         now_s: Callable[[], float],
     ) -> None:
         self._requests = requests
         self._moves = moves
         self._ending = ending
         self._copies = copies
-        self._blocks = blocks
         self._now_s = now_s
 
     def can_be_handed_over(self, tracked: Tracked) -> bool:
         """Whether who decodes it can be told that its KV is here, or is about to be."""
-        if not self._moves.will_send(tracked):
+        if tracked.is_broken or not self._moves.will_send(tracked):
             return False
         if tracked.request.num_computed_tokens < tracked.prompt_tokens:
             return False  # aborted
@@ -58,8 +56,7 @@ class HeldRequests:
         """It is: it is held where not all of it is ordered that can be."""
         if self._is_to_be_ordered(tracked):
             tracked.asked_s = self._now_s()
-            tracked.blocks = tuple(self._blocks.of(tracked.id))
-            self._copies.hold(tracked.blocks)
+            self._copies.take(tracked)
             self._requests.held[tracked.id] = tracked
         else:
             self._end(tracked)
@@ -80,8 +77,7 @@ class HeldRequests:
         if not is_late and not is_alone and self._is_to_be_ordered(held):
             return saves
         del self._requests.held[held.id]
-        if held.blocks is not None:
-            self._copies.free(held.blocks)
+        self._copies.give(held)
         if not is_alone:
             if held.room and held.ordered_tokens < held.prompt_tokens:
                 self._requests.count_alone("a prompt was not copied in time for who decodes it")

@@ -31,7 +31,7 @@ import msgspec
 from kvd.connectors.vllm.weights import DIGEST_CHARS, UnknownWeights, weight_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvd.connectors.vllm.options import VllmOptions
 
@@ -293,7 +293,7 @@ def identity_of(
     options: VllmOptions,
     packing: BlockPacking,
     *,
-    block_spec: object,
+    block_specs: Sequence[tuple[Sequence[str], object]],
     version: str,
     since_ns: int,
     environment: Mapping[str, str],
@@ -305,7 +305,7 @@ def identity_of(
         config: of vLLM, complete.
         options: what the user has set.
         packing: what the workers say.
-        block_spec: the ``KVCacheSpec`` of a block.
+        block_specs: of each group of layers their names and the ``KVCacheSpec`` of their blocks.
         version: of vLLM.
         since_ns: when this process began; its weights were read behind that.
         environment: variables of this process.
@@ -327,7 +327,7 @@ def identity_of(
     gathered.add(
         "environment", lambda: {n: environment[n] for n in ENVIRONMENT if n in environment}
     )
-    gathered.add("blocks", lambda: described(block_spec, apart=BLOCK_APART))
+    gathered.add("blocks", lambda: _blocks(block_specs))
     gathered.add("packing", lambda: packing.tag)
     gathered.add("packing_details", lambda: packing.details)
     _add_configuration(gathered, config)
@@ -471,6 +471,12 @@ def _multimodal(config: Any, since_ns: int) -> object:
     scales = attribute(config, "mm_encoder_fp8_scale_path")
     files = weight_files(Path(scales), since_ns=since_ns).in_words() if scales else ""
     return [described(config, apart=MULTIMODAL_APART), files]
+
+
+def _blocks(specs: Sequence[tuple[Sequence[str], object]]) -> object:
+    """Of one group the layers are a part of how workers pack."""
+    found = [(list(names), described(spec, apart=BLOCK_APART)) for names, spec in specs]
+    return found if len(found) > 1 else found[0][1]
 
 
 def _draft(config: Any, files_of: Callable[[Any, Any], str]) -> object:

@@ -4,29 +4,70 @@ vLLM gives each layer a tensor whose first dimension is the block. What lies ins
 attention kernel's, and differs between kernels, types and versions: here a block is bytes. So the
 pool is of family ``raw``, and its tag says which kernel packs them; equal tags on two nodes mean
 equal blocks. Nothing here knows vLLM, or reads a byte: where blocks lie is arithmetic on addresses.
+
+Layers may be in groups that have blocks of their own for the same tokens, as sliding windows beside
+full attention. A page is the bytes of all of them: of each group a block, or several where its
+blocks are of fewer tokens.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
-from kvd.client.mover.engine_memory import HOST, block_layout
+import msgspec
+
+from kvd.client import LayerMemory
+from kvd.client.mover.engine_memory import HOST, BlockLayout, block_layout
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvd.client import Pool
-    from kvd.client.mover.engine_memory import BlockLayout, TensorView
+    from kvd.client.mover.engine_memory import TensorView
 
 DEVICES: Final = (HOST, "cuda")
 """Kinds of memory that blocks are copied from and to: by processors, and by a copy engine."""
 
 WHOLE: Final = ("FullAttentionSpec", "MLAAttentionSpec")
-"""Kinds of layers of which vLLM keeps every block of a request until that is over. Of others, as of
-sliding windows, it takes blocks away meanwhile, and its null block stands where they were: saved in
-their place, that would be the KV of nobody."""
+"""Kinds of layers of which vLLM keeps every block of a request until that is over."""
+
+WINDOWED: Final = ("SlidingWindowSpec",)
+"""Kinds of layers of which vLLM takes blocks away meanwhile, those that no later token attends to.
+Its null block stands where they were: saved in their place, that would be the KV of nobody."""
+
+LOCAL: Final = (*WINDOWED, "ChunkedLocalAttentionSpec", "SlidingWindowMLASpec")
+"""Kinds of layers that vLLM keeps whole too, where it is told to have one group."""
+
+ONE_GROUP: Final = "--disable-hybrid-kv-cache-manager"
+"""With this switch it does."""
+
+
+class LayerGroup(msgspec.Struct, frozen=True):
+    """Layers that have their blocks in common, as vLLM groups them.
+
+    ``block_size``: tokens of a block; ``per_page``: so many blocks are one page. ``is_windowed``:
+    while a request goes on, vLLM takes those of its blocks back that lie beyond the windows of
+    these layers.
+    """
+
+    layers: tuple[str, ...]
+    block_size: int
+    per_page: int = 1
+    is_windowed: bool = False
+
+    def numbers_of(self, page: int) -> range:
+        """Which blocks of a request a page of it is."""
+        return range(page * self.per_page, (page + 1) * self.per_page)
+
+
+class CacheGroup(Protocol):
+    """A group of layers, as vLLM says it."""
+
+    layer_names: Sequence[str]
+    kv_cache_spec: Any
 
 
 @runtime_checkable
@@ -34,6 +75,13 @@ class NamesCausality(Protocol):
     """A group of layers that says whether tokens attend to later ones: vLLM's of 0.32 do."""
 
     non_causal: bool
+
+
+@runtime_checkable
+class SeveralSpecs(Protocol):
+    """What layers of unlike sizes in one group are: by layer, each of its own."""
+
+    kv_cache_specs: Mapping[str, Any]
 
 
 def _movable(name: str, tensor: TensorView) -> BlockLayout:
@@ -46,95 +94,311 @@ def _movable(name: str, tensor: TensorView) -> BlockLayout:
     return layout
 
 
-def block_layouts(layers: Mapping[str, TensorView]) -> list[BlockLayout]:
-    """Those of all layers that have memory of their own, in the order given.
-
-    Raises:
-        KvdError: ``layout-mismatch``: the bytes of a block are not one stretch, or where nobody
-            copies them; or layers differ in the bytes of one.
-    """
-    found: dict[int, BlockLayout] = {}
-    for name, tensor in layers.items():
-        layout = _movable(name, tensor)
-        # Layers that share the KV of another one have its tensor.
-        found.setdefault(layout.address, layout)
-    sizes = sorted({layout.block_bytes for layout in found.values()})
-    if len(sizes) > 1:
-        raise _unfit(
-            f"blocks of {' and '.join(map(str, sizes))} bytes in different layers: a pool of "
-            "family raw has pages of one size; run this model without kvd"
-        )
-    return list(found.values())
-
-
-def check_groups(specs: Sequence[object], *, context_ranks: int = 1) -> None:
-    """Whether a block is of so many tokens in a row and those before, and stays until the end.
+def layer_groups(groups: Sequence[CacheGroup], *, context_ranks: int = 1) -> tuple[LayerGroup, ...]:
+    """Those of an engine, if what they keep is the KV of tokens in a row and those before.
 
     Args:
-        specs: vLLM's, one for each group of layers that have their blocks in common.
+        groups: vLLM's.
         context_ranks: how many ranks share the tokens of a block among them.
 
     Raises:
-        KvdError: ``layout-mismatch``: it is not.
+        KvdError: ``layout-mismatch``: it is not; with the switch that makes it so, if there is one.
     """
-    kinds = [type(spec).__name__ for spec in specs]
-    if len(kinds) != 1:
-        raise _unfit(
-            f"a model with {len(kinds)} KV cache groups ({', '.join(sorted(set(kinds)))}): kvd's "
-            "connector serves one; run it without kvd, or with --disable-hybrid-kv-cache-manager"
-        )
-    if kinds[0] not in WHOLE:
-        raise _unfit(
-            f"the layers of this model are of {kinds[0]}: kvd's connector serves "
-            f"{' and '.join(WHOLE)}, of which vLLM keeps every block of a request until it is "
-            "over; run it without kvd"
-        )
-    if isinstance(specs[0], NamesCausality) and specs[0].non_causal:
-        raise _unfit(
-            "the layers of this model attend to later tokens: the KV of a prefix is another one in "
-            "each prompt, so nothing of it can be cached; run it without kvd"
-        )
+    by_group = [_specs_of(group.kv_cache_spec) for group in groups]
+    specs = [spec for of_group in by_group for spec in of_group]
+    for spec in specs:
+        _check_kind(spec, has_whole=any(_kind(other) in WHOLE for other in specs))
+    if not specs:
+        raise _unfit("this model has no layers with KV: there is nothing that kvd could cache")
     if context_ranks != 1:
         raise _unfit(
             f"{context_ranks} ranks share the tokens of a block (context parallelism): kvd's "
             "connector takes a block for tokens in a row; run it without kvd"
         )
+    page_size = math.lcm(*(group.kv_cache_spec.block_size for group in groups))
+    return tuple(
+        LayerGroup(
+            tuple(group.layer_names),
+            group.kv_cache_spec.block_size,
+            page_size // group.kv_cache_spec.block_size,
+            is_windowed=any(_kind(spec) in WINDOWED for spec in of_group),
+        )
+        for group, of_group in zip(groups, by_group, strict=True)
+    )
+
+
+def page_size_of(groups: Sequence[LayerGroup]) -> int:
+    """Tokens of a page."""
+    return groups[0].block_size * groups[0].per_page
+
+
+def _specs_of(spec: object) -> list[Any]:
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, SeveralSpecs) else [spec]
+
+
+def _kind(spec: object) -> str:
+    return type(spec).__name__
+
+
+def _check_kind(spec: object, *, has_whole: bool) -> None:
+    kind = _kind(spec)
+    if kind in LOCAL and kind not in WINDOWED and has_whole:
+        raise _unfit(
+            f"some layers of this model are of {kind}: kvd's connector serves them with {ONE_GROUP}"
+        )
+    if kind not in WHOLE + WINDOWED:
+        raise _unfit(
+            f"layers of this model are of {kind}: kvd's connector serves "
+            f"{', '.join(WHOLE + WINDOWED)}, whose blocks hold the KV of their own tokens and no "
+            "more; run it without kvd"
+        )
+    if isinstance(spec, NamesCausality) and spec.non_causal:
+        raise _unfit(
+            "the layers of this model attend to later tokens: the KV of a prefix is another one in "
+            "each prompt, so nothing of it can be cached; run it without kvd"
+        )
+
+
+class EngineLayers:
+    """The layers of one rank, group by group, and how the blocks of each lie.
+
+    Args:
+        layers: by name, the tensor of each; some may have that of another one.
+        groups: vLLM's; none: all are in one.
+        n_blocks: how many blocks its scheduler has; 0: as many as the tensors have.
+
+    Raises:
+        KvdError: ``layout-mismatch``: the bytes of a block are not one stretch, or where nobody
+            copies them.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, TensorView],
+        groups: Sequence[LayerGroup] = (),
+        n_blocks: int = 0,
+    ) -> None:
+        found = {name: _movable(name, tensor) for name, tensor in layers.items()}
+        names = [group.layers for group in groups] or [tuple(layers)]
+        known = {name for group in names for name in group}
+        own = {found[name].address for name in known if name in found}
+        for name in found.keys() - known:
+            # Layers that share the KV of another one have its tensor.
+            if found[name].address not in own:
+                raise _unfit(f"layer {name} is in no group of layers with KV: run it without kvd")
+        self.groups = [
+            _own_layouts([(name, found[name]) for name in group if name in found], n_blocks)
+            for group in names
+        ]
+        """By name, the layers with memory of their own. Those of several groups may lie over each
+        other: a block is one group's at a time."""
+        self._per_page = [group.per_page for group in groups] or [1]
+        self.has_rows = len(groups) > 1 or any(group.is_windowed for group in groups)
+        """Whether an order has rows of blocks, and some may lack one."""
+        self._tensors = layers
+
+    @property
+    def layouts(self) -> list[BlockLayout]:
+        """Those of all, as they lie in a page: group by group, and block by block of each."""
+        return [
+            layout
+            for group, n in zip(self.groups, self._per_page, strict=True)
+            for _ in range(n)
+            for layout in group.values()
+        ]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each of them."""
+        return [layout.block_bytes for layout in self.layouts]
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page, with the blocks of each group."""
+        return sum(self.sizes)
+
+    def caches(self) -> list[dict[str, object]] | dict[str, object]:
+        """As the client's mover takes them; of each block of a page there is a row."""
+        found = [
+            {name: self._given(name, layout) for name, layout in group.items()}
+            for group, n in zip(self.groups, self._per_page, strict=True)
+            for _ in range(n)
+        ]
+        return found if self.has_rows else found[0]
+
+    def _given(self, name: str, layout: BlockLayout) -> object:
+        tensor = self._tensors[name]
+        if int(tensor.shape[0]) == layout.n_blocks:
+            return tensor
+        return LayerMemory(
+            layout.address,
+            (layout.n_blocks, layout.block_bytes),
+            (layout.step_bytes, 1),
+            1,
+            layout.device,
+        )
+
+
+def _own_layouts(
+    layers: Sequence[tuple[str, BlockLayout]], n_blocks: int
+) -> dict[str, BlockLayout]:
+    found: dict[str, BlockLayout] = {}
+    addresses: set[int] = set()
+    for name, layout in layers:
+        if layout.address not in addresses:
+            addresses.add(layout.address)
+            found[name] = _as_scheduled(name, layout, n_blocks or layout.n_blocks)
+    if not found:
+        raise _unfit("a group of layers has no memory of its own here: run it without kvd")
+    return found
+
+
+def _as_scheduled(name: str, layout: BlockLayout, n_blocks: int) -> BlockLayout:
+    """The blocks that vLLM's scheduler counts: some kernels cut each of them in several."""
+    parts, rest = divmod(layout.n_blocks, n_blocks)
+    if parts == 1 and not rest:
+        return layout
+    if rest or layout.step_bytes != layout.block_bytes:
+        raise _unfit(
+            f"layer {name} has {layout.n_blocks} blocks of {layout.block_bytes} bytes, every "
+            f"{layout.step_bytes}, where vLLM counts {n_blocks}: a block of these is not one "
+            "stretch; use a --block-size that its kernel has, or run it without kvd"
+        )
+    size = layout.block_bytes * parts
+    return BlockLayout(layout.address, n_blocks, size, size, layout.device)
 
 
 def fitting(
-    pool: Pool, layouts: Sequence[BlockLayout], *, block_size: int, ranks: int, tag: str = ""
+    pool: Pool, layers: EngineLayers, *, block_size: int, ranks: int, tag: str = ""
 ) -> None:
     """Whether blocks of these layers are pages of this pool.
 
-    A pool may say less of who packs them than ``tag`` does, its first words or nothing: engines
-    that differ in the rest differ in their namespaces. It may not say anything else.
+    A page is bytes, one layer's after the other's, so layers of the pool may be cut as it likes; as
+    the engine's are is best. A pool may say less of who packs them than ``tag`` does, its first
+    words or nothing: engines that differ in the rest differ in their namespaces. It may not say
+    anything else.
 
     Raises:
-        KvdError: ``layout-mismatch``, with the key to change and its value.
+        KvdError: ``layout-mismatch``, with the keys to change, and the whole section that fits.
     """
     part = pool.memory.components[0]
-    n_layers = len({place.layer for place in part.tensors})
-    n_bytes = layouts[0].block_bytes
     wanted = {
         "family": ("raw", pool.memory.family),
         "page_size": (block_size, pool.page_size),
-        "layers": (len(layouts), n_layers),
         "tp_size": (ranks, max(1, len(pool.shards))),
     }
     wrong = [
         f"{key} = {need!r} (it is {have!r})" for key, (need, have) in wanted.items() if need != have
     ]
-    if not wrong and part.tensors:
-        page_bytes = math.prod(part.tensors[0].page_shape)
-        if page_bytes != n_bytes:
-            wrong.append(f"page_bytes = {n_bytes} (it is {page_bytes})")
+    has_bytes = sum(math.prod(place.page_shape) for place in part.tensors)
+    if has_bytes != layers.page_bytes:
+        n_layers = len({place.layer for place in part.tensors})
+        wrong += _wrong_bytes(layers, n_layers, has_bytes // max(1, n_layers))
     told = pool.memory.tag if tag else ""
     if told and not f"{tag} ".startswith(f"{told} "):
         wrong.append(f"tag = {tag!r} (it is {told!r})")
     if wrong:
-        raise _unfit(
-            f"pool {pool.name} does not fit this engine; its [pool] needs {', '.join(wrong)}"
+        section = fitting_section(
+            pool, layers.sizes, page_size=block_size, ranks=ranks, tag=tag if told else ""
         )
+        raise _wrong_pool(pool, wrong, section)
+
+
+def page_shape(sizes: Sequence[int]) -> tuple[int, int]:
+    """Layers of a pool, and bytes of a page in each, where blocks of these sizes are one page.
+
+    Of unlike sizes a page is one stretch: no layer of a pool would be like all of them.
+    """
+    return (len(sizes), sizes[0]) if len(set(sizes)) == 1 else (1, sum(sizes))
+
+
+def scheduled_sizes(groups: Sequence[CacheGroup], ours: Sequence[LayerGroup]) -> list[int]:
+    """Bytes of each block that a page is, by what the scheduler knows of the layers."""
+    return [
+        size
+        for group, own in zip(groups, ours, strict=True)
+        for size in _layer_sizes(group) * own.per_page
+    ]
+
+
+def _layer_sizes(group: CacheGroup) -> list[int]:
+    spec = group.kv_cache_spec
+    if isinstance(spec, SeveralSpecs):
+        return [spec.kv_cache_specs[name].page_size_bytes for name in group.layer_names]
+    return [spec.page_size_bytes] * len(group.layer_names)
+
+
+def check_pages(pool: Pool, sizes: Sequence[int], *, page_size: int, ranks: int) -> None:
+    """Whether pages have as many tokens as they need: a scheduler asks that before any worker can.
+
+    Args:
+        pool: what the daemon has.
+        sizes: of each block that a page is, in one rank.
+        page_size: tokens of a page.
+        ranks: so many have a part of each.
+
+    Raises:
+        KvdError: as ``fitting``.
+    """
+    wanted = {"family": ("raw", pool.memory.family), "page_size": (page_size, pool.page_size)}
+    wrong = [
+        f"{key} = {need!r} (it is {have!r})" for key, (need, have) in wanted.items() if need != have
+    ]
+    if wrong:
+        raise _wrong_pool(
+            pool, wrong, fitting_section(pool, sizes, page_size=page_size, ranks=ranks)
+        )
+
+
+LEAST_PAGES: Final = 2
+"""Of a pool: one is the null page."""
+
+USUAL: Final = {"name": "main", "tp_size": 1, "tag": ""}
+"""Of keys that are left out where they have this value."""
+
+
+def fitting_section(
+    pool: Pool, sizes: Sequence[int], *, page_size: int, ranks: int, tag: str = ""
+) -> str:
+    """The [pool] that such an engine fits, with as much memory as this one has, as TOML."""
+    layers, page_bytes = page_shape(sizes)
+    part = pool.memory.components[0]
+    held_bytes = part.pages * part.page_bytes * max(1, len(pool.shards))
+    keys = {
+        "name": pool.name,
+        "family": "raw",
+        "layers": layers,
+        "page_size": page_size,
+        "page_bytes": page_bytes,
+        "pages": max(LEAST_PAGES, held_bytes // (layers * page_bytes * ranks)),
+        "tp_size": ranks,
+        "tag": tag,
+    }
+    # Texts of JSON are texts of TOML: names and tags have no character where these differ.
+    lines = [
+        f"{key} = {json.dumps(value, ensure_ascii=False)}"
+        for key, value in keys.items()
+        if USUAL.get(key) != value
+    ]
+    # Memory of several shards cannot be kept over a restart.
+    more = "device" if ranks > 1 else "backing, directory and device"
+    return "\n".join(["[pool]", *lines, f"# {more}: as it was"])
+
+
+def _wrong_pool(pool: Pool, wrong: Sequence[str], section: str) -> KvdError:
+    return _unfit(
+        f"pool {pool.name} does not fit this engine; its [pool] needs {', '.join(wrong)}. This "
+        f"fits, in as much memory:\n\n{section}\n"
+    )
+
+
+def _wrong_bytes(layers: EngineLayers, n_layers: int, n_bytes: int) -> list[str]:
+    names, has = ("layers", "page_bytes"), (n_layers, n_bytes)
+    return [
+        f"{key} = {wanted} (it is {have})"
+        for key, wanted, have in zip(names, page_shape(layers.sizes), has, strict=True)
+        if wanted != have
+    ]
 
 
 def _unfit(message: str) -> KvdError:

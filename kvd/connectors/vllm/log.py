@@ -19,6 +19,33 @@ TOLD_EVERY_S: Final = 10.0
 """Between two lines about requests that were computed after all, or about one kind of bug."""
 
 
+class ReasonTally:
+    """How often something happened, by why; told of together.
+
+    Args:
+        words: of the line: how many, of the last so many seconds, and the reasons.
+    """
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+        self._counts: Counter[str] = Counter()
+        self._from_s = 0.0
+
+    def add(self, why: str, now_s: float) -> None:
+        """Once more."""
+        if not self._counts:
+            self._from_s = now_s
+        self._counts[why] += 1
+
+    def tell(self, now_s: float, *, is_last: bool) -> None:
+        """Tell of it, if it is time to."""
+        if not self._counts or (now_s - self._from_s < TOLD_EVERY_S and not is_last):
+            return
+        counts, self._counts = self._counts, Counter()
+        reasons = "; ".join(f"{n}: {why}" for why, n in counts.most_common())
+        logger.warning(self._words, counts.total(), now_s - self._from_s, reasons)
+
+
 class ConnectorLog:
     """What was said, so that it is not said again.
 
@@ -29,8 +56,13 @@ class ConnectorLog:
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
         self._said: dict[str, str] = {}
-        self._alone: Counter[str] = Counter()
-        self._alone_from_s = 0.0
+        self._alone = ReasonTally(
+            "%d requests of the last %.0f s went on without kvd, and were computed: %s"
+        )
+        self._unmet = ReasonTally(
+            "%d prompts of the last %.0f s did not get what another node was to send, and what is "
+            "not cached here was computed: %s"
+        )
         self._bugs_until_s: dict[str, float] = {}
 
     def changed(self, subject: str, level: int, message: str) -> None:
@@ -41,23 +73,17 @@ class ConnectorLog:
 
     def alone(self, why: str) -> None:
         """A request goes on without kvd."""
-        if not self._alone:
-            self._alone_from_s = self._now_s()
-        self._alone[why] += 1
+        self._alone.add(why, self._now_s())
+
+    def unmet(self, why: str) -> None:
+        """What another node was to send does not come."""
+        self._unmet.add(why, self._now_s())
 
     def tell(self, *, is_last: bool = False) -> None:
         """Tell of those requests, if it is time to."""
         now_s = self._now_s()
-        if not self._alone or (now_s - self._alone_from_s < TOLD_EVERY_S and not is_last):
-            return
-        counts, self._alone = self._alone, Counter()
-        reasons = "; ".join(f"{n}: {why}" for why, n in counts.most_common())
-        logger.warning(
-            "%d requests of the last %.0f s went on without kvd, and were computed: %s",
-            counts.total(),
-            now_s - self._alone_from_s,
-            reasons,
-        )
+        self._alone.tell(now_s, is_last=is_last)
+        self._unmet.tell(now_s, is_last=is_last)
 
     def bug(self, where: str, error: BaseException) -> None:
         """A mistake of the connector's own, with its traceback; the engine goes on without kvd."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvd.client import Code, KvdError
@@ -41,11 +42,18 @@ PULL_WITHIN_S: Final = 0.5
 MEET_WITHIN_S: Final = 2.0
 """By then the node that is to send has opened the room: it says so a step behind its prompt."""
 
+OPENED_S: Final = 3.0
+"""A room that was told of so long ago is open by now, or over: nobody waits ``MEET_WITHIN_S``. The
+clocks of two hosts may differ by less; where they differ by more, a room that is opened late is
+given up early, or one that is over late."""
+
 MOST_ID_CHARS: Final = 128
 
 LATE: Final = "no answer of the daemon in time"
 SILENT: Final = "the daemon does not answer"
 LATE_ADAPTER: Final = "the files of its adapter were not read in time"
+STOOD_UP: Final = "its room is not open there"
+NO_PAGES_HERE: Final = "no pages are free here"
 UNKNOWN_ADAPTER: Final = "nobody knows the weights of its adapter"
 
 LOOKED_UP: Final = frozenset({RequestStage.NAMING, RequestStage.PROBING, RequestStage.MEETING})
@@ -62,18 +70,26 @@ class LookUps:
         options: what the user has set.
         budget: what a step may wait.
         now_s: a clock.
+        wall_s: the clock that hosts have in common.
     """
 
     def __init__(
-        self, options: VllmOptions, budget: StepBudget, now_s: Callable[[], float]
+        self,
+        options: VllmOptions,
+        budget: StepBudget,
+        now_s: Callable[[], float],
+        wall_s: Callable[[], float] = time.time,
     ) -> None:
         self.received_tokens = 0
         """Sent by other nodes, since somebody asked."""
         self.claim_ahead: Callable[[NodeLink, Tracked], bool] = lambda *_: False
         """Claims the pages of a request with its look-up, where that is all right; else False."""
+        self.unmet: list[str] = []
+        """Why what another node was to send does not come, of each such prompt since then."""
         self._options = options
         self._budget = budget
         self._now_s = now_s
+        self._wall_s = wall_s
         self._look: PendingCall[Snapshot] | None = None
         self._looked_by: NodeLink | None = None
         self._look_s = self._unmet_s = -math.inf
@@ -117,8 +133,9 @@ class LookUps:
             return
         try:
             self._meet(link, tracked, meeting)
-        except KvdError:
+        except KvdError as error:
             # No name of a node, or nobody can be asked: that is said once more then.
+            self.unmet.append(error.code)
             self.probe(link, tracked)
 
     def _meet(self, link: NodeLink, tracked: Tracked, meeting: Meeting) -> None:
@@ -249,9 +266,9 @@ class LookUps:
             ):
                 return self._is_admitted_late(link, tracked)
             lease = self._heard(link, tracked.call, is_idle)
-        except KvdError:
+        except KvdError as error:
             # What was to come does not: what is cached here may be enough.
-            self._look_again(link, tracked)
+            self._look_again(link, tracked, error.code)
             return True
         if lease is not None:
             self._delivered(link, tracked, lease)
@@ -259,7 +276,7 @@ class LookUps:
         if link.is_silent:
             raise _given_up(SILENT)
         if self._is_stood_up(link, tracked):
-            self._look_again(link, tracked)
+            self._look_again(link, tracked, STOOD_UP)
             return True
         if self._now_s() - tracked.asked_s >= ANSWER_WITHIN_S:
             link.doubt(self._now_s())
@@ -289,6 +306,7 @@ class LookUps:
                 if self._is_admitted(link, tracked, link.poll(tracked.call)):
                     return False  # both have come with one read
                 link.cancel(tracked.call)
+                self.unmet.append(NO_PAGES_HERE)
                 self.found(tracked, found.tokens)
                 return True
         within_s = PULL_WITHIN_S if tracked.probe is None else ANSWER_WITHIN_S
@@ -306,7 +324,7 @@ class LookUps:
         It was over, or of before a restart; the daemons wait until the deadline, since an engine
         may come. Which of a receive's states it is in is seen in a snapshot: one for all that wait.
         """
-        late_s = tracked.asked_s + MEET_WITHIN_S
+        late_s = tracked.asked_s + self._opened_within_s(tracked)
         if tracked.receive is None or self._now_s() < late_s:
             return False
         if self._looked_by is not link:
@@ -326,17 +344,26 @@ class LookUps:
                 )
         return self._unmet_s >= late_s and tracked.receive.id in self._unmet
 
+    def _opened_within_s(self, tracked: Tracked) -> float:
+        """How long it is given for its room to be opened over there."""
+        meeting = tracked.transfer.meeting
+        told_at = meeting.at if meeting is not None else 0.0
+        is_old = 0 < told_at < self._wall_s() - OPENED_S
+        return ANSWER_WITHIN_S if is_old else MEET_WITHIN_S
+
     def _delivered(self, link: NodeLink, tracked: Tracked, lease: SyncLease) -> None:
         receive = tracked.receive
         assert receive is not None
         if tracked.probe is not None:
             link.cancel(tracked.probe)
         self.received_tokens += receive.n_tokens - receive.prefix_len
+        tracked.sent_from = receive.prefix_len
         # All of it, its last partial page too; that page is written again when it is full.
         self.found(tracked, receive.n_tokens)
         tracked.took(lease, known_tokens=receive.n_tokens, filled_tokens=receive.n_tokens)
 
-    def _look_again(self, link: NodeLink, tracked: Tracked) -> None:
+    def _look_again(self, link: NodeLink, tracked: Tracked, why: str) -> None:
+        self.unmet.append(why)
         self.drop(link, tracked)
         self.probe(link, tracked)
 

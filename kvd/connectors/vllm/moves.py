@@ -11,8 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvd.client import KvdError
+from kvd.connectors.vllm.windows import WindowBlocks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvd.client import SyncLease
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import CopyOrder
@@ -34,6 +37,7 @@ class Moves:
         requests: where one goes on alone whose lease has no pages any more.
         copies: where what is ordered goes.
         block_size: tokens of a block, and of a page.
+        now_s: a clock.
     """
 
     def __init__(
@@ -43,14 +47,20 @@ class Moves:
         copies: OrdersUnderWay,
         *,
         block_size: int,
+        now_s: Callable[[], float],
     ) -> None:
         self._save = options.save
-        self.saves_anything = options.save != "none"
         self._requests = requests
         self._copies = copies
         reserve = options.reserve_tokens if options.save == "all" else 0
         self._more_tokens = min(reserve, BLOCKS_AT_ONCE * block_size)
         self._block = block_size
+        self.windows = WindowBlocks(requests, copies, block_size=block_size, now_s=now_s)
+
+    @property
+    def saves_anything(self) -> bool:
+        """Whether anything is saved at all."""
+        return self._save != "none" and self._copies.can_save
 
     def will_send(self, tracked: Tracked) -> bool:
         """Whether it will be handed over: of one token there is nothing that could be loaded."""
@@ -75,20 +85,21 @@ class Moves:
 
     def saves(self, tracked: Tracked, computed_tokens: int) -> list[CopyOrder]:
         """Whole blocks that this step completes, and the last one of a sent prompt."""
-        if tracked.lease is None or tracked.link is None or not self.saves_anything:
+        if tracked.link is None or tracked.is_broken or not self.saves_anything:
             return []
-        if tracked.is_broken:
-            return []
-        try:
-            order = self._save_order(tracked.link, tracked, tracked.lease, computed_tokens)
-        except KvdError as error:
-            self._requests.alone_after(tracked, error)
-            return []
-        if order is None:
-            return []
-        tracked.ordered_tokens = order.upto_tokens
-        tracked.saving.append(tracked.copies[order.number])
-        return [order]
+        upto = min(computed_tokens, tracked.request.num_tokens)
+        if self._save == "prompt":
+            upto = min(upto, tracked.prompt_tokens)
+        saves: list[CopyOrder] = []
+        if tracked.lease is not None:
+            try:
+                saves = self._ordered(tracked.link, tracked, tracked.lease, upto)
+            except KvdError as error:
+                self._requests.alone_after(tracked, error)
+                return []
+        if self._copies.has_windows:
+            self.windows.keep(tracked, upto)
+        return saves
 
     def tokens_left(self, tracked: Tracked, computed_tokens: int) -> int | None:
         """So many it computes at least before there is more of it to be saved; None: there is none.
@@ -112,28 +123,30 @@ class Moves:
             return None
         return max(1, following - computed_tokens)
 
-    def _save_order(
-        self, link: NodeLink, tracked: Tracked, lease: SyncLease, computed_tokens: int
-    ) -> CopyOrder | None:
+    def _ordered(
+        self, link: NodeLink, tracked: Tracked, lease: SyncLease, upto: int
+    ) -> list[CopyOrder]:
         prompt_tokens = tracked.prompt_tokens
-        upto = min(computed_tokens, tracked.request.num_tokens)
-        if self._save == "prompt":
-            upto = min(upto, prompt_tokens)
         n_pages = self._pages_of(link, tracked, lease, upto)
         whole = min(upto // self._block, n_pages) * self._block
         if tracked.transfer.sends and whole <= prompt_tokens <= min(upto, n_pages * self._block):
             whole = prompt_tokens
         if whole <= tracked.ordered_tokens:
-            return None
+            return []
         if tracked.saving and tracked.ordered_tokens % self._block:
-            return None  # its last page is being written, and would be written twice at once
-        return self._copies.begin(
-            tracked,
-            lease,
-            is_load=False,
-            rows=self._rows(tracked.ordered_tokens, whole),
-            upto_tokens=whole,
-        )
+            return []  # its last page is being written, and would be written twice at once
+        rows = self._rows(tracked.ordered_tokens, whole)
+        if not self._copies.has_all(tracked, rows):
+            # vLLM has found what it began with in its own cache, beyond what kvd has: of layers
+            # with windows it has the last blocks of that, and a page is a block of each.
+            tracked.is_broken = True
+            return []
+        order = self._copies.begin(tracked, lease, is_load=False, rows=rows, upto_tokens=whole)
+        tracked.ordered_tokens = whole
+        tracked.saving.append(tracked.copies[order.number])
+        return [order]
+
+    # ---- pages -------------------------------------------------------------------------------
 
     def _rows(self, first_token: int, upto_tokens: int) -> slice:
         return slice(first_token // self._block, -(-upto_tokens // self._block))

@@ -13,11 +13,13 @@ from __future__ import annotations
 import msgspec
 
 from kvd.client import LeaseKey
+from kvd.client.mover.pieces import NO_BLOCK
 
 
 class CopyOrder(msgspec.Struct, frozen=True):
     """Pages of a lease and blocks of the engine that stand for the same tokens, pair by pair.
 
+    ``blocks``: a row for each group of layers; ``NO_BLOCK`` where that has none for these tokens.
     ``number``: of this order, which no other one has. ``first_page``: where ``pages`` begin among
     those of the lease. ``upto_tokens``: the KV of all tokens of the request below is there once
     this is done, and what was ordered before it.
@@ -28,8 +30,13 @@ class CopyOrder(msgspec.Struct, frozen=True):
     key: LeaseKey
     first_page: int
     pages: tuple[int, ...]
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
     upto_tokens: int
+
+    @property
+    def used(self) -> list[int]:
+        """Blocks that it reads or writes."""
+        return [block for row in self.blocks for block in row if block != NO_BLOCK]
 
 
 class StepOrders(msgspec.Struct, frozen=True):

@@ -27,12 +27,14 @@ OURS: Final = "kvd"
 class Meeting(msgspec.Struct, frozen=True):
     """Where a prompt's KV is: on node ``peer``, for who comes to ``room``, or in its cache.
 
-    The room is text: the numbers of JSON are too short for it. Empty: there is none.
+    The room is text: the numbers of JSON are too short for it. Empty: there is none. ``at``: when
+    this was told, in seconds as that host has them; 0: nobody says. The room was open soon after.
     """
 
     peer: str
     room: str = ""
     v: int = VERSION
+    at: float = 0.0
 
     @property
     def number(self) -> int:
@@ -78,14 +80,14 @@ def transfer_of(params: object) -> Transfer:
     return Transfer(sends=sends, meeting=None if is_odd else meeting, is_odd=is_odd)
 
 
-def kept_for_decode(node: str, room: int) -> dict[str, object]:
+def kept_for_decode(node: str, room: int, at_s: float) -> dict[str, object]:
     """The answer of an engine that has prefilled: whoever decodes finds the KV there."""
-    return {OURS: msgspec.to_builtins(Meeting(node, str(room)))}
+    return {OURS: {"v": VERSION, "peer": node, "room": str(room), "at": round(at_s, 3)}}
 
 
 def cached_at(node: str) -> dict[str, object]:
     """The answer of an engine that has decoded: the next turn may be pulled from there."""
-    return {OURS: msgspec.to_builtins(Meeting(node))}
+    return {OURS: {"v": VERSION, "peer": node, "room": ""}}
 
 
 def draw_room() -> int:

@@ -34,6 +34,8 @@ class Counts:
         """Loaded, or about to be."""
         self.received_tokens = 0
         """Of these, sent by another node."""
+        self.unmet = 0
+        """Prompts of which another node was to send KV, and did not."""
         self.failed_loads = 0
         """Requests that were computed after all."""
         self.went_alone = 0

@@ -153,10 +153,10 @@ class SchedulerHalf:
         self._requests = Requests(self._sessions, self._look_ups, self._ending, self._log)
         self.counts = self._requests.counts
         self._claims = Claims(options, self._requests, self._look_ups, self._budget, now_s)
-        self._moves = Moves(options, self._requests, self._copies, block_size=block_size)
-        self._held = HeldRequests(
-            self._requests, self._moves, self._ending, self._copies, blocks, now_s
+        self._moves = Moves(
+            options, self._requests, self._copies, block_size=block_size, now_s=now_s
         )
+        self._held = HeldRequests(self._requests, self._moves, self._ending, self._copies, now_s)
         self._resets = Resets(self._log, now_s)
         self._stale_loads: set[str] = set()
         """Those whose blocks the workers fill with KV of before a reset."""
@@ -241,15 +241,26 @@ class SchedulerHalf:
         with self.kept_in("a reset of the cache"):
             self._resets.add(self._base)
             for tracked in self._requests.all_of_them():
-                if tracked.is_loaded_from:
-                    self._stale_loads.add(tracked.id)
-                self._requests.alone(tracked, RESET)
+                self._not_of_before(tracked)
             # vLLM may preempt all that run before it resets its own cache.
             self._copies.preempted(self._requests.here.values())
             self._ending.share_nothing()
             self._await_reset()
             return True
         return False
+
+    def fill_no_more(self, requests: Collection[str]) -> None:
+        """VLLM has reset its own cache: these compute what they are about to load, and all else."""
+        with self.kept_in("a reset of vLLM's cache"):
+            for request_id in requests:
+                tracked = self._requests.here.get(request_id)
+                if tracked is not None:
+                    self._not_of_before(tracked)
+
+    def _not_of_before(self, tracked: Tracked) -> None:
+        if tracked.is_loaded_from:
+            self._stale_loads.add(tracked.id)
+        self._requests.alone(tracked, RESET)
 
     def _await_reset(self) -> None:
         """Have the daemon do it; give it a moment."""
@@ -348,9 +359,16 @@ class SchedulerHalf:
             return True
         received, self._look_ups.received_tokens = self._look_ups.received_tokens, 0
         self.counts.received_tokens += received
+        self._count_unmet()
         if is_over and tracked.is_unsure:
             self._requests.count_alone(LATE)
         return is_over
+
+    def _count_unmet(self) -> None:
+        unmet, self._look_ups.unmet = self._look_ups.unmet, []
+        for why in unmet:
+            self.counts.unmet += 1
+            self._log.unmet(why)
 
     def _has_pages_to_send(self, tracked: Tracked) -> bool:
         """Whether a prompt that another node will decode need not wait for its lease any more.
@@ -411,6 +429,11 @@ class SchedulerHalf:
         elif tracked.claim is None and (external_tokens or self._options.save != "none"):
             self._claims.begin(tracked.link, tracked, is_whole=self._options.save != "none")
 
+    def sent_tokens(self, request_id: str, external_tokens: int) -> int:
+        """Of the tokens that this one loads, those that another node has sent for it."""
+        tracked = self._requests.here.get(request_id)
+        return 0 if tracked is None else tracked.sent_tokens(external_tokens)
+
     # ---- a step ------------------------------------------------------------------------------
 
     def step(self, scheduled: Mapping[str, int], preempted: Collection[str] = ()) -> StepOrders:
@@ -427,7 +450,9 @@ class SchedulerHalf:
         saves: list[CopyOrder] = []
         with self.kept_in("a step"):
             here = self._requests.here
-            self._copies.preempted(here[request] for request in preempted if request in here)
+            taken = [here[request] for request in preempted if request in here]
+            self._copies.preempted(taken)
+            self._moves.windows.sweep(taken)
             self._step(scheduled, loads, saves)
         failed, self._requests.unfilled = tuple(self._requests.unfilled), []
         self._budget.renew()
@@ -561,7 +586,7 @@ class SchedulerHalf:
         told: dict[str, object] | None = None
         if is_heard and self._held.can_be_handed_over(tracked):
             tracked.room = draw_room()
-            told = kept_for_decode(link.name, tracked.room)
+            told = kept_for_decode(link.name, tracked.room, time.time())
         elif tracked.transfer.meeting is not None and tracked.lease is not None:
             told = cached_at(link.name)
         self._held.over(tracked)
@@ -572,5 +597,10 @@ class SchedulerHalf:
         """Whether vLLM must go on stepping: blocks wait for a word, or pages for a copy."""
         requests, copies = self._requests, self._copies
         return bool(
-            requests.unfilled or requests.held or len(self._ending) or len(copies) or copies.keeps
+            requests.unfilled
+            or requests.held
+            or len(self._ending)
+            or len(copies)
+            or copies.keeps
+            or len(self._moves.windows)
         )

@@ -89,6 +89,7 @@ class Tracked:
         "is_broken",
         "is_full",
         "is_unsure",
+        "kept",
         "known_tokens",
         "lease",
         "life",
@@ -104,6 +105,7 @@ class Tracked:
         "room",
         "saved_tokens",
         "saving",
+        "sent_from",
         "stage",
         "started_tokens",
         "takes_room",
@@ -144,21 +146,23 @@ class Tracked:
         """vLLM had so many itself when it last asked."""
         self.found_tokens = 0
         """The KV of so many is in the cache, or in the pages of its own lease."""
-        self.started_tokens = 0
-        """vLLM has those below itself, and loads from here up to ``loads_to``."""
-        self.loads_to = 0
+        self.sent_from: int | None = None
+        """From here on another node has sent it; None: nothing of it."""
+        self.started_tokens = self.loads_to = 0
+        """vLLM has those below the first itself, and loads from there up to the second."""
         self.copies: dict[int, CopyUnderWay] = {}
         """What was ordered for it and not answered, by number, as it was ordered."""
         self.saving: deque[CopyUnderWay] = deque()
         """What is saved and not counted by ``saved_tokens`` yet: an earlier copy may be slower."""
         self.is_broken = False
         """Something of it could not be saved: nothing behind that is."""
-        self.blocks: tuple[int, ...] | None = None
+        self.blocks: tuple[tuple[int, ...], ...] | None = None
         """Those that it had when it was over; None: it is here, and vLLM knows them."""
-        self.ordered_tokens = 0
-        """The pages of its lease have the KV up to here, once what was ordered is done."""
-        self.saved_tokens = 0
-        """The workers have done it up to here."""
+        # Where layers have windows: by page, blocks that are computed and wait to be ordered.
+        self.kept: dict[int, tuple[int, ...]] = {}
+        self.ordered_tokens = self.saved_tokens = 0
+        """The pages of its lease have the KV up to the first, once what was ordered is done; the
+        workers have done it up to the second."""
         self.room = self.takes_room = 0
         """Where the prompt will be handed over; and where it is kept for this request, on its own
         node. 0: nowhere."""
@@ -187,6 +191,12 @@ class Tracked:
     def is_loaded_from(self) -> bool:
         """Whether workers may read the pages of its lease to fill its blocks."""
         return any(copy.is_load for copy in self.copies.values())
+
+    def sent_tokens(self, external_tokens: int) -> int:
+        """Of the tokens that it loads, those that another node has sent."""
+        if self.sent_from is None:
+            return 0
+        return max(0, self.loads_to - max(self.sent_from, self.loads_to - external_tokens))
 
     def unknown_tokens(self, upto_tokens: int) -> list[int]:
         """Those below ``upto_tokens`` that its lease does not know."""

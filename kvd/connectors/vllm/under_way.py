@@ -13,15 +13,17 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from kvd.client.mover.pieces import NO_BLOCK
 from kvd.connectors.vllm.orders import CopyOrder
 from kvd.connectors.vllm.tracked import CopyUnderWay
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from kvd.client import SyncLease
+    from kvd.connectors.vllm.layout import LayerGroup
     from kvd.connectors.vllm.orders import StepReport
-    from kvd.connectors.vllm.tracked import Tracked
+    from kvd.connectors.vllm.tracked import RequestView, Tracked
 
 
 class CountedBlocks(Protocol):
@@ -32,8 +34,18 @@ class CountedBlocks(Protocol):
         """Whether ``hold`` and ``free`` can be said."""
         ...
 
-    def of(self, request_id: str) -> Sequence[int]:
-        """Those that a request has."""
+    @property
+    def null_block(self) -> int:
+        """What stands in a row where the request has none any more."""
+        ...
+
+    @property
+    def groups(self) -> Sequence[LayerGroup]:
+        """Of layers, each with a row of blocks; none: all are in one, whose blocks stay."""
+        ...
+
+    def of(self, request_id: str) -> Sequence[Sequence[int]]:
+        """Those that a request has, a row for each group of layers."""
         ...
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -88,7 +100,6 @@ class OrdersUnderWay:
             KvdError: the lease has no pages any more.
         """
         pages = tuple(lease.pages[rows].tolist())
-        blocks = tracked.blocks if tracked.blocks is not None else self._blocks.of(tracked.id)
         self._last += 1
         order = CopyOrder(
             number=self._last,
@@ -96,14 +107,91 @@ class OrdersUnderWay:
             key=lease.key,
             first_page=rows.start,
             pages=pages,
-            blocks=tuple(blocks[rows]),
+            blocks=self.blocks_of(tracked, rows),
             upto_tokens=upto_tokens,
         )
         copy = CopyUnderWay(order, tracked, is_load=is_load, ranks=self._ranks)
-        self.hold(order.blocks)
+        self.hold(order.used)
         self._copies[order.number] = copy
         tracked.copies[order.number] = copy
         return order
+
+    def blocks_of(self, tracked: Tracked, rows: slice) -> tuple[tuple[int, ...], ...]:
+        """Its blocks of these pages, also those of layers with windows that were kept for it."""
+        table = tracked.blocks if tracked.blocks is not None else self._blocks.of(tracked.id)
+        if self._is_plain:
+            return tuple(tuple(row[rows]) for row in table)
+        null, kept = self._blocks.null_block, tracked.kept
+        columns = (
+            kept.get(page) or [NO_BLOCK if block == null else block for block in column]
+            for page, column in self._columns(table, range(rows.start, rows.stop))
+        )
+        return tuple(zip(*columns, strict=True))
+
+    def _columns(
+        self, table: Sequence[Sequence[int]], pages: Iterable[int]
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """By page, what the groups have of it, as ``EngineLayers`` gives them to the mover.
+
+        Of a page that is not full some may have no block yet.
+        """
+        groups = self._blocks.groups
+        for page in pages:
+            yield (
+                page,
+                tuple(
+                    row[number] if number < len(row) else NO_BLOCK
+                    for row, group in zip(table, groups, strict=True)
+                    for number in group.numbers_of(page)
+                ),
+            )
+
+    def whole_columns(
+        self, tracked: Tracked, pages: Iterable[int]
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Of these pages, those of which no block was taken back."""
+        null = self._blocks.null_block
+        for page, column in self._columns(self._blocks.of(tracked.id), pages):
+            if null not in column:
+                yield page, column
+
+    def has_all(self, tracked: Tracked, rows: slice) -> bool:
+        """Whether no block of these pages was taken back."""
+        if not self.has_windows:
+            return True
+        table = tracked.blocks if tracked.blocks is not None else self._blocks.of(tracked.id)
+        null = self._blocks.null_block
+        pages = (page for page in range(rows.start, rows.stop) if page not in tracked.kept)
+        return not any(null in column for _, column in self._columns(table, pages))
+
+    @property
+    def _is_plain(self) -> bool:
+        groups = self._blocks.groups
+        return len(groups) <= 1 and not self.has_windows
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether vLLM takes blocks back while their request goes on."""
+        return any(group.is_windowed for group in self._blocks.groups)
+
+    @property
+    def can_save(self) -> bool:
+        """Whether what a save reads stays what it is."""
+        return self._blocks.can_be_held or not self.has_windows
+
+    def take(self, tracked: Tracked) -> None:
+        """It is over, and something of it is to be ordered: its blocks stay what they are."""
+        tracked.blocks = tuple(map(tuple, self._blocks.of(tracked.id)))
+        self.hold(self._used(tracked.blocks))
+
+    def give(self, tracked: Tracked) -> None:
+        """What was taken is needed no more."""
+        if tracked.blocks is not None:
+            self.free(self._used(tracked.blocks))
+
+    def _used(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        null = self._blocks.null_block
+        return [block for row in rows for block in row if block != null]
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Have these stay what they are."""
@@ -134,7 +222,7 @@ class OrdersUnderWay:
         del self._copies[copy.order.number]
         del copy.tracked.copies[copy.order.number]
         self._awaited.discard(copy.order.number)
-        self.free(copy.order.blocks)
+        self.free(copy.order.used)
 
     # ---- where blocks cannot be held ---------------------------------------------------------
 
@@ -201,23 +289,35 @@ class CountingPool(Protocol):
 class SchedulerBlocks:
     """Those of one engine, from ``bind`` on, as vLLM's scheduler counts them."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Sequence[LayerGroup] = ()) -> None:
         self.can_be_held = False
+        self.on_reset: Callable[[Collection[str]], None] = _nobody_asks
+        """Is told of requests whose blocks are being filled with KV of before a reset."""
+        self.groups = groups
+        self.null_block = 0
         self._manager: Any = None
         self._held: Counter[tuple[int, ...]] = Counter()
         """As they were said, since there are many, and what is held together is freed together."""
+        self._filling: dict[str, RequestView] = {}
+        """By its number, each request that waits for its blocks to be filled, were it over."""
+        self._over: set[str] = set()
+        """Of these, those that are."""
+        self._filled: dict[str, RequestView] = {}
+        """Those of which vLLM was told so, before its next step."""
 
     def bind(self, manager: Any) -> None:
         """This is vLLM's ``KVCacheManager``."""
         self._manager = manager
         self.can_be_held = isinstance(manager.block_pool, CountingPool)
+        if any(group.is_windowed for group in self.groups):
+            self.null_block = manager.block_pool.null_block.block_id
         if self.can_be_held:
             reset = manager.reset_prefix_cache
             manager.reset_prefix_cache = lambda: self._reset(reset)
 
-    def of(self, request_id: str) -> Sequence[int]:
-        """Those that a request has."""
-        blocks: list[int] = self._manager.get_block_ids(request_id)[0]
+    def of(self, request_id: str) -> Sequence[Sequence[int]]:
+        """Those that a request has, a row for each group of layers."""
+        blocks: tuple[list[int], ...] = self._manager.get_block_ids(request_id)
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -233,6 +333,23 @@ class SchedulerBlocks:
             del self._held[held]
         self._free(blocks)
 
+    def fills(self, request: RequestView) -> None:
+        """VLLM keeps the blocks of this request until it hears that they are filled."""
+        self._filling[request.request_id] = request
+
+    def filled(self, request_id: str) -> None:
+        """It hears so now, and goes on with them in its next step, if the request is not over."""
+        request = self._filling.pop(request_id, None)
+        if request is not None and request_id not in self._over:
+            self._filled[request_id] = request
+        self._over.discard(request_id)
+
+    def settled(self, request_id: str, *, is_over: bool = False) -> None:
+        """It has gone on with them, or has none; or the request is over."""
+        self._filled.pop(request_id, None)
+        if is_over and request_id in self._filling:
+            self._over.add(request_id)
+
     def _touch(self, blocks: Sequence[int]) -> None:
         pool = self._manager.block_pool
         pool.touch(list(map(pool.blocks.__getitem__, blocks)))
@@ -247,11 +364,35 @@ class SchedulerBlocks:
 
         It resets nothing while anybody needs a block, and ends in an error where it has preempted
         all requests before. What is read by a copy is in nobody's way: it is found by no prompt
-        after the reset, and nothing is given away before it is held again.
+        after the reset, and nothing is given away before it is held again. So are blocks of a
+        request that waits for a load: that is to fail, and its prompt is computed from its first
+        token, as vLLM does with all that it preempts.
         """
-        held = list(itertools.chain.from_iterable(self._held.elements()))
-        self._free(held)
+        aside = list(itertools.chain.from_iterable(self._held.elements()))
+        for request_id in (*self._filling, *self._filled):
+            for blocks in self._manager.get_block_ids(request_id):
+                aside += blocks
+        self._free(aside)
+        is_done = False
         try:
-            return reset()
+            is_done = reset()
         finally:
-            self._touch(held)
+            self._touch(aside)
+        if is_done:
+            self._take_back_filled()
+            self.on_reset(list(self._filling))
+        return is_done
+
+    def _take_back_filled(self) -> None:
+        """VLLM was told that these are filled, and has not looked yet: as where a load has failed.
+
+        Its scheduler does these two things with such a request before it looks it up again.
+        """
+        filled, self._filled = self._filled, {}
+        for request in filled.values():
+            request.num_computed_tokens = 0
+            self._manager.free(request)
+
+
+def _nobody_asks(_requests: Collection[str]) -> None:
+    """Nothing is filled."""

@@ -26,11 +26,11 @@ from kvd.connectors.vllm.log import ConnectorLog
 from kvd.connectors.vllm.orders import StepReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvd.client import EngineBlocks, LeaseKey, PendingCopy, Pool, Worker
-    from kvd.client.mover.engine_memory import BlockLayout
     from kvd.connectors.vllm.beside import Start
+    from kvd.connectors.vllm.layout import EngineLayers, LayerGroup
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import CopyOrder, StepOrders
 
@@ -64,6 +64,9 @@ IDLE_WAIT_S: Final = 0.005
 PREEMPTED_WITHIN_S: Final = 0.01
 """So long a step that takes blocks back waits for copies that do not move yet."""
 
+LEAVE_S: Final = 10.0
+"""Between two lines about copies that are waited for before their blocks are freed."""
+
 PREEMPTED_SAID_S: Final = 10.0
 """Between two lines about a step that waits for those that do."""
 
@@ -79,10 +82,13 @@ class CopyCounts:
 class JoinedPool:
     """A session that this process is of, and the engine's blocks as they are moved there."""
 
-    def __init__(self, session: Worker, blocks: EngineBlocks, component: str) -> None:
+    def __init__(
+        self, session: Worker, blocks: EngineBlocks, component: str, *, has_rows: bool = False
+    ) -> None:
         self.session = session
         self.blocks = blocks
         self.component = component
+        self.has_rows = has_rows
 
     def leave(self) -> None:
         """Copy nothing any more; what has begun is waited for."""
@@ -119,6 +125,8 @@ class PoolJoin:
         self._token = b""
         self._joined: JoinedPool | None = None
         self._joining: BesideTask[JoinedPool] | None = None
+        self._leaving: list[BesideTask[None]] = []
+        """Former sessions, of which a copy may still move."""
         self._next_try_s = now_s()
 
     def follow(self, token: bytes) -> None:
@@ -131,7 +139,8 @@ class PoolJoin:
             if joining is not None:
                 joining.abandon()
             if joined is not None:
-                BesideTask(joined.leave, start=self._start)
+                self._leaving = [task for task in self._leaving if not task.ended()]
+                self._leaving.append(BesideTask(joined.leave, start=self._start))
         self._take()
         if (
             token
@@ -151,12 +160,16 @@ class PoolJoin:
         return joined if joined is not None and joined.session.owns(key) else None
 
     def leave(self) -> None:
-        """Be of none, once what has begun is copied."""
+        """Be of none, once what has begun is copied: nothing reads or writes blocks behind this."""
         if self._joining is not None:
             self._joining.abandon()
         joined, self._joined, self._joining, self._token = self._joined, None, None, b""
         if joined is not None:
             joined.leave()
+        for task in self._leaving:
+            while not task.ended(LEAVE_S):
+                logger.warning("copies of a former session are waited for")
+        self._leaving = []
 
     def _take(self) -> None:
         joining = self._joining
@@ -201,10 +214,11 @@ class RankCopy:
         """
         order, part, blocks = self.order, joined.component, joined.blocks
         pages = {part: order.pages}
+        rows = order.blocks if joined.has_rows else order.blocks[0]
         if self.is_load:
             self.pending = blocks.begin_load(
                 order.key,
-                {part: order.blocks},
+                {part: rows},
                 pages=pages,
                 first_page=order.first_page,
                 after=mark,
@@ -212,7 +226,7 @@ class RankCopy:
         else:
             self.pending = blocks.begin_save(
                 order.key,
-                {part: order.blocks},
+                {part: rows},
                 pages=pages,
                 first_page=order.first_page,
                 upto_tokens=order.upto_tokens,
@@ -287,8 +301,8 @@ class WorkerHalf:
         self._start = start
         self._log = ConnectorLog(now_s)
         self._join = PoolJoin(self._open_pool, self._log, now_s=now_s, start=start)
-        self._layers: Mapping[str, Any] = {}
-        self._layouts: list[BlockLayout] = []
+        self._layers: EngineLayers | None = None
+        self._has_blocks = True
         self._copies: dict[int, RankCopy] = {}
         """All that is not answered, by the number of the order."""
         self._orders: StepOrders | None = None
@@ -300,16 +314,28 @@ class WorkerHalf:
 
     # ---- the start ---------------------------------------------------------------------------
 
-    def register(self, layers: Mapping[str, Any], *, tag: str = "") -> None:
-        """These are the engine's blocks, and ``tag`` says who packs them.
+    def register(
+        self,
+        layers: Mapping[str, Any],
+        groups: Sequence[LayerGroup] = (),
+        *,
+        n_blocks: int = 0,
+        tag: str = "",
+    ) -> None:
+        """These are the engine's blocks.
+
+        Args:
+            layers: by name, the tensor of each.
+            groups: which of them have their blocks in common; none: all.
+            n_blocks: how many blocks the scheduler counts; 0: as many as the tensors have.
+            tag: who packs them.
 
         Raises:
             KvdError: ``layout-mismatch``: they are no pages of the pool. A daemon that is not there
                 is no reason to raise, nor is one that hangs: the pool is looked at when it is.
         """
         self._tag = tag
-        self._layers = layers
-        self._layouts = layout.block_layouts(layers)
+        self._layers = layout.EngineLayers(layers, groups, n_blocks)
         check = BesideTask(self._check, start=self._start)
         if not check.ended(CHECK_WITHIN_S):
             return
@@ -323,23 +349,25 @@ class WorkerHalf:
         with connect_sync(self._options.endpoint or None, name=CHECK_NAME) as node:
             self._fit(node.pool(self._options.pool))
 
-    def _fit(self, pool: Pool) -> None:
-        layout.fitting(
-            pool, self._layouts, block_size=self._block, ranks=self._ranks, tag=self._tag
-        )
+    def _fit(self, pool: Pool) -> EngineLayers:
+        layers = self._layers
+        assert layers is not None
+        layout.fitting(pool, layers, block_size=self._block, ranks=self._ranks, tag=self._tag)
+        return layers
 
     def _open_pool(self, token: bytes) -> JoinedPool:
         session = self._open(token)
         try:
             pool = session.pool(self._options.pool)
-            self._fit(pool)
+            layers = self._fit(pool)
             blocks = session.blocks(
-                self._layers,
+                layers.caches(),
                 block_size=self._block,
                 pool=self._options.pool,
                 threads=self._options.copy_threads,
             )
-            return JoinedPool(session, blocks, pool.memory.components[0].name)
+            part = pool.memory.components[0].name
+            return JoinedPool(session, blocks, part, has_rows=layers.has_rows)
         except BaseException:
             session.close()
             raise
@@ -347,6 +375,19 @@ class WorkerHalf:
     def close(self) -> None:
         """Leave the session; what has begun is waited for, since the blocks are freed behind it."""
         self._join.leave()
+
+    def take_back(self) -> None:
+        """The memory of the blocks is given away, and comes back by ``give_again``.
+
+        What moves is waited for, and all else ends: it is answered in the next step. Until then
+        this rank is of no session.
+        """
+        self._has_blocks = False
+        self.close()
+
+    def give_again(self) -> None:
+        """The memory of the blocks is there again, where it was."""
+        self._has_blocks = True
 
     # ---- a step ------------------------------------------------------------------------------
 
@@ -378,7 +419,7 @@ class WorkerHalf:
         self._failed.update(orders.failed)
         self._freed.update(orders.freed)
         try:
-            self._join.follow(orders.token)
+            self._join.follow(orders.token if self._has_blocks else b"")
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the engine
             self._log.bug("a session", error)
         if self._join.unfit:

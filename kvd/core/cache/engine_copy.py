@@ -74,11 +74,19 @@ class EngineCopy:
 class LeaseCopying:
     """What is copied of one lease. ``ahead``: by rank, stretches of tokens saved behind a gap."""
 
-    __slots__ = ("ahead", "under_way")
+    __slots__ = ("ahead", "states", "under_way")
 
     def __init__(self) -> None:
         self.under_way: list[EngineCopy] = []
         self.ahead: dict[int, list[tuple[int, int]]] = {}
+        self.states: dict[tuple[str, int], int] = {}
+        """By component of states and rank, behind how many tokens the saved one stands."""
+
+    def save_states(self, copy: EngineCopy, components: set[str]) -> None:
+        """Which of them a save that is over has put there."""
+        for part in copy.parts:
+            if part.component in components:
+                self.states[part.component, copy.rank] = copy.upto_tokens
 
     def unwritten_from(self, rank: int | None) -> int | None:
         """The first token that a save under way writes, of one rank or of any; None: none does."""

@@ -219,6 +219,10 @@ class ComponentPages:
         """How many pages of its row there is KV for, as far as its engine has said so."""
         return -(-lease.written_tokens // self.component.page_size)
 
+    def pages_beside(self, lease: LeaseRecord, begin: int, end: int) -> PageSpan:
+        """Pages of its own for the tokens ``[begin, end)``, where its row has them by tokens."""
+        return PageSpan(0, NO_PAGES)
+
     def pages_to_keep(self, lease: LeaseRecord, n_tokens: int) -> PageSpan | Refusal:
         """The pages that it needs to go on behind ``n_tokens``; or why they are not there.
 

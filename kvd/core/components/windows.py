@@ -338,6 +338,14 @@ class WindowPages(ComponentPages):
         return NO_PAGES if held is None else Pages(held.own_mapped() + held.spare)
 
     @override
+    def pages_beside(self, lease: LeaseRecord, begin: int, end: int) -> PageSpan:
+        """Those of its own that are mapped there."""
+        held = self.held[lease.id]
+        first = max(held.floor, held.start, begin // self._page)
+        last = max(first, min(held.top, self._pages(end)))
+        return PageSpan(first, held.mapped(first, last))
+
+    @override
     def pages_to_keep(self, lease: LeaseRecord, n_tokens: int) -> PageSpan | Refusal:
         """What a slide to ``n_tokens`` leaves, as far as these go."""
         held, last = self.held[lease.id], self._pages(n_tokens)

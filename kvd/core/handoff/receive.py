@@ -44,7 +44,7 @@ from kvd.core.handoff.transitions import move_decode, tell_ended
 from kvd.core.handoff.verify import SumFinding, Verifying
 from kvd.core.leases.lease_table import RECEIVED
 from kvd.errors import Code, Refusal
-from kvd.types import NO_TOKENS, Pages
+from kvd.types import NO_TOKENS, Pages, count
 from kvd.wire import client
 from kvd.wire.peer import (
     Abort,
@@ -387,7 +387,9 @@ class Decoder:
             # one has it from here on.
             said = "pulled" if attempt.is_pulled else "received"
             self._leases.hand_over(lease, f"{said} from {attempt.sources}")
-        # No tokens beyond those claimed: the whole prompt is in its pages, and nothing else is.
+        # No tokens beyond those claimed: the whole prompt is in its pages, and nothing else is. No
+        # engine has said so, so it is noted also where only words of engines count.
+        lease.written_tokens = count(lease.tokens)
         self._leases.commit(lease, NO_TOKENS)
         if left is None:
             self.ready[lease.id] = attempt

@@ -15,7 +15,8 @@ Rooms that a prefill engine opened and gave up before an Offer came are remember
 engine until its deadline, for a failure that this side has known all along. An engine that opens
 the room again is a new attempt: the old one is over. So is a receive that was asked for after the
 end of the old one: it waits for its engine as any does that comes first. Where an engine failed, a
-receive may be late by ``LATE_S`` and belong to it.
+receive may be late by ``LATE_S`` and belong to it. A room that was kept is one prompt's alone: who
+asks for it after its end hears why.
 
 What must not live here: transitions (``send``).
 """
@@ -73,7 +74,9 @@ class ExpiredRooms:
         before its time."""
         self._settings = settings
 
-    def remember_engines(self, room: int, why: Refusal, at_s: float) -> None:
+    def remember_engines(
+        self, room: int, why: Refusal, at_s: float, *, is_kept: bool = False
+    ) -> None:
         """The engine of ``room`` gave up."""
         refusal = Refusal(
             why.code,
@@ -81,21 +84,28 @@ class ExpiredRooms:
             side=self._settings.name,
             numbers=why.numbers,
         )
-        self.remember(room, refusal, at_s)
+        self.remember(room, refusal, at_s, is_kept=is_kept)
 
     def remember(
-        self, room: int, refusal: Refusal, at_s: float, *, is_pulled: bool = False
+        self,
+        room: int,
+        refusal: Refusal,
+        at_s: float,
+        *,
+        is_pulled: bool = False,
+        is_kept: bool = False,
     ) -> None:
         """Whoever offers pages for ``room`` is told this.
 
-        ``is_pulled``: no receive is asked for after the end of such a room.
+        ``is_pulled``: no receive is asked for after the end of such a room. ``is_kept``: it was one
+        prompt's alone, so a receive that is asked for after its end is too late, as any.
         """
         rooms = self.pulled if is_pulled else self.by_room
         # Out and in again: the dict stays in the order in which its rooms are forgotten.
         rooms.pop(room, None)
         late_s = 0.0 if refusal.code is Code.DEADLINE else LATE_S
         until_s = at_s + self._settings.max_deadline_s
-        asked_until_s = until_s if is_pulled else at_s + late_s
+        asked_until_s = until_s if is_pulled or is_kept else at_s + late_s
         rooms[room] = ExpiredRoom(until_s, asked_until_s, refusal)
         if len(rooms) > MAX_EXPIRED_ROOMS:
             # An Offer for it waits for an engine then, as if nothing had been remembered.

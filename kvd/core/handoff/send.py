@@ -374,7 +374,8 @@ class Prefiller:
         if refusal.side == self._settings.name:  # not where the decode side gave up
             now_s = self._out.at_s
             if part.session:
-                self.expired_rooms.remember_engines(part.room, refusal, now_s)
+                is_kept = part.keeping is not None
+                self.expired_rooms.remember_engines(part.room, refusal, now_s, is_kept=is_kept)
             else:
                 self.expired_rooms.remember(part.room, refusal, now_s, is_pulled=True)
         self.settled_sends.end_forgotten(part, refusal)

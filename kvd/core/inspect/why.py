@@ -559,6 +559,8 @@ def of_client(node: NodeView, number: int) -> Explanation | Refusal:
     facts = [_lease_fact(node, lease) for lease in biggest]
     if session is not None and session.hang_up is not None:
         facts.insert(0, f"waits for {death_of(session)}")
+    if number in node.leases.by_word:
+        facts.append(_counts_by_word(session))
     if len(leases) > len(biggest):
         facts.append(f"and {len(leases) - len(biggest)} leases more")
     if waiting:
@@ -572,6 +574,14 @@ def of_client(node: NodeView, number: int) -> Explanation | Refusal:
     return Explanation(
         sentence, tuple(facts), links_of(*lease_refs(biggest), *under_way[:MAX_LINKS])
     )
+
+
+def _counts_by_word(session: Session | None) -> str:
+    """Why a commit of it shares less than the tokens that it names."""
+    counts = "a commit counts what was saved or said to be written, and no more"
+    if session is not None and session.keeps_blocks:
+        return f"its KV is in blocks of its own first: {counts}"
+    return f"a process of it is not back after the restart, and may be saving blocks: {counts}"
 
 
 def _stands(session: Session, now_s: float) -> str:

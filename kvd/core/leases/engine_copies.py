@@ -31,6 +31,7 @@ from mypy_extensions import mypyc_attr
 from kvd.core.cache.engine_copy import EngineCopy, LeaseCopying, Way, overlap, told_part
 from kvd.core.cache.lease import COPY
 from kvd.core.components.device_buffer import Buffers
+from kvd.core.components.state import StatePages
 from kvd.core.layout.spec import companion_factor, companion_pages
 from kvd.core.leases.written import say_written, tokens_of_ranks
 from kvd.errors import Code, Refusal
@@ -76,6 +77,11 @@ class EngineCopies:
             if component.name not in beside
         }
         """Of the first component and those in lockstep: pages for each page of the first one."""
+        self._states = {
+            keeper.component.name
+            for keeper in leases.components.each
+            if isinstance(keeper, StatePages)
+        }
         self._owners = owners
         self._out = out
 
@@ -125,6 +131,20 @@ class EngineCopies:
             why="" if message.is_done else message.why or "it says no reason",
         )
         return lease if lease.written_tokens > before else None
+
+    def states_stand_for(self, lease: LeaseRecord, n_tokens: int) -> bool:
+        """Whether its states were saved behind so many tokens, by each rank that writes them.
+
+        Where an engine writes pages itself, it has said so with its commit.
+        """
+        if not self._states or lease.session not in self._leases.by_word:
+            return True
+        copying, ranks = lease.copying, max(1, len(lease.said))
+        return copying is not None and all(
+            copying.states.get((name, rank)) == n_tokens
+            for name in self._states
+            for rank in range(ranks)
+        )
 
     def gone(self, got: WorkerGone) -> None:
         """A process is gone, and with it whatever its copies might have written."""
@@ -195,7 +215,32 @@ class EngineCopies:
                 return refusal
         if copy.from_token < 0:
             return None  # nothing is written by it
-        return self._lacking(copy) or self._bad_end(copy)
+        return self._lacking(copy) or self._lacking_beside(lease, copy) or self._bad_end(copy)
+
+    def _lacking_beside(self, lease: LeaseRecord, copy: EngineCopy) -> Refusal | None:
+        """The same of windows: where its tokens are in one, they are written there too."""
+        for keeper in self._leases.components.each:
+            span = keeper.pages_beside(lease, copy.from_token, copy.upto_tokens)
+            first, end, name = span.first, span.first + count(span.pages), keeper.component.name
+            if first == end:
+                continue
+            named = [
+                part
+                for part in copy.parts
+                if part.component == name
+                and part.first_page <= first
+                and part.first_page + part.n_pages >= end
+            ]
+            if not named:
+                return self._refuse(
+                    Code.BAD_REQUEST,
+                    f"a save of tokens {copy.from_token} to {copy.upto_tokens - 1} of "
+                    f"{copy.parts[0].component} without pages {first} to {end - 1} of {name}, "
+                    "which are of the same tokens: name the pages of each",
+                    first_page=first,
+                    n_pages=end - first,
+                )
+        return None
 
     def _lacking(self, copy: EngineCopy) -> Refusal | None:
         """Why nothing of the first component counts as written: what goes with it is left out."""
@@ -380,8 +425,10 @@ class EngineCopies:
         copying = lease.copying
         assert copying is not None  # it is under way there
         copying.under_way.remove(copy)
-        if not why and copy.from_token >= 0:
-            self._saved(copy, lease, copying)
+        if not why and copy.way is Way.SAVE:
+            copying.save_states(copy, self._states)
+            if copy.from_token >= 0:
+                self._saved(copy, lease, copying)
         self._out.emit(
             events.EngineCopied(
                 session=copy.session,

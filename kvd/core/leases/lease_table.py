@@ -148,6 +148,9 @@ class LeaseTable:
         """Pages that exist, the null page not counted."""
         self.page_bytes = lockstep_bytes(spec)
         self.leases: dict[int, LeaseRecord] = {}
+        self.by_word: set[int] = set()
+        """Sessions of whose leases only what was said is written, whatever a commit knows: their KV
+        is in blocks of their own first (``SessionTable`` says which they are)."""
         self.giving_way: dict[int, LeaseRecord] = {}
         """Those with a holder that gives way, in the order in which they go."""
         self.gave_way: list[LeaseRecord] = []
@@ -396,7 +399,7 @@ class LeaseTable:
         n_pages = count(lease.page_table)
         if n_tokens > n_pages * self.page_size:
             return _beyond_pages(lease, n_tokens, n_pages * self.page_size)
-        if lease.said or upto_tokens is not None:
+        if lease.said or upto_tokens is not None or lease.session in self.by_word:
             written = tokens_to_commit(lease, n_tokens, upto_tokens)
             if isinstance(written, Refusal):
                 return written
@@ -498,7 +501,7 @@ class LeaseTable:
         room_pages = max(n_pages, self.pages_for(lease.room_tokens + extend_tokens))
         if n_tokens > room_pages * self.page_size:
             return _beyond_pages(lease, n_tokens, room_pages * self.page_size)
-        if lease.said or upto_tokens is not None:
+        if lease.said or upto_tokens is not None or lease.session in self.by_word:
             # Asked before the first change: a number that is taken is a word, and is said below.
             said = lease.said
             written = tokens_to_commit(lease, n_tokens, upto_tokens)
@@ -537,6 +540,8 @@ class LeaseTable:
         if n_tokens > len(table) // ID_BYTES * self.page_size:
             return False
         first, last = lease.owned, n_tokens // self.page_size
+        if last > first and lease.session in self.by_word:
+            return False
         node, journal, out = anchor, self._journal, self._out
         if lease.cache and last > first:
             mine: Pages = table[first * ID_BYTES : last * ID_BYTES]  # type: ignore[assignment]

@@ -165,7 +165,8 @@ class Retractor:
                 f"retract of {count(tokens)} tokens on lease {lease.id}, which holds pages for "
                 f"{room_tokens}: extend it before writing",
             )
-        if message.keep == HOST and lease.said and count(tokens) > said_tokens(lease):
+        by_word = lease.said or lease.session in self._leases.by_word
+        if message.keep == HOST and by_word and count(tokens) > said_tokens(lease):
             return self._refusal(
                 Code.BAD_REQUEST,
                 f"retract of {count(tokens)} tokens on lease {lease.id}, of which "

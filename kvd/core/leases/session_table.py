@@ -41,8 +41,8 @@ class Session:
     """One engine: its name, and the processes that map the pool for it."""
 
     __slots__ = (
-        *("dead_ranks", "hang_up", "id", "is_former", "is_whole", "name", "pids", "prompts"),
-        "since_s",
+        *("dead_ranks", "hang_up", "id", "is_former", "is_whole", "keeps_blocks", "name", "pids"),
+        *("prompts", "since_s"),
     )
 
     def __init__(
@@ -58,6 +58,8 @@ class Session:
         """Whether it is of before the restart, and its engine has not come back yet."""
         self.is_whole = True
         """Whether no process of before the restart is away that may still copy pages."""
+        self.keeps_blocks = False
+        """Whether its KV is in blocks of its own first, as one of its processes has said."""
         self.prompts = ToldPrompts(budget)
         self.hang_up: HangUp | None = None
         """Of the daemon on it, while processes of it live; ``pids`` are those then."""
@@ -71,11 +73,12 @@ class Session:
 class SessionTable:
     """The living sessions, by number."""
 
-    def __init__(self, name: str, max_told_bytes: int, out: Outbox) -> None:
+    def __init__(self, name: str, max_told_bytes: int, by_word: set[int], out: Outbox) -> None:
         self.by_id: dict[int, Session] = {}
         self.name = name
         """This node's."""
         self.prompts = PromptBudget(max_told_bytes)
+        self._by_word = by_word
         self._out = out
 
     def _open(self, number: int, name: str) -> Session:
@@ -84,6 +87,7 @@ class SessionTable:
 
     def end(self, session: Session) -> None:
         """It is none of them any more, and what was kept of its prompts goes."""
+        self._by_word.discard(session.id)
         if self.by_id.pop(session.id, None) is not None:
             session.prompts.end()
 
@@ -93,6 +97,8 @@ class SessionTable:
         if session is None:
             session = self._open(got.session, got.name)
         session.saw(got.pid)
+        if got.keeps_blocks:
+            self.keeps_blocks(session)
         self._out.emit(events.ClientAttached(session=session.id, name=session.name, pid=got.pid))
 
     def awaits(self, former: FormerSession) -> None:
@@ -102,6 +108,22 @@ class SessionTable:
         session.pids = list(former.pids) or [0]
         session.is_former = True
         session.is_whole = False
+
+    def keeps_blocks(self, session: Session) -> None:
+        """Nothing but what is saved or said is written of its leases, from now on."""
+        session.keeps_blocks = True
+        self._by_word.add(session.id)
+
+    def came_back(self, session: Session, *, is_whole: bool) -> None:
+        """It is here again; ``is_whole``: with each process that it had.
+
+        One that is not may have said that it keeps blocks, and go on saving.
+        """
+        session.is_whole = is_whole
+        if session.keeps_blocks or not is_whole:
+            self._by_word.add(session.id)
+        else:
+            self._by_word.discard(session.id)
 
     def refusal(self, number: int) -> Refusal | None:
         """Why no request of that session is served; None where one is."""

@@ -127,7 +127,8 @@ class Sessions:
         session.is_former = False
         session.saw(got.pid)
         former = self._former_leases.of_session(session.id)
-        session.is_whole = got.is_whole
+        session.keeps_blocks = got.keeps_blocks
+        self._open.came_back(session, is_whole=got.is_whole)
         if not got.is_whole:
             # Another process of it may be copying them, and does not know of the restart yet.
             for lease in former:
@@ -151,7 +152,7 @@ class Sessions:
         """Nothing of before the restart is copied any more."""
         session = self.by_id.get(got.session)
         if session is not None and not session.is_whole:
-            session.is_whole = True
+            self._open.came_back(session, is_whole=True)
             self._end_former_copies(session)
             self._former_leases.free_unproven()
             self._admission.wake()

@@ -8,7 +8,9 @@ least counts::
     rank 1   |######## 48              |
              0       ^ 48: whole pages below it may join the tree
 
-Where nothing was said a commit is the word of the engine about all tokens that the lease knows.
+Where nothing was said a commit is the word of the engine about all tokens that the lease knows. Of
+one that keeps KV in blocks of its own it never is (``SessionTable.keeps_blocks``): what was ordered
+to be saved may not have begun, so only what is said counts, from the start.
 From the first word on (``written``, a send's ``advance`` or ``finish``, a ``hand_over``, an
 ``upto_tokens`` of a commit) a commit without a number means what was said and no more, and so does
 the end of the lease, whoever ends it. KV that is written when an event of a device comes is a word
@@ -171,11 +173,14 @@ def said_tokens(lease: LeaseRecord) -> int:
 def tokens_to_commit(
     lease: LeaseRecord, known_tokens: int, upto_tokens: int | None
 ) -> int | Refusal:
-    """The end of what a commit may share of ``known_tokens``; a number in it is a word as well."""
+    """The end of what a commit may share of ``known_tokens``, where only what is said counts.
+
+    A number in it is a word as well.
+    """
     if upto_tokens is None:
         # What an event was awaited for counts here, because the engine that commits has seen it
         # come.
-        return min(known_tokens, said_tokens(lease)) if lease.said else known_tokens
+        return min(known_tokens, said_tokens(lease))
     if not 0 <= upto_tokens <= known_tokens:
         return _bad(
             f"commit of lease {lease.id} up to token {upto_tokens}, it knows {known_tokens}",

@@ -280,15 +280,18 @@ class Request:
 class CountedBlocks:
     """Who needs which blocks; an engine that gives away one that is needed is found here.
 
-    ``can_be_held`` false: as of a version of vLLM that has no way to say it.
+    ``can_be_held`` false: as of a version of vLLM that has no way to say it. ``groups``: of layers,
+    each with a row of blocks; none: there is one row.
     """
 
-    def __init__(self, rows, *, can_be_held=True):
-        self.rows, self.can_be_held = rows, can_be_held
+    null_block = 0
+
+    def __init__(self, rows, *, can_be_held=True, groups=()):
+        self.rows, self.can_be_held, self.groups = rows, can_be_held, groups
         self.needed = Counter()
 
     def of(self, request_id):
-        return self.rows[request_id]
+        return self.rows[request_id] if self.groups else (self.rows[request_id],)
 
     def hold(self, blocks):
         assert self.can_be_held
@@ -385,12 +388,12 @@ class MiniEngine:
         self.loads += orders.loads
         self.saves += orders.saves
         for copy in orders.loads:
-            assert len(copy.pages) == len(copy.blocks)
+            assert [len(copy.pages)] == [len(row) for row in copy.blocks]
             loaded.add(copy.request)
             if copy.request in self.breaks:
                 failed.add(copy.request)
         for copy in orders.saves:
-            assert len(copy.pages) == len(copy.blocks)
+            assert [len(copy.pages)] == [len(row) for row in copy.blocks]
         report = StepReport(number=orders.number)
         for copy in [*orders.loads, *orders.saves]:
             is_broken = copy.request in self.breaks

@@ -36,8 +36,19 @@ class Manager:
     def __init__(self, pool):
         self.block_pool = pool
 
+        self.rows = {}
+
     def get_block_ids(self, request_id):
-        return ([int(request_id)],)
+        return (self.rows.get(request_id) or [int(request_id)],)
+
+    def give(self, request_id, row):
+        self.rows[request_id] = row
+        self.block_pool.touch([self.block_pool.blocks[one] for one in row])
+        return SimpleNamespace(request_id=request_id, num_computed_tokens=16)
+
+    def free(self, request):
+        row = self.rows.pop(request.request_id)
+        self.block_pool.free_blocks([self.block_pool.blocks[one] for one in reversed(row)])
 
     def reset_prefix_cache(self):
         """It resets nothing while anybody needs a block."""
@@ -77,7 +88,7 @@ def test_what_an_order_names_is_not_given_away(manager, blocks):
     blocks.free([3, 5])
     # The tail first: prefixes are found as long as they can be.
     assert free(manager) == [0, 1, 4, 6, 7, 2, 5, 3]
-    assert blocks.of("4") == [4]
+    assert blocks.of("4") == ([4],)
 
 
 def test_the_cache_is_reset_beside_copies_and_they_keep_their_blocks(manager, blocks):
@@ -97,6 +108,89 @@ def test_a_request_that_runs_is_in_the_way_of_a_reset_as_ever(manager, blocks):
     blocks.hold([1, 2])
     assert not manager.reset_prefix_cache()
     assert [block.ref_cnt for block in manager.block_pool.blocks[:4]] == [0, 2, 1, 0]
+
+
+@pytest.fixture
+def told(blocks):
+    told = []
+    blocks.on_reset = told.append
+    return told
+
+
+def test_a_request_whose_blocks_are_being_filled_is_in_no_resets_way_and_computes(
+    manager, blocks, told
+):
+    request = manager.give("7", [2, 3])
+    blocks.fills(request)
+    blocks.hold([3])  # by the order that fills it
+
+    assert manager.reset_prefix_cache()
+
+    assert told == [["7"]], "it loads KV of before"
+    # What moves goes on moving to its blocks, and they are nobody else's.
+    assert free(manager) == [0, 1, 4, 5, 6, 7]
+    assert [manager.block_pool.blocks[one].ref_cnt for one in (2, 3)] == [1, 2]
+    assert request.num_computed_tokens == 16
+
+
+@pytest.mark.parametrize("is_first_over", [True, False])
+def test_one_that_is_over_while_its_blocks_are_filled_is_in_no_resets_way_either(
+    manager, blocks, told, is_first_over
+):
+    request = manager.give("7", [2, 3])
+    blocks.fills(request)
+    if is_first_over:
+        blocks.settled("7", is_over=True)
+        assert manager.reset_prefix_cache()
+        assert free(manager) == [0, 1, 4, 5, 6, 7]
+    blocks.filled("7")
+    if not is_first_over:
+        blocks.settled("7", is_over=True)
+    manager.free(request)  # as vLLM does once it has heard
+    assert manager.reset_prefix_cache()
+    assert len(free(manager)) == 8
+    assert request.num_computed_tokens == 16, "nobody goes on with it"
+    assert told[-1] == []
+
+
+def test_one_whose_blocks_are_filled_and_whom_vllm_has_not_seen_since_begins_anew(
+    manager, blocks, told
+):
+    request = manager.give("7", [2, 3])
+    blocks.fills(request)
+    blocks.filled("7")
+
+    assert manager.reset_prefix_cache()
+
+    assert request.num_computed_tokens == 0
+    assert len(free(manager)) == 8
+    assert told == [[]]
+
+
+def test_one_that_goes_on_with_its_filled_blocks_is_as_any_that_runs(manager, blocks, told):
+    request = manager.give("7", [2, 3])
+    blocks.fills(request)
+    blocks.filled("7")
+    blocks.settled("7")
+
+    assert not manager.reset_prefix_cache()
+
+    assert request.num_computed_tokens == 16
+    assert not told
+
+
+def test_a_reset_that_does_not_come_about_changes_nothing_of_those_that_load(manager, blocks, told):
+    manager.give("5", [5])  # it runs
+    waiting, filled = manager.give("7", [2, 3]), manager.give("8", [3, 4])
+    for request in (waiting, filled):
+        blocks.fills(request)
+    blocks.filled("8")
+
+    assert not manager.reset_prefix_cache()
+
+    assert not told
+    assert [one.num_computed_tokens for one in (waiting, filled)] == [16, 16]
+    assert [block.ref_cnt for block in manager.block_pool.blocks] == [0, 0, 1, 2, 1, 1, 0, 0]
 
 
 def test_a_reset_that_ends_in_an_error_gives_nothing_away(manager):

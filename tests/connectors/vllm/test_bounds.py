@@ -9,7 +9,12 @@ import pytest
 
 from kvd.client import Code, KvdError
 from kvd.connectors.vllm.log import TOLD_EVERY_S
-from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, MEET_WITHIN_S, NAMED_WITHIN_S
+from kvd.connectors.vllm.lookup import (
+    ANSWER_WITHIN_S,
+    MEET_WITHIN_S,
+    NAMED_WITHIN_S,
+    OPENED_S,
+)
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
@@ -95,7 +100,7 @@ def test_the_last_page_of_a_prompt_is_copied_after_its_end_where_its_lease_came_
     engine.steps(9)
     assert engine.finish(request) is not None
     assert not engine.held, "vLLM keeps them"
-    assert engine.counted.needed.keys() >= set(range(8))
+    assert engine.counted.needed.keys() >= set(range(1, 9))
     world.holds = False
     engine.steps(4)
     assert not engine.counted.needed
@@ -245,6 +250,46 @@ def test_a_room_that_nobody_opens_is_not_waited_for():
     engine.finish(request)
     assert not node.receives
     assert not node.leases
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "is_soon"), [(OPENED_S + 1.0, True), (1.0, False), (-60.0, False), (None, False)]
+)
+def test_a_room_that_was_told_of_long_ago_is_given_up_soon_where_nobody_has_opened_it(
+    ago_s, is_soon
+):
+    node = StandInNode()
+    engine = MiniEngine(node)
+    node.receives_hang = True
+    told = {} if ago_s is None else {"at": time.time() - ago_s}
+    params = {"do_remote_prefill": True, "kvd": MEETS["kvd"] | told}
+    request = engine.add(Request(1, PROMPT, params))
+    engine.step()
+    engine.clock_s += ANSWER_WITHIN_S
+    node.unaccepted = [one.id for one in node.receives]
+    for _ in range(3):
+        engine.step()
+    assert (request in engine.running) is is_soon
+    engine.clock_s += MEET_WITHIN_S
+    for _ in range(3):
+        engine.step()
+    assert request in engine.running
+    engine.finish(request)
+    assert not node.receives
+
+
+def test_an_old_room_that_is_accepted_is_waited_for_as_any():
+    node = StandInNode()
+    engine = MiniEngine(node)
+    node.receives_hang = True
+    params = {"do_remote_prefill": True, "kvd": MEETS["kvd"] | {"at": time.time() - 60}}
+    request = engine.add(Request(1, PROMPT, params))
+    for _ in range(5):
+        engine.step()
+        engine.clock_s += MEET_WITHIN_S
+    assert request in engine.waiting
+    engine.finish(request)
+    assert not node.receives
 
 
 # ---- whose word it is ----------------------------------------------------------------------------

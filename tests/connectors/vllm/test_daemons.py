@@ -20,7 +20,7 @@ from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.worker import WorkerHalf
 from tests.connectors.vllm.stand_ins import CountedBlocks, Request
 from tests.connectors.vllm.world import Layer
-from tests.support.daemons import one_daemon, two_daemons
+from tests.support.daemons import is_linked, one_daemon, two_daemons
 
 BLOCK = 16
 LAYERS = 2
@@ -337,6 +337,83 @@ def test_who_decodes_computes_where_nothing_comes_and_leaves_nothing(tmp_path, e
             found, took_s = decode.matched(request)
             assert (found, took_s < 0.3) == (0, True)
             decode.half.finished(request)
+
+
+class Reference:
+    """What an engine was told of a prompt's KV, in one of the ways in which it leads nowhere."""
+
+    def __init__(self, pair, node):
+        self.pair, self.node = pair, node
+
+    def told(self, room, ago_s=60.0):
+        told = {"v": 1, "peer": "p", "room": str(room), "at": time.time() - ago_s}
+        return {"do_remote_prefill": True, "kvd": told}
+
+    def kept(self, room, prompt, ttl_s=20.0):
+        lease = self.node.lease(prompt, namespace="model")
+        self.node.hand_over(
+            room, lease=lease, namespace="model", ttl_s=ttl_s, takers=1, release=True
+        )
+
+    def unknown(self, prompt):
+        return self.told(501)
+
+    def out_of_range(self, prompt):
+        return self.told(2**63)
+
+    def consumed(self, prompt):
+        self.kept(503, prompt)
+        with connect_sync(self.pair.decode.client, name="first") as first:
+            receive = first.receive(503, prompt, "p", namespace="model")
+            receive.done()
+            receive.lease.release()
+            first.flush("model")
+        return self.told(503)
+
+    def stale(self, prompt):
+        """The room is another prompt's by now."""
+        self.kept(504, [1, *prompt])
+        return self.told(504)
+
+    def expired(self, prompt):
+        self.kept(505, prompt, ttl_s=0.2)
+        time.sleep(0.6)
+        return self.told(505)
+
+    def expired_long_ago(self, prompt):
+        """And nobody there remembers it."""
+        self.pair.prefill.kill()
+        self.pair.prefill.start()
+        self.pair.prefill.wait_ready()
+        while not is_linked(self.pair.decode):
+            time.sleep(0.02)
+        return self.told(506)
+
+
+REFERENCES = ("unknown", "out_of_range", "consumed", "stale", "expired", "expired_long_ago")
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_a_reference_that_leads_nowhere_costs_no_more_than_computing(tmp_path, engine_of, kind):
+    with two_daemons(tmp_path, POOL) as pair:
+        decode = engine_of(pair.decode)
+        decode.idle()
+        prompt = [7, *PROMPT]
+        with connect_sync(pair.prefill.client, name="prefill") as node:
+            params = getattr(Reference(pair, node), kind)(prompt)
+            request = Request(1, prompt, params)
+            decode.half.arrived(request, lora=None, extra={})
+            found, took_s = decode.matched(request)
+            assert found == 0, "it is computed"
+            # 50 ms, and what a loaded machine takes for a few messages; it was two seconds.
+            assert took_s < 0.5
+            decode.compute(request)
+            decode.half.finished(request)
+            decode.idle()
+            assert leases_of(pair.decode) == []
+            # What it has computed is cached, and is its own.
+            assert decode.run(Request(2, prompt))[0] == len(prompt) - 1
+        assert all((layer.array == MINE).all() for layer in decode.layers.values())
 
 
 @pytest.mark.parametrize("end", ["decoded", "aborted", "prefix"])

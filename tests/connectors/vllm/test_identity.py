@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvd.client import Code, KvdError
-from kvd.client.mover.engine_memory import BlockLayout
+from kvd.client import Code, KvdError, LayerMemory
 from kvd.connectors.vllm import identity
 from kvd.connectors.vllm.identity import (
     BlockPacking,
@@ -24,7 +23,7 @@ from kvd.connectors.vllm.identity import (
     packing_of,
     series_of,
 )
-from kvd.connectors.vllm.layout import fitting
+from kvd.connectors.vllm.layout import EngineLayers, fitting
 from kvd.connectors.vllm.options import BadOptions, VllmOptions, options_of
 from tests.connectors.vllm.configs import (
     CLASSES,
@@ -55,7 +54,7 @@ def engine(model, change=None, **told):
         change(config)
     asked = {
         "packing": PACKING,
-        "block_spec": block_spec(),
+        "block_specs": [(["layers.0", "layers.1"], block_spec())],
         "version": RECORDED["version"],
         "since_ns": time.time_ns() + 10**9,
         "environment": {},
@@ -182,7 +181,8 @@ UNLIKE = {
     "context ranks": {
         "change": lambda config: setattr(config.parallel_config, "decode_context_parallel_size", 2)
     },
-    "a window": {"block_spec": CLASSES["FullAttentionSpec"](sliding_window=64)},
+    "a window": {"block_specs": [([], CLASSES["FullAttentionSpec"](sliding_window=64))]},
+    "several groups": {"block_specs": [(["layers.0"], block_spec()), (["layers.1"], block_spec())]},
     "further": {"change": lambda config: setattr(config, "additional_config", {"x": 1})},
     "a function": {"change": a_function},
     "an odd configuration": {"change": an_odd_config},
@@ -217,7 +217,9 @@ ALIKE = {
     "a build for a processor": {"version": "0.32.0+cpu"},
     "ranks": {"change": lambda config: setattr(config.parallel_config, "tensor_parallel_size", 2)},
     "heads of a rank": {
-        "block_spec": CLASSES["FullAttentionSpec"](**{**vars(block_spec()), "num_kv_heads": 2})
+        "block_specs": [
+            ([], CLASSES["FullAttentionSpec"](**{**vars(block_spec()), "num_kv_heads": 2}))
+        ]
     },
     "no adapters": {"change": lambda config: setattr(config, "lora_config", None)},
     "other variables": {"environment": {"HOME": "/root", "VLLM_LOGGING_LEVEL": "DEBUG"}},
@@ -500,7 +502,7 @@ def test_ranks_agree_or_nothing_is_known():
 
 def pool_of(tag):
     place = SimpleNamespace(layer=0, page_shape=(64,))
-    component = SimpleNamespace(name="kv", tensors=[place])
+    component = SimpleNamespace(name="kv", tensors=[place], pages=10, page_bytes=64)
     memory = SimpleNamespace(family="raw", tag=tag, components=[component])
     return SimpleNamespace(name="main", page_size=32, shards=(), memory=memory)
 
@@ -520,13 +522,13 @@ def pool_of(tag):
     ],
 )
 def test_a_pool_may_say_less_of_who_packs_it_and_nothing_else(tag, fits):
-    layouts = [BlockLayout(0, 9, 64, 64)]
+    layers = EngineLayers({"a": LayerMemory(0, (9, 64), (64, 1), 1)})
     asked = {"block_size": 32, "ranks": 1, "tag": "vllm 0.32 LBHNC float32 CPU_ATTN/vec"}
     if fits:
-        fitting(pool_of(tag), layouts, **asked)
+        fitting(pool_of(tag), layers, **asked)
         return
     with pytest.raises(KvdError, match=r"tag = 'vllm 0\.32 LBHNC float32 CPU_ATTN/vec'") as refused:
-        fitting(pool_of(tag), layouts, **asked)
+        fitting(pool_of(tag), layers, **asked)
     assert refused.value.code == Code.LAYOUT_MISMATCH.value
     assert repr(tag) in str(refused.value)
 

@@ -18,6 +18,7 @@ from tests.connectors.vllm.test_restarts import PROMPT, walk
 from tests.connectors.vllm.world import World, WorldBlocks, WorldCopy, WorldEngine, WorldWorker
 
 SEEDS = range(100, 200)
+WINDOW = 7
 
 
 def no_hold(patch):
@@ -80,6 +81,32 @@ def test_a_rule_that_is_broken_is_noticed(broken, monkeypatch):
     for seed in SEEDS:
         try:
             walk(seed)
+        except (AssertionError, KeyError, ValueError) as error:
+            found.append(str(error))
+            break
+    assert found, "nobody would notice"
+
+
+def saved_though_a_window_moved_on(patch):
+    patch.setattr(OrdersUnderWay, "has_all", lambda *_: True)
+
+
+def taken_back_before_it_is_ordered(patch):
+    patch.setattr(OrdersUnderWay, "hold", lambda *_: None)
+    patch.setattr(OrdersUnderWay, "free", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [saved_though_a_window_moved_on, taken_back_before_it_is_ordered, no_mark],
+    ids=lambda one: one.__name__,
+)
+def test_a_rule_of_layers_with_windows_is_noticed(broken, monkeypatch):
+    broken(monkeypatch)
+    found = []
+    for seed in SEEDS:
+        try:
+            walk(seed, WINDOW)
         except (AssertionError, KeyError, ValueError) as error:
             found.append(str(error))
             break

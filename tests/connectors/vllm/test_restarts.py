@@ -12,7 +12,7 @@ import pytest
 
 from kvd.connectors.vllm.tracked import RequestStage
 from tests.connectors.vllm.stand_ins import Request
-from tests.connectors.vllm.world import Adapter, World, WorldEngine
+from tests.connectors.vllm.world import BLOCK, Adapter, World, WorldEngine
 
 PROMPT = list(range(1, 31))
 SENDS = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -298,7 +298,7 @@ def end_and_return(rng, world):
         world.give_back()
 
 
-def walk(seed):
+def walk(seed, window=0):
     """Returns how many tokens were loaded on the way."""
     rng = random.Random(seed)
     world = World()
@@ -308,11 +308,14 @@ def walk(seed):
         chunk=rng.choice([4, 8, 64]),
         reserve_tokens=rng.choice([0, 8]),
         can_be_held=rng.random() < 0.7,
+        window=window,
     )
     engine.half._claims.most_ahead = rng.choice([0, 1, 8])
     engine.half.look_every_s = rng.choice([0.0, 0.025, 0.1])
     for number in range(1, 90):
         come_and_go(rng, engine, number)
+        if window and rng.random() < 0.2:
+            engine.local[f"r{number}"] = BLOCK * rng.randrange(1, 5)
         end_and_return(rng, world)
         if rng.random() < 0.05:
             engine.clock_s += 1.5
@@ -339,11 +342,18 @@ def test_whatever_happens_no_page_is_written_by_orders_of_another_session(seed):
     walk(seed)
 
 
+@pytest.mark.parametrize("window", [5, 8, 17])
+@pytest.mark.parametrize("seed", range(10))
+def test_nor_where_layers_have_windows(seed, window):
+    walk(seed, window)
+
+
 def test_walks_of_seeds_that_nobody_chose():
     """And the negative control: what is looked for above does happen."""
     first = random.SystemRandom().randrange(1000, 1_000_000)
     try:
         assert sum(walk(seed) for seed in range(first, first + 10)) > 0
+        assert sum(walk(seed, window=7) for seed in range(first, first + 10)) > 0
     except AssertionError as error:
         error.add_note(f"seeds {first} to {first + 9}")
         raise

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from kvd.client import Code
 from kvd.connectors.vllm.claims import MOST_AHEAD, MOST_AHEAD_TOKENS
+from kvd.connectors.vllm.log import TOLD_EVERY_S
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.params import transfer_of
@@ -43,7 +46,7 @@ def test_what_one_request_computes_another_loads(node, engine):
     engine.generate(first, 9)
     assert engine.finish(first) is None
     # The prompt and what was generated, whole blocks of what has KV.
-    assert [(one.blocks[0], one.upto_tokens) for one in engine.saves] == [
+    assert [(one.blocks[0][0], one.upto_tokens) for one in engine.saves] == [
         (1000, 28), (1007, 32), (1008, 36),
     ]  # fmt: skip
     assert node.cached[-1] == tuple(first.all_token_ids[:36])
@@ -51,7 +54,7 @@ def test_what_one_request_computes_another_loads(node, engine):
     second = engine.add(Request(2, [*first.all_token_ids, 5, 6]))
     assert not engine.step()
     (load,) = engine.loads
-    assert (load.upto_tokens, load.blocks) == (36, tuple(range(2000, 2009)))
+    assert (load.upto_tokens, load.blocks) == (36, (tuple(range(2000, 2009)),))
     assert engine.step()
     assert engine.told == {"r2": 1}
     engine.finish(second)
@@ -62,7 +65,7 @@ def test_what_vllm_has_itself_is_not_loaded(node, engine):
     request = engine.add(Request(1, PROMPT), local=12)
     engine.step()
     (load,) = engine.loads
-    assert load.blocks == (1003, 1004, 1005, 1006)
+    assert load.blocks == ((1003, 1004, 1005, 1006),)
     assert load.pages == tuple(one + 3 for one in range(load.pages[0] - 3, load.pages[0] + 1))
     engine.finish(request)
     another = engine.add(Request(2, PROMPT), local=28)
@@ -335,6 +338,7 @@ def test_a_prompt_is_kept_for_who_decodes_it_its_last_page_too(node, engine):
     told = engine.finish(request)
     ((room, _, how),) = node.handed
     # A connector beside this one may answer the router's own keys: equal ones end the engine.
+    assert abs(told["kvd"].pop("at") - time.time()) < 60
     assert told == {"kvd": {"v": 1, "peer": "n0", "room": str(room)}}
     assert (how["ttl_s"], how["takers"], how["namespace"]) == (120.0, 1, "model")
     assert engine.saves[-1].upto_tokens == len(PROMPT)
@@ -368,10 +372,10 @@ def test_blocks_are_held_until_the_last_rank_has_answered(node):
     (order,) = engine.saves
     assert engine.finish(request) is None
     assert not engine.kept
-    assert engine.counted.needed.keys() == set(order.blocks)
+    assert engine.counted.needed.keys() == set(order.used)
     report.done = {order.number: 1}
     engine.step()
-    assert engine.counted.needed.keys() == set(order.blocks), "one rank has not answered"
+    assert engine.counted.needed.keys() == set(order.used), "one rank has not answered"
     assert not node.cached
     assert engine.half.has_work
     engine.half.reported(StepReport(failed={order.number + 99: 1}), loaded=(), failed=())
@@ -479,7 +483,7 @@ def test_who_decodes_gets_all_of_it_without_holding_blocks(node, engine):
     for _ in range(3):
         engine.step()
     (load,) = engine.loads
-    assert (load.upto_tokens, len(load.blocks)) == (len(PROMPT) - 1, 8)
+    assert (load.upto_tokens, len(load.used)) == (len(PROMPT) - 1, 8)
     assert request.num_computed_tokens == len(PROMPT)
     told = engine.finish(request)
     assert told == {"kvd": {"v": 1, "peer": "n0", "room": ""}}
@@ -495,6 +499,50 @@ def test_a_meeting_that_fails_is_a_look_up(node, engine):
     engine.finish(request)
 
 
+def test_where_kv_came_from_is_known_when_it_is_loaded(node, engine):
+    node.share(PROMPT[:16])
+    for number, params, sent in ((1, None, 0), (2, MEETS, len(PROMPT) - 1)):
+        request = engine.add(Request(number, PROMPT, params))
+        for _ in range(3):
+            engine.step()
+        found = engine.loads[-1].upto_tokens
+        assert engine.half.sent_tokens(request.request_id, found) == sent
+        engine.finish(request)
+    assert engine.half.sent_tokens("r9", 5) == 0
+
+
+def test_of_a_prompt_that_was_sent_in_part_the_rest_is_of_this_node(node, engine):
+    request = engine.add(Request(1, PROMPT, MEETS))
+    tracked = engine.half._requests.here[request.request_id]
+    tracked.sent_from, tracked.loads_to = 16, 28
+    # vLLM has 0, 8 or 20 of it itself.
+    assert [tracked.sent_tokens(28 - local) for local in (0, 8, 20)] == [12, 12, 8]
+    engine.finish(request)
+
+
+def test_why_nothing_came_of_another_node_is_told_with_each_reason_at_most_every_10_s(
+    node, engine, caplog
+):
+    caplog.set_level(logging.WARNING)
+    for number in range(1, 4):
+        node.receive_fails = refusal(Code.DUPLICATE_ROOM if number < 3 else Code.PEER_UNKNOWN)
+        request = engine.add(Request(number, [number, *PROMPT], MEETS))
+        for _ in range(4):
+            engine.step()
+        engine.finish(request)
+    assert engine.half.counts.unmet == 3
+    assert engine.half.counts.went_alone == 0
+    assert not caplog.records
+    engine.clock_s += TOLD_EVERY_S
+    engine.step()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("3 prompts of the last 10 s did not get what another node was to send")
+    assert line.endswith(": 2: duplicate-room; 1: peer-unknown")
+    engine.clock_s += TOLD_EVERY_S
+    engine.step()
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize(
     ("params", "sends", "meets", "is_odd"),
     [
@@ -507,6 +555,9 @@ def test_a_meeting_that_fails_is_a_look_up(node, engine):
         ({"kvd": {"v": 1, "peer": "p", "room": "x"}}, False, False, True),
         ({"kvd": {"v": 1, "peer": "", "room": "7"}}, False, False, True),
         ({"kvd": {"v": 1, "peer": "p", "room": "7", "later": 1}}, False, True, False),
+        ({"kvd": {"v": 1, "peer": "p", "room": "7", "at": 1e9}}, False, True, False),
+        ({"kvd": {"v": 1, "peer": "p", "room": "7", "at": -1}}, False, True, False),
+        ({"kvd": {"v": 1, "peer": "p", "room": "7", "at": "now"}}, False, False, True),
         ({"kvd": "p"}, False, False, True),
         ({"do_remote_decode": "yes"}, False, False, False),
         ({"kvd": {"v": 1, "peer": "\ud800", "room": "7"}}, False, False, True),

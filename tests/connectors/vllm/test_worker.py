@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import tomllib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kvd.client import Code, KvdError, LeaseKey
+from kvd.client import Code, KvdError, LeaseKey, connect_sync
 from kvd.client.mover.engine_memory import block_layout
 from kvd.connectors.vllm import layout
 from kvd.connectors.vllm.beside import BesideTask
@@ -31,6 +34,7 @@ from tests.connectors.vllm.world import (
     WorldLease,
     refusal,
 )
+from tests.support.daemons import one_daemon
 
 NOBODY = VllmOptions(endpoint="ipc:///nowhere/kvd/client.sock")
 
@@ -106,7 +110,7 @@ class Rank:
             "key": key_of(self.node.session, self.node.incarnation, self.lease.id),
             "first_page": first_page,
             "pages": tuple(self.lease.row[first_page : first_page + len(blocks)]),
-            "blocks": blocks,
+            "blocks": (blocks,),
             "upto_tokens": (first_page + len(blocks)) * BLOCK,
         }
         return CopyOrder(**(told | more))
@@ -348,6 +352,60 @@ def test_whoever_leaves_waits_for_what_moves(rank):
     assert not rank.node.workers
 
 
+def test_memory_that_is_given_away_is_read_and_written_by_nobody_and_comes_back(rank):
+    moving, asked = rank.order(), rank.order(first_page=2)
+    rank.begin(saves=(moving,))
+    rank.stream.run()
+    for _ in range(2):
+        rank.world.turn()
+    rank.begin(saves=(asked,), number=2)  # behind a mark that has not come
+    copies = list(rank.world.copies)
+    assert [copy.is_moving for copy in copies] == [True, False]
+
+    rank.half.take_back()
+
+    assert not any(copy.is_moving for copy in copies)
+    assert not rank.node.workers
+    before = [layer.copy() for layer in rank.world.memory]
+    late = rank.order(first_page=4)
+    rank.clock_s += SAVE_WITHIN_S
+    done, failed = rank.step(saves=(late,), number=3)
+    assert done | failed == {moving.number, asked.number}, "blocks would be held for ever"
+    rank.clock_s += SAVE_WITHIN_S
+    assert rank.step(number=4) == (set(), {late.number})
+    assert all((now == then).all() for now, then in zip(rank.world.memory, before, strict=True))
+
+    rank.half.give_again()
+
+    again = rank.order(first_page=4)
+    assert rank.step(saves=(again,), number=5) == ({again.number}, set())
+    assert rank.node.workers
+
+
+def test_memory_is_not_given_away_while_a_copy_of_a_former_session_moves(rank):
+    rank.begin(saves=(rank.order(),))
+    rank.stream.run()
+    for _ in range(2):
+        rank.world.turn()
+    (copy,) = rank.world.copies
+    assert copy.is_moving
+    rank.is_late = True
+    rank.begin(token=b"", session=0, incarnation="", number=2)
+    (leave,) = rank.late
+    ended = threading.Event()
+
+    def take_back():
+        rank.half.take_back()
+        ended.set()
+
+    threading.Thread(target=take_back, daemon=True).start()
+    assert not ended.wait(0.1)
+    assert copy.is_moving
+    leave()
+    assert ended.wait(5.0)
+    assert not copy.is_moving
+
+
 def test_it_leaves_when_there_is_no_session_any_more(rank):
     rank.step(saves=(rank.order(),))
     assert rank.node.workers
@@ -417,10 +475,10 @@ def test_the_blocks_of_a_layer_are_found():
     # Other layers between its blocks.
     wide = block_layout("a", Shaped((10, 16, 4), (256, 4, 1)))
     assert (wide.block_bytes, wide.step_bytes) == (256, 1024)
-    shared = layout.block_layouts(
+    shared = layout.EngineLayers(
         {"a": Shaped((4, 8)), "b": Shaped((4, 8)), "c": Shaped((4, 8), None, 99)}
     )
-    assert len(shared) == 2
+    assert len(shared.layouts) == 2
 
 
 @pytest.mark.parametrize(
@@ -428,54 +486,216 @@ def test_the_blocks_of_a_layer_are_found():
     [
         {"a": Shaped((2, 10, 16, 4), (64, 128, 4, 1))},  # keys of all blocks, then values
         {"a": Shaped((10,))},
-        {"a": Shaped((4, 8)), "b": Shaped((4, 16), None, 99)},
     ],
 )
-def test_blocks_that_are_no_pages_are_refused(layers):
+def test_blocks_that_are_no_stretch_are_refused(layers):
     with pytest.raises(KvdError) as refused:
-        layout.block_layouts(layers)
+        layout.EngineLayers(layers)
     assert refused.value.code == Code.LAYOUT_MISMATCH.value
 
 
-def of_kind(name, **fields):
-    return type(name, (), fields)()
+class OfDaemon:
+    """A pool of a real daemon's description, as far as it is asked."""
 
-
-@pytest.mark.parametrize("kind", ["FullAttentionSpec", "MLAAttentionSpec"])
-def test_one_group_of_layers_whose_blocks_stay_is_served(kind):
-    layout.check_groups([of_kind(kind)])
-    layout.check_groups([of_kind(kind, non_causal=False)])
+    def __init__(self, daemon):
+        with connect_sync(daemon.client, name="look") as node:
+            pool = node.pool("main")
+            self.name, self.page_size = pool.name, pool.page_size
+            self.memory, self.shards = pool.memory, pool.shards
 
 
 @pytest.mark.parametrize(
-    ("kinds", "told"),
+    ("sets", "ranks", "told"),
     [
-        # vLLM takes blocks of a request away while it runs, and puts its null block there: what is
-        # saved in their place would be found by shorter prompts, as their KV.
-        (["SlidingWindowSpec"], "SlidingWindowSpec"),
-        (["ChunkedLocalAttentionSpec"], "ChunkedLocalAttentionSpec"),
-        (["RSWASpec"], "RSWASpec"),
-        (["MambaSpec"], "MambaSpec"),
-        (["SpecOfALaterVersion"], "SpecOfALaterVersion"),
-        (["FullAttentionSpec", "SlidingWindowSpec"], "2 KV cache groups"),
-        ([], "0 KV cache groups"),
+        ({}, 1, ["layers = 2 (it is 4)", "family = 'raw' (it is 'mha')"]),
+        (
+            {"pool.family": "raw", "pool.page_bytes": "1024", "pool.tag": "other"},
+            1,
+            ["tag = 'vllm 0.32 LBHNC' (it is 'other')"],
+        ),
+        (
+            {"pool.family": "raw", "pool.page_bytes": "1024", "pool.layers": "2"},
+            2,
+            ["tp_size = 2 (it is 1)"],
+        ),
+        (
+            {"pool.family": "raw", "pool.page_bytes": "1024", "pool.layers": "2"}
+            | {"pool.page_size": "32"},
+            1,
+            ["page_bytes = 4096 (it is 1024)"],
+        ),
     ],
 )
-def test_layers_whose_blocks_do_not_stay_are_refused(kinds, told):
+def test_a_pool_that_does_not_fit_is_refused_with_one_that_does(tmp_path, sets, ranks, told):
+    layers = layout.EngineLayers({n: Shaped((9, 1024), None, 4096 * 9 * n) for n in range(2)})
+    asked = {"block_size": 32, "ranks": ranks, "tag": "vllm 0.32 LBHNC"}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with one_daemon(tmp_path / "a", {"pool.pages": "100", **sets}) as daemon:
+        pool = OfDaemon(daemon)
+    with pytest.raises(KvdError) as refused:
+        layout.fitting(pool, layers, **asked)
+
+    assert refused.value.code == Code.LAYOUT_MISMATCH.value
+    for part in told:
+        assert part in str(refused.value)
+    # What it prints is pasted, and fits; and takes no more memory than the other one.
+    pasted = tomllib.loads(str(refused.value).partition("\n\n")[2])["pool"]
+    keys = {f"pool.{key}": str(value) for key, value in pasted.items()}
+    with one_daemon(tmp_path / "b", keys) as daemon:
+        other = OfDaemon(daemon)
+    layout.fitting(other, layers, **asked)
+    held = pool.memory.components[0].total_bytes
+    assert held - 2 * 4096 * ranks < other.memory.components[0].total_bytes * ranks <= held
+    assert ("tag" in pasted) is ("pool.tag" in sets)
+
+
+def test_a_pool_with_pages_of_another_size_is_refused_by_the_scheduler_with_one_that_fits(
+    tmp_path,
+):
+    sets = {"pool.family": "raw", "pool.page_bytes": "1024", "pool.page_size": "16"}
+    with one_daemon(tmp_path, sets) as daemon:
+        pool = OfDaemon(daemon)
+    layout.check_pages(pool, [4096, 4096], page_size=16, ranks=1)
+
+    with pytest.raises(KvdError, match=r"page_size = 32 \(it is 16\)") as refused:
+        layout.check_pages(pool, [4096, 4096], page_size=32, ranks=1)
+
+    pasted = tomllib.loads(str(refused.value).partition("\n\n")[2])["pool"]
+    assert (pasted["layers"], pasted["page_size"], pasted["page_bytes"]) == (2, 32, 4096)
+
+
+def test_blocks_that_a_kernel_cuts_are_those_of_the_scheduler():
+    """VLLM's tensor has 4 kernel blocks for each of 5; its scheduler's numbers are of those."""
+    cut = layout.EngineLayers({"a": Shaped((20, 8))}, n_blocks=5)
+    (found,) = cut.layouts
+    assert (found.n_blocks, found.block_bytes, found.step_bytes) == (5, 128, 128)
+    (given,) = cut.caches().values()
+    assert block_layout("a", given).block_bytes == 128
+    for shape, strides in (((20, 8), (16, 1)), ((21, 8), None)):
+        with pytest.raises(KvdError, match="where vLLM counts 5"):
+            layout.EngineLayers({"a": Shaped(shape, strides)}, n_blocks=5)
+
+
+def test_layers_of_several_groups_may_lie_over_each_other():
+    """A block is one group's at a time."""
+    groups = [
+        layout.LayerGroup(("a", "b"), 16),
+        layout.LayerGroup(("c",), 16, is_windowed=True),
+    ]
+    tensors = {name: Shaped((4, 8), None, at) for name, at in (("a", 0), ("b", 128), ("c", 0))}
+    found = layout.EngineLayers(tensors | {"shares b's": Shaped((4, 8), None, 128)}, groups)
+    assert [list(group) for group in found.caches()] == [["a", "b"], ["c"]]
+    assert found.page_bytes == 3 * 32
+    with pytest.raises(KvdError, match="layer d is in no group"):
+        layout.EngineLayers(tensors | {"d": Shaped((4, 8), None, 999)}, groups)
+
+
+def test_a_page_is_several_blocks_of_a_group_whose_blocks_are_smaller():
+    groups = groups_of(FULL, of_kind("SlidingWindowSpec", block_size=32))
+    assert layout.page_size_of(groups) == 32
+    assert [list(group.numbers_of(3)) for group in groups] == [[6, 7], [3]]
+    found = layout.EngineLayers(
+        {"layer.0": Shaped((8, 8)), "layer.1": Shaped((4, 16), None, 9999)}, groups
+    )
+    assert [list(group) for group in found.caches()] == [["layer.0"], ["layer.0"], ["layer.1"]]
+    assert found.page_bytes == 2 * 32 + 64
+
+
+def pool_of(*sizes, page_size=16, tp_size=1):
+    places = [SimpleNamespace(layer=n, page_shape=(size,)) for n, size in enumerate(sizes)]
+    part = SimpleNamespace(name="kv", tensors=places, pages=9, page_bytes=sum(sizes))
+    memory = SimpleNamespace(family="raw", tag="", components=[part])
+    return SimpleNamespace(name="main", page_size=page_size, shards=(), memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ((96,), ""),
+        ((48, 48), ""),
+        ((64, 64), r"needs layers = 1 \(it is 2\), page_bytes = 96 \(it is 64\)\. This"),
+        ((64,), r"needs page_bytes = 96 \(it is 64\)\. This"),
+    ],
+)
+def test_layers_of_unlike_sizes_are_one_stretch_of_a_page(sizes, told):
+    layers = layout.EngineLayers({"a": Shaped((4, 16)), "b": Shaped((4, 8), None, 999)})
+    if not told:
+        layout.fitting(pool_of(*sizes), layers, block_size=16, ranks=1)
+        return
+    with pytest.raises(KvdError, match=told):
+        layout.fitting(pool_of(*sizes), layers, block_size=16, ranks=1)
+
+
+def test_of_layers_of_one_size_the_pool_has_as_many():
+    layers = layout.EngineLayers({"a": Shaped((4, 8)), "b": Shaped((4, 8), None, 999)})
+    with pytest.raises(KvdError, match=r"needs layers = 2 \(it is 1\), page_bytes = 32 "):
+        layout.fitting(pool_of(96), layers, block_size=16, ranks=1)
+
+
+def of_kind(name, **fields):
+    return type(name, (), {"block_size": 16} | fields)()
+
+
+def groups_of(*specs, **more):
+    return layout.layer_groups(
+        [
+            SimpleNamespace(layer_names=[f"layer.{n}"], kv_cache_spec=spec)
+            for n, spec in enumerate(specs)
+        ],
+        **more,
+    )
+
+
+@pytest.mark.parametrize("kind", ["FullAttentionSpec", "MLAAttentionSpec"])
+def test_layers_whose_blocks_stay_are_served(kind):
+    for spec in (of_kind(kind), of_kind(kind, non_causal=False)):
+        assert groups_of(spec) == (layout.LayerGroup(("layer.0",), 16),)
+    several = of_kind("UniformTypeKVCacheSpecs", kv_cache_specs={"a": of_kind(kind)})
+    assert groups_of(several) == (layout.LayerGroup(("layer.0",), 16),)
+
+
+def test_layers_with_windows_are_served():
+    found = groups_of(of_kind("FullAttentionSpec"), of_kind("SlidingWindowSpec"))
+    assert [group.is_windowed for group in found] == [False, True]
+    assert [group.is_windowed for group in groups_of(of_kind("SlidingWindowSpec"))] == [True]
+
+
+FULL = of_kind("FullAttentionSpec")
+
+
+@pytest.mark.parametrize(
+    ("specs", "told"),
+    [
+        ([of_kind("ChunkedLocalAttentionSpec")], "ChunkedLocalAttentionSpec.*without kvd"),
+        ([of_kind("RSWASpec")], "RSWASpec.*without kvd"),
+        ([FULL, of_kind("MambaSpec")], "MambaSpec.*without kvd"),
+        ([of_kind("SpecOfALaterVersion")], "SpecOfALaterVersion"),
+        (
+            [of_kind("UniformTypeKVCacheSpecs", kv_cache_specs={"a": FULL, "b": of_kind("Odd")})],
+            "Odd",
+        ),
+        ([], "no layers with KV"),
+        # Where it helps, the switch that has vLLM keep all blocks is named.
+        ([FULL, of_kind("ChunkedLocalAttentionSpec")], "with --disable-hybrid-kv-cache-manager"),
+        ([FULL, of_kind("SlidingWindowMLASpec")], "with --disable-hybrid-kv-cache-manager"),
+    ],
+)
+def test_layers_that_are_not_served_are_refused(specs, told):
     with pytest.raises(KvdError, match=told) as refused:
-        layout.check_groups([of_kind(kind) for kind in kinds])
+        groups_of(*specs)
     assert refused.value.code == Code.LAYOUT_MISMATCH.value
 
 
 def test_layers_that_attend_to_later_tokens_are_refused():
     """VLLM turns its own prefix cache off for these: a prefix has no KV of its own."""
     with pytest.raises(KvdError, match="attend to later tokens"):
-        layout.check_groups([of_kind("FullAttentionSpec", non_causal=True)])
+        groups_of(of_kind("FullAttentionSpec", non_causal=True))
 
 
 def test_a_block_whose_tokens_are_shared_among_ranks_is_refused():
     with pytest.raises(KvdError, match="2 ranks share the tokens of a block"):
-        layout.check_groups([of_kind("FullAttentionSpec")], context_ranks=2)
+        groups_of(FULL, context_ranks=2)
 
 
 @pytest.mark.parametrize("device", ["xpu:1", "hpu", "meta"])

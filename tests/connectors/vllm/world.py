@@ -23,6 +23,8 @@ import numpy as np
 
 from kvd.client import Code, KvdError, LeaseKey
 from kvd.client.mover.pending_copy import CopyState
+from kvd.client.mover.pieces import NO_BLOCK
+from kvd.connectors.vllm.layout import LayerGroup
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.weights import UnknownWeights
@@ -33,7 +35,7 @@ from tests.connectors.vllm.stand_ins import CountedBlocks
 BLOCK = 4
 LAYERS = 2
 PAGES = 48
-BLOCKS = 200
+BLOCKS = 400
 FOREIGN = 0x55
 SLOT = 4
 """Bytes of the KV of one token, in one layer."""
@@ -389,8 +391,10 @@ class WorldCopy:
         if self.lease is None:
             self._ask()
         elif self.left and not self.is_cancelled:
-            page, block = self.left.pop(self.world.rng.randrange(len(self.left)))
-            for memory, layer in zip(self.memory, self.blocks.layers, strict=True):
+            page, column = self.left.pop(self.world.rng.randrange(len(self.left)))
+            for memory, layer, block in zip(self.memory, self.blocks.layers, column, strict=True):
+                if block == NO_BLOCK:
+                    continue
                 if self.is_load:
                     layer.array[block] = memory[page]
                 else:
@@ -445,7 +449,10 @@ class WorldBlocks:
     """The blocks of an engine, and the orders to copy them."""
 
     def __init__(self, worker, layers):
-        self.worker, self.layers = worker, list(layers.values())
+        self.worker = worker
+        self.is_grouped = isinstance(layers, list)
+        groups = layers if self.is_grouped else [layers]
+        self.layers = [layer for group in groups for layer in group.values()]
         self.stream = self.layers[0].stream
         self.is_closed = False
 
@@ -461,10 +468,11 @@ class WorldBlocks:
     def _begin(self, key, blocks, pages, first_page, upto_tokens, after, *, is_load):
         if self.is_closed or not self.worker.owns(key):
             raise refusal(Code.UNKNOWN_SESSION)
+        rows = blocks["kv"] if self.is_grouped else [blocks["kv"]] * LAYERS
         copy = WorldCopy(
             self,
             key,
-            list(zip(pages["kv"], blocks["kv"], strict=True)),
+            list(zip(pages["kv"], zip(*rows, strict=True), strict=True)),
             is_load=is_load,
             first_page=first_page,
             upto_tokens=upto_tokens,
@@ -717,15 +725,23 @@ class WorldEngine:
     ``is_slow``: what is ordered is done some steps later, in order, as with steps that overlap.
     ``are_threads_slow``: what is done in threads, such as joining a session, takes a step.
     ``are_copies_slow``: a copy goes on by a page a step. ``can_be_held`` false: blocks cannot be.
+    ``window``: each layer is a group, and the last one attends to so many tokens: blocks before
+    these are given to others while the request goes on. ``local``: by request, how many tokens
+    vLLM has in its own cache.
     """
 
-    def __init__(self, world, chunk=8, *, can_be_held=True, **options):
-        self.world, self.chunk = world, chunk
+    def __init__(self, world, chunk=8, *, can_be_held=True, window=0, **options):
+        self.world, self.chunk, self.window = world, chunk, window
+        self.local, self.filled = {}, []
         self.clock_s = 0.0
         self.are_threads_slow = self.are_copies_slow = False
         self.beside = []
         self.requests, self.blocks = {}, {}
-        self.counted = CountedBlocks(self.blocks, can_be_held=can_be_held)
+        groups = [
+            LayerGroup((f"layer {n}",), BLOCK, is_windowed=n == LAYERS - 1) for n in range(LAYERS)
+        ]
+        groups = groups if window else []
+        self.counted = CountedBlocks(self.blocks, can_be_held=can_be_held, groups=groups)
         self.half = SchedulerHalf(
             VllmOptions(probe_wait_s=0.0, **options),
             base_namespace="model",
@@ -745,7 +761,7 @@ class WorldEngine:
             now_s=lambda: self.clock_s,
             start=self._start,
         )
-        self.worker.register(self.layers)
+        self.worker.register(self.layers, groups)
         self.waiting, self.running, self.remote = [], [], {}
         self.held, self.over, self.preempted = set(), set(), set()
         self.queue = []
@@ -770,6 +786,8 @@ class WorldEngine:
         beside, self.beside = self.beside, []
         for work in beside:
             work()
+        for request in self.running:
+            self._take_back(request)
         for request in list(self.waiting):
             self._schedule(request)
         scheduled = {}
@@ -779,9 +797,10 @@ class WorldEngine:
         behind = {one: self.requests[one].num_computed_tokens + n for one, n in scheduled.items()}
         preempted, self.preempted = self.preempted, set()
         orders = self.half.step(scheduled, preempted)
-        written = [
+        filled, self.filled = self.filled, []
+        written = filled + [
             (
-                self.blocks[one],
+                [list(row) for row in self._rows(one)],
                 list(self.requests[one].all_token_ids[:upto]),
                 upto - scheduled[one],
                 self.world.weights,
@@ -798,8 +817,24 @@ class WorldEngine:
         for _ in range(n):
             self.step()
 
+    def _rows(self, one):
+        """By layer."""
+        return self.blocks[one] if self.window else [self.blocks[one]] * LAYERS
+
+    def _first_needed(self, layer, upto):
+        """What is computed behind so many tokens reads none before this one."""
+        return max(0, upto - self.window + 1) if self.window and layer == LAYERS - 1 else 0
+
+    def _take_back(self, request):
+        """What lies beyond a window is another one's from now on."""
+        for layer, row in enumerate(self._rows(request.request_id)):
+            skipped = self._first_needed(layer, request.num_computed_tokens) // BLOCK
+            row[:skipped] = [CountedBlocks.null_block] * skipped
+
     def _schedule(self, request):
-        n_tokens, is_async = self.half.matched(request, 0)
+        most = (request.num_tokens - 1) // BLOCK * BLOCK
+        local = min(self.local.get(request.request_id, 0), most)
+        n_tokens, is_async = self.half.matched(request, local)
         # Asked, and not heard, where all of a prompt is computed, as for its logprobs.
         if (n_tokens is None and not self.computes_all) or self.has_no_blocks:
             return
@@ -807,20 +842,36 @@ class WorldEngine:
         assert is_async == bool(n_tokens)
         assert n_tokens < request.num_tokens, "nothing is left to compute"
         if self.computes_all:
-            n_tokens = 0
-        n_blocks = request.num_tokens // BLOCK + 12
-        used = {block for row in self.blocks.values() for block in row}
-        used |= self.counted.needed.keys()
-        free = [block for block in range(BLOCKS) if block not in used]
-        assert len(free) >= n_blocks, "blocks are lost"
-        self.blocks[request.request_id] = free[:n_blocks]
+            n_tokens = local = 0
+        upto = local + n_tokens
+        self._give(request, request.num_tokens // BLOCK + 12, upto)
+        self._fill(request, local)
         self.half.given_blocks(request, n_tokens)
         self.waiting.remove(request)
         if n_tokens:
-            self.remote[request.request_id] = n_tokens
+            self.remote[request.request_id] = upto
         else:
-            request.num_computed_tokens = 0
+            request.num_computed_tokens = upto
             self.running.append(request)
+
+    def _give(self, request, n_blocks, upto):
+        used = {block for one in self.blocks for row in self._rows(one) for block in row}
+        used |= self.counted.needed.keys()
+        free = [block for block in range(1, BLOCKS) if block not in used]
+        n_rows = LAYERS if self.window else 1
+        assert len(free) >= n_blocks * n_rows, "blocks are lost"
+        rows = [free[n * n_blocks : (n + 1) * n_blocks] for n in range(n_rows)]
+        self.blocks[request.request_id] = rows if self.window else rows[0]
+        for layer, row in enumerate(rows):
+            skipped = self._first_needed(layer, upto) // BLOCK
+            row[:skipped] = [CountedBlocks.null_block] * skipped
+
+    def _fill(self, request, upto):
+        """What vLLM has in its own cache: of a layer with a window the last blocks alone."""
+        rows = [list(row) for row in self._rows(request.request_id)]
+        tokens = list(request.all_token_ids[:upto])
+        if upto:
+            self.filled.append((rows, tokens, 0, self.world.weights))
 
     def _work(self, orders, written):
         self.worker.give_back(orders)
@@ -855,28 +906,29 @@ class WorldEngine:
                 self.half.given_blocks(request, 0)
                 self.running.append(request)
 
-    def _compute(self, blocks, tokens, first, weights):
+    def _compute(self, rows, tokens, first, weights):
         """What is computed reads the KV of all tokens before it, and writes its own."""
         known = range(weights + 1)
         for layer, one in enumerate(self.layers.values()):
-            for n in range(first):
+            for n in range(self._first_needed(layer, first), first):
                 at = n % BLOCK * SLOT
-                found = one.array[blocks[n // BLOCK], at : at + SLOT].tobytes()
+                found = one.array[rows[layer][n // BLOCK], at : at + SLOT].tobytes()
                 assert any(found == kv_of(tokens[: n + 1], layer, w) for w in known), (
                     f"token {n} of {len(tokens)} is read from a block that is another one's"
                 )
             for n in range(first, len(tokens)):
-                at = n % BLOCK * SLOT
-                kv = np.frombuffer(kv_of(tokens[: n + 1], layer, weights), np.uint8)
-                one.array[blocks[n // BLOCK], at : at + SLOT] = kv
+                at, block = n % BLOCK * SLOT, rows[layer][n // BLOCK]
+                if block != CountedBlocks.null_block:
+                    kv = np.frombuffer(kv_of(tokens[: n + 1], layer, weights), np.uint8)
+                    one.array[block, at : at + SLOT] = kv
 
     def _check_loaded(self, request, upto):
         self.loaded_tokens += upto
-        tokens = list(request.all_token_ids[:upto])
-        for n in range(upto):
-            for layer, one in enumerate(self.layers.values()):
+        tokens, rows = list(request.all_token_ids[:upto]), self._rows(request.request_id)
+        for layer, one in enumerate(self.layers.values()):
+            for n in range(self._first_needed(layer, upto), upto):
                 at = n % BLOCK * SLOT
-                found = one.array[self.blocks[request.request_id][n // BLOCK], at : at + SLOT]
+                found = one.array[rows[layer][n // BLOCK], at : at + SLOT]
                 assert found.tobytes() == kv_of(tokens[: n + 1], layer, self.world.weights), (
                     f"token {n} of {request.request_id} is computed from KV that is not its own"
                 )

@@ -1,0 +1,140 @@
+"""The connector behind vLLM's interface, called by a played vLLM: what it answers to which hook."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from tests.connectors.vllm.played_vllm import NEWEST, connector_module
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """The connector's module, beside a vLLM of that version and device."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **how: stack.enter_context(connector_module(monkeypatch, **how))
+
+
+def engine(kind="FullAttentionSpec", **options):
+    """What vLLM gives a connector: its configuration, and that of its cache."""
+    spec = type(kind, (), {"block_size": 32, "page_size_bytes": 4096, "non_causal": False})()
+    group = SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=spec)
+    parallel = SimpleNamespace(
+        tensor_parallel_size=1,
+        prefill_context_parallel_size=1,
+        decode_context_parallel_size=1,
+        pipeline_parallel_size=1,
+    )
+    extra = {"kvd.endpoint": "ipc:///nowhere/kvd/client.sock", **options}
+    transfer = SimpleNamespace(kv_connector_extra_config=extra, engine_id="e")
+    config = SimpleNamespace(
+        kv_transfer_config=transfer, parallel_config=parallel, lora_config=None
+    )
+    return config, SimpleNamespace(kv_cache_groups=[group], num_blocks=9)
+
+
+def started(module, role="WORKER", **options):
+    config, cache = engine(**options)
+    return module.KvdConnector(config, module.KVConnectorRole[role], cache)
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+def test_all_layers_of_a_block_are_wished_in_one_stretch(load):
+    module = load(device="cuda")
+    config, _ = engine()
+
+    assert module.KvdConnector.get_required_kvcache_layout(config) == "BLHNC"
+    config.kv_transfer_config = None
+    assert module.KvdConnector.get_required_kvcache_layout(config) == "BLHNC"
+
+
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ({"device": "cpu"}, {}),  # its backend has none, and would say so with a warning
+        ({"device": "cuda", "layouts": ("LBHNC",)}, {}),  # this vLLM has none of that name
+        # Beside another connector, which may wish another one: vLLM refuses two wishes.
+        ({"device": "cuda"}, {"kvd.handoffs": False}),
+    ],
+)
+def test_no_layout_is_wished_where_it_would_be_in_the_way(load, how, options):
+    module = load(**how)
+    config, _ = engine(**options)
+
+    assert module.KvdConnector.get_required_kvcache_layout(config) is None
+
+
+# ---- versions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0rc1"])
+def test_a_version_that_was_not_tested_is_refused_and_may_be_tried(load, version, caplog):
+    module = load(version=version)
+
+    with pytest.raises(module.Unfit, match=f"vLLM {version}: .* tested with 0.32; set .*any_ver"):
+        started(module)
+
+    caplog.set_level(logging.WARNING)
+    connector = started(module, **{"kvd.any_version": True})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        f"vLLM {version}: kvd's connector was tested with 0.32; it is tried, since "
+        "kvd.any_version says so"
+    )
+    connector.shutdown()
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.post2", "0.32.0+cpu"])
+def test_a_version_that_was_tested_starts_without_a_word(load, version, caplog):
+    module = load(version=version)
+    caplog.set_level(logging.WARNING)
+    started(module).shutdown()
+    assert not caplog.records
+
+
+def test_every_hook_that_is_answered_is_one_of_the_newest_base_class(load):
+    """A name that vLLM does not call would be answered to nobody."""
+    connector = load().KvdConnector
+    ours = {name for name in vars(connector) if not name.startswith("_")}
+    known = {name for names in NEWEST.values() for name in names}
+    named_for_several_groups = {"request_finished_all_groups"}  # of SupportsHMA
+
+    assert ours - known - named_for_several_groups == set()
+    assert {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"} <= ours
+    # Asked of the class, before there is an engine.
+    assert connector.supports_sleep_mode(SimpleNamespace()) is True
+    for name in ("unregister_kv_caches", "restore_kv_caches"):
+        assert list(inspect.signature(getattr(connector, name)).parameters) == ["self"]
+
+
+def test_memory_that_vllm_takes_back_is_taken_from_the_worker(load):
+    connector = started(load())
+    told = []
+    connector._worker = SimpleNamespace(
+        take_back=lambda: told.append("taken"), give_again=lambda: told.append("given")
+    )
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    assert told == ["taken", "given"]
+
+
+# ---- hits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"), [(0, {"HOST": 64}), (24, {"HOST": 40, "P2P": 24}), (64, {"P2P": 64})]
+)
+def test_where_the_kv_of_a_prompt_came_from(load, sent, told):
+    connector = started(load())
+    connector._scheduler = SimpleNamespace(sent_tokens=lambda request, n: sent)
+    request = SimpleNamespace(request_id="r1")
+
+    found = connector.get_external_cache_hit_sources(request, 64)
+
+    assert {source.name: n for source, n in found.items()} == told
