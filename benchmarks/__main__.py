@@ -18,6 +18,7 @@ SHORT_HELP = {
     "recorder": "What the flight recorder takes.",
     "keys": "What a hit costs by tokens and by keys.",
     "copies": "An engine's own blocks, saved and loaded.",
+    "connector": "What vLLM's scheduler waits for kvd.",
     "pull": "A cached prefix, pulled and handed over.",
     "console": "What consoles cost.",
     "compare": "This checkout beside another one.",

@@ -33,6 +33,9 @@ MEET_WITHIN_S: Final = 0.005
 MISS_MEET_WITHIN_S: Final = 0.0002
 """The same where no call ever waits for the daemon: it takes a tenth of a millisecond, or hangs."""
 
+EPOLL_COUNTS_S: Final = 0.001
+"""By this, rounded up: who waits for less than that waits for it otherwise."""
+
 _PUMP_TURNS: Final = 16
 """Of reading, at most, in one pump: a scheduler has a step to begin."""
 
@@ -251,6 +254,8 @@ class BlockingChannel:
             self._is_read_left = False
             self._sockets.read()
             return True
+        if 0 < within_s < EPOLL_COUNTS_S:
+            within_s = self._come(within_s)
         found = self._ready.poll(max(0.0, within_s), _DESCRIPTORS)
         for fd, events in found:
             # Taken anew each time: the one before may have forgotten this one.
@@ -263,6 +268,14 @@ class BlockingChannel:
             self._sockets.step()
             return True
         return bool(found)
+
+    def _come(self, within_s: float) -> float:
+        """Wait so long for something to come; how much of it is left for who waits by epoll."""
+        try:
+            select.select([self._ready], (), (), within_s)
+        except ValueError:  # of thousands of descriptors it knows the first ones alone
+            return within_s
+        return 0.0
 
     # ---- as Watcher ------------------------------------------------------------------------------
 

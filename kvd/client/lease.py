@@ -18,6 +18,7 @@ from kvd.wire import client as wire
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvd.client.connection import Call
     from kvd.client.device_event import WhenWritten
     from kvd.client.lease_key import LeaseKey
     from kvd.client.pool import Pools
@@ -348,6 +349,29 @@ class Lease:
         self._prompt.took(frame)
         return swapped(before, self._state.pages)
 
+    def share(self, new_tokens: TokenIds = (), upto_tokens: int | None = None) -> None:
+        """``commit`` for who goes on meanwhile: nothing is waited for, and no page is swapped.
+
+        Whether it was done is not told. As ``upto_tokens`` says what is written, so that a later
+        word may repeat it, nothing is lost where it was not.
+
+        Args:
+            new_tokens: as in ``commit``.
+            upto_tokens: as in ``commit``.
+
+        Raises:
+            KvdError: it cannot be said: as ``pages``, and ``unreachable`` while the daemon is away.
+        """
+        request = wire.CommitUpTo(
+            call=self._port.connection.next_call(),
+            lease=self.id,
+            upto_tokens=None if upto_tokens is None else whole(upto_tokens, "upto_tokens"),
+            swaps=False,
+        )
+        frame = self._prompt.following(new_tokens)
+        self._port.begin(request, tokens=frame, about=self._state)
+        self._prompt.took(frame)
+
     async def retract(self, new_tokens: TokenIds = (), *, keep: str = "host") -> Retraction:
         """Give every page back and unlock the prefix; the lease stays, for ``resume``.
 
@@ -433,6 +457,47 @@ class Lease:
             request = wire.ReleaseUpTo(call, self.id, whole(upto_tokens, "upto_tokens"))
         frame = self._prompt.following(new_tokens, keys)
         await self._port.ask(request, wire.Done, tokens=frame, about=self._state, has_looked=True)
+
+    def leave(self, new_tokens: TokenIds | None = None, upto_tokens: int | None = None) -> None:
+        """``release`` for who goes on meanwhile: nothing is waited for, and it is over in any case.
+
+        Where it cannot be committed as it is said here, it is released all the same.
+
+        Args:
+            new_tokens: as in ``release``.
+            upto_tokens: as in ``release``.
+
+        Raises:
+            KvdError: ``bad-tokens``, ``bad-request``; then it is not over.
+        """
+        port, connection = self._port, self._port.connection
+        port.look()
+        request: wire.ReleaseLease | wire.CommitAndRelease | wire.ReleaseUpTo
+        request, frame = wire.ReleaseLease(connection.next_call(), self.id), None
+        if self._state.lost is None and not (new_tokens is None and upto_tokens is None):
+            frame = self._prompt.following(new_tokens)
+            request = wire.CommitAndRelease(request.call, self.id)
+            if upto_tokens is not None:
+                upto = whole(upto_tokens, "upto_tokens")
+                request = wire.ReleaseUpTo(request.call, self.id, upto)
+        # From here on no daemon that comes back keeps it for us.
+        if not connection.forget_lease(self._state):
+            return
+        if frame is None:
+            port.tell(request)
+            return
+        try:
+            call = port.begin(request, tokens=frame, about=self._state)
+        except KvdError:
+            port.tell(wire.ReleaseLease(connection.next_call(), self.id))
+        else:
+            call.answer.wake_with(lambda: self._left(call))
+
+    def _left(self, call: Call) -> None:
+        """Where it could not be committed, it is to be released yet."""
+        if isinstance(call.answer.value, Refusal):
+            connection = self._port.connection
+            connection.tell(wire.ReleaseLease(connection.next_call(), self.id))
 
     async def _release_lost(self) -> None:
         """The pages of before the restart are used no more; a daemon that is away hears it later.

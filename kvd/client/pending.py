@@ -115,6 +115,19 @@ class PendingCall(Generic[T]):
                 return None
         return self._told()
 
+    def wait(self, within_s: float) -> T | None:
+        """The outcome, if there is one by then; blocks no longer, and None says that it goes on.
+
+        Raises:
+            KvdError: the call ended in it; so it does each time it is asked.
+        """
+        end_s = time.monotonic() + within_s
+        while not self.advance() and self._awaited is not None:
+            self._driver.block(self._awaited.slot, min(end_s, self._awaited.until_s))
+            if not self.advance() and time.monotonic() >= end_s:
+                return None
+        return self._told()
+
     def result(self, timeout_s: float | None = None) -> T:
         """The outcome; blocks until there is one.
 
@@ -124,12 +137,10 @@ class PendingCall(Generic[T]):
         Raises:
             KvdError: the call ended in it; ``deadline`` after ``timeout_s``, and it goes on.
         """
-        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self.advance() and self._awaited is not None:
-            self._driver.block(self._awaited.slot, min(end_s, self._awaited.until_s))
-            if not self.advance() and time.monotonic() >= end_s:
-                raise KvdError(_still_pending(timeout_s))
-        return self._told()
+        found = self.wait(math.inf if timeout_s is None else timeout_s)
+        if self._verb is not None:
+            raise KvdError(_still_pending(timeout_s))
+        return found  # type: ignore[return-value]
 
     def cancel(self) -> bool:
         """Give it up; whether that came in time. What it gets all the same goes back by itself.

@@ -187,6 +187,26 @@ class Port:
         if self.connection.back is not None:
             raise KvdError(_away(longest_s))
 
+    def begin(
+        self, request: wire.Request, *, tokens: Tokens | None = None, about: LeaseView
+    ) -> Call:
+        """Send a request for whose answer nobody waits; it changes what is known as any other.
+
+        Raises:
+            KvdError: nobody can be asked, or what it is about is of before a restart.
+        """
+        connection = self.connection
+        self._channel.look()
+        if connection.end is not None:
+            raise KvdError(connection.end)
+        if about.lost is not None:
+            raise KvdError(about.lost)
+        if connection.back is not None:
+            raise KvdError(_away(0.0))
+        call = connection.begin(request, tokens, about)
+        self._channel.flush()
+        return call
+
     def look(self) -> None:
         """Take note of it if the daemon has hung up since the last call."""
         self._channel.look()

@@ -160,6 +160,14 @@ class SyncLease:
         """Begin ``Lease.release``; the outcome is this lease."""
         return self._begin(self.wrapped.release(new_tokens, upto_tokens, keys=keys))
 
+    def share(self, new_tokens: TokenIds = (), upto_tokens: int | None = None) -> None:
+        """As ``Lease.share``."""
+        self.wrapped.share(new_tokens, upto_tokens)
+
+    def leave(self, new_tokens: TokenIds | None = None, upto_tokens: int | None = None) -> None:
+        """As ``Lease.leave``."""
+        self.wrapped.leave(new_tokens, upto_tokens)
+
     extend = blocking_quietly(begin_extend)
     slide = blocking_quietly(begin_slide)
     fetch = blocking(begin_fetch)

@@ -57,7 +57,8 @@ MAY_IMPORT = {
     "kvd.demo": WHOLE | {"kvd.cli", "kvd.harness", "kvd.demo"},
     "kvd.bench": WHOLE | {"kvd.trace", "kvd.cli", "kvd.harness", "kvd.bench"},
     "benchmarks": WHOLE
-    | {"kvd.trace", "kvd.cli", "kvd.harness", "kvd.demo", "kvd.bench", "benchmarks"},
+    | {"kvd.trace", "kvd.cli", "kvd.harness", "kvd.demo", "kvd.bench", "benchmarks"}
+    | {"kvd.connectors"},
     "kvd.sim": CORE | {"kvd.trace", "kvd.sim"},
     "kvd.__main__": {"kvd.cli", "kvd.parts"},
     "kvd": set(),

@@ -229,3 +229,63 @@ def test_a_worker_that_is_of_no_session_any_more_gives_no_views(
     node.close()
     with pytest.raises(KvdError, match="was closed"):
         pool.layer(0)
+
+
+# ---- said by who goes on meanwhile ---------------------------------------------------------------
+
+
+def refuses_commits(request: Any, tokens: bytes) -> list[wire.Reply]:
+    if isinstance(request, wire.CommitUpTo | wire.ReleaseUpTo | wire.CommitAndRelease):
+        return [wire.Failed(request.call, Refusal(Code.BAD_REQUEST, "no", side="node-a"))]
+    return script(request, tokens)
+
+
+def test_what_is_shared_and_left_waits_for_nothing(daemon: Daemon) -> None:
+    daemon.script = script
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        lease = node.lease([1, 2])
+        lease.share([3], 2)
+        lease.leave([4], 4)
+        assert lease.is_released
+        with pytest.raises(KvdError, match="was released"):
+            lease.pages  # noqa: B018
+        assert node.match([1]).tokens == 8
+        (share,) = daemon.asked(wire.CommitUpTo)
+        assert (share.lease, share.upto_tokens, share.swaps) == (71, 2, False)
+        (leave,) = daemon.asked(wire.ReleaseUpTo)
+        assert (leave.lease, leave.upto_tokens) == (71, 4)
+        plain, committed = node.lease([1, 2]), node.lease([1, 2])
+        plain.leave()
+        committed.leave(())
+        node.match([1])
+        assert [one.lease for one in daemon.asked(wire.ReleaseLease)] == [plain.id]
+        assert [one.lease for one in daemon.asked(wire.CommitAndRelease)] == [committed.id]
+
+
+def test_a_lease_that_is_left_is_over_whatever_is_said_of_its_commit(daemon: Daemon) -> None:
+    daemon.script = refuses_commits
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        lease = node.lease([1, 2])
+        lease.share((), 2)
+        lease.leave((), 2)
+        until(lambda: [node.pump()] and daemon.asked(wire.ReleaseLease))
+        assert [one.lease for one in daemon.asked(wire.ReleaseLease)] == [71]
+
+
+def test_a_lease_that_is_left_while_the_daemon_is_away_is_not_named_when_it_is_back(
+    daemon: Daemon,
+) -> None:
+    daemon.script = script
+    with kvd.client.connect_sync(daemon.endpoint, name="a", on_unreachable="miss") as node:
+        kept, left, later = node.lease([1]), node.lease([1]), node.lease([1])
+        daemon.hang_up()
+        until(lambda: [node.pump()] and node.is_away)
+        left.leave((), 1)
+        with pytest.raises(KvdError, match="before-restart"):
+            kept.share((), 1)
+        daemon.restart(keep=[kept.id, left.id, later.id])
+        until(lambda: [node.pump()] and not node.is_away)
+        later.leave((), 1)
+        until(lambda: [node.pump()] and daemon.asked(wire.ReleaseLease))
+        assert [one.lease for one in daemon.asked(wire.ReleaseLease)] == [later.id]
+        assert not daemon.asked(wire.ReleaseUpTo), "nothing of before can be committed"

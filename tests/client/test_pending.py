@@ -243,6 +243,25 @@ def test_a_result_that_is_not_there_in_time_can_be_asked_for_again(daemon: Daemo
         timer.join()
 
 
+def test_who_waits_for_a_call_waits_no_longer_than_it_says(daemon: Daemon) -> None:
+    """Also where that is less than ``epoll`` counts."""
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        call = node.begin_match([1])
+        taken = []
+        for _ in range(20):
+            began_s = time.perf_counter()
+            assert call.wait(0.0002) is None
+            taken.append(time.perf_counter() - began_s)
+        assert 0.0002 <= statistics.median(taken) < 0.0008
+        assert not call.is_done
+        timer = threading.Timer(0.1, lambda: daemon.push(wire.MatchReply(1, 5, 0, 0)))
+        timer.start()
+        found = call.wait(5.0)
+        assert found is not None
+        assert found.tokens == 5
+        timer.join()
+
+
 def test_the_death_of_the_daemon_ends_what_was_begun(daemon: Daemon) -> None:
     with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
         call = node.begin_lease([1])

@@ -1,7 +1,11 @@
 """Leases that requests have asked for: until they come, are refused, or come too late.
 
-Pages are claimed once vLLM has given a request blocks, and before that for a prompt which another
-node will decode. A claim locks what is cached of the prompt, and takes pages for the rest of it.
+A claim locks what is cached of the prompt, and takes pages for the rest of it. Its answer says how
+much is cached, so it stands for a look-up too: one message in the place of two, and what was found
+is not evicted before it is loaded. A request claims so as it comes while few others wait before it,
+as it has blocks a step later then. Those behind them are looked up alone: an engine with a long
+queue keeps no pages for it. They claim once vLLM has given them blocks, and before that for a
+prompt which another node will decode.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.connectors.vllm.lookup import LookUps
+    from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.requests import Requests
     from kvd.connectors.vllm.sessions import NodeLink, StepBudget
     from kvd.connectors.vllm.tracked import Tracked
@@ -23,21 +28,54 @@ if TYPE_CHECKING:
 FULL: Final = frozenset({Code.DEADLINE.value, Code.NO_ROOM.value, Code.TOO_LARGE.value})
 """With these a lease is refused whose pages are not free now."""
 
+MOST_AHEAD: Final = 8
+MOST_AHEAD_TOKENS: Final = 32_768
+"""So many requests have pages before they have blocks, and of so many tokens all together."""
+
 
 class Claims:
     """Those of one engine."""
 
     def __init__(
         self,
+        options: VllmOptions,
         requests: Requests,
         look_ups: LookUps,
         budget: StepBudget,
         now_s: Callable[[], float],
     ) -> None:
+        self._saves = options.save != "none"
+        self.most_ahead = MOST_AHEAD
         self._requests = requests
         self._look_ups = look_ups
+        look_ups.claim_ahead = self.ahead
         self._budget = budget
         self._now_s = now_s
+
+    def ahead(self, link: NodeLink, tracked: Tracked) -> bool:
+        """Claim its pages with its look-up; whether that is so, and needs no other."""
+        waiting = self._requests.ahead
+        n_tokens = tracked.prompt_tokens + sum(one.prompt_tokens for one in waiting.values())
+        if not self._saves or len(waiting) >= self.most_ahead or n_tokens > MOST_AHEAD_TOKENS:
+            return False
+        waiting[tracked.id] = tracked
+        self.begin(link, tracked, is_whole=True)
+        return True
+
+    def is_found(self, link: NodeLink, tracked: Tracked) -> bool:
+        """Whether it is FOUND, by its claim, were it with 0 tokens; or is ALONE.
+
+        Raises:
+            KvdError: there are no pages for it, and it cannot be looked up.
+        """
+        self.take(tracked)
+        if tracked.claim is not None and self._look_ups.is_late(link, tracked, ANSWER_WITHIN_S):
+            self.take(tracked)
+            if tracked.claim is not None:
+                self._look_ups.unsure(tracked)
+        if tracked.stage is RequestStage.PROBING:
+            return self._look_ups.is_probed(link, tracked)
+        return True
 
     def begin(self, link: NodeLink, tracked: Tracked, *, is_whole: bool) -> None:
         """Lock what is cached, and take pages for the rest; never waits for room."""
@@ -67,6 +105,9 @@ class Claims:
         except KvdError as error:
             tracked.claim = None
             del self._requests.claiming[tracked.id]
+            if error.code in FULL and tracked.stage is RequestStage.PROBING:
+                self._look_up(link, tracked)
+                return
             is_hit = tracked.waits_for_load or (
                 tracked.stage is RequestStage.FOUND and tracked.found_tokens > 0
             )
@@ -86,10 +127,19 @@ class Claims:
         known_tokens = tracked.known_tokens if tracked.claims_all else lease.prefix_len
         tracked.took(lease, known_tokens=known_tokens, filled_tokens=lease.prefix_len)
         self._requests.end_room(link, tracked)
-        if tracked.stage is RequestStage.FOUND:
-            tracked.found_tokens = lease.prefix_len
+        self._requests.due.soon(tracked)
+        if tracked.stage in {RequestStage.PROBING, RequestStage.FOUND}:
+            self._look_ups.found(tracked, lease.prefix_len)
         elif tracked.stage is RequestStage.CLAIMING:
             if lease.prefix_len < tracked.loads_to:
                 self._requests.alone(tracked, "evicted between look-up and lease")
             else:
                 self._requests.load(tracked)
+
+    def _look_up(self, link: NodeLink, tracked: Tracked) -> None:
+        """There are no pages for it now: what is cached is asked for alone."""
+        self._requests.ahead.pop(tracked.id, None)
+        try:
+            self._look_ups.probe(link, tracked)
+        except KvdError as error:
+            self._requests.alone_after(tracked, error)

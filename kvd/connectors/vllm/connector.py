@@ -292,15 +292,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The orders of this step."""
         self._tell_of_adapters()
-        computed = {
-            request.req_id: request.num_computed_tokens
-            for request in scheduler_output.scheduled_new_reqs
-        }
-        cached = scheduler_output.scheduled_cached_reqs
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        scheduled = scheduler_output.num_scheduled_tokens
-        behind = {request_id: computed[request_id] + n for request_id, n in scheduled.items()}
-        return KvdMetadata(self._half.step(behind, scheduler_output.preempted_req_ids or ()))
+        # How far each request was before is read of the request itself, where that is needed.
+        return KvdMetadata(
+            self._half.step(
+                scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
+            )
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers have done."""

@@ -71,16 +71,12 @@ class Endings:
     def _end(self, ending: EndingLease) -> None:
         tracked, lease, link = ending.tracked, ending.lease, ending.link
 
-        def just_release() -> None:
-            link.quietly(lease.begin_release)
-
         if not ending.shares:
-            just_release()
+            link.say(lease.leave)
             return
         upto, prompt_tokens = tracked.saved_tokens, tracked.prompt_tokens
         if tracked.room and upto >= prompt_tokens:
-            more = tracked.unknown_tokens(prompt_tokens)
-            link.quietly(lease.begin_commit, more, prompt_tokens, swap=False)
+            link.say(lease.share, tracked.unknown_tokens(prompt_tokens), prompt_tokens)
             link.quietly(
                 link.node.begin_hand_over,
                 tracked.room,
@@ -91,9 +87,9 @@ class Endings:
                 takers=1,  # one decode engine has it; then its pages are not locked any more
                 release=True,
                 # Refused, as by a node that drains: then the lease is not released either.
-                otherwise=just_release,
+                otherwise=lambda: link.say(lease.leave),
             )
             return
         # Only whole pages of what was saved, whatever was generated behind it.
-        more = tracked.unknown_tokens(upto)
-        link.quietly(lease.begin_release, more, upto, otherwise=just_release)
+        if not link.say(lease.leave, tracked.unknown_tokens(upto), upto):
+            link.say(lease.leave)

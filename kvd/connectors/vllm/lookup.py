@@ -82,6 +82,8 @@ class LookUps:
     ) -> None:
         self.received_tokens = 0
         """Sent by other nodes, since somebody asked."""
+        self.claim_ahead: Callable[[NodeLink, Tracked], bool] = lambda *_: False
+        """Claims the pages of a request with its look-up, where that is all right; else False."""
         self.unmet: list[str] = []
         """Why what another node was to send does not come, of each such prompt since then."""
         self._options = options
@@ -125,14 +127,16 @@ class LookUps:
         # Of one token nothing can be loaded: the last one is computed in any case.
         if meeting is None or meeting.peer == link.name or tracked.prompt_tokens < 2:
             tracked.takes_room = meeting.number if meeting and meeting.peer == link.name else 0
-            self._probe(link, tracked)
+            self._begin_probing(tracked)
+            if not self.claim_ahead(link, tracked):
+                self.probe(link, tracked)
             return
         try:
             self._meet(link, tracked, meeting)
         except KvdError as error:
             # No name of a node, or nobody can be asked: that is said once more then.
             self.unmet.append(error.code)
-            self._probe(link, tracked)
+            self.probe(link, tracked)
 
     def _meet(self, link: NodeLink, tracked: Tracked, meeting: Meeting) -> None:
         # Where there is a room somebody keeps the prompt for us; without, what is cached there.
@@ -152,13 +156,21 @@ class LookUps:
                 link.node.begin_match, tracked.prompt, namespace=tracked.namespace
             )
 
-    def _probe(self, link: NodeLink, tracked: Tracked) -> None:
+    def _begin_probing(self, tracked: Tracked) -> None:
         tracked.stage, tracked.asked_s = RequestStage.PROBING, self._now_s()
         tracked.was_missed = False
+
+    def probe(self, link: NodeLink, tracked: Tracked) -> None:
+        """Ask how much of it is cached; nothing of that is kept for it.
+
+        Raises:
+            KvdError: nobody can be asked.
+        """
+        self._begin_probing(tracked)
         tracked.call = link.ask(link.node.begin_match, tracked.prompt, namespace=tracked.namespace)
 
     def is_over(self, link: NodeLink, tracked: Tracked, *, is_idle: bool) -> bool:
-        """Whether it is FOUND, were it with 0 tokens.
+        """Whether it is FOUND, were it with 0 tokens; ``Claims`` says it of what it claims ahead.
 
         Args:
             link: of its session.
@@ -175,7 +187,7 @@ class LookUps:
             self._ask(link, tracked)
         if tracked.stage is RequestStage.MEETING and not self._is_met(link, tracked, is_idle):
             return False
-        return tracked.stage is not RequestStage.PROBING or self._is_probed(link, tracked)
+        return tracked.stage is not RequestStage.PROBING or self.is_probed(link, tracked)
 
     def drop(self, link: NodeLink, tracked: Tracked) -> None:
         """It is not wanted any more; what it has got goes back."""
@@ -189,29 +201,41 @@ class LookUps:
         def release() -> None:
             """It was delivered before that, to nobody: then there is a lease to be given back."""
             with contextlib.suppress(KvdError):
-                link.quietly(receive.lease.begin_release)
+                link.say(receive.lease.leave)
 
         link.quietly(receive.begin_cancel, otherwise=release)
 
     # ---- in the cache of the node ------------------------------------------------------------
 
-    def _is_probed(self, link: NodeLink, tracked: Tracked) -> bool:
-        assert tracked.call is not None
+    def is_probed(self, link: NodeLink, tracked: Tracked) -> bool:
+        """``is_over``, of one that is PROBING.
+
+        Raises:
+            KvdError: it cannot be looked up.
+        """
+        if tracked.call is None:
+            return False
         found = self._budget.answered(link, tracked.call)
-        if found is None and self._is_late(link, tracked, ANSWER_WITHIN_S):
+        if found is None and self.is_late(link, tracked, ANSWER_WITHIN_S):
             found = link.poll(tracked.call)
             if found is None:
-                # What it computes may be saved all the same, once the daemon is well.
                 link.cancel(tracked.call)
-                self._found(tracked, 0)
-                tracked.is_unsure = True
+                self.unsure(tracked)
                 return True
         if found is None:
             return False
-        self._found(tracked, found.tokens)
+        self.found(tracked, found.tokens)
         return True
 
-    def _is_late(self, link: NodeLink, tracked: Tracked, within_s: float) -> bool:
+    def unsure(self, tracked: Tracked) -> None:
+        """The daemon has not said in time how much of it is cached.
+
+        What it computes may be saved all the same, once the daemon is well.
+        """
+        self.found(tracked, 0)
+        tracked.is_unsure = True
+
+    def is_late(self, link: NodeLink, tracked: Tracked, within_s: float) -> bool:
         """Whether an answer is overdue, after all that has come was read; it was not here just now.
 
         It is looked for in two steps at least: one of them may take longer than that, and leave the
@@ -225,7 +249,8 @@ class LookUps:
         link.doubt(now_s)
         return True
 
-    def _found(self, tracked: Tracked, n_tokens: int) -> None:
+    def found(self, tracked: Tracked, n_tokens: int) -> None:
+        """So much of it is cached."""
         tracked.call = tracked.probe = None
         tracked.found_tokens = n_tokens
         tracked.stage = RequestStage.FOUND
@@ -282,16 +307,15 @@ class LookUps:
                     return False  # both have come with one read
                 link.cancel(tracked.call)
                 self.unmet.append(NO_PAGES_HERE)
-                self._found(tracked, found.tokens)
+                self.found(tracked, found.tokens)
                 return True
         within_s = PULL_WITHIN_S if tracked.probe is None else ANSWER_WITHIN_S
-        if not self._is_late(link, tracked, within_s):
+        if not self.is_late(link, tracked, within_s):
             return False
         if self._is_admitted(link, tracked, link.poll(tracked.call)):
             return False
         self.drop(link, tracked)
-        self._found(tracked, 0)
-        tracked.is_unsure = True
+        self.unsure(tracked)
         return True
 
     def _is_stood_up(self, link: NodeLink, tracked: Tracked) -> bool:
@@ -335,13 +359,13 @@ class LookUps:
         self.received_tokens += receive.n_tokens - receive.prefix_len
         tracked.sent_from = receive.prefix_len
         # All of it, its last partial page too; that page is written again when it is full.
-        self._found(tracked, receive.n_tokens)
+        self.found(tracked, receive.n_tokens)
         tracked.took(lease, known_tokens=receive.n_tokens, filled_tokens=receive.n_tokens)
 
     def _look_again(self, link: NodeLink, tracked: Tracked, why: str) -> None:
         self.unmet.append(why)
         self.drop(link, tracked)
-        self._probe(link, tracked)
+        self.probe(link, tracked)
 
 
 def _as_name(request_id: str) -> str:

@@ -101,6 +101,28 @@ class Moves:
             self.windows.keep(tracked, upto)
         return saves
 
+    def tokens_left(self, tracked: Tracked, computed_tokens: int) -> int | None:
+        """So many it computes at least before there is more of it to be saved; None: there is none.
+
+        Nothing of an answer is where prompts alone are saved, nor behind pages that were refused.
+        """
+        if tracked.is_broken or not self.saves_anything:
+            return None
+        if tracked.claim is not None or tracked.extension is not None:
+            return 1
+        lease = tracked.lease
+        if lease is None:
+            return None
+        ordered, prompt_tokens = tracked.ordered_tokens, tracked.prompt_tokens
+        if tracked.is_full and len(lease.pages) * self._block <= ordered:
+            return None
+        following = (ordered // self._block + 1) * self._block
+        if tracked.transfer.sends and ordered < prompt_tokens < following:
+            following = prompt_tokens
+        if self._save == "prompt" and following > prompt_tokens:
+            return None
+        return max(1, following - computed_tokens)
+
     def _ordered(
         self, link: NodeLink, tracked: Tracked, lease: SyncLease, upto: int
     ) -> list[CopyOrder]:

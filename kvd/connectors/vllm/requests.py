@@ -7,6 +7,8 @@ the daemon (``lookup``, ``claims``), what is copied (``moves``).
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client import Code, KvdError
@@ -14,6 +16,8 @@ from kvd.connectors.vllm.lookup import LATE_ADAPTER, SILENT, UNKNOWN_ADAPTER
 from kvd.connectors.vllm.tracked import RequestStage
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvd.client import PendingCall
     from kvd.connectors.vllm.endings import Endings
     from kvd.connectors.vllm.log import ConnectorLog
@@ -42,6 +46,67 @@ class Counts:
         """Requests with ``kv_transfer_params`` that made no sense."""
 
 
+class DueRequests:
+    """Which of those that vLLM runs a step has to look at: those that may have completed a block.
+
+    A request completes one in as many decode steps as a block has tokens, so a look at each would
+    be for nothing most often. What is known of it is how many tokens it has to compute before more
+    of it can be saved. No request computes more in a step than the one that computes most in it.
+    These are added up, step by step, and it is looked at once that sum has grown by its tokens:
+    never too late, and too early where others compute more.
+
+    That holds for as long as it runs. Whoever gives it blocks anew, or pages, says ``soon``.
+    """
+
+    def __init__(self) -> None:
+        self._passed = 0
+        """So many tokens may have been computed of one request, in all steps together."""
+        self._at: dict[str, int] = {}
+        """When a step has to look at each, as that is counted."""
+        self._looks: list[tuple[int, int, Tracked]] = []
+        """The same, the next one first; what was said of one before is there too."""
+        self._numbers = itertools.count()
+
+    def soon(self, tracked: Tracked) -> None:
+        """Look at it in the next step that it is in."""
+        self._add(tracked, self._passed)
+
+    def after(self, tracked: Tracked, n_tokens: int) -> None:
+        """Look at it in the step that may have computed so many tokens more of it."""
+        self._add(tracked, self._passed + max(1, n_tokens))
+
+    def never(self, tracked: Tracked) -> None:
+        """Nobody need look at it."""
+        self._at.pop(tracked.id, None)
+
+    def take(self, scheduled: Mapping[str, int]) -> list[Tracked]:
+        """Those that this step has to look at; it is said anew when to look at them again.
+
+        Args:
+            scheduled: how many tokens the step computes of each request that is in it.
+        """
+        if not scheduled:
+            return []
+        self._passed += max(scheduled.values()) or 1
+        looks = self._looks
+        found: list[Tracked] = []
+        absent: list[Tracked] = []
+        while looks and looks[0][0] <= self._passed:
+            at, _, tracked = heapq.heappop(looks)
+            if self._at.get(tracked.id) == at:
+                del self._at[tracked.id]
+                (found if tracked.id in scheduled else absent).append(tracked)
+        for tracked in absent:
+            self.soon(tracked)
+        return found
+
+    def _add(self, tracked: Tracked, at: int) -> None:
+        before = self._at.get(tracked.id)
+        if before is None or at < before:
+            self._at[tracked.id] = at
+            heapq.heappush(self._looks, (at, next(self._numbers), tracked))
+
+
 class Requests:
     """All of them.
 
@@ -64,10 +129,14 @@ class Requests:
         """Those that vLLM has."""
         self.claiming: dict[str, Tracked] = {}
         """Those whose lease has not come yet."""
+        self.ahead: dict[str, Tracked] = {}
+        """Those that have claimed pages, and have no blocks yet."""
         self.loading: dict[str, Tracked] = {}
         """Those whose lease is here, and whose blocks are to be filled with the next step."""
         self.held: dict[str, Tracked] = {}
         """Those that are over, and of which not all is ordered yet."""
+        self.due = DueRequests()
+        """When to look at each of those that vLLM runs."""
         self.unfilled: list[str] = []
         """To be reported as not loaded, with the next step."""
         self._sessions = sessions
@@ -120,6 +189,7 @@ class Requests:
     def let_go(self, tracked: Tracked) -> None:
         """Nothing is held for it any more; nothing of it is shared that was not before."""
         self.claiming.pop(tracked.id, None)
+        self.ahead.pop(tracked.id, None)
         link, claim, tracked.claim = tracked.link, tracked.claim, None
         if link is None:
             return

@@ -64,6 +64,11 @@ class Resets:
         return namespace in self._due
 
     @property
+    def are_any_due(self) -> bool:
+        """Whether the daemon has not done all of them."""
+        return bool(self._due)
+
+    @property
     def is_asked(self) -> bool:
         """Whether the daemon is about to answer one."""
         return self._call is not None

@@ -1,16 +1,17 @@
 """The scheduler's half: which tokens the cache has, whose pages they are, and what is copied when.
 
-A probe owns nothing: ``match`` is asked when the request comes, and its answer is most often here
-when the scheduler wants it. Pages are locked once vLLM has given the request blocks. While
-it computes, whole blocks are copied to the pages of its lease, and said to be written; at its end
-the lease is released, with what was generated. KV is never said to be written before all ranks
-have said that it is, each by the number of the order, and all that was ordered before it too.
+A request is looked up when it comes, and the answer is most often here when the scheduler wants it.
+Where few wait before it, that is a lease at once, see ``claims``; else nothing is owned before vLLM
+has given it blocks. While it computes, whole blocks are copied to the pages of its lease, and said
+to be written; at its end the lease is released, with what was generated. KV is never said to be
+written before all ranks have said that it is, each by the number of the order, and all that was
+ordered before it too.
 
 A step, in order: of each request that vLLM may schedule it asks ``matched``; of one that it does it
-says ``given_blocks``, and its lease is asked for. ``step`` takes the leases that have come, and
-orders loads, then saves of what is computed with it. The workers copy beside the steps, as long as
-it takes, and ``reported`` hears of what is over; vLLM's blocks are held by each order until then.
-``arrived`` and ``finished`` are said in between.
+says ``given_blocks``, and its lease is asked for, unless it has one. ``step`` takes the leases that
+have come, and orders loads, then saves of what is computed with it, of those that complete a block.
+The workers copy beside the steps, as long as it takes, and ``reported`` hears of what is over;
+vLLM's blocks are held by each order until then. ``arrived`` and ``finished`` are said in between.
 
 A step waits for the daemon ``kvd.probe_wait_s`` in all, and a request no longer than
 ``ANSWER_WITHIN_S`` for what the daemon of its own node can say at once. Whatever fails ends in
@@ -19,7 +20,7 @@ computing; no error leaves this module.
 
 from __future__ import annotations
 
-import contextlib
+import math
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -55,7 +56,7 @@ from kvd.connectors.vllm.tracked import RequestStage, Tracked
 from kvd.connectors.vllm.under_way import OrdersUnderWay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from kvd.client import SyncNode
     from kvd.connectors.vllm.beside import Start
@@ -72,6 +73,11 @@ Extra = dict[int, bytes]
 AFTER_A_MISTAKE: Final = "after a mistake"
 """Where nothing more can be done about one."""
 
+LOOK_EVERY_S: Final = 0.05
+"""So often it is looked at what has become of the session, where nothing fails and no request waits
+for it: whoever asks for something reads what there is, and each copy is held against the session
+where it is made."""
+
 RESET_WITHIN_S: Final = 0.05
 """A reset waits so long for the daemon: no request that comes behind it has to go without."""
 
@@ -79,6 +85,25 @@ NOBODY: Final = "no session with a daemon"
 RESET: Final = "the cache was reset"
 UNDONE: Final = "the cache was reset, and the daemon has not done it yet"
 RESTARTED: Final = "the daemon was restarted, or its session ended"
+
+
+class KeptIn:
+    """Keeps mistakes in. A class, since ``contextlib`` makes a generator of it, in every hook."""
+
+    __slots__ = ("_mistaken", "_where")
+
+    def __init__(self, where: str, mistaken: Callable[[str, Exception], None]) -> None:
+        self._where = where
+        self._mistaken = mistaken
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
+        if error is None or not isinstance(error, Exception):
+            return False
+        self._mistaken(self._where, error)
+        return True
 
 
 class SchedulerHalf:
@@ -127,7 +152,7 @@ class SchedulerHalf:
         self._copies = OrdersUnderWay(blocks, ranks=ranks)
         self._requests = Requests(self._sessions, self._look_ups, self._ending, self._log)
         self.counts = self._requests.counts
-        self._claims = Claims(self._requests, self._look_ups, self._budget, now_s)
+        self._claims = Claims(options, self._requests, self._look_ups, self._budget, now_s)
         self._moves = Moves(
             options, self._requests, self._copies, block_size=block_size, now_s=now_s
         )
@@ -137,6 +162,8 @@ class SchedulerHalf:
         """Those whose blocks the workers fill with KV of before a reset."""
         self._number = 0
         """Of the last step."""
+        self.look_every_s = LOOK_EVERY_S
+        self._looked_s = -math.inf
         self._is_idle = True
         """Whether the last step had nothing to compute."""
         self._sessions.open_first()
@@ -144,9 +171,17 @@ class SchedulerHalf:
 
     # ---- the daemon --------------------------------------------------------------------------
 
+    def _glance(self) -> NodeLink | None:
+        """``_look``, now and then: what no request waits for is read with what one does."""
+        link = self._sessions.link
+        is_due = self._now_s() - self._looked_s >= self.look_every_s or self._resets.are_any_due
+        if is_due or link is None or link.failures or not link.is_in(self._life):
+            return self._look()
+        return link
+
     def _look(self) -> NodeLink | None:
         """See what has become of the session; the one that can be asked now, if there is one."""
-        sessions = self._sessions
+        sessions, self._looked_s = self._sessions, self._now_s()
         sessions.look()
         self.counts.failures, sessions.failures = self.counts.failures + sessions.failures, 0
         if sessions.life != self._life:
@@ -170,18 +205,17 @@ class SchedulerHalf:
         self._sessions.give_up(why, retry_s=retry_s)
         self._life_is_over()
 
-    @contextlib.contextmanager
-    def kept_in(self, where: str) -> Generator[None, None, None]:
+    def kept_in(self, where: str) -> KeptIn:
         """A mistake here is told, and nothing is done with the session any more; vLLM goes on."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the engine
-            self.counts.failures += 1
-            self._log.bug(where, error)
-            if where != AFTER_A_MISTAKE:
-                with self.kept_in(AFTER_A_MISTAKE):
-                    what = f"a bug of the connector's ({type(error).__name__})"
-                    self._give_up(what, retry_s=RETRY_S)
+        return KeptIn(where, self._mistaken)
+
+    def _mistaken(self, where: str, error: Exception) -> None:
+        self.counts.failures += 1
+        self._log.bug(where, error)
+        if where != AFTER_A_MISTAKE:
+            with self.kept_in(AFTER_A_MISTAKE):
+                what = f"a bug of the connector's ({type(error).__name__})"
+                self._give_up(what, retry_s=RETRY_S)
 
     def close(self) -> None:
         """Leave; whatever is held goes back."""
@@ -257,9 +291,10 @@ class SchedulerHalf:
             self._arrived(request, lora, extra)
 
     def _arrived(self, request: RequestView, lora: PendingName | None, extra: Extra | None) -> None:
-        link = self._look()
+        link = self._glance()
         former = self._requests.here.pop(request.request_id, None)
         if former is not None:
+            self._requests.due.never(former)
             self._requests.let_go(former)
         transfer = transfer_of(request.kv_transfer_params if self._options.handoffs else None)
         self.counts.odd_params += transfer.is_odd
@@ -317,6 +352,8 @@ class SchedulerHalf:
             return True
         try:
             is_over = self._look_ups.is_over(link, tracked, is_idle=self._is_idle)
+            if tracked.stage is RequestStage.PROBING and tracked.call is None:
+                is_over = self._claims.is_found(link, tracked)
         except KvdError as error:
             self._requests.alone_after(tracked, error)
             return True
@@ -371,6 +408,8 @@ class SchedulerHalf:
             if external_tokens:
                 self._requests.unfilled.append(request.request_id)
             return
+        self._requests.due.soon(tracked)
+        self._requests.ahead.pop(tracked.id, None)
         if external_tokens:
             tracked.started_tokens = tracked.local_tokens
             tracked.loads_to = tracked.local_tokens + external_tokens
@@ -397,11 +436,11 @@ class SchedulerHalf:
 
     # ---- a step ------------------------------------------------------------------------------
 
-    def step(self, computed: Mapping[str, int], preempted: Collection[str] = ()) -> StepOrders:
+    def step(self, scheduled: Mapping[str, int], preempted: Collection[str] = ()) -> StepOrders:
         """What the workers copy from this step on.
 
         Args:
-            computed: how far each request is behind it.
+            scheduled: how many tokens it computes of each request that is in it.
             preempted: requests whose blocks vLLM has taken back in it.
         """
         self._number += 1
@@ -414,7 +453,7 @@ class SchedulerHalf:
             taken = [here[request] for request in preempted if request in here]
             self._copies.preempted(taken)
             self._moves.windows.sweep(taken)
-            self._step(computed, loads, saves)
+            self._step(scheduled, loads, saves)
         failed, self._requests.unfilled = tuple(self._requests.unfilled), []
         self._budget.renew()
         return StepOrders(
@@ -422,7 +461,7 @@ class SchedulerHalf:
             token=self._sessions.token,
             session=self._life.session,
             incarnation=self._life.incarnation,
-            is_idle=not computed,
+            is_idle=not scheduled,
             loads=tuple(loads),
             saves=tuple(saves),
             failed=failed,
@@ -431,10 +470,10 @@ class SchedulerHalf:
         )
 
     def _step(
-        self, computed: Mapping[str, int], loads: list[CopyOrder], saves: list[CopyOrder]
+        self, scheduled: Mapping[str, int], loads: list[CopyOrder], saves: list[CopyOrder]
     ) -> None:
-        self._is_idle = not computed
-        self._look()
+        self._is_idle = not scheduled
+        self._glance()
         self._log.tell()
         for tracked in list(self._requests.claiming.values()):
             self._claims.take(tracked)
@@ -442,10 +481,13 @@ class SchedulerHalf:
             loads += self._moves.loads(tracked)
         for tracked in list(self._requests.held.values()):
             saves += self._held.saves(tracked)
-        for request_id, upto in computed.items():
-            running = self._requests.here.get(request_id)
-            if running is not None and running.stage is RequestStage.COMPUTING:
+        for running in self._requests.due.take(scheduled):
+            if running.stage is RequestStage.COMPUTING:
+                upto = running.request.num_computed_tokens + scheduled[running.id]
                 saves += self._moves.saves(running, upto)
+                left = self._moves.tokens_left(running, upto)
+                if left is not None:
+                    self._requests.due.after(running, left)
         self._ending.settle()
 
     # ---- what the workers say ----------------------------------------------------------------
@@ -483,6 +525,7 @@ class SchedulerHalf:
         tracked = copy.tracked
         if tracked.stage is RequestStage.LOADING and copy.is_done:
             tracked.stage = RequestStage.COMPUTING
+            self._requests.due.soon(tracked)
         elif tracked.stage is RequestStage.LOADING:
             self._requests.alone(tracked, "the workers could not load it")
 
@@ -508,7 +551,7 @@ class SchedulerHalf:
         if tracked.id in self._requests.here:
             more = tracked.unknown_tokens(upto)
             tracked.known_tokens = max(tracked.known_tokens, upto)
-            link.quietly(lease.begin_commit, more, upto, swap=False)
+            link.say(lease.share, more, upto)
 
     # ---- it is over --------------------------------------------------------------------------
 
@@ -530,6 +573,7 @@ class SchedulerHalf:
         told: dict[str, object] | None = None
         if tracked is None:
             return False, None
+        self._requests.due.never(tracked)
         with self.kept_in("a request is over"):
             told = self._finished(tracked, is_heard=is_heard)
         return self._copies.keep(tracked, is_needed=tracked.id in self._requests.held), told

@@ -70,7 +70,14 @@ class StepBudget:
         Raises:
             KvdError: it ended in it.
         """
-        return self.heard(lambda: link.poll(call))
+        found = link.poll(call)
+        if found is not None or self._left_s <= 0:
+            return found
+        began_s = time.perf_counter()
+        try:
+            return link.wait(call, self._left_s)
+        finally:
+            self._left_s -= time.perf_counter() - began_s
 
     def heard(self, poll: Callable[[], T | None]) -> T | None:
         """What ``poll`` says, if it says something now, or while there is time left."""
@@ -102,7 +109,7 @@ class NodeLink:
         """Whether that was told."""
         self._ping: PendingCall[Any] | None = None
         self._ping_s = 0.0
-        self._quiet: list[tuple[PendingCall[Any], Callable[[], object] | None]] = []
+        self._quiet: dict[PendingCall[Any], Callable[[], object] | None] = {}
 
     def ask(
         self, begin: Callable[P, PendingCall[T]], *args: P.args, **more: P.kwargs
@@ -120,14 +127,25 @@ class NodeLink:
         except BROKEN as error:
             raise self._broke(error) from error
 
+    def wait(self, call: PendingCall[T], within_s: float) -> T | None:
+        """The outcome of a call, if there is one by then.
+
+        Raises:
+            KvdError: it ended in it.
+        """
+        return self._heard(lambda: call.wait(within_s))
+
     def poll(self, call: PendingCall[T]) -> T | None:
         """The outcome of a call; None while there is none.
 
         Raises:
             KvdError: it ended in it.
         """
+        return self._heard(call.poll)
+
+    def _heard(self, ask: Callable[[], T | None]) -> T | None:
         try:
-            return call.poll()
+            return ask()
         except KvdError as error:
             self._note(error)
             raise
@@ -152,28 +170,54 @@ class NodeLink:
     ) -> None:
         """Begin a call whose outcome nobody waits for; ``otherwise``: what to do if it fails."""
         try:
-            self._quiet.append((self.ask(begin, *args, **more), otherwise))
+            call = self.ask(begin, *args, **more)
         except KvdError:
             if otherwise is not None:
                 otherwise()
+            return
+        self._quiet[call] = otherwise
+        if call.is_done:
+            self._ended(call)
+
+    def say(self, verb: Callable[P, None], *args: P.args, **more: P.kwargs) -> bool:
+        """What has no outcome; whether it could be said."""
+        try:
+            verb(*args, **more)
+        except KvdError as error:
+            self._note(error)
+            return False
+        except BROKEN as error:
+            self._broke(error)
+            return False
+        return True
 
     def look(self, now_s: float) -> None:
         """Read and write what there is, and take note of calls that nobody waits for."""
+        ended: list[PendingCall[Any]] = []
         try:
-            self.node.pump()
+            ended = self.node.pump()
         except KvdError as error:
             self._note(error)
         except BROKEN as error:
             self._broke(error)
-        quiet, self._quiet = self._quiet, []
-        for call, otherwise in quiet:
-            try:
-                if self.poll(call) is None:
-                    self._quiet.append((call, otherwise))
-            except KvdError:
-                if otherwise is not None:
-                    otherwise()
+        for call in ended:
+            self._ended(call)
         self._hear(now_s)
+
+    def _ended(self, call: PendingCall[Any]) -> None:
+        """If nobody waits for it, what to do if it failed."""
+        if call not in self._quiet:
+            return
+        otherwise = self._quiet.pop(call)
+        try:
+            self.poll(call)
+        except KvdError:
+            if otherwise is not None:
+                otherwise()
+
+    def is_in(self, life: DaemonLife) -> bool:
+        """Whether it is the session of that life, and its daemon is not known to have another."""
+        return self.node.incarnation == life.incarnation and self.node.session == life.session
 
     def doubt(self, now_s: float) -> None:
         """Something was not answered in time: find out whether anything is."""

@@ -9,6 +9,7 @@ preempts are waited for by the workers, before the step that gives them away.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -295,7 +296,8 @@ class SchedulerBlocks:
         self.groups = groups
         self.null_block = 0
         self._manager: Any = None
-        self._held: Counter[int] = Counter()
+        self._held: Counter[tuple[int, ...]] = Counter()
+        """As they were said, since there are many, and what is held together is freed together."""
         self._filling: dict[str, RequestView] = {}
         """By its number, each request that waits for its blocks to be filled, were it over."""
         self._over: set[str] = set()
@@ -320,15 +322,15 @@ class SchedulerBlocks:
 
     def hold(self, blocks: Sequence[int]) -> None:
         """One more needs these."""
-        self._held.update(blocks)
+        self._held[tuple(blocks)] += 1
         self._touch(blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
         """One less does."""
-        for block in blocks:
-            self._held[block] -= 1
-            if not self._held[block]:
-                del self._held[block]
+        held = tuple(blocks)
+        self._held[held] -= 1
+        if not self._held[held]:
+            del self._held[held]
         self._free(blocks)
 
     def fills(self, request: RequestView) -> None:
@@ -350,12 +352,12 @@ class SchedulerBlocks:
 
     def _touch(self, blocks: Sequence[int]) -> None:
         pool = self._manager.block_pool
-        pool.touch([pool.blocks[block] for block in blocks])
+        pool.touch(list(map(pool.blocks.__getitem__, blocks)))
 
     def _free(self, blocks: Sequence[int]) -> None:
         pool = self._manager.block_pool
         # The last ones first: vLLM gives them away in that order, and prefixes are found longer.
-        pool.free_blocks([pool.blocks[block] for block in reversed(blocks)])
+        pool.free_blocks(list(map(pool.blocks.__getitem__, reversed(blocks))))
 
     def _reset(self, reset: Any) -> Any:
         """VLLM's reset of its own cache, beside copies.
@@ -366,7 +368,7 @@ class SchedulerBlocks:
         request that waits for a load: that is to fail, and its prompt is computed from its first
         token, as vLLM does with all that it preempts.
         """
-        aside = list(self._held.elements())
+        aside = list(itertools.chain.from_iterable(self._held.elements()))
         for request_id in (*self._filling, *self._filled):
             for blocks in self._manager.get_block_ids(request_id):
                 aside += blocks

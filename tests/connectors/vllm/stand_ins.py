@@ -5,6 +5,7 @@ The node keeps count of what it gave out: at the end of a test nobody may hold a
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -26,13 +27,15 @@ def refusal(code: Code, message: str = "no") -> KvdError:
 class Call:
     """A pending call: it has its outcome once ``come`` was called, which is at once by default."""
 
-    def __init__(self, node, make, undo=None):
+    def __init__(self, node, make, undo=None, *, hangs=False):
         self.node = node
         self.make = make
         self.undo = undo
         self.value = self.error = None
         self.is_done = False
         self.is_cancelled = False
+        if hangs:
+            return
         if not node.holds:
             self.come()
         else:
@@ -46,6 +49,12 @@ class Call:
             self.value = self.make()
         except KvdError as error:
             self.error = error
+        self.node.ended.append(self)
+
+    def wait(self, within_s):
+        if not self.is_done:
+            time.sleep(within_s)
+        return self.poll()
 
     def poll(self):
         if self.error is not None:
@@ -110,6 +119,12 @@ class Lease:
 
         return Call(self.node, release)
 
+    def share(self, new_tokens=(), upto_tokens=None):
+        self.begin_commit(new_tokens, upto_tokens, swap=False)
+
+    def leave(self, new_tokens=None, upto_tokens=None):
+        self.begin_release(new_tokens, upto_tokens)
+
 
 class Receive:
     def __init__(self, node, tokens):
@@ -129,11 +144,7 @@ class Receive:
             self.lease = Lease(self.node, self.tokens, 0, n_pages)
             return self.lease
 
-        node = self.node
-        node.holds, held = node.holds or node.receives_hang, node.holds
-        call = Call(node, done)
-        node.holds = held
-        return call
+        return Call(self.node, done, hangs=self.node.receives_hang)
 
     def begin_cancel(self):
         def cancel():
@@ -152,6 +163,7 @@ class StandInNode:
         self.incarnation, self.session = "life", 1
         self.end, self.is_away = None, False
         self.holds = self.is_dead = self.is_full = False
+        self.ended = []
         self.pending, self.receives, self.released, self.handed = [], [], [], []
         self.cached = []
         self.leases = {}
@@ -184,7 +196,8 @@ class StandInNode:
             call.come()
 
     def pump(self):
-        return []
+        ended, self.ended = self.ended, []
+        return ended
 
     def close(self):
         self.leases.clear()
@@ -206,6 +219,7 @@ class StandInNode:
     def begin_lease(self, prompt, *, hold="all", namespace="", promise_tokens=0, deadline_s=30.0):
         self.alive()
         assert deadline_s == 0, "a scheduler never waits for room"
+        self.asked.append(namespace)
 
         def lease():
             self.alive()
@@ -315,6 +329,7 @@ class MiniEngine:
             now_s=lambda: self.clock_s,
             start=lambda work: work(),
         )
+        self.half.look_every_s = 0.0
         self.ranks = ranks
         self.waiting, self.running, self.remote, self.gone = [], [], {}, set()
         self.local = {}
@@ -359,9 +374,7 @@ class MiniEngine:
         for request in self.running:
             left = request.num_tokens - request.num_computed_tokens
             scheduled[request.request_id] = min(left, self.chunk)
-        orders = self.half.step(
-            {one: self.requests[one].num_computed_tokens + n for one, n in scheduled.items()}
-        )
+        orders = self.half.step(scheduled)
         self.work(orders)
         for one, n in scheduled.items():
             self.requests[one].num_computed_tokens += n

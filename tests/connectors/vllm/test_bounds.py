@@ -92,6 +92,7 @@ def test_a_room_that_is_refused_leaves_no_lease(engine, world):
 
 
 def test_the_last_page_of_a_prompt_is_copied_after_its_end_where_its_lease_came_late(engine, world):
+    engine.half._claims.most_ahead = 0
     request = engine.add(Request(1, PROMPT, SENDS))
     world.holds = True
     engine.steps(3)
@@ -242,6 +243,7 @@ def test_a_room_that_nobody_opens_is_not_waited_for():
     engine.step()
     engine.clock_s += MEET_WITHIN_S
     node.unaccepted = [one.id for one in node.receives]
+    assert node.unaccepted
     for _ in range(3):
         engine.step()
     assert request in engine.running
@@ -353,7 +355,7 @@ def test_an_old_calls_error_does_not_close_the_session_after_it(engine, world):
     world.holds = True
     engine.add(Request(1, PROMPT))
     engine.step()
-    call = engine.half._requests.here["r1"].call
+    call = engine.half._requests.here["r1"].claim
     world.kill()
     world.holds = False
     engine.step()

@@ -29,9 +29,25 @@ def warm(engine):
 
 
 def probing(engine):
+    engine.half._claims.most_ahead = 0
     engine.world.holds = True
     engine.add(Request(1, PROMPT))
     engine.step()
+    assert engine.half._requests.here["r1"].call is not None
+
+
+def claiming_ahead(engine):
+    engine.world.holds = True
+    engine.add(Request(1, PROMPT))
+    engine.step()
+    assert engine.half._requests.here["r1"].claim is not None
+
+
+def claimed_ahead(engine):
+    engine.has_no_blocks = True
+    engine.add(Request(1, PROMPT))
+    engine.step()
+    assert engine.half._requests.here["r1"].lease is not None
 
 
 def meeting(engine):
@@ -49,12 +65,14 @@ def delivered(engine):
 
 
 def found(engine):
+    engine.half._claims.most_ahead = 0
     engine.has_no_blocks = True
     engine.add(Request(1, PROMPT))
     engine.step()
 
 
 def claiming(engine):
+    engine.half._claims.most_ahead = 0
     engine.has_no_blocks = True
     engine.add(Request(1, PROMPT))
     engine.step()
@@ -81,6 +99,7 @@ def saving(engine):
 
 
 def claiming_to_save(engine):
+    engine.half._claims.most_ahead = 0
     engine.has_no_blocks = True
     engine.add(Request(1, [5, *PROMPT]))
     engine.step()
@@ -90,6 +109,7 @@ def claiming_to_save(engine):
 
 
 def claiming_to_send(engine):
+    engine.half._claims.most_ahead = 0
     engine.add(Request(1, [5, *PROMPT], SENDS))
     engine.world.holds = True
     engine.steps(2)
@@ -141,6 +161,7 @@ def handing_over(engine):
 
 
 def held(engine):
+    engine.half._claims.most_ahead = 0
     request = engine.add(Request(1, [5, *PROMPT], SENDS))
     engine.world.holds = True
     engine.steps(12)
@@ -150,6 +171,8 @@ def held(engine):
 
 STATES = {
     probing: RequestStage.PROBING,
+    claiming_ahead: RequestStage.PROBING,
+    claimed_ahead: RequestStage.FOUND,
     meeting: RequestStage.MEETING,
     delivered: RequestStage.FOUND,
     found: RequestStage.FOUND,
@@ -287,6 +310,8 @@ def walk(seed, window=0):
         can_be_held=rng.random() < 0.7,
         window=window,
     )
+    engine.half._claims.most_ahead = rng.choice([0, 1, 8])
+    engine.half.look_every_s = rng.choice([0.0, 0.025, 0.1])
     for number in range(1, 90):
         come_and_go(rng, engine, number)
         if window and rng.random() < 0.2:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from kvd.client import Code
+from kvd.connectors.vllm.claims import MOST_AHEAD, MOST_AHEAD_TOKENS
 from kvd.connectors.vllm.log import TOLD_EVERY_S
+from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.params import transfer_of
+from kvd.connectors.vllm.requests import DueRequests
 from tests.connectors.vllm.stand_ins import BLOCK, MiniEngine, Request, StandInNode, refusal
 
 PROMPT = list(range(1, 31))
@@ -80,6 +84,7 @@ def test_a_chunk_is_there_for_others_while_the_prompt_goes_on(node, engine):
 
 
 def test_a_look_up_that_waits_is_asked_again(node, engine):
+    engine.half._claims.most_ahead = 0
     node.share(PROMPT)
     node.holds = True
     request = engine.add(Request(1, PROMPT))
@@ -92,6 +97,7 @@ def test_a_look_up_that_waits_is_asked_again(node, engine):
 
 
 def test_what_was_evicted_meanwhile_is_computed_and_not_asked_for_again(node, engine):
+    engine.half._claims.most_ahead = 0
     node.share(PROMPT)
     request = engine.add(Request(1, PROMPT))
     engine.half.matched(request, 0)
@@ -101,6 +107,136 @@ def test_what_was_evicted_meanwhile_is_computed_and_not_asked_for_again(node, en
     assert engine.step()
     assert engine.half.counts.failed_loads == 1
     engine.finish(request)
+
+
+def test_a_request_claims_its_pages_with_its_look_up(node, engine):
+    """Then nothing that was found can be evicted before it is loaded."""
+    node.share(PROMPT)
+    engine.add(Request(1, PROMPT))
+    assert len(node.leases) == 1
+    node.cached.clear()
+    assert engine.half.matched(engine.requests["r1"], 0) == (WHOLE, True)
+    engine.step()
+    assert [one.upto_tokens for one in engine.loads] == [WHOLE]
+    assert engine.step()
+    assert node.last == 1, "it claims once"
+    engine.finish(engine.requests["r1"])
+
+
+def test_behind_a_few_that_wait_requests_are_looked_up_and_own_nothing(node, engine):
+    node.share(PROMPT)
+    requests = [engine.add(Request(number, PROMPT)) for number in range(1, 12)]
+    assert len(node.leases) == MOST_AHEAD
+    for request in requests:
+        assert engine.half.matched(request, 0) == (WHOLE, True)
+    assert len(node.leases) == MOST_AHEAD
+    engine.step()
+    assert len(node.leases) == len(requests)
+    engine.add(Request(12, PROMPT))
+    assert len(node.leases) == len(requests) + 1, "these have blocks: the next one is the first"
+    for request in [*requests, engine.requests["r12"]]:
+        engine.finish(request)
+
+
+def test_long_prompts_that_wait_keep_no_pages(node, engine):
+    long = list(range(MOST_AHEAD_TOKENS))
+    requests = [engine.add(Request(1, long)), engine.add(Request(2, PROMPT))]
+    assert len(node.leases) == 1
+    requests.append(engine.add(Request(3, [1, *long])))
+    assert len(node.leases) == 1
+    for request in requests:
+        engine.finish(request)
+
+
+@pytest.mark.parametrize("comes", ["before", "after", "never"])
+def test_a_request_that_is_aborted_before_it_has_blocks_gives_its_claim_back(node, engine, comes):
+    node.share(PROMPT)
+    node.holds = True
+    request = engine.add(Request(1, PROMPT))
+    if comes == "before":
+        node.come()
+        assert engine.half.matched(request, 0) == (WHOLE, True)
+        assert node.leases
+    engine.finish(request)
+    if comes == "after":
+        node.come()
+    engine.settle()
+    assert not node.leases
+    assert not engine.half._requests.ahead
+
+
+def test_a_claim_for_which_there_are_no_pages_is_a_look_up(node, engine):
+    node.share(PROMPT)
+    node.is_full = True
+    request = engine.add(Request(1, PROMPT))
+    assert engine.half.matched(request, 0) == (WHOLE, True)
+    assert not node.leases
+    assert not engine.half._requests.ahead
+    node.is_full = False
+    engine.step()
+    engine.step()
+    assert [one.upto_tokens for one in engine.loads] == [WHOLE]
+    engine.generate(request, 9)
+    assert engine.saves, "there are pages for it by now"
+    engine.finish(request)
+
+
+def test_an_engine_that_saves_nothing_claims_no_pages_ahead(node):
+    engine = MiniEngine(node, save="none")
+    node.share(PROMPT)
+    request = engine.add(Request(1, PROMPT))
+    assert not node.leases
+    engine.step()
+    assert [one.upto_tokens for one in engine.loads] == [WHOLE]
+    engine.finish(request)
+    engine.settle()
+
+
+def test_a_step_looks_at_no_request_that_completes_no_block(node, engine, monkeypatch):
+    looks = []
+    saves = Moves.saves
+    monkeypatch.setattr(
+        Moves, "saves", lambda self, one, upto: looks.append(upto) or saves(self, one, upto)
+    )
+    requests = [engine.add(Request(number, [number, *PROMPT])) for number in range(1, 4)]
+    engine.step()
+    engine.step()
+    looks.clear()
+    for token in range(8 * BLOCK):
+        for request in requests:
+            request.all_token_ids.append(9000 + token)
+        engine.step()
+    # Of each: once a block, and once more where pages were asked for.
+    assert len(looks) <= len(requests) * (8 + 6)
+    for request in requests:
+        saved = [one.upto_tokens for one in engine.saves if one.request == request.request_id]
+        assert saved == [28, *range(32, 61, 4)]
+        engine.finish(request)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_request_is_looked_at_later_than_it_has_computed_what_it_has_to(seed):
+    rng = random.Random(seed)
+    due = DueRequests()
+    left = {}
+    requests = {number: SimpleNamespace(id=f"r{number}") for number in range(6)}
+    for number, request in requests.items():
+        left[number] = rng.randint(1, 40)
+        due.after(request, left[number])
+    looks = 0
+    for _ in range(300):
+        running = rng.sample(range(6), rng.randint(1, 6))
+        scheduled = {f"r{number}": rng.choice([0, 1, 1, 1, 1, 4, 30]) for number in running}
+        found = {request.id for request in due.take(scheduled)}
+        looks += len(found)
+        for number in running:
+            name = f"r{number}"
+            left[number] -= scheduled[name]
+            assert left[number] > 0 or name in found
+            if name in found:
+                left[number] = rng.randint(1, 40)
+                due.after(requests[number], left[number])
+    assert looks
 
 
 def test_a_full_pool_serves_what_is_in_it_and_saves_nothing(node, engine):
@@ -131,6 +267,7 @@ def test_a_preempted_request_comes_back_from_its_own_pages(node, engine):
 
 def test_a_preempted_request_loads_no_more_than_its_own_pages_have(node, engine):
     """What was found was evicted before it had a lease, and what is saved is not reported yet."""
+    engine.half._claims.most_ahead = 0
     node.share(PROMPT)
     request = engine.add(Request(1, PROMPT), local=28)
     engine.half.matched(request, 28)
@@ -284,6 +421,7 @@ def test_what_is_saved_behind_a_copy_that_failed_is_not_shared(node):
 
 def test_a_prompt_that_is_over_before_it_has_pages_is_saved_all_the_same(node, engine):
     """Its blocks are held until then, and not kept by vLLM."""
+    engine.half._claims.most_ahead = 0
     node.holds = True
     request = engine.add(Request(1, PROMPT))
     engine.half.matched(request, 0)

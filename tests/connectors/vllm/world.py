@@ -69,22 +69,24 @@ class WorldCall:
     def __init__(self, node, make, undo=None, ends=None):
         self.node, self.make, self.undo, self.ends = node, make, undo, ends
         self.value = self.error = None
-        self.is_over = False
+        self.is_done = False
         node.pending.append(self)
         node.serve()
 
     def come(self):
-        if self.is_over:
+        if self.is_done:
             return
-        self.is_over = True
+        self.is_done = True
         try:
             self.value = self.make()
         except KvdError as error:
             self.error = error
+        self.node.ended.append(self)
 
     def fail(self, error):
-        if not self.is_over:
-            self.is_over, self.error = True, error
+        if not self.is_done:
+            self.is_done, self.error = True, error
+            self.node.ended.append(self)
             if self.ends is not None:
                 self.node.world.drop(self.ends)
 
@@ -95,9 +97,9 @@ class WorldCall:
         return self.value
 
     def cancel(self):
-        if self.is_over and self.value is not None and self.undo is not None:
+        if self.is_done and self.value is not None and self.undo is not None:
             self.undo(self.value)
-        self.is_over = True
+        self.is_done = True
 
 
 class WorldLease:
@@ -163,6 +165,18 @@ class WorldLease:
 
         return WorldCall(self.node, release, ends=self)
 
+    def share(self, new_tokens=(), upto_tokens=None):
+        self.begin_commit(new_tokens, upto_tokens, swap=False)
+
+    def leave(self, new_tokens=None, upto_tokens=None):
+        def release():
+            try:
+                self.begin_release(new_tokens, upto_tokens).poll()
+            except KvdError:
+                self.node.world.drop(self)
+
+        WorldCall(self.node, release, ends=self)
+
 
 class WorldReceive:
     def __init__(self, node, room, tokens, namespace):
@@ -199,7 +213,7 @@ class WorldNode:
         self.session = len(world.nodes) + 1
         self.token = f"token {self.session}".encode()
         self.life = world.life
-        self.pending, self.workers = [], []
+        self.pending, self.ended, self.workers = [], [], []
         self.is_closed = False
         self.end = None
         world.nodes.append(self)
@@ -238,7 +252,8 @@ class WorldNode:
             else:
                 self.end = refusal(Code.POOL_CHANGED, "other memory")
         self.serve()
-        return []
+        ended, self.ended = self.ended, []
+        return ended
 
     def close(self):
         self.is_closed = True
@@ -736,6 +751,7 @@ class WorldEngine:
             now_s=lambda: self.clock_s,
             start=self._start,
         )
+        self.half.look_every_s = 0.0
         self.stream = Stream()
         self.layers = {f"layer {n}": Layer(self.stream) for n in range(LAYERS)}
         self.worker = WorkerHalf(
@@ -780,7 +796,7 @@ class WorldEngine:
             scheduled[request.request_id] = min(left, self.chunk)
         behind = {one: self.requests[one].num_computed_tokens + n for one, n in scheduled.items()}
         preempted, self.preempted = self.preempted, set()
-        orders = self.half.step(behind, preempted)
+        orders = self.half.step(scheduled, preempted)
         filled, self.filled = self.filled, []
         written = filled + [
             (
