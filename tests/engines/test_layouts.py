@@ -8,18 +8,15 @@ are taken back, and over the turns of a conversation.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.engines.engine import VllmEngine
 from tests.engines.environment import PYTHON, flaw
 from tests.engines.forks import HERE, Forks
-from tests.support.daemons import one_daemon, two_daemons
+from tests.support.daemons import one_daemon
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="KVD_VLLM_PYTHON names no environment with vLLM"),
@@ -55,12 +52,6 @@ def pool_of(layers, page_bytes, page_size=32):
 KV = 32 * 4 * 2 * 64 * 4
 """A block of 32 tokens: K and V of 4 heads, 64 wide, of 4 bytes."""
 
-LATENTS = 32 if "amx_tile" in Path("/proc/cpuinfo").read_text() else 16
-"""Tokens of a block: of vLLM's kernels for latents each has its own."""
-
-IN_CHUNKS = {"max_num_batched_tokens": 288}
-"""Where rounding shows: vLLM alone computes what is behind a hit in a chunk of its own, too."""
-
 SERVED = {
     "windows beside full attention": ("gemma", {}, pool_of(6, KV)),
     "the same as one group": ("gemma", FLAG, pool_of(6, KV)),
@@ -69,11 +60,6 @@ SERVED = {
     "windows alone": ("sliding", {}, pool_of(4, KV)),
     "blocks of unlike tokens": ("gemma4", {}, pool_of(8, 2 * KV, 64)),
     "pages of unlike sizes in one group": ("gemma4", FLAG, pool_of(1, 4 * KV + 2 * 2 * KV)),
-    "latents": (
-        "mla",
-        BF16 | IN_CHUNKS | {"block_size": LATENTS},
-        pool_of(3, LATENTS * 1152, LATENTS),
-    ),
     "fp8": ("gemma", BF16 | {"kv_cache_dtype": "fp8_e4m3"}, pool_of(6, KV // 4)),
 }
 
@@ -84,7 +70,7 @@ def families(tmp_path_factory):
     if why:
         pytest.fail(why, pytrace=False)
     directory = tmp_path_factory.mktemp("families")
-    names = ["gemma", "gemma4", "gptoss", "sliding", "mla", "states"]
+    names = ["gemma", "gemma4", "gptoss", "sliding", "states"]
     subprocess.run([PYTHON, str(HERE / "families.py"), str(directory), *names], check=True)
     return directory
 
@@ -205,29 +191,3 @@ def test_turns_of_a_conversation(forks, families, tmp_path, what):
             if turn:
                 assert found["cached"] >= (len(said) - 75) // page * page
             said = [*said, *found["tokens"], *prompt(60, turn)]
-
-
-@pytest.mark.parametrize("what", ["windows beside full attention", "blocks of unlike tokens"])
-def test_a_prompt_that_another_node_prefilled(families, tmp_path, what):
-    """Its last page is partial: of groups with smaller blocks some have no block in it."""
-    name, engine, pool = SERVED[what]
-    with two_daemons(tmp_path, pool) as pair, contextlib.ExitStack() as stack:
-        found = {}
-        for role, daemon in (("p", pair.prefill), ("d", pair.decode), ("alone", None)):
-            options = None if daemon is None else {"kvd.endpoint": daemon.client, **PATIENT}
-            log = tmp_path / f"{role}.log"
-            found[role] = VllmEngine(PYTHON, families / name, log, options=options, engine=engine)
-            stack.callback(found[role].close)
-        for started in found.values():
-            started.ready()
-            started.ask([9] * 20)
-        for n_tokens in (300, 192, 20, 700):
-            ids = prompt(n_tokens, 3)
-            wanted = found["alone"].ask(ids)["tokens"]
-            prefilled = found["p"].ask(ids, 1, {"do_remote_decode": True})
-            before = pair.decode.snapshot().totals.received_bytes
-            assert found["d"].ask(ids, 12, prefilled["params"])["tokens"] == wanted
-            pages = -(-n_tokens // int(pool["pool.page_size"]))
-            page_bytes = int(pool["pool.layers"]) * int(pool["pool.page_bytes"])
-            moved = pair.decode.snapshot().totals.received_bytes - before
-            assert moved == pages * page_bytes
