@@ -288,7 +288,7 @@ def _table() -> PieceTable:
         [BlockLayout(_ENGINE + layer * blocks * piece, blocks, piece, piece)]
         for layer in range(_LAYERS)
     ]
-    return PieceTable(component, layers, block_size=PAGE, interior="opaque", address=_POOL)
+    return PieceTable(component, [layers], block_size=PAGE, interior="opaque", address=_POOL)
 
 
 def _call_us() -> float:

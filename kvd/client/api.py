@@ -197,7 +197,8 @@ class Node:
         Raises:
             KvdError: as ``Worker.blocks`` and ``join``.
         """
-        is_left_out = isinstance(pool, str) and not pool
+        # By its type too: what is no name is no choice either, and is refused by it.
+        is_left_out = type(pool) is str and not pool
         found = self.pool(self._attachment.attached.pools[0].name if is_left_out else pool)
         if self._copier is None:
             self._copier = join(self._attachment.endpoint, token=self.token)

@@ -253,7 +253,7 @@ class Pools:
         """The key of a lease, with the session and the life of the daemon that are now."""
         return key_of(self._attachment.attached, lease, version)
 
-    def pool(self, name: str) -> Pool:
+    def pool(self, name: object) -> Pool:
         """The pool of that name.
 
         Raises:
@@ -262,9 +262,10 @@ class Pools:
         end = self._end()
         if end is not None:
             raise KvdError(end)
-        if not isinstance(name, str) or name not in self._pools:
+        found = self._pools.get(name) if isinstance(name, str) else None
+        if found is None:
             raise _none(f"there is no pool {name!r}; there is {', '.join(self._pools) or 'none'}")
-        return self._pools[name]
+        return found
 
     @property
     def match_page_tokens(self) -> int:

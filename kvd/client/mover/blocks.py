@@ -243,7 +243,7 @@ class EngineBlocks:
     def _parts(
         self,
         lease: LeaseKey | HasPages,
-        blocks: Mapping[str, PageNumbers],
+        blocks: Mapping[str, BlockNumbers],
         pages: Mapping[str, PageNumbers] | None,
         first_page: Mapping[str, int] | int,
         *,
@@ -409,11 +409,7 @@ def given_memory(pool: Pool, caches: Caches, *, block_size: int, shard: int) -> 
     Raises:
         KvdError: ``layout-mismatch`` with both numbers; ``bad-request``; as ``Pool.view``.
     """
-    groups = caches if isinstance(caches, list | tuple) and caches else [caches]
-    for group in groups:
-        if not isinstance(group, Mapping):
-            told = f"caches is a {type(caches).__name__}"
-            raise _bad(f"{told}: give the engine's KV tensors by layer, or a list of such groups")
+    _require_layers(caches)
     first = pool.memory.components[0].name
     names = {part.name for part in pool.memory.components}
     by_component = caches if _are_by_component(caches, names) else {first: caches}
@@ -444,6 +440,13 @@ def given_memory(pool: Pool, caches: Caches, *, block_size: int, shard: int) -> 
         given.layouts += [layout for group in layouts for layout in group]
     _check_apart(given)
     return given
+
+
+def _require_layers(caches: object) -> None:
+    given = caches if isinstance(caches, list | tuple) and caches else [caches]
+    if not all(isinstance(group, Mapping) for group in given):
+        told = f"caches is a {type(caches).__name__}"
+        raise _bad(f"{told}: give the engine's KV tensors by layer, or a list of such groups")
 
 
 def _are_by_component(caches: Caches, names: set[str]) -> TypeGuard[Mapping[str, Caches]]:

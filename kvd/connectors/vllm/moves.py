@@ -108,7 +108,8 @@ class Moves:
         """
         if tracked.is_broken or not self.saves_anything:
             return None
-        if tracked.claim is not None or tracked.extension is not None:
+        # Blocks that are kept for it wait for pages, and no longer than a moment.
+        if tracked.claim is not None or tracked.extension is not None or tracked.kept:
             return 1
         lease = tracked.lease
         if lease is None:
