@@ -273,6 +273,17 @@ class Server:
         self._shared.clear()
 
 
+def end_daemon(daemon: DaemonProcess) -> None:
+    """Stop it; its own processes end a moment after it."""
+    leader = daemon.pid if daemon.is_running else 0
+    daemon.stop()
+    wait_until(
+        lambda: not (leader and session(leader)),
+        lambda: f"processes of {daemon.name} are still there",
+        SOON_S,
+    )
+
+
 def session(leader: int) -> list[int]:
     """The processes of a session that have not ended."""
     found = []
@@ -400,7 +411,7 @@ class Pair:
             for daemon in self.daemons:
                 memory = SHM / f"{self.folder.name}-{daemon.name}"
                 steps.callback(shutil.rmtree, memory, ignore_errors=True)
-                steps.callback(daemon.stop)
+                steps.callback(end_daemon, daemon)
             for server in self.servers:
                 steps.callback(server.stop)
             for server in self.servers:

@@ -51,7 +51,8 @@ def unused(found):
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has ended
             mapped |= {line.split()[4] for line in maps.read_text().splitlines()}
-    return [file for file in found if file.exists() and str(file.stat().st_ino) not in mapped]
+    own = [file for file in found if file.is_file() or file.name.startswith("kvd-vllm-")]
+    return [file for file in own if str(file.stat().st_ino) not in mapped]
 
 
 def left(mark):
