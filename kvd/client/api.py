@@ -197,9 +197,7 @@ class Node:
         Raises:
             KvdError: as ``Worker.blocks`` and ``join``.
         """
-        # By its type too: what is no name is no choice either, and is refused by it.
-        is_left_out = type(pool) is str and not pool
-        found = self.pool(self._attachment.attached.pools[0].name if is_left_out else pool)
+        found = self._pools.chosen(pool)
         if self._copier is None:
             self._copier = join(self._attachment.endpoint, token=self.token)
             self._attachment.copies = self._copier.movers

@@ -267,6 +267,12 @@ class Pools:
             raise _none(f"there is no pool {name!r}; there is {', '.join(self._pools) or 'none'}")
         return found
 
+    def chosen(self, name: object) -> Pool:
+        """As ``pool``; the one that there is, where its name was left out."""
+        # By its type too: what is no name is no choice either, and is refused by it.
+        is_left_out = isinstance(name, str) and not name
+        return self.pool(next(iter(self._pools)) if is_left_out else name)
+
     @property
     def match_page_tokens(self) -> int:
         """Tokens of a page of the tree, of the pool that leases are of."""

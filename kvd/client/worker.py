@@ -152,9 +152,7 @@ class Worker:
                 ``bad-request``; as ``Pool.arrays``; ``unreachable`` or ``deadline`` where the
                 daemon does not hear of it: from now on no commit counts what is not said or saved.
         """
-        # By its type too: what is no name is no choice either, and is refused by it.
-        is_left_out = type(pool) is str and not pool
-        found = self.pool(self._attachment.attached.pools[0].name if is_left_out else pool)
+        found = self._pools.chosen(pool)
         if shard is None:
             shard = self._rank if found.shards else 0
         return self.movers.blocks(

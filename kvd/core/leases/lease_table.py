@@ -189,6 +189,10 @@ class LeaseTable:
         """Bytes of the pages that ``n_tokens`` take."""
         return self.pages_for(n_tokens) * self.page_bytes
 
+    def counts_by_word(self, lease: LeaseRecord) -> bool:
+        """Whether only what was said of it is written, whatever a commit knows."""
+        return bool(lease.said) or lease.session in self.by_word
+
     # ---- one claim ---------------------------------------------------------------------------
 
     def open_lease(self, claim: Claim) -> LeaseRecord | Shortage:
@@ -399,7 +403,7 @@ class LeaseTable:
         n_pages = count(lease.page_table)
         if n_tokens > n_pages * self.page_size:
             return _beyond_pages(lease, n_tokens, n_pages * self.page_size)
-        if lease.said or upto_tokens is not None or lease.session in self.by_word:
+        if upto_tokens is not None or self.counts_by_word(lease):
             written = tokens_to_commit(lease, n_tokens, upto_tokens)
             if isinstance(written, Refusal):
                 return written
@@ -501,7 +505,7 @@ class LeaseTable:
         room_pages = max(n_pages, self.pages_for(lease.room_tokens + extend_tokens))
         if n_tokens > room_pages * self.page_size:
             return _beyond_pages(lease, n_tokens, room_pages * self.page_size)
-        if lease.said or upto_tokens is not None or lease.session in self.by_word:
+        if upto_tokens is not None or self.counts_by_word(lease):
             # Asked before the first change: a number that is taken is a word, and is said below.
             said = lease.said
             written = tokens_to_commit(lease, n_tokens, upto_tokens)

@@ -165,7 +165,7 @@ class Retractor:
                 f"retract of {count(tokens)} tokens on lease {lease.id}, which holds pages for "
                 f"{room_tokens}: extend it before writing",
             )
-        by_word = lease.said or lease.session in self._leases.by_word
+        by_word = self._leases.counts_by_word(lease)
         if message.keep == HOST and by_word and count(tokens) > said_tokens(lease):
             return self._refusal(
                 Code.BAD_REQUEST,

@@ -340,13 +340,19 @@ def test_blocks_that_are_given_away_are_waited_for(rank):
     assert done | failed == {1, 2}
 
 
-def test_whoever_leaves_waits_for_what_moves(rank):
+def moving(rank):
+    """A save of it whose bytes move."""
     rank.begin(saves=(rank.order(),))
     rank.stream.run()
     for _ in range(2):
         rank.world.turn()
     (copy,) = rank.world.copies
     assert copy.is_moving
+    return copy
+
+
+def test_whoever_leaves_waits_for_what_moves(rank):
+    copy = moving(rank)
     rank.half.close()
     assert copy.is_over
     assert not rank.node.workers
@@ -383,12 +389,7 @@ def test_memory_that_is_given_away_is_read_and_written_by_nobody_and_comes_back(
 
 
 def test_memory_is_not_given_away_while_a_copy_of_a_former_session_moves(rank):
-    rank.begin(saves=(rank.order(),))
-    rank.stream.run()
-    for _ in range(2):
-        rank.world.turn()
-    (copy,) = rank.world.copies
-    assert copy.is_moving
+    copy = moving(rank)
     rank.is_late = True
     rank.begin(token=b"", session=0, incarnation="", number=2)
     (leave,) = rank.late
