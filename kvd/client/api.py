@@ -365,6 +365,7 @@ class Node:
         step_tokens: int = 0,
         request_id: str = "",
         promise_tokens: int = 0,
+        is_open: bool = False,
     ) -> Receive:
         """Decode side: get the KV of ``tokens`` from ``source``; returns once pages are held.
 
@@ -386,6 +387,9 @@ class Node:
             step_tokens: as in ``lease``, for what is generated after the prompt.
             promise_tokens: as in ``lease``.
             request_id: the router's. Asked again it is the same receive; other prompts are refused.
+            is_open: the room was open over there when it was told of. Where it is not any more, as
+                after a restart, ``done`` raises ``unknown-handoff`` at once, and no engine is
+                waited for. A source of an older kvd waits all the same.
 
         Raises:
             KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...;
@@ -406,6 +410,7 @@ class Node:
             step_tokens=whole(step_tokens, "step_tokens"),
             request_id=request_id,
             promise_tokens=whole(promise_tokens, "promise_tokens"),
+            is_open=is_open,
         )
         return await self._receiving(request, prompt, within(deadline_s))
 
@@ -438,6 +443,7 @@ class Node:
         ttl_s: float = 0.0,
         takers: int = 0,
         request_id: str = "",
+        when_written: bool = False,
     ) -> Send:
         """Prefill side: hand the KV of ``tokens`` to who receives it in ``room``; at once.
 
@@ -461,6 +467,8 @@ class Node:
                 its pages go when they are needed. Without ``ttl_s`` it is kept for ``deadline_s``.
             request_id: as in ``receive``. Of a room that was served the numbers of
                 ``duplicate-room`` say who had it (``served_to``), and when (``served_ago_s``).
+            when_written: of a room that is kept: nobody calls ``finish``, and it is finished when
+                all of the prompt is written, as by the last copy of ``Worker.blocks``.
 
         Raises:
             KvdError: ``unknown-lease``, ``duplicate-room``, ``prompt-mismatch`` ...;
@@ -477,6 +485,7 @@ class Node:
             ttl_s=seconds(ttl_s, "ttl_s"),
             takers=whole(takers, "takers"),
             request_id=request_id,
+            when_written=when_written,
         )
         prompt = self._sent_prompt(room, tokens, keys, extra_keys)
         return await sending(self._port, request, prompt, lease.record)
