@@ -150,6 +150,7 @@ class LookUps:
             promise_tokens=self.promise_tokens,
             deadline_s=self._options.deadline_s,
             request_id=_as_name(tracked.id) if meeting.number else "",
+            is_open=meeting.open,
         )
         if meeting.number:
             tracked.probe = link.ask(
@@ -283,7 +284,7 @@ class LookUps:
         return False
 
     def _heard(self, link: NodeLink, call: PendingCall[T], is_idle: bool) -> T | None:  # noqa: FBT001
-        return self._budget.answered(link, call) if is_idle else link.poll(call)
+        return self._budget.answered(link, call, is_idle=True) if is_idle else link.poll(call)
 
     def _is_admitted(self, link: NodeLink, tracked: Tracked, receive: SyncReceive | None) -> bool:
         """Whether its own daemon has pages for it, and has asked the other one."""
@@ -347,6 +348,8 @@ class LookUps:
     def _opened_within_s(self, tracked: Tracked) -> float:
         """How long it is given for its room to be opened over there."""
         meeting = tracked.transfer.meeting
+        if meeting is not None and meeting.soon:
+            return self._options.deadline_s
         told_at = meeting.at if meeting is not None else 0.0
         is_old = 0 < told_at < self._wall_s() - OPENED_S
         return ANSWER_WITHIN_S if is_old else MEET_WITHIN_S
