@@ -69,7 +69,9 @@ class OpenedRooms:
         send = self._opened(tracked)
         if send is not None and send.outcome is None:
             return True
-        if tracked.opening is None:
+        if not tracked.room:  # its pages came late, or are still to come
+            tracked.room = tracked.transfer.room or draw_room()
+        elif tracked.opening is None:
             # Refused, or over: it is handed over in another one, where nobody was turned away.
             tracked.room, tracked.send = draw_room(), None
         return False

@@ -93,18 +93,19 @@ def test_a_room_that_is_refused_leaves_no_lease(engine, world):
 
 def test_the_last_page_of_a_prompt_is_copied_after_its_end_where_its_lease_came_late(engine, world):
     engine.half._claims.most_ahead = 0
-    request = engine.add(Request(1, PROMPT, SENDS))
+    request = engine.add(Request(1, PROMPT, SENDS | {"kvd": {"v": 1, "opens": "77"}}))
     world.holds = True
     engine.steps(3)
     assert request in engine.waiting, "its lease is to come before its blocks"
     engine.steps(9)
-    assert engine.finish(request) is not None
+    told = engine.finish(request)
+    assert (told["kvd"]["room"], told["kvd"].get("open")) == ("77", None)
     assert not engine.held, "vLLM keeps them"
     assert engine.counted.needed.keys() >= set(range(1, 9))
     world.holds = False
     engine.steps(4)
     assert not engine.counted.needed
-    assert len(world.handed) == 1
+    assert world.handed == [77]
 
 
 # ---- what is waited for --------------------------------------------------------------------------
