@@ -14,16 +14,20 @@ unless it answers already, and asked anew.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     from kvd.proxy.bodies import Body
     from kvd.proxy.engines import ProxiedEngine
     from kvd.proxy.tries import HeardAnswer, Tries
 
 T = TypeVar("T")
+
+MOST_BEFORE: Final = 8
+"""Behind so many prompts at one engine the next goes in turn: its decode engine would hold pages
+for what is not begun, and compute it in the end."""
 
 
 class PrefillEnd(NamedTuple):
@@ -48,10 +52,17 @@ class PromptAtOnce:
     Args:
         prefill: what comes of it at the prefill engine.
         transfer: what the decode engine is told.
+        when_over: is called when the prefill engine has no more to do with it.
     """
 
-    def __init__(self, prefill: Coroutine[object, object, PrefillEnd], transfer: Body) -> None:
+    def __init__(
+        self,
+        prefill: Coroutine[object, object, PrefillEnd],
+        transfer: Body,
+        when_over: Callable[[], None],
+    ) -> None:
         self._prefill = asyncio.ensure_future(prefill)
+        self._prefill.add_done_callback(lambda _: when_over())
         self.transfer = transfer
 
     @property
@@ -99,7 +110,13 @@ def room_in(transfer: Body | None) -> tuple[str, str] | None:
     return (node, room) if isinstance(node, str) and isinstance(room, str) and room else None
 
 
-def are_beside(one: ProxiedEngine, other: ProxiedEngine) -> bool:
+def may_meet(prefill: ProxiedEngine, decode: ProxiedEngine) -> bool:
+    """Whether both can be asked at once."""
+    is_soon = prefill.open_requests < MOST_BEFORE
+    return bool(prefill.opens_at) and is_soon and not _are_beside(prefill, decode)
+
+
+def _are_beside(one: ProxiedEngine, other: ProxiedEngine) -> bool:
     """Whether both have one daemon, as far as is known: then nothing travels."""
     is_one = one.address.daemon == other.address.daemon != ""
     return is_one or one.address.url == other.address.url

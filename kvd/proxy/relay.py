@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiohttp import web
 
-from kvd.proxy.at_once import PrefillEnd, PromptAtOnce, are_beside, room_in, to_come
+from kvd.proxy.at_once import PrefillEnd, PromptAtOnce, may_meet, room_in, to_come
 from kvd.proxy.bodies import (
     decode_body,
     error_body,
@@ -210,13 +210,15 @@ class Relay:
             return None
         chosen = self._prefill_engine(asked, set())
         decode = soonest(self._of(EngineRole.DECODE, set()), prompt.cached, prompt.n_tokens, now_s)
-        if chosen is None or decode is None or not chosen.engine.opens_at:
-            return None
-        if are_beside(chosen.engine, decode.engine):
+        if chosen is None or decode is None or not may_meet(chosen.engine, decode.engine):
             return None
         room = new_room()
         transfer = to_come(chosen.engine.opens_at, room)
-        return PromptAtOnce(self._prefilled_at(asked, chosen, room, tries), transfer)
+        # Counted now, and not when its task begins: the next request may be here before that.
+        counted = contextlib.ExitStack()
+        counted.enter_context(self._at(chosen.engine, chosen.lacking_tokens))
+        prefill = self._prefilled_at(asked, chosen.engine, room, tries)
+        return PromptAtOnce(prefill, transfer, counted.close)
 
     async def forward(
         self, request: web.Request, target: str, body: bytes | Upload | None, trace: str
@@ -260,7 +262,8 @@ class Relay:
             chosen = self._prefill_engine(asked, tries.without)
             if chosen is None:
                 break
-            end = await self._prefilled_at(asked, chosen, new_room(), tries)
+            with self._at(chosen.engine, chosen.lacking_tokens):
+                end = await self._prefilled_at(asked, chosen.engine, new_room(), tries)
             if not end.is_failed:
                 return end
             if not end.may_retry:
@@ -270,31 +273,29 @@ class Relay:
         return PrefillEnd()
 
     async def _prefilled_at(
-        self, asked: AskedTokens, chosen: EngineChoice, room: str, tries: Tries
+        self, asked: AskedTokens, engine: ProxiedEngine, room: str, tries: Tries
     ) -> PrefillEnd:
         """What one prefill engine says."""
-        engine = chosen.engine
         call = EngineCall(
             method="POST",
             target=asked.target,
             headers=self._with_credentials(own_request_headers(asked.headers), engine),
             body=await worked(asked.n_bytes, json_bytes, prefill_body(asked.body, room)),
         )
-        with self._at(engine, chosen.lacking_tokens):
-            self._lookup.note(engine, asked.prompt.beginning)
-            try:
-                answer = await self._heard(engine, call)
-                if answer.status == OK:
-                    transfer = await worked(len(answer.body), _transfer_of, answer)
-                    engine.served(self._now_s())
-                    node, opened = room_in(transfer) or ("", "")
-                    engine.opens_at = node if opened == room else ""
-                    return PrefillEnd(transfer)
-            except EngineFault as fault:
-                self._note_fault(engine, fault)
-                tries.note_fault(engine, fault)
-                # Where it is decoded it may well be computed sooner than at another one.
-                return PrefillEnd(is_failed=True, may_retry=fault.fault is not FaultKind.SLOW)
+        self._lookup.note(engine, asked.prompt.beginning)
+        try:
+            answer = await self._heard(engine, call)
+            if answer.status == OK:
+                transfer = await worked(len(answer.body), _transfer_of, answer)
+                engine.served(self._now_s())
+                node, opened = room_in(transfer) or ("", "")
+                engine.opens_at = node if opened == room else ""
+                return PrefillEnd(transfer)
+        except EngineFault as fault:
+            self._note_fault(engine, fault)
+            tries.note_fault(engine, fault)
+            # Where it is decoded it may well be computed sooner than at another one.
+            return PrefillEnd(is_failed=True, may_retry=fault.fault is not FaultKind.SLOW)
         if answer.status < SERVER_ERROR and answer.status not in BUSY:
             # What the client did wrong the decode engine would refuse alike.
             engine.served(self._now_s())

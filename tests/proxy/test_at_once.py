@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiohttp
 import pytest
 
+from kvd.proxy.at_once import MOST_BEFORE
 from kvd.proxy.engines import EngineAddress, EngineRole
 from kvd.proxy.limits import ProxyLimits
 from tests.proxy.engines import FakeEngine, proxy_for, running
@@ -220,6 +221,21 @@ async def test_two_engines_beside_one_daemon_go_in_turn():
         assert not pair.decode.came.is_set()
         pair.prefill.computes.set()
         assert (await asyncio.wait_for(asked, 5))[0] == 200
+
+
+async def test_behind_many_prompts_the_next_goes_in_turn():
+    async with met() as pair:
+        pair.decode.waits_for = asyncio.Event()
+        asked = [asyncio.ensure_future(pair.ask(prompt=f"{n}")) for n in range(MOST_BEFORE + 2)]
+        async with asyncio.timeout(5):
+            while len(pair.prefill.bodies) < MOST_BEFORE + 2:  # noqa: ASYNC110 - counts
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert len(pair.decode.bodies) == MOST_BEFORE
+        pair.prefill.computes.set()
+        pair.decode.waits_for.set()
+        for answer in asked:
+            assert (await asyncio.wait_for(answer, 5))[0] == 200
 
 
 async def test_several_prompts_go_to_the_decode_engine_alone():
