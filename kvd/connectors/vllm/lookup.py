@@ -42,6 +42,10 @@ PULL_WITHIN_S: Final = 0.5
 MEET_WITHIN_S: Final = 2.0
 """By then the node that is to send has opened the room: it says so a step behind its prompt."""
 
+SILENT_WITHIN_S: Final = 1.0
+"""So long a daemon may say nothing to one who waits for bytes of another node, and loses more by
+computing all of them than by a daemon that has no processor for a moment."""
+
 OPENED_S: Final = 3.0
 """A room that was told of so long ago is open by now, or over: nobody waits ``MEET_WITHIN_S``. The
 clocks of two hosts may differ by less; where they differ by more, a room that is opened late is
@@ -274,7 +278,7 @@ class LookUps:
         if lease is not None:
             self._delivered(link, tracked, lease)
             return True
-        if link.is_silent:
+        if link.is_silent and link.silent_s(self._now_s()) >= SILENT_WITHIN_S:
             raise _given_up(SILENT)
         if self._is_stood_up(link, tracked):
             self._look_again(link, tracked, STOOD_UP)

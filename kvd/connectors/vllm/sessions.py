@@ -242,6 +242,10 @@ class NodeLink:
             except KvdError:
                 return
 
+    def silent_s(self, now_s: float) -> float:
+        """For how long something has been asked that was not answered yet."""
+        return now_s - self._ping_s if self._ping is not None else 0.0
+
     def _hear(self, now_s: float) -> None:
         if self._ping is None:
             return
