@@ -4,6 +4,8 @@
 set -eu
 
 pair=${PAIR:-/tmp/kvd-vllm-pair}
-exec ${KVD:-kvd} proxy --listen "127.0.0.1:${PORT:-8000}" \
+# Both engines share this machine: a decode engine that waits for a prompt would take a core from the
+# one that computes it. With cores or GPUs of their own leave --in-turn out.
+exec ${KVD:-kvd} proxy --in-turn --listen "127.0.0.1:${PORT:-8000}" \
     --prefill "http://127.0.0.1:${PREFILL_PORT:-8100},daemon=ipc://$pair/prefill/client.sock" \
     --decode "http://127.0.0.1:${DECODE_PORT:-8200},daemon=ipc://$pair/decode/client.sock"

@@ -58,12 +58,19 @@ ENGINE = "URL[,daemon=ENDPOINT[,namespace=NAME]]"
     help="A bound of time in seconds or of size in bytes, such as prefill_s=60; a wrong name shows "
     "all of them. May be given many times.",
 )
+@click.option(
+    "--in-turn",
+    is_flag=True,
+    help="Ask the decode engine only when the prefill engine has answered, and never both at once.",
+)
 def proxy_command(
     prefills: tuple[str, ...],
     decodes: tuple[str, ...],
     listen: str,
     also: tuple[str, ...],
     limits: tuple[str, ...],
+    *,
+    in_turn: bool,
 ) -> None:
     """Serve the HTTP API of OpenAI for engines that prefill and engines that decode.
 
@@ -103,6 +110,13 @@ def proxy_command(
         raise click.UsageError(str(error)) from error
     click.echo(f"kvd proxy: http://{listen} for {len(prefills)} + {len(decodes)} engines")
     try:
-        run(addresses, found["host"] or found["v6"], int(found["port"]), bounds, also)
+        run(
+            addresses,
+            found["host"] or found["v6"],
+            int(found["port"]),
+            bounds,
+            also,
+            in_turn=in_turn,
+        )
     except OSError as error:
         raise click.ClickException(f"--listen {listen}: {error.strerror or error}") from error

@@ -365,18 +365,17 @@ class Node:
         step_tokens: int = 0,
         request_id: str = "",
         promise_tokens: int = 0,
+        is_open: bool = False,
     ) -> Receive:
         """Decode side: get the KV of ``tokens`` from ``source``; returns once pages are held.
 
         Args:
-            room: the router's number, as ``room_of(request_id)``. Without one what the source has
-                cached is pulled, maybe nothing: ``n_tokens``. Pages are for the whole prompt.
+            room: the router's number; without one what is cached there is pulled (``n_tokens``).
             tokens: the prompt; only what is not cached here is sent. Or ``None``, and ``keys``.
             keys: as in ``lease``; both sides give the same.
             extra_keys: as in ``lease``; both sides give the same.
-            source: a peer's name, or an address to dial: tcp://HOST:PORT, NAME@tcp://HOST:PORT.
-                Several, each once: ranks that all have the KV divide the pages, others send their
-                layers and heads; all or nothing. The aux is that of the first with the last layer.
+            source: a peer's name, or an address: tcp://HOST:PORT, NAME@tcp://HOST:PORT. Of several
+                (each once), those with the same KV divide the pages, others send layers and heads.
             namespace: as in ``lease``.
             reserve_tokens: as in ``lease``.
             priority: as in ``lease``.
@@ -386,13 +385,13 @@ class Node:
             step_tokens: as in ``lease``, for what is generated after the prompt.
             promise_tokens: as in ``lease``.
             request_id: the router's. Asked again it is the same receive; other prompts are refused.
+            is_open: the room was open when it was told of; where it is not, none is waited for.
 
         Raises:
             KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...;
                 ``not-supported`` for a pull of a pool with several components, or an older source.
         """
         number, asked = _met_in(room, tokens)
-        prompt = self._prompt(asked, keys, extra_keys)
         request = wire.ReceiveRequest(
             call=self._port.connection.next_call(),
             room=number,
@@ -406,12 +405,12 @@ class Node:
             step_tokens=whole(step_tokens, "step_tokens"),
             request_id=request_id,
             promise_tokens=whole(promise_tokens, "promise_tokens"),
+            is_open=is_open,
         )
-        return await self._receiving(request, prompt, within(deadline_s))
+        return await self._receiving(request, self._prompt(asked, keys, extra_keys))
 
-    async def _receiving(
-        self, request: wire.ReceiveRequest, prompt: PromptAddress, within_s: float
-    ) -> Receive:
+    async def _receiving(self, request: wire.ReceiveRequest, prompt: PromptAddress) -> Receive:
+        within_s = within(request.deadline_s)
         if not prompt.frame:
             raise KvdError(_of_nothing("receive", "give the tokens of the prompt"))
         call = await perform_about(self._port, request, prompt, within_s=within_s)
@@ -438,6 +437,7 @@ class Node:
         ttl_s: float = 0.0,
         takers: int = 0,
         request_id: str = "",
+        when_written: bool = False,
     ) -> Send:
         """Prefill side: hand the KV of ``tokens`` to who receives it in ``room``; at once.
 
@@ -461,6 +461,8 @@ class Node:
                 its pages go when they are needed. Without ``ttl_s`` it is kept for ``deadline_s``.
             request_id: as in ``receive``. Of a room that was served the numbers of
                 ``duplicate-room`` say who had it (``served_to``), and when (``served_ago_s``).
+            when_written: of a room that is kept: nobody calls ``finish``, and it is finished when
+                all of the prompt is written, as by the last copy of ``Worker.blocks``.
 
         Raises:
             KvdError: ``unknown-lease``, ``duplicate-room``, ``prompt-mismatch`` ...;
@@ -477,6 +479,7 @@ class Node:
             ttl_s=seconds(ttl_s, "ttl_s"),
             takers=whole(takers, "takers"),
             request_id=request_id,
+            when_written=when_written,
         )
         prompt = self._sent_prompt(room, tokens, keys, extra_keys)
         return await sending(self._port, request, prompt, lease.record)

@@ -179,9 +179,16 @@ async def sending(
     call = await perform_about(
         port, request, prompt, about=lease, within_s=min(within_s, ANSWER_WITHIN_S)
     )
-    if call.send is None:
-        raise confused(request, call.answer.value)
-    return Send(port, call.send, lease, room=request.room, within_s=within_s)
+    answer = call.answer.value
+    if call.send is None or not isinstance(answer, wire.Sending):
+        raise confused(request, answer)
+    send = Send(port, call.send, lease, room=request.room, within_s=within_s)
+    if request.when_written and not answer.finishes:
+        await send.abort("it cannot finish by itself")
+        why = "the daemon is older than this client, and finishes no send by itself: "
+        why += "send without when_written, and call finish; or upgrade it"
+        raise KvdError(Refusal(Code.NOT_SUPPORTED, why, side="client"))
+    return send
 
 
 class Outcome(msgspec.Struct, frozen=True):

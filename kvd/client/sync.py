@@ -733,6 +733,7 @@ class SyncNode:
         step_tokens: int = 0,
         request_id: str = "",
         promise_tokens: int = 0,
+        is_open: bool = False,
     ) -> PendingCall[SyncReceive]:
         """Begin ``Node.receive``: pages are held once it has an outcome; ``poll`` that then."""
         verb = self.wrapped.receive(
@@ -750,6 +751,7 @@ class SyncNode:
             step_tokens=step_tokens,
             request_id=request_id,
             promise_tokens=promise_tokens,
+            is_open=is_open,
         )
         return PendingCall(self._channel, self._received(verb), SyncReceive.begin_cancel)
 
@@ -767,6 +769,7 @@ class SyncNode:
         ttl_s: float = 0.0,
         takers: int = 0,
         request_id: str = "",
+        when_written: bool = False,
     ) -> PendingCall[SyncSend]:
         """Begin ``Node.send``."""
         verb = self.wrapped.send(
@@ -781,6 +784,7 @@ class SyncNode:
             ttl_s=ttl_s,
             takers=takers,
             request_id=request_id,
+            when_written=when_written,
         )
         return PendingCall(self._channel, self._sent(verb), lambda send: send.begin_abort(UNDONE))
 

@@ -160,8 +160,8 @@ def new_traceparent() -> str:
 def prefill_body(body: Body, room: str) -> Body:
     """The same prompt for one token, whose KV another engine will decode from.
 
-    ``room`` is for engines whose router has to name the transfer. kvd's connector draws a room of
-    its own and answers it, with its node: nobody else knows where the KV is.
+    ``room`` is for engines whose router has to name the transfer. kvd's connector opens it and
+    answers it, with its node: nobody else knows where the KV is.
     """
     told = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     told["stream"] = False
@@ -176,6 +176,7 @@ def prefill_body(body: Body, room: str) -> Body:
         "remote_host": None,
         "remote_port": None,
         "transfer_id": room,
+        "kvd": {"v": 1, "opens": room},
     }
     return told
 

@@ -107,6 +107,7 @@ class ProxiedEngine:
         failed_s: when it last did not.
         why: the last failure; empty after an answer.
         doubted_s: for each failed request in a row; after one that was told to come later, at most.
+        opens_at: the node where it opens rooms that it is told of; empty: it has not said so.
     """
 
     address: EngineAddress
@@ -121,6 +122,7 @@ class ProxiedEngine:
     failed_s: float = -math.inf
     why: str = "not asked yet"
     doubted_s: float = DOUBTED_S
+    opens_at: str = ""
 
     def state(self, now_s: float) -> EngineState:
         """Whether requests go to it, only if nobody else takes them, or not at all."""

@@ -6,6 +6,8 @@
       |          decode, which computes the prompt itself                another engine, likewise
       +-- nobody decodes: 503
 
+Where the prefill engine opens rooms that it is told of both are asked at once, see ``at_once``.
+
 A client is told nothing before the first byte of an answer is there, so until then another engine
 can be tried: after 429 and 503, after a connection that failed or broke, after nonsense, and after
 silence. Whoever asked may hang up at any time; then the engine's request is hung up on too.
@@ -17,11 +19,11 @@ import asyncio
 import contextlib
 import socket
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiohttp import web
 
+from kvd.proxy.at_once import PrefillEnd, PromptAtOnce, may_meet, room_in, to_come
 from kvd.proxy.bodies import (
     decode_body,
     error_body,
@@ -35,6 +37,7 @@ from kvd.proxy.engines import EngineRole, EngineState, soonest
 from kvd.proxy.exchange import EngineCall, EngineFault, FaultKind, pieces_of, whole_of
 from kvd.proxy.headers import answer_headers, media_type, own_request_headers, request_headers
 from kvd.proxy.metrics import RequestEnd
+from kvd.proxy.tries import TOO_MANY, HeardAnswer, Tries
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from multidict import CIMultiDict
 
     from kvd.proxy.bodies import Body, Upload
-    from kvd.proxy.engines import ProxiedEngine
+    from kvd.proxy.engines import EngineChoice, ProxiedEngine
     from kvd.proxy.exchange import EngineClient
     from kvd.proxy.limits import ProxyLimits
     from kvd.proxy.lookup import CachedPrompt, PromptLookup
@@ -54,7 +57,6 @@ EVENTS: Final = "text/event-stream"
 
 OK: Final = 200
 REDIRECTS: Final = frozenset({300, 301, 302, 303, 305, 307, 308})
-TOO_MANY: Final = 429
 BUSY: Final = frozenset({TOO_MANY, 503})
 """What an engine says that cannot take one more, or none at all; another one may."""
 CLIENT_ERROR: Final = 400
@@ -63,71 +65,27 @@ BAD_GATEWAY: Final = 502
 UNAVAILABLE: Final = 503
 TOO_LATE: Final = 504
 
-MOST_BROKEN: Final = 3
-"""Engines that may break, or hang, on one request, which may be what breaks them."""
-
 MOST_HELD_BYTES: Final = 256 * 1024
 """Of an answer in JSON, before any of it goes to the client: an end that lies shows by then."""
 
 MOST_PREFILL_BYTES: Final = 64 * 2**20
 
 
-@dataclass(frozen=True)
-class HeardAnswer:
-    """An engine's answer that is there as a whole."""
-
-    status: int
-    headers: CIMultiDict[str]
-    body: bytes
-
-    def for_client(self) -> web.Response:
-        """The same, for whoever asked."""
-        return web.Response(status=self.status, headers=self.headers, body=self.body)
-
-
-class Tries:
-    """What came of the engines that one request was tried at.
+class AskedTokens(NamedTuple):
+    """A request for tokens.
 
     Attributes:
-        until_s: by the clock of the loop, when an answer must have ended.
-        is_for_tokens: an answer is a JSON object or a stream of events.
-        without: engines that are not tried again.
-        busy: the answer of one that takes no more now.
-        faults: of the others.
+        target: its path and query.
+        body: what was asked; of ``n_bytes``, as it came.
+        headers: the client's, as engines are told.
+        prompt: how much of it each node has.
     """
 
-    def __init__(self, until_s: float, *, is_for_tokens: bool) -> None:
-        self.until_s = until_s
-        self.is_for_tokens = is_for_tokens
-        self.without: set[ProxiedEngine] = set()
-        self.busy: HeardAnswer | None = None
-        self._said_503 = False
-        self.faults: list[EngineFault] = []
-
-    def note_busy(self, engine: ProxiedEngine, answer: HeardAnswer) -> None:
-        """It is not asked again; if all say so, its answer is the client's."""
-        self.without.add(engine)
-        self.busy = answer
-        self._said_503 = self._said_503 or answer.status != TOO_MANY
-
-    def note_fault(self, engine: ProxiedEngine, fault: EngineFault) -> None:
-        """It is not asked again, and why is told if nobody else answers."""
-        self.without.add(engine)
-        self.faults.append(fault)
-
-    @property
-    def may_have_taken(self) -> bool:
-        """One of them may have fetched the KV: it was reached, and did not say 429."""
-        return self._said_503 or any(
-            fault.fault is not FaultKind.UNREACHABLE for fault in self.faults
-        )
-
-    @property
-    def may_go_on(self) -> bool:
-        """Another engine may be tried."""
-        faults = [fault.fault for fault in self.faults]
-        broken = len(faults) - faults.count(FaultKind.UNREACHABLE)
-        return broken < MOST_BROKEN and FaultKind.OURS not in faults
+    target: str
+    body: Body
+    n_bytes: int
+    headers: CIMultiDict[str]
+    prompt: CachedPrompt
 
 
 class ClientAway(Exception):
@@ -145,7 +103,10 @@ class Relay:
         metrics: ProxyMetrics,
         limits: ProxyLimits,
         name: str,
+        *,
+        in_turn: bool = False,
     ) -> None:
+        self._in_turn = in_turn
         self._client = client
         self._engines = engines
         self._lookup = lookup
@@ -160,11 +121,40 @@ class Relay:
         """Answer one request for tokens; ``n_bytes``: of its body, as it came."""
         headers = request_headers(request.headers, self._name, trace, "")
         prompt = await self._lookup.cached(body, headers, n_bytes)
-        transfer, refusal = None, None
-        if prompt.is_one:
-            transfer, refusal = await self._prefilled(target, body, n_bytes, headers, prompt)
-        if refusal is not None:
-            return self._ended(RequestEnd.ANSWERED, refusal.for_client())
+        asked = AskedTokens(target, body, n_bytes, headers, prompt)
+        prefills = self._tries(is_for_tokens=True)
+        at_once = self._at_once(asked, prefills)
+        end = PrefillEnd(is_failed=True, may_retry=prompt.is_one)
+        if at_once is not None:
+            try:
+                response, end = await self._decoded(request, asked, end, at_once)
+            finally:
+                await at_once.close()
+            if response is not None:
+                return response
+        if end.may_retry:
+            end = await self._prefilled(asked, prefills)
+        elif end.is_failed and at_once is not None:
+            self._metrics.prefill_failed.inc()
+        if end.refusal is not None:
+            return self._ended(RequestEnd.ANSWERED, end.refusal.for_client())
+        response, _ = await self._decoded(request, asked, end, None)
+        assert response is not None
+        return response
+
+    async def _decoded(
+        self,
+        request: web.Request,
+        asked: AskedTokens,
+        end: PrefillEnd,
+        at_once: PromptAtOnce | None,
+    ) -> tuple[web.StreamResponse | None, PrefillEnd]:
+        """The answer of a decode engine that is told where the KV is, or is going to be.
+
+        None, and what came of the prompt, where nothing comes of it in the room that it was told.
+        """
+        body, n_bytes, headers, prompt = asked.body, asked.n_bytes, asked.headers, asked.prompt
+        transfer = end.transfer if at_once is None else at_once.transfer
 
         def without_kv() -> bytes:
             # Whoever reads KV a second time may read what lies there by then.
@@ -190,19 +180,45 @@ class Relay:
                 told.extend((kept, value) for value in headers.getall(kept, ()))
             call = EngineCall(
                 method="POST",
-                target=target,
+                target=asked.target,
                 headers=self._with_credentials(told, engine),
                 body=await worked(n_bytes, json_bytes, decode_body(body, transfer)),
                 again=without_kv if transfer is not None else None,
             )
             with self._at(engine, chosen.lacking_tokens) as begun:
                 self._lookup.note(engine, prompt.beginning)
-                response = await self._tried(request, engine, call, tries, begun)
+                answer = self._tried(request, engine, call, tries, begun)
+                is_awaited = at_once is not None and transfer is not None
+                response = await (
+                    at_once.beside(answer, tries) if at_once and is_awaited else answer
+                )
             if response is not None:
-                return response
+                return response, end
+            if at_once is not None and is_awaited and at_once.end is not None:
+                return None, at_once.end
             if tries.may_have_taken:
                 transfer = None
-        return self._no_answer(tries)
+        return self._no_answer(tries), end
+
+    def _at_once(self, asked: AskedTokens, tries: Tries) -> PromptAtOnce | None:
+        """Have it computed where a room is opened for it meanwhile; None: there is no such engine.
+
+        The engine is the one that would be asked in turn, or none.
+        """
+        prompt, now_s = asked.prompt, self._now_s()
+        if self._in_turn or not prompt.is_one:
+            return None
+        chosen = self._prefill_engine(asked, set())
+        decode = soonest(self._of(EngineRole.DECODE, set()), prompt.cached, prompt.n_tokens, now_s)
+        if chosen is None or decode is None or not may_meet(chosen.engine, decode.engine):
+            return None
+        room = new_room()
+        transfer = to_come(chosen.engine.opens_at, room)
+        # Counted now, and not when its task begins: the next request may be here before that.
+        counted = contextlib.ExitStack()
+        counted.enter_context(self._at(chosen.engine, chosen.lacking_tokens))
+        prefill = self._prefilled_at(asked, chosen.engine, room, tries)
+        return PromptAtOnce(prefill, transfer, counted.close)
 
     async def forward(
         self, request: web.Request, target: str, body: bytes | Upload | None, trace: str
@@ -231,57 +247,62 @@ class Relay:
                 break
         return self._no_answer(tries)
 
-    async def _prefilled(
-        self,
-        target: str,
-        body: Body,
-        n_bytes: int,
-        headers: CIMultiDict[str],
-        prompt: CachedPrompt,
-    ) -> tuple[Body | None, HeardAnswer | None]:
+    def _prefill_engine(
+        self, asked: AskedTokens, without: set[ProxiedEngine]
+    ) -> EngineChoice | None:
+        now_s = self._now_s()
+        able = [
+            engine for engine in self._of(EngineRole.PREFILL, without) if engine.may_prefill(now_s)
+        ]
+        return soonest(able, asked.prompt.cached, asked.prompt.n_tokens, now_s)
+
+    async def _prefilled(self, asked: AskedTokens, tries: Tries) -> PrefillEnd:
         """Where a prefill engine says that the KV is, or its refusal, which is for the client."""
-        tries = self._tries(is_for_tokens=True)
         while tries.may_go_on:
-            now_s = self._now_s()
-            able = [
-                engine
-                for engine in self._of(EngineRole.PREFILL, tries.without)
-                if engine.may_prefill(now_s)
-            ]
-            chosen = soonest(able, prompt.cached, prompt.n_tokens, now_s)
+            chosen = self._prefill_engine(asked, tries.without)
             if chosen is None:
                 break
-            engine = chosen.engine
-            call = EngineCall(
-                method="POST",
-                target=target,
-                headers=self._with_credentials(own_request_headers(headers), engine),
-                body=await worked(n_bytes, json_bytes, prefill_body(body, new_room())),
-            )
-            with self._at(engine, chosen.lacking_tokens):
-                self._lookup.note(engine, prompt.beginning)
-                try:
-                    answer = await self._heard(engine, call)
-                    if answer.status == OK:
-                        transfer = await worked(len(answer.body), _transfer_of, answer)
-                        engine.served(self._now_s())
-                        return transfer, None
-                except EngineFault as fault:
-                    self._note_fault(engine, fault)
-                    tries.note_fault(engine, fault)
-                    if fault.fault is FaultKind.SLOW:
-                        # Where it is decoded it may well be computed sooner than at another one.
-                        break
-                    continue
-            if answer.status < SERVER_ERROR and answer.status not in BUSY:
-                # What the client did wrong the decode engine would refuse alike.
-                engine.served(self._now_s())
-                return None, answer
-            self._note_status(engine, answer.status, answer.headers.get("retry-after", ""))
-            tries.note_busy(engine, answer)
+            with self._at(chosen.engine, chosen.lacking_tokens):
+                end = await self._prefilled_at(asked, chosen.engine, new_room(), tries)
+            if not end.is_failed:
+                return end
+            if not end.may_retry:
+                break
         if tries.without:
             self._metrics.prefill_failed.inc()
-        return None, None
+        return PrefillEnd()
+
+    async def _prefilled_at(
+        self, asked: AskedTokens, engine: ProxiedEngine, room: str, tries: Tries
+    ) -> PrefillEnd:
+        """What one prefill engine says."""
+        call = EngineCall(
+            method="POST",
+            target=asked.target,
+            headers=self._with_credentials(own_request_headers(asked.headers), engine),
+            body=await worked(asked.n_bytes, json_bytes, prefill_body(asked.body, room)),
+        )
+        self._lookup.note(engine, asked.prompt.beginning)
+        try:
+            answer = await self._heard(engine, call)
+            if answer.status == OK:
+                transfer = await worked(len(answer.body), _transfer_of, answer)
+                engine.served(self._now_s())
+                node, opened = room_in(transfer) or ("", "")
+                engine.opens_at = node if opened == room else ""
+                return PrefillEnd(transfer)
+        except EngineFault as fault:
+            self._note_fault(engine, fault)
+            tries.note_fault(engine, fault)
+            # Where it is decoded it may well be computed sooner than at another one.
+            return PrefillEnd(is_failed=True, may_retry=fault.fault is not FaultKind.SLOW)
+        if answer.status < SERVER_ERROR and answer.status not in BUSY:
+            # What the client did wrong the decode engine would refuse alike.
+            engine.served(self._now_s())
+            return PrefillEnd(refusal=answer)
+        self._note_status(engine, answer.status, answer.headers.get("retry-after", ""))
+        tries.note_busy(engine, answer)
+        return PrefillEnd(is_failed=True, may_retry=True)
 
     async def _heard(self, engine: ProxiedEngine, call: EngineCall) -> HeardAnswer:
         """The answer of a prefill engine, as a whole."""
@@ -313,6 +334,7 @@ class Relay:
                 async with contextlib.aclosing(pieces):
                     held, is_whole = await _held(answer, pieces)
                     begun.close()
+                    tries.is_answering = True
                     headers = self._headers_of(answer)
                     if answer.status in BUSY and is_whole:
                         after = headers.get("retry-after", "")

@@ -124,7 +124,10 @@ class ProxyServer:
         addresses: Sequence[EngineAddress],
         limits: ProxyLimits | None = None,
         also: tuple[str, ...] = (),
+        *,
+        in_turn: bool = False,
     ) -> None:
+        self._in_turn = in_turn
         self.limits = limits if limits is not None else ProxyLimits()
         self.engines = tuple(
             ProxiedEngine(address, doubted_s=self.limits.doubted_s) for address in addresses
@@ -166,7 +169,15 @@ class ProxyServer:
         client = EngineClient(self.limits, self._metrics)
         lookup = PromptLookup(client, self.engines, self._metrics, self.limits.tokenize_s)
         self._client, self._lookup = client, lookup
-        self._relay = Relay(client, self.engines, lookup, self._metrics, self.limits, self._name)
+        self._relay = Relay(
+            client,
+            self.engines,
+            lookup,
+            self._metrics,
+            self.limits,
+            self._name,
+            in_turn=self._in_turn,
+        )
         asking = [asyncio.create_task(self._keep_asking(engine, lookup)) for engine in self.engines]
         await self._ask_all()
         await asyncio.gather(
@@ -446,10 +457,12 @@ def run(
     port: int,
     limits: ProxyLimits | None = None,
     also: tuple[str, ...] = (),
+    *,
+    in_turn: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT; then end what there is, within ``stop_s``."""
     _allow_descriptors()
-    server = ProxyServer(addresses, limits, also)
+    server = ProxyServer(addresses, limits, also, in_turn=in_turn)
     web.run_app(
         server.application(),
         host=host,

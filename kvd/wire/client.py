@@ -203,6 +203,8 @@ class ReceiveRequest(msgspec.Struct, frozen=True, array_like=True, tag="receive"
     """The KV of so many first tokens is there already, in whatever pages; it is not sent."""
     promise_tokens: Figure = 0
     """As in ``OpenLease``."""
+    is_open: bool = False
+    """The room was opened before this is asked: where no engine has it, none is waited for."""
 
 
 class CancelReceive(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -233,6 +235,8 @@ class SendRequest(msgspec.Struct, frozen=True, array_like=True, tag="send"):
     """Asked again with the same one, by the same session, it is the same send; see ``receive``."""
     pages: bytes = b""
     """Of an arena, which ``lease`` is then: one for each page of the tokens."""
+    when_written: bool = False
+    """Of a kept room: it is finished, without an aux, as soon as all of the prompt is written."""
 
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag="advance"):
@@ -560,10 +564,11 @@ class Receiving(msgspec.Struct, frozen=True, array_like=True, tag="receiving"):
 
 
 class Sending(msgspec.Struct, frozen=True, array_like=True, tag="sending"):
-    """The send is known under this id."""
+    """The send is known under this id. ``finishes``: by itself, as ``when_written`` asks."""
 
     call: int
     send: int
+    finishes: bool = False
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):

@@ -165,6 +165,8 @@ class Offer(PeerMessage, frozen=True, tag="offer"):
     ``waited_s``: how long ago the engine asked for it. A peer that does not say has asked just now.
     ``share``: which part of it this source sends; the grants are for that part alone.
     ``epoch``: of the prompt's namespace; the digest covers it too.
+    ``is_open``: its engine was told of a room that was open by then, so none that comes later is
+    meant.
     """
 
     handoff: Counter
@@ -179,6 +181,7 @@ class Offer(PeerMessage, frozen=True, tag="offer"):
     waited_s: float = 0.0
     share: SourceShare = ALL
     epoch: Counter = 0
+    is_open: bool = False
 
 
 class Abort(PeerMessage, frozen=True, tag="abort"):

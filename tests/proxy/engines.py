@@ -25,7 +25,11 @@ HERE = "127.0.0.1"
 
 @dataclass
 class FakeEngine:
-    """One engine; ``bodies`` and ``headers`` are of the requests that came."""
+    """One engine; ``bodies`` and ``headers`` are of the requests that came.
+
+    ``opens_at``: the node where it opens the rooms that it is told of; empty: it has its own.
+    ``computes``: it answers a prompt when this is set; ``waits_for``: it begins to answer then.
+    """
 
     name: str
     pieces: int = 3
@@ -39,6 +43,10 @@ class FakeEngine:
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)
     metrics: str = ""
     url: str = ""
+    opens_at: str = ""
+    computes: asyncio.Event | None = None
+    waits_for: asyncio.Event | None = None
+    came: asyncio.Event = field(default_factory=asyncio.Event)
 
     def application(self) -> web.Application:
         app = web.Application()
@@ -66,14 +74,24 @@ class FakeEngine:
         body = await request.json()
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
+        self.came.set()
+        told = body.get("kv_transfer_params") or {}
+        is_prompt = bool(told.get("do_remote_decode"))
+        waited = self.computes if is_prompt else self.waits_for
+        try:
+            if waited is not None:
+                await waited.wait()
+        except asyncio.CancelledError:
+            self.hung_up.set()
+            raise
         if self.status != 200:
             return web.Response(
                 status=self.status, body=self.refusal, content_type="application/json"
             )
-        told = body.get("kv_transfer_params") or {}
-        if told.get("do_remote_decode"):
-            # As kvd's connector does: the room is the engine's own.
+        if is_prompt:
             answered = {"do_remote_prefill": True, "kvd": {"v": 1, "peer": "p0", "room": "77"}}
+            if self.opens_at:
+                answered["kvd"] |= {"peer": self.opens_at, "room": told["kvd"]["opens"]}
             return web.json_response({"choices": [], "kv_transfer_params": answered})
         if not body.get("stream"):
             return web.json_response({"choices": [{"text": self.name}]})

@@ -53,6 +53,7 @@ def test_a_prefill_asks_for_one_token_and_names_a_room():
             "remote_host": None,
             "remote_port": None,
             "transfer_id": "77",
+            "kvd": {"v": 1, "opens": "77"},
         },
     }
 

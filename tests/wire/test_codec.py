@@ -49,8 +49,8 @@ KEPT = [
     ),
     (
         CLIENT_REQUESTS,
-        client.SendRequest(1, 7, 3, "n", 30.0, "d", 0.5, 2, "r", b"pg"),
-        "9ba473656e64010703a16ecb403e000000000000a164cb3fe000000000000002a172c4027067",
+        client.SendRequest(1, 7, 3, "n", 30.0, "d", 0.5, 2, "r", b"pg", when_written=True),
+        "9ca473656e64010703a16ecb403e000000000000a164cb3fe000000000000002a172c4027067c3",
     ),
     (
         PEER_MESSAGES,
@@ -104,6 +104,12 @@ KEPT = [
 """Messages with the bytes they have in protocol 1: a change here breaks running peers."""
 
 EARLIER = [
+    (
+        CLIENT_REQUESTS,
+        client.SendRequest(1, 7, 3, "n", 30.0, "d", 0.5, 2, "r", b"pg"),
+        "9ba473656e64010703a16ecb403e000000000000a164cb3fe000000000000002a172c4027067",
+    ),
+    (CLIENT_REPLIES, client.Sending(1, 2), "93a773656e64696e670102"),
     (
         CLIENT_REQUESTS,
         client.SendRequest(1, 7, 3, "n", 30.0, "d"),

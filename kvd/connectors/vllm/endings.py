@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvd.connectors.vllm.opened import end_room
+
 if TYPE_CHECKING:
     from kvd.client import SyncLease
     from kvd.connectors.vllm.options import VllmOptions
@@ -42,6 +44,8 @@ class Endings:
     def add(self, tracked: Tracked, link: NodeLink, *, shares: bool) -> None:
         """Its request needs the lease no more."""
         lease, tracked.lease = tracked.lease, None
+        if not shares:
+            end_room(tracked, link)
         if lease is not None:
             self._leases.append(EndingLease(tracked, lease, link, shares=shares))
             self.settle()
@@ -67,6 +71,7 @@ class Endings:
         """What these have saved is for nobody: they are released, and no more."""
         for ending in self._leases:
             ending.shares = False
+            end_room(ending.tracked, ending.link)
 
     def _end(self, ending: EndingLease) -> None:
         tracked, lease, link = ending.tracked, ending.lease, ending.link
@@ -75,7 +80,10 @@ class Endings:
             link.say(lease.leave)
             return
         upto, prompt_tokens = tracked.saved_tokens, tracked.prompt_tokens
-        if tracked.room and upto >= prompt_tokens:
+        is_all, is_open = upto >= prompt_tokens, bool(tracked.send or tracked.opening)
+        if is_open and not is_all:
+            end_room(tracked, link)
+        if tracked.room and is_all and not is_open:
             link.say(lease.share, tracked.unknown_tokens(prompt_tokens), prompt_tokens)
             link.quietly(
                 link.node.begin_hand_over,

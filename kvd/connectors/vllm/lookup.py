@@ -42,6 +42,10 @@ PULL_WITHIN_S: Final = 0.5
 MEET_WITHIN_S: Final = 2.0
 """By then the node that is to send has opened the room: it says so a step behind its prompt."""
 
+SILENT_WITHIN_S: Final = 1.0
+"""So long a daemon may say nothing to one who waits for bytes of another node, and loses more by
+computing all of them than by a daemon that has no processor for a moment."""
+
 OPENED_S: Final = 3.0
 """A room that was told of so long ago is open by now, or over: nobody waits ``MEET_WITHIN_S``. The
 clocks of two hosts may differ by less; where they differ by more, a room that is opened late is
@@ -150,6 +154,7 @@ class LookUps:
             promise_tokens=self.promise_tokens,
             deadline_s=self._options.deadline_s,
             request_id=_as_name(tracked.id) if meeting.number else "",
+            is_open=meeting.open,
         )
         if meeting.number:
             tracked.probe = link.ask(
@@ -273,7 +278,7 @@ class LookUps:
         if lease is not None:
             self._delivered(link, tracked, lease)
             return True
-        if link.is_silent:
+        if link.is_silent and link.silent_s(self._now_s()) >= SILENT_WITHIN_S:
             raise _given_up(SILENT)
         if self._is_stood_up(link, tracked):
             self._look_again(link, tracked, STOOD_UP)
@@ -283,7 +288,7 @@ class LookUps:
         return False
 
     def _heard(self, link: NodeLink, call: PendingCall[T], is_idle: bool) -> T | None:  # noqa: FBT001
-        return self._budget.answered(link, call) if is_idle else link.poll(call)
+        return self._budget.answered(link, call, is_idle=True) if is_idle else link.poll(call)
 
     def _is_admitted(self, link: NodeLink, tracked: Tracked, receive: SyncReceive | None) -> bool:
         """Whether its own daemon has pages for it, and has asked the other one."""
@@ -347,6 +352,8 @@ class LookUps:
     def _opened_within_s(self, tracked: Tracked) -> float:
         """How long it is given for its room to be opened over there."""
         meeting = tracked.transfer.meeting
+        if meeting is not None and meeting.soon:
+            return self._options.deadline_s
         told_at = meeting.at if meeting is not None else 0.0
         is_old = 0 < told_at < self._wall_s() - OPENED_S
         return ANSWER_WITHIN_S if is_old else MEET_WITHIN_S

@@ -160,6 +160,10 @@ class Moves:
         except KvdError:
             return False
 
+    def sends_all(self, tracked: Tracked) -> bool:
+        """Whether it will be handed over, and its lease can have all of it."""
+        return self.will_send(tracked) and self.has_pages_for_prompt(tracked)
+
     def _pages_of(self, link: NodeLink, tracked: Tracked, lease: SyncLease, upto: int) -> int:
         """How many pages its lease has; more are asked for when the last is reached."""
         if tracked.extension is not None:

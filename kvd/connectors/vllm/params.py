@@ -27,22 +27,35 @@ OURS: Final = "kvd"
 class Meeting(msgspec.Struct, frozen=True):
     """Where a prompt's KV is: on node ``peer``, for who comes to ``room``, or in its cache.
 
-    The room is text: the numbers of JSON are too short for it. Empty: there is none. ``at``: when
-    this was told, in seconds as that host has them; 0: nobody says. The room was open soon after.
+    A room is text: the numbers of JSON are too short for it. Empty: there is none. ``at``: when
+    this was told, in seconds as that host has them; 0: nobody says. ``open``: the room was open by
+    then; else it is soon after. ``soon``: a router says so, which asks the other engine for the
+    prompt now. ``opens``: of the prompt that this one is asked for, the room that it is to open.
     """
 
-    peer: str
+    peer: str = ""
     room: str = ""
     v: int = VERSION
     at: float = 0.0
+    open: bool = False
+    soon: bool = False
+    opens: str = ""
 
     @property
     def number(self) -> int:
         """The room; 0: none that is one."""
-        # Longer than any number: python reads thousands of digits slowly, and more not at all.
-        is_read = len(self.room) <= ROOM_DIGITS and self.room.isdecimal()
-        number = int(self.room) if is_read else 0
-        return number if number <= MAX_ROOM else 0
+        return _room_of(self.room)
+
+    @property
+    def opened_number(self) -> int:
+        """The room that is to be opened; 0: none that is one."""
+        return _room_of(self.opens)
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether it makes no sense."""
+        is_odd = self.v != VERSION or not (self.peer or self.opened_number)
+        return is_odd or bool((self.room and not self.number) or (self.room and not self.peer))
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -52,6 +65,8 @@ class Transfer(msgspec.Struct, frozen=True):
     """Its KV is kept for the node that decodes it."""
     meeting: Meeting | None = None
     """Where to get what is not here."""
+    room: int = 0
+    """Where it is kept for that node, as the router wants it; 0: where this engine likes."""
     is_odd: bool = False
 
 
@@ -76,18 +91,28 @@ def transfer_of(params: object) -> Transfer:
     except (msgspec.ValidationError, ValueError, TypeError, RecursionError):
         # Texts may be none, as JSON has them: halves of characters.
         return Transfer(sends=sends, is_odd=True)
-    is_odd = meeting.v != VERSION or bool(meeting.room and not meeting.number) or not meeting.peer
-    return Transfer(sends=sends, meeting=None if is_odd else meeting, is_odd=is_odd)
+    if meeting.is_odd:
+        return Transfer(sends=sends, is_odd=True)
+    room = meeting.opened_number if sends else 0
+    return Transfer(sends=sends, meeting=meeting if meeting.peer else None, room=room)
 
 
-def kept_for_decode(node: str, room: int, at_s: float) -> dict[str, object]:
+def kept_for_decode(node: str, room: int, at_s: float, *, is_open: bool) -> dict[str, object]:
     """The answer of an engine that has prefilled: whoever decodes finds the KV there."""
-    return {OURS: {"v": VERSION, "peer": node, "room": str(room), "at": round(at_s, 3)}}
+    told: dict[str, object] = {"v": VERSION, "peer": node, "room": str(room), "at": round(at_s, 3)}
+    return {OURS: told | {"open": True} if is_open else told}
 
 
 def cached_at(node: str) -> dict[str, object]:
     """The answer of an engine that has decoded: the next turn may be pulled from there."""
     return {OURS: {"v": VERSION, "peer": node, "room": ""}}
+
+
+def _room_of(text: str) -> int:
+    # Longer than any number: python reads thousands of digits slowly, and more not at all.
+    is_read = len(text) <= ROOM_DIGITS and text.isdecimal()
+    number = int(text) if is_read else 0
+    return number if number <= MAX_ROOM else 0
 
 
 def draw_room() -> int:

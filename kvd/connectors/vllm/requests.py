@@ -195,10 +195,10 @@ class Requests:
             return
         if link is not self._sessions.link:
             # Its session is being closed, in a thread that cancels these first.
-            calls = (tracked.call, tracked.probe, claim, tracked.extension)
+            calls = (tracked.call, tracked.probe, claim, tracked.extension, tracked.opening)
             self._handles += [call for call in calls if call is not None]
             tracked.call = tracked.probe = tracked.extension = tracked.receive = None
-            tracked.lease = None
+            tracked.lease = tracked.opening = tracked.send = None
             return
         self._look_ups.drop(link, tracked)
         self.end_room(link, tracked)

@@ -40,8 +40,9 @@ from kvd.connectors.vllm.lookup import (
     LookUps,
 )
 from kvd.connectors.vllm.moves import Moves
+from kvd.connectors.vllm.opened import OpenedRooms, end_room
 from kvd.connectors.vllm.orders import StepOrders
-from kvd.connectors.vllm.params import cached_at, draw_room, kept_for_decode, transfer_of
+from kvd.connectors.vllm.params import cached_at, kept_for_decode, transfer_of
 from kvd.connectors.vllm.requests import Requests
 from kvd.connectors.vllm.resets import Resets
 from kvd.connectors.vllm.sessions import (
@@ -156,6 +157,7 @@ class SchedulerHalf:
         self._moves = Moves(
             options, self._requests, self._copies, block_size=block_size, now_s=now_s
         )
+        self._opened = OpenedRooms(options, self._moves.sends_all)
         self._held = HeldRequests(self._requests, self._moves, self._ending, self._copies, now_s)
         self._resets = Resets(self._log, now_s)
         self._stale_loads: set[str] = set()
@@ -455,7 +457,7 @@ class SchedulerHalf:
             self._moves.windows.sweep(taken)
             self._step(scheduled, loads, saves)
         failed, self._requests.unfilled = tuple(self._requests.unfilled), []
-        self._budget.renew()
+        self._budget.renew(is_idle=not scheduled)
         return StepOrders(
             number=self._number,
             token=self._sessions.token,
@@ -484,6 +486,8 @@ class SchedulerHalf:
         for running in self._requests.due.take(scheduled):
             if running.stage is RequestStage.COMPUTING:
                 upto = running.request.num_computed_tokens + scheduled[running.id]
+                if running.transfer.sends:
+                    self._opened.open(running)
                 saves += self._moves.saves(running, upto)
                 left = self._moves.tokens_left(running, upto)
                 if left is not None:
@@ -585,10 +589,12 @@ class SchedulerHalf:
             return None
         told: dict[str, object] | None = None
         if is_heard and self._held.can_be_handed_over(tracked):
-            tracked.room = draw_room()
-            told = kept_for_decode(link.name, tracked.room, time.time())
-        elif tracked.transfer.meeting is not None and tracked.lease is not None:
-            told = cached_at(link.name)
+            is_open = self._opened.told(tracked)
+            told = kept_for_decode(link.name, tracked.room, time.time(), is_open=is_open)
+        else:
+            end_room(tracked, link)
+            if tracked.transfer.meeting is not None and tracked.lease is not None:
+                told = cached_at(link.name)
         self._held.over(tracked)
         return told
 

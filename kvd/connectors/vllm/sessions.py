@@ -50,6 +50,10 @@ OPEN_WITHIN_S: Final = 1.0
 SILENT_S: Final = 0.25
 """A daemon that has not answered a look-up for so long is stopped, or overloaded."""
 
+IDLE_WAIT_S: Final = 0.005
+"""So long a step waits for another node where there is nothing to compute; vLLM would sleep and
+turn for nothing, and look a millisecond or two behind the answer."""
+
 PAUSE_S: Final = 50e-6
 """Between two looks for an answer that is waited for."""
 
@@ -59,25 +63,35 @@ class StepBudget:
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = self._left_s = wait_s
+        self._idle_left_s = 0.0
 
-    def renew(self) -> None:
-        """The next step begins."""
+    def renew(self, *, is_idle: bool = False) -> None:
+        """The next step begins; ``is_idle``: the last one had nothing to compute."""
         self._left_s = self._wait_s
+        self._idle_left_s = IDLE_WAIT_S if is_idle and self._wait_s > 0 else 0.0
 
-    def answered(self, link: NodeLink, call: PendingCall[T]) -> T | None:
+    def answered(self, link: NodeLink, call: PendingCall[T], *, is_idle: bool = False) -> T | None:
         """The outcome of a call, if it is here, or comes while there is time left.
+
+        Args:
+            link: of its session.
+            call: that call.
+            is_idle: wait as long as a step that has nothing else to do.
 
         Raises:
             KvdError: it ended in it.
         """
         found = link.poll(call)
-        if found is not None or self._left_s <= 0:
+        left_s = max(self._left_s, self._idle_left_s) if is_idle else self._left_s
+        if found is not None or left_s <= 0:
             return found
         began_s = time.perf_counter()
         try:
-            return link.wait(call, self._left_s)
+            return link.wait(call, left_s)
         finally:
-            self._left_s -= time.perf_counter() - began_s
+            took_s = time.perf_counter() - began_s
+            self._left_s -= took_s
+            self._idle_left_s -= took_s
 
     def heard(self, poll: Callable[[], T | None]) -> T | None:
         """What ``poll`` says, if it says something now, or while there is time left."""
@@ -227,6 +241,10 @@ class NodeLink:
                 self._ping_s = now_s
             except KvdError:
                 return
+
+    def silent_s(self, now_s: float) -> float:
+        """For how long something has been asked that was not answered yet."""
+        return now_s - self._ping_s if self._ping is not None else 0.0
 
     def _hear(self, now_s: float) -> None:
         if self._ping is None:

@@ -22,7 +22,7 @@ from kvd.connectors.vllm.sessions import NO_LIFE
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvd.client import PendingCall, Prompt, SyncLease, SyncReceive
+    from kvd.client import PendingCall, Prompt, SyncLease, SyncReceive, SyncSend
     from kvd.connectors.vllm.identity import RequestNamespace
     from kvd.connectors.vllm.orders import CopyOrder
     from kvd.connectors.vllm.params import Transfer
@@ -97,6 +97,7 @@ class Tracked:
         "loads_to",
         "local_tokens",
         "naming",
+        "opening",
         "ordered_tokens",
         "probe",
         "prompt",
@@ -105,6 +106,7 @@ class Tracked:
         "room",
         "saved_tokens",
         "saving",
+        "send",
         "sent_from",
         "stage",
         "started_tokens",
@@ -132,8 +134,7 @@ class Tracked:
         """Whether it claims pages for all of its prompt, or those that are cached alone."""
         self.asked_s = 0.0
         """When what it waits for was asked."""
-        self.was_missed = False
-        """It was looked for once, and not answered yet."""
+        self.was_missed = False  # what was asked was looked for once, and not answered yet
         self.is_unsure = False
         """The daemon did not answer in time when it was looked up."""
         self.lease: SyncLease | None = None
@@ -163,6 +164,9 @@ class Tracked:
         self.ordered_tokens = self.saved_tokens = 0
         """The pages of its lease have the KV up to the first, once what was ordered is done; the
         workers have done it up to the second."""
+        # Of its room, which is open while it is computed; and that room, once that is known.
+        self.opening: PendingCall[SyncSend] | None = None
+        self.send: SyncSend | None = None
         self.room = self.takes_room = 0
         """Where the prompt will be handed over; and where it is kept for this request, on its own
         node. 0: nowhere."""

@@ -52,6 +52,9 @@ def keeping_of(
 ) -> Keeping | Refusal | None:
     """How the room is to be kept, or why it cannot be so; None: its first receive ends it."""
     if not message.ttl_s and not message.takers:
+        if type(message) is client.SendRequest and message.when_written:
+            why = "a send that finishes by itself is of a room that is kept: say ttl_s or takers"
+            return Refusal(Code.BAD_REQUEST, why, side=side)
         return None
     # A comparison that is false for NaN too.
     if message.ttl_s >= 0 and 0 <= message.takers <= MAX_TAKERS:
@@ -217,10 +220,12 @@ class KeptRooms:
 
         Where nobody is let in any more it hears why, whoever receives it still.
         """
-        if part.keeping is not None and part.finish_call is not None:
+        if part.keeping is not None:
             over = part.keeping.over
             part.deadline_s = self._sends.deadline_of(part.keeping.ttl_s)
             call, part.finish_call = part.finish_call, None
+            if call is None:  # it has finished by itself
+                return
             kept_s = part.deadline_s - self._out.at_s if over is None else 0.0
             self._out.answer(
                 part.session,

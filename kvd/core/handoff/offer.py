@@ -215,6 +215,7 @@ class OfferWriter:
                 waited_s=now_s - attempt.since_s,
                 share=share,
                 epoch=epoch_in(lease.namespace),
+                is_open=attempt.is_open,
             )
             part.routes = routes_of(offer, self._peers.by_name[part.peer].incoming)
             part.total_bytes = self._payload.granted_bytes(grants, part.routes)

@@ -12,6 +12,7 @@ What is asked of it, in this order, and where the answer is:
     may this peer have the room?  ``rooms.refusal``
     is it an Offer at all?        ``offer.unacceptable``
     is the room over?             ``rooms.ExpiredRooms``, ``served``; where no engine is there
+    was it open before?           ``offer.is_open``; likewise
     is there a place left?        ``kept.not_for_taker``; of a room that is kept
     do the prompts agree?         ``offer.disagreement``
 
@@ -138,13 +139,25 @@ class OfferReader:
             # repetition.
             now_s, asked_s = self._out.at_s, self._out.at_s - offer.waited_s
             expired = self._sends.expired_rooms.refusal(offer.room, asked_s)
-            return expired or self._sends.served_rooms.refusal(offer.room, asked_s, now_s)
+            served = self._sends.served_rooms.refusal(offer.room, asked_s, now_s)
+            return expired or served or (self._nobodys(offer) if offer.is_open else None)
         if part.keeping is not None:
             return self._kept.not_for_taker(part, peer.name, offer)
         refusal = disagreement(offer, peer.name, part.engine, self._payload, self._settings.name)
         if refusal is not None:
             turned_away(part, peer.name, refusal, self._out.at_s)
         return refusal
+
+    def _nobodys(self, offer: Offer) -> Refusal:
+        """No engine has the room, and none is to come."""
+        side = self._settings.name
+        return Refusal(
+            Code.UNKNOWN_HANDOFF,
+            f"no engine of {side} has room {offer.room} open, which it was when its number was "
+            f"told: {side} has begun anew since, or it is long over: compute the prompt",
+            side=side,
+            numbers={"room": str(offer.room)},
+        )
 
     def aborted(self, peer: Peer, message: Abort) -> None:
         """The decode side no longer wants it, and waits for our last word."""

@@ -196,6 +196,7 @@ class ReceiveAttempt:
         "doubt",
         "ended",
         "id",
+        "is_open",
         "is_preloaded",
         "is_pulled",
         "lease",
@@ -231,6 +232,8 @@ class ReceiveAttempt:
         """Whether its pages are to be in the device buffer too when the engine hears of it."""
         self.request = request
         """What its engine calls it; None: nothing."""
+        self.is_open = False
+        """Whether its engine was told of a room that was open by then."""
         self.is_pulled = False
         """Whether its source sends what it has cached, and no engine of it does."""
         self.prefix_tokens = 0
@@ -464,6 +467,7 @@ class SendPart(HandoffPart):
         "ended",
         "engine",
         "finish_call",
+        "finishes",
         "flow",
         "generation",
         "in_doubt",
@@ -536,6 +540,7 @@ class SendPart(HandoffPart):
         self.aux: bytes | None = None
         """Given with ``finish``; None: the engine has not finished."""
         self.finish_call: int | None = None
+        self.finishes = False  # by itself, once all of the prompt is written
         self.outcome: ReceiveOutcome = ReceiveOutcome.FAILED
         self.in_doubt = False
         """A post ended with bytes sent and not confirmed."""

@@ -103,7 +103,7 @@ class ReceiveRequests:
     ) -> ReceiveAttempt:
         """The engine wants a prompt's KV from known peers: queue for room."""
         attempt = self._new_attempt(session, message, count(tokens), request)
-        attempt.is_pulled = is_pulled
+        attempt.is_pulled, attempt.is_open = is_pulled, message.is_open
         fresh = self._leases.components.fresh_tokens(attempt.prompt_tokens, cached=message.cache)
         claim = Claim(
             session=session,

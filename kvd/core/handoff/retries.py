@@ -202,7 +202,7 @@ class SendRetries:
     def answer_again(self, part: SendPart, message: client.SendRequest | client.HandOver) -> None:
         """The call is answered as the first one is."""
         if type(message) is not client.HandOver:
-            self._out.answer(part.session, client.Sending(message.call, part.id))
+            self._out.answer(part.session, client.Sending(message.call, part.id, part.finishes))
             return
         # Its end is told once, to the call that came last.
         if part.finish_call is not None:

@@ -66,11 +66,12 @@ class SendRequests:
         part = self._enter_room(message, engine)
         if isinstance(part, Refusal):
             return part
-        self._out.answer(engine.session, client.Sending(message.call, part.id))
+        self._out.answer(engine.session, client.Sending(message.call, part.id, part.finishes))
         # After Sending, which names the send: Accepted and a failure speak of it by its number.
         if part.state is P.AWAIT_ENGINE:
             self._sends.await_engine_or_await_offer_to_streaming(part, T.ENGINE_OPENED)
         self._kept.serve_waiting(part)
+        self._finish_if_written(part)
         return None
 
     def hand_over(self, message: client.HandOver, engine: SendingEngine) -> Refusal | None:
@@ -127,6 +128,7 @@ class SendRequests:
         sends.expired_rooms.forget(message.room)
         sends.served_rooms.forget(message.room)
         part.keeping = keeping
+        part.finishes = type(message) is client.SendRequest and message.when_written
         digest, n_tokens = engine.digest, engine.prompt_tokens
         part.request = sent_request(message, digest, n_tokens) if message.request_id else None
         part.engine = engine
@@ -134,7 +136,9 @@ class SendRequests:
         part.prompt_tokens = engine.prompt_tokens
         part.deadline_s = sends.deadline_of(message.deadline_s)
         sends.by_send[part.id] = part
-        part.cursor_tokens, part.after = word_for_sends(engine.lease, engine.prompt_tokens)
+        part.cursor_tokens, part.after = word_for_sends(
+            engine.lease, engine.prompt_tokens, with_cached=part.finishes
+        )
         # Held by the send from here on: the engine may release its lease, or die, while posts read.
         self._leases.hold_for_send(engine.lease, f"send {part.id}", engine.prompt_tokens)
         return part
@@ -200,6 +204,17 @@ class SendRequests:
             for taker in takers_of(part, self._sends.rooms):
                 if taker.state is P.STREAMING:
                     self._advance_part(taker, upto_tokens, after)
+            self._finish_if_written(part)
+
+    def _finish_if_written(self, part: SendPart) -> None:
+        """It was opened to be finished once all of it is written, and is."""
+        if (
+            part.finishes
+            and part.aux is None
+            and part.cursor_tokens >= part.prompt_tokens
+            and self._unfinishable(part, part.engine, 0, part.after) is None
+        ):
+            self._finish(part, None, b"", part.after)
 
     def lease_written(self, lease: LeaseRecord) -> None:
         """Its engine, or one of its ranks, has said how far it is: its sends go on by that."""
@@ -218,8 +233,11 @@ class SendRequests:
             what = f"send {part.id} is finished already"
             return Refusal(Code.WRONG_STATE, what, side=self._settings.name)
         refusal = self._unfinishable(part, part.engine, len(aux), after)
-        if refusal is not None:
-            return refusal
+        if refusal is None:
+            self._finish(part, call, aux, after)
+        return refusal
+
+    def _finish(self, part: SendPart, call: int | None, aux: bytes, after: bytes) -> None:
         self._note_finish(part, call, aux, after)
         if part.state is P.STREAMING:
             self._sends.streaming_to_flushing(part)
@@ -233,7 +251,6 @@ class SendRequests:
             if taker.state is P.STREAMING:
                 follow_keeper(taker, part)
                 self._sends.streaming_to_flushing(taker)
-        return None
 
     def _unfinishable(
         self, part: SendPart, engine: SendingEngine | None, aux_bytes: int, after: bytes
@@ -246,7 +263,7 @@ class SendRequests:
             refusal = not_reached(engine, self._payload, name)
         return refusal
 
-    def _note_finish(self, part: SendPart, call: int, aux: bytes, after: bytes) -> None:
+    def _note_finish(self, part: SendPart, call: int | None, aux: bytes, after: bytes) -> None:
         part.finish_call = call
         part.aux = aux
         part.after = after or part.after

@@ -152,10 +152,15 @@ def tokens_of_ranks(lease: LeaseRecord) -> tuple[int, ...]:
     return tuple(map(max, lease.said, awaited))
 
 
-def word_for_sends(lease: LeaseRecord, prompt_tokens: int) -> tuple[int, bytes]:
-    """How far a send of its prompt may read its pages, and behind which events, one by one."""
+def word_for_sends(
+    lease: LeaseRecord, prompt_tokens: int, *, with_cached: bool = False
+) -> tuple[int, bytes]:
+    """How far a send of its prompt may read its pages, and behind which events, one by one.
+
+    ``with_cached``: also where nothing was said yet, what was cached when the lease was opened.
+    """
     if not lease.said:
-        return 0, b""
+        return (min(prompt_tokens, lease.written_tokens) if with_cached else 0), b""
     upto = min(prompt_tokens, *tokens_of_ranks(lease))
     if not lease.events:
         return upto, b""

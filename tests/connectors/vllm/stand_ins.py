@@ -126,6 +126,22 @@ class Lease:
         self.begin_release(new_tokens, upto_tokens)
 
 
+class Send:
+    """A room that is open while its prompt is computed."""
+
+    def __init__(self, node, room, lease, how):
+        self.node, self.room, self.lease, self.how = node, room, lease.id, how
+        self.outcome = self.why = None
+        node.opened.append(self)
+
+    def begin_abort(self, reason):
+        def abort():
+            self.outcome = self.why = reason
+            return self
+
+        return Call(self.node, abort)
+
+
 class Receive:
     def __init__(self, node, tokens):
         self.node, self.tokens, self.lease = node, tokens, None
@@ -165,6 +181,7 @@ class StandInNode:
         self.holds = self.is_dead = self.is_full = False
         self.ended = []
         self.pending, self.receives, self.released, self.handed = [], [], [], []
+        self.opens, self.opened = True, []
         self.cached = []
         self.leases = {}
         self.last = 0
@@ -235,6 +252,17 @@ class StandInNode:
         self.alive()
         self.asked.append((room, source, how["request_id"]))
         return Call(self, lambda: Receive(self, prompt.tokens), lambda one: one.begin_cancel())
+
+    def begin_send(self, room, *, lease, **how):
+        self.alive()
+
+        def send():
+            self.alive()
+            if not self.opens:
+                raise refusal(Code.NOT_SUPPORTED)
+            return Send(self, room, lease, how)
+
+        return Call(self, send, lambda one: one.begin_abort("undone"))
 
     def begin_hand_over(self, room, *, lease, **how):
         self.alive()

@@ -93,18 +93,19 @@ def test_a_room_that_is_refused_leaves_no_lease(engine, world):
 
 def test_the_last_page_of_a_prompt_is_copied_after_its_end_where_its_lease_came_late(engine, world):
     engine.half._claims.most_ahead = 0
-    request = engine.add(Request(1, PROMPT, SENDS))
+    request = engine.add(Request(1, PROMPT, SENDS | {"kvd": {"v": 1, "opens": "77"}}))
     world.holds = True
     engine.steps(3)
     assert request in engine.waiting, "its lease is to come before its blocks"
     engine.steps(9)
-    assert engine.finish(request) is not None
+    told = engine.finish(request)
+    assert (told["kvd"]["room"], told["kvd"].get("open")) == ("77", None)
     assert not engine.held, "vLLM keeps them"
     assert engine.counted.needed.keys() >= set(range(1, 9))
     world.holds = False
     engine.steps(4)
     assert not engine.counted.needed
-    assert len(world.handed) == 1
+    assert world.handed == [77]
 
 
 # ---- what is waited for --------------------------------------------------------------------------
@@ -288,6 +289,45 @@ def test_an_old_room_that_is_accepted_is_waited_for_as_any():
         engine.step()
         engine.clock_s += MEET_WITHIN_S
     assert request in engine.waiting
+    engine.finish(request)
+    assert not node.receives
+
+
+def test_who_waits_for_another_node_bears_a_daemon_without_a_processor_for_a_moment():
+    node = StandInNode()
+    engine = MiniEngine(node)
+    node.receives_hang = True
+    params = {"kvd": MEETS["kvd"] | {"soon": True}}
+    request = engine.add(Request(1, PROMPT, params))
+    engine.step()
+    node.holds = True
+    for _ in range(9):
+        engine.clock_s += 0.1
+        engine.step()
+    link = engine.half._sessions.link
+    assert link.is_silent
+    assert request in engine.waiting
+    for _ in range(4):
+        engine.clock_s += 0.1
+        engine.step()
+    assert request in engine.running
+    engine.finish(request)
+    engine.settle()
+    assert not node.receives
+
+
+@pytest.mark.parametrize(("waited_s", "is_given_up"), [(29.0, False), (31.0, True)])
+def test_a_room_that_is_to_be_opened_soon_is_waited_for_as_long_as_a_handoff(waited_s, is_given_up):
+    node = StandInNode()
+    engine = MiniEngine(node)
+    node.receives_hang = True
+    request = engine.add(Request(1, PROMPT, {"kvd": MEETS["kvd"] | {"soon": True}}))
+    engine.step()
+    node.unaccepted = [one.id for one in node.receives]
+    engine.clock_s += waited_s
+    for _ in range(3):
+        engine.step()
+    assert (request in engine.running) is is_given_up
     engine.finish(request)
     assert not node.receives
 

@@ -358,6 +358,20 @@ class Reference:
     def unknown(self, prompt):
         return self.told(501)
 
+    def opened_by_nobody(self, prompt):
+        """It was open a moment ago, says the prefill engine, and its daemon has none such."""
+        told = self.told(507, ago_s=0.0)
+        told["kvd"]["open"] = True
+        return told
+
+    def restarted_since(self, prompt):
+        lease = self.node.lease(prompt, namespace="model")
+        self.node.send(508, lease=lease, namespace="model", ttl_s=20.0, when_written=True)
+        self.expired_long_ago(prompt)
+        told = self.told(508, ago_s=0.0)
+        told["kvd"]["open"] = True
+        return told
+
     def out_of_range(self, prompt):
         return self.told(2**63)
 
@@ -390,7 +404,10 @@ class Reference:
         return self.told(506)
 
 
-REFERENCES = ("unknown", "out_of_range", "consumed", "stale", "expired", "expired_long_ago")
+REFERENCES = (
+    *("unknown", "opened_by_nobody", "restarted_since", "out_of_range", "consumed", "stale"),
+    *("expired", "expired_long_ago"),
+)
 
 
 @pytest.mark.parametrize("kind", REFERENCES)

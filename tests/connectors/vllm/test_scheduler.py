@@ -333,6 +333,7 @@ def test_it_dies_while_a_request_is_under_way(node, engine):
 
 
 def test_a_prompt_is_kept_for_who_decodes_it_its_last_page_too(node, engine):
+    node.opens = False  # an older daemon: it is handed over when all of it is there
     request = engine.add(Request(1, PROMPT, SENDS))
     engine.step()
     told = engine.finish(request)
@@ -342,6 +343,86 @@ def test_a_prompt_is_kept_for_who_decodes_it_its_last_page_too(node, engine):
     assert told == {"kvd": {"v": 1, "peer": "n0", "room": str(room)}}
     assert (how["ttl_s"], how["takers"], how["namespace"]) == (120.0, 1, "model")
     assert engine.saves[-1].upto_tokens == len(PROMPT)
+
+
+def test_its_room_is_open_from_its_first_step_on(node, engine):
+    engine.chunk = 8
+    request = engine.add(Request(1, PROMPT, SENDS))
+    engine.step()
+    (send,) = node.opened
+    assert send.how == {
+        "namespace": "model",
+        "deadline_s": 30.0,
+        "ttl_s": 120.0,
+        "takers": 1,
+        "when_written": True,
+    }
+    while request.num_computed_tokens < len(PROMPT):
+        engine.step()
+    told = engine.finish(request)
+
+    assert abs(told["kvd"].pop("at") - time.time()) < 60
+    assert told == {"kvd": {"v": 1, "peer": "n0", "room": str(send.room), "open": True}}
+    assert not node.handed
+    assert send.why is None
+    assert engine.saves[-1].upto_tokens == len(PROMPT)
+    assert node.released == [(send.lease, len(PROMPT))]
+
+
+def test_it_is_the_room_that_its_router_has_chosen(node, engine):
+    request = engine.add(Request(1, PROMPT, SENDS | {"kvd": {"v": 1, "opens": "77"}}))
+    engine.step()
+    assert engine.finish(request)["kvd"]["room"] == "77"
+    assert [send.room for send in node.opened] == [77]
+    assert not engine.half.counts.odd_params
+
+
+def test_a_room_that_was_refused_is_told_as_another_one_that_is_opened_soon(node, engine):
+    node.opens = False
+    request = engine.add(Request(1, PROMPT, SENDS | {"kvd": {"v": 1, "opens": "77"}}))
+    engine.step()
+    told = engine.finish(request)["kvd"]
+    assert told["room"] != "77"
+    assert "open" not in told
+    assert [str(room) for room, _, _ in node.handed] == [told["room"]]
+
+
+def test_a_room_whose_daemon_has_not_answered_is_told_and_not_opened_twice(node, engine):
+    request = engine.add(Request(1, PROMPT, SENDS))
+    engine.half.matched(request, 0)
+    node.holds = True
+    engine.step()
+    told = engine.finish(request)["kvd"]
+    assert "open" not in told
+    engine.settle()
+    assert [str(send.room) for send in node.opened] == [told["room"]]
+    assert not node.handed
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "being opened"])
+def test_who_waits_in_the_room_of_an_aborted_prompt_hears_so(node, engine, is_open):
+    engine.chunk = 8
+    request = engine.add(Request(1, PROMPT, SENDS))
+    engine.half.matched(request, 0)
+    node.holds = not is_open
+    engine.step()
+    assert engine.finish(request) is None
+    engine.settle()
+    assert not node.handed
+    assert all(send.why for send in node.opened)
+    assert len(node.opened) == is_open
+
+
+def test_who_waits_in_the_room_of_a_prompt_that_could_not_be_saved_hears_so(node, engine):
+    engine.chunk = 8
+    engine.breaks.add("r1")
+    request = engine.add(Request(1, PROMPT, SENDS))
+    for _ in range(4):
+        engine.step()
+    assert engine.finish(request) is None
+    engine.settle()
+    assert len(node.opened) == 1
+    assert all(send.why for send in node.opened)
 
 
 def test_an_engine_that_only_caches_neither_keeps_prompts_for_others_nor_asks_for_theirs(node):

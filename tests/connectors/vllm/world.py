@@ -110,6 +110,7 @@ class WorldLease:
         self.tokens, self.prefix_len, self.namespace = list(tokens), prefix_len, namespace
         self.row = pages
         self.copies, self.is_ended = 0, False
+        self.send = None
         self.epoch, self.weights = world.epoch, world.weights
         world.leases[self.id] = self
 
@@ -160,6 +161,8 @@ class WorldLease:
                 self._check()
                 if new_tokens is not None:
                     self._share(new_tokens, upto_tokens)
+                if self.send is not None:
+                    self.send.lease_ends(upto_tokens or 0)
             world.drop(self)
             return self
 
@@ -176,6 +179,33 @@ class WorldLease:
                 self.node.world.drop(self)
 
         WorldCall(self.node, release, ends=self)
+
+
+class WorldSend:
+    """A room that is open while its prompt is computed, and finished when all of it is saved."""
+
+    def __init__(self, lease, room):
+        lease._check()
+        self.lease, self.room, self.n_tokens = lease, room, len(lease.tokens)
+        self.outcome = None
+        lease.send = self
+
+    def begin_abort(self, reason):
+        def abort():
+            self.outcome = self.outcome or reason
+            return self
+
+        return WorldCall(self.lease.node, abort)
+
+    def lease_ends(self, upto_tokens):
+        world, lease = self.lease.node.world, self.lease
+        if self.outcome is not None:
+            return
+        if upto_tokens < self.n_tokens:
+            world.wrong.append(f"room {self.room} stays open, and nobody writes its prompt")
+            return
+        world.check(lease.row, lease.tokens[: self.n_tokens], lease.weights)
+        world.handed.append(self.room)
 
 
 class WorldReceive:
@@ -294,6 +324,16 @@ class WorldNode:
             lambda: WorldReceive(self, room, prompt.tokens, namespace),
             lambda one: one.begin_cancel(),
         )
+
+    def begin_send(self, room, *, lease, when_written, **how):
+        assert when_written
+
+        def send():
+            if self.world.refuses_rooms or not self.world.opens_rooms:
+                raise refusal(Code.DRAINING)
+            return WorldSend(lease, room)
+
+        return WorldCall(self, send, lambda one: one.begin_abort("undone"))
 
     def begin_hand_over(self, room, *, lease, release, **how):
         def hand_over():
@@ -570,6 +610,7 @@ class World:
         """What was to be shared, or handed over, and is no KV of its tokens."""
         self.is_hung = self.is_down = self.holds = False
         self.are_workers_late = self.refuses_rooms = self.refuses_epochs = False
+        self.opens_rooms = True
         self.epoch = self.weights = 0
         """What is cached is of an epoch; ``weights``: those that its engine has now."""
         self.memory_of = {}

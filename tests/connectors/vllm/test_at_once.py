@@ -1,0 +1,241 @@
+"""A prompt that is sent while it is computed: two engines, two daemons, and what ends it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import pytest
+
+from tests.connectors.vllm.stand_ins import Request
+from tests.connectors.vllm.test_daemons import BLOCK, MINE, POOL, PlainEngine, leases_of
+from tests.support.daemons import two_daemons
+
+CHUNK = 3 * BLOCK
+PROMPT = list(range(1000, 1200))
+"""Three chunks, and a part of a page."""
+
+
+class AtOnce:
+    """A router that has told both engines of a room."""
+
+    def __init__(self, pair):
+        self.pair = pair
+        self.prefill, self.decode = PlainEngine(pair.prefill), PlainEngine(pair.decode)
+        for layer in self.decode.layers.values():
+            layer.array[:] = 0
+        self.decode.idle()
+        self.prefill.idle()
+        self.room = str(1 + secrets.randbelow(2**62))
+        self.number = 0
+        self.prompt = PROMPT
+
+    def asks_to_decode(self, **told):
+        self.number += 1
+        params = {"kvd": {"v": 1, "peer": "p", "room": self.room, "soon": True} | told}
+        request = Request(self.number, self.prompt, params)
+        self.decode.half.arrived(request, lora=None, extra={})
+        return request
+
+    def asks_to_prefill(self):
+        self.number += 1
+        params = {"do_remote_decode": True, "kvd": {"v": 1, "opens": self.room}}
+        request = Request(self.number, self.prompt, params)
+        self.prefill.half.arrived(request, lora=None, extra={})
+        self.prefill.matched(request)
+        self.prefill.half.given_blocks(request, 0)
+        return request
+
+    def compute(self, request, *, upto=None):
+        """Step by step, the decode engine stepping beside it."""
+        upto = len(self.prompt) if upto is None else upto
+        while request.num_computed_tokens < upto:
+            n_tokens = min(CHUNK, upto - request.num_computed_tokens)
+            orders = self.prefill.half.step({request.request_id: n_tokens})
+            self.prefill.worker.load(orders)
+            self.prefill.worker.save(orders)
+            request.num_computed_tokens += n_tokens
+            self.look(0.1)
+
+    def look(self, for_s):
+        end_s = time.monotonic() + for_s
+        while time.monotonic() < end_s:
+            self.prefill.step()
+            self.decode.step()
+            time.sleep(0.005)
+
+    def moved(self, more_than=-1, within_s=5.0):
+        """Bytes that are there by the word of the decode daemon, once they are so many."""
+        end_s = time.monotonic() + within_s
+        while time.monotonic() < end_s:
+            found = sum(room.moved_bytes for room in self.pair.decode.snapshot().rooms)
+            if found > more_than:
+                return found
+            self.look(0.02)
+        raise AssertionError(f"no more than {found} bytes have come")
+
+    def waits(self, request):
+        return self.decode.half.matched(request, 0)[0] is None
+
+    def gets(self, request, within_s=5.0):
+        """How much of it is found, and how long that took from now on."""
+        end_s = time.monotonic() + within_s
+        began_s = time.monotonic()
+        while time.monotonic() < end_s:
+            found, _ = self.decode.half.matched(request, 0)
+            if found is not None:
+                return found, time.monotonic() - began_s
+            self.look(0.005)
+        raise AssertionError("it waits for ever")
+
+    def load(self, request, found):
+        self.decode.half.given_blocks(request, found)
+        while request.request_id not in self.decode.step()[0]:
+            time.sleep(0.005)
+
+    def ends(self, request):
+        """It is computed where it was to be decoded, and nothing is left of it anywhere."""
+        assert self.gets(request, 2.0)[0] == 0
+        self.decode.compute(request)
+        self.decode.half.finished(request)
+        self.look(0.3)
+        assert leases_of(self.pair.decode) == []
+        assert self.pair.decode.snapshot().rooms == ()
+
+    def close(self):
+        self.prefill.close()
+        self.decode.close()
+
+
+@pytest.fixture
+def pair(tmp_path):
+    with two_daemons(tmp_path, POOL) as daemons:
+        made = AtOnce(daemons)
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("first", ["decode", "prefill"])
+def test_pages_travel_while_the_rest_is_computed(pair, first):
+    if first == "decode":
+        request = pair.asks_to_decode()
+        assert pair.waits(request)
+        pair.look(0.1)
+        computed = pair.asks_to_prefill()
+    else:
+        computed = pair.asks_to_prefill()
+        pair.compute(computed, upto=CHUNK)
+        request = pair.asks_to_decode()
+        pair.look(0.1)
+    moved = 0
+    for upto in (CHUNK, 2 * CHUNK):
+        pair.compute(computed, upto=upto)
+        moved = pair.moved(more_than=moved)
+        assert pair.waits(request)
+    pair.compute(computed)
+    _, told = pair.prefill.half.finished(computed)
+    assert told["kvd"]["room"] == pair.room
+    assert told["kvd"]["open"] is True
+    found, _ = pair.gets(request)
+    assert found == len(PROMPT) - 1
+    pair.load(request, found)
+    n_blocks = -(-len(PROMPT) // BLOCK)
+    for layer in pair.decode.layers.values():
+        assert (layer.array[: n_blocks - 1] == MINE).all()
+    pair.decode.half.finished(request)
+    pair.look(0.3)
+    assert leases_of(pair.pair.decode) == leases_of(pair.pair.prefill) == []
+
+
+def test_routers_that_ask_in_turn_are_told_of_a_room_that_is_open(pair):
+    computed = pair.asks_to_prefill()
+    pair.compute(computed)
+    _, told = pair.prefill.half.finished(computed)
+    request = pair.asks_to_decode(**told["kvd"], soon=False)
+    assert pair.gets(request)[0] == len(PROMPT) - 1
+    pair.decode.half.finished(request)
+
+
+def test_another_prompt_in_the_same_room_is_computed(pair):
+    computed = pair.asks_to_prefill()
+    pair.compute(computed, upto=CHUNK)
+    pair.prompt = [7, *PROMPT[1:]]
+    request = pair.asks_to_decode()
+    pair.ends(request)
+    pair.prefill.half.finished(computed, is_heard=False)
+
+
+def test_an_aborted_prefill_is_waited_for_no_longer(pair):
+    request = pair.asks_to_decode()
+    computed = pair.asks_to_prefill()
+    pair.compute(computed, upto=CHUNK)
+    assert pair.prefill.half.finished(computed, is_heard=False)[1] is None
+    pair.ends(request)
+    assert leases_of(pair.pair.prefill) == []
+
+
+def test_a_prefill_engine_that_ends_is_waited_for_no_longer(pair):
+    request = pair.asks_to_decode()
+    computed = pair.asks_to_prefill()
+    pair.compute(computed, upto=CHUNK)
+    pair.prefill.half.close()
+    pair.prefill.worker.close()
+    assert pair.gets(request, 2.0)[0] == 0
+    pair.decode.half.finished(request)
+
+
+def test_a_prefill_daemon_that_ends_is_waited_for_no_longer(pair):
+    request = pair.asks_to_decode()
+    computed = pair.asks_to_prefill()
+    pair.compute(computed, upto=CHUNK)
+    pair.pair.prefill.kill()
+    pair.pair.prefill.start()
+    pair.pair.prefill.wait_ready()
+    assert pair.gets(request, 10.0)[0] == 0
+    pair.decode.half.finished(request)
+
+
+def test_who_decodes_and_never_comes_holds_nothing_for_long(tmp_path):
+    with two_daemons(tmp_path, POOL) as daemons:
+        pair = AtOnce(daemons)
+        pair.prefill.close()
+        pair.prefill = PlainEngine(daemons.prefill, keep_s=0.5)
+        pair.prefill.idle()
+        computed = pair.asks_to_prefill()
+        pair.compute(computed)
+        pair.prefill.half.finished(computed)
+        pair.look(0.2)
+        assert leases_of(daemons.prefill) != []
+        pair.look(1.0)
+        assert leases_of(daemons.prefill) == []
+        pair.close()
+
+
+def test_who_waits_for_a_prefill_that_never_comes_gives_up_in_time(tmp_path):
+    with two_daemons(tmp_path, POOL) as daemons:
+        pair = AtOnce(daemons)
+        pair.decode.close()
+        pair.decode = PlainEngine(daemons.decode, deadline_s=1.0)
+        pair.decode.idle()
+        request = pair.asks_to_decode()
+        pair.look(0.5)
+        assert pair.waits(request)
+        found, took_s = pair.gets(request, 3.0)
+        assert (found, took_s < 2.0) == (0, True)
+        pair.decode.half.finished(request)
+        pair.look(0.3)
+        assert leases_of(daemons.decode) == []
+        pair.close()
+
+
+def test_who_decodes_and_hangs_up_leaves_the_room_to_the_next(pair):
+    request = pair.asks_to_decode()
+    computed = pair.asks_to_prefill()
+    pair.compute(computed, upto=CHUNK)
+    pair.decode.half.finished(request)
+    pair.look(0.2)
+    again = pair.asks_to_decode()
+    pair.compute(computed)
+    pair.prefill.half.finished(computed)
+    assert pair.gets(again)[0] == len(PROMPT) - 1
+    pair.decode.half.finished(again)
