@@ -132,16 +132,20 @@ def vllm_plan(config: Mapping[str, object], wanted: VllmPlanRequest) -> VllmPlan
 
 def _check_served(model: Model, facts: ModelFacts, config: Mapping[str, object]) -> None:
     """Whether kvd's connector takes such a model's blocks, and they are known to be alike."""
+    if model.state_layers:
+        raise NotPlanned(
+            f"{model.state_layers} layers carry a state: how many tokens vLLM gives to its blocks "
+            f"it chooses by their bytes; {TO_BE_SEEN}"
+        )
     if model.without_kv is not None:
         raise NotPlanned(f"{model.without_kv}; kvd's connector for vLLM serves KV of attention")
     if config.get("is_encoder_decoder") is True or facts.get("is_encoder_decoder") is True:
         raise NotPlanned("is_encoder_decoder: vLLM takes no connector for such a model")
-    for key in ("attention_chunk_size", "use_bidirectional_attention"):
-        if facts.get(key):
-            raise NotPlanned(
-                f"{key} = {facts.get(key)!r}: kvd's connector refuses layers whose tokens attend "
-                "to chunks of those before them, or to later ones"
-            )
+    if facts.get("use_bidirectional_attention"):
+        raise NotPlanned(
+            f"use_bidirectional_attention = {facts.get('use_bidirectional_attention')!r}: kvd's "
+            "connector refuses layers whose tokens attend to later ones"
+        )
     if model.index_dim:
         raise NotPlanned(
             "index_head_dim: the index of its sparse attention has blocks of another size than its "

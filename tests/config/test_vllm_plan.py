@@ -119,13 +119,12 @@ def test_a_pool_whose_pages_are_blocks(config, how, layers, of_a_layer, argument
 @pytest.mark.parametrize(
     ("config", "how", "told"),
     [
-        (GRANITE_4_TINY, {}, "its recurrent layers carry a state"),
+        (GRANITE_4_TINY, {}, "layers carry a state: how many tokens.*any pool of family raw"),
         (BGE_LARGE, {}, "it reads a text at once"),
         (DEEPSEEK_V32, {}, "index_head_dim: the index .* start the engine with any pool"),
         (DEEPSEEK_V3 | {"model_type": "minicpm3"}, {}, "kv_lora_rank: whether vLLM keeps latents"),
         (MIMO_V2_FLASH, {}, "v_head_dim = 128 is not head_dim = 192"),
         (GEMMA_4, {}, "sliding layers have KV of another shape"),
-        (LLAMA_3_8B | {"attention_chunk_size": 8192}, {}, "attention_chunk_size = 8192"),
         (LLAMA_3_8B | {"is_encoder_decoder": True}, {}, "is_encoder_decoder: vLLM takes no"),
         (LLAMA_3_8B, {"ranks": 3}, "8 KV heads cannot be divided among 3 ranks"),
         (LLAMA_3_8B, {"dtype": "fp8"}, "fp8 is none of bfloat16, float16, float32"),
@@ -148,6 +147,13 @@ def test_what_cannot_be_known_or_served_is_refused_and_not_guessed(config, how, 
 
     with pytest.raises(NotPlanned, match=told):
         vllm_plan(config, asked)
+
+
+def test_chunks_of_local_attention_have_blocks_as_full_attention_has():
+    asked = VllmPlanRequest(16, pages=10)
+    assert vllm_plan(LLAMA_3_8B | {"attention_chunk_size": 8192}, asked) == vllm_plan(
+        LLAMA_3_8B, asked
+    )
 
 
 def test_a_type_that_is_said_settles_what_the_checkpoint_leaves_open():

@@ -1,6 +1,6 @@
 """Small models of random weights, one of each kind of KV cache that vLLM has on a CPU.
 
-Run by the interpreter of an environment that has vLLM: ``families.py DIRECTORY NAME...``.
+Run by the interpreter of an environment that has vLLM: ``families.py DIRECTORY [NAME...]``.
 """
 
 from __future__ import annotations
@@ -75,8 +75,18 @@ def mla():
     return DeepseekV3ForCausalLM(DeepseekV3Config(**base | more))
 
 
-def states():
-    """A state of each request beside attention."""
+def llama4():
+    """Attention to chunks of 64 tokens in three layers of four; experts."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig  # noqa: PLC0415
+
+    more = {"num_hidden_layers": 4, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 1, 0]}
+    more |= {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 512}
+    more |= {"interleave_moe_layer_step": 2, "tie_word_embeddings": False}
+    return Llama4ForCausalLM(Llama4TextConfig(**BASE | more))
+
+
+def falcon():
+    """A state beside attention, in every layer."""
     from transformers import FalconH1Config, FalconH1ForCausalLM  # noqa: PLC0415
 
     more = {"num_hidden_layers": 2, "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32}
@@ -84,7 +94,36 @@ def states():
     return FalconH1ForCausalLM(FalconH1Config(**BASE | more))
 
 
-FAMILIES = {made.__name__: made for made in (gemma, gemma4, gptoss, sliding, mla, states)}
+def mamba2():
+    """States alone."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM  # noqa: PLC0415
+
+    more = {"num_hidden_layers": 2, "state_size": 16, "num_heads": 16, "head_dim": 32}
+    more |= {"n_groups": 1, "chunk_size": 64, "vocab_size": 4096, "hidden_size": 256}
+    return Mamba2ForCausalLM(Mamba2Config(**more, bos_token_id=1, eos_token_id=None))
+
+
+def qwen3next():
+    """Linear attention in three layers of four. Heads as wide as vLLM's kernel has them, so one of
+    each; and attention of as many bytes, since a block of it is at least a state.
+    """
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM  # noqa: PLC0415
+
+    more = {"num_hidden_layers": 4, "linear_num_key_heads": 1, "linear_num_value_heads": 1}
+    more |= {"num_key_value_heads": 8, "head_dim": 128}
+    more |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 4}
+    more |= {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    more |= {"shared_expert_intermediate_size": 128, "decoder_sparse_step": 1}
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**BASE | more))
+
+
+FAMILIES = {
+    made.__name__: made
+    for made in (
+        *(gemma, gemma4, gptoss, sliding, mla, llama4),
+        *(falcon, mamba2, qwen3next),
+    )
+}
 
 
 def main() -> None:
@@ -92,7 +131,7 @@ def main() -> None:
     import torch  # noqa: PLC0415 - of that environment
 
     root = Path(sys.argv[1])
-    for number, name in enumerate(sys.argv[2:]):
+    for number, name in enumerate(sys.argv[2:] or FAMILIES):
         torch.manual_seed(number)
         model = FAMILIES[name]()
         with torch.no_grad():

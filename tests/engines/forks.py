@@ -35,9 +35,24 @@ class Forks:
 
     def run(self, model, daemon=None, asks=({},), options=None, beside=None, **engine):
         """What one engine answers, and its log."""
+        asks = [{"ids": IDS, **ask} for ask in asks]
+        log = self._tell(model, daemon, options, beside, engine, asks=asks)
+        return json.loads(self._process.stdout.readline()), log.read_text()
+
+    def beside(self, model, daemon=None, options=None, **engine):
+        """An engine that goes on beside others, once it is ``ready``."""
+        pipes = [str(self._directory / f"{name}-{self.started}") for name in ("asks", "answers")]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        log = self._tell(model, daemon, options, None, engine, pipes=pipes)
+        return ForkedEngine(*pipes, log)
+
+    def _tell(self, model, daemon, options, beside, engine, **asked):
+        """Have one forked; its log."""
         self.started += 1
         log = self._directory / f"engine-{self.started}.log"
         engine["model"] = str(model)
+        asked["environment"] = engine.pop("environment", {})
         if daemon is not None:
             kvd = {
                 "kv_connector": "KvdConnector",
@@ -53,13 +68,10 @@ class Forks:
                     "kv_connector_extra_config": {"connectors": several},
                 }
             engine["kv_transfer_config"] = kvd | {"kv_load_failure_policy": "recompute"}
-        asks = [{"ids": IDS, **ask} for ask in asks]
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        told = {"engine": engine, "asks": asks, "log": str(log)}
+        told = {"engine": engine, "log": str(log), **asked}
         self._process.stdin.write(json.dumps(told) + "\n")
         self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline()), log.read_text()
+        return log
 
     def answers(self, *where, **how):
         found, log = self.run(*where, **how)
@@ -70,3 +82,34 @@ class Forks:
         self._process.stdin.close()
         self._process.wait(30)
         self._process.stdout.close()
+
+
+class ForkedEngine:
+    """One that goes on beside others: it answers each ask when that comes."""
+
+    def __init__(self, asks, answers, log):
+        self.log = log
+        self._asks = open(asks, "w")  # noqa: SIM115
+        self._answers = open(answers)  # noqa: SIM115
+
+    def ready(self):
+        assert self._read() == "ready"
+
+    def _read(self):
+        line = self._answers.readline()
+        assert line, f"the engine has ended:\n{self.log.read_text()[-3000:]}"
+        return json.loads(line)
+
+    def ask(self, ids, **how):
+        """The answer of one prompt."""
+        self._asks.write(json.dumps({"ids": ids, **how}) + "\n")
+        self._asks.flush()
+        found = self._read()
+        assert isinstance(found, list), f"{found}\n{self.log.read_text()[-3000:]}"
+        return found[-1]
+
+    def close(self):
+        """Have it end; what it says last is awaited."""
+        self._asks.close()
+        self._answers.read()
+        self._answers.close()

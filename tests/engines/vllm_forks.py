@@ -1,14 +1,20 @@
 """vLLM imported once; an engine for each line of JSON, in a process that is forked for it.
 
 An engine so starts in a few seconds. Run by the interpreter of an environment that has vLLM. In:
-``{"engine": {...}, "asks": [...], "log": PATH}``, with what ``LLM`` takes; an ask has ``ids``, and
-may have ``lora``, ``params``, ``reset`` and files to ``copy`` before, ``max_tokens``, prompts that
-are asked beside it (``more``), and after how many steps it is taken back (``abort``). Out: the
-answers of each ask, or ``{"error": ...}`` if the engine does not start.
+``{"engine": {...}, "asks": [...], "log": PATH, "environment": {...}}``, with what ``LLM`` takes,
+and variables for this engine alone. An ask has ``ids``, and may have ``lora``, ``params``,
+``reset`` and files to ``copy`` before, ``max_tokens``, prompts that are asked beside it (``more``),
+after how many steps it is taken back (``abort``), and ``bytes``: then its answer has a digest of
+each block that vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or
+``{"error": ...}`` if the engine does not start.
+
+With ``"pipes": [ASKS, ANSWERS]`` in the place of asks the engine goes on beside others, and has a
+line for each ask in the first, and one for the answers of each in the second.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -22,13 +28,13 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_STREAM="ext://sys.stderr",
     HF_HUB_OFFLINE="1",
+    PYTHONHASHSEED="0",  # what blocks are found by is the same in each engine
 )
 
 
-def answers_of(asked):
-    """What one engine says."""
-    from vllm import LLM, SamplingParams  # noqa: PLC0415 - reads the environment
-    from vllm.lora.request import LoRARequest  # noqa: PLC0415
+def started(asked):
+    """One engine."""
+    from vllm import LLM  # noqa: PLC0415 - reads the environment
 
     how = {
         "dtype": "float32",
@@ -36,41 +42,82 @@ def answers_of(asked):
         "max_model_len": 2048,
         "kv_cache_memory_bytes": 64 << 20,
     }
-    engine = LLM(
+    return LLM(
         skip_tokenizer_init=True,
         enforce_eager=True,
         disable_log_stats=True,
         distributed_executor_backend="uni",
         **how | asked["engine"],
     )
-    found = []
-    for ask in asked["asks"]:
-        if ask.get("copy"):
-            shutil.copyfile(*ask["copy"])
-        if ask.get("reset"):
-            engine.reset_prefix_cache(reset_connector=True)
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=ask.get("max_tokens", 8),
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"kv_transfer_params": ask["params"]} if ask.get("params") else None,
-        )
-        if "abort" in ask:
-            abort_one(engine.llm_engine, ask, sampling)
-            continue
-        lora = LoRARequest(*ask["lora"]) if ask.get("lora") else None
-        prompts = [{"prompt_token_ids": ids} for ids in (ask["ids"], *ask.get("more", ()))]
-        found += [
-            {
-                "tokens": list(out.outputs[0].token_ids),
-                "cached": out.num_cached_tokens,
-                "params": out.kv_transfer_params,
-            }
-            for out in engine.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
-        ]
-    engine.llm_engine.engine_core.shutdown()
+
+
+def answers_of(engine, ask):
+    """What it says, of each prompt of an ask."""
+    from vllm import SamplingParams  # noqa: PLC0415 - as above
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
+
+    if ask.get("copy"):
+        shutil.copyfile(*ask["copy"])
+    if ask.get("reset"):
+        engine.reset_prefix_cache(reset_connector=True)
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=ask.get("max_tokens", 8),
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": ask["params"]} if ask.get("params") else None,
+    )
+    if "abort" in ask:
+        abort_one(engine.llm_engine, ask, sampling)
+        return []
+    lora = LoRARequest(*ask["lora"]) if ask.get("lora") else None
+    prompts = [{"prompt_token_ids": ids} for ids in (ask["ids"], *ask.get("more", ()))]
+    found = [
+        {
+            "tokens": list(out.outputs[0].token_ids),
+            "cached": out.num_cached_tokens,
+            "params": out.kv_transfer_params,
+        }
+        for out in engine.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+    ]
+    if ask.get("bytes"):
+        found[-1]["bytes"] = digests_of(engine.llm_engine.engine_core.engine_core)
     return found
+
+
+def settle(engine):
+    """Go on as an engine in a process of its own does, until what was generated is copied."""
+    connector = engine.engine_core.engine_core.scheduler.connector
+    while connector is not None and connector.has_pending_push_work():
+        engine.step()
+
+
+def digests_of(core):
+    """By what a block is found: a digest of what its group's layers have there."""
+    pool = core.scheduler.kv_cache_manager.block_pool
+    runner = core.model_executor.driver_worker.worker.model_runner
+    config = runner.kv_cache_config
+    layers = runner.compilation_config.static_forward_context
+    found = {}
+    for key, blocks in pool.cached_block_hash_to_block._cache.items():
+        for block in blocks.values() if isinstance(blocks, dict) else [blocks]:
+            group = config.kv_cache_groups[int.from_bytes(key[-4:], "big")]
+            digest = hashlib.sha256()
+            for name in group.layer_names:
+                kv = layers[name].kv_cache
+                for tensor in kv if isinstance(kv, tuple) else (kv,):
+                    parts = tensor.shape[0] // config.num_blocks
+                    mine = tensor[block.block_id * parts : (block.block_id + 1) * parts]
+                    digest.update(mine.contiguous().flatten().view(dtype=uint8()).numpy())
+            found.setdefault(key.hex(), []).append(digest.hexdigest())
+    return found
+
+
+def uint8():
+    """Of torch."""
+    import torch  # noqa: PLC0415
+
+    return torch.uint8
 
 
 def abort_one(engine, ask, sampling):
@@ -88,13 +135,28 @@ def serve_one(asked, answers):
     log = os.open(asked["log"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    os.environ.update(asked["environment"])
+    if "pipes" in asked:
+        asks, answers = (open(path, how) for path, how in zip(asked["pipes"], "rw", strict=True))  # noqa: SIM115
+
+    def say(told):
+        answers.write(json.dumps(told) + "\n")
+        answers.flush()
+
     try:
-        told = answers_of(asked)
+        engine = started(asked)
+        if "pipes" in asked:
+            say("ready")
+            for line in asks:
+                found = answers_of(engine, json.loads(line))
+                settle(engine.llm_engine)
+                say(found)
+        else:
+            say([answer for ask in asked["asks"] for answer in answers_of(engine, ask)])
+        engine.llm_engine.engine_core.shutdown()
     except BaseException as error:  # noqa: BLE001 - it is the answer
         traceback.print_exc()
-        told = {"error": str(error)}
-    answers.write(json.dumps(told) + "\n")
-    answers.flush()
+        say({"error": str(error)})
     sys.stderr.flush()
     os._exit(0)
 
@@ -108,10 +170,17 @@ def main() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401, PLC0415
 
     torch.set_num_threads(1)
+    beside = []
     while line := sys.stdin.readline():
+        asked = json.loads(line)
         child = os.fork()
         if not child:
-            serve_one(json.loads(line), answers)
+            serve_one(asked, answers)
+        if "pipes" in asked:
+            beside.append(child)
+        else:
+            os.waitpid(child, 0)
+    for child in beside:
         os.waitpid(child, 0)
 
 

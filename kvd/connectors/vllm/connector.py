@@ -30,6 +30,7 @@ from kvd.connectors.vllm.identity import (
     BlockPacking,
     adapter_rules,
     agreed,
+    attribute,
     identity_of,
     packing_of,
 )
@@ -524,12 +525,15 @@ def _checked_groups(
         if not any_version:
             raise Unfit(f'{told}; set "kvd.any_version": true to try')
         logger.warning("%s; it is tried, since kvd.any_version says so", told)
-    parallel = config.parallel_config
+    parallel, scheduler = config.parallel_config, config.scheduler_config
     try:
         groups = layer_groups(
             cache.kv_cache_groups,
             context_ranks=parallel.prefill_context_parallel_size
             * parallel.decode_context_parallel_size,
+            match_tokens=attribute(config.cache_config, "prefix_match_unit"),
+            step_tokens=attribute(scheduler, "max_num_scheduled_tokens")
+            or scheduler.max_num_batched_tokens,
         )
     except KvdError as error:
         raise Unfit(str(error)) from None

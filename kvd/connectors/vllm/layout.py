@@ -8,6 +8,10 @@ equal blocks. Nothing here knows vLLM, or reads a byte: where blocks lie is arit
 Layers may be in groups that have blocks of their own for the same tokens, as sliding windows beside
 full attention. A page is the bytes of all of them: of each group a block, or several where its
 blocks are of fewer tokens.
+
+A block of layers with states has one: that of all tokens up to the last of the block, behind which
+alone can be gone on. It is there where a step has ended at that token, so every step has to end at
+the next block's end at the latest: then each page has the state of its last token.
 """
 
 from __future__ import annotations
@@ -34,11 +38,17 @@ DEVICES: Final = (HOST, "cuda")
 WHOLE: Final = ("FullAttentionSpec", "MLAAttentionSpec")
 """Kinds of layers of which vLLM keeps every block of a request until that is over."""
 
-WINDOWED: Final = ("SlidingWindowSpec",)
+WINDOWED: Final = ("SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 """Kinds of layers of which vLLM takes blocks away meanwhile, those that no later token attends to.
 Its null block stands where they were: saved in their place, that would be the KV of nobody."""
 
-LOCAL: Final = (*WINDOWED, "ChunkedLocalAttentionSpec", "SlidingWindowMLASpec")
+STATES: Final = ("MambaSpec",)
+"""Kinds of layers of which vLLM keeps states, and takes back all but the last ones: as windows."""
+
+ALIGNED: Final = "align"
+"""How vLLM keeps them where they can be found again: at the ends of blocks."""
+
+LOCAL: Final = (*WINDOWED, "SlidingWindowMLASpec")
 """Kinds of layers that vLLM keeps whole too, where it is told to have one group."""
 
 ONE_GROUP: Final = "--disable-hybrid-kv-cache-manager"
@@ -50,13 +60,14 @@ class LayerGroup(msgspec.Struct, frozen=True):
 
     ``block_size``: tokens of a block; ``per_page``: so many blocks are one page. ``is_windowed``:
     while a request goes on, vLLM takes those of its blocks back that lie beyond the windows of
-    these layers.
+    these layers. ``has_states``: a block is the state behind its last token.
     """
 
     layers: tuple[str, ...]
     block_size: int
     per_page: int = 1
     is_windowed: bool = False
+    has_states: bool = False
 
     def numbers_of(self, page: int) -> range:
         """Which blocks of a request a page of it is."""
@@ -78,6 +89,21 @@ class NamesCausality(Protocol):
 
 
 @runtime_checkable
+class SaysWhichStates(Protocol):
+    """A group of layers with states that says which of them are kept: vLLM's of 0.32 do."""
+
+    mamba_cache_mode: str
+    num_speculative_blocks: int
+
+
+@runtime_checkable
+class PaddedSpec(Protocol):
+    """A group of layers that says how much of a block is used: a state may be smaller."""
+
+    real_page_size_bytes: int
+
+
+@runtime_checkable
 class SeveralSpecs(Protocol):
     """What layers of unlike sizes in one group are: by layer, each of its own."""
 
@@ -94,12 +120,21 @@ def _movable(name: str, tensor: TensorView) -> BlockLayout:
     return layout
 
 
-def layer_groups(groups: Sequence[CacheGroup], *, context_ranks: int = 1) -> tuple[LayerGroup, ...]:
+def layer_groups(
+    groups: Sequence[CacheGroup],
+    *,
+    context_ranks: int = 1,
+    match_tokens: int | None = None,
+    step_tokens: int = 0,
+) -> tuple[LayerGroup, ...]:
     """Those of an engine, if what they keep is the KV of tokens in a row and those before.
 
     Args:
         groups: vLLM's.
         context_ranks: how many ranks share the tokens of a block among them.
+        match_tokens: vLLM finds prefixes of so many tokens, and multiples; None: of those that all
+            blocks have in common.
+        step_tokens: a step computes so many at most; 0: any number.
 
     Raises:
         KvdError: ``layout-mismatch``: it is not; with the switch that makes it so, if there is one.
@@ -115,13 +150,23 @@ def layer_groups(groups: Sequence[CacheGroup], *, context_ranks: int = 1) -> tup
             f"{context_ranks} ranks share the tokens of a block (context parallelism): kvd's "
             "connector takes a block for tokens in a row; run it without kvd"
         )
-    page_size = math.lcm(*(group.kv_cache_spec.block_size for group in groups))
+    sizes = [group.kv_cache_spec.block_size for group in groups]
+    page_size = math.lcm(*sizes)
+    for spec in specs:
+        if _kind(spec) in STATES:
+            _check_states(
+                spec,
+                page_size=page_size,
+                match_tokens=match_tokens or math.gcd(*sizes),
+                step_tokens=step_tokens,
+            )
     return tuple(
         LayerGroup(
             tuple(group.layer_names),
             group.kv_cache_spec.block_size,
             page_size // group.kv_cache_spec.block_size,
-            is_windowed=any(_kind(spec) in WINDOWED for spec in of_group),
+            is_windowed=any(_kind(spec) in WINDOWED + STATES for spec in of_group),
+            has_states=any(_kind(spec) in STATES for spec in of_group),
         )
         for group, of_group in zip(groups, by_group, strict=True)
     )
@@ -146,16 +191,50 @@ def _check_kind(spec: object, *, has_whole: bool) -> None:
         raise _unfit(
             f"some layers of this model are of {kind}: kvd's connector serves them with {ONE_GROUP}"
         )
-    if kind not in WHOLE + WINDOWED:
+    if kind not in WHOLE + WINDOWED + STATES:
         raise _unfit(
             f"layers of this model are of {kind}: kvd's connector serves "
             f"{', '.join(WHOLE + WINDOWED)}, whose blocks hold the KV of their own tokens and no "
-            "more; run it without kvd"
+            f"more, and {', '.join(STATES)}; run it without kvd"
         )
     if isinstance(spec, NamesCausality) and spec.non_causal:
         raise _unfit(
             "the layers of this model attend to later tokens: the KV of a prefix is another one in "
             "each prompt, so nothing of it can be cached; run it without kvd"
+        )
+
+
+def _check_states(spec: object, *, page_size: int, match_tokens: int, step_tokens: int) -> None:
+    """Whether every page will have the state of its last token: each step ends at one."""
+    if not isinstance(spec, SaysWhichStates):
+        raise _unfit(
+            f"the layers of {_kind(spec)} do not say which states they keep, as those of vLLM 0.32 "
+            "do: run this engine without kvd"
+        )
+    if spec.mamba_cache_mode != ALIGNED:
+        raise _unfit(
+            "layers of this model have states, of which vLLM keeps the last one of a request alone "
+            f"(mamba_cache_mode is {spec.mamba_cache_mode!r}): kvd's connector serves those that "
+            "are kept at the end of each block, with --enable-prefix-caching"
+        )
+    if spec.num_speculative_blocks:
+        raise _unfit(
+            "layers of this model have states, and tokens are drafted: kvd's connector serves "
+            "states without --speculative-config alone, as each has to be of tokens that stay"
+        )
+    if match_tokens != page_size:
+        # Of a prompt that ends within a block the kernel may keep the state of another token there.
+        raise _unfit(
+            f"prefixes are found every {match_tokens} tokens, and a page has {page_size}: the "
+            "states of this model may be of tokens within a page; use blocks of one size for all "
+            "layers, without --prefix-match-unit, or run it without kvd"
+        )
+    if not 0 < step_tokens < 2 * page_size:
+        raise _unfit(
+            "layers of this model have states: a page needs that of its last token, and vLLM keeps "
+            f"those at the ends of its steps, which have up to {step_tokens} tokens and blocks "
+            f"{page_size}; kvd's connector serves this model with --max-num-batched-tokens "
+            f"{2 * page_size - 1}, or less"
         )
 
 
@@ -324,8 +403,14 @@ def scheduled_sizes(groups: Sequence[CacheGroup], ours: Sequence[LayerGroup]) ->
 def _layer_sizes(group: CacheGroup) -> list[int]:
     spec = group.kv_cache_spec
     if isinstance(spec, SeveralSpecs):
-        return [spec.kv_cache_specs[name].page_size_bytes for name in group.layer_names]
-    return [spec.page_size_bytes] * len(group.layer_names)
+        return [_block_bytes(spec.kv_cache_specs[name]) for name in group.layer_names]
+    return [_block_bytes(spec)] * len(group.layer_names)
+
+
+def _block_bytes(spec: Any) -> int:
+    """Without what is there to make blocks of unlike layers one size: no tensor has that."""
+    found = spec.real_page_size_bytes if isinstance(spec, PaddedSpec) else spec.page_size_bytes
+    return int(found)
 
 
 def check_pages(pool: Pool, sizes: Sequence[int], *, page_size: int, ranks: int) -> None:

@@ -345,7 +345,11 @@ class SchedulerHalf:
             # may have been evicted before it had them.
             tracked.found_tokens = tracked.saved_tokens
         tracked.local_tokens = local_tokens
-        n_tokens = min(tracked.found_tokens, request.num_tokens - 1) - local_tokens
+        n_tokens = min(tracked.found_tokens, request.num_tokens - 1)
+        if self._copies.has_states:
+            # The state of a page is that behind its last token, and no other one is kept.
+            n_tokens -= n_tokens % self.block_size
+        n_tokens -= local_tokens
         return (n_tokens, True) if n_tokens > 0 else (0, False)
 
     def _is_looked_up(self, link: NodeLink, tracked: Tracked) -> bool:

@@ -175,6 +175,11 @@ class OrdersUnderWay:
         return any(group.is_windowed for group in self._blocks.groups)
 
     @property
+    def has_states(self) -> bool:
+        """Whether a request can go on behind whole pages alone."""
+        return any(group.has_states for group in self._blocks.groups)
+
+    @property
     def can_save(self) -> bool:
         """Whether what a save reads stays what it is."""
         return self._blocks.can_be_held or not self.has_windows

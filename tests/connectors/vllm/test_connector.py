@@ -32,7 +32,11 @@ def engine(kind="FullAttentionSpec", **options):
     extra = {"kvd.endpoint": "ipc:///nowhere/kvd/client.sock", **options}
     transfer = SimpleNamespace(kv_connector_extra_config=extra, engine_id="e")
     config = SimpleNamespace(
-        kv_transfer_config=transfer, parallel_config=parallel, lora_config=None
+        kv_transfer_config=transfer,
+        parallel_config=parallel,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
+        cache_config=SimpleNamespace(),
+        lora_config=None,
     )
     return config, SimpleNamespace(kv_cache_groups=[group], num_blocks=9)
 

@@ -113,6 +113,27 @@ def test_a_rule_of_layers_with_windows_is_noticed(broken, monkeypatch):
     assert found, "nobody would notice"
 
 
+def gone_on_within_a_page(patch):
+    patch.setattr(OrdersUnderWay, "has_states", False)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [gone_on_within_a_page, saved_though_a_window_moved_on, taken_back_before_it_is_ordered],
+    ids=lambda one: one.__name__,
+)
+def test_a_rule_of_layers_with_states_is_noticed(broken, monkeypatch):
+    broken(monkeypatch)
+    found = []
+    for seed in SEEDS:
+        try:
+            walk(seed, has_states=True)
+        except (AssertionError, KeyError, ValueError) as error:
+            found.append(str(error))
+            break
+    assert found, "nobody would notice"
+
+
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_an_order_of_another_session_is_noticed(is_broken, monkeypatch):
     """The daemon came back with the same memory, where its pages are another engine's now."""

@@ -298,10 +298,10 @@ def end_and_return(rng, world):
         world.give_back()
 
 
-def walk(seed, window=0):
+def walk(seed, window=0, *, has_states=False):
     """Returns how many tokens were loaded on the way."""
     rng = random.Random(seed)
-    world = World()
+    world = World(has_states=has_states)
     world.rng = rng
     engine = WorldEngine(
         world,
@@ -314,7 +314,7 @@ def walk(seed, window=0):
     engine.half.look_every_s = rng.choice([0.0, 0.025, 0.1])
     for number in range(1, 90):
         come_and_go(rng, engine, number)
-        if window and rng.random() < 0.2:
+        if (window or has_states) and rng.random() < 0.2:
             engine.local[f"r{number}"] = BLOCK * rng.randrange(1, 5)
         end_and_return(rng, world)
         if rng.random() < 0.05:
@@ -348,12 +348,18 @@ def test_nor_where_layers_have_windows(seed, window):
     walk(seed, window)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_nor_where_layers_have_states(seed):
+    walk(seed, has_states=True)
+
+
 def test_walks_of_seeds_that_nobody_chose():
     """And the negative control: what is looked for above does happen."""
     first = random.SystemRandom().randrange(1000, 1_000_000)
     try:
         assert sum(walk(seed) for seed in range(first, first + 10)) > 0
         assert sum(walk(seed, window=7) for seed in range(first, first + 10)) > 0
+        assert sum(walk(seed, has_states=True) for seed in range(first, first + 10)) > 0
     except AssertionError as error:
         error.add_note(f"seeds {first} to {first + 9}")
         raise

@@ -656,10 +656,11 @@ def test_layers_whose_blocks_stay_are_served(kind):
     assert groups_of(several) == (layout.LayerGroup(("layer.0",), 16),)
 
 
-def test_layers_with_windows_are_served():
-    found = groups_of(of_kind("FullAttentionSpec"), of_kind("SlidingWindowSpec"))
+@pytest.mark.parametrize("kind", ["SlidingWindowSpec", "ChunkedLocalAttentionSpec"])
+def test_layers_with_windows_are_served(kind):
+    found = groups_of(of_kind("FullAttentionSpec"), of_kind(kind))
     assert [group.is_windowed for group in found] == [False, True]
-    assert [group.is_windowed for group in groups_of(of_kind("SlidingWindowSpec"))] == [True]
+    assert [group.is_windowed for group in groups_of(of_kind(kind))] == [True]
 
 
 FULL = of_kind("FullAttentionSpec")
@@ -668,9 +669,9 @@ FULL = of_kind("FullAttentionSpec")
 @pytest.mark.parametrize(
     ("specs", "told"),
     [
-        ([of_kind("ChunkedLocalAttentionSpec")], "ChunkedLocalAttentionSpec.*without kvd"),
+        ([of_kind("SlidingWindowMLASpec")], "SlidingWindowMLASpec.*without kvd"),
         ([of_kind("RSWASpec")], "RSWASpec.*without kvd"),
-        ([FULL, of_kind("MambaSpec")], "MambaSpec.*without kvd"),
+        ([FULL, of_kind("MambaSpec")], "MambaSpec do not say which states.*without kvd"),
         ([of_kind("SpecOfALaterVersion")], "SpecOfALaterVersion"),
         (
             [of_kind("UniformTypeKVCacheSpecs", kv_cache_specs={"a": FULL, "b": of_kind("Odd")})],
@@ -678,13 +679,42 @@ FULL = of_kind("FullAttentionSpec")
         ),
         ([], "no layers with KV"),
         # Where it helps, the switch that has vLLM keep all blocks is named.
-        ([FULL, of_kind("ChunkedLocalAttentionSpec")], "with --disable-hybrid-kv-cache-manager"),
         ([FULL, of_kind("SlidingWindowMLASpec")], "with --disable-hybrid-kv-cache-manager"),
     ],
 )
 def test_layers_that_are_not_served_are_refused(specs, told):
     with pytest.raises(KvdError, match=told) as refused:
         groups_of(*specs)
+    assert refused.value.code == Code.LAYOUT_MISMATCH.value
+
+
+STATES = {"mamba_cache_mode": "align", "num_speculative_blocks": 0}
+
+
+@pytest.mark.parametrize("step_tokens", [16, 31])
+def test_layers_with_states_are_served_where_every_page_gets_one(step_tokens):
+    for others in ([], [FULL]):
+        specs = [*others, of_kind("MambaSpec", **STATES)]
+        *_, found = groups_of(*specs, step_tokens=step_tokens)
+        assert found.has_states
+        assert found.is_windowed
+
+
+@pytest.mark.parametrize(
+    ("spec", "engine", "told"),
+    [
+        ({"mamba_cache_mode": "none"}, {}, "mamba_cache_mode is 'none'.*--enable-prefix-caching"),
+        ({"num_speculative_blocks": 2}, {}, "without --speculative-config"),
+        ({"block_size": 8}, {}, "every 8 tokens, and a page has 16.*blocks of one size"),
+        ({"block_size": 32}, {}, "every 16 tokens, and a page has 32.*blocks of one size"),
+        ({}, {"match_tokens": 8}, "every 8 tokens.*without --prefix-match-unit"),
+        ({}, {"step_tokens": 32}, "up to 32 tokens and blocks 16.*--max-num-batched-tokens 31"),
+        ({}, {"step_tokens": 0}, "--max-num-batched-tokens 31"),
+    ],
+)
+def test_states_that_a_page_would_lack_are_refused_with_what_helps(spec, engine, told):
+    with pytest.raises(KvdError, match=told) as refused:
+        groups_of(FULL, of_kind("MambaSpec", **STATES | spec), **{"step_tokens": 16} | engine)
     assert refused.value.code == Code.LAYOUT_MISMATCH.value
 
 

@@ -600,7 +600,9 @@ class Adapter:
 class World:
     """The daemon of a node, in one life after the other."""
 
-    def __init__(self):
+    def __init__(self, *, has_states=False):
+        """``has_states``: the last layer has one for a page, that of all tokens up to its last."""
+        self.has_states = has_states
         self.life, self.last = 1, 0
         self.nodes, self.foreign, self.handed = [], [], []
         self.rooms = set()
@@ -700,17 +702,29 @@ class World:
             pages.append(self.cached[key])
         return pages
 
+    def is_state(self, layer):
+        return self.has_states and layer == LAYERS - 1
+
+    def slot(self, layer, n):
+        """Where the KV of a token begins in its block: a state takes the place of that before."""
+        return 0 if self.is_state(layer) else n % BLOCK * SLOT
+
+    def page_of(self, tokens, n, layer, weights):
+        """What a page has, of tokens from ``n`` to the last of these."""
+        first = len(tokens) - 1 if self.is_state(layer) else n
+        return kv_rows(tokens, first, layer, weights)
+
     def fill(self, pages, tokens, weights):
         for n in range(0, len(tokens), BLOCK):
             for layer, memory in enumerate(self.memory):
-                kv = kv_rows(tokens[: n + BLOCK], n, layer, weights)
+                kv = self.page_of(tokens[: n + BLOCK], n, layer, weights)
                 memory[pages[n // BLOCK], : len(kv)] = np.frombuffer(kv, np.uint8)
 
     def check(self, pages, tokens, weights):
         """The KV of these tokens, and no other, is in these pages."""
         for n in range(0, len(tokens), BLOCK):
             for layer, memory in enumerate(self.memory):
-                kv = kv_rows(tokens[: n + BLOCK], n, layer, weights)
+                kv = self.page_of(tokens[: n + BLOCK], n, layer, weights)
                 if memory[pages[n // BLOCK]].tobytes()[: len(kv)] != kv:
                     # Whoever calls the daemon is a connector, out of which no exception comes.
                     why = f"page {pages[n // BLOCK]} has other KV than that of its tokens"
@@ -767,21 +781,26 @@ class WorldEngine:
     ``are_threads_slow``: what is done in threads, such as joining a session, takes a step.
     ``are_copies_slow``: a copy goes on by a page a step. ``can_be_held`` false: blocks cannot be.
     ``window``: each layer is a group, and the last one attends to so many tokens: blocks before
-    these are given to others while the request goes on. ``local``: by request, how many tokens
-    vLLM has in its own cache.
+    these are given to others while the request goes on. Where the world has states, the last layer
+    has one in the place of a window, and each step ends at the end of a block at the latest.
+    ``local``: by request, how many tokens vLLM has in its own cache.
     """
 
     def __init__(self, world, chunk=8, *, can_be_held=True, window=0, **options):
-        self.world, self.chunk, self.window = world, chunk, window
+        # A state is read by the next token alone.
+        self.world, self.chunk, self.window = world, chunk, 2 if world.has_states else window
         self.local, self.filled = {}, []
         self.clock_s = 0.0
         self.are_threads_slow = self.are_copies_slow = False
         self.beside = []
         self.requests, self.blocks = {}, {}
         groups = [
-            LayerGroup((f"layer {n}",), BLOCK, is_windowed=n == LAYERS - 1) for n in range(LAYERS)
+            LayerGroup(
+                *((f"layer {n}",), BLOCK), is_windowed=n == LAYERS - 1, has_states=world.is_state(n)
+            )
+            for n in range(LAYERS)
         ]
-        groups = groups if window else []
+        groups = groups if self.window else []
         self.counted = CountedBlocks(self.blocks, can_be_held=can_be_held, groups=groups)
         self.half = SchedulerHalf(
             VllmOptions(probe_wait_s=0.0, **options),
@@ -834,7 +853,8 @@ class WorldEngine:
         scheduled = {}
         for request in self.running:
             left = request.num_tokens - request.num_computed_tokens
-            scheduled[request.request_id] = min(left, self.chunk)
+            most = BLOCK - request.num_computed_tokens % BLOCK if self.world.has_states else left
+            scheduled[request.request_id] = min(left, self.chunk, most)
         behind = {one: self.requests[one].num_computed_tokens + n for one, n in scheduled.items()}
         preempted, self.preempted = self.preempted, set()
         orders = self.half.step(scheduled, preempted)
@@ -952,13 +972,13 @@ class WorldEngine:
         known = range(weights + 1)
         for layer, one in enumerate(self.layers.values()):
             for n in range(self._first_needed(layer, first), first):
-                at = n % BLOCK * SLOT
+                at = self.world.slot(layer, n)
                 found = one.array[rows[layer][n // BLOCK], at : at + SLOT].tobytes()
                 assert any(found == kv_of(tokens[: n + 1], layer, w) for w in known), (
                     f"token {n} of {len(tokens)} is read from a block that is another one's"
                 )
             for n in range(first, len(tokens)):
-                at, block = n % BLOCK * SLOT, rows[layer][n // BLOCK]
+                at, block = self.world.slot(layer, n), rows[layer][n // BLOCK]
                 if block != CountedBlocks.null_block:
                     kv = np.frombuffer(kv_of(tokens[: n + 1], layer, weights), np.uint8)
                     one.array[block, at : at + SLOT] = kv
@@ -968,7 +988,7 @@ class WorldEngine:
         tokens, rows = list(request.all_token_ids[:upto]), self._rows(request.request_id)
         for layer, one in enumerate(self.layers.values()):
             for n in range(self._first_needed(layer, upto), upto):
-                at = n % BLOCK * SLOT
+                at = self.world.slot(layer, n)
                 found = one.array[rows[layer][n // BLOCK], at : at + SLOT]
                 assert found.tobytes() == kv_of(tokens[: n + 1], layer, self.world.weights), (
                     f"token {n} of {request.request_id} is computed from KV that is not its own"
