@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd.filters import SyntaxFlaw
-from kvd.wire.admin import AbortRoom, Audit, Evict, Fence, Flush, Record
+from kvd.wire.admin import AbortRoom, Audit, Drain, Evict, Fence, Flush, Record, Undrain
 from tui.model.commands import RULES, CommandChoices, complete, parse
 
 
@@ -35,6 +35,11 @@ from tui.model.commands import RULES, CommandChoices, complete, parse
         (":abort room 12", AbortRoom(0, 12, "an operator asked for it")),
         (":abort room 12 it is stuck", AbortRoom(0, 12, "it is stuck")),
         (":fence", Fence(0)),
+        (":drain", Drain(0, "console", "an operator asked for it")),
+        (":drain new switch", Drain(0, "console", "new switch")),
+        (":undrain", Undrain(0)),
+        (":why lease:7", "open('lease:7')"),
+        (":why page 17", "open('page:17')"),
         (":audit", Audit(0)),
         (":record save", Record(0)),
         (":q", "quit"),
@@ -111,5 +116,7 @@ def test_only_what_changes_the_node_is_kept_from_a_console_that_only_reads():
         "flush",
         "evict",
         "abort",
+        "drain",
+        "undrain",
         "fence",
     ]

@@ -63,8 +63,14 @@ def test_bytes_that_have_stopped_stand_out_and_end_never():
 def test_one_that_has_ended_has_no_rate_and_is_dim():
     row = dressed(moving(100.0, 1000), moving(101.0, 4000, "delivered"))
     assert (row.number("progress"), row.number("rate"), row.number("eta")) == (1.0, None, None)
-    assert handoffs.progress(row, 4) == ("████ 100%", "dim")
-    assert handoffs.state(row) == ("+ delivered", "ok")
+    assert handoffs.progress(row, 4) == ("        -", "dim")
+    assert handoffs.state(row) == ("+ delivered", "dim")
+
+
+def test_a_room_that_is_kept_says_how_many_had_it_and_when_it_ends():
+    row = dressed(data(state="kept 1 of 3", until=141.0))
+    assert handoffs.state(row) == ("K kept 1 of 3", "dim")
+    assert handoffs.until(row) == ("ends in 40s", "plain")
 
 
 @pytest.mark.parametrize(
@@ -119,11 +125,10 @@ def test_a_layout_unlike_ours_is_said_in_words(words, look):
     assert peers.layout(facts(layout=words)) == look
 
 
-def test_pages_of_a_client_that_lives_come_back_by_stopping_it():
+def test_a_client_that_lives_is_not_to_be_stopped():
     row = facts(name="eng", state="alive", pids="7 8", leases=2, held=10, oldest=90.0)
     assert clients.advice(row, 100.0) == (
-        "eng holds 10 pages by 2 leases, the oldest for 10s. kvd never takes pages from a living "
-        "process: stop pid 7 8, and its leases are released within 1 s"
+        "eng holds 10 pages by 2 leases, the oldest for 10s. It lives: kvd takes no pages from it"
     )
 
 

@@ -64,7 +64,7 @@ def calls(row: NamedRow) -> tuple[str, Style]:
 
 
 def advice(row: NamedRow, now_s: float) -> str:
-    """What it holds, and how that comes back: kvd takes no page from a process that handoffs."""
+    """What it holds, and how that comes back: kvd takes no page from a process that lives."""
     name, pids = row.text("name") or row.row.key, row.text("pids")
     leases, held = row.number("leases") or 0, row.number("held") or 0
     oldest_s = row.number("oldest")
@@ -88,8 +88,4 @@ def advice(row: NamedRow, now_s: float) -> str:
             f"{holds} kvd hung up on it and serves it no more, and its process may still write: "
             f"all of it is released within 1 s when pid {pids} ends"
         )
-    stop = f"stop pid {pids}" if pids else "stop its process"
-    return (
-        f"{holds} kvd never takes pages from a living process: {stop}, and its leases are "
-        "released within 1 s"
-    )
+    return f"{holds} It lives: kvd takes no pages from it"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import msgspec
 from textual.binding import Binding
 from typing_extensions import override
 
-from kvd.wire.console import MAX_FILTERS, Filter
+from kvd.wire.console import Filter
 from tui.draw import spans
 from tui.model import clients
 from tui.model.columns import ComputedColumns
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.binding import BindingType
 
-    from kvd.wire.console import Cell, Query
+    from kvd.wire.console import Cell
     from tui.draw.spans import Line
     from tui.model.columns import NamedRow
     from tui.model.snapshots import DaemonSnapshot
@@ -54,8 +53,6 @@ class ClientsPage(Page):
         super().__init__()
         self._rates = RowRates("calls", clients.RATE_OVER_S)
         self._owner = ""
-        self._pinned = ""
-        """A lease that was gone to from elsewhere, until the cursor moves to another client."""
 
     @override
     def compose(self) -> ComposeResult:
@@ -69,7 +66,7 @@ class ClientsPage(Page):
             rates=(self._rates,),
         )
         yield Canvas(id="advice")
-        yield OwnedLeases("leases", rules=ColumnRules(clients.LEASES, clients.LEASES_HIDDEN))
+        yield WindowedTable("leases", rules=ColumnRules(clients.LEASES, clients.LEASES_HIDDEN))
 
     @property
     def clients(self) -> WindowedTable:
@@ -77,9 +74,9 @@ class ClientsPage(Page):
         return self.query_one("#table-clients", WindowedTable)
 
     @property
-    def leases(self) -> OwnedLeases:
+    def leases(self) -> WindowedTable:
         """What the one under the cursor holds."""
-        return self.query_one("#table-leases", OwnedLeases)
+        return self.query_one("#table-leases", WindowedTable)
 
     def _made(self, row: NamedRow) -> tuple[Cell, ...]:
         return clients.made(row, self._rates)
@@ -100,12 +97,10 @@ class ClientsPage(Page):
         """Show the leases of the client under the cursor."""
         ref = self.clients.chosen()
         if ref != self._owner:
-            self._pinned = "" if self._owner else self._pinned
+            if self._owner:
+                self.leases.pin("")
             self._owner = ref
-        if self._pinned:
-            number = float(self._pinned.partition(":")[2])
-            self.leases.restrict((Filter("id", "is", number),), self._pinned)
-        elif ref:
+        if ref:
             name = self._owned_by()
             self.leases.restrict((Filter("client", "is", ref),), f"leases of {name}")
         else:
@@ -131,33 +126,5 @@ class ClientsPage(Page):
         await show_handoffs(self, "client", self.clients.chosen())
 
     @override
-    def seek(self, ref: str) -> bool:
-        """A lease that is not in sight is asked for alone."""
-        if super().seek(ref):
-            return True
-        kind, _, number = ref.partition(":")
-        if kind != "lease" or not number.isdecimal():
-            return False
-        self._pinned = ref
-        self._follow()
-        self.activate(self.leases)
-        return True
-
-
-class OwnedLeases(WindowedTable):
-    """``restrict`` says whose; the filter of the operator comes on top."""
-
-    _only: tuple[Filter, ...] = ()
-
-    @override
-    def asks(self) -> Query:
-        asked = super().asks()
-        return msgspec.structs.replace(asked, filters=(*self._only, *asked.filters)[:MAX_FILTERS])
-
-    def restrict(self, only: tuple[Filter, ...], title: str) -> None:
-        """Show only these, from the top."""
-        self.title = title
-        if only != self._only:
-            self._only = only
-            self._first = self._cursor = 0
-            self._is_following = False
+    def table_of(self, kind: str) -> WindowedTable:
+        return self.leases if kind == "lease" else self.clients

@@ -35,7 +35,7 @@ TITLES = {
 """Views of nodes, and how they are headed."""
 RULES = {
     TREE: ColumnRules(
-        first=("name", "pages", "below_pages", "lock_ref", "holders", "last_use", "hits", "tokens"),
+        first=("name", "pages", "hits", "below_pages", "lock_ref", "holders", "last_use", "tokens"),
         never=("children",),
         narrow=("name", "holders"),
     ),
@@ -55,6 +55,9 @@ WITHOUT_BESIDE = {
 """Where no node has anything of other components: nobody misses the column."""
 MAX_NAMED = 8192
 """Nodes of which the parent is remembered: more than anybody scrolls past."""
+HOTTEST = "-hits"
+MOST_FOLLOWED = 4
+"""Levels that are opened to show the hottest branch."""
 CLOSED, OPENED, LEAF = "▶", "▼", " "
 
 
@@ -88,6 +91,8 @@ class TreeTable(WindowedTable):
             return
         if self.is_tree:
             self._learn(data)
+            if self.sort == HOTTEST:
+                self._follow_first(data)
         at = data.index("beside")
         if at >= 0 and not any(row.cells[at] for row in data.rows.values()):
             self.rules = WITHOUT_BESIDE[self.view]
@@ -120,6 +125,16 @@ class TreeTable(WindowedTable):
             return False
         self._set_opened(tuple(node for node in self.opened if node != self.number))
         return True
+
+    def _follow_first(self, data: TableData) -> None:
+        """Open what is below the first of the first ones, a level with each picture."""
+        for depth, row in enumerate(data.listed()[:MOST_FOLLOWED]):
+            if self._of(row, "depth") != depth:
+                return
+            number = _number(row.key)
+            if number is not None and number not in self.opened and self.is_parent(row):
+                self._set_opened((*self.opened[-MAX_OPENED + 1 :], number))
+                return
 
     def _set_opened(self, opened: tuple[int, ...]) -> None:
         self.opened, self._known = opened, {}
@@ -217,6 +232,7 @@ class RadixPage(Page):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l", "nodes('locked')", "locked", tooltip="only what is locked"),
         Binding("v", "nodes('eviction')", "eviction", tooltip="in the order of eviction"),
+        Binding("h", "hottest", "hottest", tooltip="the branches by their hits; again: by size"),
         Binding("x", "expand", "expand", tooltip="open or close the node"),
         Binding("p", "pages_of", "pages", tooltip="on the page map", show=False),
         EVICT,
@@ -260,6 +276,10 @@ class RadixPage(Page):
         path.paint(lines)
 
     @override
+    def table_of(self, kind: str) -> None:
+        """Nodes are shown below those that are opened: none of them alone."""
+
+    @override
     def unfold(self) -> None:
         self.nodes.open_node()
 
@@ -282,6 +302,13 @@ class RadixPage(Page):
         """Open or close the node."""
         if not self.nodes.close_node():
             self.nodes.open_node()
+
+    def action_hottest(self) -> None:
+        """The branches that are used the most on top, or again the biggest."""
+        nodes = self.nodes
+        if not nodes.is_tree:
+            nodes.show_view(TREE)
+        nodes.set_sort("" if nodes.sort == HOTTEST else HOTTEST)
 
     def action_pages_of(self) -> None:
         """Its pages on the page map."""
