@@ -16,6 +16,7 @@ KINDS = {
     **dict.fromkeys(("state", "side", "peer", "waiting_for", "name", "pids", "layout"), "text"),
     **dict.fromkeys(("done_bytes", "total_bytes", "leases", "held", "failed"), "count"),
     "oldest": "since",
+    "until": "until",
 }
 
 
@@ -70,7 +71,7 @@ def test_one_that_has_ended_has_no_rate_and_is_dim():
 def test_a_room_that_is_kept_says_how_many_had_it_and_when_it_ends():
     row = dressed(data(state="kept 1 of 3", until=141.0))
     assert handoffs.state(row) == ("K kept 1 of 3", "dim")
-    assert handoffs.until(row) == ("ends in 40s", "plain")
+    assert handoffs.until(row) == ("ends in 41s", "plain")
 
 
 @pytest.mark.parametrize(
