@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from textual.binding import BindingType
     from textual.dom import DOMNode
     from textual.screen import Screen
-    from textual.timer import Timer
     from textual.worker import Worker
 
     from tui.link import Link
@@ -204,7 +203,6 @@ class KvdTui(App[None], inherit_bindings=False):
         """The visible page."""
         self._switcher = ContentSwitcher(self.page, id="pages", initial=self.page.id)
         self._pages = {first: self.page}
-        self._frames_clock: Timer | None = None
         self._seen: tuple[object, ...] = ()
         self._can: tuple[object, ...] = ()
         """What decides which keys mean something, as of the last look."""
@@ -239,7 +237,7 @@ class KvdTui(App[None], inherit_bindings=False):
         self.theme = self.options.theme
         self.bench.set_focus(self.page)
         _: Worker[None] = self.run_worker(self.link.run, name="link", exit_on_error=True)
-        self.action_set_fps(self.options.fps)
+        self.set_interval(1 / self.options.fps, self.tick)
         self.set_interval(CARD_S, self.ask_again)
         if self.options.ref:
             self.call_after_refresh(self.open, self.options.ref)
@@ -322,13 +320,6 @@ class KvdTui(App[None], inherit_bindings=False):
 
     def _painted(self, start_s: float) -> None:
         self.link.painted(time.perf_counter() - start_s)
-
-    def action_set_fps(self, fps: float) -> None:
-        """Paint so often, or as often as the daemon and the terminal can."""
-        self.link.fps = fps
-        if self._frames_clock is not None:
-            self._frames_clock.stop()
-        self._frames_clock = self.set_interval(1 / fps, self.tick)
 
     def hurry(self) -> None:
         """Ask soon, if something else is wanted than before."""

@@ -134,9 +134,12 @@ def short_pools(context: Context) -> Iterator[Concern]:
     """Components that can give nearly nothing, or that requests wait for: with who has them."""
     budgets = context.node.leases.budgets
     waiting: dict[str, list[WaitingRow]] = {name: [] for name in budgets.names}
+    behind = 0
     for row in waiting_rows(context.node):
         if row.lacks_pages:
             waiting.setdefault(row.waiter.budget, []).append(row)
+        else:
+            behind += not row.is_blocked
     for name, total in zip(budgets.names, budgets.capacity(), strict=True):
         rows, headroom = waiting[name], budgets.headroom(name)
         # One waiter may go and the next one come: what counts is that there always is one.
@@ -148,7 +151,9 @@ def short_pools(context: Context) -> Iterator[Concern]:
         if rows:
             oldest = min(rows, key=lambda row: row.waiter.since_s).waiter
             verb = "requests wait" if len(rows) > 1 else "request waits"
-            waits = f", {len(rows)} {verb}: {_asked(context, oldest)} needs {oldest.needed_pages}"
+            behind_it = f" and {behind} behind" if behind else ""
+            who = f"{_asked(context, oldest)} needs {oldest.needed_pages}"
+            waits = f", {len(rows)} {verb}{behind_it}: {who}"
             is_late = any(_is_late(context, row) for row in rows)
         holders = held_by(context, name)
         yield Concern(

@@ -188,7 +188,6 @@ async def test_an_arrow_recalls_what_was_typed_before():
         ("filter state:gone", lambda app: len(app.page.table().filters) == 1),
         ("sort -pages", lambda app: app.page.table().sort == "-pages"),
         ("sort nonsense", lambda app: app.page.table().sort == ""),
-        ("set fps 4", lambda app: app.link.fps == 4),
         ("theme nord", lambda app: app.theme == "nord"),
         ("theme nonsense", lambda app: app.theme == "textual-dark"),
         ("q", lambda app: app.return_code == 0),

@@ -27,7 +27,6 @@ from tui.model.commands import RULES, CommandChoices, complete, parse
         (":filter state:held age>5s", "filter_by('state:held age>5s')"),
         (":filter", "filter_by('')"),
         (":sort -age", "sort_by('-age')"),
-        (":set fps 4", "set_fps(4)"),
         (":theme nord", "set_theme('nord')"),
         (":flush", Flush(0, "unlocked")),
         (":flush strict", Flush(0, "strict")),
@@ -71,9 +70,6 @@ def test_a_line_is_a_command(text, command):
         (":abort room x", SyntaxFlaw("expected the number of a room: abort room 12, not 'x'", 12)),
         (":flush all", SyntaxFlaw("expected nothing, or strict, not 'all'", 7)),
         (":fence now", SyntaxFlaw("expected nothing more, not 'now'", 7)),
-        (":set fps 400", SyntaxFlaw("fps is from 0.2 to 20", 9)),
-        (":set fps ²", SyntaxFlaw("expected frames per second: set fps 4", 9)),
-        (":set colour 4", SyntaxFlaw("expected fps and a number: set fps 4", 5)),
         (":sort a b", SyntaxFlaw("expected one column, with a - for the largest first", 7)),
         (
             ":open lease",
@@ -100,7 +96,6 @@ CONTEXT = CommandChoices(("id", "state"), ("dark", "light"), ("lease:7", "lease:
         (":abort ", ["abort room", "abort room 12"]),
         (":evict ", []),
         (":nonsense x", []),
-        (":set f", ["set fps"]),
     ],
 )
 def test_a_line_is_completed_from_what_is_on_the_screen(text, lines):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvd.wire.console import Column, Query, TableRow
-from tui.model import cells, clients, handoffs, peers
+from tui.model import cells, handoffs, peers
 from tui.model.columns import ComputedColumns, NamedRow, named_row_of
 from tui.model.rates import RowRates
 from tui.model.tables import TableData
@@ -124,16 +124,3 @@ def test_what_went_between_us_and_a_peer_is_told_both_ways():
 )
 def test_a_layout_unlike_ours_is_said_in_words(words, look):
     assert peers.layout(facts(layout=words)) == look
-
-
-def test_a_client_that_lives_is_not_to_be_stopped():
-    row = facts(name="eng", state="alive", pids="7 8", leases=2, held=10, oldest=90.0)
-    assert clients.advice(row, 100.0) == (
-        "eng holds 10 pages by 2 leases, the oldest for 10s. It lives: kvd takes no pages from it"
-    )
-
-
-def test_a_client_that_is_gone_or_holds_nothing_needs_no_stopping():
-    gone = facts(name="eng", state="gone", pids="7", leases=2, held=10, oldest=90.0)
-    assert "a process that inherited its connection keeps it open" in clients.advice(gone, 1)
-    assert clients.advice(facts(name="eng", state="alive", leases=0), 1) == "eng holds nothing"

@@ -7,7 +7,6 @@ import re
 import msgspec
 import pytest
 
-from kvd.wire import client
 from kvd.wire.admin import AbortRoom, Audit, Because
 from kvd.wire.console import Sources
 from tests.tui.feed import vitals
@@ -15,11 +14,8 @@ from tests.tui.golden import same_picture, same_text
 from tests.tui.staged import LARGE, MIDDLE, SMALL, Stage, staged
 from tests.tui.town import land
 from tui.model.rates import NodeRates
-from tui.screens.overview import Charts, Figures, LastEvents, SourceBar
+from tui.screens.overview import Charts, Figures, SourceBar
 from tui.widgets.pools import PoolTable
-
-HOSTILE = "[red]x\x1b[31m\u202e"
-ESCAPED = r"[red]x\x1b[31m\u202e"
 
 
 def of(stage: Stage, panel: type) -> list[str]:
@@ -166,34 +162,8 @@ async def test_the_gravest_finding_is_on_top_and_enter_opens_what_it_is_about():
         assert stage.app.page.NAME == "overview"
 
 
-async def test_x_puts_what_is_proposed_into_the_bar():
-    async with staged("overview", "leak") as stage:
-        await stage.press("x")
-        assert ":audit" in stage.text
-
-
-async def test_z_leaves_out_what_is_not_grave():
+async def test_a_click_on_a_pool_opens_it():
     async with staged("overview") as stage:
-        await stage.pass_time(2.5)
-        assert stage.app.page.problems.data.total > 0
-        await stage.press("z")
-        assert stage.app.page.problems.asks().filters[0].value == "low"
-
-
-async def test_the_newest_event_is_first_and_what_every_request_does_is_not_there():
-    async with staged("overview") as stage:
-        lines = of(stage, LastEvents)[1:]
-        assert lines[0].split()[1:3] == ["!", "handoff-ended"]
-        assert not any(" moved " in line or "lease-" in line for line in lines)
-
-
-async def test_a_click_on_a_pool_or_an_event_opens_it():
-    async with staged("overview") as stage:
-        await stage.pilot.click("#last-events", offset=(20, 1))
-        await stage.frame()
-        assert stage.app.page.NAME == "events"
-        assert stage.app.card.ref == stage.app.page.chosen() != ""
-        await stage.press("1")
         await stage.pilot.click("#pools", offset=(4, 1))
         await stage.frame()
         assert (stage.app.page.NAME, stage.app.card.ref) == ("pools", "pool:kv")
@@ -207,19 +177,6 @@ async def test_frozen_it_stands_still_while_the_node_goes_on():
         stage.link.town.keep(stage.link.side, stage.link.town.prompt(30), 1)
         await stage.pass_time(2.0)
         assert stage.text.splitlines()[2:-1] == before
-
-
-async def test_hostile_names_are_written_out():
-    def join(link) -> None:
-        session = link.side.join(HOSTILE, 4999)
-        link.side.call(client.OpenLease, session=session, deadline_s=1.0)
-        link.town.dead.add(4999)
-        link.pass_time(3.0)
-
-    async with staged("overview", size=LARGE, prepare=join) as stage:
-        assert any(ESCAPED in line for line in of(stage, LastEvents))
-        assert "\x1b" not in stage.text
-        assert "\u202e" not in stage.text
 
 
 @pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])

@@ -19,8 +19,6 @@ from kvd.wire.bounds import INT64, MAX_REASON
 PAGES = ("overview", "pools", "radix", "handoffs", "peers", "events", "clients")
 """In the order of their number keys."""
 
-MOST_FPS = 20.0
-LEAST_FPS = 0.2
 REASON = "an operator asked for it"
 
 
@@ -152,18 +150,6 @@ def _sort(rest: str) -> Command | SyntaxFlaw:
     return f"sort_by({rest!r})"
 
 
-def _set(rest: str) -> Command | SyntaxFlaw:
-    name, _, value = rest.partition(" ")
-    if name != "fps":
-        return SyntaxFlaw("expected fps and a number: set fps 4", 0)
-    number = value.strip()
-    if not number.replace(".", "", 1).isdigit() or not number.isascii():
-        return SyntaxFlaw("expected frames per second: set fps 4", len(rest) - len(number))
-    if not LEAST_FPS <= float(number) <= MOST_FPS:
-        return SyntaxFlaw(f"fps is from {LEAST_FPS:g} to {MOST_FPS:g}", len(rest) - len(number))
-    return f"set_fps({number})"
-
-
 def _flush(rest: str) -> Command | SyntaxFlaw:
     if rest not in {"", "strict"}:
         return SyntaxFlaw(f"expected nothing, or strict, not {rest!r}", 0)
@@ -256,7 +242,6 @@ RULES: tuple[CommandRule, ...] = (
         _sort,
         choices=lambda now: [*now.columns, *(f"-{name}" for name in now.columns)],
     ),
-    CommandRule("set fps N", "paint N times a second", _set, choices=lambda _: ("fps",)),
     CommandRule(
         "theme [NAME]",
         "other colours",

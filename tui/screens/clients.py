@@ -8,13 +8,11 @@ from textual.binding import Binding
 from typing_extensions import override
 
 from kvd.wire.console import Filter
-from tui.draw import spans
 from tui.model import clients
 from tui.model.columns import ComputedColumns
 from tui.model.rates import RowRates
 from tui.screens.handoffs import show_handoffs
 from tui.screens.page import Page
-from tui.widgets.canvas import Canvas, wrap_words
 from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
@@ -24,18 +22,15 @@ if TYPE_CHECKING:
     from textual.binding import BindingType
 
     from kvd.wire.console import Cell
-    from tui.draw.spans import Line
     from tui.model.columns import NamedRow
     from tui.model.snapshots import DaemonSnapshot
 
 
-MOST_ADVICE_LINES = 3
-
-
 class ClientsPage(Page):
-    """Clients above; below what can be done about the one under the cursor, and its leases.
+    """Clients above, the leases of the one under the cursor below.
 
-    Nothing here takes pages away: kvd never does that to a process that handoffs.
+    Nothing here takes pages away: kvd never does that to a process that lives. What is to be done
+    about one that is gone is among the problems.
     """
 
     NAME = "clients"
@@ -45,7 +40,6 @@ class ClientsPage(Page):
 
     DEFAULT_CSS = """
     ClientsPage > #table-clients { height: 40%; min-height: 5; }
-    ClientsPage > #advice { height: 3; }
     ClientsPage > #table-leases { height: 1fr; }
     """
 
@@ -65,7 +59,6 @@ class ClientsPage(Page):
             stands_for=clients.STANDS_FOR,
             rates=(self._rates,),
         )
-        yield Canvas(id="advice")
         yield WindowedTable("leases", rules=ColumnRules(clients.LEASES, clients.LEASES_HIDDEN))
 
     @property
@@ -89,9 +82,6 @@ class ClientsPage(Page):
         self._follow()
         if self.leases.display:
             self.leases.show(snapshot)
-        advice = self.query_one("#advice", Canvas)
-        if advice.display and advice.size.width:
-            advice.paint(self._advice(snapshot.now_s, advice.size.width))
 
     def _follow(self) -> None:
         """Show the leases of the client under the cursor."""
@@ -110,16 +100,6 @@ class ClientsPage(Page):
         row = self.clients.named_row()
         name = row.text("name") if row is not None else ""
         return f"{name} ({self._owner})" if name else self._owner
-
-    def _advice(self, now_s: float, width: int) -> list[Line]:
-        row = self.clients.named_row()
-        if row is None:
-            return []
-        words = wrap_words(clients.advice(row, now_s), width - 4)
-        style: spans.Style = "plain" if row.text("state") == "alive" else "warn"
-        return [
-            (spans.Styled("  "), spans.cleaned(part, style)) for part in words[:MOST_ADVICE_LINES]
-        ]
 
     async def action_handoffs(self) -> None:
         """Go to the handoffs of the one under the cursor."""

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 from textual.binding import Binding
 from textual.containers import Container
-from textual.message import Message
 from typing_extensions import override
 
 from kvd.text import age, bytes_per_second, compact, duration, thousands
-from kvd.wire.console import EventQuery, Filter, Query, Sources
-from kvd.wire.events import HandoffEnded
+from kvd.wire.console import Filter, Query, Sources
 from tui import actions
 from tui.draw import bars, chart, spans
 from tui.draw.spans import Line, Styled, cleaned
-from tui.model import event_words
 from tui.model.columns import named_row_of
-from tui.model.event_log import EventGap
 from tui.screens.page import PROPOSE, Page
 from tui.widgets.canvas import Canvas, console, wrap_words
 from tui.widgets.pools import POOLS_QUERY, PoolTable
@@ -27,18 +22,15 @@ from tui.widgets.problems import FailedHandoffs, ProblemCards
 from tui.widgets.table import HEAD_LINES, ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from textual import events
     from textual.app import ComposeResult
     from textual.binding import BindingType
     from textual.widget import Widget
 
     from kvd.wire.console import Vitals
-    from kvd.wire.events import Event
     from tui.draw.spans import Style
     from tui.model.columns import NamedRow
-    from tui.model.event_log import Log
     from tui.model.rates import NodeRates
     from tui.model.snapshots import DaemonSnapshot
     from tui.model.tables import Slot, TableData
@@ -61,7 +53,7 @@ WAITING = ColumnRules(
 
 
 class OverviewPage(Page):
-    """Problems and what failed on top, at every size; then figures, pools, books, last events."""
+    """Problems and what failed on top, at every size; then figures, pools, and the books."""
 
     NAME = "overview"
     FAULTS: ClassVar[Mapping[str, str]] = {"concerns": "!severity:low"}
@@ -76,7 +68,6 @@ class OverviewPage(Page):
     OverviewPage > #middle > #left { layout: vertical; width: 1fr; height: 6; }
     OverviewPage > #middle > #charts { width: 1fr; height: 0; }
     OverviewPage > #ledger { height: 2; }
-    OverviewPage > #last-events { height: 1fr; }
     OverviewPage.wide > #middle { layout: horizontal; }
     OverviewPage.wide > #middle > #left { height: 1fr; width: 55%; }
     OverviewPage.wide > #middle > #charts { height: 1fr; margin-left: 2; }
@@ -96,7 +87,6 @@ class OverviewPage(Page):
                 yield SourceBar()
             yield Charts()
         yield Ledger()
-        yield LastEvents()
 
     @property
     def problems(self) -> ProblemCards:
@@ -113,10 +103,6 @@ class OverviewPage(Page):
         asks = [self.problems.asks(), self.query_one(FailedHandoffs).asks(), self.waiting.asks()]
         return (POOLS_QUERY, *asks, AUDIT)
 
-    @override
-    def events(self) -> EventQuery:
-        return LAST_EVENTS
-
     # ---- showing ----------------------------------------------------------------------------
 
     @override
@@ -127,7 +113,6 @@ class OverviewPage(Page):
         self.query_one(PoolTable).show(snapshot)
         if vitals is not None and self.size.width and self.size.height:
             self._arrange(snapshot, vitals)
-        self.query_one(LastEvents).show(snapshot)
 
     def _arrange(self, snapshot: DaemonSnapshot, vitals: Vitals) -> None:
         """What hurts has its lines first; the rest has what is left, in the order of its weight."""
@@ -201,10 +186,6 @@ class OverviewPage(Page):
         """A component was clicked."""
         self.post_message(self.OpenRequested(f"pool:{message.component}"))
 
-    def on_opened(self, message: Opened) -> None:
-        """A line of a panel was clicked."""
-        self.post_message(self.OpenRequested(message.ref))
-
 
 def _proposed(row: NamedRow) -> str:
     """Of a finding its action; of a request that waits: who has the most of what it lacks."""
@@ -218,16 +199,6 @@ SPARK_COLUMNS = 10
 RATE_S = 10.0
 MINUTE_S = 60.0
 MOST_POOLS = 8
-LAST_EVENTS = EventQuery(0, 100, event_words.NOTABLE)
-"""Without what every request does: in passing nobody reads that."""
-
-
-class Opened(Message):
-    """A line was clicked: what it is about."""
-
-    def __init__(self, ref: str) -> None:
-        super().__init__()
-        self.ref = ref
 
 
 class Figures(Canvas):
@@ -450,58 +421,3 @@ def _source_lines(tokens: Sources, width: int) -> list[Line]:
     if any(part.size for part in missed):
         made += [(Styled("computed because", "dim"),), *bars.key(missed, width)]
     return [(Styled("  "), *line) for line in made]
-
-
-# ---- events --------------------------------------------------------------------------------------
-
-
-def _remarkable(log: Log) -> Iterator[Event]:
-    """The newest first, without handoffs that went well: they would hide the one that did not."""
-    for chunk in reversed(log.chunks):
-        for event in reversed(chunk):
-            is_fine = isinstance(event, HandoffEnded) and event.outcome in event_words.DELIVERED
-            if not isinstance(event, EventGap) and not is_fine:
-                yield event
-
-
-class LastEvents(Canvas):
-    """The last things that happened beside what every request does, the newest first."""
-
-    def __init__(self) -> None:
-        super().__init__(id="last-events")
-        self._shown: Sequence[Event] = ()
-        self._words: dict[int, Line] = {}
-
-    def show(self, snapshot: DaemonSnapshot) -> None:
-        """Paint as many as there is room for."""
-        width, room = self.size.width, self.size.height - 1
-        if not width or room < 1:
-            return
-        self._shown = list(itertools.islice(_remarkable(snapshot.log(LAST_EVENTS)), room))
-        self._words = {
-            event.seq: self._words.get(event.seq) or self._told(event) for event in self._shown
-        }
-        title = (Styled("last events ", "head"), Styled("(6: what went well too)", "dim"))
-        made = [spans.headed(title, width)]
-        for event in self._shown:
-            ago = age(snapshot.now_s - event.at_s)
-            made.append(spans.fit((Styled(f"{ago:>8} ", "dim"), *self._words[event.seq]), width))
-        if not self._shown:
-            made.append(spans.line("  no problems lately", "dim"))
-        self.paint(made)
-
-    @staticmethod
-    def _told(event: Event) -> Line:
-        level = event_words.level_of(event)
-        style = event_words.STYLES[level]
-        kind = event_words.tag_of(event)
-        return (
-            Styled(f"{event_words.LETTERS[level]} {kind} ", style),
-            Styled(event_words.words(event)),
-        )
-
-    def on_click(self, event: events.Click) -> None:
-        """The event of this line."""
-        at = event.y - 1
-        if 0 <= at < len(self._shown):
-            self.post_message(Opened(event_words.key_of(self._shown[at])))
