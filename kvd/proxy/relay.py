@@ -252,11 +252,12 @@ class Relay:
             if chosen is None:
                 break
             engine = chosen.engine
+            told = prefill_body(body, new_room(), self._lookup.fuller_node(engine, prompt))
             call = EngineCall(
                 method="POST",
                 target=target,
                 headers=self._with_credentials(own_request_headers(headers), engine),
-                body=await worked(n_bytes, json_bytes, prefill_body(body, new_room())),
+                body=await worked(n_bytes, json_bytes, told),
             )
             with self._at(engine, chosen.lacking_tokens):
                 self._lookup.note(engine, prompt.beginning)
