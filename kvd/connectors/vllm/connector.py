@@ -304,6 +304,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KvdWorkerMetadata) and told.packings:
             self._name(list(told.packings))
+        if connector_output.invalid_block_ids:
+            self._half.spoiled(connector_output.invalid_block_ids)
         stale = self._half.reported(
             told.report if isinstance(told, KvdWorkerMetadata) else None,
             loaded=connector_output.finished_recving or (),
@@ -321,11 +323,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """VLLM needs its blocks no more. Who copies them holds them; see ``under_way``."""
         self._blocks.settled(request.request_id, is_over=True)
         # Of one that was aborted vLLM passes the answer on to nobody.
-        is_heard = request.status not in {
-            RequestStatus.FINISHED_ABORTED,
-            RequestStatus.FINISHED_ERROR,
-        }
-        return self._half.finished(request, is_heard=is_heard)
+        is_sound = request.status is not RequestStatus.FINISHED_ERROR
+        is_heard = is_sound and request.status is not RequestStatus.FINISHED_ABORTED
+        return self._half.finished(request, is_heard=is_heard, is_sound=is_sound)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

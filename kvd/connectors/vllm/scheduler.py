@@ -82,6 +82,7 @@ RESET_WITHIN_S: Final = 0.05
 """A reset waits so long for the daemon: no request that comes behind it has to go without."""
 
 NOBODY: Final = "no session with a daemon"
+UNFILLED: Final = "another connector did not fill its blocks, so it is not saved further"
 RESET: Final = "the cache was reset"
 UNDONE: Final = "the cache was reset, and the daemon has not done it yet"
 RESTARTED: Final = "the daemon was restarted, or its session ended"
@@ -553,10 +554,22 @@ class SchedulerHalf:
             tracked.known_tokens = max(tracked.known_tokens, upto)
             link.say(lease.share, more, upto)
 
+    def spoiled(self, blocks: Collection[int]) -> None:
+        """Another connector did not fill these, and vLLM has computed with them: it does so again.
+
+        Said before ``reported``, which may have that what was computed is saved.
+        """
+        with self.kept_in("blocks that were not filled"):
+            for tracked in self._requests.here.values():
+                is_computed = tracked.stage is RequestStage.COMPUTING
+                if is_computed and self._copies.has_any(tracked, blocks):
+                    self._copies.spoil(tracked)
+                    self._requests.count_alone(UNFILLED)
+
     # ---- it is over --------------------------------------------------------------------------
 
     def finished(
-        self, request: RequestView, *, is_heard: bool = True
+        self, request: RequestView, *, is_heard: bool = True, is_sound: bool = True
     ) -> tuple[bool, dict[str, object] | None]:
         """It is done, or was aborted.
 
@@ -564,6 +577,7 @@ class SchedulerHalf:
             request: vLLM's.
             is_heard: false: nobody is told of its KV, so nothing is kept for who decodes it; what
                 was saved is cached all the same.
+            is_sound: false: what its last steps have computed may be wrong.
 
         Returns:
             Whether vLLM must keep its blocks until it hears of them: only where they cannot be
@@ -575,6 +589,8 @@ class SchedulerHalf:
             return False, None
         self._requests.due.never(tracked)
         with self.kept_in("a request is over"):
+            if not is_sound:
+                self._copies.spoil(tracked)
             told = self._finished(tracked, is_heard=is_heard)
         return self._copies.keep(tracked, is_needed=tracked.id in self._requests.held), told
 

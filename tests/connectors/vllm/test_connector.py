@@ -138,3 +138,39 @@ def test_where_the_kv_of_a_prompt_came_from(load, sent, told):
     found = connector.get_external_cache_hit_sources(request, 64)
 
     assert {source.name: n for source, n in found.items()} == told
+
+
+# ---- beside another connector --------------------------------------------------------------------
+
+
+def test_blocks_that_another_connector_did_not_fill_are_told_before_what_is_saved(load):
+    connector = started(load())
+    told = []
+    connector._scheduler = SimpleNamespace(
+        spoiled=lambda blocks: told.append(("spoiled", blocks)),
+        reported=lambda report, **how: told.append(("reported", report)) or set(),
+    )
+    output = SimpleNamespace(
+        kv_connector_worker_meta=None,
+        invalid_block_ids={7},
+        finished_recving=None,
+        failed_recving=None,
+    )
+    connector.update_connector_output(output)
+    assert told == [("spoiled", {7}), ("reported", None)]
+
+
+@pytest.mark.parametrize(
+    ("status", "is_heard", "is_sound"),
+    [("FINISHED_ABORTED", False, True), ("FINISHED_ERROR", False, False), (None, True, True)],
+)
+def test_how_a_request_ended_decides_what_becomes_of_its_kv(load, status, is_heard, is_sound):
+    module = load()
+    connector = started(module)
+    told = []
+    connector._scheduler = SimpleNamespace(
+        finished=lambda request, **how: told.append(how) or (False, None)
+    )
+    request = SimpleNamespace(request_id="r1", status=status and module.RequestStatus[status])
+    connector.request_finished(request, [])
+    assert told == [{"is_heard": is_heard, "is_sound": is_sound}]

@@ -83,6 +83,49 @@ def test_a_chunk_is_there_for_others_while_the_prompt_goes_on(node, engine):
     engine.finish(request)
 
 
+# ---- beside a connector that did not fill blocks -------------------------------------------------
+
+
+def test_what_was_computed_with_blocks_that_were_not_filled_is_cached_by_nobody(node, engine):
+    """vLLM hears of them behind the step, and computes it anew: what that saved is nobody's KV."""
+    engine.chunk = 8
+    engine.delays = True
+    request, other = engine.add(Request(1, PROMPT)), engine.add(Request(2, [7, *PROMPT]))
+    engine.step()
+    engine.half.spoiled({1002})
+    for _ in range(4):
+        engine.step()
+    for ended in (request, other):
+        engine.finish(ended)
+    engine.settle()
+    assert not any(one[:8] == tuple(PROMPT[:8]) for one in node.cached)
+    assert tuple([7, *PROMPT][:WHOLE]) in node.cached, "of others all is"
+    assert engine.half.counts.went_alone == 1
+
+
+def test_what_was_saved_before_them_stays(node, engine):
+    engine.chunk = 8
+    request = engine.add(Request(1, PROMPT))
+    engine.step()
+    engine.half.spoiled({1002})
+    for _ in range(4):
+        engine.step()
+    engine.finish(request)
+    assert node.cached == [tuple(PROMPT[:8])] * 2
+
+
+def test_of_a_request_that_ends_in_an_error_no_more_is_cached(node, engine):
+    engine.chunk = 8
+    engine.delays = True
+    request = engine.add(Request(1, PROMPT))
+    engine.step()
+    engine.running.remove(request)
+    engine.gone.add("r1")
+    engine.half.finished(request, is_heard=False, is_sound=False)
+    engine.settle()
+    assert not any(node.cached)
+
+
 def test_a_look_up_that_waits_is_asked_again(node, engine):
     engine.half._claims.most_ahead = 0
     node.share(PROMPT)
