@@ -569,3 +569,8 @@ def _extra_keys(request: Request, block_size: int) -> dict[int, bytes] | None:
             told = f"{feature.identifier} {place.offset - page * block_size}"
             found.setdefault(page, []).append(told.encode())
     return {page: hashlib.sha256(b" ".join(told)).digest() for page, told in found.items()}
+
+
+# Behind a connector of several vLLM looks for what it counts by this name alone, in a process that
+# may have no plugins; whoever does that has imported the connector before.
+register_connector()

@@ -61,6 +61,18 @@ class SupportsHMA:
     pass
 
 
+class Factory:
+    """``KVConnectorFactory``: each name once."""
+
+    def __init__(self):
+        self.known = {}
+
+    def register_connector(self, name, module, of_class):
+        if name in self.known:
+            raise ValueError(f"Connector '{name}' is already registered.")
+        self.known[name] = module, of_class
+
+
 class Metadata:
     pass
 
@@ -101,7 +113,7 @@ def modules(version="0.32.0", device="cpu", layouts=("LBHNC", "BLHNC")):
             "has_kv_transfer_group": lambda: False,
         },
         "vllm.distributed.kv_transfer.kv_connector": {},
-        "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": None},
+        "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": Factory()},
         V1: {},
         f"{V1}.base": {
             "KVConnectorBase_V1": Base,

@@ -174,3 +174,11 @@ def test_how_a_request_ended_decides_what_becomes_of_its_kv(load, status, is_hea
     request = SimpleNamespace(request_id="r1", status=status and module.RequestStatus[status])
     connector.request_finished(request, [])
     assert told == [{"is_heard": is_heard, "is_sound": is_sound}]
+
+
+def test_who_has_imported_it_finds_it_by_its_name(load):
+    """vLLM's connector of several does, for what each counts, also where no plugins are loaded."""
+    module = load()
+    known = module.KVConnectorFactory.known
+    assert known == {"KvdConnector": ("kvd.connectors.vllm.connector", "KvdConnector")}
+    module.register_connector()
