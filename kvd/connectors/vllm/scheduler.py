@@ -409,6 +409,7 @@ class SchedulerHalf:
             if external_tokens:
                 self._requests.unfilled.append(request.request_id)
             return
+        tracked.has_run = False
         self._requests.due.soon(tracked)
         self._requests.ahead.pop(tracked.id, None)
         if external_tokens:
@@ -484,6 +485,7 @@ class SchedulerHalf:
             saves += self._held.saves(tracked)
         for running in self._requests.due.take(scheduled):
             if running.stage is RequestStage.COMPUTING:
+                running.has_run = True
                 upto = running.request.num_computed_tokens + scheduled[running.id]
                 saves += self._moves.saves(running, upto)
                 left = self._moves.tokens_left(running, upto)

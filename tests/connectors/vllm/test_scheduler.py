@@ -114,6 +114,25 @@ def test_what_was_saved_before_them_stays(node, engine):
     assert node.cached == [tuple(PROMPT[:8])] * 2
 
 
+def test_of_blocks_that_another_connector_was_filling_nothing_is_saved(node, engine):
+    """vLLM counts their tokens as computed from the start; it is taken back before they are."""
+    node.holds = True
+    request = engine.add(Request(1, PROMPT))
+    for _ in range(2):  # it is looked up, in vain: the daemon is slow
+        engine.half.matched(request, 0)
+        engine.clock_s += 1.0
+    engine.blocks["r1"] = list(range(1000, 1100))
+    engine.half.given_blocks(request, 0)
+    request.num_computed_tokens = WHOLE
+    engine.half.step({})
+    engine.finish(request)
+    node.holds = False
+    node.come()
+    engine.settle()
+    assert not engine.saves
+    assert not any(node.cached)
+
+
 def test_of_a_request_that_ends_in_an_error_no_more_is_cached(node, engine):
     engine.chunk = 8
     engine.delays = True
