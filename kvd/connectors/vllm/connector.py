@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
@@ -35,6 +36,7 @@ from kvd.connectors.vllm.identity import (
 )
 from kvd.connectors.vllm.layout import (
     check_pages,
+    check_stages,
     layer_groups,
     page_size_of,
     scheduled_sizes,
@@ -72,6 +74,9 @@ NAME: Final = "KvdConnector"
 
 WISHED: Final = "BLHNC"
 """The layout of the KV cache that is asked for."""
+
+MOST_ENGINE_CHARS: Final = 59
+"""Of an engine's id, in the name of its session."""
 
 TESTED: Final = ((0, 32), (0, 32))
 """First and last version that was run, major and minor."""
@@ -140,7 +145,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._blocks = SchedulerBlocks(self._groups)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        ranks = vllm_config.parallel_config.tensor_parallel_size
+        parallel = vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if role is KVConnectorRole.SCHEDULER:
             self._since_ns = process_began_ns()
             self._adapters = Adapters(
@@ -160,7 +166,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerHalf(
                 self._options,
                 block_size=block_size,
-                rank=get_tensor_model_parallel_rank() if ranks > 1 else 0,
+                rank=_rank(parallel.tensor_parallel_size) if ranks > 1 else 0,
                 ranks=ranks,
             )
 
@@ -168,9 +174,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _connect(self, engine: str | None, cache: KVCacheConfig, ranks: int) -> SyncNode:
         """A session with a daemon whose pool fits; the workers know more of their blocks later."""
-        node = connect_sync(
-            self._options.endpoint or None, name=f"vllm {engine}"[:64], on_unreachable="miss"
-        )
+        # What tells data parallel engines apart stands at its end.
+        name = f"vllm {(engine or '')[-MOST_ENGINE_CHARS:]}"
+        node = connect_sync(self._options.endpoint or None, name=name, on_unreachable="miss")
         try:
             check_pages(
                 node.pool(self._options.pool),
@@ -216,6 +222,13 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """How the workers pack; behind a connector of several this may be another one's."""
         self._name([told.packing for told in metadata.values() if isinstance(told, KvdHandshake)])
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The same, by stage of a pipeline and rank within it."""
+        in_order = [metadata[place] for place in sorted(metadata)]
+        self.set_xfer_handshake_metadata(dict(enumerate(in_order)))
 
     def _name(self, packings: list[BlockPacking]) -> None:
         """Everything that decides what the engine's KV is of is known now."""
@@ -525,17 +538,26 @@ def _checked_groups(
             raise Unfit(f'{told}; set "kvd.any_version": true to try')
         logger.warning("%s; it is tried, since kvd.any_version says so", told)
     parallel = config.parallel_config
+    stages = parallel.pipeline_parallel_size
     try:
         groups = layer_groups(
             cache.kv_cache_groups,
             context_ranks=parallel.prefill_context_parallel_size
             * parallel.decode_context_parallel_size,
         )
+        if stages > 1:
+            n_layers = config.model_config.get_total_num_hidden_layers()
+            cut = [get_pp_indices(n_layers, stage, stages) for stage in range(stages)]
+            check_stages([end - first for first, end in cut])
     except KvdError as error:
         raise Unfit(str(error)) from None
-    if parallel.pipeline_parallel_size > 1:
-        raise Unfit("pipeline parallel engines are not served by kvd's connector")
     return groups
+
+
+def _rank(tensor_ranks: int) -> int:
+    """This worker's among all of its engine, as vLLM counts them: stage by stage."""
+    stage: int = get_pp_group().rank_in_group
+    return stage * tensor_ranks + int(get_tensor_model_parallel_rank())
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -102,8 +102,16 @@ class PromMetrics:
         self.per_engine_labelvalues = per_engine_labelvalues
 
 
-def modules(version="0.32.0", device="cpu", layouts=("LBHNC", "BLHNC")):
-    """By name, as the connector finds them."""
+def stage_of(n_layers, stage, stages):
+    """Which layers a stage of a pipeline has: what is left over goes to those before the last."""
+    sizes = [n_layers // stages] * stages
+    for more in range(2, n_layers % stages + 2):
+        sizes[-more] += 1
+    return sum(sizes[:stage]), sum(sizes[: stage + 1])
+
+
+def modules(version="0.32.0", device="cpu", layouts=("LBHNC", "BLHNC"), rank=(0, 0)):
+    """By name, as the connector finds them; ``rank``: of the worker, its stage and in that."""
     role = enum.Enum("KVConnectorRole", ["SCHEDULER", "WORKER"])
     told = {
         "vllm": {"__version__": version},
@@ -125,7 +133,11 @@ def modules(version="0.32.0", device="cpu", layouts=("LBHNC", "BLHNC")):
             "SupportsHMA": SupportsHMA,
         },
         f"{V1}.metrics": {"KVConnectorPromMetrics": PromMetrics, "KVConnectorStats": Stats},
-        "vllm.distributed.parallel_state": {"get_tensor_model_parallel_rank": lambda: 0},
+        "vllm.distributed.parallel_state": {
+            "get_tensor_model_parallel_rank": lambda: rank[1],
+            "get_pp_group": lambda: SimpleNamespace(rank_in_group=rank[0]),
+        },
+        "vllm.distributed.utils": {"get_pp_indices": stage_of},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: device == "cpu")},
         "vllm.v1": {
             "kv_cache_layout": SimpleNamespace(KVCacheLayout=enum.Enum("KVCacheLayout", layouts))

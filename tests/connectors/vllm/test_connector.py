@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvd.connectors.vllm.identity import BlockPacking
 from tests.connectors.vllm.played_vllm import NEWEST, connector_module
 
 
@@ -35,6 +36,13 @@ def engine(kind="FullAttentionSpec", **options):
         kv_transfer_config=transfer, parallel_config=parallel, lora_config=None
     )
     return config, SimpleNamespace(kv_cache_groups=[group], num_blocks=9)
+
+
+def parallel(config, tensor, stages, layers=8):
+    """As an engine of so many ranks has it."""
+    config.parallel_config.tensor_parallel_size = tensor
+    config.parallel_config.pipeline_parallel_size = stages
+    config.model_config = SimpleNamespace(get_total_num_hidden_layers=lambda: layers)
 
 
 def started(module, role="WORKER", **options):
@@ -122,6 +130,59 @@ def test_memory_that_vllm_takes_back_is_taken_from_the_worker(load):
     connector.unregister_kv_caches()
     connector.restore_kv_caches()
     assert told == ["taken", "given"]
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "place", "rank"),
+    [(2, 1, (0, 1), 1), (1, 2, (1, 0), 1), (2, 2, (0, 1), 1), (2, 2, (1, 0), 2), (2, 2, (1, 1), 3)],
+)
+def test_each_rank_has_the_shard_of_its_stage_and_heads(
+    load, monkeypatch, tensor, stages, place, rank
+):
+    module = load(rank=place)
+    config, cache = engine()
+    parallel(config, tensor, stages)
+    told = {}
+    monkeypatch.setattr(module, "WorkerHalf", lambda *args, **how: told.update(how))
+    module.KvdConnector(config, module.KVConnectorRole["WORKER"], cache)
+    assert (told["rank"], told["ranks"]) == (rank, tensor * stages)
+
+
+def test_every_rank_of_every_stage_answers_an_order(load, monkeypatch):
+    module = load()
+    config, cache = engine()
+    parallel(config, 2, 2)
+    told = {}
+    half = SimpleNamespace(fill_no_more=None)
+    monkeypatch.setattr(module, "SchedulerHalf", lambda *args, **how: told.update(how) or half)
+    module.KvdConnector(config, module.KVConnectorRole["SCHEDULER"], cache)
+    assert told["ranks"] == 4
+
+
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_stages_of_unlike_numbers_of_layers_are_refused_in_a_sentence(load, role):
+    module = load()
+    config, cache = engine()
+    parallel(config, 1, 2, layers=7)
+    with pytest.raises(module.Unfit, match=r"stages of this pipeline have 4, 3 layers.*divides 7"):
+        module.KvdConnector(config, module.KVConnectorRole[role], cache)
+
+
+def test_all_stages_say_how_they_pack(load):
+    module = load()
+    connector = started(module)
+    named = []
+    connector._identify = named.append
+    told = {
+        place: module.KvdHandshake(BlockPacking("tag", {"layers": str(place)}))
+        for place in [(1, 0), (0, 1), (1, 1), (0, 0)]
+    }
+    connector.set_xfer_handshake_metadata_pp_aware(told)
+    (packing,) = named
+    assert packing.details == {"layers": "(0, 0) (0, 1) (1, 0) (1, 1)"}
 
 
 # ---- hits ----------------------------------------------------------------------------------------
