@@ -605,6 +605,19 @@ def test_why_nothing_came_of_another_node_is_told_with_each_reason_at_most_every
     assert len(caplog.records) == 1
 
 
+def test_nodes_that_exchange_nothing_are_told_with_what_they_differ_in(node, engine, caplog):
+    caplog.set_level(logging.WARNING)
+    node.receive_fails = refusal(Code.LAYOUT_MISMATCH, "p has 2 ranks, d has 1")
+    request = engine.add(Request(1, PROMPT, MEETS))
+    for _ in range(4):
+        engine.step()
+    engine.finish(request)
+    engine.clock_s += TOLD_EVERY_S
+    engine.step()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith(": 1: layout-mismatch: p has 2 ranks, d has 1")
+
+
 @pytest.mark.parametrize(
     ("params", "sends", "meets", "is_odd"),
     [
