@@ -82,7 +82,9 @@ RESET_WITHIN_S: Final = 0.05
 """A reset waits so long for the daemon: no request that comes behind it has to go without."""
 
 NOBODY: Final = "no session with a daemon"
-UNFILLED: Final = "another connector did not fill its blocks, so it is not saved further"
+UNFILLED: Final = "another connector may not have filled its blocks: it is not saved further"
+MOST_IN_FLIGHT: Final = 8
+"""So many steps may be under way when it is heard what has become of the first."""
 RESET: Final = "the cache was reset"
 UNDONE: Final = "the cache was reset, and the daemon has not done it yet"
 RESTARTED: Final = "the daemon was restarted, or its session ended"
@@ -163,6 +165,8 @@ class SchedulerHalf:
         """Those whose blocks the workers fill with KV of before a reset."""
         self._number = 0
         """Of the last step."""
+        self._doubted = -1
+        """In steps up to this one, another connector may not have filled what it has promised."""
         self.look_every_s = LOOK_EVERY_S
         self._looked_s = -math.inf
         self._is_idle = True
@@ -343,7 +347,7 @@ class SchedulerHalf:
             # Preempted, or received: what lies in its own pages, and no more. What was found once
             # may have been evicted before it had them.
             tracked.found_tokens = tracked.saved_tokens
-        tracked.local_tokens = local_tokens
+        tracked.local_tokens, tracked.allocations = local_tokens, 0
         n_tokens = min(tracked.found_tokens, request.num_tokens - 1) - local_tokens
         return (n_tokens, True) if n_tokens > 0 else (0, False)
 
@@ -410,6 +414,7 @@ class SchedulerHalf:
                 self._requests.unfilled.append(request.request_id)
             return
         tracked.has_run = False
+        tracked.allocations += 1
         self._requests.due.soon(tracked)
         self._requests.ahead.pop(tracked.id, None)
         if external_tokens:
@@ -483,15 +488,32 @@ class SchedulerHalf:
             loads += self._moves.loads(tracked)
         for tracked in list(self._requests.held.values()):
             saves += self._held.saves(tracked)
-        for running in self._requests.due.take(scheduled):
-            if running.stage is RequestStage.COMPUTING:
-                running.has_run = True
-                upto = running.request.num_computed_tokens + scheduled[running.id]
-                saves += self._moves.saves(running, upto)
-                left = self._moves.tokens_left(running, upto)
-                if left is not None:
-                    self._requests.due.after(running, left)
+        due = self._requests.due.take(scheduled)
+        computing = [tracked for tracked in due if tracked.stage is RequestStage.COMPUTING]
+        self._doubt([tracked for tracked in computing if not tracked.has_run])
+        for running in computing:
+            upto = running.request.num_computed_tokens + scheduled[running.id]
+            saves += self._moves.saves(running, upto)
+            left = self._moves.tokens_left(running, upto)
+            if left is not None:
+                self._requests.due.after(running, left)
         self._ending.settle()
+
+    def _doubt(self, begun: Collection[Tracked]) -> None:
+        """Save nothing of what another connector fills within this step, nor of who has that too.
+
+        Whether it could is said behind the step, and a save cannot be taken back. kvd's own loads,
+        and those of others beside the steps, are over when it is told of blocks a second time.
+        """
+        for tracked in begun:
+            filled = tracked.request.num_computed_tokens - tracked.local_tokens
+            if tracked.allocations == 1 and filled >= self.block_size:
+                self._doubted = self._number + MOST_IN_FLIGHT
+        for tracked in begun:
+            tracked.has_run = True
+            if self._number <= self._doubted and tracked.request.num_computed_tokens:
+                self._copies.spoil(tracked)
+                self._requests.count_alone(UNFILLED)
 
     # ---- what the workers say ----------------------------------------------------------------
 

@@ -78,6 +78,7 @@ class Tracked:
     """One request."""
 
     __slots__ = (
+        "allocations",
         "asked_s",
         "blocks",
         "call",
@@ -143,8 +144,9 @@ class Tracked:
         self.extension: PendingCall[SyncLease] | None = None
         self.is_full = False
         """The pool had no more pages for it."""
-        self.local_tokens = 0
-        """vLLM had so many itself when it last asked."""
+        self.local_tokens = self.allocations = 0
+        """vLLM had so many itself when it last asked; and has said so often since that it has
+        blocks."""
         self.found_tokens = 0
         """The KV of so many is in the cache, or in the pages of its own lease."""
         self.sent_from: int | None = None

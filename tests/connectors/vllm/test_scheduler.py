@@ -103,6 +103,33 @@ def test_what_was_computed_with_blocks_that_were_not_filled_is_cached_by_nobody(
     assert engine.half.counts.went_alone == 1
 
 
+def test_of_blocks_that_another_connector_fills_within_a_step_nothing_is_saved(node, engine):
+    """Whether it could is said behind the step; a save cannot be taken back. Who has them too, by
+    vLLM's own cache, is not saved either; one that was filled beside the steps is."""
+    within, shares, beside, later = (engine.add(Request(n, [n, *PROMPT])) for n in range(1, 5))
+    for request in (within, shares, beside):
+        local = 8 if request is shares else 0
+        engine.half.matched(request, local)
+        engine.blocks[request.request_id] = list(range(1000 * int(request.request_id[1:]), 9999))
+        engine.half.given_blocks(request, 0)
+        request.num_computed_tokens = 8
+    for request in (within, shares):
+        engine.waiting.remove(request)
+        engine.running.append(request)
+    engine.waiting.remove(beside)
+    engine.waiting.remove(later)
+    engine.step()
+    for _ in range(10):
+        engine.work(engine.half.step({}))
+    engine.half.given_blocks(beside, 0)
+    engine.running.append(beside)
+    engine.waiting.append(later)
+    engine.step()
+    assert {order.request for order in engine.saves} == {"r3", "r4"}
+    for request in (within, shares, beside, later):
+        engine.finish(request)
+
+
 def test_what_was_saved_before_them_stays(node, engine):
     engine.chunk = 8
     request = engine.add(Request(1, PROMPT))
