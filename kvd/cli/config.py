@@ -247,6 +247,11 @@ def _size(_ctx: click.Context, _option: click.Parameter, value: str | None) -> s
     type=click.IntRange(1, 4096),
     help="As pool.tp_size. [default: 1]",
 )
+@click.option(
+    "--pipeline-parallel-size",
+    type=click.IntRange(1, 4096),
+    help="With --engine: as its own. [default: 1]",
+)
 @click.option("--tp-ranks", metavar="FIRST-LAST", help="As pool.tp_ranks. [default: all]")
 @click.option("--stage", metavar="FIRST:END", help="As pool.stage. [default: all layers]")
 @click.option("--replicas", type=click.IntRange(1, 128), help="As pool.replicas. [default: 1]")
@@ -300,9 +305,14 @@ def _plan_by_family(
     gpu_processes: int | None,
     kv_cache_dtype: str | None,
     pages: int | None,
+    pipeline_parallel_size: int | None,
     **options: Any,
 ) -> None:
-    for name, given in (("--kv-cache-dtype", kv_cache_dtype), ("--pages", pages)):
+    for name, given in (
+        ("--kv-cache-dtype", kv_cache_dtype),
+        ("--pages", pages),
+        ("--pipeline-parallel-size", pipeline_parallel_size),
+    ):
         if given is not None:
             raise click.UsageError(f"{name} is for --engine")
     if options["memory"] is None:
@@ -327,7 +337,7 @@ def _plan_by_family(
     render.answer(form, value, Text(_head(model, wanted)), *_blocks(made, told), *costs, toml_text)
 
 
-def _plan_for_vllm(
+def _plan_for_vllm(  # noqa: PLR0913 - one parameter for each option
     file: Path,
     form: str,
     *,
@@ -337,6 +347,7 @@ def _plan_for_vllm(
     dtype: str | None,
     kv_cache_dtype: str | None,
     tp_size: int | None,
+    pipeline_parallel_size: int | None,
     **others: object,
 ) -> None:
     for name, given in others.items():
@@ -351,6 +362,7 @@ def _plan_for_vllm(
         dtype=dtype or "auto",
         kv_cache_dtype=kv_cache_dtype or "auto",
         ranks=tp_size or 1,
+        stages=pipeline_parallel_size or 1,
     )
     made = vllm_plan(_config_of(file), wanted)
     render.answer(form, made, *(Text(block) for block in _vllm_told(file, wanted, made)))
@@ -360,6 +372,8 @@ def _vllm_told(file: Path, wanted: VllmPlanRequest, made: VllmPlan) -> Iterator[
     of_each = f"{made.layers} layers"
     if wanted.ranks > 1:
         of_each += f" of {wanted.ranks} ranks"
+    if wanted.stages > 1:
+        of_each += f", in each of {wanted.stages} stages"
     yield (
         f"a block of {wanted.block_size} tokens has {made.page_bytes} bytes in each of {of_each}, "
         f"{amount(made.block_bytes)} in all; {made.pages} pages hold {made.tokens} tokens in "

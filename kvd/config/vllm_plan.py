@@ -55,7 +55,8 @@ TO_BE_SEEN: Final = (
 class VllmPlanRequest(msgspec.Struct, frozen=True):
     """What is planned for. ``dtype`` and the rest: as vLLM's own arguments of that name.
 
-    ``memory_bytes`` are for the pages of all ranks; 0: there are ``pages``.
+    ``memory_bytes`` are for the pages of all ranks; 0: there are ``pages``. ``ranks``: of a stage,
+    of which a pipeline has so many ``stages``.
     """
 
     block_size: int
@@ -64,13 +65,14 @@ class VllmPlanRequest(msgspec.Struct, frozen=True):
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     ranks: int = 1
+    stages: int = 1
 
 
 class VllmPlan(msgspec.Struct, frozen=True):
     """A pool, and how vLLM is to be started for it.
 
-    ``page_bytes``: of a block in one layer and rank; ``block_bytes``: in all of them. ``unknown``:
-    what may be otherwise in an engine, since no configuration tells it.
+    ``layers``: of a stage. ``page_bytes``: of a block in one layer and rank; ``block_bytes``: in
+    all of them. ``unknown``: what may be otherwise in an engine, since no configuration tells it.
     """
 
     layers: int
@@ -98,10 +100,18 @@ def vllm_plan(config: Mapping[str, object], wanted: VllmPlanRequest) -> VllmPlan
         arguments += ["--kv-cache-dtype", wanted.kv_cache_dtype]
     if wanted.ranks > 1:
         arguments += ["--tensor-parallel-size", str(wanted.ranks)]
+    if wanted.stages > 1:
+        arguments += ["--pipeline-parallel-size", str(wanted.stages)]
     element = _element_bytes(config, dtype, wanted.kv_cache_dtype)
     page_bytes = wanted.block_size * _elements(model, wanted.ranks) * element
-    layers = model.attention_layers
-    block_bytes = page_bytes * layers * wanted.ranks
+    layers, rest = divmod(model.attention_layers, wanted.stages)
+    if rest:
+        raise NotPlanned(
+            f"{model.attention_layers} layers are no whole number for each of {wanted.stages} "
+            "stages: kvd's connector serves pipelines whose stages have as many each"
+        )
+    shards = wanted.ranks * wanted.stages
+    block_bytes = page_bytes * layers * shards
     pages = wanted.pages or wanted.memory_bytes // block_bytes
     pool: dict[str, Value] = {
         "family": "raw",
@@ -111,7 +121,7 @@ def vllm_plan(config: Mapping[str, object], wanted: VllmPlanRequest) -> VllmPlan
         "pages": pages,
     }
     # Memory of several shards cannot be kept over a restart.
-    pool |= {"tp_size": wanted.ranks} if wanted.ranks > 1 else {"backing": "shm"}
+    pool |= {"tp_size": shards} if shards > 1 else {"backing": "shm"}
     if pages < 2:
         raise NotPlanned(
             f"a block of {wanted.block_size} tokens has {block_bytes} bytes, so "

@@ -157,18 +157,19 @@ def new_traceparent() -> str:
     return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
 
 
-def prefill_body(body: Body, room: str) -> Body:
+def prefill_body(body: Body, room: str, fuller_node: str = "") -> Body:
     """The same prompt for one token, whose KV another engine will decode from.
 
     ``room`` is for engines whose router has to name the transfer. kvd's connector opens it and
-    answers it, with its node: nobody else knows where the KV is.
+    answers it, with its node: nobody else knows where the KV is. ``fuller_node``: the one that has
+    more of the prompt than the engine's own, so that it may fetch that; if there is.
     """
     told = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     told["stream"] = False
     for key in _ONE_TOKEN:
         if key in body or key == "max_tokens":
             told[key] = 1
-    told[TRANSFER] = {
+    transfer: Body = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
         "remote_engine_id": None,
@@ -176,9 +177,9 @@ def prefill_body(body: Body, room: str) -> Body:
         "remote_host": None,
         "remote_port": None,
         "transfer_id": room,
-        "kvd": {"v": 1, "opens": room},
+        "kvd": {"v": 1, "opens": room} | ({"peer": fuller_node} if fuller_node else {}),
     }
-    return told
+    return told | {TRANSFER: transfer}
 
 
 def transfer_in(answer: bytes) -> Body | None:

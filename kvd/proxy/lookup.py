@@ -78,6 +78,9 @@ BLOCK_BYTES: Final = 256
 BYTES_A_TOKEN: Final = 4
 """Of text, about; of token ids exactly."""
 
+PULLED_TOKENS: Final = 64
+"""Fewer than these are computed as soon as they are fetched."""
+
 MOST_NOTED_BYTES: Final = 4 * 2**20
 """Of one prompt; behind it all are alike."""
 
@@ -91,12 +94,14 @@ class CachedPrompt(NamedTuple):
     Attributes:
         n_tokens: of it, as far as that is known.
         cached: of them, at each engine.
+        said: the same, where a daemon has said it.
         beginning: of the prompt, in bytes that begin alike where prompts do.
         is_one: there are no further prompts in the request.
     """
 
     n_tokens: int
     cached: dict[ProxiedEngine, int]
+    said: dict[ProxiedEngine, int]
     beginning: bytes
     is_one: bool
 
@@ -151,6 +156,11 @@ class DaemonLink:
         self._opening = asyncio.Lock()
         self.why = ""
         """It is not asked now because of this."""
+
+    @property
+    def node(self) -> str:
+        """What its daemon is called; empty while that is not known."""
+        return "" if self._node is None else self._node.name
 
     async def cached_tokens(self, tokens: Sequence[int], namespace: str) -> int | None:
         """How much of the prompt is cached there; None if it did not say in time."""
@@ -393,13 +403,29 @@ class PromptLookup:
             told = own_request_headers(headers if headers is not None else CIMultiDict())
             tokens = await self._tokenizers.tokens_of(body, told)
         n_tokens = len(prompt) // BYTES_A_TOKEN if tokens is None else len(tokens)
-        cached = {engine: self._served[engine].cached_tokens(prompt) for engine in self._engines}
+        guessed = {engine: self._served[engine].cached_tokens(prompt) for engine in self._engines}
+        said: dict[ProxiedEngine, int] = {}
         if tokens is not None:
             asked = list(self.counts)
             answers = await asyncio.gather(*(self._asked(engine, tokens) for engine in asked))
-            said = zip(asked, answers, strict=True)
-            cached |= {engine: found for engine, found in said if found is not None}
-        return CachedPrompt(n_tokens, cached, prompt[:MOST_NOTED_BYTES], is_one)
+            heard = zip(asked, answers, strict=True)
+            said = {engine: found for engine, found in heard if found is not None}
+        return CachedPrompt(n_tokens, guessed | said, said, prompt[:MOST_NOTED_BYTES], is_one)
+
+    def fuller_node(self, engine: ProxiedEngine, prompt: CachedPrompt) -> str:
+        """The node that has most of it, where that is more than this engine's own; else empty.
+
+        Such is the next turn of a conversation, whose last answer lies where it was decoded. Only
+        what daemons have said counts: KV of another namespace is of no use there.
+        """
+        mine = self.namespaces.of(engine)
+        alike = [one for one in prompt.said if self.namespaces.of(one) == mine]
+        if engine not in alike:
+            return ""
+        best = max(alike, key=lambda one: prompt.said[one])
+        if prompt.said[best] < prompt.said[engine] + PULLED_TOKENS:
+            return ""
+        return self._links[best.address.daemon].node
 
 
 def _read(body: Body) -> tuple[bytes, list[int] | None, bool]:

@@ -276,11 +276,13 @@ class Relay:
         self, asked: AskedTokens, engine: ProxiedEngine, room: str, tries: Tries
     ) -> PrefillEnd:
         """What one prefill engine says."""
+        fuller_node = self._lookup.fuller_node(engine, asked.prompt)
+        told = prefill_body(asked.body, room, fuller_node)
         call = EngineCall(
             method="POST",
             target=asked.target,
             headers=self._with_credentials(own_request_headers(asked.headers), engine),
-            body=await worked(asked.n_bytes, json_bytes, prefill_body(asked.body, room)),
+            body=await worked(asked.n_bytes, json_bytes, told),
         )
         self._lookup.note(engine, asked.prompt.beginning)
         try:

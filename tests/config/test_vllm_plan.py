@@ -57,6 +57,13 @@ QWEN_3_32B = {
             *(32, 16 * 2 * 2 * 128 * 4),
             "--block-size 16 --dtype float32 --tensor-parallel-size 4",
         ),
+        # Each stage of a pipeline has its layers, and a shard for each of its ranks.
+        (
+            LLAMA_3_8B,
+            {"ranks": 2, "stages": 4},
+            *(8, 16 * 4 * 2 * 128 * 2),
+            "--block-size 16 --dtype bfloat16 --tensor-parallel-size 2 --pipeline-parallel-size 4",
+        ),
         # More ranks than heads: neighbours have the same one.
         (
             LLAMA_3_8B,
@@ -101,7 +108,8 @@ def test_a_pool_whose_pages_are_blocks(config, how, layers, of_a_layer, argument
     made = vllm_plan(config, asked)
 
     assert (made.layers, made.page_bytes) == (layers, of_a_layer)
-    assert made.block_bytes == layers * of_a_layer * asked.ranks
+    shards = asked.ranks * asked.stages
+    assert made.block_bytes == layers * of_a_layer * shards
     assert made.pages == 2**36 // made.block_bytes
     assert " ".join(made.arguments) == arguments
     file = tmp_path / "kvd.toml"
@@ -112,8 +120,8 @@ def test_a_pool_whose_pages_are_blocks(config, how, layers, of_a_layer, argument
     assert (spec.family, spec.pages) == ("raw", (made.pages,))
     (part,) = spec.components
     assert page_bytes(part) == layers * of_a_layer
-    assert (0 if spec.held is None else len(spec.held.shards)) == asked.ranks * (asked.ranks > 1)
-    assert loaded.pool.backing == ("shm" if asked.ranks == 1 else "anon")
+    assert (0 if spec.held is None else len(spec.held.shards)) == shards * (shards > 1)
+    assert loaded.pool.backing == ("shm" if shards == 1 else "anon")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +135,7 @@ def test_a_pool_whose_pages_are_blocks(config, how, layers, of_a_layer, argument
         (GEMMA_4, {}, "sliding layers have KV of another shape"),
         (LLAMA_3_8B | {"is_encoder_decoder": True}, {}, "is_encoder_decoder: vLLM takes no"),
         (LLAMA_3_8B, {"ranks": 3}, "8 KV heads cannot be divided among 3 ranks"),
+        (LLAMA_3_8B, {"stages": 5}, "32 layers are no whole number for each of 5 stages"),
         (LLAMA_3_8B, {"dtype": "fp8"}, "fp8 is none of bfloat16, float16, float32"),
         (LLAMA_3_8B, {"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is none of"),
         (
@@ -213,6 +222,7 @@ def test_the_command_prints_the_same_as_json(folder):
         (["--engine", "vllm"], "say the --memory of the pool, like 80GiB, or how many --pages"),
         (["--engine", "vllm", "--memory", "1GiB", "--pages", "9"], "or how many --pages"),
         (["--engine", "vllm", "--memory", "1GiB", "--context", "9"], "--context is not for"),
+        (["--memory", "1GiB", "--pipeline-parallel-size", "2"], "-size is for --engine"),
         ([], "say the --memory of the pool"),
         (["--memory", "1GiB", "--pages", "9"], "--pages is for --engine"),
         (["--memory", "1GiB", "--model", "FILE"], "name one model"),

@@ -228,12 +228,17 @@ async def proxy_for(
     decodes: list[str],
     limits: ProxyLimits | None = None,
     also: tuple[str, ...] = (),
+    daemons: dict[str, str] | None = None,
 ) -> AsyncIterator[tuple[ProxyServer, str]]:
-    """A proxy for engines at these addresses, served as ``kvd proxy`` does."""
+    """A proxy for engines at these addresses, served as ``kvd proxy`` does.
+
+    ``daemons``: by address, where that of an engine is asked, in the namespace ``m``.
+    """
+    asked = {url: (daemon, "m") for url, daemon in (daemons or {}).items()}
     server = ProxyServer(
         [
-            *(EngineAddress(EngineRole.PREFILL, url) for url in prefills),
-            *(EngineAddress(EngineRole.DECODE, url) for url in decodes),
+            *(EngineAddress(EngineRole.PREFILL, url, *asked.get(url, ())) for url in prefills),
+            *(EngineAddress(EngineRole.DECODE, url, *asked.get(url, ())) for url in decodes),
         ],
         limits,
         also,

@@ -58,6 +58,12 @@ def test_a_prefill_asks_for_one_token_and_names_a_room():
     }
 
 
+def test_a_prefill_may_be_told_which_node_has_more_of_the_prompt():
+    told = prefill_body({"prompt": "hi"}, "77", "node-1")["kv_transfer_params"]
+    assert told["kvd"] == {"v": 1, "opens": "77", "peer": "node-1"}
+    assert told["do_remote_decode"] is True
+
+
 def test_a_client_s_own_transfer_parameters_go_no_further():
     body = {"prompt": "hi", "kv_transfer_params": {"do_remote_prefill": True}}
     assert decode_body(body, None) == {"prompt": "hi"}

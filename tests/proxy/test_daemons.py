@@ -11,13 +11,22 @@ import pytest
 
 import kvd.client
 from kvd.harness.daemons import one_daemon
-from kvd.proxy.bodies import prompt_bytes
+from kvd.proxy.bodies import json_bytes, prompt_bytes
 from kvd.proxy.engines import EngineAddress, EngineRole, ProxiedEngine
 from kvd.proxy.exchange import EngineClient
 from kvd.proxy.limits import ProxyLimits
 from kvd.proxy.lookup import NAMED_AGAIN_S, DaemonLink, PromptLookup
 from kvd.proxy.metrics import ProxyMetrics, namespaces_in
-from tests.proxy.engines import FakeEngine, http_answer, raw, running
+from tests.proxy.engines import (
+    FakeEngine,
+    http_answer,
+    post,
+    proxy_for,
+    raw,
+    running,
+    say,
+    status_of,
+)
 
 LIMIT_TOKENS = 2000
 SHAPE = {
@@ -73,6 +82,43 @@ async def test_the_daemon_says_what_is_cached_in_the_engines_namespace(daemon, l
     prompt = await lookup.cached({"prompt": TOKENS})
     assert prompt.n_tokens == 80
     assert prompt.cached == {there: 80, elsewhere: 0}
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_node_that_has_more_of_a_prompt_is_named_in_the_namespace_of_the_engine(
+    daemon, tmp_path, lookup_for
+):
+    with one_daemon(tmp_path, SHAPE, name="node-1") as other:
+        for place, n_tokens in ((daemon, 16), (other, 80)):
+            async with kvd.client.connect(place.client, name="engine") as node:
+                await (await node.lease(TOKENS[:n_tokens], namespace="m")).release(())
+        little, much = engine(daemon, namespace="m"), engine(other, namespace="m")
+        unlike, silent = engine(daemon, namespace="n"), engine(daemon, namespace="m")
+        lookup = lookup_for(little, much, unlike)
+        prompt = await lookup.cached({"prompt": TOKENS})
+        named = [lookup.fuller_node(one, prompt) for one in (little, much, unlike, silent)]
+        assert named == ["node-1", "", "", ""]
+        # A few more are not worth the way.
+        prompt = await lookup.cached({"prompt": TOKENS[:64]})
+        assert lookup.fuller_node(little, prompt) == ""
+
+
+@pytest.mark.usefixtures("patient")
+async def test_the_next_turn_is_prefilled_with_what_was_decoded_on_another_node(daemon, tmp_path):
+    with one_daemon(tmp_path, SHAPE, name="node-1") as other:
+        async with kvd.client.connect(other.client, name="engine") as node:
+            await (await node.lease(TOKENS, namespace="m")).release(())
+        async with running(FakeEngine("p")) as prefill, running(FakeEngine("d")) as decode:
+            decode.go_on.set()
+            daemons = {prefill.url: daemon.client, decode.url: other.client}
+            async with proxy_for([prefill.url], [decode.url], daemons=daemons) as (_, url):
+                body = {"prompt": TOKENS, "max_tokens": 4}
+                answer = await say(url, post("/v1/completions", json_bytes(body)))
+    assert status_of(answer) == 200
+    (told,) = [asked["kv_transfer_params"] for asked in prefill.bodies]
+    assert told["kvd"] == {"v": 1, "peer": "node-1", "opens": told["transfer_id"]}
+    # And the decode engine is told where the prefill engine keeps it, as ever.
+    assert decode.bodies[0]["kv_transfer_params"]["kvd"]["room"] == "77"
 
 
 @pytest.mark.usefixtures("patient")

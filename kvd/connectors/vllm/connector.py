@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
@@ -36,6 +37,7 @@ from kvd.connectors.vllm.identity import (
 )
 from kvd.connectors.vllm.layout import (
     check_pages,
+    check_stages,
     layer_groups,
     page_size_of,
     scheduled_sizes,
@@ -73,6 +75,9 @@ NAME: Final = "KvdConnector"
 
 WISHED: Final = "BLHNC"
 """The layout of the KV cache that is asked for."""
+
+MOST_ENGINE_CHARS: Final = 59
+"""Of an engine's id, in the name of its session."""
 
 TESTED: Final = ((0, 32), (0, 32))
 """First and last version that was run, major and minor."""
@@ -141,7 +146,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._blocks = SchedulerBlocks(self._groups)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        ranks = vllm_config.parallel_config.tensor_parallel_size
+        parallel = vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if role is KVConnectorRole.SCHEDULER:
             self._since_ns = process_began_ns()
             self._adapters = Adapters(
@@ -161,7 +167,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerHalf(
                 self._options,
                 block_size=block_size,
-                rank=get_tensor_model_parallel_rank() if ranks > 1 else 0,
+                rank=_rank(parallel.tensor_parallel_size) if ranks > 1 else 0,
                 ranks=ranks,
             )
 
@@ -169,9 +175,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _connect(self, engine: str | None, cache: KVCacheConfig, ranks: int) -> SyncNode:
         """A session with a daemon whose pool fits; the workers know more of their blocks later."""
-        node = connect_sync(
-            self._options.endpoint or None, name=f"vllm {engine}"[:64], on_unreachable="miss"
-        )
+        # What tells data parallel engines apart stands at its end.
+        name = f"vllm {(engine or '')[-MOST_ENGINE_CHARS:]}"
+        node = connect_sync(self._options.endpoint or None, name=name, on_unreachable="miss")
         try:
             check_pages(
                 node.pool(self._options.pool),
@@ -217,6 +223,13 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """How the workers pack; behind a connector of several this may be another one's."""
         self._name([told.packing for told in metadata.values() if isinstance(told, KvdHandshake)])
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The same, by stage of a pipeline and rank within it."""
+        in_order = [metadata[place] for place in sorted(metadata)]
+        self.set_xfer_handshake_metadata(dict(enumerate(in_order)))
 
     def _name(self, packings: list[BlockPacking]) -> None:
         """Everything that decides what the engine's KV is of is known now."""
@@ -305,6 +318,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KvdWorkerMetadata) and told.packings:
             self._name(list(told.packings))
+        if connector_output.invalid_block_ids:
+            self._half.spoiled(connector_output.invalid_block_ids)
         stale = self._half.reported(
             told.report if isinstance(told, KvdWorkerMetadata) else None,
             loaded=connector_output.finished_recving or (),
@@ -322,11 +337,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """VLLM needs its blocks no more. Who copies them holds them; see ``under_way``."""
         self._blocks.settled(request.request_id, is_over=True)
         # Of one that was aborted vLLM passes the answer on to nobody.
-        is_heard = request.status not in {
-            RequestStatus.FINISHED_ABORTED,
-            RequestStatus.FINISHED_ERROR,
-        }
-        return self._half.finished(request, is_heard=is_heard)
+        is_sound = request.status is not RequestStatus.FINISHED_ERROR
+        is_heard = is_sound and request.status is not RequestStatus.FINISHED_ABORTED
+        return self._half.finished(request, is_heard=is_heard, is_sound=is_sound)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -526,6 +539,7 @@ def _checked_groups(
             raise Unfit(f'{told}; set "kvd.any_version": true to try')
         logger.warning("%s; it is tried, since kvd.any_version says so", told)
     parallel, scheduler = config.parallel_config, config.scheduler_config
+    stages = parallel.pipeline_parallel_size
     try:
         groups = layer_groups(
             cache.kv_cache_groups,
@@ -535,11 +549,19 @@ def _checked_groups(
             step_tokens=attribute(scheduler, "max_num_scheduled_tokens")
             or scheduler.max_num_batched_tokens,
         )
+        if stages > 1:
+            n_layers = config.model_config.get_total_num_hidden_layers()
+            cut = [get_pp_indices(n_layers, stage, stages) for stage in range(stages)]
+            check_stages([end - first for first, end in cut])
     except KvdError as error:
         raise Unfit(str(error)) from None
-    if parallel.pipeline_parallel_size > 1:
-        raise Unfit("pipeline parallel engines are not served by kvd's connector")
     return groups
+
+
+def _rank(tensor_ranks: int) -> int:
+    """This worker's among all of its engine, as vLLM counts them: stage by stage."""
+    stage: int = get_pp_group().rank_in_group
+    return stage * tensor_ranks + int(get_tensor_model_parallel_rank())
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -573,3 +595,8 @@ def _extra_keys(request: Request, block_size: int) -> dict[int, bytes] | None:
             told = f"{feature.identifier} {place.offset - page * block_size}"
             found.setdefault(page, []).append(told.encode())
     return {page: hashlib.sha256(b" ".join(told)).digest() for page, told in found.items()}
+
+
+# Behind a connector of several vLLM looks for what it counts by this name alone, in a process that
+# may have no plugins; whoever does that has imported the connector before.
+register_connector()

@@ -63,7 +63,8 @@ class HeldRequests:
 
     def _is_to_be_ordered(self, tracked: Tracked) -> bool:
         if tracked.lease is None:
-            return tracked.claim is not None and self._moves.saves_anything
+            is_claimed = tracked.claim is not None and tracked.has_run
+            return is_claimed and self._moves.saves_anything
         is_ordered = tracked.ordered_tokens >= tracked.prompt_tokens or tracked.is_broken
         return bool(tracked.room) and not is_ordered
 

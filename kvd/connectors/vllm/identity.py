@@ -352,6 +352,9 @@ def _add_configuration(gathered: _Parts, config: Any) -> None:
         "context_parallel", lambda: [attribute(config.parallel_config, name) for name in CONTEXT]
     )
     gathered.add("further", lambda: [described(attribute(config, name)) for name in FURTHER])
+    if (stages := attribute(config.parallel_config, "pipeline_parallel_size") or 1) > 1:
+        # Whose layers a rank has decides what lies in its part of a page.
+        gathered.add("stages", lambda: stages)
 
 
 class _Parts:
@@ -612,6 +615,14 @@ def _scales(layer: Any) -> list[list[float]]:
 
 
 def agreed(packings: Iterable[BlockPacking]) -> BlockPacking | None:
-    """What all ranks say; None: they pack differently, or there is none."""
+    """What all ranks say, in their order; None: they pack differently, or there is none."""
     found = list(packings)
-    return found[0] if found and all(packing.tag == found[0].tag for packing in found) else None
+    if len({packing.tag for packing in found}) != 1:
+        return None
+    if all(packing == found[0] for packing in found):
+        return found[0]
+    details = {
+        name: " ".join(packing.details.get(name, "") for packing in found)
+        for name in found[0].details
+    }
+    return BlockPacking(found[0].tag, details)

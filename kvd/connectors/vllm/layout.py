@@ -7,7 +7,8 @@ equal blocks. Nothing here knows vLLM, or reads a byte: where blocks lie is arit
 
 Layers may be in groups that have blocks of their own for the same tokens, as sliding windows beside
 full attention. A page is the bytes of all of them: of each group a block, or several where its
-blocks are of fewer tokens.
+blocks are of fewer tokens. Each rank has its part of it, in a shard of the pool: its heads of its
+layers, of which each stage of a pipeline has as many.
 
 A block of layers with states has one: that of all tokens up to the last of the block, behind which
 alone can be gone on. It is there where a step has ended at that token, so every step has to end at
@@ -170,6 +171,20 @@ def layer_groups(
         )
         for group, of_group in zip(groups, by_group, strict=True)
     )
+
+
+def check_stages(n_layers: Sequence[int]) -> None:
+    """Whether each stage of a pipeline can have a shard of the pool: all shards are of one size.
+
+    Raises:
+        KvdError: ``layout-mismatch``: they have unlike numbers of layers, which are these.
+    """
+    if len(set(n_layers)) > 1:
+        raise _unfit(
+            f"the stages of this pipeline have {', '.join(map(str, n_layers))} layers: kvd's "
+            "connector gives each of them a part of a page that is as large as the others'; use a "
+            f"--pipeline-parallel-size that divides {sum(n_layers)}, or run it without kvd"
+        )
 
 
 def page_size_of(groups: Sequence[LayerGroup]) -> int:

@@ -139,7 +139,7 @@ class LookUps:
             self._meet(link, tracked, meeting)
         except KvdError as error:
             # No name of a node, or nobody can be asked: that is said once more then.
-            self.unmet.append(error.code)
+            self.unmet.append(_why_unmet(error))
             self.probe(link, tracked)
 
     def _meet(self, link: NodeLink, tracked: Tracked, meeting: Meeting) -> None:
@@ -273,7 +273,7 @@ class LookUps:
             lease = self._heard(link, tracked.call, is_idle)
         except KvdError as error:
             # What was to come does not: what is cached here may be enough.
-            self._look_again(link, tracked, error.code)
+            self._look_again(link, tracked, _why_unmet(error))
             return True
         if lease is not None:
             self._delivered(link, tracked, lease)
@@ -380,6 +380,12 @@ def _as_name(request_id: str) -> str:
     if len(request_id) <= MOST_ID_CHARS and request_id.isprintable():
         return request_id
     return digest_of(request_id)
+
+
+def _why_unmet(error: KvdError) -> str:
+    """In a word; where two nodes differ, so that each prompt is told the same, in all of them."""
+    is_of_nodes = error.code == Code.LAYOUT_MISMATCH.value
+    return f"{error.code}: {error.refusal.message}" if is_of_nodes else error.code
 
 
 def _given_up(why: str) -> KvdError:

@@ -46,7 +46,7 @@ class OpenedRooms:
         link, lease = tracked.link, tracked.lease
         if tracked.room or link is None or lease is None or not tracked.claims_all:
             return
-        if not self._is_sent(tracked):
+        if tracked.is_broken or not self._is_sent(tracked):
             return
         room = tracked.transfer.room or draw_room()
         try:

@@ -83,6 +83,9 @@ RESET_WITHIN_S: Final = 0.05
 """A reset waits so long for the daemon: no request that comes behind it has to go without."""
 
 NOBODY: Final = "no session with a daemon"
+UNFILLED: Final = "another connector may not have filled its blocks: it is not saved further"
+MOST_IN_FLIGHT: Final = 8
+"""So many steps may be under way when it is heard what has become of the first."""
 RESET: Final = "the cache was reset"
 UNDONE: Final = "the cache was reset, and the daemon has not done it yet"
 RESTARTED: Final = "the daemon was restarted, or its session ended"
@@ -164,6 +167,8 @@ class SchedulerHalf:
         """Those whose blocks the workers fill with KV of before a reset."""
         self._number = 0
         """Of the last step."""
+        self._doubted = -1
+        """In steps up to this one, another connector may not have filled what it has promised."""
         self.look_every_s = LOOK_EVERY_S
         self._looked_s = -math.inf
         self._is_idle = True
@@ -344,7 +349,7 @@ class SchedulerHalf:
             # Preempted, or received: what lies in its own pages, and no more. What was found once
             # may have been evicted before it had them.
             tracked.found_tokens = tracked.saved_tokens
-        tracked.local_tokens = local_tokens
+        tracked.local_tokens, tracked.allocations = local_tokens, 0
         n_tokens = min(tracked.found_tokens, request.num_tokens - 1)
         if self._copies.has_states:
             # The state of a page is that behind its last token, and no other one is kept.
@@ -414,6 +419,8 @@ class SchedulerHalf:
             if external_tokens:
                 self._requests.unfilled.append(request.request_id)
             return
+        tracked.has_run = False
+        tracked.allocations += 1
         self._requests.due.soon(tracked)
         self._requests.ahead.pop(tracked.id, None)
         if external_tokens:
@@ -487,16 +494,34 @@ class SchedulerHalf:
             loads += self._moves.loads(tracked)
         for tracked in list(self._requests.held.values()):
             saves += self._held.saves(tracked)
-        for running in self._requests.due.take(scheduled):
-            if running.stage is RequestStage.COMPUTING:
-                upto = running.request.num_computed_tokens + scheduled[running.id]
-                if running.transfer.sends:
-                    self._opened.open(running)
-                saves += self._moves.saves(running, upto)
-                left = self._moves.tokens_left(running, upto)
-                if left is not None:
-                    self._requests.due.after(running, left)
+        due = self._requests.due.take(scheduled)
+        computing = [tracked for tracked in due if tracked.stage is RequestStage.COMPUTING]
+        self._doubt([tracked for tracked in computing if not tracked.has_run])
+        for running in computing:
+            upto = running.request.num_computed_tokens + scheduled[running.id]
+            if running.transfer.sends:
+                self._opened.open(running)
+            saves += self._moves.saves(running, upto)
+            left = self._moves.tokens_left(running, upto)
+            if left is not None:
+                self._requests.due.after(running, left)
         self._ending.settle()
+
+    def _doubt(self, begun: Collection[Tracked]) -> None:
+        """Save nothing of what another connector fills within this step, nor of who has that too.
+
+        Whether it could is said behind the step, and a save cannot be taken back. kvd's own loads,
+        and those of others beside the steps, are over when it is told of blocks a second time.
+        """
+        for tracked in begun:
+            filled = tracked.request.num_computed_tokens - tracked.local_tokens
+            if tracked.allocations == 1 and filled >= self.block_size:
+                self._doubted = self._number + MOST_IN_FLIGHT
+        for tracked in begun:
+            tracked.has_run = True
+            if self._number <= self._doubted and tracked.request.num_computed_tokens:
+                self._copies.spoil(tracked)
+                self._requests.count_alone(UNFILLED)
 
     # ---- what the workers say ----------------------------------------------------------------
 
@@ -561,10 +586,22 @@ class SchedulerHalf:
             tracked.known_tokens = max(tracked.known_tokens, upto)
             link.say(lease.share, more, upto)
 
+    def spoiled(self, blocks: Collection[int]) -> None:
+        """Another connector did not fill these, and vLLM has computed with them: it does so again.
+
+        Said before ``reported``, which may have that what was computed is saved.
+        """
+        with self.kept_in("blocks that were not filled"):
+            for tracked in self._requests.here.values():
+                is_computed = tracked.stage is RequestStage.COMPUTING
+                if is_computed and self._copies.has_any(tracked, blocks):
+                    self._copies.spoil(tracked)
+                    self._requests.count_alone(UNFILLED)
+
     # ---- it is over --------------------------------------------------------------------------
 
     def finished(
-        self, request: RequestView, *, is_heard: bool = True
+        self, request: RequestView, *, is_heard: bool = True, is_sound: bool = True
     ) -> tuple[bool, dict[str, object] | None]:
         """It is done, or was aborted.
 
@@ -572,6 +609,7 @@ class SchedulerHalf:
             request: vLLM's.
             is_heard: false: nobody is told of its KV, so nothing is kept for who decodes it; what
                 was saved is cached all the same.
+            is_sound: false: what its last steps have computed may be wrong.
 
         Returns:
             Whether vLLM must keep its blocks until it hears of them: only where they cannot be
@@ -583,6 +621,8 @@ class SchedulerHalf:
             return False, None
         self._requests.due.never(tracked)
         with self.kept_in("a request is over"):
+            if not is_sound:
+                self._copies.spoil(tracked)
             told = self._finished(tracked, is_heard=is_heard)
         return self._copies.keep(tracked, is_needed=tracked.id in self._requests.held), told
 

@@ -78,6 +78,7 @@ class Tracked:
     """One request."""
 
     __slots__ = (
+        "allocations",
         "asked_s",
         "blocks",
         "call",
@@ -86,6 +87,7 @@ class Tracked:
         "copies",
         "extension",
         "found_tokens",
+        "has_run",
         "is_broken",
         "is_full",
         "is_unsure",
@@ -143,8 +145,9 @@ class Tracked:
         self.extension: PendingCall[SyncLease] | None = None
         self.is_full = False
         """The pool had no more pages for it."""
-        self.local_tokens = 0
-        """vLLM had so many itself when it last asked."""
+        self.local_tokens = self.allocations = 0
+        """vLLM had so many itself when it last asked; and has said so often since that it has
+        blocks."""
         self.found_tokens = 0
         """The KV of so many is in the cache, or in the pages of its own lease."""
         self.sent_from: int | None = None
@@ -155,8 +158,10 @@ class Tracked:
         """What was ordered for it and not answered, by number, as it was ordered."""
         self.saving: deque[CopyUnderWay] = deque()
         """What is saved and not counted by ``saved_tokens`` yet: an earlier copy may be slower."""
-        self.is_broken = False
-        """Something of it could not be saved: nothing behind that is."""
+        self.has_run = self.is_broken = False
+        """A step has computed of it since it was given blocks: before that another connector may be
+        filling these, and vLLM counts their tokens as computed already. And: something of it could
+        not be saved, so nothing behind that is."""
         self.blocks: tuple[tuple[int, ...], ...] | None = None
         """Those that it had when it was over; None: it is here, and vLLM knows them."""
         # Where layers have windows: by page, blocks that are computed and wait to be ordered.

@@ -223,6 +223,16 @@ class OrdersUnderWay:
                 over.append(copy)
         return over
 
+    def has_any(self, tracked: Tracked, blocks: Collection[int]) -> bool:
+        """Whether any of these is one of its own."""
+        return any(block in blocks for row in self._blocks.of(tracked.id) for block in row)
+
+    def spoil(self, tracked: Tracked) -> None:
+        """What is being saved of it is nobody's KV: none of that counts, and nothing behind it."""
+        tracked.is_broken = True
+        for copy in tracked.saving:
+            copy.is_done = False
+
     def _end(self, copy: CopyUnderWay) -> None:
         del self._copies[copy.order.number]
         del copy.tracked.copies[copy.order.number]

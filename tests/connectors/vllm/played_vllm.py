@@ -61,6 +61,18 @@ class SupportsHMA:
     pass
 
 
+class Factory:
+    """``KVConnectorFactory``: each name once."""
+
+    def __init__(self):
+        self.known = {}
+
+    def register_connector(self, name, module, of_class):
+        if name in self.known:
+            raise ValueError(f"Connector '{name}' is already registered.")
+        self.known[name] = module, of_class
+
+
 class Metadata:
     pass
 
@@ -90,8 +102,16 @@ class PromMetrics:
         self.per_engine_labelvalues = per_engine_labelvalues
 
 
-def modules(version="0.32.0", device="cpu", layouts=("LBHNC", "BLHNC")):
-    """By name, as the connector finds them."""
+def stage_of(n_layers, stage, stages):
+    """Which layers a stage of a pipeline has: what is left over goes to those before the last."""
+    sizes = [n_layers // stages] * stages
+    for more in range(2, n_layers % stages + 2):
+        sizes[-more] += 1
+    return sum(sizes[:stage]), sum(sizes[: stage + 1])
+
+
+def modules(version="0.32.0", device="cpu", layouts=("LBHNC", "BLHNC"), rank=(0, 0)):
+    """By name, as the connector finds them; ``rank``: of the worker, its stage and in that."""
     role = enum.Enum("KVConnectorRole", ["SCHEDULER", "WORKER"])
     told = {
         "vllm": {"__version__": version},
@@ -101,7 +121,7 @@ def modules(version="0.32.0", device="cpu", layouts=("LBHNC", "BLHNC")):
             "has_kv_transfer_group": lambda: False,
         },
         "vllm.distributed.kv_transfer.kv_connector": {},
-        "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": None},
+        "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": Factory()},
         V1: {},
         f"{V1}.base": {
             "KVConnectorBase_V1": Base,
@@ -113,7 +133,11 @@ def modules(version="0.32.0", device="cpu", layouts=("LBHNC", "BLHNC")):
             "SupportsHMA": SupportsHMA,
         },
         f"{V1}.metrics": {"KVConnectorPromMetrics": PromMetrics, "KVConnectorStats": Stats},
-        "vllm.distributed.parallel_state": {"get_tensor_model_parallel_rank": lambda: 0},
+        "vllm.distributed.parallel_state": {
+            "get_tensor_model_parallel_rank": lambda: rank[1],
+            "get_pp_group": lambda: SimpleNamespace(rank_in_group=rank[0]),
+        },
+        "vllm.distributed.utils": {"get_pp_indices": stage_of},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: device == "cpu")},
         "vllm.v1": {
             "kv_cache_layout": SimpleNamespace(KVCacheLayout=enum.Enum("KVCacheLayout", layouts))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvd.connectors.vllm.identity import BlockPacking
 from tests.connectors.vllm.played_vllm import NEWEST, connector_module
 
 
@@ -39,6 +40,13 @@ def engine(kind="FullAttentionSpec", **options):
         lora_config=None,
     )
     return config, SimpleNamespace(kv_cache_groups=[group], num_blocks=9)
+
+
+def parallel(config, tensor, stages, layers=8):
+    """As an engine of so many ranks has it."""
+    config.parallel_config.tensor_parallel_size = tensor
+    config.parallel_config.pipeline_parallel_size = stages
+    config.model_config = SimpleNamespace(get_total_num_hidden_layers=lambda: layers)
 
 
 def started(module, role="WORKER", **options):
@@ -128,6 +136,59 @@ def test_memory_that_vllm_takes_back_is_taken_from_the_worker(load):
     assert told == ["taken", "given"]
 
 
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "place", "rank"),
+    [(2, 1, (0, 1), 1), (1, 2, (1, 0), 1), (2, 2, (0, 1), 1), (2, 2, (1, 0), 2), (2, 2, (1, 1), 3)],
+)
+def test_each_rank_has_the_shard_of_its_stage_and_heads(
+    load, monkeypatch, tensor, stages, place, rank
+):
+    module = load(rank=place)
+    config, cache = engine()
+    parallel(config, tensor, stages)
+    told = {}
+    monkeypatch.setattr(module, "WorkerHalf", lambda *args, **how: told.update(how))
+    module.KvdConnector(config, module.KVConnectorRole["WORKER"], cache)
+    assert (told["rank"], told["ranks"]) == (rank, tensor * stages)
+
+
+def test_every_rank_of_every_stage_answers_an_order(load, monkeypatch):
+    module = load()
+    config, cache = engine()
+    parallel(config, 2, 2)
+    told = {}
+    half = SimpleNamespace(fill_no_more=None)
+    monkeypatch.setattr(module, "SchedulerHalf", lambda *args, **how: told.update(how) or half)
+    module.KvdConnector(config, module.KVConnectorRole["SCHEDULER"], cache)
+    assert told["ranks"] == 4
+
+
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_stages_of_unlike_numbers_of_layers_are_refused_in_a_sentence(load, role):
+    module = load()
+    config, cache = engine()
+    parallel(config, 1, 2, layers=7)
+    with pytest.raises(module.Unfit, match=r"stages of this pipeline have 4, 3 layers.*divides 7"):
+        module.KvdConnector(config, module.KVConnectorRole[role], cache)
+
+
+def test_all_stages_say_how_they_pack(load):
+    module = load()
+    connector = started(module)
+    named = []
+    connector._identify = named.append
+    told = {
+        place: module.KvdHandshake(BlockPacking("tag", {"layers": str(place)}))
+        for place in [(1, 0), (0, 1), (1, 1), (0, 0)]
+    }
+    connector.set_xfer_handshake_metadata_pp_aware(told)
+    (packing,) = named
+    assert packing.details == {"layers": "(0, 0) (0, 1) (1, 0) (1, 1)"}
+
+
 # ---- hits ----------------------------------------------------------------------------------------
 
 
@@ -142,3 +203,47 @@ def test_where_the_kv_of_a_prompt_came_from(load, sent, told):
     found = connector.get_external_cache_hit_sources(request, 64)
 
     assert {source.name: n for source, n in found.items()} == told
+
+
+# ---- beside another connector --------------------------------------------------------------------
+
+
+def test_blocks_that_another_connector_did_not_fill_are_told_before_what_is_saved(load):
+    connector = started(load())
+    told = []
+    connector._scheduler = SimpleNamespace(
+        spoiled=lambda blocks: told.append(("spoiled", blocks)),
+        reported=lambda report, **how: told.append(("reported", report)) or set(),
+    )
+    output = SimpleNamespace(
+        kv_connector_worker_meta=None,
+        invalid_block_ids={7},
+        finished_recving=None,
+        failed_recving=None,
+    )
+    connector.update_connector_output(output)
+    assert told == [("spoiled", {7}), ("reported", None)]
+
+
+@pytest.mark.parametrize(
+    ("status", "is_heard", "is_sound"),
+    [("FINISHED_ABORTED", False, True), ("FINISHED_ERROR", False, False), (None, True, True)],
+)
+def test_how_a_request_ended_decides_what_becomes_of_its_kv(load, status, is_heard, is_sound):
+    module = load()
+    connector = started(module)
+    told = []
+    connector._scheduler = SimpleNamespace(
+        finished=lambda request, **how: told.append(how) or (False, None)
+    )
+    request = SimpleNamespace(request_id="r1", status=status and module.RequestStatus[status])
+    connector.request_finished(request, [])
+    assert told == [{"is_heard": is_heard, "is_sound": is_sound}]
+
+
+def test_who_has_imported_it_finds_it_by_its_name(load):
+    """vLLM's connector of several does, for what each counts, also where no plugins are loaded."""
+    module = load()
+    known = module.KVConnectorFactory.known
+    assert known == {"KvdConnector": ("kvd.connectors.vllm.connector", "KvdConnector")}
+    module.register_connector()

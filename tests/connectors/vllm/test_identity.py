@@ -193,6 +193,9 @@ UNLIKE["weights that are replaced"] = {
     "change": lambda config: setattr(config, "weight_transfer_config", {"backend": "nccl"})
 }
 
+UNLIKE["stages of a pipeline"] = {
+    "change": lambda config: setattr(config.parallel_config, "pipeline_parallel_size", 2)
+}
 UNLIKE["workers that may replace them"] = {
     "change": lambda config: setattr(config.parallel_config, "worker_extension_cls", "rl.Worker")
 }
@@ -498,6 +501,13 @@ def test_ranks_agree_or_nothing_is_known():
     assert agreed([]) is None
     assert agreed([packed(), packed()]) == packed()
     assert agreed([packed(), packed(isa="amx")]) is None
+
+
+def test_ranks_with_other_layers_or_scales_are_known_by_those_of_all_of_them():
+    first, other = packed(), packed(layers=["model.layers.9.attn"])
+    found = [agreed([first, first]), agreed([first, other]), agreed([other, first])]
+    assert len({str(one) for one in found}) == 3
+    assert agreed([first, first, other]) != agreed([first, other, other])
 
 
 def pool_of(tag):

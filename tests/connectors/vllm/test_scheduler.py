@@ -83,6 +83,95 @@ def test_a_chunk_is_there_for_others_while_the_prompt_goes_on(node, engine):
     engine.finish(request)
 
 
+# ---- beside a connector that did not fill blocks -------------------------------------------------
+
+
+def test_what_was_computed_with_blocks_that_were_not_filled_is_cached_by_nobody(node, engine):
+    """vLLM hears of them behind the step, and computes it anew: what that saved is nobody's KV."""
+    engine.chunk = 8
+    engine.delays = True
+    request, other = engine.add(Request(1, PROMPT)), engine.add(Request(2, [7, *PROMPT]))
+    engine.step()
+    engine.half.spoiled({1002})
+    for _ in range(4):
+        engine.step()
+    for ended in (request, other):
+        engine.finish(ended)
+    engine.settle()
+    assert not any(one[:8] == tuple(PROMPT[:8]) for one in node.cached)
+    assert tuple([7, *PROMPT][:WHOLE]) in node.cached, "of others all is"
+    assert engine.half.counts.went_alone == 1
+
+
+def test_of_blocks_that_another_connector_fills_within_a_step_nothing_is_saved(node, engine):
+    """Whether it could is said behind the step; a save cannot be taken back. Who has them too, by
+    vLLM's own cache, is not saved either; one that was filled beside the steps is."""
+    within, shares, beside, later = (engine.add(Request(n, [n, *PROMPT])) for n in range(1, 5))
+    for request in (within, shares, beside):
+        local = 8 if request is shares else 0
+        engine.half.matched(request, local)
+        engine.blocks[request.request_id] = list(range(1000 * int(request.request_id[1:]), 9999))
+        engine.half.given_blocks(request, 0)
+        request.num_computed_tokens = 8
+    for request in (within, shares):
+        engine.waiting.remove(request)
+        engine.running.append(request)
+    engine.waiting.remove(beside)
+    engine.waiting.remove(later)
+    engine.step()
+    for _ in range(10):
+        engine.work(engine.half.step({}))
+    engine.half.given_blocks(beside, 0)
+    engine.running.append(beside)
+    engine.waiting.append(later)
+    engine.step()
+    assert {order.request for order in engine.saves} == {"r3", "r4"}
+    for request in (within, shares, beside, later):
+        engine.finish(request)
+
+
+def test_what_was_saved_before_them_stays(node, engine):
+    engine.chunk = 8
+    request = engine.add(Request(1, PROMPT))
+    engine.step()
+    engine.half.spoiled({1002})
+    for _ in range(4):
+        engine.step()
+    engine.finish(request)
+    assert node.cached == [tuple(PROMPT[:8])] * 2
+
+
+def test_of_blocks_that_another_connector_was_filling_nothing_is_saved(node, engine):
+    """vLLM counts their tokens as computed from the start; it is taken back before they are."""
+    node.holds = True
+    request = engine.add(Request(1, PROMPT))
+    for _ in range(2):  # it is looked up, in vain: the daemon is slow
+        engine.half.matched(request, 0)
+        engine.clock_s += 1.0
+    engine.blocks["r1"] = list(range(1000, 1100))
+    engine.half.given_blocks(request, 0)
+    request.num_computed_tokens = WHOLE
+    engine.half.step({})
+    engine.finish(request)
+    node.holds = False
+    node.come()
+    engine.settle()
+    assert not engine.saves
+    assert not any(node.cached)
+
+
+def test_of_a_request_that_ends_in_an_error_no_more_is_cached(node, engine):
+    engine.chunk = 8
+    engine.delays = True
+    request = engine.add(Request(1, PROMPT))
+    engine.step()
+    engine.running.remove(request)
+    engine.gone.add("r1")
+    engine.half.finished(request, is_heard=False, is_sound=False)
+    engine.settle()
+    assert not any(node.cached)
+
+
 def test_a_look_up_that_waits_is_asked_again(node, engine):
     engine.half._claims.most_ahead = 0
     node.share(PROMPT)
@@ -622,6 +711,19 @@ def test_why_nothing_came_of_another_node_is_told_with_each_reason_at_most_every
     engine.clock_s += TOLD_EVERY_S
     engine.step()
     assert len(caplog.records) == 1
+
+
+def test_nodes_that_exchange_nothing_are_told_with_what_they_differ_in(node, engine, caplog):
+    caplog.set_level(logging.WARNING)
+    node.receive_fails = refusal(Code.LAYOUT_MISMATCH, "p has 2 ranks, d has 1")
+    request = engine.add(Request(1, PROMPT, MEETS))
+    for _ in range(4):
+        engine.step()
+    engine.finish(request)
+    engine.clock_s += TOLD_EVERY_S
+    engine.step()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith(": 1: layout-mismatch: p has 2 ranks, d has 1")
 
 
 @pytest.mark.parametrize(
