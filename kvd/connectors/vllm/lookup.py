@@ -59,6 +59,9 @@ UNKNOWN_ADAPTER: Final = "nobody knows the weights of its adapter"
 LOOKED_UP: Final = frozenset({RequestStage.NAMING, RequestStage.PROBING, RequestStage.MEETING})
 """Of a request that is being looked up."""
 
+HERE: Final = "client"
+"""The side of what no daemon has refused."""
+
 UNACCEPTED: Final = "offered"
 """The state of a receive whose source has not said that it sends."""
 
@@ -375,5 +378,10 @@ def _as_name(request_id: str) -> str:
     return digest_of(request_id)
 
 
+def was_said_here(error: KvdError) -> bool:
+    """Whether the daemon has said nothing of it: its word did not come, or it was not asked."""
+    return error.refusal.side == HERE
+
+
 def _given_up(why: str) -> KvdError:
-    return KvdError(Refusal(Code.DEADLINE, why, side="client"))
+    return KvdError(Refusal(Code.DEADLINE, why, side=HERE))
