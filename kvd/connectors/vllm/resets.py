@@ -111,6 +111,6 @@ class Resets:
             "reset",
             logging.WARNING,
             f"{self._namespace} was reset, and the daemon has not done it: {error}; requests are "
-            f"computed without kvd, and it is said again every {RETRY_S:.0f} s",
+            f"computed without kvd, and it is said again every {RETRY_S:g} s",
         )
         self._over()

@@ -21,11 +21,12 @@ computing; no error leaves this module.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from typing import TYPE_CHECKING, Final
 
 from kvd.client import KvdError
-from kvd.connectors.vllm.beside import in_thread
+from kvd.connectors.vllm.beside import KeptIn, RegularLook, in_thread
 from kvd.connectors.vllm.claims import Claims
 from kvd.connectors.vllm.endings import Endings
 from kvd.connectors.vllm.held import HeldRequests
@@ -78,6 +79,9 @@ LOOK_EVERY_S: Final = 0.05
 for it: whoever asks for something reads what there is, and each copy is held against the session
 where it is made."""
 
+WATCH_EVERY_S: Final = 0.1
+"""So often the same is done beside the steps, where no step has done it meanwhile."""
+
 RESET_WITHIN_S: Final = 0.05
 """A reset waits so long for the daemon: no request that comes behind it has to go without."""
 
@@ -85,25 +89,6 @@ NOBODY: Final = "no session with a daemon"
 RESET: Final = "the cache was reset"
 UNDONE: Final = "the cache was reset, and the daemon has not done it yet"
 RESTARTED: Final = "the daemon was restarted, or its session ended"
-
-
-class KeptIn:
-    """Keeps mistakes in. A class, since ``contextlib`` makes a generator of it, in every hook."""
-
-    __slots__ = ("_mistaken", "_where")
-
-    def __init__(self, where: str, mistaken: Callable[[str, Exception], None]) -> None:
-        self._where = where
-        self._mistaken = mistaken
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
-        if error is None or not isinstance(error, Exception):
-            return False
-        self._mistaken(self._where, error)
-        return True
 
 
 class SchedulerHalf:
@@ -166,6 +151,9 @@ class SchedulerHalf:
         self._looked_s = -math.inf
         self._is_idle = True
         """Whether the last step had nothing to compute."""
+        self._lock = threading.RLock()
+        """Of who is in here: the steps, or a look beside them."""
+        self._watch: RegularLook | None = None
         self._sessions.open_first()
         self._look()
 
@@ -205,9 +193,19 @@ class SchedulerHalf:
         self._sessions.give_up(why, retry_s=retry_s)
         self._life_is_over()
 
+    def watch(self) -> None:
+        """From now on the session is looked at beside the steps too: an idle engine has none."""
+        self._watch = RegularLook(self._look_beside, WATCH_EVERY_S)
+
+    def _look_beside(self) -> None:
+        with self.kept_in("a look beside the steps"):
+            if self._now_s() - self._looked_s >= WATCH_EVERY_S:
+                self._look()
+                self._log.tell()
+
     def kept_in(self, where: str) -> KeptIn:
         """A mistake here is told, and nothing is done with the session any more; vLLM goes on."""
-        return KeptIn(where, self._mistaken)
+        return KeptIn(where, self._lock, self._mistaken)
 
     def _mistaken(self, where: str, error: Exception) -> None:
         self.counts.failures += 1
@@ -219,14 +217,18 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """Leave; whatever is held goes back."""
-        self._log.tell(is_last=True)
-        self._sessions.close()
-        self._life = NO_LIFE
+        if self._watch is not None:
+            self._watch.close()
+        with self._lock:
+            self._log.tell(is_last=True)
+            self._sessions.close()
+            self._life, self._looked_s = NO_LIFE, math.inf
 
     def name(self, base_namespace: str) -> None:
         """What the engine's KV is of is known now, before any request is found."""
-        self._base = base_namespace
-        self._resets.name(base_namespace)
+        with self._lock:
+            self._base = base_namespace
+            self._resets.name(base_namespace)
 
     def flush(self) -> bool:
         """New weights: nothing of this model that was cached until now is found again.
@@ -443,6 +445,10 @@ class SchedulerHalf:
             scheduled: how many tokens it computes of each request that is in it.
             preempted: requests whose blocks vLLM has taken back in it.
         """
+        with self._lock:
+            return self._ordered(scheduled, preempted)
+
+    def _ordered(self, scheduled: Mapping[str, int], preempted: Collection[str]) -> StepOrders:
         self._number += 1
         # What was ordered before a mistake goes out all the same: of a session that was given up
         # the workers copy nothing, and say so.
@@ -569,14 +575,15 @@ class SchedulerHalf:
             Whether vLLM must keep its blocks until it hears of them: only where they cannot be
             held. And what its client, or the next node, is told of its KV.
         """
-        tracked = self._requests.here.pop(request.request_id, None)
-        told: dict[str, object] | None = None
-        if tracked is None:
-            return False, None
-        self._requests.due.never(tracked)
-        with self.kept_in("a request is over"):
-            told = self._finished(tracked, is_heard=is_heard)
-        return self._copies.keep(tracked, is_needed=tracked.id in self._requests.held), told
+        with self._lock:
+            tracked = self._requests.here.pop(request.request_id, None)
+            told: dict[str, object] | None = None
+            if tracked is None:
+                return False, None
+            self._requests.due.never(tracked)
+            with self.kept_in("a request is over"):
+                told = self._finished(tracked, is_heard=is_heard)
+            return self._copies.keep(tracked, is_needed=tracked.id in self._requests.held), told
 
     def _finished(self, tracked: Tracked, *, is_heard: bool) -> dict[str, object] | None:
         link = tracked.link

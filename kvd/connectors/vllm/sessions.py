@@ -38,7 +38,7 @@ OVER: Final = frozenset({Code.POOL_CHANGED.value, Code.UNKNOWN_SESSION.value})
 BROKEN: Final = (OSError, ValueError, RuntimeError)
 """What sockets and an ``epoll`` raise that were closed under a call."""
 
-RETRY_S: Final = 1.0
+RETRY_S: Final = 0.5
 """A daemon that is not there is looked for so often."""
 
 UNFIT_RETRY_S: Final = 60.0
@@ -361,7 +361,7 @@ class SessionLife:
         if link is not None:
             self._left.append(link)
             self._next_try_s = self._now_s() + retry_s
-            then = f"in {retry_s:.0f} s" if retry_s else "now"
+            then = f"in {retry_s:g} s" if retry_s else "now"
             self._say(
                 f"the session with daemon {link.name} is over: {why}",
                 f"and another one is opened {then}",
@@ -421,7 +421,7 @@ class SessionLife:
             "session",
             logging.ERROR if is_unfit else logging.WARNING,
             f"no session: {error}; requests are computed without kvd, and it is tried again every "
-            f"{every_s:.0f} s",
+            f"{every_s:g} s",
         )
 
 
