@@ -119,6 +119,11 @@ class Node:
         return self._attachment.attached.incarnation
 
     @property
+    def life(self) -> tuple[int, str]:
+        """``session`` and ``incarnation``: what tells one life of the daemon from the next."""
+        return self.session, self.incarnation
+
+    @property
     def session(self) -> int:
         """The number of this session, as tables and events show it."""
         return self._attachment.attached.session
@@ -299,7 +304,7 @@ class Node:
             KvdError: ``no-room``, ``too-large``, ``deadline`` with the numbers and the holders;
                 ``bad-keys``, ``bad-tokens``; ``not-supported`` by an older daemon for a promise.
         """
-        prompt = self._prompt(tokens, keys, extra_keys)
+        prompt = address_of(self._pools, tokens, keys, extra_keys)
         reserve = whole(reserve_tokens, "reserve_tokens")
         if not prompt.frame and not reserve:
             raise KvdError(_of_nothing("lease", "give tokens, or reserve_tokens"))
@@ -314,19 +319,15 @@ class Node:
             promise_tokens=whole(promise_tokens, "promise_tokens"),
         )
         request = opening if hold == "all" else _prefix_of(opening, hold)
-        return await self._leasing(request, prompt, within(deadline_s))
-
-    async def _leasing(
-        self, request: wire.OpenLease | wire.HoldPrefix, prompt: PromptAddress, within_s: float
-    ) -> Lease:
+        within_s = within(deadline_s)
         call = await perform_about(self._port, request, prompt, within_s=within_s)
         if call.lease is None:
             raise confused(request, call.answer.value)
         lease = Lease(self._port, self._pools, call.lease, prompt)
-        if isinstance(request, wire.HoldPrefix):
+        if request is not opening:
             prompt.cut(call.lease.prefix_tokens)
             return lease
-        unkept = _unkept(call.answer.value, request.promise_tokens)
+        unkept = _unkept(call.answer.value, opening.promise_tokens)
         if unkept is not None:
             await lease.release()
             raise KvdError(unkept)

@@ -6,7 +6,7 @@ import math
 import os
 import select
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_answer, too_late
 from kvd.client.endpoint import attach_path
@@ -81,6 +81,8 @@ class BlockingChannel:
     Sockets are looked at by ``pump``, ``glance`` and ``block``, and by nobody between two of them.
     """
 
+    gathers: ClassVar[bool] = False
+
     def __init__(
         self,
         endpoint: str,
@@ -126,13 +128,14 @@ class BlockingChannel:
         was read, this has the message leave all the same, within ``MEET_WITHIN_S``. For an engine
         that must not wait it leaves with the next call or pump, if the handshake is not over now.
         """
-        self._sockets.flush()
-        self._sockets.mend(self._meets_within_s)
+        sockets = self._sockets
+        sockets.flush()
+        if sockets.stream.unsent_bytes:
+            sockets.mend(self._meets_within_s)
 
-    async def wait(self, slot: Slot[Any], within_s: float) -> None:
+    def wait(self, slot: Slot[Any], within_s: float) -> SlotWait:
         """Say what the verb waits for; it goes on once ``slot`` is filled or the time is up."""
-        if slot.value is None:
-            await SlotWait(slot, time.monotonic() + within_s)
+        return SlotWait(slot, time.monotonic() + within_s)
 
     def look(self) -> None:
         """Nobody else looks between two calls.
@@ -174,7 +177,8 @@ class BlockingChannel:
     def woke(self, call: PendingCall[Any]) -> None:
         """As ``CallDriver``."""
         self._woken[call] = None
-        self._ring()
+        if self._bell is not None:
+            self._ring()
 
     def ended(self, call: PendingCall[Any]) -> None:
         """As ``CallDriver``."""
