@@ -55,11 +55,13 @@ class Claims:
     def ahead(self, link: NodeLink, tracked: Tracked) -> bool:
         """Claim its pages with its look-up; whether that is so, and needs no other."""
         waiting = self._requests.ahead
-        n_tokens = tracked.prompt_tokens + sum(one.prompt_tokens for one in waiting.values())
+        n_tokens = tracked.prompt_tokens
+        for other in waiting.values():
+            n_tokens += other.prompt_tokens
         if not self._saves or len(waiting) >= self.most_ahead or n_tokens > MOST_AHEAD_TOKENS:
             return False
         waiting[tracked.id] = tracked
-        self.begin(link, tracked, is_whole=True)
+        self.begin(link, tracked, is_whole=True, is_first=True)
         return True
 
     def is_found(self, link: NodeLink, tracked: Tracked) -> bool:
@@ -81,12 +83,19 @@ class Claims:
             return self._look_ups.is_probed(link, tracked)
         return True
 
-    def begin(self, link: NodeLink, tracked: Tracked, *, is_whole: bool) -> None:
-        """Lock what is cached, and take pages for the rest; never waits for room."""
+    def begin(
+        self, link: NodeLink, tracked: Tracked, *, is_whole: bool, is_first: bool = False
+    ) -> None:
+        """Lock what is cached, and take pages for the rest; never waits for room.
+
+        ``is_first``: nothing was asked about it before, and most often nothing will be again: then
+        the daemon need not keep its tokens.
+        """
         try:
             tracked.claim = link.ask(
                 link.node.begin_lease,
-                tracked.prompt,
+                tracked.request.prompt_token_ids if is_first else tracked.numbered(link.node),
+                extra_keys=tracked.extra if is_first else None,
                 hold="all" if is_whole else "prefix",
                 namespace=tracked.namespace,
                 promise_tokens=self._look_ups.promise_tokens if is_whole else 0,
@@ -116,14 +125,16 @@ class Claims:
             return
         tracked.claim = None
         del self._requests.claiming[tracked.id]
-        known_tokens = tracked.known_tokens if tracked.claims_all else lease.prefix_len
-        tracked.took(lease, known_tokens=known_tokens, filled_tokens=lease.prefix_len)
-        self._requests.end_room(link, tracked)
+        found_tokens = lease.prefix_len
+        known_tokens = tracked.known_tokens if tracked.claims_all else found_tokens
+        tracked.took(lease, known_tokens=known_tokens, filled_tokens=found_tokens)
+        if tracked.takes_room:
+            self._requests.end_room(link, tracked)
         self._requests.due.soon(tracked)
-        if tracked.stage in {RequestStage.PROBING, RequestStage.FOUND}:
-            self._look_ups.found(tracked, lease.prefix_len)
+        if tracked.stage is RequestStage.PROBING or tracked.stage is RequestStage.FOUND:
+            self._look_ups.found(tracked, found_tokens)
         elif tracked.stage is RequestStage.CLAIMING:
-            if lease.prefix_len < tracked.loads_to:
+            if found_tokens < tracked.loads_to:
                 self._requests.alone(tracked, "evicted between look-up and lease")
             else:
                 self._requests.load(tracked)

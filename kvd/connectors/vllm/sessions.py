@@ -133,7 +133,13 @@ class NodeLink:
         Raises:
             KvdError: it ended in it.
         """
-        return self._heard(lambda: call.wait(within_s))
+        try:
+            return call.wait(within_s)
+        except KvdError as error:
+            self._note(error)
+            raise
+        except BROKEN as error:
+            raise self._broke(error) from error
 
     def poll(self, call: PendingCall[T]) -> T | None:
         """The outcome of a call; None while there is none.
@@ -141,11 +147,8 @@ class NodeLink:
         Raises:
             KvdError: it ended in it.
         """
-        return self._heard(call.poll)
-
-    def _heard(self, ask: Callable[[], T | None]) -> T | None:
         try:
-            return ask()
+            return call.poll()
         except KvdError as error:
             self._note(error)
             raise
@@ -214,10 +217,6 @@ class NodeLink:
         except KvdError:
             if otherwise is not None:
                 otherwise()
-
-    def is_in(self, life: DaemonLife) -> bool:
-        """Whether it is the session of that life, and its daemon is not known to have another."""
-        return self.node.incarnation == life.incarnation and self.node.session == life.session
 
     def doubt(self, now_s: float) -> None:
         """Something was not answered in time: find out whether anything is."""
@@ -342,9 +341,9 @@ class SessionLife:
             if self.life != NO_LIFE:
                 self.life = NO_LIFE
                 self._say(f"the daemon {link.name} has ended", "and it is looked for")
-        elif _life_of(link) != self.life:
+        elif link.node.life != self.life:
             link.is_silent = False
-            self.life = _life_of(link)
+            self.life = DaemonLife(*link.node.life)
             self._log.changed(
                 "session",
                 logging.INFO,
@@ -407,7 +406,7 @@ class SessionLife:
             self._not_opened(error, is_unfit=is_unfit)
             return
         self.link = NodeLink(node)
-        self.life = _life_of(self.link)
+        self.life = DaemonLife(*node.life)
         self._log.changed(
             "session", logging.INFO, f"session {node.session} with daemon {node.name} is open"
         )
@@ -423,10 +422,6 @@ class SessionLife:
             f"no session: {error}; requests are computed without kvd, and it is tried again every "
             f"{every_s:g} s",
         )
-
-
-def _life_of(link: NodeLink) -> DaemonLife:
-    return DaemonLife(link.node.session, link.node.incarnation)
 
 
 def _leave(node: SyncNode) -> None:

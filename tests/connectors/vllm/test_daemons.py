@@ -420,13 +420,13 @@ def test_a_reset_counts_though_the_daemon_is_stopped_or_away(tmp_path, engine_of
             assert engine.half.flush()
             took_s = time.perf_counter() - began_s
             assert took_s < 10.0, "a reset waits for a daemon that is stopped"
-            assert resets.are_any_due
+            assert resets.due
             assert engine.run(Request(4, PROMPT))[0] == 0
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
         patience.regain()
         assert engine.run(Request(5, PROMPT))[0] == 0
-        engine.until(lambda: not resets.are_any_due and not engine.half._sessions.link.is_silent)
+        engine.until(lambda: not resets.due and not engine.half._sessions.link.is_silent)
         engine.run(Request(6, PROMPT))
         assert engine.run(Request(7, PROMPT))[0] == 127
 
@@ -441,7 +441,7 @@ def test_a_reset_counts_though_the_daemon_is_stopped_or_away(tmp_path, engine_of
         daemon.start()
         daemon.wait_ready()
         engine.until_back(former)
-        engine.until(lambda: not resets.are_any_due)
+        engine.until(lambda: not resets.due)
         assert engine.run(Request(9, PROMPT))[0] == 0, "of before the restart, and the reset"
         assert engine.run(Request(10, PROMPT))[0] == 127
         engine.until_gone(daemon)
