@@ -110,6 +110,8 @@ class BlockingChannel:
         self._late_s = 0.0
         """When to look for calls whose time is up."""
         self._is_pumping = False
+        self._is_gathering = False
+        """Whether what is said waits for more, until somebody waits for an answer."""
         self._bell: SessionBell | None = None
         self._sockets = SessionSockets(endpoint, attachment, connection, name, self)
         try:
@@ -128,6 +130,8 @@ class BlockingChannel:
         was read, this has the message leave all the same, within ``MEET_WITHIN_S``. For an engine
         that must not wait it leaves with the next call or pump, if the handshake is not over now.
         """
+        if self._is_gathering:
+            return
         sockets = self._sockets
         sockets.flush()
         if sockets.stream.unsent_bytes:
@@ -200,6 +204,7 @@ class BlockingChannel:
 
         While the daemon is away it goes back, step by step.
         """
+        self.send_gathered()
         self._sockets.hurry()
         while slot.value is None and not self.is_over:
             now_s = time.monotonic()
@@ -236,6 +241,17 @@ class BlockingChannel:
             if self._woken or self._ended or self._is_read_left:
                 self._ring()
         return self._bell.fileno()
+
+    def gather(self) -> None:
+        """What is said from now on leaves together: by ``send_gathered``, or before a wait."""
+        self._is_gathering = True
+
+    def send_gathered(self) -> None:
+        """Have it leave; from now on what is said leaves at once. Repeatable."""
+        if self._is_gathering:
+            self._is_gathering = False
+            if self._connection.queued and not self._is_closed:
+                self.flush()
 
     def _advance(self) -> None:
         """Have calls go on for which something has come, now and then those whose time is up."""

@@ -688,6 +688,17 @@ class SyncNode:
         """
         return self._channel.pump()
 
+    def gather(self) -> None:
+        """What calls say from now on leaves with one write: by ``send_gathered``.
+
+        Also before the first of them is waited for; what comes behind that leaves at once again.
+        """
+        self._channel.gather()
+
+    def send_gathered(self) -> None:
+        """Have what was gathered leave; repeatable, and never blocks."""
+        self._channel.send_gathered()
+
     def fileno(self) -> int:
         """A descriptor to wait on: readable while ``pump`` has something to do.
 

@@ -236,6 +236,13 @@ class SchedulerHalf:
                 self._mistaken(where, error)
                 return otherwise
 
+    def _gather(self, n_requests: int) -> NodeLink | None:
+        """Have what is said for several leave together: by ``send_gathered`` of the link."""
+        link = self._sessions.link if n_requests > 1 else None
+        if link is not None:
+            link.node.gather()
+        return link
+
     def _mistaken(self, where: str, error: Exception) -> None:
         self.counts.failures += 1
         self._log.bug(where, error)
@@ -521,7 +528,9 @@ class SchedulerHalf:
             loads += self._moves.loads(tracked)
         for tracked in list(requests.held.values()):
             saves += self._held.saves(tracked)
-        for running in requests.due.take(scheduled) if scheduled else ():
+        due = requests.due.take(scheduled) if scheduled else []
+        gathering = self._gather(len(due))
+        for running in due:
             if running.stage is RequestStage.COMPUTING:
                 upto = running.request.num_computed_tokens + scheduled[running.id]
                 saves += self._moves.saves(running, upto)
@@ -530,6 +539,8 @@ class SchedulerHalf:
                     requests.due.after(running, left)
         if self._ending.leases:
             self._ending.settle()
+        if gathering is not None:
+            gathering.send_gathered()
 
     # ---- what the workers say ----------------------------------------------------------------
 
@@ -553,9 +564,12 @@ class SchedulerHalf:
             self._stale_loads -= set(loaded)
             self._requests.unfilled += sorted(stale)
         if report is not None:
+            gathering = self._gather(len(report.done))
             self._reported(report)
-        if self._ending.leases:
-            self._ending.settle()
+            if self._ending.leases:
+                self._ending.settle()
+            if gathering is not None:
+                gathering.send_gathered()
         return stale
 
     def _reported(self, report: StepReport) -> None:

@@ -194,6 +194,10 @@ class NodeLink:
             return False
         return True
 
+    def send_gathered(self) -> None:
+        """Have what was said since ``gather`` of its node leave."""
+        self.say(self.node.send_gathered)
+
     def look(self, now_s: float) -> None:
         """Read and write what there is, and take note of calls that nobody waits for."""
         ended: list[PendingCall[Any]] = []

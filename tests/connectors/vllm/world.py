@@ -230,6 +230,12 @@ class WorldNode:
     def is_away(self):
         return self.end is None and self.in_life != self.world.life
 
+    def gather(self):
+        """Each call is said at once here."""
+
+    def send_gathered(self):
+        pass
+
     def alive(self):
         if self.is_closed:
             raise ValueError("I/O operation on closed epoll object")
