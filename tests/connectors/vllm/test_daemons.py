@@ -132,7 +132,7 @@ class PlainEngine:
         """Step until it is so."""
         end_s = time.monotonic() + COMES_S
         while not is_so():
-            assert time.monotonic() < end_s, "it never is"
+            assert time.monotonic() < end_s, f"it never is: {self.alone}, {self.unmet}"
             self.step(*computed)
             time.sleep(0.002)
 
@@ -474,7 +474,8 @@ def test_who_decodes_computes_where_nothing_comes_and_leaves_nothing(tmp_path, e
 
         # vLLM computes all of a prompt whose logprobs it is asked for, whatever comes.
         with connect_sync(pair.prefill.client, name="prefill") as node:
-            sending = node.send(77, [4, *PROMPT], lease=node.lease([4, *PROMPT]), ttl_s=20.0)
+            lease = node.lease([4, *PROMPT], namespace="model")
+            sending = node.send(77, lease=lease, namespace="model", ttl_s=20.0)
             request = Request(5, [4, *PROMPT], MEETS)
             decode.half.arrived(request, lora=None, extra={})
             for _ in range(5):
@@ -486,14 +487,19 @@ def test_who_decodes_computes_where_nothing_comes_and_leaves_nothing(tmp_path, e
             sending.abort("over")
             decode.until_gone(pair.decode)
             # Delivered, and nobody has taken it yet.
-            node.hand_over(77, lease=node.lease([7, *PROMPT]), ttl_s=20.0, release=True)
-            request = Request(7, [7, *PROMPT], MEETS)
+            lease = node.lease([7, *PROMPT], namespace="model")
+            node.hand_over(78, lease=lease, namespace="model", ttl_s=20.0, release=True)
+            request = Request(7, [7, *PROMPT], MEETS | {"kvd": MEETS["kvd"] | {"room": "78"}})
             decode.half.arrived(request, lora=None, extra={})
             tracked = decode.half._requests.here["r7"]
-            while tracked.receive is None and tracked.lease is None:
+
+            def is_admitted():
                 decode.half.matched(request, 0)
-                decode.step()
+                return tracked.receive is not None or tracked.stage is not RequestStage.MEETING
+
+            decode.until(is_admitted)
             decode.until(lambda: tracked.call is None or tracked.call.is_done)
+            assert tracked.lease is not None or tracked.receive.lease is not None
             decode.compute(request)
             decode.half.finished(request)
         decode.until_gone(pair.decode)
