@@ -319,15 +319,19 @@ class Node:
             promise_tokens=whole(promise_tokens, "promise_tokens"),
         )
         request = opening if hold == "all" else _prefix_of(opening, hold)
-        within_s = within(deadline_s)
+        return await self._leasing(request, prompt, within(deadline_s))
+
+    async def _leasing(
+        self, request: wire.OpenLease | wire.HoldPrefix, prompt: PromptAddress, within_s: float
+    ) -> Lease:
         call = await perform_about(self._port, request, prompt, within_s=within_s)
         if call.lease is None:
             raise confused(request, call.answer.value)
         lease = Lease(self._port, self._pools, call.lease, prompt)
-        if request is not opening:
+        if isinstance(request, wire.HoldPrefix):
             prompt.cut(call.lease.prefix_tokens)
             return lease
-        unkept = _unkept(call.answer.value, opening.promise_tokens)
+        unkept = _unkept(call.answer.value, request.promise_tokens)
         if unkept is not None:
             await lease.release()
             raise KvdError(unkept)
