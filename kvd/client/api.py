@@ -119,6 +119,11 @@ class Node:
         return self._attachment.attached.incarnation
 
     @property
+    def life(self) -> tuple[int, str]:
+        """``session`` and ``incarnation``: what tells one life of the daemon from the next."""
+        return self.session, self.incarnation
+
+    @property
     def session(self) -> int:
         """The number of this session, as tables and events show it."""
         return self._attachment.attached.session
@@ -299,7 +304,7 @@ class Node:
             KvdError: ``no-room``, ``too-large``, ``deadline`` with the numbers and the holders;
                 ``bad-keys``, ``bad-tokens``; ``not-supported`` by an older daemon for a promise.
         """
-        prompt = self._prompt(tokens, keys, extra_keys)
+        prompt = address_of(self._pools, tokens, keys, extra_keys)
         reserve = whole(reserve_tokens, "reserve_tokens")
         if not prompt.frame and not reserve:
             raise KvdError(_of_nothing("lease", "give tokens, or reserve_tokens"))

@@ -6,7 +6,7 @@ import math
 import os
 import select
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_answer, too_late
 from kvd.client.endpoint import attach_path
@@ -81,6 +81,8 @@ class BlockingChannel:
     Sockets are looked at by ``pump``, ``glance`` and ``block``, and by nobody between two of them.
     """
 
+    gathers: ClassVar[bool] = False
+
     def __init__(
         self,
         endpoint: str,
@@ -108,6 +110,8 @@ class BlockingChannel:
         self._late_s = 0.0
         """When to look for calls whose time is up."""
         self._is_pumping = False
+        self._is_gathering = False
+        """Whether what is said waits for more, until somebody waits for an answer."""
         self._bell: SessionBell | None = None
         self._sockets = SessionSockets(endpoint, attachment, connection, name, self)
         try:
@@ -126,13 +130,16 @@ class BlockingChannel:
         was read, this has the message leave all the same, within ``MEET_WITHIN_S``. For an engine
         that must not wait it leaves with the next call or pump, if the handshake is not over now.
         """
-        self._sockets.flush()
-        self._sockets.mend(self._meets_within_s)
+        if self._is_gathering:
+            return
+        sockets = self._sockets
+        sockets.flush()
+        if sockets.stream.unsent_bytes:
+            sockets.mend(self._meets_within_s)
 
-    async def wait(self, slot: Slot[Any], within_s: float) -> None:
+    def wait(self, slot: Slot[Any], within_s: float) -> SlotWait:
         """Say what the verb waits for; it goes on once ``slot`` is filled or the time is up."""
-        if slot.value is None:
-            await SlotWait(slot, time.monotonic() + within_s)
+        return SlotWait(slot, time.monotonic() + within_s)
 
     def look(self) -> None:
         """Nobody else looks between two calls.
@@ -174,7 +181,8 @@ class BlockingChannel:
     def woke(self, call: PendingCall[Any]) -> None:
         """As ``CallDriver``."""
         self._woken[call] = None
-        self._ring()
+        if self._bell is not None:
+            self._ring()
 
     def ended(self, call: PendingCall[Any]) -> None:
         """As ``CallDriver``."""
@@ -196,6 +204,7 @@ class BlockingChannel:
 
         While the daemon is away it goes back, step by step.
         """
+        self.send_gathered()
         self._sockets.hurry()
         while slot.value is None and not self.is_over:
             now_s = time.monotonic()
@@ -232,6 +241,17 @@ class BlockingChannel:
             if self._woken or self._ended or self._is_read_left:
                 self._ring()
         return self._bell.fileno()
+
+    def gather(self) -> None:
+        """What is said from now on leaves together: by ``send_gathered``, or before a wait."""
+        self._is_gathering = True
+
+    def send_gathered(self) -> None:
+        """Have it leave; from now on what is said leaves at once. Repeatable."""
+        if self._is_gathering:
+            self._is_gathering = False
+            if self._connection.queued and not self._is_closed:
+                self.flush()
 
     def _advance(self) -> None:
         """Have calls go on for which something has come, now and then those whose time is up."""

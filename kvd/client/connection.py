@@ -144,8 +144,10 @@ class Connection:
         """By room and request id of a hand-over, how many callers want the room that it keeps."""
         self._leases: dict[int, LeaseView] = {}
         self._readers: list[EventQueue] = []
-        self._outgoing: list[Outgoing] = []
-        self._end: Refusal | None = None
+        self.queued: list[Outgoing] = []
+        """To be sent, in order; see ``take_outgoing``."""
+        self.end: Refusal | None = None
+        """Why no call can begin any more; None while one can."""
         self._away: Refusal | None = None
         self.back: Slot[News] | None = None
         """While the daemon is away: filled when it is back, or never will be."""
@@ -163,11 +165,6 @@ class Connection:
             wire.Events: self._happened,
             wire.Several: self._several,
         }
-
-    @property
-    def end(self) -> Refusal | None:
-        """Why no call can begin any more; None while one can."""
-        return self._end
 
     @property
     def away(self) -> Refusal | None:
@@ -203,7 +200,7 @@ class Connection:
             KvdError: the daemon is gone; or the request has a field of the wrong type, or is too
                 long, which is found here because the daemon could not say whose it was.
         """
-        why_not = self._end or self._away
+        why_not = self.end or self._away
         if why_not is not None:
             raise KvdError(why_not)
         asked = request
@@ -213,7 +210,7 @@ class Connection:
         frames = frames_of(asked, tokens, self._max_frame_bytes)
         call = Call(request, lease)
         self._calls[request.call] = call
-        self._outgoing.append(Outgoing(request.call, frames))
+        self.queued.append(Outgoing(request.call, frames))
         return call
 
     def abandon(self, call: Call) -> None:
@@ -229,7 +226,7 @@ class Connection:
 
     def take_outgoing(self) -> list[Outgoing]:
         """What is to be sent, in order; the caller sends it."""
-        out, self._outgoing = self._outgoing, []
+        out, self.queued = self.queued, []
         return out
 
     def not_sent(self, outgoing: Outgoing, refusal: Refusal) -> None:
@@ -264,9 +261,9 @@ class Connection:
 
     def fail_all(self, refusal: Refusal) -> None:
         """It is over for good: every call and every handle ends with this; repeatable."""
-        if self._end is not None:
+        if self.end is not None:
             return
-        self._end, self._away = refusal, None
+        self.end, self._away = refusal, None
         self._fail(refusal)
         leases, self._leases = self._leases, {}
         for lease in leases.values():
@@ -277,7 +274,7 @@ class Connection:
 
     def lost(self, refusal: Refusal) -> None:
         """The daemon has ended, and may be back; what it was asked ended with it; repeatable."""
-        if self._end is not None or self._away is not None:
+        if self.end is not None or self._away is not None:
             return
         self._away, self.back = refusal, Slot()
         for call in self._calls.values():
@@ -310,7 +307,7 @@ class Connection:
         """The engine uses a lost lease no more; whether the daemon is there and must be told."""
         lease.is_released = True
         was_kept = self._leases.pop(lease.number, None) is not None
-        return was_kept and self._end is None and self._away is None
+        return was_kept and self.end is None and self._away is None
 
     def has_lease(self, number: int) -> LeaseView | None:
         """The lease of that number whose pages are this engine's, or are kept for it."""
@@ -318,7 +315,7 @@ class Connection:
 
     def _fail(self, refusal: Refusal) -> None:
         """Every call and every handoff ends; a release has no less effect by being lost."""
-        self._outgoing.clear()
+        self.queued.clear()
         calls, self._calls = self._calls, {}
         for call in calls.values():
             if self._away is not None and call.lease is not None and _ends_lease(call.request):
@@ -354,15 +351,18 @@ class Connection:
             replies, unreadable = readable_replies(frames[0])
             self.unreadable_messages += unreadable
             message = wire.Several(tuple(replies))
-        self._takers.get(type(message), self._answered)(message)
+        self._take(message)
 
     def _several(self, message: wire.Several) -> None:
-        takers, answered = self._takers, self._answered
         for one in message.replies:
-            takers.get(type(one), answered)(one)
+            self._take(one)
 
-    def _answered(self, answer: Answer) -> None:
-        self._settle(answer.call, answer)
+    def _take(self, message: Any) -> None:
+        taker = self._takers.get(type(message))
+        if taker is not None:
+            taker(message)
+        else:
+            self._settle(message.call, message)
 
     def _accepted(self, push: wire.Accepted) -> None:
         if push.send in self._sends:
@@ -405,6 +405,10 @@ class Connection:
             self._undo(call, answer)
 
     def _apply(self, call: Call, answer: Answer | Refusal) -> None:
+        # Those of every request are told apart first: each pattern costs.
+        if type(answer) is wire.Done:
+            self._ended(call)
+            return
         match answer:
             case wire.Leased(_, number, prefix_tokens, pages, beside):
                 call.lease = self._opened(number, prefix_tokens, pages, beside)
@@ -432,8 +436,8 @@ class Connection:
                 call.send = self._sends.get(number) or SendState(number)
                 self._sends[number] = call.send
                 call.send.callers += 1
-            case wire.Finished() | wire.Done():
-                if type(answer) is wire.Finished and answer.kept_s:
+            case wire.Finished():
+                if answer.kept_s:
                     self._note_kept(call.request)
                 self._ended(call)
             case _:
@@ -543,8 +547,8 @@ class Connection:
 
     def tell(self, request: wire.Request) -> None:
         """Queue a request whose answer nobody needs; one to a daemon that is away is dropped."""
-        if self._end is None and self._away is None:
-            self._outgoing.append(Outgoing(request.call, [CLIENT_REQUESTS.encode(request)]))
+        if self.end is None and self._away is None:
+            self.queued.append(Outgoing(request.call, [CLIENT_REQUESTS.encode(request)]))
 
 
 def _ends_lease(request: wire.Request) -> bool:

@@ -473,13 +473,13 @@ class Lease:
         port, connection = self._port, self._port.connection
         port.look()
         request: wire.ReleaseLease | wire.CommitAndRelease | wire.ReleaseUpTo
-        request, frame = wire.ReleaseLease(connection.next_call(), self.id), None
+        request, frame = wire.ReleaseLease(connection.next_call(), self._state.number), None
         if self._state.lost is None and not (new_tokens is None and upto_tokens is None):
             frame = self._prompt.following(new_tokens)
-            request = wire.CommitAndRelease(request.call, self.id)
+            request = wire.CommitAndRelease(request.call, self._state.number)
             if upto_tokens is not None:
                 upto = whole(upto_tokens, "upto_tokens")
-                request = wire.ReleaseUpTo(request.call, self.id, upto)
+                request = wire.ReleaseUpTo(request.call, self._state.number, upto)
         # From here on no daemon that comes back keeps it for us.
         if not connection.forget_lease(self._state):
             return
@@ -487,9 +487,9 @@ class Lease:
             port.tell(request)
             return
         try:
-            call = port.begin(request, tokens=frame, about=self._state)
+            call = port.begin(request, tokens=frame, about=self._state, has_looked=True)
         except KvdError:
-            port.tell(wire.ReleaseLease(connection.next_call(), self.id))
+            port.tell(wire.ReleaseLease(connection.next_call(), self._state.number))
         else:
             call.answer.wake_with(lambda: self._left(call))
 

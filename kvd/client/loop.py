@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvd.client.attachment import ATTACH_WITHIN_S, Attachment, ask, dial, take_answer, too_late
 from kvd.client.endpoint import attach_path
@@ -69,6 +69,8 @@ class LoopChannel:
 
     It goes back by itself to a daemon that is away, by callbacks: no task, nothing to be awaited.
     """
+
+    gathers: ClassVar[bool] = True
 
     def __init__(
         self, endpoint: str, attachment: Attachment, connection: Connection, name: str

@@ -38,7 +38,8 @@ class SlotWait:
         self.until_s = until_s
 
     def __await__(self) -> Generator[SlotWait, None, None]:
-        yield self
+        if self.slot.value is None:
+            yield self
 
 
 class CallDriver(Protocol):
@@ -109,10 +110,11 @@ class PendingCall(Generic[T]):
         Raises:
             KvdError: the call ended in it; so it does each time it is asked.
         """
-        if not self.advance():
+        awaited = self._awaited
+        if self._verb is not None and awaited is not None and awaited.slot.value is None:
             self._driver.glance()
-            if not self.advance():
-                return None
+        if not self.advance():
+            return None
         return self._told()
 
     def wait(self, within_s: float) -> T | None:
@@ -201,7 +203,8 @@ class PendingCall(Generic[T]):
     def _end(self, error: BaseException | None) -> None:
         verb, self._verb, self._error = self._verb, None, error
         if self._awaited is not None:
-            self._awaited.slot.forget(self._wake)
+            if self._awaited.slot.value is None:
+                self._awaited.slot.forget(self._wake)
             self._awaited = None
             self._driver.ended(self)
         if verb is not None:

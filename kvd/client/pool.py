@@ -247,7 +247,10 @@ class Pools:
         """``end``: why the session is over, once it is."""
         self._attachment = attachment
         self._end = end
-        self._pools = {pool.name: Pool(pool, attachment, end) for pool in attachment.attached.pools}
+        pools = attachment.attached.pools
+        self._pools = {pool.name: Pool(pool, attachment, end) for pool in pools}
+        self.match_page_tokens = pools[0].match_page_tokens if pools else 0
+        """Tokens of a page of the tree, of the pool that leases are of."""
 
     def key_of(self, lease: int, version: int) -> LeaseKey:
         """The key of a lease, with the session and the life of the daemon that are now."""
@@ -272,11 +275,6 @@ class Pools:
         # By its type too: what is no name is no choice either, and is refused by it.
         is_left_out = isinstance(name, str) and not name
         return self.pool(next(iter(self._pools)) if is_left_out else name)
-
-    @property
-    def match_page_tokens(self) -> int:
-        """Tokens of a page of the tree, of the pool that leases are of."""
-        return next(iter(self._pools.values())).memory.match_page_tokens
 
     def row_of(self, component: str) -> Along | ComponentRow:
         """How the pages that leases have of this component are known.

@@ -15,6 +15,8 @@ from kvd.client.state import LeaseView
 from kvd.errors import Code, KvdError, Refusal
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from kvd.client.connection import Answer, Call, Connection, KnownPrompt
     from kvd.client.state import News, Record, Slot
     from kvd.types import Tokens
@@ -47,7 +49,7 @@ class Channel(Protocol):
         """Send what the connection has queued; never blocks."""
         ...
 
-    async def wait(self, slot: Slot[Any], within_s: float) -> None:
+    def wait(self, slot: Slot[Any], within_s: float) -> Awaitable[None]:
         """Return when ``slot`` is filled or the time is up, whichever is first."""
         ...
 
@@ -121,10 +123,11 @@ class Port:
         call = connection.begin(request, tokens, lease, known)
         try:
             channel.flush()
-            if within_s > AT_ONCE_S:
-                await channel.wait(call.answer, within_s)
-            else:
-                await self._answered_at_once(call, within_s)
+            first_s = within_s if within_s > AT_ONCE_S else min(within_s, STOPPED_S)
+            await channel.wait(call.answer, first_s)
+            # Who must not wait does so for no process that is stopped.
+            if call.answer.value is None and first_s < within_s and not channel.is_stopped:
+                await channel.wait(call.answer, within_s - first_s)
         except BaseException:
             self._abandon(call)
             raise
@@ -173,12 +176,6 @@ class Port:
         if slot.value is None:
             await self._channel.wait(slot, within_s)
 
-    async def _answered_at_once(self, call: Call, within_s: float) -> None:
-        """Wait for the answer, and for no process that is stopped."""
-        await self._channel.wait(call.answer, min(within_s, STOPPED_S))
-        if call.answer.value is None and not self._channel.is_stopped:
-            await self._channel.wait(call.answer, within_s - STOPPED_S)
-
     async def _returned(self, back: Slot[News], within_s: float) -> None:
         """Wait for a daemon that is away."""
         longest_s = min(within_s, self._return_within_s)
@@ -188,15 +185,23 @@ class Port:
             raise KvdError(_away(longest_s))
 
     def begin(
-        self, request: wire.Request, *, tokens: Tokens | None = None, about: LeaseView
+        self,
+        request: wire.Request,
+        *,
+        tokens: Tokens | None = None,
+        about: LeaseView,
+        has_looked: bool = False,
     ) -> Call:
         """Send a request for whose answer nobody waits; it changes what is known as any other.
+
+        ``has_looked`` as in ``perform``.
 
         Raises:
             KvdError: nobody can be asked, or what it is about is of before a restart.
         """
         connection = self.connection
-        self._channel.look()
+        if not has_looked:
+            self._channel.look()
         if connection.end is not None:
             raise KvdError(connection.end)
         if about.lost is not None:

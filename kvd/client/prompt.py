@@ -64,7 +64,7 @@ class PromptAddress:
         if keys is None and tokens is None:
             raise _bad("neither tokens nor keys: one of them says which prompt it is")
         self.frame = self.following(tokens, keys)
-        self.took(self.frame)
+        self.n_tokens = count(self.frame)
         self._is_begun = True
 
     def following(
@@ -83,6 +83,8 @@ class PromptAddress:
                 return frame
             if self._has_keys:
                 raise _bad("tokens after page keys: go on with keys")
+            if self._extra is None:
+                return frame
             extra = self._extra_of(count(frame))
             if not _says_something(extra):
                 return frame

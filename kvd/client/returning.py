@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvd.wire.attach import Join
 
 FIRST_PAUSE_S: Final = 0.02
-LONGEST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 0.5
 """Between two attempts; each pause is twice as long as the one before."""
 
 QUIET_LOOK_S: Final = 0.002

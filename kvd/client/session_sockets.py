@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import select
 import time
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from kvd.client.endpoint import attach_path, socket_path
 from kvd.client.port import unread
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvd.client.attachment import Attachment
-    from kvd.client.connection import Connection
+    from kvd.client.connection import Connection, Outgoing
     from kvd.zmtp.events import ConnectionClosed
 
 WRITE_NOW_BYTES: Final = 64 * 1024
@@ -52,6 +52,9 @@ NOBODY_S: Final = 1.0
 
 class Watcher(Protocol):
     """Who waits for the sockets of a session."""
+
+    gathers: ClassVar[bool]
+    """Whether ``write_soon`` is later than now, so that several messages leave with one call."""
 
     def watch(self, fd: int, act: Callable[[], object]) -> None:
         """Call ``act`` whenever ``fd`` is readable."""
@@ -92,6 +95,8 @@ class SessionSockets:
         """Nothing is dialed before ``open``."""
         self._endpoint = endpoint
         self._attachment = attachment
+        self.require_own = attachment.require_own
+        """Refuses a process that was forked from the one whose session it is."""
         self._connection = connection
         self._name = name
         self._watcher = watcher
@@ -161,14 +166,6 @@ class SessionSockets:
             self._way.close()
         self._attachment.close()
 
-    def require_own(self) -> None:
-        """Refuse a process that was forked from the one whose session it is.
-
-        Raises:
-            KvdError: ``wrong-state``.
-        """
-        self._attachment.require_own()
-
     # ---- out -------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -178,24 +175,29 @@ class SessionSockets:
         """
         if not self._attachment.is_own:
             return
-        stream = self.stream
-        for outgoing in self._connection.take_outgoing():
-            # What nobody waits for is kept: what it gives back is else held as long as the session.
-            if self._nobody is not None and outgoing.call in self._connection.under_way():
-                self._connection.not_sent(outgoing, self._nobody)
-                continue
-            sent = stream.send(outgoing.frames, outgoing.call)
-            if sent is Sent.FULL:
-                self.write()
-                sent = stream.send(outgoing.frames, outgoing.call)
-            if sent is not Sent.TAKEN:
-                self._connection.not_sent(outgoing, unread())
-        if not stream.has_unsent or stream.is_blocked:
+        stream, queued = self.stream, self._connection.take_outgoing()
+        is_one = len(queued) == 1 and self._nobody is None and not self._watcher.gathers
+        if not is_one or stream.write_one(queued[0].frames, queued[0].call) is not Sent.TAKEN:
+            for outgoing in queued:
+                self._send(stream, outgoing)
+        if not stream.unsent_bytes or not stream.has_unsent or stream.is_blocked:
             return
         if stream.unsent_bytes >= WRITE_NOW_BYTES and stream.is_met:
             self.write()
         else:
             self._watcher.write_soon()
+
+    def _send(self, stream: ClientStream, outgoing: Outgoing) -> None:
+        # What nobody waits for is kept: what it gives back is else held as long as the session.
+        if self._nobody is not None and outgoing.call in self._connection.under_way():
+            self._connection.not_sent(outgoing, self._nobody)
+            return
+        sent = stream.send(outgoing.frames, outgoing.call)
+        if sent is Sent.FULL:
+            self.write()
+            sent = stream.send(outgoing.frames, outgoing.call)
+        if sent is not Sent.TAKEN:
+            self._connection.not_sent(outgoing, unread())
 
     def mend(self, within_s: float) -> None:
         """Have what waits leave now, as far as it can; for a watcher that reads now and then only.
@@ -254,7 +256,8 @@ class SessionSockets:
             refusal, self._broken = _lost_answers(self._broken), None
             lost, self._lost_calls = self._lost_calls, set()
             self._connection.unanswered(refusal, lost)
-        self.flush()
+        if self._connection.queued or self.stream.unsent_bytes:
+            self.flush()
         return came
 
     def look(self) -> None:
@@ -263,7 +266,8 @@ class SessionSockets:
         Raises:
             KvdError: ``wrong-state`` in a forked child.
         """
-        self._attachment.require_own()
+        if not self._attachment.is_own:
+            self._attachment.require_own()
         if self._way is not None or self._connection.end is not None:
             return
         why = self._attachment.last_word()

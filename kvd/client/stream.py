@@ -62,7 +62,8 @@ class ClientStream:
         self._own: deque[WaitingMessage] = deque()
         """Of the handshake."""
         self._unsent: deque[WaitingMessage] = deque()
-        self._unsent_bytes = 0
+        self.unsent_bytes = 0
+        """Of all messages that wait, be it for the handshake."""
         self._written = 0
         self.is_deaf = False
         """Whether the other side reads no more; what it said before may still be here."""
@@ -96,7 +97,7 @@ class ClientStream:
         self._machine = self._new_machine()
         self._own.clear()
         self._written = 0
-        self._unsent_bytes = sum(message.n_bytes for message in self._unsent)
+        self.unsent_bytes = sum(message.n_bytes for message in self._unsent)
         self.is_met = self.is_blocked = self.is_left = self.is_deaf = False
         self.fault = None
         self._say_own()
@@ -122,11 +123,6 @@ class ClientStream:
         return bool(self._unsent if self.is_met else self._own)
 
     @property
-    def unsent_bytes(self) -> int:
-        """Of all messages that wait."""
-        return self._unsent_bytes
-
-    @property
     def has_waiting(self) -> bool:
         """Whether messages wait, be it for the handshake."""
         return bool(self._unsent)
@@ -141,6 +137,29 @@ class ClientStream:
             return Sent.FULL
         # Without keys a message is packed alike before the handshake is over.
         self._wait(self._unsent, self._machine.pack(frames), call)
+        return Sent.TAKEN
+
+    def write_one(self, frames: Sequence[bytes], call: int) -> Sent:
+        """``send`` one message that is not gathered with others, and have it written now.
+
+        Where something waits before it, or it is a long one, that is left to ``write``.
+        """
+        sock = self._sock
+        if self._unsent or sock is None or not self.is_met or self.is_deaf:
+            return self.send(frames, call)
+        pieces = self._machine.pack(frames)
+        n_bytes = taken = 0
+        for piece in pieces:
+            n_bytes += len(piece)
+        if n_bytes <= PART_BYTES:
+            try:
+                taken = sock.send(b"".join(pieces), socket.MSG_NOSIGNAL)
+            except OSError:
+                taken = 0  # what it means is found out when the rest is written
+        if taken < n_bytes:
+            self._unsent.append(WaitingMessage(pieces, n_bytes, call))
+            self.unsent_bytes += n_bytes - taken
+            self._written = taken
         return Sent.TAKEN
 
     def write(self) -> None:
@@ -170,14 +189,14 @@ class ClientStream:
             self.is_deaf = True
 
     def _is_full(self) -> bool:
-        return len(self._unsent) >= BACKLOG_MESSAGES or self._unsent_bytes > BACKLOG_BYTES
+        return len(self._unsent) >= BACKLOG_MESSAGES or self.unsent_bytes > BACKLOG_BYTES
 
     def _wait(self, queue: deque[WaitingMessage], pieces: list[bytes], call: int) -> None:
         n_bytes = 0
         for piece in pieces:
             n_bytes += len(piece)
         queue.append(WaitingMessage(pieces, n_bytes, call))
-        self._unsent_bytes += n_bytes
+        self.unsent_bytes += n_bytes
 
     def _gathered(self, queue: deque[WaitingMessage]) -> tuple[list[bytes | memoryview], int]:
         """The pieces to write next, and their bytes."""
@@ -199,7 +218,7 @@ class ClientStream:
         return pieces, size
 
     def _took(self, queue: deque[WaitingMessage], taken: int) -> None:
-        self._unsent_bytes -= taken
+        self.unsent_bytes -= taken
         taken += self._written
         while queue and taken >= queue[0].n_bytes:
             taken -= queue.popleft().n_bytes

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvd.client.api import FlushResult
     from kvd.client.arena import PageArena
+    from kvd.client.attachment import Attachment
     from kvd.client.device_event import WhenWritten
     from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
@@ -582,10 +583,16 @@ class SyncNode:
     """
 
     def __init__(
-        self, node: Node, channel: BlockingChannel, *, misses_when_away: bool = False
+        self,
+        node: Node,
+        attachment: Attachment,
+        channel: BlockingChannel,
+        *,
+        misses_when_away: bool = False,
     ) -> None:
         """Use ``connect_sync``."""
         self.wrapped = node
+        self._attachment = attachment
         self._channel = channel
         self._misses_when_away = misses_when_away
 
@@ -597,12 +604,18 @@ class SyncNode:
     @property
     def incarnation(self) -> str:
         """As ``Node.incarnation``."""
-        return self.wrapped.incarnation
+        return self._attachment.attached.incarnation
 
     @property
     def session(self) -> int:
         """As ``Node.session``."""
-        return self.wrapped.session
+        return self._attachment.attached.session
+
+    @property
+    def life(self) -> tuple[int, str]:
+        """As ``Node.life``."""
+        attached = self._attachment.attached
+        return attached.session, attached.incarnation
 
     @property
     def token(self) -> bytes:
@@ -674,6 +687,17 @@ class SyncNode:
             The begun calls that have ended, each once, but for those whose outcome was taken.
         """
         return self._channel.pump()
+
+    def gather(self) -> None:
+        """What calls say from now on leaves with one write: by ``send_gathered``.
+
+        Also before the first of them is waited for; what comes behind that leaves at once again.
+        """
+        self._channel.gather()
+
+    def send_gathered(self) -> None:
+        """Have what was gathered leave; repeatable, and never blocks."""
+        self._channel.send_gathered()
 
     def fileno(self) -> int:
         """A descriptor to wait on: readable while ``pump`` has something to do.
@@ -941,7 +965,7 @@ def connect_sync(
             address, attachment, connection, name, waits_for_return=not misses
         )
     node = Node(attachment, connection, channel, return_within_s=waits_s)
-    return SyncNode(node, channel, misses_when_away=misses)
+    return SyncNode(node, attachment, channel, misses_when_away=misses)
 
 
 def _is_miss(on_unreachable: str) -> bool:

@@ -100,11 +100,11 @@ def _from_sequence(ids: Sequence[int]) -> Tokens:
             suspects = range(len(ids))
     else:
         values = np.frombuffer(packed, dtype="<i4")
-        low = int(values.min())
+        low = int(np.minimum.reduce(values))
         if low <= 1:
             suspects = np.flatnonzero(values <= 1).tolist()
     # A bool passes for an int, and its value is 0 or 1: only elements of these values can be one.
-    if low < 0 or any(isinstance(ids[position], bool) for position in suspects):
+    if low < 0 or (suspects and any(isinstance(ids[position], bool) for position in suspects)):
         raise _first_bad(ids)
     return Tokens(packed)
 

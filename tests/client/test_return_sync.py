@@ -164,7 +164,7 @@ def test_a_forked_child_does_not_take_the_session_of_its_parent(daemon: Daemon) 
         assert daemon.returns == []
 
 
-def test_pauses_grow_to_a_second_and_a_full_queue_is_a_reason_to_wait(
+def test_pauses_grow_to_half_a_second_and_a_full_queue_is_a_reason_to_wait(
     daemon: Daemon, tmp_path: Any
 ) -> None:
     pauses = []
@@ -175,7 +175,7 @@ def test_pauses_grow_to_a_second_and_a_full_queue_is_a_reason_to_wait(
             assert not way.step()
             pauses.append(way.pause_s)
 
-    assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, *[LONGEST_PAUSE_S] * 3]
 
 
 # ---- workers -------------------------------------------------------------------------------------

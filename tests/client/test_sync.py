@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 import kvd.client
 from kvd.client import EventsLost, HandoffError, KvdError, Outcome
+from kvd.client.stream import ClientStream
 from kvd.errors import Code, Refusal
 from kvd.types import pack_ids
 from kvd.wire import client as wire
@@ -174,6 +175,46 @@ def test_a_commit_may_extend_in_the_same_message(daemon: Daemon) -> None:
         wire.CommitAndExtend(2, 70, 8, 2, swaps=False),
         wire.CommitAndExtend(3, 70, 4),
     ]
+
+
+def test_what_is_gathered_leaves_together_or_before_a_wait(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.script = script
+    with kvd.client.connect_sync(daemon.endpoint, name="engine") as node:
+        written: list[int] = []
+        of_one, of_all = ClientStream.write_one, ClientStream.write
+
+        def write_one(stream: ClientStream, frames: Any, call: int) -> Any:
+            written.append(1)
+            return of_one(stream, frames, call)
+
+        def write(stream: ClientStream) -> None:
+            written.append(len(stream._unsent))
+            of_all(stream)
+
+        monkeypatch.setattr(ClientStream, "write_one", write_one)
+        monkeypatch.setattr(ClientStream, "write", write)
+        node.match([1, 2])
+        assert written == [1]
+
+        written.clear()
+        node.gather()
+        calls = [node.begin_match([n]) for n in range(3)]
+        assert written == []
+        assert [call.poll() for call in calls] == [None] * 3
+        node.send_gathered()
+        node.send_gathered()
+        assert written == [3]
+        assert [call.result(5.0).tokens for call in calls] == [8] * 3
+
+        written.clear()
+        node.gather()
+        first, second = node.begin_match([1]), node.begin_match([2])
+        assert first.result(5.0).tokens == second.result(5.0).tokens == 8
+        assert written == [2]
+        node.match([3])
+        assert written == [2, 1], "behind a wait what is said leaves at once"
 
 
 def test_a_blocked_call_ends_when_the_daemon_dies(daemon: Daemon) -> None:

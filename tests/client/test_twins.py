@@ -47,7 +47,7 @@ NOT_THERE = {
 """Of the asynchronous side alone."""
 
 OWN: dict[type, set[str]] = {
-    SyncNode: {"pump", "fileno", "close", "events"},
+    SyncNode: {"pump", "fileno", "close", "events", "gather", "send_gathered"},
     SyncReceive: {"poll"},
     SyncArenaReceive: {"poll"},
 }

@@ -72,7 +72,7 @@ def recorded(endpoint: str) -> tuple[SyncNode, Recording]:
     attachment = attach(endpoint, Attach("healthy"))
     connection = Recording(max_frame_bytes=attachment.attached.max_frame_bytes)
     channel = BlockingChannel(endpoint, attachment, connection, "healthy")
-    return SyncNode(Node(attachment, connection, channel), channel), connection
+    return SyncNode(Node(attachment, connection, channel), attachment, channel), connection
 
 
 class Engine:

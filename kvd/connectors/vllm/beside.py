@@ -1,7 +1,12 @@
-"""Work that may take long, beside a step: a thread of its own, whose outcome is taken later."""
+"""Beside a step: work that may take long, and looks while there is no step.
+
+Each has a thread of its own. The outcome of work is taken later; who looks is kept apart from the
+steps by ``KeptIn``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -82,3 +87,55 @@ class BesideTask(Generic[T]):
             outcome, self._outcome = self._outcome, []
         if outcome and self._dispose is not None:
             self._dispose(outcome[0])
+
+
+class RegularLook:
+    """A look now and then, until it is closed. In a process without a thread for it there is none.
+
+    Args:
+        look: raises nothing.
+        every_s: between two of them.
+    """
+
+    def __init__(self, look: Callable[[], None], every_s: float) -> None:
+        self._look = look
+        self._every_s = every_s
+        self._is_over = threading.Event()
+        with contextlib.suppress(RuntimeError):
+            in_thread(self._go_on)
+
+    def _go_on(self) -> None:
+        while not self._is_over.wait(self._every_s):
+            self._look()
+
+    def close(self) -> None:
+        """No more of them, but for one that has begun; repeatable."""
+        self._is_over.set()
+
+
+class KeptIn:
+    """One thread at a time, whose mistakes are kept in.
+
+    A class, since ``contextlib`` makes a generator of it, in every hook.
+    """
+
+    __slots__ = ("_lock", "_mistaken", "_where")
+
+    def __init__(
+        self, where: str, lock: threading.RLock, mistaken: Callable[[str, Exception], None]
+    ) -> None:
+        self._where = where
+        self._lock = lock
+        self._mistaken = mistaken
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
+        try:
+            if error is None or not isinstance(error, Exception):
+                return False
+            self._mistaken(self._where, error)
+            return True
+        finally:
+            self._lock.release()

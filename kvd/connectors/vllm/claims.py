@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvd.client import Code, KvdError
-from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE
+from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE, was_said_here
 from kvd.connectors.vllm.tracked import RequestStage
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.tracked import Tracked
 
 FULL: Final = frozenset({Code.DEADLINE.value, Code.NO_ROOM.value, Code.TOO_LARGE.value})
-"""With these a lease is refused whose pages are not free now."""
+"""With these the daemon refuses a lease whose pages are not free now."""
 
 MOST_AHEAD: Final = 8
 MOST_AHEAD_TOKENS: Final = 32_768
@@ -55,11 +55,13 @@ class Claims:
     def ahead(self, link: NodeLink, tracked: Tracked) -> bool:
         """Claim its pages with its look-up; whether that is so, and needs no other."""
         waiting = self._requests.ahead
-        n_tokens = tracked.prompt_tokens + sum(one.prompt_tokens for one in waiting.values())
+        n_tokens = tracked.prompt_tokens
+        for other in waiting.values():
+            n_tokens += other.prompt_tokens
         if not self._saves or len(waiting) >= self.most_ahead or n_tokens > MOST_AHEAD_TOKENS:
             return False
         waiting[tracked.id] = tracked
-        self.begin(link, tracked, is_whole=True)
+        self.begin(link, tracked, is_whole=True, is_first=True)
         return True
 
     def is_found(self, link: NodeLink, tracked: Tracked) -> bool:
@@ -68,21 +70,32 @@ class Claims:
         Raises:
             KvdError: there are no pages for it, and it cannot be looked up.
         """
-        self.take(tracked)
-        if tracked.claim is not None and self._look_ups.is_late(link, tracked, ANSWER_WITHIN_S):
+        if tracked.claim is not None:
             self.take(tracked)
-            if tracked.claim is not None:
-                self._look_ups.unsure(tracked)
+        if tracked.claim is not None:
+            if self._look_ups.is_late(link, tracked, ANSWER_WITHIN_S):
+                self.take(tracked)
+                if tracked.claim is not None:
+                    self._look_ups.unsure(tracked)
+        elif tracked.stage is RequestStage.PROBING and tracked.call is None:
+            self._look_ups.unsure(tracked)
         if tracked.stage is RequestStage.PROBING:
             return self._look_ups.is_probed(link, tracked)
         return True
 
-    def begin(self, link: NodeLink, tracked: Tracked, *, is_whole: bool) -> None:
-        """Lock what is cached, and take pages for the rest; never waits for room."""
+    def begin(
+        self, link: NodeLink, tracked: Tracked, *, is_whole: bool, is_first: bool = False
+    ) -> None:
+        """Lock what is cached, and take pages for the rest; never waits for room.
+
+        ``is_first``: nothing was asked about it before, and most often nothing will be again: then
+        the daemon need not keep its tokens.
+        """
         try:
             tracked.claim = link.ask(
                 link.node.begin_lease,
-                tracked.prompt,
+                tracked.request.prompt_token_ids if is_first else tracked.numbered(link.node),
+                extra_keys=tracked.extra if is_first else None,
                 hold="all" if is_whole else "prefix",
                 namespace=tracked.namespace,
                 promise_tokens=self._look_ups.promise_tokens if is_whole else 0,
@@ -103,19 +116,7 @@ class Claims:
             # Waited for: a short request has no later step in which it could be saved.
             lease = self._budget.answered(link, claim)
         except KvdError as error:
-            tracked.claim = None
-            del self._requests.claiming[tracked.id]
-            if error.code in FULL and tracked.stage is RequestStage.PROBING:
-                self._look_up(link, tracked)
-                return
-            is_hit = tracked.waits_for_load or (
-                tracked.stage is RequestStage.FOUND and tracked.found_tokens > 0
-            )
-            if error.code in FULL and tracked.claims_all and is_hit:
-                # A full pool serves what is in it: without pages of its own nothing is saved.
-                self.begin(link, tracked, is_whole=False)
-            else:
-                self._requests.alone_after(tracked, error)
+            self._refused(link, tracked, error)
             return
         if lease is None:
             if tracked.waits_for_load and self._now_s() - tracked.asked_s >= ANSWER_WITHIN_S:
@@ -124,17 +125,40 @@ class Claims:
             return
         tracked.claim = None
         del self._requests.claiming[tracked.id]
-        known_tokens = tracked.known_tokens if tracked.claims_all else lease.prefix_len
-        tracked.took(lease, known_tokens=known_tokens, filled_tokens=lease.prefix_len)
-        self._requests.end_room(link, tracked)
+        found_tokens = lease.prefix_len
+        known_tokens = tracked.known_tokens if tracked.claims_all else found_tokens
+        tracked.took(lease, known_tokens=known_tokens, filled_tokens=found_tokens)
+        if tracked.takes_room:
+            self._requests.end_room(link, tracked)
         self._requests.due.soon(tracked)
-        if tracked.stage in {RequestStage.PROBING, RequestStage.FOUND}:
-            self._look_ups.found(tracked, lease.prefix_len)
+        if tracked.stage is RequestStage.PROBING or tracked.stage is RequestStage.FOUND:
+            self._look_ups.found(tracked, found_tokens)
         elif tracked.stage is RequestStage.CLAIMING:
-            if lease.prefix_len < tracked.loads_to:
+            if found_tokens < tracked.loads_to:
                 self._requests.alone(tracked, "evicted between look-up and lease")
             else:
                 self._requests.load(tracked)
+
+    def _refused(self, link: NodeLink, tracked: Tracked, error: KvdError) -> None:
+        """Its claim has ended in that error."""
+        tracked.claim = None
+        del self._requests.claiming[tracked.id]
+        is_full = error.code in FULL and not was_said_here(error)
+        if is_full and tracked.stage is RequestStage.PROBING:
+            self._look_up(link, tracked)
+            return
+        if error.code == Code.DEADLINE.value and tracked.stage is RequestStage.PROBING:
+            return  # the daemon has said nothing: who asks next hears that it is not known
+        is_hit = tracked.waits_for_load or (
+            tracked.stage is RequestStage.FOUND and tracked.found_tokens > 0
+        )
+        if is_full and tracked.claims_all and is_hit:
+            # A full pool serves what is in it: without pages of its own nothing is saved.
+            self.begin(link, tracked, is_whole=False)
+        elif tracked.is_unsure and was_said_here(error):
+            self._requests.give_up(tracked)  # that was counted when it was looked up
+        else:
+            self._requests.alone_after(tracked, error)
 
     def _look_up(self, link: NodeLink, tracked: Tracked) -> None:
         """There are no pages for it now: what is cached is asked for alone."""

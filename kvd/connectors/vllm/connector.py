@@ -163,6 +163,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 ranks=ranks,
             )
             self._blocks.on_reset = self._scheduler.fill_no_more
+            self._scheduler.watch()
         else:
             self._worker = WorkerHalf(
                 self._options,
@@ -479,7 +480,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """What has come of it since the last time."""
         if self._worker is not None:
             return KvdStats.of_copies(self._worker.counts)
-        found, untold = KvdStats.of_requests(self._half.counts), self._untold
+        untold, found = self._untold, None
+        with self._half.kept_in("its counts"):
+            found = KvdStats.of_requests(self._half.counts)
         if not untold:
             return found
         self._untold = ""
@@ -517,12 +520,20 @@ def register_connector() -> None:
 
 
 def _show_log() -> None:
-    """Have the connector's lines written where vLLM's are, unless the user has said where."""
-    ours, theirs = logging.getLogger("kvd.connectors.vllm"), logging.getLogger("vllm")
-    if not ours.hasHandlers():
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        ours.setLevel(theirs.level)
+    """Have the connector's lines written where vLLM's are, unless the user has said where.
+
+    A handler of the root is no such word: a library's first warning puts one there, which writes
+    warnings alone.
+    """
+    theirs, names = logging.getLogger("vllm"), logger.name.split(".")
+    own = [logging.getLogger(".".join(names[: n + 1])) for n in range(len(names))]
+    if any(said.handlers or said.level or not said.propagate for said in own):
+        return
+    for handler in theirs.handlers:
+        logger.addHandler(handler)
+    if theirs.handlers:
+        logger.setLevel(theirs.getEffectiveLevel())
+        logger.propagate = theirs.propagate
 
 
 def _checked_groups(

@@ -36,10 +36,10 @@ class Endings:
 
     def __init__(self, options: VllmOptions) -> None:
         self._options = options
-        self._leases: list[EndingLease] = []
+        self.leases: list[EndingLease] = []
 
     def __len__(self) -> int:
-        return len(self._leases)
+        return len(self.leases)
 
     def add(self, tracked: Tracked, link: NodeLink, *, shares: bool) -> None:
         """Its request needs the lease no more."""
@@ -47,15 +47,15 @@ class Endings:
         if not shares:
             end_room(tracked, link)
         if lease is not None:
-            self._leases.append(EndingLease(tracked, lease, link, shares=shares))
+            self.leases.append(EndingLease(tracked, lease, link, shares=shares))
             self.settle()
 
     def settle(self) -> None:
         """End those to whose pages no copy is under way."""
-        leases, self._leases = self._leases, []
+        leases, self.leases = self.leases, []
         for ending in leases:
             if ending.tracked.copies:
-                self._leases.append(ending)
+                self.leases.append(ending)
             else:
                 self._end(ending)
 
@@ -64,12 +64,12 @@ class Endings:
 
         Those of a session that is left end with it, once the workers have left it too.
         """
-        self._leases = [ending for ending in self._leases if ending.link is link]
+        self.leases = [ending for ending in self.leases if ending.link is link]
         self.share_nothing()
 
     def share_nothing(self) -> None:
         """What these have saved is for nobody: they are released, and no more."""
-        for ending in self._leases:
+        for ending in self.leases:
             ending.shares = False
             end_room(ending.tracked, ending.link)
 

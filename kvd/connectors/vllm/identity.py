@@ -544,8 +544,8 @@ class RequestNamespace:
     """That of one request: see ``namespace_of``."""
 
     def __init__(self, base: str, adapter: PendingName | None, salt: str | None) -> None:
-        self.known = ""
-        """Once ``poll`` has said it."""
+        self.known = base if adapter is None and not salt else ""
+        """Once ``poll`` has said it, or at once, where it is the engine's own."""
         self._base = base
         self._adapter = adapter
         self._salt = salt

@@ -60,8 +60,13 @@ STOOD_UP: Final = "its room is not open there"
 NO_PAGES_HERE: Final = "no pages are free here"
 UNKNOWN_ADAPTER: Final = "nobody knows the weights of its adapter"
 
-LOOKED_UP: Final = frozenset({RequestStage.NAMING, RequestStage.PROBING, RequestStage.MEETING})
-"""Of a request that is being looked up."""
+LOOKED_UP: Final = (RequestStage.NAMING, RequestStage.PROBING, RequestStage.MEETING)
+"""Of a request that is being looked up. A tuple: to look into a set costs a call for each member of
+an enumeration.
+"""
+
+HERE: Final = "client"
+"""The side of what no daemon has refused."""
 
 UNACCEPTED: Final = "offered"
 """The state of a receive whose source has not said that it sends."""
@@ -90,6 +95,8 @@ class LookUps:
         """Claims the pages of a request with its look-up, where that is all right; else False."""
         self.unmet: list[str] = []
         """Why what another node was to send does not come, of each such prompt since then."""
+        self.promise_tokens = options.reserve_tokens if options.save == "all" else 0
+        """For so many tokens behind a prompt its lease is sure of pages."""
         self._options = options
         self._budget = budget
         self._now_s = now_s
@@ -100,11 +107,6 @@ class LookUps:
         self._unmet: frozenset[int] = frozenset()
         """Receives that nobody had accepted when the daemon was last asked, at ``_unmet_s``."""
 
-    @property
-    def promise_tokens(self) -> int:
-        """For so many tokens behind a prompt its lease is sure of pages."""
-        return self._options.reserve_tokens if self._options.save == "all" else 0
-
     def begin(self, link: NodeLink, tracked: Tracked) -> None:
         """Look it up, now or when its adapter is known.
 
@@ -112,7 +114,7 @@ class LookUps:
             KvdError: nobody can be asked, or nobody knows its adapter.
         """
         tracked.stage, tracked.asked_s = RequestStage.NAMING, self._now_s()
-        if self._is_named(tracked, tracked.naming.poll):
+        if tracked.naming.known or self._is_named(tracked, tracked.naming.poll):
             self._ask(link, tracked)
 
     def _is_named(self, tracked: Tracked, poll: Callable[[], str | None]) -> bool:
@@ -148,7 +150,7 @@ class LookUps:
         tracked.call = link.ask(
             link.node.begin_receive,
             meeting.number or None,
-            tracked.prompt,
+            tracked.numbered(link.node),
             meeting.peer,
             namespace=tracked.namespace,
             promise_tokens=self.promise_tokens,
@@ -158,7 +160,7 @@ class LookUps:
         )
         if meeting.number:
             tracked.probe = link.ask(
-                link.node.begin_match, tracked.prompt, namespace=tracked.namespace
+                link.node.begin_match, tracked.numbered(link.node), namespace=tracked.namespace
             )
 
     def _begin_probing(self, tracked: Tracked) -> None:
@@ -172,7 +174,9 @@ class LookUps:
             KvdError: nobody can be asked.
         """
         self._begin_probing(tracked)
-        tracked.call = link.ask(link.node.begin_match, tracked.prompt, namespace=tracked.namespace)
+        tracked.call = link.ask(
+            link.node.begin_match, tracked.numbered(link.node), namespace=tracked.namespace
+        )
 
     def is_over(self, link: NodeLink, tracked: Tracked, *, is_idle: bool) -> bool:
         """Whether it is FOUND, were it with 0 tokens; ``Claims`` says it of what it claims ahead.
@@ -388,5 +392,10 @@ def _why_unmet(error: KvdError) -> str:
     return f"{error.code}: {error.refusal.message}" if is_of_nodes else error.code
 
 
+def was_said_here(error: KvdError) -> bool:
+    """Whether the daemon has said nothing of it: its word did not come, or it was not asked."""
+    return error.refusal.side == HERE
+
+
 def _given_up(why: str) -> KvdError:
-    return KvdError(Refusal(Code.DEADLINE, why, side="client"))
+    return KvdError(Refusal(Code.DEADLINE, why, side=HERE))

@@ -60,7 +60,7 @@ class Moves:
     @property
     def saves_anything(self) -> bool:
         """Whether anything is saved at all."""
-        return self._save != "none" and self._copies.can_save
+        return self._save != "none" and (not self._copies.has_windows or self._copies.can_save)
 
     def will_send(self, tracked: Tracked) -> bool:
         """Whether it will be handed over: of one token there is nothing that could be loaded."""
@@ -137,7 +137,7 @@ class Moves:
         if tracked.saving and tracked.ordered_tokens % self._block:
             return []  # its last page is being written, and would be written twice at once
         rows = self._rows(tracked.ordered_tokens, whole)
-        if not self._copies.has_all(tracked, rows):
+        if self._copies.has_windows and not self._copies.has_all(tracked, rows):
             # vLLM has found what it began with in its own cache, beyond what kvd has: of layers
             # with windows it has the last blocks of that, and a page is a block of each.
             tracked.is_broken = True

@@ -36,7 +36,10 @@ class CopyOrder(msgspec.Struct, frozen=True):
     @property
     def used(self) -> list[int]:
         """Blocks that it reads or writes."""
-        return [block for row in self.blocks for block in row if block != NO_BLOCK]
+        found: list[int] = []
+        for row in self.blocks:
+            found += row if NO_BLOCK not in row else (b for b in row if b != NO_BLOCK)
+        return found
 
 
 class StepOrders(msgspec.Struct, frozen=True):

@@ -70,6 +70,9 @@ class Transfer(msgspec.Struct, frozen=True):
     is_odd: bool = False
 
 
+NO_TRANSFER: Final = Transfer()
+
+
 def transfer_of(params: object) -> Transfer:
     """What they mean; whatever cannot be read means nothing.
 
@@ -78,7 +81,7 @@ def transfer_of(params: object) -> Transfer:
             send, so one of them must not cost the session of all others.
     """
     if not params:
-        return Transfer()
+        return NO_TRANSFER
     if not isinstance(params, Mapping):
         return Transfer(is_odd=True)
     sends = params.get("do_remote_decode") is True

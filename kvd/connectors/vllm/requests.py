@@ -12,7 +12,13 @@ import itertools
 from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client import Code, KvdError
-from kvd.connectors.vllm.lookup import LATE_ADAPTER, SILENT, UNKNOWN_ADAPTER
+from kvd.connectors.vllm.lookup import (
+    LATE,
+    LATE_ADAPTER,
+    SILENT,
+    UNKNOWN_ADAPTER,
+    was_said_here,
+)
 from kvd.connectors.vllm.tracked import RequestStage
 
 if TYPE_CHECKING:
@@ -226,6 +232,10 @@ def _told(error: KvdError) -> str:
     """Why a request goes on alone, in the words that are counted."""
     if error.refusal.message in {SILENT, LATE_ADAPTER, UNKNOWN_ADAPTER}:
         return error.refusal.message
+    if error.code == Code.DEADLINE.value and was_said_here(error):
+        return LATE  # whether pages are free nobody has said
+    if error.code == Code.TOO_LARGE.value and was_said_here(error):
+        return f"{error.code}: its tokens are more than the daemon reads at once"
     return f"{error.code}: {_WHY[error.code]}" if error.code in _WHY else error.code
 
 

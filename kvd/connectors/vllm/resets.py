@@ -37,7 +37,8 @@ class Resets:
     def __init__(self, log: ConnectorLog, now_s: Callable[[], float]) -> None:
         self._log = log
         self._now_s = now_s
-        self._due: set[str] = set()
+        self.due: set[str] = set()
+        """Names behind which what is cached may be of former weights."""
         self._call: PendingCall[Any] | None = None
         self._namespace = ""
         """That the call is of."""
@@ -49,24 +50,15 @@ class Resets:
 
     def add(self, namespace: str) -> None:
         """There are new weights behind this name."""
-        self._due.add(namespace)
+        self.due.add(namespace)
         self._is_due_again = self._is_due_again or namespace == self._namespace
         self._next_try_s = self._now_s()
 
     def name(self, namespace: str) -> None:
         """An engine that was reset before it had a namespace has this one."""
-        if UNNAMED in self._due:
-            self._due.remove(UNNAMED)
+        if UNNAMED in self.due:
+            self.due.remove(UNNAMED)
             self.add(namespace)
-
-    def are_due(self, namespace: str) -> bool:
-        """Whether what is cached behind this name may be of former weights."""
-        return namespace in self._due
-
-    @property
-    def are_any_due(self) -> bool:
-        """Whether the daemon has not done all of them."""
-        return bool(self._due)
 
     @property
     def is_asked(self) -> bool:
@@ -85,7 +77,7 @@ class Resets:
                 self._failed(error)
             else:
                 self._done()
-        due = sorted(self._due - {UNNAMED})
+        due = sorted(self.due - {UNNAMED})
         if self._call is None and due and self._now_s() >= self._next_try_s:
             self._namespace, self._asked, self._is_due_again = due[0], (link, life), False
             try:
@@ -99,7 +91,7 @@ class Resets:
 
     def _done(self) -> None:
         if not self._is_due_again:
-            self._due.discard(self._namespace)
+            self.due.discard(self._namespace)
             self._log.changed(
                 "reset", logging.INFO, f"{self._namespace}: nothing of before the reset is found"
             )
@@ -111,6 +103,6 @@ class Resets:
             "reset",
             logging.WARNING,
             f"{self._namespace} was reset, and the daemon has not done it: {error}; requests are "
-            f"computed without kvd, and it is said again every {RETRY_S:.0f} s",
+            f"computed without kvd, and it is said again every {RETRY_S:g} s",
         )
         self._over()

@@ -21,11 +21,12 @@ computing; no error leaves this module.
 from __future__ import annotations
 
 import math
+import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from kvd.client import KvdError
-from kvd.connectors.vllm.beside import in_thread
+from kvd.connectors.vllm.beside import KeptIn, RegularLook, in_thread
 from kvd.connectors.vllm.claims import Claims
 from kvd.connectors.vllm.endings import Endings
 from kvd.connectors.vllm.held import HeldRequests
@@ -42,7 +43,12 @@ from kvd.connectors.vllm.lookup import (
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.opened import OpenedRooms, end_room
 from kvd.connectors.vllm.orders import StepOrders
-from kvd.connectors.vllm.params import cached_at, kept_for_decode, transfer_of
+from kvd.connectors.vllm.params import (
+    NO_TRANSFER,
+    cached_at,
+    kept_for_decode,
+    transfer_of,
+)
 from kvd.connectors.vllm.requests import Requests
 from kvd.connectors.vllm.resets import Resets
 from kvd.connectors.vllm.sessions import (
@@ -68,6 +74,9 @@ if TYPE_CHECKING:
     from kvd.connectors.vllm.tracked import CopyUnderWay, RequestView
     from kvd.connectors.vllm.under_way import CountedBlocks
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 Extra = dict[int, bytes]
 """By page of a prompt, what it is found by beside its tokens."""
 
@@ -79,6 +88,9 @@ LOOK_EVERY_S: Final = 0.05
 for it: whoever asks for something reads what there is, and each copy is held against the session
 where it is made."""
 
+WATCH_EVERY_S: Final = 0.1
+"""So often the same is done beside the steps, where no step has done it meanwhile."""
+
 RESET_WITHIN_S: Final = 0.05
 """A reset waits so long for the daemon: no request that comes behind it has to go without."""
 
@@ -89,25 +101,6 @@ MOST_IN_FLIGHT: Final = 8
 RESET: Final = "the cache was reset"
 UNDONE: Final = "the cache was reset, and the daemon has not done it yet"
 RESTARTED: Final = "the daemon was restarted, or its session ended"
-
-
-class KeptIn:
-    """Keeps mistakes in. A class, since ``contextlib`` makes a generator of it, in every hook."""
-
-    __slots__ = ("_mistaken", "_where")
-
-    def __init__(self, where: str, mistaken: Callable[[str, Exception], None]) -> None:
-        self._where = where
-        self._mistaken = mistaken
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
-        if error is None or not isinstance(error, Exception):
-            return False
-        self._mistaken(self._where, error)
-        return True
 
 
 class SchedulerHalf:
@@ -150,6 +143,8 @@ class SchedulerHalf:
         """Of the session in which requests are looked up."""
         self._life_since = 0
         """Steps up to this one were of another."""
+        self._token = b""
+        """What opens it, as far as was looked."""
         self._budget = StepBudget(options.probe_wait_s)
         self._look_ups = LookUps(options, self._budget, now_s)
         self._ending = Endings(options)
@@ -173,6 +168,9 @@ class SchedulerHalf:
         self._looked_s = -math.inf
         self._is_idle = True
         """Whether the last step had nothing to compute."""
+        self._lock = threading.RLock()
+        """Of who is in here: the steps, or a look beside them."""
+        self._watch: RegularLook | None = None
         self._sessions.open_first()
         self._look()
 
@@ -181,19 +179,26 @@ class SchedulerHalf:
     def _glance(self) -> NodeLink | None:
         """``_look``, now and then: what no request waits for is read with what one does."""
         link = self._sessions.link
-        is_due = self._now_s() - self._looked_s >= self.look_every_s or self._resets.are_any_due
-        if is_due or link is None or link.failures or not link.is_in(self._life):
+        if (
+            link is None
+            or link.failures
+            or self._now_s() - self._looked_s >= self.look_every_s
+            or self._resets.due
+            or link.node.life != self._life
+        ):
             return self._look()
         return link
 
     def _look(self) -> NodeLink | None:
         """See what has become of the session; the one that can be asked now, if there is one."""
         sessions, self._looked_s = self._sessions, self._now_s()
+        self._log.tell()
         sessions.look()
         self.counts.failures, sessions.failures = self.counts.failures + sessions.failures, 0
         if sessions.life != self._life:
             self._life_is_over()
         sessions.close_left(self._requests.take_handles())
+        self._token = sessions.token
         link = sessions.link if self._life != NO_LIFE else None
         if link is not None:
             self._resets.look(link, self._life)
@@ -210,11 +215,39 @@ class SchedulerHalf:
     def _give_up(self, why: str, *, retry_s: float = 0.0) -> None:
         """The session is of no use any more, whatever is under way in it."""
         self._sessions.give_up(why, retry_s=retry_s)
+        self._token = self._sessions.token
         self._life_is_over()
+
+    def watch(self) -> None:
+        """From now on the session is looked at beside the steps too: an idle engine has none."""
+        self._watch = RegularLook(self._look_beside, WATCH_EVERY_S)
+
+    def _look_beside(self) -> None:
+        with self.kept_in("a look beside the steps"):
+            if self._now_s() - self._looked_s >= WATCH_EVERY_S:
+                self._look()
 
     def kept_in(self, where: str) -> KeptIn:
         """A mistake here is told, and nothing is done with the session any more; vLLM goes on."""
-        return KeptIn(where, self._mistaken)
+        return KeptIn(where, self._lock, self._mistaken)
+
+    def _kept(
+        self, where: str, otherwise: T, hook: Callable[P, T], *args: P.args, **more: P.kwargs
+    ) -> T:
+        """What ``hook`` returns; ``otherwise`` after a mistake in it, as with ``kept_in``."""
+        with self._lock:
+            try:
+                return hook(*args, **more)
+            except Exception as error:  # noqa: BLE001 - no error leaves this module
+                self._mistaken(where, error)
+                return otherwise
+
+    def _gather(self, n_requests: int) -> NodeLink | None:
+        """Have what is said for several leave together: by ``send_gathered`` of the link."""
+        link = self._sessions.link if n_requests > 1 else None
+        if link is not None:
+            link.node.gather()
+        return link
 
     def _mistaken(self, where: str, error: Exception) -> None:
         self.counts.failures += 1
@@ -226,14 +259,18 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """Leave; whatever is held goes back."""
-        self._log.tell(is_last=True)
-        self._sessions.close()
-        self._life = NO_LIFE
+        if self._watch is not None:
+            self._watch.close()
+        with self._lock:
+            self._log.tell(is_last=True)
+            self._sessions.close()
+            self._life, self._looked_s = NO_LIFE, math.inf
 
     def name(self, base_namespace: str) -> None:
         """What the engine's KV is of is known now, before any request is found."""
-        self._base = base_namespace
-        self._resets.name(base_namespace)
+        with self._lock:
+            self._base = base_namespace
+            self._resets.name(base_namespace)
 
     def flush(self) -> bool:
         """New weights: nothing of this model that was cached until now is found again.
@@ -294,8 +331,7 @@ class SchedulerHalf:
             lora: what its adapter is known by, if it has one.
             extra: by page, what it is found by beside its tokens; None: it cannot be found.
         """
-        with self.kept_in("a request comes"):
-            self._arrived(request, lora, extra)
+        self._kept("a request comes", None, self._arrived, request, lora, extra)
 
     def _arrived(self, request: RequestView, lora: PendingName | None, extra: Extra | None) -> None:
         link = self._glance()
@@ -303,8 +339,10 @@ class SchedulerHalf:
         if former is not None:
             self._requests.due.never(former)
             self._requests.let_go(former)
-        transfer = transfer_of(request.kv_transfer_params if self._options.handoffs else None)
-        self.counts.odd_params += transfer.is_odd
+        transfer, params = NO_TRANSFER, request.kv_transfer_params
+        if params and self._options.handoffs:
+            transfer = transfer_of(params)
+            self.counts.odd_params += transfer.is_odd
         naming = RequestNamespace(self._base, lora, request.cache_salt)
         tracked = Tracked(request, transfer, naming)
         self._requests.here[request.request_id] = tracked
@@ -313,14 +351,14 @@ class SchedulerHalf:
             self._requests.alone(tracked, NOBODY)
         elif link.is_silent:
             self._requests.alone(tracked, SILENT)
-        elif self._resets.are_due(self._base):
+        elif self._base in self._resets.due:
             self._requests.alone(tracked, UNDONE)
         elif not tokens or extra is None:
             self._requests.alone(tracked, "no tokens that it could be found by")
         else:
             tracked.link, tracked.life, tracked.known_tokens = link, self._life, len(tokens)
+            tracked.extra = extra or None
             try:
-                tracked.prompt = link.node.prompt(tokens, extra_keys=extra or None)
                 self._look_ups.begin(link, tracked)
             except KvdError as error:
                 self._requests.alone_after(tracked, error)
@@ -331,9 +369,8 @@ class SchedulerHalf:
         Owns nothing and changes nothing that a later call would miss; vLLM may ask every step. At
         least one token is left to be computed: for a request that has none vLLM would ask for ever.
         """
-        with self.kept_in("a request is to be scheduled"):
-            return self._matched(request, local_tokens)
-        return 0, False
+        where = "a request is to be scheduled"
+        return self._kept(where, (0, False), self._matched, request, local_tokens)
 
     def _matched(self, request: RequestView, local_tokens: int) -> tuple[int | None, bool]:
         tracked = self._requests.here.get(request.request_id)
@@ -341,7 +378,8 @@ class SchedulerHalf:
             return 0, False
         if not self._is_looked_up(tracked.link, tracked):
             return None, False
-        if tracked.stage is RequestStage.FOUND and not self._has_pages_to_send(tracked):
+        is_sent = tracked.transfer.sends and tracked.stage is RequestStage.FOUND
+        if is_sent and not self._has_pages_to_send(tracked):
             return None, False
         if tracked.stage is RequestStage.ALONE:
             return 0, False
@@ -362,20 +400,23 @@ class SchedulerHalf:
         if tracked.stage not in LOOKED_UP:
             return True
         try:
-            is_over = self._look_ups.is_over(link, tracked, is_idle=self._is_idle)
+            is_over = tracked.claim is None and self._look_ups.is_over(
+                link, tracked, is_idle=self._is_idle
+            )
             if tracked.stage is RequestStage.PROBING and tracked.call is None:
                 is_over = self._claims.is_found(link, tracked)
         except KvdError as error:
             self._requests.alone_after(tracked, error)
             return True
-        received, self._look_ups.received_tokens = self._look_ups.received_tokens, 0
-        self.counts.received_tokens += received
-        self._count_unmet()
+        if self._look_ups.received_tokens or self._look_ups.unmet:
+            self._count_met()
         if is_over and tracked.is_unsure:
             self._requests.count_alone(LATE)
         return is_over
 
-    def _count_unmet(self) -> None:
+    def _count_met(self) -> None:
+        received, self._look_ups.received_tokens = self._look_ups.received_tokens, 0
+        self.counts.received_tokens += received
         unmet, self._look_ups.unmet = self._look_ups.unmet, []
         for why in unmet:
             self.counts.unmet += 1
@@ -407,11 +448,10 @@ class SchedulerHalf:
         This is said again, with 0, when they are. It is said with 0 whatever was found where vLLM
         computes all of a prompt, as for its logprobs.
         """
-        with self.kept_in("a request gets blocks"):
-            self._given_blocks(request, external_tokens)
-            return
-        if external_tokens and request.request_id not in self._requests.unfilled:
-            self._requests.unfilled.append(request.request_id)
+        where, unfilled = "a request gets blocks", self._requests.unfilled
+        is_mistaken = self._kept(where, True, self._given_blocks, request, external_tokens)  # noqa: FBT003
+        if is_mistaken and external_tokens and request.request_id not in unfilled:
+            unfilled.append(request.request_id)
 
     def _given_blocks(self, request: RequestView, external_tokens: int) -> None:
         tracked = self._requests.here.get(request.request_id)
@@ -456,47 +496,54 @@ class SchedulerHalf:
             scheduled: how many tokens it computes of each request that is in it.
             preempted: requests whose blocks vLLM has taken back in it.
         """
-        self._number += 1
-        # What was ordered before a mistake goes out all the same: of a session that was given up
-        # the workers copy nothing, and say so.
-        loads: list[CopyOrder] = []
-        saves: list[CopyOrder] = []
-        with self.kept_in("a step"):
+        with self._lock:
+            self._number += 1
+            # What was ordered before a mistake goes out all the same: of a session that was given
+            # up the workers copy nothing, and say so.
+            loads: list[CopyOrder] = []
+            saves: list[CopyOrder] = []
+            self._kept("a step", None, self._step, scheduled, preempted, loads, saves)
+            failed, self._requests.unfilled = tuple(self._requests.unfilled), []
+            self._budget.renew(is_idle=not scheduled)
+            freed, awaited = self._copies.take_words(self._requests.held)
+            return StepOrders(
+                number=self._number,
+                token=self._token,
+                session=self._life.session,
+                incarnation=self._life.incarnation,
+                is_idle=not scheduled,
+                loads=tuple(loads),
+                saves=tuple(saves),
+                failed=failed,
+                freed=freed,
+                awaited=awaited,
+            )
+
+    def _step(
+        self,
+        scheduled: Mapping[str, int],
+        preempted: Collection[str],
+        loads: list[CopyOrder],
+        saves: list[CopyOrder],
+    ) -> None:
+        if preempted or self._moves.windows.keeping:
             here = self._requests.here
             taken = [here[request] for request in preempted if request in here]
             self._copies.preempted(taken)
             self._moves.windows.sweep(taken)
-            self._step(scheduled, loads, saves)
-        failed, self._requests.unfilled = tuple(self._requests.unfilled), []
-        self._budget.renew(is_idle=not scheduled)
-        return StepOrders(
-            number=self._number,
-            token=self._sessions.token,
-            session=self._life.session,
-            incarnation=self._life.incarnation,
-            is_idle=not scheduled,
-            loads=tuple(loads),
-            saves=tuple(saves),
-            failed=failed,
-            freed=self._copies.take_freed(self._requests.held),
-            awaited=self._copies.take_awaited(),
-        )
-
-    def _step(
-        self, scheduled: Mapping[str, int], loads: list[CopyOrder], saves: list[CopyOrder]
-    ) -> None:
         self._is_idle = not scheduled
         self._glance()
-        self._log.tell()
-        for tracked in list(self._requests.claiming.values()):
+        requests = self._requests
+        for tracked in list(requests.claiming.values()):
             self._claims.take(tracked)
-        for tracked in list(self._requests.loading.values()):
+        for tracked in list(requests.loading.values()):
             loads += self._moves.loads(tracked)
-        for tracked in list(self._requests.held.values()):
+        for tracked in list(requests.held.values()):
             saves += self._held.saves(tracked)
-        due = self._requests.due.take(scheduled)
+        due = requests.due.take(scheduled) if scheduled else []
         computing = [tracked for tracked in due if tracked.stage is RequestStage.COMPUTING]
         self._doubt([tracked for tracked in computing if not tracked.has_run])
+        gathering = self._gather(len(computing))
         for running in computing:
             upto = running.request.num_computed_tokens + scheduled[running.id]
             if running.transfer.sends:
@@ -504,8 +551,11 @@ class SchedulerHalf:
             saves += self._moves.saves(running, upto)
             left = self._moves.tokens_left(running, upto)
             if left is not None:
-                self._requests.due.after(running, left)
-        self._ending.settle()
+                requests.due.after(running, left)
+        if self._ending.leases:
+            self._ending.settle()
+        if gathering is not None:
+            gathering.send_gathered()
 
     def _doubt(self, begun: Collection[Tracked]) -> None:
         """Save nothing of what another connector fills within this step, nor of who has that too.
@@ -534,14 +584,23 @@ class SchedulerHalf:
             Of ``loaded`` those that vLLM must not hear of now, since what was loaded is of before a
             reset: with the next step they are said to have failed.
         """
+        return self._kept("what the workers say", set(), self._heard, report, loaded, failed)
+
+    def _heard(
+        self, report: StepReport | None, loaded: Collection[str], failed: Collection[str]
+    ) -> set[str]:
         stale: set[str] = set()
-        with self.kept_in("what the workers say"):
+        if self._stale_loads:
             stale = (self._stale_loads & set(loaded)) - set(failed)
             self._stale_loads -= set(loaded)
             self._requests.unfilled += sorted(stale)
-            if report is not None:
-                self._reported(report)
-            self._ending.settle()
+        if report is not None:
+            gathering = self._gather(len(report.done))
+            self._reported(report)
+            if self._ending.leases:
+                self._ending.settle()
+            if gathering is not None:
+                gathering.send_gathered()
         return stale
 
     def _reported(self, report: StepReport) -> None:
@@ -615,16 +674,15 @@ class SchedulerHalf:
             Whether vLLM must keep its blocks until it hears of them: only where they cannot be
             held. And what its client, or the next node, is told of its KV.
         """
-        tracked = self._requests.here.pop(request.request_id, None)
-        told: dict[str, object] | None = None
-        if tracked is None:
-            return False, None
-        self._requests.due.never(tracked)
-        with self.kept_in("a request is over"):
+        with self._lock:
+            tracked = self._requests.here.pop(request.request_id, None)
+            if tracked is None:
+                return False, None
+            self._requests.due.never(tracked)
             if not is_sound:
                 self._copies.spoil(tracked)
-            told = self._finished(tracked, is_heard=is_heard)
-        return self._copies.keep(tracked, is_needed=tracked.id in self._requests.held), told
+            told = self._kept("a request is over", None, self._finished, tracked, is_heard=is_heard)
+            return self._copies.keep(tracked, is_needed=tracked.id in self._requests.held), told
 
     def _finished(self, tracked: Tracked, *, is_heard: bool) -> dict[str, object] | None:
         link = tracked.link

@@ -38,7 +38,7 @@ OVER: Final = frozenset({Code.POOL_CHANGED.value, Code.UNKNOWN_SESSION.value})
 BROKEN: Final = (OSError, ValueError, RuntimeError)
 """What sockets and an ``epoll`` raise that were closed under a call."""
 
-RETRY_S: Final = 1.0
+RETRY_S: Final = 0.5
 """A daemon that is not there is looked for so often."""
 
 UNFIT_RETRY_S: Final = 60.0
@@ -147,7 +147,13 @@ class NodeLink:
         Raises:
             KvdError: it ended in it.
         """
-        return self._heard(lambda: call.wait(within_s))
+        try:
+            return call.wait(within_s)
+        except KvdError as error:
+            self._note(error)
+            raise
+        except BROKEN as error:
+            raise self._broke(error) from error
 
     def poll(self, call: PendingCall[T]) -> T | None:
         """The outcome of a call; None while there is none.
@@ -155,11 +161,8 @@ class NodeLink:
         Raises:
             KvdError: it ended in it.
         """
-        return self._heard(call.poll)
-
-    def _heard(self, ask: Callable[[], T | None]) -> T | None:
         try:
-            return ask()
+            return call.poll()
         except KvdError as error:
             self._note(error)
             raise
@@ -205,6 +208,10 @@ class NodeLink:
             return False
         return True
 
+    def send_gathered(self) -> None:
+        """Have what was said since ``gather`` of its node leave."""
+        self.say(self.node.send_gathered)
+
     def look(self, now_s: float) -> None:
         """Read and write what there is, and take note of calls that nobody waits for."""
         ended: list[PendingCall[Any]] = []
@@ -228,10 +235,6 @@ class NodeLink:
         except KvdError:
             if otherwise is not None:
                 otherwise()
-
-    def is_in(self, life: DaemonLife) -> bool:
-        """Whether it is the session of that life, and its daemon is not known to have another."""
-        return self.node.incarnation == life.incarnation and self.node.session == life.session
 
     def doubt(self, now_s: float) -> None:
         """Something was not answered in time: find out whether anything is."""
@@ -360,9 +363,9 @@ class SessionLife:
             if self.life != NO_LIFE:
                 self.life = NO_LIFE
                 self._say(f"the daemon {link.name} has ended", "and it is looked for")
-        elif _life_of(link) != self.life:
+        elif link.node.life != self.life:
             link.is_silent = False
-            self.life = _life_of(link)
+            self.life = DaemonLife(*link.node.life)
             self._log.changed(
                 "session",
                 logging.INFO,
@@ -379,7 +382,7 @@ class SessionLife:
         if link is not None:
             self._left.append(link)
             self._next_try_s = self._now_s() + retry_s
-            then = f"in {retry_s:.0f} s" if retry_s else "now"
+            then = f"in {retry_s:g} s" if retry_s else "now"
             self._say(
                 f"the session with daemon {link.name} is over: {why}",
                 f"and another one is opened {then}",
@@ -425,7 +428,7 @@ class SessionLife:
             self._not_opened(error, is_unfit=is_unfit)
             return
         self.link = NodeLink(node)
-        self.life = _life_of(self.link)
+        self.life = DaemonLife(*node.life)
         self._log.changed(
             "session", logging.INFO, f"session {node.session} with daemon {node.name} is open"
         )
@@ -439,12 +442,8 @@ class SessionLife:
             "session",
             logging.ERROR if is_unfit else logging.WARNING,
             f"no session: {error}; requests are computed without kvd, and it is tried again every "
-            f"{every_s:.0f} s",
+            f"{every_s:g} s",
         )
-
-
-def _life_of(link: NodeLink) -> DaemonLife:
-    return DaemonLife(link.node.session, link.node.incarnation)
 
 
 def _leave(node: SyncNode) -> None:

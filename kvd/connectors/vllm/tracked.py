@@ -22,7 +22,7 @@ from kvd.connectors.vllm.sessions import NO_LIFE
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvd.client import PendingCall, Prompt, SyncLease, SyncReceive, SyncSend
+    from kvd.client import PendingCall, Prompt, SyncLease, SyncNode, SyncReceive, SyncSend
     from kvd.connectors.vllm.identity import RequestNamespace
     from kvd.connectors.vllm.orders import CopyOrder
     from kvd.connectors.vllm.params import Transfer
@@ -62,10 +62,12 @@ class RequestStage(enum.Enum):
 class CopyUnderWay:
     """An order that not all ranks have answered."""
 
-    __slots__ = ("is_done", "is_load", "is_over", "order", "ranks_left", "tracked")
+    __slots__ = ("blocks", "is_done", "is_load", "is_over", "order", "ranks_left", "tracked")
 
     def __init__(self, order: CopyOrder, tracked: Tracked, *, is_load: bool, ranks: int) -> None:
         self.order = order
+        self.blocks = tuple(order.used)
+        """That are held for it."""
         self.tracked = tracked
         self.is_load = is_load
         self.ranks_left = ranks
@@ -75,111 +77,94 @@ class CopyUnderWay:
 
 
 class Tracked:
-    """One request."""
+    """One request.
 
-    __slots__ = (
-        "allocations",
-        "asked_s",
-        "blocks",
-        "call",
-        "claim",
-        "claims_all",
-        "copies",
-        "extension",
-        "found_tokens",
-        "has_run",
-        "is_broken",
-        "is_full",
-        "is_unsure",
-        "kept",
-        "known_tokens",
-        "lease",
-        "life",
-        "link",
-        "loads_to",
-        "local_tokens",
-        "naming",
-        "opening",
-        "ordered_tokens",
-        "probe",
-        "prompt",
-        "receive",
-        "request",
-        "room",
-        "saved_tokens",
-        "saving",
-        "send",
-        "sent_from",
-        "stage",
-        "started_tokens",
-        "takes_room",
-        "transfer",
-        "was_missed",
-    )
+    What is not set yet is of the class: of most of it no request ever has another value, and each
+    of them pays for what it is given at its start.
+    """
+
+    stage = RequestStage.NAMING
+    link: NodeLink | None = None
+    life = NO_LIFE
+    """The session, and the life of its daemon, that all handles here are of."""
+    extra: Mapping[int, bytes] | None = None
+    """By page of its prompt, what that is found by beside its tokens."""
+    prompt: Prompt | None = None
+    """With a number, once it was asked about again."""
+    call: PendingCall[Any] | None = None
+    """The look-up, or the request for a meeting."""
+    probe: PendingCall[Any] | None = None
+    """Asked behind the request for a meeting: answered before it, that one waits for room."""
+    receive: SyncReceive | None = None
+    claim: PendingCall[SyncLease] | None = None
+    claims_all = False
+    """Whether it claims pages for all of its prompt, or those that are cached alone."""
+    asked_s = 0.0
+    """When what it waits for was asked."""
+    was_missed = False
+    """It was looked for once, and not answered yet."""
+    is_unsure = False
+    """The daemon did not answer in time when it was looked up."""
+    lease: SyncLease | None = None
+    known_tokens = 0
+    """So many tokens the lease knows; a commit of more has to say them."""
+    extension: PendingCall[SyncLease] | None = None
+    is_full = False
+    """The pool had no more pages for it."""
+    local_tokens = 0
+    """vLLM had so many itself when it last asked."""
+    allocations = 0
+    """And has said so often since that it has blocks."""
+    found_tokens = 0
+    """The KV of so many is in the cache, or in the pages of its own lease."""
+    sent_from: int | None = None
+    """From here on another node has sent it; None: nothing of it."""
+    started_tokens = 0
+    """vLLM has those below itself, and loads from there up to ``loads_to``."""
+    loads_to = 0
+    has_run = False
+    """A step has computed of it since it was given blocks: before that another connector may be
+    filling these, and vLLM counts their tokens as computed already."""
+    is_broken = False
+    """Something of it could not be saved: nothing behind that is."""
+    blocks: tuple[tuple[int, ...], ...] | None = None
+    """Those that it had when it was over; None: it is here, and vLLM knows them."""
+    ordered_tokens = 0
+    """The pages of its lease have the KV up to here, once what was ordered is done."""
+    saved_tokens = 0
+    """The workers have done it up to here."""
+    opening: PendingCall[SyncSend] | None = None
+    """Of its room, which is open while it is computed."""
+    send: SyncSend | None = None
+    """That room, once that is known."""
+    room = 0
+    """Where the prompt will be handed over; 0: nowhere."""
+    takes_room = 0
+    """Where it is kept for this request, on its own node; 0: nowhere."""
 
     def __init__(self, request: RequestView, transfer: Transfer, naming: RequestNamespace) -> None:
+        self.id = request.request_id
+        """The number that vLLM gave it."""
         self.request = request
         self.transfer = transfer
         self.naming = naming
-        self.stage = RequestStage.NAMING
-        self.link: NodeLink | None = None
-        self.life = NO_LIFE
-        """The session, and the life of its daemon, that all handles here are of."""
-        self.prompt: Prompt | None = None
-        self.call: PendingCall[Any] | None = None
-        """The look-up, or the request for a meeting."""
-        self.probe: PendingCall[Any] | None = None
-        """Asked behind the request for a meeting: answered before it, that one waits for room."""
-        self.receive: SyncReceive | None = None
-        self.claim: PendingCall[SyncLease] | None = None
-        self.claims_all = False
-        """Whether it claims pages for all of its prompt, or those that are cached alone."""
-        self.asked_s = 0.0
-        """When what it waits for was asked."""
-        self.was_missed = False  # what was asked was looked for once, and not answered yet
-        self.is_unsure = False
-        """The daemon did not answer in time when it was looked up."""
-        self.lease: SyncLease | None = None
-        self.known_tokens = 0
-        """So many tokens the lease knows; a commit of more has to say them."""
-        self.extension: PendingCall[SyncLease] | None = None
-        self.is_full = False
-        """The pool had no more pages for it."""
-        self.local_tokens = self.allocations = 0
-        """vLLM had so many itself when it last asked; and has said so often since that it has
-        blocks."""
-        self.found_tokens = 0
-        """The KV of so many is in the cache, or in the pages of its own lease."""
-        self.sent_from: int | None = None
-        """From here on another node has sent it; None: nothing of it."""
-        self.started_tokens = self.loads_to = 0
-        """vLLM has those below the first itself, and loads from there up to the second."""
         self.copies: dict[int, CopyUnderWay] = {}
         """What was ordered for it and not answered, by number, as it was ordered."""
         self.saving: deque[CopyUnderWay] = deque()
         """What is saved and not counted by ``saved_tokens`` yet: an earlier copy may be slower."""
-        self.has_run = self.is_broken = False
-        """A step has computed of it since it was given blocks: before that another connector may be
-        filling these, and vLLM counts their tokens as computed already. And: something of it could
-        not be saved, so nothing behind that is."""
-        self.blocks: tuple[tuple[int, ...], ...] | None = None
-        """Those that it had when it was over; None: it is here, and vLLM knows them."""
         # Where layers have windows: by page, blocks that are computed and wait to be ordered.
         self.kept: dict[int, tuple[int, ...]] = {}
-        self.ordered_tokens = self.saved_tokens = 0
-        """The pages of its lease have the KV up to the first, once what was ordered is done; the
-        workers have done it up to the second."""
-        # Of its room, which is open while it is computed; and that room, once that is known.
-        self.opening: PendingCall[SyncSend] | None = None
-        self.send: SyncSend | None = None
-        self.room = self.takes_room = 0
-        """Where the prompt will be handed over; and where it is kept for this request, on its own
-        node. 0: nowhere."""
 
-    @property
-    def id(self) -> str:
-        """The number that vLLM gave it."""
-        return self.request.request_id
+    def numbered(self, node: SyncNode) -> Prompt:
+        """Its prompt, to be asked about again: what the daemon has seen of it is not sent anew.
+
+        Raises:
+            KvdError: it has no tokens that can be told.
+        """
+        if self.prompt is None:
+            tokens = self.request.prompt_token_ids or ()
+            self.prompt = node.prompt(tokens[: self.known_tokens], extra_keys=self.extra)
+        return self.prompt
 
     @property
     def namespace(self) -> str:
@@ -194,7 +179,7 @@ class Tracked:
     @property
     def waits_for_load(self) -> bool:
         """Whether vLLM keeps blocks for it until it hears that they are filled."""
-        return self.stage in {RequestStage.CLAIMING, RequestStage.LOADING}
+        return self.stage is RequestStage.CLAIMING or self.stage is RequestStage.LOADING
 
     @property
     def is_loaded_from(self) -> bool:

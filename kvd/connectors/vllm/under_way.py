@@ -9,8 +9,6 @@ preempts are waited for by the workers, before the step that gives them away.
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kvd.client.mover.pieces import NO_BLOCK
@@ -67,6 +65,11 @@ class OrdersUnderWay:
 
     def __init__(self, blocks: CountedBlocks, *, ranks: int) -> None:
         self._blocks = blocks
+        self.has_windows = any(group.is_windowed for group in blocks.groups)
+        """Whether vLLM takes blocks back while their request goes on."""
+        self.has_states = any(group.has_states for group in blocks.groups)
+        """Whether a request can go on behind whole pages alone."""
+        self._is_plain = len(blocks.groups) <= 1 and not self.has_windows
         self._ranks = ranks
         self._last = 0
         self._copies: dict[int, CopyUnderWay] = {}
@@ -111,7 +114,7 @@ class OrdersUnderWay:
             upto_tokens=upto_tokens,
         )
         copy = CopyUnderWay(order, tracked, is_load=is_load, ranks=self._ranks)
-        self.hold(order.used)
+        self.hold(copy.blocks)
         self._copies[order.number] = copy
         tracked.copies[order.number] = copy
         return order
@@ -156,28 +159,11 @@ class OrdersUnderWay:
                 yield page, column
 
     def has_all(self, tracked: Tracked, rows: slice) -> bool:
-        """Whether no block of these pages was taken back."""
-        if not self.has_windows:
-            return True
+        """Whether no block of these pages was taken back; asked where there are windows."""
         table = tracked.blocks if tracked.blocks is not None else self._blocks.of(tracked.id)
         null = self._blocks.null_block
         pages = (page for page in range(rows.start, rows.stop) if page not in tracked.kept)
         return not any(null in column for _, column in self._columns(table, pages))
-
-    @property
-    def _is_plain(self) -> bool:
-        groups = self._blocks.groups
-        return len(groups) <= 1 and not self.has_windows
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether vLLM takes blocks back while their request goes on."""
-        return any(group.is_windowed for group in self._blocks.groups)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether a request can go on behind whole pages alone."""
-        return any(group.has_states for group in self._blocks.groups)
 
     @property
     def can_save(self) -> bool:
@@ -237,7 +223,7 @@ class OrdersUnderWay:
         del self._copies[copy.order.number]
         del copy.tracked.copies[copy.order.number]
         self._awaited.discard(copy.order.number)
-        self.free(copy.order.used)
+        self.free(copy.blocks)
 
     # ---- where blocks cannot be held ---------------------------------------------------------
 
@@ -255,6 +241,12 @@ class OrdersUnderWay:
         if is_needed or any(copy.order.number not in self._awaited for copy in mine):
             self._kept[tracked.id] = tracked
         return tracked.id in self._kept
+
+    def take_words(self, needed: Collection[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """What the workers hear of blocks that cannot be held: ``take_freed``, ``take_awaited``."""
+        if not self._kept and not self._untold:
+            return (), ()
+        return self.take_freed(needed), self.take_awaited()
 
     def take_freed(self, needed: Collection[str]) -> tuple[str, ...]:
         """Requests that are over, whose blocks are needed no more; once each.
@@ -311,7 +303,7 @@ class SchedulerBlocks:
         self.groups = groups
         self.null_block = 0
         self._manager: Any = None
-        self._held: Counter[tuple[int, ...]] = Counter()
+        self._held: dict[tuple[int, ...], int] = {}
         """As they were said, since there are many, and what is held together is freed together."""
         self._filling: dict[str, RequestView] = {}
         """By its number, each request that waits for its blocks to be filled, were it over."""
@@ -337,15 +329,16 @@ class SchedulerBlocks:
 
     def hold(self, blocks: Sequence[int]) -> None:
         """One more needs these."""
-        self._held[tuple(blocks)] += 1
+        held = tuple(blocks)
+        self._held[held] = self._held.get(held, 0) + 1
         self._touch(blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
         """One less does."""
         held = tuple(blocks)
-        self._held[held] -= 1
-        if not self._held[held]:
-            del self._held[held]
+        n_holds = self._held.pop(held)
+        if n_holds > 1:
+            self._held[held] = n_holds - 1
         self._free(blocks)
 
     def fills(self, request: RequestView) -> None:
@@ -383,7 +376,7 @@ class SchedulerBlocks:
         request that waits for a load: that is to fail, and its prompt is computed from its first
         token, as vLLM does with all that it preempts.
         """
-        aside = list(itertools.chain.from_iterable(self._held.elements()))
+        aside = [block for held, n in self._held.items() for block in held * n]
         for request_id in (*self._filling, *self._filled):
             for blocks in self._manager.get_block_ids(request_id):
                 aside += blocks

@@ -46,12 +46,12 @@ class WindowBlocks:
         self._copies = copies
         self._block = block_size
         self._now_s = now_s
-        self._keeping: dict[str, tuple[Tracked, float]] = {}
+        self.keeping: dict[str, tuple[Tracked, float]] = {}
         """Those for whom blocks are kept, and since when the first of them are."""
 
     def __len__(self) -> int:
         """Of so many requests."""
-        return len(self._keeping)
+        return len(self.keeping)
 
     def keep(self, tracked: Tracked, upto_tokens: int) -> None:
         """Have what is computed and cannot be ordered yet stay what it is, until it can be."""
@@ -59,7 +59,7 @@ class WindowBlocks:
             self._drop(tracked)
             return
         kept, now_s = tracked.kept, self._now_s()
-        _, since_s = self._keeping.get(tracked.id, (tracked, now_s))
+        _, since_s = self.keeping.get(tracked.id, (tracked, now_s))
         first = tracked.ordered_tokens // self._block
         ordered = [page for page in kept if page < first]
         for page in ordered:
@@ -72,9 +72,9 @@ class WindowBlocks:
             return
         self._take(tracked, max(kept) + 1 if kept else first, upto_tokens // self._block)
         if kept:
-            self._keeping[tracked.id] = tracked, since_s
+            self.keeping[tracked.id] = tracked, since_s
         else:
-            self._keeping.pop(tracked.id, None)
+            self.keeping.pop(tracked.id, None)
 
     def _take(self, tracked: Tracked, first_page: int, end_page: int) -> None:
         if tracked.blocks is not None or first_page >= end_page:
@@ -89,11 +89,11 @@ class WindowBlocks:
         Args:
             preempted: vLLM needs the blocks of these.
         """
-        if not self._keeping:
+        if not self.keeping:
             return
         for tracked in preempted:
             self._drop(tracked)
-        for tracked, _ in list(self._keeping.values()):
+        for tracked, _ in list(self.keeping.values()):
             if not self._is_to_be_saved(tracked):
                 self._drop(tracked)
 
@@ -109,8 +109,8 @@ class WindowBlocks:
         for column in tracked.kept.values():
             self._copies.free(column)
         tracked.kept.clear()
-        if self._keeping.get(tracked.id, (None, 0.0))[0] is tracked:
-            del self._keeping[tracked.id]
+        if self.keeping.get(tracked.id, (None, 0.0))[0] is tracked:
+            del self.keeping[tracked.id]
 
 
 def _waits_for_pages(tracked: Tracked) -> bool:

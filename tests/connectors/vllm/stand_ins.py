@@ -190,6 +190,10 @@ class StandInNode:
         self.unaccepted, self.epochs = [], []
         self.asked = []
 
+    @property
+    def life(self):
+        return self.session, self.incarnation
+
     def alive(self):
         if self.is_dead:
             raise refusal(Code.UNREACHABLE)
@@ -205,6 +209,12 @@ class StandInNode:
                 n += 1
             best = max(best, n // BLOCK * BLOCK)
         return best
+
+    def gather(self):
+        """Each call is said at once here."""
+
+    def send_gathered(self):
+        pass
 
     def come(self):
         """Everything that is pending has its answer now."""
@@ -233,18 +243,19 @@ class StandInNode:
 
         return Call(self, match)
 
-    def begin_lease(self, prompt, *, hold="all", namespace="", promise_tokens=0, deadline_s=30.0):
+    def begin_lease(self, prompt, *, hold="all", namespace="", deadline_s=30.0, **more):
         self.alive()
+        tokens = getattr(prompt, "tokens", prompt)
         assert deadline_s == 0, "a scheduler never waits for room"
         self.asked.append(namespace)
 
         def lease():
             self.alive()
-            prefix = self.found(prompt.tokens)
-            n_tokens = prefix if hold == "prefix" else len(prompt.tokens)
+            prefix = self.found(tokens)
+            n_tokens = prefix if hold == "prefix" else len(tokens)
             if hold == "all" and self.is_full:
                 raise refusal(Code.DEADLINE)
-            return Lease(self, prompt.tokens, prefix, -(-n_tokens // BLOCK))
+            return Lease(self, tokens, prefix, -(-n_tokens // BLOCK))
 
         return Call(self, lease, lambda one: one.begin_release())
 

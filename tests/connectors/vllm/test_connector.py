@@ -189,6 +189,52 @@ def test_all_stages_say_how_they_pack(load):
     assert packing.details == {"layers": "(0, 0) (0, 1) (1, 0) (1, 1)"}
 
 
+# ---- the log -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loggers(monkeypatch):
+    """vLLM's has a handler; what it writes. No logger has been told anything else."""
+    written = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = lambda record: written.append(record.getMessage())
+    said = {"vllm": ([handler], logging.INFO, False)}
+    for name in ("vllm", "kvd", "kvd.connectors", "kvd.connectors.vllm"):
+        logger = logging.getLogger(name)
+        handlers, level, propagates = said.get(name, ([], logging.NOTSET, True))
+        monkeypatch.setattr(logger, "handlers", handlers)
+        monkeypatch.setattr(logger, "level", level)
+        monkeypatch.setattr(logger, "propagate", propagates)
+        logger._cache.clear()
+    yield written
+    for name in ("kvd", "kvd.connectors", "kvd.connectors.vllm"):
+        logging.getLogger(name)._cache.clear()
+
+
+@pytest.mark.parametrize("has_root_handler", [False, True])
+def test_lines_are_written_where_vllm_writes(load, loggers, monkeypatch, has_root_handler):
+    """Some library's first warning gives the root a handler, which writes warnings alone."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()] * has_root_handler)
+    module = load()
+    for _ in range(2):  # both halves may be in one process
+        started(module).shutdown()
+    module.logger.info("a line")
+    module.logger.debug("none")
+    assert loggers == ["a line"]
+
+
+@pytest.mark.parametrize("name", ["kvd", "kvd.connectors.vllm"])
+def test_where_the_user_has_said_it_lines_are_written_there(load, loggers, name):
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger(name).handlers = [handler]
+    module = load()
+    started(module).shutdown()
+    module.logger.warning("a line")
+    assert (told, loggers) == (["a line"], [])
+
+
 # ---- hits ----------------------------------------------------------------------------------------
 
 

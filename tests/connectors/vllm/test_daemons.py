@@ -1,9 +1,15 @@
-"""Both halves with real daemons: restarted, stopped, full, and asked for what is not there."""
+"""Both halves with real daemons: restarted, stopped, full, and asked for what is not there.
+
+How long anything takes is the machine's, which may be busy with other work: what is to come is
+stepped for until it is there, and no wait of the connector ends before it (``Patience``), but where
+a test is about such an end. That one says what was waited for, and not how long.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import tempfile
@@ -14,9 +20,13 @@ import numpy as np
 import pytest
 
 from kvd.client import connect_sync
+from kvd.client.blocking import BlockingChannel
+from kvd.connectors.vllm.lookup import LATE, NO_PAGES_HERE, SILENT, STOOD_UP
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
+from kvd.connectors.vllm.sessions import NO_LIFE
+from kvd.connectors.vllm.tracked import RequestStage
 from kvd.connectors.vllm.worker import WorkerHalf
 from tests.connectors.vllm.stand_ins import CountedBlocks, Request
 from tests.connectors.vllm.world import Layer
@@ -36,6 +46,48 @@ POOL = {
 MEETS = {"do_remote_prefill": True, "kvd": {"v": 1, "peer": "p", "room": "77"}}
 PULLS = {"kvd": {"v": 1, "peer": "p", "room": ""}}
 PROMPT = list(range(1000, 1128))
+
+
+COMES_S = 60.0
+"""By then it has come, whatever else the machine does."""
+
+WAITS = (
+    "kvd.client.port.AT_ONCE_S",
+    "kvd.connectors.vllm.claims.ANSWER_WITHIN_S",
+    "kvd.connectors.vllm.held.HELD_S",
+    "kvd.connectors.vllm.lookup.ANSWER_WITHIN_S",
+    "kvd.connectors.vllm.lookup.PULL_WITHIN_S",
+    "kvd.connectors.vllm.scheduler.ANSWER_WITHIN_S",
+    "kvd.connectors.vllm.scheduler.RESET_WITHIN_S",
+    "kvd.connectors.vllm.sessions.OPEN_WITHIN_S",
+    "kvd.connectors.vllm.sessions.SILENT_S",
+    "kvd.connectors.vllm.worker.ANSWER_WITHIN_S",
+    "kvd.connectors.vllm.worker.JOIN_WITHIN_S",
+    "kvd.connectors.vllm.worker.SAVE_WITHIN_S",
+)
+"""After which something is done without the daemon."""
+
+
+class Patience:
+    """What the daemon does is waited for as long as it takes; ``lose`` it where it does nothing."""
+
+    def __init__(self):
+        self._patch = pytest.MonkeyPatch()
+        self.regain()
+
+    def regain(self):
+        for wait in WAITS:
+            self._patch.setattr(wait, COMES_S)
+
+    def lose(self):
+        self._patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def patience():
+    patience = Patience()
+    yield patience
+    patience.lose()
 
 
 def plain_layer(value):
@@ -62,55 +114,70 @@ class PlainEngine:
         )
         self.worker = WorkerHalf(told, block_size=BLOCK, ranks=ranks)
         self.worker.register(self.layers)
-        self.longest_s = 0.0
+        self.loaded = set()
+        self.alone, self.unmet = [], []
+        """Why requests went on without kvd, or without what another node was to send."""
+        self.half._log.alone, self.half._log.unmet = self.alone.append, self.unmet.append
 
     def step(self, *computed):
-        began_s = time.perf_counter()
         orders = self.half.step({one.request_id: 0 for one in computed})
         self.worker.load(orders)
         self.worker.save(orders)
         loaded, failed = self.worker.take_results()
         self.half.reported(self.worker.take_report(), loaded=loaded, failed=failed)
+        self.loaded |= loaded - failed
         assert not self.worker.take_freed(), "these blocks can be held"
-        self.longest_s = max(self.longest_s, time.perf_counter() - began_s)
-        return loaded, failed
 
-    def matched(self, request, within_s=5.0):
-        """What is found, and how long that takes."""
-        began_s = time.monotonic()
-        while time.monotonic() - began_s < within_s:
-            asked_s = time.perf_counter()
-            found, _ = self.half.matched(request, 0)
-            self.longest_s = max(self.longest_s, time.perf_counter() - asked_s)
-            if found is not None:
-                return found, time.monotonic() - began_s
+    def until(self, is_so, *computed):
+        """Step until it is so."""
+        end_s = time.monotonic() + COMES_S
+        while not is_so():
+            assert time.monotonic() < end_s, f"it never is: {self.alone}, {self.unmet}"
+            self.step(*computed)
+            time.sleep(0.002)
+
+    def matched(self, request):
+        """What is found."""
+        end_s = time.monotonic() + COMES_S
+        while (found := self.half.matched(request, 0)[0]) is None:
+            assert time.monotonic() < end_s, "it is asked again for ever"
             self.step()
             time.sleep(0.002)
-        raise AssertionError("it is asked again for ever")
+        return found
 
-    def compute(self, request, steps=20):
-        """All of it, without a look at what was found."""
+    def compute(self, request):
+        """All of it, without a look at what was found; until it is saved, if it is going to be."""
         self.half.given_blocks(request, 0)
         request.num_computed_tokens = request.num_tokens
-        for _ in range(steps):
-            self.step(request)
-            time.sleep(0.005)
+        self.step(request)
+        self.until(lambda: self.is_saved(request), request)
+
+    def is_saved(self, request):
+        tracked = self.half._requests.here[request.request_id]
+        if tracked.stage is RequestStage.ALONE:
+            return True
+        if tracked.claim is not None or tracked.extension is not None or tracked.saving:
+            return False
+        saves = tracked.lease is not None and not tracked.is_full and not tracked.is_broken
+        return not saves or tracked.saved_tokens >= request.num_computed_tokens // BLOCK * BLOCK
 
     def run(self, request):
         """As if vLLM had computed all of it."""
         self.half.arrived(request, lora=None, extra={})
-        found, _ = self.matched(request)
+        found = self.matched(request)
         self.compute(request)
         is_kept, told = self.half.finished(request)
         assert not is_kept
-        self.idle()
+        self.until(lambda: not self.half.has_work)
         return found, told
 
-    def idle(self, for_s=0.3):
-        end_s = time.monotonic() + for_s
-        while time.monotonic() < end_s:
-            self.step()
-            time.sleep(0.01)
+    def until_back(self, former):
+        """Until there is a session in another life of the daemon."""
+        self.until(lambda: self.half._life not in {NO_LIFE, former})
+
+    def until_gone(self, daemon):
+        """Until nothing is held in that daemon."""
+        self.until(lambda: leases_of(daemon) == [])
 
     def close(self):
         self.half.close()
@@ -134,6 +201,11 @@ def leases_of(daemon):
     return [lease.row_pages for lease in daemon.snapshot().leases]
 
 
+def taken_of(daemon):
+    (pool,) = daemon.snapshot().pools
+    return pool.held_pages + pool.locked_pages, pool.promised_pages
+
+
 def pages_of(node):
     return [
         next(iter(node.pool("main").arrays("kv", layer=n).values())).view(np.uint8)
@@ -150,6 +222,7 @@ def test_a_restart_with_other_memory_writes_no_page_of_another_engine(tmp_path, 
         engine.compute(request)
         with connect_sync(daemon.client, name="look") as look:
             assert all((layer == MINE).all(axis=1).sum() == 2 for layer in pages_of(look))
+        former = engine.half._life
         daemon.kill()
         daemon.start()
         daemon.wait_ready()
@@ -158,12 +231,17 @@ def test_a_restart_with_other_memory_writes_no_page_of_another_engine(tmp_path, 
             pages = pages_of(other)
             for layer in pages:
                 layer[lease.pages] = FOREIGN
-            end_s = time.monotonic() + 3.0
-            while time.monotonic() < end_s:
+            for _ in range(100):
                 request.all_token_ids.append(7)
                 request.num_computed_tokens += 1
                 engine.step(request)
                 time.sleep(0.01)
+            engine.until_back(former)
+            for _ in range(100):
+                request.all_token_ids.append(7)
+                request.num_computed_tokens += 1
+                engine.step(request)
+                time.sleep(0.001)
             wrong = [
                 page for page in lease.pages if any((one[page] != FOREIGN).any() for one in pages)
             ]
@@ -173,8 +251,7 @@ def test_a_restart_with_other_memory_writes_no_page_of_another_engine(tmp_path, 
         engine.half.finished(request)
         assert engine.run(Request(2, PROMPT[:48]))[0] == 0
         assert engine.run(Request(3, PROMPT[:48]))[0] == 47, "the session after it is used"
-        engine.idle()
-        assert leases_of(daemon) == []
+        engine.until_gone(daemon)
 
 
 def test_a_restart_with_the_same_memory_keeps_the_cache_and_no_lease(tmp_path, engine_of):
@@ -188,17 +265,68 @@ def test_a_restart_with_the_same_memory_keeps_the_cache_and_no_lease(tmp_path, e
         engine.half.arrived(running, lora=None, extra={})
         engine.matched(running)
         engine.compute(running)
+        former = engine.half._life
         daemon.stop()
         daemon.start()
         daemon.wait_ready()
-        engine.idle(2.5)
+        engine.until_back(former)
         engine.half.finished(running)
-        engine.idle()
-        assert leases_of(daemon) == []
+        engine.until_gone(daemon)
         assert engine.run(Request(3, PROMPT))[0] == 127
 
 
-def test_a_step_waits_a_millisecond_for_a_daemon_that_is_stopped(tmp_path, engine_of):
+@pytest.mark.parametrize("backing", ["anon", "shm"])
+def test_the_first_request_of_an_idle_engine_is_served_by_a_daemon_that_is_back(
+    tmp_path, engine_of, backing
+):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, contextlib.ExitStack() as stack:
+        files = {"pool.backing": "shm", "pool.directory": memory} if backing == "shm" else {}
+        daemon = stack.enter_context(one_daemon(tmp_path, POOL | files))
+        engine = engine_of(daemon)
+        engine.half.watch()
+        number = itertools.count(1)
+        engine.run(Request(next(number), PROMPT))
+        for _ in range(2):
+            former = engine.half._life
+            daemon.stop()
+            daemon.start()
+            daemon.wait_ready()
+            end_s = time.monotonic() + COMES_S
+            while engine.half._life in {NO_LIFE, former}:
+                assert time.monotonic() < end_s, "nobody looks while there is no step"
+                time.sleep(0.01)
+            first = Request(next(number), PROMPT)
+            engine.half.arrived(first, lora=None, extra={})
+            found = engine.matched(first)
+            assert found == (127 if backing == "shm" else 0)
+            engine.half.given_blocks(first, found)
+            if found:
+                engine.until(lambda: first.request_id in engine.loaded)  # noqa: B023
+            engine.compute(first)
+            engine.half.finished(first)
+            assert engine.run(Request(next(number), PROMPT))[0] == 127
+        assert not engine.alone
+        engine.until_gone(daemon)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """How long the client has asked the kernel to wait, since somebody emptied it."""
+    waits = []
+    turn = BlockingChannel._turn
+
+    def noted(self, within_s):
+        if within_s > 0:
+            waits.append(within_s)
+        return turn(self, within_s)
+
+    monkeypatch.setattr(BlockingChannel, "_turn", noted)
+    return waits
+
+
+def test_a_step_waits_a_millisecond_for_a_daemon_that_is_stopped(
+    tmp_path, engine_of, patience, waits
+):
     with one_daemon(tmp_path, POOL) as daemon:
         engine = engine_of(daemon)
         engine.run(Request(1, PROMPT))
@@ -207,74 +335,116 @@ def test_a_step_waits_a_millisecond_for_a_daemon_that_is_stopped(tmp_path, engin
         engine.matched(running)
         engine.half.given_blocks(running, 0)
         running.num_computed_tokens = 129
+        took = []
+
+        def take(hook, *args, **more):
+            waits.clear()
+            began_s = time.perf_counter()
+            found = hook(*args, **more)
+            took.append((max(waits, default=0.0), time.perf_counter() - began_s))
+            return found
+
+        patience.lose()
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
-            times = []
             for number in range(3, 19):
                 request = Request(number, [number, *PROMPT])
-                began_s = time.perf_counter()
-                engine.half.arrived(request, lora=None, extra={})
-                times.append(time.perf_counter() - began_s)
-                found, took_s = engine.matched(request)
+                take(engine.half.arrived, request, lora=None, extra={})
+                while (found := take(engine.half.matched, request, 0)[0]) is None:
+                    take(engine.step)
                 assert found == 0
-                assert took_s < 0.5
                 engine.half.given_blocks(request, 0)
                 request.num_computed_tokens = 129
             for _ in range(20):
-                began_s = time.perf_counter()
-                engine.step(running)
-                times.append(time.perf_counter() - began_s)
+                take(engine.step, running)
+            assert set(engine.alone) <= {LATE, SILENT}
             began_s = time.perf_counter()
             late = PlainEngine(daemon)
-            assert time.perf_counter() - began_s < 4.0, "an engine that starts waits for it"
-            began_s = time.perf_counter()
-            late.step()
-            times.append(time.perf_counter() - began_s)
+            assert time.perf_counter() - began_s < 10.0, "an engine that starts waits for it"
+            take(late.step)
             late.close()
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
-        # The median: others run on this machine too.
-        assert sorted(times)[len(times) // 2] < 0.003
-        assert sorted(times)[-3] < 0.02
-        engine.idle(1.0)
+        assert max(asked_s for asked_s, _ in took) <= 0.001
+        # Others run on this machine too; half of the hooks are not in their way.
+        assert sorted(s for _, s in took)[len(took) // 2] < 0.02
+        patience.regain()
+        engine.until(lambda: not engine.half._sessions.link.is_silent)
         assert engine.run(Request(99, PROMPT))[0] == 127, "it is used again when it goes on"
 
 
-def test_a_reset_counts_though_the_daemon_is_stopped_or_away(tmp_path, engine_of):
+def test_why_a_claim_that_nobody_has_answered_is_given_up(tmp_path, engine_of, patience):
+    """The daemon has said nothing, so nobody has said that its pool is full."""
+    with one_daemon(tmp_path, POOL) as daemon:
+        engine = engine_of(daemon)
+        engine.run(Request(1, PROMPT))
+        patience.lose()
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            looked_up, computing = Request(2, [2, *PROMPT]), Request(3, [3, *PROMPT])
+            for request in (looked_up, computing):
+                engine.half.arrived(request, lora=None, extra={})
+            # All of its prompt is computed, as for its logprobs: nobody asks what was found.
+            engine.half.given_blocks(computing, 0)
+            computing.num_computed_tokens = computing.num_tokens
+            assert engine.matched(looked_up) == 0
+            engine.half.given_blocks(looked_up, 0)
+            looked_up.num_computed_tokens = looked_up.num_tokens
+            here = engine.half._requests.here
+            engine.until(lambda: not engine.half._requests.claiming, looked_up, computing)
+            assert here["r2"].stage is here["r3"].stage is RequestStage.ALONE
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert engine.alone == [LATE, LATE], "each once"
+        for request in (looked_up, computing):
+            engine.half.finished(request)
+        engine.until_gone(daemon)
+
+
+def test_a_reset_counts_though_the_daemon_is_stopped_or_away(tmp_path, engine_of, patience):
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
         one_daemon(tmp_path, POOL | {"pool.backing": "shm", "pool.directory": memory}) as daemon,
     ):
         engine = engine_of(daemon)
+        resets = engine.half._resets
         engine.run(Request(1, PROMPT))
         assert engine.half.flush()
         assert engine.run(Request(2, PROMPT))[0] == 0
         assert engine.run(Request(3, PROMPT))[0] == 127, "what came behind the reset was saved"
 
+        patience.lose()
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
             began_s = time.perf_counter()
             assert engine.half.flush()
-            assert time.perf_counter() - began_s < 0.3, "a reset waits for a daemon that is stopped"
+            took_s = time.perf_counter() - began_s
+            assert took_s < 10.0, "a reset waits for a daemon that is stopped"
+            assert resets.due
             assert engine.run(Request(4, PROMPT))[0] == 0
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
+        patience.regain()
         assert engine.run(Request(5, PROMPT))[0] == 0
-        engine.idle(1.5)
-        assert engine.run(Request(6, PROMPT))[0] == 0
+        engine.until(lambda: not resets.due and not engine.half._sessions.link.is_silent)
+        engine.run(Request(6, PROMPT))
         assert engine.run(Request(7, PROMPT))[0] == 127
 
+        former = engine.half._life
         daemon.kill()
-        engine.idle(0.1)
+        engine.until(lambda: engine.half._life == NO_LIFE)
+        patience.lose()
         assert engine.half.flush()
         assert engine.half.flush()
         assert engine.run(Request(8, PROMPT))[0] == 0
+        patience.regain()
         daemon.start()
         daemon.wait_ready()
-        engine.idle(2.5)
+        engine.until_back(former)
+        engine.until(lambda: not resets.due)
         assert engine.run(Request(9, PROMPT))[0] == 0, "of before the restart, and the reset"
         assert engine.run(Request(10, PROMPT))[0] == 127
-        assert leases_of(daemon) == []
+        engine.until_gone(daemon)
         with connect_sync(daemon.client, name="look") as look:
             # Three were done; one that was under way as the daemon was stopped may have been twice.
             assert look.flush("model").epoch in {3, 4}
@@ -286,8 +456,8 @@ def test_who_decodes_computes_where_nothing_comes_and_leaves_nothing(tmp_path, e
         # A room that nobody opens.
         request = Request(1, PROMPT, MEETS)
         decode.half.arrived(request, lora=None, extra={})
-        found, took_s = decode.matched(request, 10.0)
-        assert (found, took_s < 4.0) == (0, True)
+        assert decode.matched(request) == 0
+        assert decode.unmet == [STOOD_UP]
         decode.compute(request)
         decode.half.finished(request)
 
@@ -298,14 +468,14 @@ def test_who_decodes_computes_where_nothing_comes_and_leaves_nothing(tmp_path, e
             lease.commit()
             assert decode.run(Request(3, [3, *PROMPT], PULLS))[0] == 64
             lease.release()
-        decode.idle()
-        assert leases_of(pair.decode) == []
+        decode.until_gone(pair.decode)
         # And what was computed behind that part is there for others.
         assert decode.run(Request(4, [3, *PROMPT]))[0] == 128
 
         # vLLM computes all of a prompt whose logprobs it is asked for, whatever comes.
         with connect_sync(pair.prefill.client, name="prefill") as node:
-            sending = node.send(77, [4, *PROMPT], lease=node.lease([4, *PROMPT]), ttl_s=20.0)
+            lease = node.lease([4, *PROMPT], namespace="model")
+            sending = node.send(77, lease=lease, namespace="model", ttl_s=20.0)
             request = Request(5, [4, *PROMPT], MEETS)
             decode.half.arrived(request, lora=None, extra={})
             for _ in range(5):
@@ -315,27 +485,33 @@ def test_who_decodes_computes_where_nothing_comes_and_leaves_nothing(tmp_path, e
             decode.compute(request)
             decode.half.finished(request)
             sending.abort("over")
-            decode.idle(1.0)
-            assert leases_of(pair.decode) == []
+            decode.until_gone(pair.decode)
             # Delivered, and nobody has taken it yet.
-            node.hand_over(77, lease=node.lease([7, *PROMPT]), ttl_s=20.0, release=True)
-            request = Request(7, [7, *PROMPT], MEETS)
+            lease = node.lease([7, *PROMPT], namespace="model")
+            node.hand_over(78, lease=lease, namespace="model", ttl_s=20.0, release=True)
+            request = Request(7, [7, *PROMPT], MEETS | {"kvd": MEETS["kvd"] | {"room": "78"}})
             decode.half.arrived(request, lora=None, extra={})
-            time.sleep(0.05)
-            decode.half.matched(request, 0)
-            decode.idle()
+            tracked = decode.half._requests.here["r7"]
+
+            def is_admitted():
+                decode.half.matched(request, 0)
+                return tracked.receive is not None or tracked.stage is not RequestStage.MEETING
+
+            decode.until(is_admitted)
+            decode.until(lambda: tracked.call is None or tracked.call.is_done)
+            assert tracked.lease is not None or tracked.receive.lease is not None
             decode.compute(request)
             decode.half.finished(request)
-        decode.idle(1.0)
-        assert leases_of(pair.decode) == []
+        decode.until_gone(pair.decode)
 
         # A full pool: there is no room for what would come.
         with connect_sync(pair.decode.client, name="full") as node:
             node.lease([9] * BLOCK * 60, deadline_s=0.0)
             request = Request(6, [6, *PROMPT], MEETS)
             decode.half.arrived(request, lora=None, extra={})
-            found, took_s = decode.matched(request)
-            assert (found, took_s < 0.3) == (0, True)
+            decode.unmet.clear()
+            assert decode.matched(request) == 0
+            assert decode.unmet == [NO_PAGES_HERE]
             decode.half.finished(request)
 
 
@@ -410,24 +586,37 @@ REFERENCES = (
 )
 
 
+WHY_NOT = {
+    "unknown": {STOOD_UP},
+    "out_of_range": set(),  # no room at all: it is looked up as any prompt
+    "consumed": {"duplicate-room"},
+    "stale": {"prompt-mismatch"},
+    "expired": {"deadline"},
+    "expired_long_ago": {STOOD_UP},
+}
+
+
 @pytest.mark.parametrize("kind", REFERENCES)
-def test_a_reference_that_leads_nowhere_costs_no_more_than_computing(tmp_path, engine_of, kind):
+def test_a_reference_that_leads_nowhere_costs_no_more_than_computing(
+    tmp_path, engine_of, monkeypatch, kind
+):
     with two_daemons(tmp_path, POOL) as pair:
         decode = engine_of(pair.decode)
-        decode.idle()
+        decode.step()
         prompt = [7, *PROMPT]
         with connect_sync(pair.prefill.client, name="prefill") as node:
             params = getattr(Reference(pair, node), kind)(prompt)
             request = Request(1, prompt, params)
+            # The one is waited for, and the other is not.
+            monkeypatch.setattr("kvd.connectors.vllm.lookup.ANSWER_WITHIN_S", 1.0)
+            monkeypatch.setattr("kvd.connectors.vllm.lookup.MEET_WITHIN_S", 10 * COMES_S)
             decode.half.arrived(request, lora=None, extra={})
-            found, took_s = decode.matched(request)
-            assert found == 0, "it is computed"
-            # 50 ms, and what a loaded machine takes for a few messages; it was two seconds.
-            assert took_s < 0.5
+            assert decode.matched(request) == 0, "it is computed"
+            monkeypatch.undo()
+            assert set(decode.unmet) == WHY_NOT[kind]
             decode.compute(request)
             decode.half.finished(request)
-            decode.idle()
-            assert leases_of(pair.decode) == []
+            decode.until_gone(pair.decode)
             # What it has computed is cached, and is its own.
             assert decode.run(Request(2, prompt))[0] == len(prompt) - 1
         assert all((layer.array == MINE).all() for layer in decode.layers.values())
@@ -443,17 +632,16 @@ def test_what_is_decoded_where_it_was_prefilled_is_kept_no_longer(tmp_path, engi
         for number in (1, 3):
             found, told = prefill.run(Request(number, [number, *PROMPT], sends))
             assert found == 0
-            assert len(leases_of(daemon)) == 1, "kept for who decodes it"
+            prefill.until(lambda: len(leases_of(daemon)) == 1)  # kept for who decodes it
             request = Request(number + 1, [number, *PROMPT], told)
             decode.half.arrived(request, lora=None, extra={})
             if end == "aborted":
                 decode.step()
             else:
-                assert decode.matched(request)[0] == 128
+                assert decode.matched(request) == 128
                 decode.compute(request)
             decode.half.finished(request)
-            decode.idle()
-            assert leases_of(daemon) == []
+            decode.until_gone(daemon)
 
 
 def test_a_prompt_is_handed_over_by_the_first_request_of_an_engine(tmp_path, engine_of):
@@ -468,16 +656,14 @@ def test_a_prompt_is_handed_over_by_the_first_request_of_an_engine(tmp_path, eng
         prefill.step(request)  # the only one, since one token is asked for
         _, told = prefill.half.finished(request)
         assert prefill.counted.needed, "the workers have not joined yet"
-        prefill.idle(0.1)
-        assert not prefill.counted.needed
+        prefill.until(lambda: not prefill.counted.needed)
         assert told is not None
 
         received = Request(2, PROMPT, told)
         decode.half.arrived(received, lora=None, extra={})
-        assert decode.matched(received)[0] == 127
+        assert decode.matched(received) == 127
         decode.half.finished(received)
-        decode.idle()
-        assert leases_of(pair.decode) == []
+        decode.until_gone(pair.decode)
 
 
 def test_what_is_cached_stays_while_answers_are_short_and_long_ones_are_cached_too(
@@ -491,11 +677,10 @@ def test_what_is_cached_stays_while_answers_are_short_and_long_ones_are_cached_t
         running = [Request(10 + n, [90 + n, *PROMPT[:-1]]) for n in range(2)]
         for request in running:
             engine.half.arrived(request, lora=None, extra={})
-            assert engine.matched(request)[0] == 0
+            assert engine.matched(request) == 0
             engine.compute(request)
-        (pool,) = daemon.snapshot().pools
         # Prompts of 8 pages and answers of 16, of which the first 4 are taken.
-        assert (pool.held_pages + pool.locked_pages, pool.promised_pages) == (24, 24)
+        engine.until(lambda: taken_of(daemon) == (24, 24), *running)
         with connect_sync(daemon.client, name="look") as look:
             found = [look.match(prompt, namespace="model").tokens for prompt in others]
             assert found == [128] * 4
@@ -509,9 +694,9 @@ def test_what_is_cached_stays_while_answers_are_short_and_long_ones_are_cached_t
         engine.compute(long)
         for request in running:
             engine.half.finished(request)
-        engine.idle()
+        engine.until(lambda: not engine.half.has_work)
         assert engine.run(Request(20, [*long.all_token_ids, 1]))[0] == 224
-        assert leases_of(daemon) == []
+        engine.until_gone(daemon)
 
 
 class TwoRanks(PlainEngine):
@@ -525,7 +710,7 @@ class TwoRanks(PlainEngine):
         self.others = {name: plain_layer(MINE + 1) for name in self.layers}
         self.other.register(self.others)
         self.late, self.is_late = [], False
-        self.heard = [set(), set()]
+        self.heard, self.done = [set(), set()], [0, 0]
 
     def step(self, *computed):
         orders = self.half.step({one.request_id: 0 for one in computed})
@@ -540,8 +725,9 @@ class TwoRanks(PlainEngine):
         workers = (self.worker, self.other)
         for heard, worker in zip(self.heard, workers, strict=True):
             heard.update(worker.take_results()[0])
-        reports = [report for worker in workers if (report := worker.take_report()) is not None]
-        report = functools.reduce(StepReport.with_rank, reports) if reports else None
+        reports = [worker.take_report() or StepReport() for worker in workers]
+        self.done = [n + len(report.done) for n, report in zip(self.done, reports, strict=True)]
+        report = functools.reduce(StepReport.with_rank, reports)
         self.half.reported(report, loaded=(), failed=())
 
     def close(self):
@@ -559,29 +745,30 @@ def test_two_ranks_save_and_load_each_its_part_and_the_slower_one_counts(tmp_pat
         request = Request(1, PROMPT)
         engine.half.arrived(request, lora=None, extra={})
         engine.matched(request)
-        engine.compute(request, steps=30)
+        engine.half.given_blocks(request, 0)
+        request.num_computed_tokens = request.num_tokens
+        engine.until(lambda: engine.done[0] == 1, request)
+        for _ in range(10):
+            engine.step(request)
         assert look.match(PROMPT, namespace="model").tokens == 0, "one rank has not saved"
         assert engine.counted.needed
         engine.is_late = False
-        engine.compute(request, steps=30)
+        engine.until(lambda: engine.is_saved(request), request)
         assert not engine.counted.needed
         engine.half.finished(request)
-        engine.idle()
-        assert look.match(PROMPT, namespace="model").tokens == len(PROMPT)
+        engine.until(lambda: look.match(PROMPT, namespace="model").tokens == len(PROMPT))
 
         again = Request(2, [*PROMPT, 5])
         engine.half.arrived(again, lora=None, extra={})
-        assert engine.matched(again)[0] == len(PROMPT)
+        assert engine.matched(again) == len(PROMPT)
         for layer in (*engine.layers.values(), *engine.others.values()):
             layer.array[:100] = 0
         engine.half.given_blocks(again, len(PROMPT))
-        engine.idle()
-        assert engine.heard == [{"r2"}, {"r2"}]
+        engine.until(lambda: engine.heard == [{"r2"}, {"r2"}])
         for value, layers in ((MINE, engine.layers), (MINE + 1, engine.others)):
             assert all((layer.array[:8] == value).all() for layer in layers.values())
         engine.half.finished(again)
-        engine.idle()
-        assert leases_of(daemon) == []
+        engine.until_gone(daemon)
 
 
 def test_what_is_generated_behind_a_received_page_that_was_not_full_is_cached(tmp_path, engine_of):
@@ -592,17 +779,17 @@ def test_what_is_generated_behind_a_received_page_that_was_not_full_is_cached(tm
         told = prefill.run(Request(1, prompt, {"do_remote_decode": True}))[1]
         request = Request(2, prompt, told)
         decode.half.arrived(request, lora=None, extra={})
-        assert decode.matched(request)[0] == 39
+        assert decode.matched(request) == 39
         decode.half.given_blocks(request, 39)
-        decode.idle()
+        decode.until(lambda: request.request_id in decode.loaded)
         decode.half.given_blocks(request, 0)
         for token in range(20):
             request.num_computed_tokens = request.num_tokens
             decode.step(request)
             request.all_token_ids.append(token)
             time.sleep(0.005)
+        decode.until(lambda: decode.is_saved(request), request)
         decode.half.finished(request)
-        decode.idle()
+        decode.until_gone(pair.decode)
         with connect_sync(pair.decode.client, name="look") as look:
             assert look.match(request.all_token_ids, namespace="model").tokens == 48
-        assert leases_of(pair.decode) == []

@@ -9,13 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvd.client import Code
+from kvd.client import Code, KvdError
 from kvd.connectors.vllm.claims import MOST_AHEAD, MOST_AHEAD_TOKENS
 from kvd.connectors.vllm.log import TOLD_EVERY_S
+from kvd.connectors.vllm.lookup import ANSWER_WITHIN_S, LATE
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.params import transfer_of
 from kvd.connectors.vllm.requests import DueRequests
+from kvd.errors import Refusal
 from tests.connectors.vllm.stand_ins import BLOCK, MiniEngine, Request, StandInNode, refusal
 
 PROMPT = list(range(1, 31))
@@ -267,6 +269,32 @@ def test_a_claim_for_which_there_are_no_pages_is_a_look_up(node, engine):
     assert [one.upto_tokens for one in engine.loads] == [WHOLE]
     engine.generate(request, 9)
     assert engine.saves, "there are pages for it by now"
+    engine.finish(request)
+
+
+@pytest.mark.parametrize("stage", ["probing", "computing", "given up before"])
+def test_a_claim_that_nobody_has_answered_is_late_and_no_full_pool(node, engine, stage):
+    """Its own time is over: that is said by the client, and not by the daemon."""
+    told = []
+    engine.half._log.alone = told.append
+    node.share(PROMPT)
+    node.holds = True
+    request = engine.add(Request(1, PROMPT))
+    if stage == "computing":
+        engine.half.given_blocks(request, 0)
+        engine.waiting.remove(request)
+        engine.blocks["r1"] = list(range(1000, 1200))
+        engine.running.append(request)
+    elif stage == "given up before":
+        for _ in range(2):
+            engine.step()
+            engine.clock_s += ANSWER_WITHIN_S
+    claim = engine.half._requests.here["r1"].claim
+    claim.error, claim.is_done = KvdError(Refusal(Code.DEADLINE, "no answer", "client")), True
+    engine.step()
+    engine.step()
+    assert request in engine.running
+    assert told == [LATE], "and it is counted once"
     engine.finish(request)
 
 

@@ -242,7 +242,7 @@ class WorldNode:
         self.world, self.name = world, "n0"
         self.session = len(world.nodes) + 1
         self.token = f"token {self.session}".encode()
-        self.life = world.life
+        self.in_life = world.life
         self.pending, self.ended, self.workers = [], [], []
         self.is_closed = False
         self.end = None
@@ -250,11 +250,21 @@ class WorldNode:
 
     @property
     def incarnation(self):
-        return f"life {self.life}"
+        return f"life {self.in_life}"
+
+    @property
+    def life(self):
+        return self.session, self.incarnation
 
     @property
     def is_away(self):
-        return self.end is None and self.life != self.world.life
+        return self.end is None and self.in_life != self.world.life
+
+    def gather(self):
+        """Each call is said at once here."""
+
+    def send_gathered(self):
+        pass
 
     def alive(self):
         if self.is_closed:
@@ -276,9 +286,9 @@ class WorldNode:
     def pump(self):
         if self.is_closed:
             raise ValueError("I/O operation on closed epoll object")
-        if self.life != self.world.life and not self.world.is_down:
-            if self.world.memory is self.world.memory_of[self.life]:
-                self.life = self.world.life
+        if self.in_life != self.world.life and not self.world.is_down:
+            if self.world.memory is self.world.memory_of[self.in_life]:
+                self.in_life = self.world.life
             else:
                 self.end = refusal(Code.POOL_CHANGED, "other memory")
         self.serve()
@@ -303,16 +313,17 @@ class WorldNode:
 
         return WorldCall(self, match)
 
-    def begin_lease(self, prompt, *, hold, namespace, deadline_s, promise_tokens=0):
+    def begin_lease(self, prompt, *, hold, namespace, deadline_s, **more):
         self.alive()
+        tokens = list(getattr(prompt, "tokens", prompt))
         assert deadline_s == 0, "a scheduler never waits for room"
 
         def lease():
             self.alive()
-            found = self.world.found(prompt.tokens, namespace)
-            n_pages = -(-len(prompt.tokens) // BLOCK)
+            found = self.world.found(tokens, namespace)
+            n_pages = -(-len(tokens) // BLOCK)
             more = [] if hold == "prefix" else self.world.take(n_pages - len(found), keep=found)
-            known = prompt.tokens if hold == "all" else prompt.tokens[: len(found) * BLOCK]
+            known = tokens if hold == "all" else tokens[: len(found) * BLOCK]
             return WorldLease(self, known, found + more, len(found) * BLOCK, namespace)
 
         return WorldCall(self, lease, lambda one: one.begin_release())
