@@ -57,7 +57,9 @@ def pool_of(layers, page_bytes, page_size=32):
 KV = 32 * 4 * 2 * 64 * 4
 """A block of 32 tokens: K and V of 4 heads, 64 wide, of 4 bytes."""
 
-LATENTS = 32 if "amx_tile" in Path("/proc/cpuinfo").read_text() else 16
+PROCESSOR = Path("/proc/cpuinfo").read_text()
+
+LATENTS = 32 if "amx_tile" in PROCESSOR else 16
 """Tokens of a block: of vLLM's kernels for latents each has its own."""
 
 CHUNKS = {"environment": {"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": "1"}}
@@ -86,6 +88,9 @@ SERVED = {
     "states alone": ("mamba2", STEPS | {"enable_prefix_caching": True}, pool_of(2, ALONE)),
     "fp8": ("gemma", BF16 | {"kv_cache_dtype": "fp8_e4m3"}, pool_of(6, KV // 4)),
 }
+if "avx512_bf16" in PROCESSOR:  # which vLLM's kernel needs
+    in_bf16 = BF16 | {"max_num_batched_tokens": 63}
+    SERVED["states of linear attention"] = ("qwen3next", in_bf16, pool_of(1, 334_592))
 
 
 @pytest.fixture(scope="module")
