@@ -5,7 +5,8 @@ which does find what the first has cached, with one that has found as much in vL
 blocks that it has loaded are compared with those that the first has computed, byte by byte. Where
 layers have windows or states, so that vLLM takes blocks of a request back while that goes on, also
 with caches too small for what runs, with prompts in chunks, with requests that are taken back, and
-over the turns of a conversation. And prompts are handed from one node to another.
+over the turns of a conversation. And prompts are handed from one node to another. All that takes
+nine minutes on two cores that have much else to do.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def pool_of(layers, page_bytes, page_size=32):
 KV = 32 * 4 * 2 * 64 * 4
 """A block of 32 tokens: K and V of 4 heads, 64 wide, of 4 bytes."""
 
-LATENTS = 32 if "amx_tile" in Path("/proc/cpuinfo").read_text() else 16
+PROCESSOR = Path("/proc/cpuinfo").read_text()
+
+LATENTS = 32 if "amx_tile" in PROCESSOR else 16
 """Tokens of a block: of vLLM's kernels for latents each has its own."""
 
 CHUNKS = {"environment": {"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": "1"}}
@@ -67,6 +70,8 @@ vLLM's kernel for a CPU fails where another one would save a state in the middle
 
 STATE = (3 * (256 + 2 * 16) + 8 * 32 * 16) * 4
 """Of a layer: what its convolution last saw, and what it scans, of 4 bytes."""
+
+ALONE = (3 * (512 + 2 * 16) + 16 * 32 * 16) * 4
 
 SERVED = {
     "windows beside full attention": ("gemma", {}, pool_of(6, KV)),
@@ -80,8 +85,12 @@ SERVED = {
     "the same as one group, as usual": ("llama4", {}, pool_of(4, KV)),
     "latents": ("mla", BF16 | {"block_size": LATENTS}, pool_of(3, LATENTS * 1152, LATENTS)),
     "states beside attention": ("falcon", STEPS, pool_of(1, 2 * (KV + STATE))),
+    "states alone": ("mamba2", STEPS | {"enable_prefix_caching": True}, pool_of(2, ALONE)),
     "fp8": ("gemma", BF16 | {"kv_cache_dtype": "fp8_e4m3"}, pool_of(6, KV // 4)),
 }
+if "avx512_bf16" in PROCESSOR:  # which vLLM's kernel needs
+    in_bf16 = BF16 | {"max_num_batched_tokens": 63}
+    SERVED["states of linear attention"] = ("qwen3next", in_bf16, pool_of(1, 334_592))
 
 
 @pytest.fixture(scope="module")
