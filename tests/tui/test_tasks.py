@@ -170,7 +170,9 @@ def test_one_handoff_is_aborted(desk):
         return {row.room for row in desk.pair.decode.snapshot().rooms}
 
     assert desk.room in rooms()
-    desk.walks("4A\ry", rf"abort room {desk.room} ")
+    desk.walks("4A\r", rf"abort room {desk.room} ", r"What would come of it now")
+    desk.terminal.press("y")  # the fourth key
+    desk.terminal.until(lambda text: "What would" not in text, "that it is done")
     end_s = time.monotonic() + 10.0
     while desk.room in rooms() and time.monotonic() < end_s:
         time.sleep(0.1)
