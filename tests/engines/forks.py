@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.engines.engine import transfer_of
 from tests.engines.environment import PYTHON
 
 HERE = Path(__file__).parent
@@ -39,20 +40,8 @@ class Forks:
         log = self._directory / f"engine-{self.started}.log"
         engine["model"] = str(model)
         if daemon is not None:
-            kvd = {
-                "kv_connector": "KvdConnector",
-                "kv_connector_module_path": "kvd.connectors.vllm",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"kvd.endpoint": daemon.client, **(options or {})},
-            }
-            if beside:
-                several = [{**kvd} if one == "kvd" else one for one in beside]
-                kvd |= {
-                    "kv_connector": "MultiConnector",
-                    "kv_connector_module_path": None,
-                    "kv_connector_extra_config": {"connectors": several},
-                }
-            engine["kv_transfer_config"] = kvd | {"kv_load_failure_policy": "recompute"}
+            told = {"kvd.endpoint": daemon.client, **(options or {})}
+            engine["kv_transfer_config"] = transfer_of(told, beside or ())
         asks = [{"ids": IDS, **ask} for ask in asks]
         assert self._process.stdin is not None
         assert self._process.stdout is not None

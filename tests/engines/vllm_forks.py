@@ -2,9 +2,10 @@
 
 An engine so starts in a few seconds. Run by the interpreter of an environment that has vLLM. In:
 ``{"engine": {...}, "asks": [...], "log": PATH}``, with what ``LLM`` takes; an ask has ``ids``, and
-may have ``lora``, ``params``, ``reset`` and files to ``copy`` before, ``max_tokens``, prompts that
-are asked beside it (``more``), and after how many steps it is taken back (``abort``). Out: the
-answers of each ask, or ``{"error": ...}`` if the engine does not start.
+may have ``lora``, ``params``, ``reset`` and files to ``copy`` before, ``max_tokens`` and what else
+``SamplingParams`` takes (``sampling``), prompts that are asked beside it (``more``), the priority
+of each (``priority``), and after how many steps it is taken back (``abort``). Out: the answers of
+each ask, or ``{"error": ...}`` if the engine does not start.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ def answers_of(asked):
     from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
     how = {
+        "skip_tokenizer_init": True,
         "dtype": "float32",
         "block_size": 32,
         "max_model_len": 2048,
         "kv_cache_memory_bytes": 64 << 20,
     }
     engine = LLM(
-        skip_tokenizer_init=True,
         enforce_eager=True,
         disable_log_stats=True,
         distributed_executor_backend="uni",
         **how | asked["engine"],
     )
     found = []
+    preempted = preemptions()
     for ask in asked["asks"]:
         if ask.get("copy"):
             shutil.copyfile(*ask["copy"])
@@ -55,6 +57,7 @@ def answers_of(asked):
             ignore_eos=True,
             detokenize=False,
             extra_args={"kv_transfer_params": ask["params"]} if ask.get("params") else None,
+            **sampling_of(ask.get("sampling", {})),
         )
         if "abort" in ask:
             abort_one(engine.llm_engine, ask, sampling)
@@ -66,11 +69,49 @@ def answers_of(asked):
                 "tokens": list(out.outputs[0].token_ids),
                 "cached": out.num_cached_tokens,
                 "params": out.kv_transfer_params,
+                "of_prompt": logprobs_of(out.prompt_logprobs),
+                "preempted": sorted(preempted),
             }
-            for out in engine.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+            for out in engine.generate(
+                prompts,
+                sampling,
+                use_tqdm=False,
+                lora_request=lora,
+                priority=ask.get("priority"),
+            )
         ]
     engine.llm_engine.engine_core.shutdown()
     return found
+
+
+def sampling_of(asked):
+    """As it is said in JSON."""
+    from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415
+
+    if "structured_outputs" in asked:
+        return asked | {
+            "structured_outputs": StructuredOutputsParams(**asked["structured_outputs"])
+        }
+    return asked
+
+
+def preemptions():
+    """Requests whose blocks vLLM takes back, as it comes."""
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
+
+    preempt, found = Scheduler._preempt_request, []
+
+    def noted(scheduler, request, *args, **more):
+        found.append(request.request_id)
+        preempt(scheduler, request, *args, **more)
+
+    Scheduler._preempt_request = noted
+    return found
+
+
+def logprobs_of(prompt):
+    """Of each token of a prompt behind the first."""
+    return [round(max(one.logprob for one in found.values()), 3) for found in prompt or () if found]
 
 
 def abort_one(engine, ask, sampling):
