@@ -40,6 +40,17 @@ def transfer_of(options: Mapping[str, object], beside: Sequence[object] = ()) ->
     return how | {"kv_load_failure_policy": "recompute"}
 
 
+TO_DECODE: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What routers ask of an engine whose prompt another one will decode."""
+
+
 class VllmEngine:
     """A process of vLLM, started at once; ``ready`` says when it serves."""
 
