@@ -19,7 +19,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.engines.engine import VllmEngine, transfer_of
+from tests.engines.engine import TO_DECODE, VllmEngine, transfer_of
 from tests.engines.environment import PYTHON
 from tests.engines.forks import HERE, Forks
 from tests.support.daemons import Daemon, free_port, one_daemon
@@ -140,9 +140,6 @@ def test_stages_that_are_not_alike_are_refused_in_a_sentence(models, tmp_path):
         ):
             pass
     assert re.search(r"stages of this pipeline have 3, 3, 2 layers.*divides 8", log.read_text())
-
-
-TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
 
 
 @contextlib.contextmanager
