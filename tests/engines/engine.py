@@ -13,6 +13,32 @@ if TYPE_CHECKING:
 
 PROCESS: Final = Path(__file__).with_name("vllm_process.py")
 END_S: Final = 30.0
+KVD: Final = {
+    "kv_connector": "KvdConnector",
+    "kv_connector_module_path": "kvd.connectors.vllm",
+    "kv_role": "kv_both",
+}
+
+
+def transfer_of(options: Mapping[str, object], beside: Sequence[object] = ()) -> dict[str, object]:
+    """VLLM's ``kv_transfer_config``.
+
+    Args:
+        options: kvd's.
+        beside: connectors in their order, as vLLM takes them, with ``"kvd"`` for kvd's; none: kvd
+            is alone.
+    """
+    kvd = {**KVD, "kv_connector_extra_config": dict(options)}
+    how: dict[str, object] = kvd
+    if beside:
+        several = [kvd if one == "kvd" else one for one in beside]
+        how = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": several},
+        }
+    return how | {"kv_load_failure_policy": "recompute"}
+
 
 TO_DECODE: Final = {
     "do_remote_decode": True,
@@ -35,14 +61,25 @@ class VllmEngine:
         log: Path,
         *,
         options: Mapping[str, object] | None = None,
+        beside: Sequence[object] = (),
         engine: Mapping[str, object] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """``options`` are the connector's; None: an engine without kvd. ``engine``: LLM's own."""
+        """Start it.
+
+        Args:
+            python: of the environment with vLLM.
+            model: its folder.
+            log: where it writes.
+            options: the connector's; None: an engine without kvd.
+            beside: as ``transfer_of`` has it.
+            engine: what ``LLM`` takes.
+            environment: left out, this process' own.
+        """
         self.log = log
         command = [python, str(PROCESS), str(model), "--engine", json.dumps(engine or {})]
         if options is not None:
-            command += ["--options", json.dumps(options)]
+            command += ["--transfer", json.dumps(transfer_of(options, beside))]
         with log.open("w") as target:
             self._process = subprocess.Popen(
                 command,

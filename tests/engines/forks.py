@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.engines.engine import transfer_of
 from tests.engines.environment import PYTHON
 
 HERE = Path(__file__).parent
@@ -54,20 +55,8 @@ class Forks:
         engine["model"] = str(model)
         asked["environment"] = engine.pop("environment", {})
         if daemon is not None:
-            kvd = {
-                "kv_connector": "KvdConnector",
-                "kv_connector_module_path": "kvd.connectors.vllm",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"kvd.endpoint": daemon.client, **(options or {})},
-            }
-            if beside:
-                several = [{**kvd} if one == "kvd" else one for one in beside]
-                kvd |= {
-                    "kv_connector": "MultiConnector",
-                    "kv_connector_module_path": None,
-                    "kv_connector_extra_config": {"connectors": several},
-                }
-            engine["kv_transfer_config"] = kvd | {"kv_load_failure_policy": "recompute"}
+            told = {"kvd.endpoint": daemon.client, **(options or {})}
+            engine["kv_transfer_config"] = transfer_of(told, beside or ())
         told = {"engine": engine, "log": str(log), **asked}
         self._process.stdin.write(json.dumps(told) + "\n")
         self._process.stdin.flush()

@@ -214,8 +214,11 @@ def test_beside_a_connector_that_hands_over(forks, daemon, models, order, handof
     _, told = forks.answers(models / "model", daemon, asks, **how)
     assert told["params"]["remote_engine_id"] == "x"
     assert ("kvd" in told["params"]) is handoffs
-    (_, again) = forks.answers(models / "model", daemon, [{"ids": IDS[:50]}, {}], **how)
-    assert again["cached"] == CACHED
+    asks = [{"ids": IDS[:50]}, {"abort": 1}, {"abort": 3}, {}, {"reset": True}]
+    (_, again, anew) = forks.answers(models / "model", daemon, asks, **how)
+    assert (again["cached"], anew["cached"]) == (CACHED, 0)
+    assert again["tokens"] == anew["tokens"] == told["tokens"]
+    assert not daemon.snapshot().leases
 
 
 METRICS = """

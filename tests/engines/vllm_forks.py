@@ -3,7 +3,8 @@
 An engine so starts in a few seconds. Run by the interpreter of an environment that has vLLM. In:
 ``{"engine": {...}, "asks": [...], "log": PATH, "environment": {...}}``, with what ``LLM`` takes,
 and variables for this engine alone. An ask has ``ids``, and may have ``lora``, ``params``,
-``reset`` and files to ``copy`` before, ``max_tokens``, prompts that are asked beside it (``more``),
+``reset`` and files to ``copy`` before, ``max_tokens`` and what else ``SamplingParams`` takes
+(``sampling``), prompts that are asked beside it (``more``), the priority of each (``priority``),
 after how many steps it is taken back (``abort``), and ``bytes``: then its answer has a digest of
 each block that vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or
 ``{"error": ...}`` if the engine does not start.
@@ -32,18 +33,22 @@ os.environ.update(
 )
 
 
+PREEMPTED: list[str] = []
+
+
 def started(asked):
     """One engine."""
     from vllm import LLM  # noqa: PLC0415 - reads the environment
 
     how = {
+        "skip_tokenizer_init": True,
         "dtype": "float32",
         "block_size": 32,
         "max_model_len": 2048,
         "kv_cache_memory_bytes": 64 << 20,
     }
+    note_preemptions()
     return LLM(
-        skip_tokenizer_init=True,
         enforce_eager=True,
         disable_log_stats=True,
         distributed_executor_backend="uni",
@@ -66,6 +71,7 @@ def answers_of(engine, ask):
         ignore_eos=True,
         detokenize=False,
         extra_args={"kv_transfer_params": ask["params"]} if ask.get("params") else None,
+        **sampling_of(ask.get("sampling", {})),
     )
     if "abort" in ask:
         abort_one(engine.llm_engine, ask, sampling)
@@ -77,8 +83,16 @@ def answers_of(engine, ask):
             "tokens": list(out.outputs[0].token_ids),
             "cached": out.num_cached_tokens,
             "params": out.kv_transfer_params,
+            "of_prompt": logprobs_of(out.prompt_logprobs),
+            "preempted": sorted(PREEMPTED),
         }
-        for out in engine.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+        for out in engine.generate(
+            prompts,
+            sampling,
+            use_tqdm=False,
+            lora_request=lora,
+            priority=ask.get("priority"),
+        )
     ]
     if ask.get("bytes"):
         found[-1]["bytes"] = digests_of(engine.llm_engine.engine_core.engine_core)
@@ -118,6 +132,35 @@ def uint8():
     import torch  # noqa: PLC0415
 
     return torch.uint8
+
+
+def sampling_of(asked):
+    """As it is said in JSON."""
+    from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415
+
+    if "structured_outputs" in asked:
+        return asked | {
+            "structured_outputs": StructuredOutputsParams(**asked["structured_outputs"])
+        }
+    return asked
+
+
+def note_preemptions():
+    """Have ``PREEMPTED`` name the requests whose blocks vLLM takes back, as it comes."""
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
+
+    preempt = Scheduler._preempt_request
+
+    def noted(scheduler, request, *args, **more):
+        PREEMPTED.append(request.request_id)
+        preempt(scheduler, request, *args, **more)
+
+    Scheduler._preempt_request = noted
+
+
+def logprobs_of(prompt):
+    """Of each token of a prompt behind the first."""
+    return [round(max(one.logprob for one in found.values()), 3) for found in prompt or () if found]
 
 
 def abort_one(engine, ask, sampling):

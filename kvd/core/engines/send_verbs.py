@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
+from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import ENGINE
 from kvd.core.handoff.offer import prompt_digest
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvd.core.node_parts import NodeParts
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SendVerbs:
     """What a prefill engine asks of prompts that it computes for others."""
 
