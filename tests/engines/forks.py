@@ -18,13 +18,13 @@ IDS = np.random.default_rng(7).integers(1, 4000, 300).tolist()
 class Forks:
     """Engines that are forked from one process."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, python=PYTHON):
         self._directory = directory
         # A connector of these tests is found there.
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
         with (directory / "forks.log").open("w") as log:
             self._process = subprocess.Popen(
-                [PYTHON, str(HERE / "vllm_forks.py")],
+                [python, str(HERE / "vllm_forks.py")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -33,7 +33,7 @@ class Forks:
             )
         self.started = 0
 
-    def run(self, model, daemon=None, asks=({},), options=None, beside=None, **engine):
+    def run(self, model, daemon=None, asks=({},), options=None, beside=None, breaks="", **engine):
         """What one engine answers, and its log."""
         self.started += 1
         log = self._directory / f"engine-{self.started}.log"
@@ -43,7 +43,11 @@ class Forks:
                 "kv_connector": "KvdConnector",
                 "kv_connector_module_path": "kvd.connectors.vllm",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"kvd.endpoint": daemon.client, **(options or {})},
+                "kv_connector_extra_config": {
+                    "kvd.endpoint": daemon.client,
+                    "kvd.any_version": True,  # which was there was looked at before
+                    **(options or {}),
+                },
             }
             if beside:
                 several = [{**kvd} if one == "kvd" else one for one in beside]
@@ -56,7 +60,7 @@ class Forks:
         asks = [{"ids": IDS, **ask} for ask in asks]
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        told = {"engine": engine, "asks": asks, "log": str(log)}
+        told = {"engine": engine, "asks": asks, "log": str(log), "breaks": breaks}
         self._process.stdin.write(json.dumps(told) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline()), log.read_text()

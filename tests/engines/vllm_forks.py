@@ -4,7 +4,8 @@ An engine so starts in a few seconds. Run by the interpreter of an environment t
 ``{"engine": {...}, "asks": [...], "log": PATH}``, with what ``LLM`` takes; an ask has ``ids``, and
 may have ``lora``, ``params``, ``reset`` and files to ``copy`` before, ``max_tokens``, prompts that
 are asked beside it (``more``), and after how many steps it is taken back (``abort``). Out: the
-answers of each ask, or ``{"error": ...}`` if the engine does not start.
+answers of each ask, or ``{"error": ...}`` if the engine does not start. ``breaks``: every load
+fails, in the ``worker`` that should copy it, or before that in the ``scheduler``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,30 @@ os.environ.update(
 )
 
 
+BROKEN = "this load is broken"
+
+
+def break_loads(where):
+    """No load comes to anything; blocks stay as they are."""
+    from kvd.connectors.vllm.requests import Requests  # noqa: PLC0415
+    from kvd.connectors.vllm.worker import RankCopy  # noqa: PLC0415
+    from kvd.errors import Code, KvdError, Refusal  # noqa: PLC0415
+
+    def begin(copy, joined, mark, begin=RankCopy.begin):
+        if copy.is_load:
+            raise KvdError(Refusal(Code.NO_ROOM, BROKEN))
+        begin(copy, joined, mark)
+
+    def load(requests, tracked):
+        sys.stderr.write(f"{BROKEN}\n")
+        requests.alone(tracked, BROKEN)
+
+    if where == "worker":
+        RankCopy.begin = begin
+    else:
+        Requests.load = load
+
+
 def answers_of(asked):
     """What one engine says."""
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - reads the environment
@@ -36,6 +61,8 @@ def answers_of(asked):
         "max_model_len": 2048,
         "kv_cache_memory_bytes": 64 << 20,
     }
+    if asked.get("breaks"):
+        break_loads(asked["breaks"])
     engine = LLM(
         skip_tokenizer_init=True,
         enforce_eager=True,

@@ -36,7 +36,7 @@ def main() -> None:
             kv_connector_module_path="kvd.connectors.vllm",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config=json.loads(asked.options),
+            kv_connector_extra_config={"kvd.any_version": True, **json.loads(asked.options)},
         )
     how = {
         "block_size": 32,
