@@ -16,7 +16,7 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core import inputs as i
 from kvd.core.audit.invariants import faults
-from kvd.core.engines import Engines
+from kvd.core.engines.engines import Engines
 from kvd.core.leases.admission import OWN_TRANSFER
 from kvd.core.node_parts import NodeParts
 from kvd.core.operators import Operators

@@ -1,9 +1,9 @@
 """The attach socket: where engine processes get the pool's memory, and how their death is noticed.
 
-What lives here: the connections of a unix SOCK_SEQPACKET socket, and when a session is over or hung
-up on. What must not: leases, handoffs, the ZMQ socket; which session a token is of is in
-``sessions``. Packets, not a stream: each message arrives whole or not at all, and a file descriptor
-travels with the message it belongs to.
+What lives here: the connections of a unix SOCK_SEQPACKET socket, who is let in, and what they say.
+What must not: leases, handoffs, the ZMQ socket; which session a token is of is in ``sessions``, how
+one ends in ``session_ends``. Packets, not a stream: each message arrives whole or not at all, and a
+file descriptor travels with the message it belongs to.
 
 Theory of operation. One connection is one process. It says one thing (``Attach`` or ``Join``), is
 told one thing (``Attached`` with the memory descriptors, or ``Rejected``), and then says nothing
@@ -37,12 +37,11 @@ as long as it asked to wait for a key, and at most ``waiting_per_user`` of a use
 from __future__ import annotations
 
 import array
-import contextlib
 import itertools
 import os
 import resource
 import socket
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -51,19 +50,15 @@ from kvd.config.address import ipc_path
 from kvd.core.effects import AnswerWorker
 from kvd.core.inputs import (
     ClientCameBack,
-    ClientHungUp,
     ClientJoined,
     FromWorker,
-    HungUpOn,
-    RankLeft,
-    SessionWhole,
     Unreadable,
     WorkerCopies,
-    WorkerGone,
 )
 from kvd.core.layout.spec import region_names
 from kvd.core.leases.written import MAX_RANKS
-from kvd.daemon.former_processes import FormerProcesses, process_now
+from kvd.daemon.former_processes import process_now
+from kvd.daemon.session_ends import MAX_REQUEST_BYTES, SessionEnds, hear_out, tell
 from kvd.daemon.session_keys import SessionKeys, is_told_apart
 from kvd.daemon.sessions import (
     NO_PAST,
@@ -85,7 +80,6 @@ from kvd.wire.attach import (
     ProcessWord,
     RankAnswer,
     RankWritten,
-    Rejected,
     Speaker,
     versions_differ,
 )
@@ -100,8 +94,9 @@ if TYPE_CHECKING:
 
     from kvd.core.layout.spec import PoolSpec
     from kvd.daemon.reactor import Reactor
+    from kvd.daemon.session_ends import AnsweredSessions
     from kvd.daemon.sessions import EngineSession, Past
-    from kvd.journal.engines import Process, SessionNotes
+    from kvd.journal.engines import SessionNotes
     from kvd.transfer.orders import SharedRegion
     from kvd.wire.memory import PoolMemory
 
@@ -112,20 +107,11 @@ SPARE_DESCRIPTORS: Final = 24
 """A session takes three or four, the last of them after it was let in; and operators, who can end
 one, must still be let in themselves."""
 
-MAX_REQUEST_BYTES: Final = 512 * 1024
-"""An ``Attach`` of an engine that comes back names its leases: at 65,536 of them 330 KB."""
-
 MAX_WAIT_S: Final = 3600.0
 """A process that waits for its session longer than this is one that somebody has forgotten."""
 
 _WORD_BYTES: Final = 4096
 """Of what an attached process says: far less."""
-
-UNATTENDED_S: Final = 0.25
-"""A process that is dying closes its connection first, some milliseconds before it is dead."""
-
-_LAST_PACKETS: Final = 16
-"""That are read of a process whose connection is over."""
 
 _REPLY_BUFFER_BYTES: Final = 2 * 1024 * 1024
 """Asked for each connection (Linux grants up to twice that): a reply is one packet that names
@@ -149,16 +135,6 @@ class AttachLimits(msgspec.Struct, frozen=True):
 DEFAULT_LIMITS: Final = AttachLimits()
 
 _WE_SPEAK: Final = Speaker(PROTOCOL, __version__)
-
-
-class AnsweredSessions(Protocol):
-    """Where sessions are answered, as far as their ends touch it."""
-
-    def over(self, session: int) -> None:
-        """The session is over."""
-
-    def hang_up(self, session: int) -> None:
-        """The session is served no more."""
 
 
 class AttachServer:
@@ -203,7 +179,7 @@ class AttachServer:
         self._numbers = itertools.count(1)
         self._keys = SessionKeys()
         self._sessions = EngineSessions(past)
-        self._former = FormerProcesses(self._sessions.awaited, self._dead)
+        self._ends = SessionEnds(reactor, self._sessions, self._keys, notes, self._drop)
         self._acceptor: Acceptor | None = None
 
     def start(
@@ -211,9 +187,8 @@ class AttachServer:
     ) -> None:
         """Serve ``sock``, bound and listening; ``clients`` hears who is served no more."""
         self._loop = loop
-        self._clients = clients
         self._acceptor = Acceptor(loop, sock, self._welcome)
-        self._former.start(loop)
+        self._ends.start(loop, clients)
 
     def close(self) -> None:
         """Hang up on everybody; says nothing of it; repeatable."""
@@ -221,7 +196,7 @@ class AttachServer:
             return
         self._acceptor.close()
         self._acceptor = None
-        self._former.close()
+        self._ends.close()
         for connection in list(self._connections):
             self._drop(connection)
         self._sessions.clear()
@@ -235,7 +210,7 @@ class AttachServer:
         """Serve a session no more, and tell each of its processes why; they live and may write."""
         served = self._sessions.of_number(session)
         if served is not None and served.refusal is None:
-            self._shut(served, refusal)
+            self._ends.shut(served, refusal)
 
     def answer(self, effect: AnswerWorker) -> None:
         """Carry out ``AnswerWorker``; a process that has gone hears nothing."""
@@ -382,7 +357,7 @@ class AttachServer:
         # The others of the session have kept the rules, and go on.
         session = connection.session
         if session is not None and all(connection.is_shut for connection in session.connections):
-            self._shut(session, refusal)
+            self._ends.shut(session, refusal)
 
     def _look_away(self, connection: AttachConnection) -> None:
         """It goes on talking, and only its hang-up is news: read slowly."""
@@ -690,7 +665,7 @@ class AttachServer:
     def _take(self, session: EngineSession, connection: AttachConnection) -> bool:
         """A process is of the session now; whether it was awaited."""
         was_known = session.take(connection)
-        self._whole(session)
+        self._ends.whole(session)
         if not was_known:
             self._notes.session_joined(session.number, connection.process)
         return was_known
@@ -754,16 +729,16 @@ class AttachServer:
                 refusal=refusal,
             )
         )
-        _tell(connection, refusal)
+        tell(connection, refusal)
 
     def _hang_up(self, connection: AttachConnection) -> None:
         """A process is gone, or is sent away; with the last one its session ends."""
         # Before it is dropped: a ``Leave`` may be among what it said last, and makes the difference
         # between a session that ends and one that is awaited.
-        _hear_out(connection)
+        hear_out(connection)
         self._drop(connection)
         if connection.session is not None:
-            self._hung_up(connection, connection.session)
+            self._ends.hung_up(connection, connection.session)
 
     def _drop(self, connection: AttachConnection) -> None:
         # While the socket is open: a closed one has no number, and its old one may be another's by
@@ -775,157 +750,6 @@ class AttachServer:
         self._connections.discard(connection)
         self._by_number.pop(connection.number, None)
         connection.sock.close()
-
-    # ---- what keeps a session --------------------------------------------------------------------
-
-    def _shut(self, session: EngineSession, refusal: Refusal) -> None:
-        """It is served no more; who keeps it is told, and awaited."""
-        # From here on its route leads nowhere: no request of it is taken any more.
-        self._sessions.shut(session, refusal)
-        for connection in session.connections:
-            if not connection.is_shut:
-                connection.is_shut = True
-                _tell(connection, refusal)
-        self._say_who(session, refusal)
-
-    def _hung_up(self, connection: AttachConnection, session: EngineSession) -> None:
-        """A connection of it is closed; with the last process the session ends."""
-        session.drop(connection)
-        # Asked of the node: where it holds nothing for the session, what a process could write is
-        # nobody's.
-        may_write = self._reactor.node.sessions.may_write(session.number)
-        if session.lingers and not session.connections and not may_write:
-            session.awaited = ()  # it holds nothing, and nobody is left who could ask for anything
-        if session.knows(connection.pid):
-            self._former.look_soon()
-        if not connection.may_write:
-            self._worker_gone(session, connection.number)
-        self._fewer(session, (connection.process,))
-        rank = connection.rank
-        if rank is not None and not session.is_over:
-            # Whether it is dead or not: it has no way left to say how far it is.
-            reactor = self._reactor
-            reactor.feed(
-                RankLeft(
-                    at_s=reactor.clock(),
-                    session=session.number,
-                    rank=rank.rank,
-                    ranks=rank.ranks,
-                    pid=connection.pid,
-                )
-            )
-
-    def _dead(self, number: int, processes: tuple[Process, ...]) -> None:
-        """Processes that were awaited are dead."""
-        session = self._sessions.of_number(number)
-        if session is not None:
-            for worker in session.dead(processes):
-                self._worker_gone(session, worker)
-            self._fewer(session, processes)
-            self._whole(session)
-
-    def _worker_gone(self, session: EngineSession, worker: int) -> None:
-        """No copy of that process moves a byte any more."""
-        reactor = self._reactor
-        reactor.feed(WorkerGone(at_s=reactor.clock(), session=session.number, worker=worker))
-
-    def _whole(self, session: EngineSession) -> None:
-        """Told once: nobody of before the restart is awaited any more."""
-        if session.is_partly_back and not session.former:
-            session.is_partly_back = False
-            reactor = self._reactor
-            reactor.feed(SessionWhole(at_s=reactor.clock(), session=session.number))
-
-    def _fewer(self, session: EngineSession, gone: tuple[Process, ...]) -> None:
-        """Processes have left a session, or live on without a connection."""
-        if session.is_over:
-            # Before the node is told: what it does about it may come back here, and must find
-            # nobody.
-            self._sessions.forget(session)
-            self._keys.release(session)
-            self._notes.session_ended(session.number)
-            self._reactor.feed(ClientHungUp(self._reactor.clock(), session.number))
-            self._clients.over(session.number)
-            return
-        pids = session.pids
-        for process in gone:
-            # One process may have had several connections: it has left with the last.
-            if process.pid not in pids:
-                self._notes.process_left(session.number, process.pid)
-        if session.refusal is not None:
-            self._say_who(session, session.refusal)
-        elif session.lingers and not session.connections:
-            # Not at once: the process may be dying, and then it is over in the right way in a
-            # moment.
-            self._loop.call_later(UNATTENDED_S, self._unattended, session)
-
-    def _say_who(self, session: EngineSession, refusal: Refusal) -> None:
-        """Who is waited for, where that is news."""
-        pids = session.pids
-        if frozenset(pids) != session.told:
-            session.told = frozenset(pids)
-            self._clients.hang_up(session.number)
-            # Not at once: it may be an answer of the running step that could not be sent.
-            self._loop.call_soon(self._shut_out, session, refusal, pids)
-
-    def _shut_out(self, session: EngineSession, why: Refusal, pids: tuple[int, ...]) -> None:
-        """Tell the node; where it holds nothing that they may write, nobody is awaited."""
-        number, reactor = session.number, self._reactor
-        reactor.feed(HungUpOn(at_s=reactor.clock(), session=number, why=why, pids=pids))
-        # Asked again: a process may have been found dead while the node was told, and all is done
-        # then.
-        if number not in reactor.node.sessions.by_id and self._sessions.of_number(number):
-            for connection in session.connections:
-                self._drop(connection)
-            self._sessions.forget(session)
-            self._keys.release(session)
-            self._notes.session_ended(number)
-
-    def _unattended(self, session: EngineSession) -> None:
-        """Nobody of it is attached, though a process of it lives: serve it no more."""
-        # A quarter of a second later it may be over, or attended again.
-        is_known = self._sessions.of_number(session.number) is session
-        if not is_known or session.connections or session.refusal is not None:
-            return
-        pids = ", ".join(map(str, session.pids))
-        why = (
-            f"session {session.number} closed its attach socket without a word, and pid {pids} of "
-            "it lives: what that may write stays held until it ends; close a node before dropping "
-            "it, and attach anew"
-        )
-        self._shut(session, self._refuse(Code.CLIENT_GONE, why))
-
-
-def _tell(connection: AttachConnection, refusal: Refusal) -> None:
-    """Say why it is served no more, before its hang-up or ours.
-
-    Best effort: a process that does not read, or is gone, does not hear it. Unread packets would
-    turn our last word into a reset: they are read.
-    """
-    with contextlib.suppress(OSError):
-        connection.sock.send(ATTACH_REPLIES.encode(Rejected(refusal, version=__version__)))
-        # A worker sleeps until we end the connection, and is not woken by answers to its words.
-        connection.sock.shutdown(socket.SHUT_WR)
-    _hear_out(connection)
-
-
-def _hear_out(connection: AttachConnection) -> None:
-    """Read what it has said before: it may be ``Leave``.
-
-    A process that closes its end without having read all of ours resets it, and the reset is told
-    before the packets that were there first.
-    """
-    for _ in range(_LAST_PACKETS):
-        try:
-            packet = connection.sock.recv(MAX_REQUEST_BYTES)
-        except ConnectionResetError:
-            continue
-        except OSError:
-            return
-        if not packet:
-            return
-        if isinstance(ATTACH_REQUESTS.decode(packet), Leave):
-            connection.has_left = True
 
 
 def _file_of(endpoint: str) -> tuple[int, int] | None:

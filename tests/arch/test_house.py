@@ -113,7 +113,7 @@ def test_a_small_file_that_one_other_imports_goes_home(sources):
 FOR_EVERY_REQUEST = {
     "kvd/core/cache/radix.py": {"Extension"},
     "kvd/core/components/component_pages.py": {"Evicted"},
-    "kvd/core/engines.py": {"Claim", "Leased"},
+    "kvd/core/engines/lease_verbs.py": {"Claim", "Leased"},
     "kvd/core/handoff/transitions.py": {"HandoffEnded", "Moved"},
     "kvd/core/leases/lease_events.py": {"LeaseOpened", "LeaseCommitted", "LeaseReleased"},
 }

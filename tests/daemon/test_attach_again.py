@@ -276,7 +276,7 @@ async def test_a_session_lives_while_a_worker_of_before_may_map_the_pool(start):
 
     assert again.attached.session == 3
     assert server.attach._sessions.awaited() == {3: (ELSEWHERE,)}
-    server.attach._dead(3, (ELSEWHERE,))
+    server.attach._ends.dead(3, (ELSEWHERE,))
     assert ("gone", 3) not in server.said
     again.close()
     await server.hears("gone", 3)
@@ -338,7 +338,7 @@ async def test_nobody_is_looked_for_any_more_once_all_are_back(start):
     server = start(HERE)
     back = await server.process(Attach("decode-0", resumes=TOKEN))
 
-    former = server.attach._former
+    former = server.attach._ends._former
     former._look()
     assert former._next is None
     back.close()
@@ -368,12 +368,12 @@ async def test_a_session_is_whole_when_its_other_processes_are_back_or_dead(star
     back = await server.process(Attach("decode-0", resumes=TOKEN))
     assert server.attach.whole == []
 
-    server.attach._dead(3, (ANOTHER,))
+    server.attach._ends.dead(3, (ANOTHER,))
     assert server.attach.whole == []
-    server.attach._dead(3, (ELSEWHERE,))
+    server.attach._ends.dead(3, (ELSEWHERE,))
 
     assert server.attach.whole == [3]
-    server.attach._dead(3, (ELSEWHERE,))
+    server.attach._ends.dead(3, (ELSEWHERE,))
     assert server.attach.whole == [3]
     back.close()
 
@@ -399,6 +399,6 @@ async def test_a_process_copies_no_more_when_it_has_left_or_is_dead_and_not_befo
     await eventually(lambda: len(server.attach._connections) == 1)
     assert server.attach.workers_gone == [numbers[-2]]
 
-    server.attach._dead(3, (process_now(os.getpid()),))
+    server.attach._ends.dead(3, (process_now(os.getpid()),))
     assert server.attach.workers_gone == numbers[-2:]
     back.close()

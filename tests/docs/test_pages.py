@@ -27,6 +27,16 @@ def test_readme_is_short(pages):
     assert len(pages["README.md"].split()) <= 1000
 
 
+def test_no_paragraph_of_a_page_begins_as_another_one_does(pages):
+    """As after two changes of one that were both kept."""
+    wrong = []
+    for name, text in pages.items():
+        begins = [line.strip()[:70] for line in without_fences(text).splitlines()]
+        twice = {begin for begin in begins if len(begin) == 70 and begins.count(begin) > 1}
+        wrong += [f"{name}: {begin}..." for begin in sorted(twice) if not begin.startswith("|")]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_relative_links_lead_somewhere(root, pages):
     wrong = []
     for name, text in pages.items():

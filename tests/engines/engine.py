@@ -14,6 +14,16 @@ if TYPE_CHECKING:
 PROCESS: Final = Path(__file__).with_name("vllm_process.py")
 END_S: Final = 30.0
 
+TO_DECODE: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What routers ask of an engine whose prompt another one will decode."""
+
 
 class VllmEngine:
     """A process of vLLM, started at once; ``ready`` says when it serves."""

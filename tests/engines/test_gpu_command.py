@@ -10,6 +10,7 @@ import pytest
 
 from tests.engines.environment import PYTHON
 from tests.gpu.results import GpuRun
+from tests.gpu.vllm import PARTS
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="KVD_VLLM_PYTHON names no environment with vLLM"),
@@ -28,7 +29,7 @@ def test_all_of_it_is_rehearsed_and_no_figure_is_written(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = msgspec.json.decode(file.read_bytes(), type=GpuRun)
     assert (found.name, found.is_rehearsal, found.found.goals) == ("gpu_vllm", True, ())
-    assert list(found.parts) == ["tier", "two", "ttft", "beside"]
+    assert list(found.parts) == [*PARTS]
     cells = [cell for table in found.found.tables for row in table.rows for cell in row.values()]
     assert not [cell for cell in cells if isinstance(cell, float)]
     assert "tokens of two engines" in [table.title for table in found.found.tables]

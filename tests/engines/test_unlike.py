@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.connectors.vllm.configs import RECORDED
+from tests.engines.engine import TO_DECODE
 from tests.engines.environment import PYTHON
 from tests.engines.forks import IDS, Forks
 from tests.support.daemons import one_daemon
@@ -196,7 +197,6 @@ def test_a_reset_looks_at_the_files_once_more(forks, daemon, model, models):
     assert found[1]["cached"] == 0
 
 
-TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
 BESIDE = {
     "kv_connector": "BesideConnector",
     "kv_connector_module_path": "beside",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.engines.engine import VllmEngine
+from tests.engines.engine import TO_DECODE, VllmEngine
 from tests.engines.environment import PYTHON
 from tests.support.daemons import two_daemons
 
@@ -32,15 +32,6 @@ POOL = {
     "pool.page_size": "32",
     "pool.page_bytes": "32768",  # 32 tokens, 4 heads, 2 x 32 elements of 4 bytes
     "pool.pages": "400",
-}
-
-TO_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
 }
 
 

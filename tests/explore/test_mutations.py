@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvd.core.cache.lease import ARRIVAL
-from kvd.core.engines import Engines
+from kvd.core.engines.engines import Engines
 from kvd.core.handoff import offered as prefill
 from kvd.core.handoff.offered import OfferReader
 from kvd.core.handoff.posts import Posts

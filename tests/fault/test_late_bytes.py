@@ -11,8 +11,8 @@ import pytest
 from kvd.zmtp.connection import UNHEARD_S
 from tests.fault.late_bytes import plan
 from tests.fault.late_trial import Found, Trial
-from tests.fault.late_world import FAULTS, Attempt, Where, world
-from tests.fault.shuttle import Command, Order
+from tests.fault.late_world import FAULTS, Attempt, Where, sent_since, world
+from tests.fault.shuttle import Command, Flow, Order
 from tests.fault.slow_link import FAST
 from tests.support.netns import NoNamespaces
 
@@ -37,6 +37,18 @@ def _attempt(number: int, fault: str) -> Attempt:
         heals=False,
         where=Where(9000, "wide"),
     )
+
+
+def test_what_a_handoff_has_sent_counts_no_connection_that_ends_meanwhile():
+    before = {"0 7 1": Flow(5_000), "0 7 2": Flow(300), "1 7 1": Flow(9)}
+    now = {
+        "0 7 1": Flow(5_000, is_over=True),
+        "0 7 2": Flow(200),
+        "0 7 3": Flow(1_000),
+        "1 7 1": Flow(99),
+    }
+
+    assert sent_since(before, now) == 1_200
 
 
 @pytest.mark.slow

@@ -7,6 +7,10 @@ module path ``--engine-path``, where vLLM 0.32 and this checkout are. In this or
 tier     a small Llama in float32: tokens cold, and found after vLLM dropped its own cache, equal
          those of vLLM alone
 two      two engines on one device at once: what the first computed, the second finds
+handoff  two engines on one device, a daemon for each: the first computes prompts, the second gets
+         their KV from the other daemon and decodes
+windows  sliding windows beside full attention: several groups of blocks
+ranks    two devices, tensor parallel ranks on each; skipped where there is one
 ttft     a Llama of 8B's shape: time to the first token computed, of vLLM's own cache, of kvd's
 beside   the same engine without kvd: what saves take of a prefill, and of decoding beside
 =======  ===========================================================================================
@@ -18,8 +22,6 @@ of a GPU; no figure of it is written. ``python -m benchmarks store gpu_vllm --js
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import signal
 import statistics
@@ -28,17 +30,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
 from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most, show
 from kvd.client import KvdError
+from kvd.device.cuda import Runtime
 from kvd.device.cuda_library import load
-from tests.engines.engine import VllmEngine
+from tests.engines.engine import TO_DECODE
 from tests.gpu.results import (
     PartOutcome,
+    PartSkipped,
     Setting,
     file_of,
     flaws,
@@ -46,12 +50,14 @@ from tests.gpu.results import (
     said,
     without_figures,
 )
-from tests.support.daemons import DaemonFailed, one_daemon
+from tests.gpu.vllm_bench import ENGINE_VARIABLES, SMALL, WINDOWS, Bench
+from tests.support.daemons import DaemonFailed, one_daemon, two_daemons
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvd.bench.report import Measured
+    from tests.engines.engine import VllmEngine
 
 FAILURES: Final = (
     DaemonFailed,
@@ -61,68 +67,11 @@ FAILURES: Final = (
     subprocess.SubprocessError,
     AssertionError,
 )
-GIB: Final = 2**30
 REPEATS: Final = 3
+TWO: Final = 2
 SETTLE_S: Final = 0.3
 """A save that was begun with the last step is over by then."""
 
-SMALL: Final = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 2048,
-}
-LARGE: Final = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-}
-MODELS: Final = """
-import json, sys, torch
-from pathlib import Path
-from safetensors.torch import save_file
-root, shape = Path(sys.argv[1]), json.loads(sys.argv[2])
-draw = torch.Generator().manual_seed(7)
-H, F, V, d = (shape[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "head_dim"))
-q, kv = shape["num_attention_heads"] * d, shape["num_key_value_heads"] * d
-def made(rows, columns, scale=1.0):
-    return torch.randn(rows, columns, generator=draw) * scale / columns**0.5
-w = {"model.embed_tokens.weight": torch.randn(V, H, generator=draw),
-     "lm_head.weight": made(V, H, 2.0), "model.norm.weight": torch.ones(H)}
-for layer in range(shape["num_hidden_layers"]):
-    at = f"model.layers.{layer}."
-    for name, rows, columns, scale in (
-        ("self_attn.q_proj", q, H, 2.0), ("self_attn.k_proj", kv, H, 2.0),
-        ("self_attn.v_proj", kv, H, 2.0), ("self_attn.o_proj", H, q, 2.0),
-        ("mlp.gate_proj", F, H, 1.0), ("mlp.up_proj", F, H, 1.0), ("mlp.down_proj", H, F, 1.0),
-    ):
-        w[f"{at}{name}.weight"] = made(rows, columns, scale)
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        w[f"{at}{name}.weight"] = torch.ones(H)
-save_file(w, root / "model.safetensors", metadata={"format": "pt"})
-"""
-"""Weights of which every token depends on the whole prompt; vLLM's own dummy ones are too small."""
-
-ENGINE_VARIABLES: Final = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_CACHE_ROOT": "/tmp/vllm_cache",
-    "TRITON_CACHE_DIR": "/tmp/triton_cache",
-}
 TOKEN_COLUMNS = (
     ResultColumn("phase", "phase"),
     ResultColumn("prompts", "prompts"),
@@ -143,107 +92,6 @@ BESIDE_COLUMNS = (
     ResultColumn("saving_ms", "beside saves, ms", ".0f"),
     ResultColumn("ratio", "over alone", ".3f"),
 )
-
-
-class Bench(NamedTuple):
-    """What every part is given."""
-
-    setting: Setting
-    python: str
-    environment: dict[str, str]
-    directory: Path
-    backend: str
-
-    @property
-    def block(self) -> int:
-        """Tokens: vLLM for the CPU has no blocks of 16."""
-        return self.setting.of(16, 32)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return self.setting.of((2000, 8000, 32000), (100, 400))
-
-    @property
-    def large(self) -> dict[str, int]:
-        return self.setting.of(LARGE, SMALL)
-
-    def model(self, shape: dict[str, int], *, has_weights: bool) -> Path:
-        """A folder with its configuration; and weights, or vLLM's dummy ones are loaded."""
-        where = self.directory / f"llama-{shape['hidden_size']}-{has_weights}"
-        if where.exists():
-            return where
-        where.mkdir()
-        config = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "torch_dtype": "float32" if has_weights else "bfloat16",
-            **shape,
-        }
-        (where / "config.json").write_text(json.dumps(config))
-        if has_weights:
-            subprocess.run(
-                [self.python, "-c", MODELS, str(where), json.dumps(shape)],
-                env=self.environment,
-                check=True,
-                timeout=120,
-            )
-        return where
-
-    @contextlib.contextmanager
-    def daemon(self, shape: dict[str, int], width: int, pages: int) -> Iterator[str]:
-        """The client socket of one whose pages are blocks of that shape, of elements so wide."""
-        page_bytes = 2 * self.block * shape["num_key_value_heads"] * shape["head_dim"] * width
-        settings = {
-            "pool.family": "raw",
-            "pool.layers": str(shape["num_hidden_layers"]),
-            "pool.page_size": str(self.block),
-            "pool.page_bytes": str(page_bytes),
-            "pool.pages": str(pages),
-        }
-        place = Path(tempfile.mkdtemp(prefix="d-", dir=self.directory))
-        with one_daemon(place, settings) as daemon:
-            yield daemon.client
-
-    @contextlib.contextmanager
-    def engine(
-        self, name: str, model: Path, endpoint: str | None, **engine: object
-    ) -> Iterator[VllmEngine]:
-        """One that serves; without an ``endpoint``, vLLM alone."""
-        options = {"kvd.endpoint": endpoint, "kvd.namespace": "gpu", "kvd.weights": model.name}
-        if self.setting.is_rehearsal:
-            options["kvd.probe_wait_s"] = 0.25
-        how: dict[str, object] = {"block_size": self.block, "max_num_seqs": 64, "seed": 0, **engine}
-        made = VllmEngine(
-            self.python,
-            model,
-            self.directory / f"{name}.log",
-            options=None if endpoint is None else options,
-            engine=how,
-            environment=self.environment,
-        )
-        try:
-            made.ready()
-            yield made
-        finally:
-            made.close()
-
-    def on_device(self, kv_cache_gib: int, share: float, backend: str) -> dict[str, object]:
-        """Arguments of LLM that a CPU has no use for; so much of the device must be free."""
-        memory = {"kv_cache_memory_bytes": kv_cache_gib * GIB, "gpu_memory_utilization": share}
-        return self.setting.of({**memory, "attention_config": {"backend": backend}}, {})
-
-    @property
-    def small(self) -> dict[str, object]:
-        """Of the small model, in float32: FlashAttention knows 16 bits only."""
-        lengths = {"max_model_len": 4096, "max_num_batched_tokens": 2048}
-        return {**lengths, **self.on_device(1, 0.4, "TRITON_ATTN")}
 
 
 def prompt(length: int, seed: int, vocabulary: int) -> list[int]:
@@ -286,6 +134,72 @@ def two(bench: Bench) -> BenchmarkResult:
     return _tokens(
         "two engines", rows, hits=("the second finds",), prompts=prompts, block=bench.block
     )
+
+
+def handoff(bench: Bench) -> BenchmarkResult:
+    """One engine prefills, another decodes, each with a daemon of its own."""
+    model, prompts = bench.model(SMALL, has_weights=True), _prompts(bench)
+    with bench.engine("alone", model, None, **bench.small) as alone:
+        wanted = alone.ask_all(prompts, 16)
+    pool = bench.pool(SMALL, 4, 2000)
+    with (
+        two_daemons(bench.place(), pool) as pair,
+        bench.engine("prefills", model, pair.prefill.client, **bench.small) as prefills,
+        bench.engine("decodes", model, pair.decode.client, **bench.small) as decodes,
+    ):
+        found = []
+        for ids in prompts:
+            told = prefills.ask(ids, 1, TO_DECODE)["params"]
+            found.append(decodes.ask(ids, 16, told))
+        moved = pair.decode.snapshot().totals.received_bytes
+    # The last token's page is sent too: vLLM computes that token again.
+    pages = sum(-(-len(ids) // bench.block) for ids in prompts)
+    due = pages * int(pool["pool.page_bytes"]) * int(pool["pool.layers"])
+    row = _tokens_row("the second decodes", found, wanted)
+    wrong = [f"{moved:,} bytes came from the other daemon, not {due:,}"] if moved != due else []
+    result = _tokens("a handoff", [row], hits=(), prompts=prompts, block=bench.block)
+    return msgspec.structs.replace(result, wrong=(*result.wrong, *wrong))
+
+
+def windows(bench: Bench) -> BenchmarkResult:
+    """A model whose layers are in several groups, each with blocks of its own."""
+    model, prompts = bench.windows(), _prompts(bench)
+    with bench.engine("windows-alone", model, None, **bench.small) as alone:
+        wanted = alone.ask_all(prompts, 16)
+    rows = []
+    with (
+        bench.daemon(WINDOWS, 4, 2000) as endpoint,
+        bench.engine("windows", model, endpoint, **bench.small) as engine,
+    ):
+        for phase, reset in (("computed", False), ("kvd's cache", True)):
+            found = engine.ask_all(prompts, 16, reset=reset)
+            rows.append(_tokens_row(phase, found, wanted))
+            time.sleep(SETTLE_S)
+    return _tokens("windows", rows, hits=("kvd's cache",), prompts=prompts, block=bench.block)
+
+
+def ranks(bench: Bench) -> BenchmarkResult:
+    """One engine of two ranks, each on a device of its own with its share of the heads."""
+    runtime = load()
+    n_devices = runtime.device_count() if isinstance(runtime, Runtime) else 0
+    if n_devices < TWO and not bench.setting.is_rehearsal:
+        raise PartSkipped(f"{n_devices} devices: two ranks need two")
+    model, prompts = bench.model(SMALL, has_weights=True), _prompts(bench)
+    parallel = {**bench.small, "tensor_parallel_size": TWO}
+    with bench.engine("ranks-alone", model, None, **parallel) as alone:
+        wanted = alone.ask_all(prompts, 16)
+    rows = []
+    shard = SMALL | {"num_key_value_heads": SMALL["num_key_value_heads"] // TWO}
+    pool = bench.pool(shard, 4, 2000) | {"pool.tp_size": str(TWO)}
+    with (
+        one_daemon(bench.place(), pool) as daemon,
+        bench.engine("ranks", model, daemon.client, **parallel) as engine,
+    ):
+        for phase, reset in (("computed", False), ("kvd's cache", True)):
+            found = engine.ask_all(prompts, 16, reset=reset)
+            rows.append(_tokens_row(phase, found, wanted))
+            time.sleep(SETTLE_S)
+    return _tokens("two ranks", rows, hits=("kvd's cache",), prompts=prompts, block=bench.block)
 
 
 def _prompts(bench: Bench) -> list[list[int]]:
@@ -438,7 +352,15 @@ def beside(bench: Bench) -> BenchmarkResult:
     )
 
 
-PARTS: Final = {"tier": tier, "two": two, "ttft": ttft, "beside": beside}
+PARTS: Final = {
+    "tier": tier,
+    "two": two,
+    "handoff": handoff,
+    "windows": windows,
+    "ranks": ranks,
+    "ttft": ttft,
+    "beside": beside,
+}
 
 
 def outcome_of(measure: Callable[[Bench], BenchmarkResult], bench: Bench) -> PartOutcome:
@@ -446,6 +368,8 @@ def outcome_of(measure: Callable[[Bench], BenchmarkResult], bench: Bench) -> Par
     began_s = time.monotonic()
     try:
         found = measure(bench)
+    except PartSkipped as why_not:
+        return PartOutcome(skipped=str(why_not), seconds=time.monotonic() - began_s)
     except FAILURES as error:
         why = f"{type(error).__name__}: {error}"
         return PartOutcome(failed=why, seconds=time.monotonic() - began_s)

@@ -10,7 +10,7 @@ from kvd.core.cache.namespaces import epoch_in, quoted
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.peers.peer import LEAVING, lost_because
 from kvd.errors import Code, Refusal
-from kvd.types import Tokens, count, short
+from kvd.types import MAX_ROOM, Tokens, count, short
 from kvd.wire.peer import ReceiveOutcome, Settled
 
 if TYPE_CHECKING:
@@ -43,6 +43,28 @@ def bounded(message: Settled, mine: Settings) -> Settled:
         numbers={"bytes": n_bytes, "limit": limit},
     )
     return msgspec.structs.replace(message, outcome=ReceiveOutcome.FAILED, reason=refusal, aux=b"")
+
+
+def bad_room(room: int, side: str) -> Refusal | None:
+    """Why that number is no room."""
+    if 1 <= room <= MAX_ROOM:
+        return None
+    return Refusal(
+        Code.BAD_ROOM,
+        f"room {room} is not in 1..{MAX_ROOM} (0 means no room to every router)",
+        side=side,
+        numbers={"room": str(room)},
+    )
+
+
+def unknown_handoff(kind: str, part_id: int, side: str) -> Refusal:
+    """What is said of a ``kind`` (receive, send) that this session has not."""
+    return Refusal(
+        Code.UNKNOWN_HANDOFF,
+        f"this session has no open {kind} {part_id}: it ended, or never was its own",
+        side=side,
+        numbers={kind: part_id},
+    )
 
 
 def long_aux(part: SendPart, n_bytes: int, peer: Peer | None, mine: Settings) -> Refusal | None:

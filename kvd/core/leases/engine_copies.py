@@ -134,7 +134,15 @@ class EngineCopies:
         )
         return lease if lease.written_tokens > before else None
 
-    def states_stand_for(self, lease: LeaseRecord, n_tokens: int) -> bool:
+    def is_whole(self, lease: LeaseRecord) -> bool:
+        """Whether a state of it is of the tokens that are committed.
+
+        It stands for all that was computed: so no more may be known, and none be unwritten.
+        """
+        n_tokens = count(lease.tokens)
+        return lease.written_tokens == n_tokens and self._states_stand_for(lease, n_tokens)
+
+    def _states_stand_for(self, lease: LeaseRecord, n_tokens: int) -> bool:
         """Whether its states were saved behind so many tokens, by each rank that writes them.
 
         Where an engine writes pages itself, it has said so with its commit.
