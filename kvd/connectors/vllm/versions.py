@@ -30,7 +30,7 @@ __all__ = ["CacheHitSource", "KVConnectorTransferResults"]
 """Of vLLM, or in their place."""
 
 TESTED: Final = ((0, 32),)
-"""Series that were run, major and minor, the oldest first."""
+"""Series that were run, major and minor, the oldest first: see ``tests/engines/versions.json``."""
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1

@@ -16,6 +16,7 @@ from kvd.connectors.vllm.orders import StepOrders
 from tests.connectors.vllm.played_vllm import connector_module
 from tests.connectors.vllm.test_connector import engine as any_engine
 from tests.connectors.vllm.test_connector import started as started_one
+from tests.engines.versions import PAGE, VERSIONS, passed, table
 
 TRIED = {"kvd.any_version": True}
 """Not each of the versions that are played here was run."""
@@ -174,3 +175,14 @@ def test_a_version_between_two_that_were_run_was_not(monkeypatch):
     monkeypatch.setattr(versions, "TESTED", ((0, 27), (0, 32)))
     assert versions.untested("0.29.0") == "vLLM 0.29.0: kvd's connector was tested with 0.27, 0.32"
     assert versions.untested("0.27.1") == ""
+
+
+def test_the_versions_that_are_taken_are_those_that_passed():
+    """What a run of the engines has written down decides: ``tests.engines.versions --record``."""
+    assert tuple(passed()) == versions.TESTED
+    newest = tuple(map(int, VERSIONS[0].split(".")[:2]))
+    assert newest == versions.TESTED[-1]
+
+
+def test_the_page_has_the_table_of_what_was_run():
+    assert table() in PAGE.read_text()
