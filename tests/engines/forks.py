@@ -19,13 +19,13 @@ IDS = np.random.default_rng(7).integers(1, 4000, 300).tolist()
 class Forks:
     """Engines that are forked from one process."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, python=PYTHON):
         self._directory = directory
         # A connector of these tests is found there.
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
         with (directory / "forks.log").open("w") as log:
             self._process = subprocess.Popen(
-                [PYTHON, str(HERE / "vllm_forks.py")],
+                [python, str(HERE / "vllm_forks.py")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -34,10 +34,10 @@ class Forks:
             )
         self.started = 0
 
-    def run(self, model, daemon=None, asks=({},), options=None, beside=None, **engine):
+    def run(self, model, daemon=None, asks=({},), options=None, beside=None, breaks="", **engine):
         """What one engine answers, and its log."""
         asks = [{"ids": IDS, **ask} for ask in asks]
-        log = self._tell(model, daemon, options, beside, engine, asks=asks)
+        log = self._tell(model, daemon, options, beside, engine, asks=asks, breaks=breaks)
         return json.loads(self._process.stdout.readline()), log.read_text()
 
     def beside(self, model, daemon=None, options=None, **engine):

@@ -7,7 +7,8 @@ and variables for this engine alone. An ask has ``ids``, and may have ``lora``, 
 (``sampling``), prompts that are asked beside it (``more``), the priority of each (``priority``),
 after how many steps it is taken back (``abort``), and ``bytes``: then its answer has a digest of
 each block that vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or
-``{"error": ...}`` if the engine does not start.
+``{"error": ...}`` if the engine does not start. ``breaks``: every load fails, in the ``worker``
+that should copy it, or before that in the ``scheduler``.
 
 With ``"pipes": [ASKS, ANSWERS]`` in the place of asks the engine goes on beside others, and has a
 line for each ask in the first, and one for the answers of each in the second.
@@ -33,6 +34,30 @@ os.environ.update(
 )
 
 
+BROKEN = "this load is broken"
+
+
+def break_loads(where):
+    """No load comes to anything; blocks stay as they are."""
+    from kvd.connectors.vllm.requests import Requests  # noqa: PLC0415
+    from kvd.connectors.vllm.worker import RankCopy  # noqa: PLC0415
+    from kvd.errors import Code, KvdError, Refusal  # noqa: PLC0415
+
+    def begin(copy, joined, mark, begin=RankCopy.begin):
+        if copy.is_load:
+            raise KvdError(Refusal(Code.NO_ROOM, BROKEN))
+        begin(copy, joined, mark)
+
+    def load(requests, tracked):
+        sys.stderr.write(f"{BROKEN}\n")
+        requests.alone(tracked, BROKEN)
+
+    if where == "worker":
+        RankCopy.begin = begin
+    else:
+        Requests.load = load
+
+
 PREEMPTED: list[str] = []
 
 
@@ -47,6 +72,8 @@ def started(asked):
         "max_model_len": 2048,
         "kv_cache_memory_bytes": 64 << 20,
     }
+    if asked.get("breaks"):
+        break_loads(asked["breaks"])
     note_preemptions()
     return LLM(
         enforce_eager=True,

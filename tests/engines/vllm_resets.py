@@ -61,7 +61,11 @@ class Engine:
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 # The weights that change here are in no file.
-                "kv_connector_extra_config": {"kvd.endpoint": endpoint, "kvd.weights": "drawn"},
+                "kv_connector_extra_config": {
+                    "kvd.endpoint": endpoint,
+                    "kvd.weights": "drawn",
+                    "kvd.any_version": True,
+                },
             },
         )
         self.core = self.llm.llm_engine.engine_core.engine_core

@@ -19,7 +19,8 @@ Read in this order:
 - ``beside``, ``log``: work in threads, and lines in the engine's log;
 - ``layout``: which bytes of vLLM's cache are which page of the pool;
 - ``worker``: the half that has them copied;
-- ``connector``: the two behind vLLM's interface. This module and ``stats`` import vLLM.
+- ``versions``: what the versions of vLLM have, and which were run;
+- ``connector``: the two behind vLLM's interface. This module, ``stats`` and ``versions`` import it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two halves behind vLLM's interface. Only this module and ``stats`` import vLLM."""
+"""The two halves behind vLLM's interface. With ``stats`` and ``versions`` it imports vLLM."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvd.client import KvdError, connect_sync
@@ -47,18 +45,25 @@ from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.stats import KvdPromMetrics, KvdStats
 from kvd.connectors.vllm.under_way import SchedulerBlocks
+from kvd.connectors.vllm.versions import (
+    HEARS_OF_REQUESTS,
+    LAYOUTS,
+    CacheHitSource,
+    FailedBlocks,
+    KVConnectorTransferResults,
+    layout_name,
+    manager_of,
+    not_served,
+    untested,
+)
 from kvd.connectors.vllm.weights import Adapters, process_began_ns
 from kvd.connectors.vllm.worker import WorkerHalf
-
-try:
-    from vllm.v1 import kv_cache_layout
-except ImportError:  # of another version, whose layouts have other names
-    kv_cache_layout = None
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -79,19 +84,17 @@ WISHED: Final = "BLHNC"
 MOST_ENGINE_CHARS: Final = 59
 """Of an engine's id, in the name of its session."""
 
-TESTED: Final = ((0, 32), (0, 32))
-"""First and last version that was run, major and minor."""
-
 
 class Unfit(RuntimeError):
     """This engine cannot be served, and why; it does not start."""
 
 
 class KvdMetadata(KVConnectorMetadata):
-    """The orders of a step."""
+    """The orders of a step; ``unfilled``: by request, blocks that nobody fills: ``versions``."""
 
-    def __init__(self, orders: StepOrders) -> None:
+    def __init__(self, orders: StepOrders, unfilled: dict[str, tuple[int, ...]]) -> None:
         self.orders = orders
+        self.unfilled = unfilled
 
 
 class KvdWorkerMetadata(KVConnectorWorkerMetadata):
@@ -144,6 +147,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._namespace = self._untold = ""
         """What the engine's KV is of; and the same, until the metrics have heard of it."""
         self._blocks = SchedulerBlocks(self._groups)
+        self._failed = None if HEARS_OF_REQUESTS else FailedBlocks(block_size)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         parallel = vllm_config.parallel_config
@@ -199,6 +203,10 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Who knows which blocks a request has, and counts who needs them."""
         self._blocks.bind(kv_cache_manager)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Before 0.30 vLLM says no more than this."""
+        self._blocks.bind(manager_of(gpu_block_pool))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -281,6 +289,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """See ``SchedulerHalf.matched``."""
         self._blocks.settled(request.request_id)
+        if self._failed is not None:
+            self._failed.looked_up(request.request_id, num_computed_tokens)
         return self._half.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
@@ -289,6 +299,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """See ``SchedulerHalf.given_blocks``."""
         if num_external_tokens:
             self._blocks.fills(request)
+            if self._failed is not None:
+                self._failed.waits(request.request_id, num_external_tokens)
         else:
             self._blocks.settled(request.request_id)
         self._half.given_blocks(request, num_external_tokens)
@@ -308,11 +320,11 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """The orders of this step."""
         self._tell_of_adapters()
         # How far each request was before is read of the request itself, where that is needed.
-        return KvdMetadata(
-            self._half.step(
-                scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
-            )
+        orders = self._half.step(
+            scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
         )
+        failed = self._failed
+        return KvdMetadata(orders, failed.of(orders.failed, self._blocks.of) if failed else {})
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers have done."""
@@ -324,19 +336,25 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         stale = self._half.reported(
             told.report if isinstance(told, KvdWorkerMetadata) else None,
             loaded=connector_output.finished_recving or (),
-            failed=connector_output.failed_recving or (),
+            failed=connector_output.failed_recving
+            if self._failed is None
+            else self._failed.named(connector_output.invalid_block_ids, self._blocks.of),
         )
         if stale:
             # vLLM reads whose blocks are filled behind this call, and whose are not before it.
             connector_output.finished_recving = (connector_output.finished_recving or set()) - stale
         for request_id in connector_output.finished_recving or ():
             self._blocks.filled(request_id)
+        if self._failed is not None:
+            self._failed.over(connector_output.finished_recving or ())
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, object] | None]:
         """VLLM needs its blocks no more. Who copies them holds them; see ``under_way``."""
         self._blocks.settled(request.request_id, is_over=True)
+        if self._failed is not None:
+            self._failed.over([request.request_id])
         # Of one that was aborted vLLM passes the answer on to nobody.
         is_sound = request.status is not RequestStatus.FINISHED_ERROR
         is_heard = is_sound and request.status is not RequestStatus.FINISHED_ABORTED
@@ -359,10 +377,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """
         transfer = vllm_config.kv_transfer_config
         handoffs = transfer is None or options_of(transfer.kv_connector_extra_config).handoffs
-        is_known = kv_cache_layout is not None and (
-            WISHED in kv_cache_layout.KVCacheLayout.__members__
-        )
-        return WISHED if is_known and handoffs and not current_platform.is_cpu() else None
+        is_wished = handoffs and WISHED in LAYOUTS and not current_platform.is_cpu()
+        return WISHED if is_wished else None
 
     def has_pending_push_work(self) -> bool:
         """Whether a step is needed though nothing is to be computed."""
@@ -400,7 +416,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             kv_caches,
             self._config.compilation_config.static_forward_context,
             version=vllm.__version__,
-            layout=cache.kv_cache_layout,
+            layout=layout_name(cache),
             cache_dtype=cache.cache_dtype,
         )
         try:
@@ -432,6 +448,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Have blocks filled from pages, beside the steps."""
         self._copier.load(self._orders)
+        if self._failed is not None:
+            self._failed.ordered(self._orders, self._get_connector_metadata().unfilled)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is loaded layer by layer."""
@@ -453,6 +471,17 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             finished_recving=loaded,
             failed_recving=failed,
         )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """The same, as vLLM asks before 0.30; and ``get_block_ids_with_load_errors`` behind it."""
+        found = self.get_transfer_results(finished_req_ids)
+        if self._failed is not None:
+            self._failed.heard(found)
+        return found.finished_sending, found.finished_recving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of loads that failed, where vLLM does not hear of their requests."""
+        return self._failed.take() if self._failed is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What has become of orders; and how blocks are packed, if that was not said before."""
@@ -540,14 +569,10 @@ def _checked_groups(
     config: VllmConfig, cache: KVCacheConfig, *, any_version: bool
 ) -> tuple[LayerGroup, ...]:
     """The groups of layers of an engine that can be served; any other one is refused."""
-    first, last = TESTED
-    tested = _dotted(first) if first == last else f"{_dotted(first)} to {_dotted(last)}"
-    numbers = vllm.__version__.split(".")[:2]
-    version = tuple(int("".join(filter(str.isdigit, number)) or 0) for number in numbers)
-    if not first <= version <= last:
-        told = f"vLLM {vllm.__version__}: kvd's connector was tested with {tested}"
-        if not any_version:
-            raise Unfit(f'{told}; set "kvd.any_version": true to try')
+    told = untested(vllm.__version__)
+    if told and not any_version:
+        raise Unfit(f'{told}; set "kvd.any_version": true to try')
+    if told:
         logger.warning("%s; it is tried, since kvd.any_version says so", told)
     parallel, scheduler = config.parallel_config, config.scheduler_config
     stages = parallel.pipeline_parallel_size
@@ -566,6 +591,8 @@ def _checked_groups(
             check_stages([end - first for first, end in cut])
     except KvdError as error:
         raise Unfit(str(error)) from None
+    if reason := not_served(config, len(groups)):
+        raise Unfit(reason)
     return groups
 
 
@@ -573,10 +600,6 @@ def _rank(tensor_ranks: int) -> int:
     """This worker's among all of its engine, as vLLM counts them: stage by stage."""
     stage: int = get_pp_group().rank_in_group
     return stage * tensor_ranks + int(get_tensor_model_parallel_rank())
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 def _snapshot(name: str, revision: str | None, directory: str | None) -> str | None:

@@ -1,6 +1,7 @@
 """As much of vLLM as the connector's own module imports, for tests that have no vLLM.
 
-``NEWEST`` are the names of the newest base class that is known, vLLM's 0.33, as its text has them.
+What a version has not is left out of it, as in its text: before 0.29 names of layouts, before 0.30
+results of transfers by request, before 0.32 sources of hits, before 0.33 a word of sleep.
 """
 
 from __future__ import annotations
@@ -9,33 +10,9 @@ import contextlib
 import dataclasses
 import enum
 import importlib
+import re
 import sys
 from types import ModuleType, SimpleNamespace
-
-NEWEST = {
-    "scheduler": [
-        *("bind_gpu_block_pool", "bind_kv_cache_manager", "build_connector_meta"),
-        *("get_external_cache_hit_sources", "get_finished_count", "get_loaded_kv_cache_group_ids"),
-        *("get_num_new_matched_tokens", "has_pending_block_frees", "has_pending_push_work"),
-        *("on_new_request", "register_finished_partial_tail", "request_finished", "reset_cache"),
-        *("set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware", "take_events"),
-        *("update_connector_output", "update_state_after_alloc"),
-    ],
-    "worker": [
-        *("bind_connector_metadata", "build_connector_worker_meta", "clear_connector_metadata"),
-        *("finish_forward", "get_block_ids_with_load_errors", "get_finished"),
-        *("get_handshake_metadata", "get_kv_connector_kv_cache_events", "get_transfer_results"),
-        *("handle_preemptions", "has_connector_metadata", "register_kv_caches"),
-        *("reset_capture_state", "restore_kv_caches", "save_kv_layer", "set_host_xfer_buffer_ops"),
-        *("start_load_kv", "unregister_kv_caches", "wait_for_layer_load", "wait_for_save"),
-    ],
-    "both": [
-        *("build_kv_connector_stats", "build_prom_metrics", "get_kv_connector_stats"),
-        *("get_mem_pool_context", "get_required_kvcache_layout", "requires_kv_delivery"),
-        *("requires_piecewise_for_cudagraph", "role", "shutdown", "supports_sleep_mode"),
-        "supports_divergent_local_hybrid_hits",
-    ],
-}
 
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
@@ -52,9 +29,16 @@ class Base:
     def _get_connector_metadata(self):
         return self._metadata
 
+
+class SleepingBase(Base):
+    """The same from 0.33 on."""
+
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config):
         return False
+
+    def unregister_kv_caches(self):
+        pass
 
 
 class SupportsHMA:
@@ -139,9 +123,11 @@ def modules(version="0.32.0", device="cpu", layouts=("LBHNC", "BLHNC"), rank=(0,
         },
         "vllm.distributed.utils": {"get_pp_indices": stage_of},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: device == "cpu")},
-        "vllm.v1": {
-            "kv_cache_layout": SimpleNamespace(KVCacheLayout=enum.Enum("KVCacheLayout", layouts))
-        },
+        "vllm.v1": {},
+        "vllm.v1.attention": {},
+        "vllm.v1.attention.backends": {},
+        "vllm.v1.attention.backends.utils": {"get_kv_cache_layout": lambda: "HND"},
+        "vllm.v1.kv_cache_layout": {"KVCacheLayout": enum.Enum("KVCacheLayout", layouts)},
         "vllm.v1.metrics": {},
         "vllm.v1.metrics.cache_hit_source": {
             "CacheHitSource": enum.Enum("CacheHitSource", ["HOST", "P2P", "DISK"])
@@ -150,6 +136,15 @@ def modules(version="0.32.0", device="cpu", layouts=("LBHNC", "BLHNC"), rank=(0,
             "RequestStatus": enum.Enum("RequestStatus", ["FINISHED_ABORTED", "FINISHED_ERROR"])
         },
     }
+    series = tuple(map(int, re.findall(r"(\d+)\.(\d+)", f"{version} 0.99")[0]))
+    if series >= (0, 33):
+        told[f"{V1}.base"]["KVConnectorBase_V1"] = SleepingBase
+    if series < (0, 32):
+        del told["vllm.v1.metrics.cache_hit_source"]
+    if series < (0, 30):
+        del told[f"{V1}.base"]["KVConnectorTransferResults"]
+    if series < (0, 29):
+        del told["vllm.v1.kv_cache_layout"]
     found = {}
     for name, contents in told.items():
         found[name] = ModuleType(name)
@@ -157,7 +152,7 @@ def modules(version="0.32.0", device="cpu", layouts=("LBHNC", "BLHNC"), rank=(0,
     return found
 
 
-OURS = ("kvd.connectors.vllm.connector", "kvd.connectors.vllm.stats")
+OURS = tuple(f"kvd.connectors.vllm.{name}" for name in ("connector", "stats", "versions"))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,229 @@
+"""The versions of vLLM: which were run, and what the older ones of these have not.
+
+All that is known of a version is here, or in the figures of a test that names it; the rest of the
+connector speaks to the newest. These things came by and by:
+
+- before 0.30 a load that fails is told by its blocks, not by its request, and the scheduler's half
+  is given the pool of blocks, not who manages it;
+- before 0.29 the layout of the KV cache has no name of its own kind;
+- before 0.32 vLLM does not ask where a hit came from;
+- before 0.33 it does not say when an engine that sleeps gives the memory of its blocks away.
+
+Read without vLLM, this module has stand-ins for its types.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from kvd.connectors.vllm.orders import StepOrders
+
+    Rows = Callable[[str], Sequence[Sequence[int]]]
+
+__all__ = ["CacheHitSource", "KVConnectorTransferResults"]
+"""Of vLLM, or in their place."""
+
+TESTED: Final = ((0, 32),)
+"""Series that were run, major and minor, the oldest first: see ``tests/engines/versions.json``."""
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+except ImportError:
+    SAYS_WHEN_IT_SLEEPS = False
+else:
+    SAYS_WHEN_IT_SLEEPS = "unregister_kv_caches" in vars(KVConnectorBase_V1)
+"""Whether a connector hears that memory of blocks is given away."""
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:
+    # Before 0.30. Of sets too, with the same names.
+    import dataclasses
+
+    @dataclasses.dataclass
+    class KVConnectorTransferResults:  # type: ignore[no-redef]
+        """What has become of transfers since the last time, by request."""
+
+        finished_sending: set[str]
+        finished_recving: set[str]
+        failed_recving: set[str]
+
+    HEARS_OF_REQUESTS = False
+else:
+    HEARS_OF_REQUESTS = True
+"""Whether a load that failed is told by its request; if not, by its blocks."""
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+
+    class CacheHitSource(enum.Enum):  # type: ignore[no-redef]
+        """Before 0.32 nobody asks."""
+
+        HOST = "host"
+        P2P = "p2p"
+
+
+try:
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+except ImportError:
+    LAYOUTS: frozenset[str] = frozenset()
+    """Names of layouts that can be asked for."""
+else:
+    LAYOUTS = frozenset(KVCacheLayout.__members__)
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    """As it is written."""
+    return ".".join(map(str, version))
+
+
+def tested() -> str:
+    """Those that were run, in words."""
+    return ", ".join(map(dotted, TESTED))
+
+
+def untested(version: str) -> str:
+    """What there is to say of a version that was not run; empty: it was."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and (int(found[1]), int(found[2])) in TESTED:
+        return ""
+    return f"vLLM {version}: kvd's connector was tested with {tested()}"
+
+
+def layout_name(cache_config: Any) -> str:
+    """Of the engine's KV cache, in the words of its version."""
+    try:
+        return str(cache_config.kv_cache_layout)
+    except AttributeError:
+        # Before 0.29 each backend has one of its own, NHD or HND.
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout  # noqa: PLC0415
+
+        return str(get_kv_cache_layout())
+
+
+@runtime_checkable
+class BindingScheduler(Protocol):
+    """vLLM's, where it is made."""
+
+    kv_cache_manager: Any
+
+
+def manager_of(block_pool: object) -> Any:
+    """The ``KVCacheManager`` of that pool: before 0.30 vLLM's scheduler gives the pool alone.
+
+    It does so where it is made, so it is among those who call.
+
+    Raises:
+        LookupError: nobody who calls has it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, BindingScheduler):
+            manager = caller.kv_cache_manager
+            if manager is not None and manager.block_pool is block_pool:
+                return manager
+        frame = frame.f_back
+    raise LookupError("vLLM's scheduler has no KV cache manager of the block pool that it binds")
+
+
+ONE_GROUP_ONLY: Final = (
+    "the layers of this model are in several groups, and before 0.30 vLLM ends where a load of "
+    "such a model fails: kvd's connector serves it there with --disable-hybrid-kv-cache-manager"
+)
+
+NO_SLEEP: Final = (
+    "--enable-sleep-mode: before 0.33 vLLM tells no connector when an engine that sleeps gives the "
+    "memory of its blocks away, and a copy may be under way: run it without kvd, or without sleep"
+)
+
+
+def not_served(config: Any, n_groups: int) -> str:
+    """What this version does not tell a connector that such an engine needs; empty: nothing.
+
+    Args:
+        config: of vLLM.
+        n_groups: in how many groups its layers are.
+    """
+    if n_groups > 1 and not HEARS_OF_REQUESTS:
+        return ONE_GROUP_ONLY
+    sleeps = config.model_config is not None and config.model_config.enable_sleep_mode
+    return NO_SLEEP if sleeps and not SAYS_WHEN_IT_SLEEPS else ""
+
+
+class FailedBlocks:
+    """Loads that fail, for a vLLM that hears of blocks: the same object in both halves.
+
+    It computes anew from the first block that it hears of. So that is the first one that was to be
+    loaded, and none that it has of its own cache, which other requests have too.
+
+    Args:
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._local: dict[str, int] = {}
+        """How many tokens of each that is looked up vLLM has itself."""
+        self._waiting: dict[str, slice] = {}
+        """In the scheduler's half, which blocks of each that waits for a load are to be filled."""
+        self._ordered: dict[str, Sequence[int]] = {}
+        """In the workers', the blocks of each load."""
+        self._failed: set[int] = set()
+
+    def looked_up(self, request_id: str, local_tokens: int) -> None:
+        """VLLM has so many of its tokens itself."""
+        self._local[request_id] = local_tokens
+
+    def waits(self, request_id: str, n_tokens: int) -> None:
+        """It waits until so many tokens behind those are loaded."""
+        first = self._local.get(request_id, 0)
+        self._waiting[request_id] = slice(first // self._size, -(-(first + n_tokens) // self._size))
+
+    def over(self, requests: Iterable[str]) -> None:
+        """These do not wait any more."""
+        for request_id in requests:
+            self._local.pop(request_id, None)
+            self._waiting.pop(request_id, None)
+
+    def of(self, failed: Iterable[str], rows: Rows) -> dict[str, tuple[int, ...]]:
+        """By request, the blocks that nobody fills.
+
+        Args:
+            failed: requests whose load is not even ordered.
+            rows: who has which blocks.
+        """
+        waiting = self._waiting
+        return {name: tuple(rows(name)[0][waiting[name]]) for name in failed if name in waiting}
+
+    def named(self, blocks: set[int], rows: Rows) -> set[str]:
+        """Requests that wait for any of these blocks."""
+        if not blocks:
+            return set()
+        found = self.of(list(self._waiting), rows)
+        return {name for name, mine in found.items() if not blocks.isdisjoint(mine)}
+
+    def ordered(self, orders: StepOrders, failed: Mapping[str, Sequence[int]]) -> None:
+        """The loads of this step, and those of it that fail as they come."""
+        self._ordered.update(failed)
+        for order in orders.loads:
+            self._ordered[order.request] = order.blocks[0]
+
+    def heard(self, results: KVConnectorTransferResults) -> None:
+        """What vLLM is about to hear of requests."""
+        for request_id in results.finished_recving:
+            blocks = self._ordered.pop(request_id, ())
+            if request_id in results.failed_recving:
+                self._failed.update(blocks)
+
+    def take(self) -> set[int]:
+        """Blocks of loads that failed, once each."""
+        failed, self._failed = self._failed, set()
+        return failed

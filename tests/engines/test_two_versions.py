@@ -1,0 +1,98 @@
+"""Engines of two versions of vLLM at one daemon, and at two nodes: none takes the other's KV.
+
+``KVD_VLLM_OTHER_PYTHON`` is the interpreter of the second one: ``make test-engines`` names the
+oldest version that is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+
+import pytest
+
+from tests.engines.engine import VllmEngine
+from tests.engines.environment import PYTHON, flaw
+from tests.engines.forks import IDS, Forks
+from tests.engines.test_layouts import PATIENT, WARM
+from tests.engines.test_vllm import POOL, TO_DECODE
+from tests.support.daemons import one_daemon, two_daemons
+
+OTHER = os.environ.get("KVD_VLLM_OTHER_PYTHON", "")
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (PYTHON and OTHER), reason="KVD_VLLM_OTHER_PYTHON names no second version of vLLM"
+    ),
+    pytest.mark.timeout(600),
+]
+
+CACHED = 288
+
+
+@pytest.fixture(scope="module")
+def both(models, tmp_path_factory):
+    """An engine of each version, as often as it is asked."""
+    assert not flaw(OTHER)
+    made = [Forks(tmp_path_factory.mktemp("forks"), python) for python in (PYTHON, OTHER)]
+    yield [
+        lambda *how, forks=forks, **engine: forks.run(models / "model", *how, **engine)
+        for forks in made
+    ]
+    for forks in made:
+        forks.close()
+
+
+@pytest.fixture(scope="module")
+def alone(both):
+    """What each says without kvd: they may differ in the last bits, and so in a token."""
+    return [run(None, [WARM, {}])[0][1]["tokens"] for run in both]
+
+
+def parts_of(log):
+    (line,) = [line for line in log.splitlines() if "kvd namespace " in line]
+    told = line.partition(" is of ")[2]
+    return dict(part.split("=", 1) for part in told.split(", ") if "=" in part)
+
+
+def test_neither_finds_what_the_other_has_cached(both, alone, tmp_path):
+    logs = []
+    with one_daemon(tmp_path, POOL) as daemon:
+        for cached in (0, CACHED):
+            for run, tokens in zip(both, alone, strict=True):
+                found, log = run(daemon, [WARM, {}], PATIENT)
+                assert (found[1]["cached"], found[1]["tokens"]) == (cached, tokens)
+                logs.append(log)
+    one, other = map(parts_of, logs[:2])
+    assert one["engine"] != other["engine"]
+    assert one["weights"] == other["weights"]
+
+
+def test_a_prompt_that_another_version_prefilled_is_computed(models, alone, tmp_path):
+    with two_daemons(tmp_path, POOL) as pair, contextlib.ExitStack() as stack:
+        engines = []
+        for python, daemon in ((PYTHON, pair.prefill), (OTHER, pair.decode)):
+            log = tmp_path / f"{len(engines)}.log"
+            options = {"kvd.endpoint": daemon.client, **PATIENT}
+            engines.append(VllmEngine(python, models / "model", log, options=options))
+            stack.callback(engines[-1].close)
+        for engine in engines:
+            engine.ready()
+        told = engines[0].ask(IDS, 1, TO_DECODE)["params"]
+        assert told["kvd"]["peer"] == "p"
+        found = engines[1].ask(IDS, 8, told)
+        moved = pair.decode.snapshot().totals.received_bytes
+    assert (found["tokens"], found["cached"], moved) == (alone[1], 0, 0)
+
+
+def test_a_pool_of_one_version_refuses_the_other(both, tmp_path):
+    one, other = both
+    with one_daemon(tmp_path, POOL) as daemon:
+        _, log = one(daemon, [{"ids": IDS[:40]}], PATIENT)
+    tag = " ".join(re.search(r"blocks packed as '([^']*)'", log)[1].split()[:2])
+    (tmp_path / "tagged").mkdir()
+    with one_daemon(tmp_path / "tagged", POOL | {"pool.tag": tag}) as daemon:
+        one(daemon, [WARM], PATIENT)
+        refused, _ = other(daemon, [WARM], PATIENT)
+    assert f"it is '{tag}'" in refused["error"]
