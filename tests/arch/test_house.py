@@ -37,7 +37,6 @@ RANKS = {room: rank for rank, row in enumerate(ROOMS) for room in row}
 SMALL_LINES = 80
 SMALL_FILES: dict[str, str] = {
     "kvd/recorder/shadow_node.py": "it loads the core, its importer only when it has to",
-    "tui/model/clients.py": "it is pure, as the rest of the model, and tested without a screen",
 }
 """Files under ``SMALL_LINES`` that one other file imports, and why they are files all the same."""
 

@@ -71,7 +71,7 @@ class Rank:
             key=self.daemon.key(),
             first_page=0,
             pages=pages,
-            blocks=blocks,
+            blocks=(blocks,),
             upto_tokens=16 * len(pages),
         )
 
