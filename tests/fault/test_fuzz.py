@@ -53,7 +53,7 @@ def test_hostile_inputs_meet_copies_that_end_well_and_badly(family):
     """Of one seed: a siege that carries out no copy never learns whether a fetch is answered."""
     siege = CoreSiege(1, POOLS[family])
 
-    siege.storm(20_000)
+    siege.storm(40_000)
 
     assert siege.fed["Copied"] > siege.fed["CopyFailed"] > 0
     assert siege.fed["TransferGone"] > 0
