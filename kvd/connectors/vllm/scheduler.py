@@ -679,13 +679,22 @@ class SchedulerHalf:
             if tracked is None:
                 return False, None
             self._requests.due.never(tracked)
-            if not is_sound:
-                self._copies.spoil(tracked)
-            told = self._kept("a request is over", None, self._finished, tracked, is_heard=is_heard)
+            told = self._kept(
+                "a request is over",
+                None,
+                self._finished,
+                tracked,
+                is_heard=is_heard,
+                is_sound=is_sound,
+            )
             return self._copies.keep(tracked, is_needed=tracked.id in self._requests.held), told
 
-    def _finished(self, tracked: Tracked, *, is_heard: bool) -> dict[str, object] | None:
+    def _finished(
+        self, tracked: Tracked, *, is_heard: bool, is_sound: bool
+    ) -> dict[str, object] | None:
         link = tracked.link
+        if not is_sound:
+            self._copies.spoil(tracked)
         if link is None or tracked.stage is not RequestStage.COMPUTING:
             self._requests.give_up(tracked)
             return None

@@ -174,6 +174,21 @@ def test_of_a_request_that_ends_in_an_error_no_more_is_cached(node, engine):
     assert not any(node.cached)
 
 
+def test_a_mistake_at_an_end_in_an_error_is_kept_in(engine, monkeypatch):
+    def mistaken(_):
+        raise ValueError("no such copy")
+
+    request = engine.add(Request(1, PROMPT))
+    engine.step()
+    engine.running.remove(request)
+    engine.gone.add("r1")
+    monkeypatch.setattr(engine.half._copies, "spoil", mistaken)
+
+    assert engine.half.finished(request, is_heard=False, is_sound=False)[1] is None
+
+    assert engine.half.counts.failures == 1
+
+
 def test_a_look_up_that_waits_is_asked_again(node, engine):
     engine.half._claims.most_ahead = 0
     node.share(PROMPT)
