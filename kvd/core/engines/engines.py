@@ -16,6 +16,7 @@ from kvd.core.cache.namespaces import base_of, keys_meant
 from kvd.core.engines.lease_verbs import LeaseVerbs
 from kvd.core.engines.receive_verbs import ReceiveVerbs
 from kvd.core.engines.send_verbs import SendVerbs
+from kvd.core.engines.verbs import Verbs
 from kvd.core.inspect.snapshot import snapshot
 from kvd.core.inspect.why import locked_words
 from kvd.core.leases.epochs import EpochAnswer, begin_epoch
@@ -53,21 +54,14 @@ MAX_KEPT: Final = 16
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Engines:
+class Engines(Verbs):
     """The verbs of the client API."""
 
     def __init__(self, node: NodeParts) -> None:
+        super().__init__(node)
         self._node = node
-        self._leases = node.leases
-        self._owners = node.owners
         self._admission = node.admission
-        self._sessions = node.sessions
-        self._decoder = node.decoder
         self._pulls = node.pulls
-        self._prefiller = node.prefiller
-        self._sends = node.sends
-        self._out = node.out
-        self._name = node.settings.name
         self._mode = node.settings.cache_mode
         self._is_radix = self._mode is CacheMode.RADIX
         self._epochs = node.epochs
@@ -313,6 +307,3 @@ class Engines:
     def _snapshot(self, session: int, message: client.GetSnapshot, _: Tokens) -> Refusal | None:
         self._out.answer(session, client.Snapshotted(message.call, snapshot(self._node)))
         return None
-
-    def _wrong(self, what: str) -> Refusal:
-        return Refusal(Code.BAD_REQUEST, what, side=self._name)

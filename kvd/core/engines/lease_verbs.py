@@ -9,6 +9,7 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import ENGINE, Claim, Shortage
 from kvd.core.cache.lease_record import LeaseRecord
+from kvd.core.engines.verbs import Verbs
 from kvd.core.handoff.posts import no_event
 from kvd.core.leases.admission import MemoryAsker, Waiter
 from kvd.core.leases.arenas import REASON, no_run, unfit_pool
@@ -46,21 +47,14 @@ class LeaseAsker(MemoryAsker):
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class LeaseVerbs:
+class LeaseVerbs(Verbs):
     """What an engine asks of its leases and arenas."""
 
     def __init__(self, node: NodeParts) -> None:
-        self._leases = node.leases
-        self._owners = node.owners
+        super().__init__(node)
         self._admission = node.admission
-        self._sessions = node.sessions
         self._copies = node.engine_copies
-        self._decoder = node.decoder
         self._receives = node.receives
-        self._sends = node.sends
-        self._drainer = node.drainer
-        self._out = node.out
-        self._name = node.settings.name
         self._max_deadline_s = node.settings.max_deadline_s
 
     def open_lease(self, session: int, message: client.OpenLease, tokens: Tokens) -> Refusal | None:
@@ -287,9 +281,6 @@ class LeaseVerbs:
             side=self._name,
             numbers={"needed_pages": needed, "headroom_pages": obtainable},
         )
-
-    def _wrong(self, what: str) -> Refusal:
-        return Refusal(Code.BAD_REQUEST, what, side=self._name)
 
 
 def _plain_claim(session: int, message: client.OpenLease, tokens: Tokens) -> Claim:

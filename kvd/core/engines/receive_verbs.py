@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core.engines.verbs import Verbs
 from kvd.core.handoff.pull import NO_ROOM
 from kvd.core.handoff.refusals import asked_again, bad_room, unknown_handoff
 from kvd.core.handoff.retries import ReceiveRetries, received_request
@@ -22,21 +23,15 @@ if TYPE_CHECKING:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class ReceiveVerbs:
+class ReceiveVerbs(Verbs):
     """What a decode engine asks of prompts that others have computed."""
 
     def __init__(self, node: NodeParts) -> None:
-        self._leases = node.leases
-        self._owners = node.owners
-        self._decoder = node.decoder
+        super().__init__(node)
         self._receives = node.receives
         self._pulls = node.pulls
-        self._sends = node.sends
         self._peers = node.peers
         self._retries = ReceiveRetries(node.settings, node.decoder)
-        self._drainer = node.drainer
-        self._out = node.out
-        self._name = node.settings.name
         self._spec = node.settings.spec
 
     def receive(
@@ -160,6 +155,3 @@ class ReceiveVerbs:
             attempt, Refusal(Code.CANCELLED, "the decode engine cancelled it", side=self._name)
         )
         return None
-
-    def _wrong(self, what: str) -> Refusal:
-        return Refusal(Code.BAD_REQUEST, what, side=self._name)

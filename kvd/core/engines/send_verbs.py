@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import ENGINE
+from kvd.core.engines.verbs import Verbs
 from kvd.core.handoff.offer import prompt_digest
 from kvd.core.handoff.parts import SendingEngine, SendPart
 from kvd.core.handoff.refusals import bad_room, other_tokens, rank_gone, unknown_handoff
@@ -24,23 +25,16 @@ if TYPE_CHECKING:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class SendVerbs:
+class SendVerbs(Verbs):
     """What a prefill engine asks of prompts that it computes for others."""
 
     def __init__(self, node: NodeParts) -> None:
-        self._leases = node.leases
-        self._owners = node.owners
-        self._sessions = node.sessions
+        super().__init__(node)
         self._copies = node.engine_copies
-        self._prefiller = node.prefiller
-        self._sends = node.sends
         self._kept_rooms = node.kept_rooms
         self._retries = SendRetries(
             node.settings, node.leases, node.prefiller, node.kept_rooms, node.out
         )
-        self._drainer = node.drainer
-        self._out = node.out
-        self._name = node.settings.name
 
     def send(self, session: int, message: client.SendRequest, tokens: Tokens) -> Refusal | None:
         """A prompt that is still being computed is sent as it is written."""
@@ -249,9 +243,6 @@ class SendVerbs:
         if failed is not None and failed.session == session:
             return failed.refusal
         return unknown_handoff("send", send, self._name)
-
-    def _wrong(self, what: str) -> Refusal:
-        return Refusal(Code.BAD_REQUEST, what, side=self._name)
 
 
 def _lease_of(part: SendPart) -> LeaseRecord | None:
