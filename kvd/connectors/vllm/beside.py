@@ -1,7 +1,7 @@
 """Beside a step: work that may take long, and looks while there is no step.
 
 Each has a thread of its own. The outcome of work is taken later; who looks is kept apart from the
-steps by ``KeptIn``.
+steps by a lock of theirs.
 """
 
 from __future__ import annotations
@@ -111,31 +111,3 @@ class RegularLook:
     def close(self) -> None:
         """No more of them, but for one that has begun; repeatable."""
         self._is_over.set()
-
-
-class KeptIn:
-    """One thread at a time, whose mistakes are kept in.
-
-    A class, since ``contextlib`` makes a generator of it, in every hook.
-    """
-
-    __slots__ = ("_lock", "_mistaken", "_where")
-
-    def __init__(
-        self, where: str, lock: threading.RLock, mistaken: Callable[[str, Exception], None]
-    ) -> None:
-        self._where = where
-        self._lock = lock
-        self._mistaken = mistaken
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
-        try:
-            if error is None or not isinstance(error, Exception):
-                return False
-            self._mistaken(self._where, error)
-            return True
-        finally:
-            self._lock.release()

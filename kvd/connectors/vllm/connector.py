@@ -215,11 +215,13 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Look it up, so that the answer is here when it is scheduled."""
-        with self._half.kept_in("a request comes"):
-            extra = _extra_keys(request, self._half.block_size) if self._namespace else None
-            adapter = request.lora_request
-            lora = None if adapter is None else self._adapters.ask(adapter)
-            self._half.arrived(request, lora=lora, extra=extra)
+        self._half.kept_in("a request comes", None, self._arrived, request)
+
+    def _arrived(self, request: Request) -> None:
+        extra = _extra_keys(request, self._half.block_size) if self._namespace else None
+        adapter = request.lora_request
+        lora = None if adapter is None else self._adapters.ask(adapter)
+        self._half.arrived(request, lora=lora, extra=extra)
 
     def _tell_of_adapters(self) -> None:
         """Those whose requests are neither cached nor looked up, and why."""
@@ -509,9 +511,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """What has come of it since the last time."""
         if self._worker is not None:
             return KvdStats.of_copies(self._worker.counts)
-        untold, found = self._untold, None
-        with self._half.kept_in("its counts"):
-            found = KvdStats.of_requests(self._half.counts)
+        untold, half = self._untold, self._half
+        found = half.kept_in("its counts", None, KvdStats.of_requests, half.counts)
         if not untold:
             return found
         self._untold = ""

@@ -26,7 +26,7 @@ import time
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from kvd.client import KvdError
-from kvd.connectors.vllm.beside import KeptIn, RegularLook, in_thread
+from kvd.connectors.vllm.beside import RegularLook, in_thread
 from kvd.connectors.vllm.claims import Claims
 from kvd.connectors.vllm.endings import Endings
 from kvd.connectors.vllm.held import HeldRequests
@@ -223,18 +223,19 @@ class SchedulerHalf:
         self._watch = RegularLook(self._look_beside, WATCH_EVERY_S)
 
     def _look_beside(self) -> None:
-        with self.kept_in("a look beside the steps"):
-            if self._now_s() - self._looked_s >= WATCH_EVERY_S:
-                self._look()
+        self.kept_in("a look beside the steps", None, self._look_if_due)
 
-    def kept_in(self, where: str) -> KeptIn:
-        """A mistake here is told, and nothing is done with the session any more; vLLM goes on."""
-        return KeptIn(where, self._lock, self._mistaken)
+    def _look_if_due(self) -> None:
+        if self._now_s() - self._looked_s >= WATCH_EVERY_S:
+            self._look()
 
-    def _kept(
+    def kept_in(
         self, where: str, otherwise: T, hook: Callable[P, T], *args: P.args, **more: P.kwargs
     ) -> T:
-        """What ``hook`` returns; ``otherwise`` after a mistake in it, as with ``kept_in``."""
+        """What ``hook`` returns, one thread at a time; ``otherwise`` after a mistake in it.
+
+        That is told, and nothing is done with the session any more; vLLM goes on.
+        """
         with self._lock:
             try:
                 return hook(*args, **more)
@@ -253,9 +254,8 @@ class SchedulerHalf:
         self.counts.failures += 1
         self._log.bug(where, error)
         if where != AFTER_A_MISTAKE:
-            with self.kept_in(AFTER_A_MISTAKE):
-                what = f"a bug of the connector's ({type(error).__name__})"
-                self._give_up(what, retry_s=RETRY_S)
+            what = f"a bug of the connector's ({type(error).__name__})"
+            self.kept_in(AFTER_A_MISTAKE, None, self._give_up, what, retry_s=RETRY_S)
 
     def close(self) -> None:
         """Leave; whatever is held goes back."""
@@ -282,24 +282,27 @@ class SchedulerHalf:
         Returns:
             Whether it is remembered: it is, but for a mistake.
         """
-        with self.kept_in("a reset of the cache"):
-            self._resets.add(self._base)
-            for tracked in self._requests.all_of_them():
-                self._not_of_before(tracked)
-            # vLLM may preempt all that run before it resets its own cache.
-            self._copies.preempted(self._requests.here.values())
-            self._ending.share_nothing()
-            self._await_reset()
-            return True
-        return False
+        return self.kept_in("a reset of the cache", False, self._flush)  # noqa: FBT003
+
+    def _flush(self) -> bool:
+        self._resets.add(self._base)
+        for tracked in self._requests.all_of_them():
+            self._not_of_before(tracked)
+        # vLLM may preempt all that run before it resets its own cache.
+        self._copies.preempted(self._requests.here.values())
+        self._ending.share_nothing()
+        self._await_reset()
+        return True
 
     def fill_no_more(self, requests: Collection[str]) -> None:
         """VLLM has reset its own cache: these compute what they are about to load, and all else."""
-        with self.kept_in("a reset of vLLM's cache"):
-            for request_id in requests:
-                tracked = self._requests.here.get(request_id)
-                if tracked is not None:
-                    self._not_of_before(tracked)
+        self.kept_in("a reset of vLLM's cache", None, self._fill_no_more, requests)
+
+    def _fill_no_more(self, requests: Collection[str]) -> None:
+        for request_id in requests:
+            tracked = self._requests.here.get(request_id)
+            if tracked is not None:
+                self._not_of_before(tracked)
 
     def _not_of_before(self, tracked: Tracked) -> None:
         if tracked.is_loaded_from:
@@ -331,7 +334,7 @@ class SchedulerHalf:
             lora: what its adapter is known by, if it has one.
             extra: by page, what it is found by beside its tokens; None: it cannot be found.
         """
-        self._kept("a request comes", None, self._arrived, request, lora, extra)
+        self.kept_in("a request comes", None, self._arrived, request, lora, extra)
 
     def _arrived(self, request: RequestView, lora: PendingName | None, extra: Extra | None) -> None:
         link = self._glance()
@@ -370,7 +373,7 @@ class SchedulerHalf:
         least one token is left to be computed: for a request that has none vLLM would ask for ever.
         """
         where = "a request is to be scheduled"
-        return self._kept(where, (0, False), self._matched, request, local_tokens)
+        return self.kept_in(where, (0, False), self._matched, request, local_tokens)
 
     def _matched(self, request: RequestView, local_tokens: int) -> tuple[int | None, bool]:
         tracked = self._requests.here.get(request.request_id)
@@ -449,7 +452,7 @@ class SchedulerHalf:
         computes all of a prompt, as for its logprobs.
         """
         where, unfilled = "a request gets blocks", self._requests.unfilled
-        is_mistaken = self._kept(where, True, self._given_blocks, request, external_tokens)  # noqa: FBT003
+        is_mistaken = self.kept_in(where, True, self._given_blocks, request, external_tokens)  # noqa: FBT003
         if is_mistaken and external_tokens and request.request_id not in unfilled:
             unfilled.append(request.request_id)
 
@@ -502,7 +505,7 @@ class SchedulerHalf:
             # up the workers copy nothing, and say so.
             loads: list[CopyOrder] = []
             saves: list[CopyOrder] = []
-            self._kept("a step", None, self._step, scheduled, preempted, loads, saves)
+            self.kept_in("a step", None, self._step, scheduled, preempted, loads, saves)
             failed, self._requests.unfilled = tuple(self._requests.unfilled), []
             self._budget.renew(is_idle=not scheduled)
             freed, awaited = self._copies.take_words(self._requests.held)
@@ -584,7 +587,7 @@ class SchedulerHalf:
             Of ``loaded`` those that vLLM must not hear of now, since what was loaded is of before a
             reset: with the next step they are said to have failed.
         """
-        return self._kept("what the workers say", set(), self._heard, report, loaded, failed)
+        return self.kept_in("what the workers say", set(), self._heard, report, loaded, failed)
 
     def _heard(
         self, report: StepReport | None, loaded: Collection[str], failed: Collection[str]
@@ -650,12 +653,14 @@ class SchedulerHalf:
 
         Said before ``reported``, which may have that what was computed is saved.
         """
-        with self.kept_in("blocks that were not filled"):
-            for tracked in self._requests.here.values():
-                is_computed = tracked.stage is RequestStage.COMPUTING
-                if is_computed and self._copies.has_any(tracked, blocks):
-                    self._copies.spoil(tracked)
-                    self._requests.count_alone(UNFILLED)
+        self.kept_in("blocks that were not filled", None, self._spoiled, blocks)
+
+    def _spoiled(self, blocks: Collection[int]) -> None:
+        for tracked in self._requests.here.values():
+            is_computed = tracked.stage is RequestStage.COMPUTING
+            if is_computed and self._copies.has_any(tracked, blocks):
+                self._copies.spoil(tracked)
+                self._requests.count_alone(UNFILLED)
 
     # ---- it is over --------------------------------------------------------------------------
 
@@ -679,7 +684,7 @@ class SchedulerHalf:
             if tracked is None:
                 return False, None
             self._requests.due.never(tracked)
-            told = self._kept(
+            told = self.kept_in(
                 "a request is over",
                 None,
                 self._finished,
