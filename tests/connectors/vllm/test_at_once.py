@@ -58,6 +58,12 @@ class AtOnce:
         self.prefill.half.given_blocks(request, 0)
         return request
 
+    def begins(self):
+        """Both are asked, and the first chunk is computed."""
+        request, computed = self.asks_to_decode(), self.asks_to_prefill()
+        self.compute(computed, upto=CHUNK)
+        return request, computed
+
     def compute(self, request, *, upto=None):
         """Step by step, the decode engine stepping beside it."""
         upto = len(self.prompt) if upto is None else upto
@@ -178,18 +184,14 @@ def test_another_prompt_in_the_same_room_is_computed(pair):
 
 
 def test_an_aborted_prefill_is_waited_for_no_longer(pair):
-    request = pair.asks_to_decode()
-    computed = pair.asks_to_prefill()
-    pair.compute(computed, upto=CHUNK)
+    request, computed = pair.begins()
     assert pair.prefill.half.finished(computed, is_heard=False)[1] is None
     pair.ends(request)
     pair.is_over(pair.prefill, pair.pair.prefill)
 
 
 def test_a_prefill_engine_that_ends_is_waited_for_no_longer(pair):
-    request = pair.asks_to_decode()
-    computed = pair.asks_to_prefill()
-    pair.compute(computed, upto=CHUNK)
+    request, _ = pair.begins()
     pair.prefill.half.close()
     pair.prefill.worker.close()
     assert pair.gets(request) == 0
@@ -197,9 +199,7 @@ def test_a_prefill_engine_that_ends_is_waited_for_no_longer(pair):
 
 
 def test_a_prefill_daemon_that_ends_is_waited_for_no_longer(pair):
-    request = pair.asks_to_decode()
-    computed = pair.asks_to_prefill()
-    pair.compute(computed, upto=CHUNK)
+    request, _ = pair.begins()
     pair.pair.prefill.kill()
     pair.pair.prefill.start()
     pair.pair.prefill.wait_ready()
@@ -238,9 +238,7 @@ def test_who_waits_for_a_prefill_that_never_comes_gives_up_in_time(tmp_path):
 
 
 def test_who_decodes_and_hangs_up_leaves_the_room_to_the_next(pair):
-    request = pair.asks_to_decode()
-    computed = pair.asks_to_prefill()
-    pair.compute(computed, upto=CHUNK)
+    request, computed = pair.begins()
     pair.decode.half.finished(request)
     pair.look(0.2)
     again = pair.asks_to_decode()
