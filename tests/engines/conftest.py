@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from tests.engines.environment import PYTHON, flaw
+from tests.engines.forks import Forks
 
 MODELS = """
 import json, sys
@@ -43,11 +44,24 @@ for name, seed in (("adapter", 1), ("adapter-2", 2)):
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory):
-    """A folder: ``model`` and ``other`` with random weights, ``adapter`` and ``adapter-2``."""
+def able():
+    """The environment can run these tests; if not, what to do is said."""
     why = flaw()
     if why:
         pytest.fail(why, pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def forks(able, tmp_path_factory):
+    """Engines that start in seconds."""
+    made = Forks(tmp_path_factory.mktemp("forks"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def models(able, tmp_path_factory):
+    """A folder: ``model`` and ``other`` with random weights, ``adapter`` and ``adapter-2``."""
     directory = tmp_path_factory.mktemp("models")
     subprocess.run([PYTHON, "-c", MODELS, str(directory)], check=True, cwd=directory)
     return directory

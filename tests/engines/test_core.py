@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.engines.environment import PYTHON
-from tests.engines.forks import IDS, Forks
+from tests.engines.forks import IDS
 from tests.engines.test_layouts import PATIENT, WARM
 from tests.engines.test_vllm import POOL
 from tests.support.daemons import one_daemon
@@ -35,13 +35,6 @@ TAKEN_BACK = [prompt(400, seed) for seed in range(5)]
 CROWD = [prompt(250, seed) for seed in range(6)]
 OTHER = prompt(200, 3)
 LONGEST = 40
-
-
-@pytest.fixture(scope="module")
-def forks(models, tmp_path_factory):
-    made = Forks(tmp_path_factory.mktemp("forks"))
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engines.environment import PYTHON, flaw
-from tests.engines.forks import HERE, Forks
+from tests.engines.environment import PYTHON
+from tests.engines.forks import HERE
 from tests.support.daemons import one_daemon, two_daemons
 
 pytestmark = [
@@ -94,20 +94,10 @@ if "avx512_bf16" in PROCESSOR:  # which vLLM's kernel needs
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory):
-    why = flaw()
-    if why:
-        pytest.fail(why, pytrace=False)
+def families(able, tmp_path_factory):
     directory = tmp_path_factory.mktemp("families")
     subprocess.run([PYTHON, str(HERE / "families.py"), str(directory)], check=True)
     return directory
-
-
-@pytest.fixture(scope="module")
-def forks(families, tmp_path_factory):
-    made = Forks(tmp_path_factory.mktemp("forks"))
-    yield made
-    made.close()
 
 
 def tokens_of(answers):

@@ -21,7 +21,7 @@ import pytest
 
 from tests.engines.engine import TO_DECODE, VllmEngine, transfer_of
 from tests.engines.environment import PYTHON
-from tests.engines.forks import HERE, Forks
+from tests.engines.forks import HERE
 from tests.support.daemons import Daemon, free_port, one_daemon
 
 pytestmark = [
@@ -53,13 +53,6 @@ def pool_of(layers=8, page_size=32, parts=1, ranks=1, pages=400):
         "pool.pages": str(pages),
         "pool.tp_size": str(ranks),
     }
-
-
-@pytest.fixture(scope="module")
-def forks(models, tmp_path_factory):
-    made = Forks(tmp_path_factory.mktemp("forks"))
-    yield made
-    made.close()
 
 
 def tokens_of(answers):

@@ -18,7 +18,7 @@ import pytest
 from tests.connectors.vllm.configs import RECORDED
 from tests.engines.engine import TO_DECODE
 from tests.engines.environment import PYTHON
-from tests.engines.forks import IDS, Forks
+from tests.engines.forks import IDS
 from tests.support.daemons import one_daemon
 
 pytestmark = [
@@ -39,13 +39,6 @@ def pool_of(bytes_of_an_element):
         "pool.page_bytes": str(32 * 4 * 2 * 32 * bytes_of_an_element),
         "pool.pages": "400",
     }
-
-
-@pytest.fixture(scope="module")
-def forks(models, tmp_path_factory):
-    made = Forks(tmp_path_factory.mktemp("forks"))
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

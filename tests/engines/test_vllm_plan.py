@@ -10,7 +10,6 @@ import tomllib
 import pytest
 
 from tests.engines.environment import PYTHON
-from tests.engines.forks import Forks
 from tests.support.daemons import one_daemon
 
 pytestmark = [
@@ -68,13 +67,6 @@ def kinds(models, tmp_path_factory):
     subprocess.run([PYTHON, "-c", MODELS, str(directory)], check=True, cwd=directory)
     (directory / "model").symlink_to(models / "model")
     return directory
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    made = Forks(tmp_path_factory.mktemp("forks"))
-    yield made
-    made.close()
 
 
 def plan(model, *args):

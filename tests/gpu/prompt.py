@@ -17,6 +17,7 @@ import torch
 from kvd.bench.report import BenchmarkResult, ResultColumn, ResultTable, at_most, figure
 from tests.gpu.engine import COPIED_WITHIN_S, PAGE_TOKENS, copying_engine
 from tests.gpu.results import PartSkipped
+from tests.gpu.shapes import MODEL_8B
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,15 +30,6 @@ if TYPE_CHECKING:
 
 ROUNDS: Final = 5
 PREFILLS: Final = 2
-MODEL_8B: Final = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-}
 REHEARSED: Final = {
     "hidden_size": 64,
     "intermediate_size": 128,

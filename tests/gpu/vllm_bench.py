@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tests.engines import families
 from tests.engines.engine import VllmEngine
+from tests.gpu.shapes import MODEL_8B
 from tests.support.daemons import one_daemon
 
 if TYPE_CHECKING:
@@ -33,15 +34,6 @@ SMALL: Final = {
 WINDOWS: Final = {"num_key_value_heads": 4, "head_dim": 64, "num_hidden_layers": 6}
 """Of the model with windows, as far as pages go."""
 
-LARGE: Final = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-}
 MODELS: Final = """
 import json, sys, torch
 from pathlib import Path
@@ -103,7 +95,7 @@ class Bench(NamedTuple):
 
     @property
     def large(self) -> dict[str, int]:
-        return self.setting.of(LARGE, SMALL)
+        return self.setting.of(MODEL_8B, SMALL)
 
     def model(self, shape: dict[str, int], *, has_weights: bool) -> Path:
         """A folder with its configuration; and weights, or vLLM's dummy ones are loaded."""
