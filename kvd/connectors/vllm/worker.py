@@ -154,6 +154,13 @@ class PoolJoin:
             )
             self._take()
 
+    def comes(self, within_s: float) -> bool:
+        """Whether the session that is being joined is so by then."""
+        if self._joining is None or not self._joining.ended(within_s):
+            return False
+        self._take()
+        return self._joined is not None
+
     def of(self, key: LeaseKey) -> JoinedPool | None:
         """Who moves what an order with that key is about; None while, or if, it is not joined."""
         joined = self._joined
@@ -523,15 +530,22 @@ class WorkerHalf:
         return loaded, failed
 
     def _await_load(self) -> None:
-        """Nothing is computed: a load that ends now is heard of now, and not a step later."""
+        """Nothing is computed: a load that ends now is heard of now, and not a step later.
+
+        One whose session is being joined waits for that here: a step behind the other would leave
+        no processor to the thread that joins it.
+        """
         end_s = time.perf_counter() + IDLE_WAIT_S
         while not self._loaded and (left_s := end_s - time.perf_counter()) > 0:
-            loads = (copy.pending for copy in self._copies.values() if copy.is_load)
+            loads = [copy.pending for copy in self._copies.values() if copy.is_load]
             pending = next((one for one in loads if one is not None), None)
-            if pending is None:
+            if pending is not None:
+                _wait(pending, left_s)
+                self._look()
+            elif loads and self._join.comes(left_s):
+                self._begin()
+            else:
                 return
-            _wait(pending, left_s)
-            self._look()
 
     def take_freed(self) -> set[str]:
         """Requests that are over, whose blocks are needed no more. Once each."""

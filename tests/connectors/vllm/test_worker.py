@@ -278,6 +278,18 @@ def test_orders_wait_for_a_session_that_is_being_joined_and_steps_do_not(rank):
     assert rank.results == ({"r2"}, set())
 
 
+def test_a_step_without_work_lets_the_session_be_joined_that_a_load_waits_for(rank, monkeypatch):
+    monkeypatch.setattr("kvd.connectors.vllm.worker.IDLE_WAIT_S", 1.0)
+    rank.is_late = True
+    rank.begin(loads=(rank.order(),))
+    (joins,) = rank.late
+    threading.Timer(0.01, joins).start()
+    rank.answers()
+    assert rank.world.copies, "it has begun"
+    rank.world.finish_copies()
+    assert rank.answers() == ({1}, set())
+
+
 def test_a_session_that_cannot_be_joined_fails_loads_soon_and_loses_saves_later():
     def refuse(token):
         raise refusal(Code.UNREACHABLE)
