@@ -51,7 +51,7 @@ SILENT_S: Final = 0.25
 """A daemon that has not answered a look-up for so long is stopped, or overloaded."""
 
 IDLE_WAIT_S: Final = 0.005
-"""So long a step waits for another node where there is nothing to compute; vLLM would sleep and
+"""So long a step that computes nothing waits for another node, and for a load; vLLM would sleep and
 turn for nothing, and look a millisecond or two behind the answer."""
 
 PAUSE_S: Final = 50e-6

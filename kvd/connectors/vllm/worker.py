@@ -24,6 +24,7 @@ from kvd.connectors.vllm import layout
 from kvd.connectors.vllm.beside import BesideTask, in_thread
 from kvd.connectors.vllm.log import ConnectorLog
 from kvd.connectors.vllm.orders import StepReport
+from kvd.connectors.vllm.sessions import IDLE_WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,9 +58,6 @@ ANSWER_WITHIN_S: Final = 0.25
 
 ANSWERED: Final = frozenset({CopyState.ASKING, CopyState.ENDING})
 """In these states nothing moves, and the daemon is to say something."""
-
-IDLE_WAIT_S: Final = 0.005
-"""So long a step that computes nothing waits for a load; vLLM would sleep and turn for nothing."""
 
 PREEMPTED_WITHIN_S: Final = 0.01
 """So long a step that takes blocks back waits for copies that do not move yet."""
