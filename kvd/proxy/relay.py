@@ -188,14 +188,12 @@ class Relay:
             with self._at(engine, chosen.lacking_tokens) as begun:
                 self._lookup.note(engine, prompt.beginning)
                 answer = self._tried(request, engine, call, tries, begun)
-                is_awaited = at_once is not None and transfer is not None
-                response = await (
-                    at_once.beside(answer, tries) if at_once and is_awaited else answer
-                )
+                awaited = at_once if transfer is not None else None
+                response = await (answer if awaited is None else awaited.beside(answer, tries))
             if response is not None:
                 return response, end
-            if at_once is not None and is_awaited and at_once.end is not None:
-                return None, at_once.end
+            if awaited is not None and awaited.end is not None:
+                return None, awaited.end
             if tries.may_have_taken:
                 transfer = None
         return self._no_answer(tries), end
