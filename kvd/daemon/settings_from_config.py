@@ -11,7 +11,7 @@ from kvd.core.cache import radix
 from kvd.core.cache.eviction import Policy
 from kvd.core.settings import CacheMode, DialRule, Settings
 from kvd.curve import KeyFlaw, PeerKeys, read_pair
-from kvd.daemon.attach import AttachLimits
+from kvd.daemon.session_entries import AttachLimits
 from kvd.daemon.socket_activation import UnfitConfig
 from kvd.types import NodeName
 from kvd.wire.bounds import MAX_PEER_BYTES

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
-from kvd.daemon.attach import AttachLimits
+from kvd.daemon.session_entries import AttachLimits
 from kvd.daemon.sessions import Past
 from kvd.journal.engines import EngineRecord, Process
 from kvd.pools.build import PoolRegion, pool_memory

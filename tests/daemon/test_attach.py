@@ -19,7 +19,8 @@ import uvloop
 from kvd import __version__
 from kvd.client.attachment import Attachment, ask, dial, take_answer
 from kvd.core.layout.spec import Component, Mha, Nowhere, PageOrder, PoolSpec, Raw
-from kvd.daemon.attach import DEFAULT_LIMITS, AttachLimits
+from kvd.daemon.attach import DEFAULT_LIMITS
+from kvd.daemon.session_entries import AttachLimits
 from kvd.errors import Code, KvdError, Refusal
 from kvd.journal.engines import Process
 from kvd.pools.arena import Arena, reserve
@@ -503,7 +504,8 @@ async def test_processes_of_one_session_are_limited_and_one_that_left_makes_room
 async def test_a_description_too_long_for_a_packet_is_an_error_with_its_size(
     daemon: Daemon,
 ) -> None:
-    daemon.server._pools = (POOL,) * 30_000
+    entries = daemon.server._entries
+    entries._memory = entries._memory._replace(pools=(POOL,) * 30_000)
 
     refusal = await daemon.refusal_of(Attach("engine"))
 

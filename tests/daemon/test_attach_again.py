@@ -13,8 +13,8 @@ import pytest_asyncio
 
 from kvd.client.attachment import Attachment, ask, dial, take_answer
 from kvd.core.layout.spec import Component, Mha, PageOrder, PoolSpec
-from kvd.daemon.attach import AttachLimits
 from kvd.daemon.former_processes import is_alive, process_now, started_ticks
+from kvd.daemon.session_entries import AttachLimits
 from kvd.daemon.sessions import Past
 from kvd.errors import Code, KvdError, Refusal
 from kvd.journal.engines import EngineRecord, Process

@@ -12,7 +12,7 @@ from kvd.client.attachment import ask, take_answer
 from kvd.core.effects import AnswerWorker
 from kvd.daemon import attach as attach_module
 from kvd.daemon import session_keys
-from kvd.daemon.attach import AttachLimits
+from kvd.daemon.session_entries import AttachLimits
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import Attach, Join, RankAnswer, RankWritten
 from kvd.wire.client import SayWritten
