@@ -40,6 +40,14 @@ def handed_over(prefill, decode, ids, **how):
     return decode.ask(ids, params=told, **how)
 
 
+def cache_of(python):
+    """Where vLLM keeps what it has found out of a model: that takes it a process, which reads all
+    of vLLM, and two versions in one folder overwrite each other's.
+    """
+    root = Path(os.environ.get("VLLM_CACHE_ROOT") or Path.home() / ".cache" / "vllm")
+    return root / python.strip("/").replace("/", "-")
+
+
 class Forks:
     """Engines that are forked from one process."""
 
@@ -47,6 +55,7 @@ class Forks:
         self._directory = directory
         # A connector of these tests is found there.
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        own = {"PYTHONPATH": path, "VLLM_CACHE_ROOT": str(cache_of(python))}
         with (directory / "forks.log").open("w") as log:
             self._process = subprocess.Popen(
                 [python, str(HERE / "vllm_forks.py")],
@@ -54,7 +63,7 @@ class Forks:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ | own,
             )
         self.started = 0
 
