@@ -268,7 +268,6 @@ def test_the_first_request_of_an_idle_engine_is_served_by_a_daemon_that_is_back(
         engine.run(Request(next(number), PROMPT))
         for _ in range(2):
             former = engine.half._life
-            engine.until_gone(daemon)  # it has heard what was said last, and caches it
             daemon.stop()
             daemon.start()
             daemon.wait_ready()
