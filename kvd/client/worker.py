@@ -110,7 +110,8 @@ class Worker:
             raise KvdError(self.end)
         self._attachment.require_own()
         attached = self._attachment.attached
-        if self._attachment.has_hung_up():
+        # It is attached again a moment before it can say a word there.
+        if self._words.end is not None or self._attachment.has_hung_up():
             raise KvdError(_not_back(attached.node))
         refusal = why_foreign(key, attached)
         if refusal is not None:

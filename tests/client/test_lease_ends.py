@@ -202,11 +202,33 @@ def test_a_worker_copies_for_its_own_session_as_it_is_now_and_for_no_other(
         assert away.value.retryable
         daemon.restart(keep=[71])
         node.match([1])
-        until(lambda: worker.incarnation == node.incarnation)
+        until(lambda: worker.owns(lease.key))
 
         with pytest.raises(KvdError, match=r"^before-restart: "):
             worker.check(before)
-        assert worker.owns(lease.key)
+
+
+def test_a_worker_that_is_back_and_cannot_be_heard_yet_copies_nothing(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it ordered in between would be refused with what ended the connection of before."""
+    daemon.script = script
+    with (
+        kvd.client.connect_sync(daemon.endpoint, name="tp-0") as node,
+        kvd.client.join(daemon.endpoint, token=node.token) as worker,
+    ):
+        lease, owned, renewed = node.lease([1]), [], worker._words.renewed
+
+        def looked() -> None:
+            owned.append(worker.owns(LeaseKey(worker.session, worker.incarnation, 71, 0)))
+            renewed()
+
+        monkeypatch.setattr(worker._words, "renewed", looked)
+        daemon.hang_up()
+        daemon.restart(keep=[71])
+        node.match([1])
+        until(lambda: worker.owns(lease.key))
+    assert owned == [False]
 
 
 def test_a_worker_that_is_of_no_session_any_more_gives_no_views(

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from tests.engines.environment import PYTHON, flaw
-from tests.engines.forks import Forks
+from tests.engines.forks import HERE, Forks
 
 MODELS = """
 import json, sys
@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 root = Path(sys.argv[1])
 shape = dict(hidden_size=256, intermediate_size=688, num_attention_heads=8, num_key_value_heads=4,
              vocab_size=4096, max_position_embeddings=4096, tie_word_embeddings=False)
-for name, seed, layers in (("model", 0, 8), ("other", 1, 8)):
+for name, seed, layers in (("model", 0, 8), ("other", 1, 8), ("shallow", 2, 4)):
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **shape))
     with torch.no_grad():
@@ -61,7 +61,15 @@ def forks(able, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def models(able, tmp_path_factory):
-    """A folder: ``model`` and ``other`` with random weights, ``adapter`` and ``adapter-2``."""
+    """A folder: ``model``, ``other``, ``shallow`` of random weights; ``adapter``, ``adapter-2``."""
     directory = tmp_path_factory.mktemp("models")
     subprocess.run([PYTHON, "-c", MODELS, str(directory)], check=True, cwd=directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def families(able, tmp_path_factory):
+    """A folder with a small model of each kind of KV cache: see ``families.py``."""
+    directory = tmp_path_factory.mktemp("families")
+    subprocess.run([PYTHON, str(HERE / "families.py"), str(directory)], check=True)
     return directory

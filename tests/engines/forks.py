@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,11 +10,42 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.engines.engine import transfer_of
+from tests.connectors.vllm.stand_ins import COMES_S, WAITS
+from tests.engines.engine import TO_DECODE, transfer_of
 from tests.engines.environment import PYTHON
 
 HERE = Path(__file__).parent
 IDS = np.random.default_rng(7).integers(1, 4000, 300).tolist()
+
+PATIENT = {"kvd.probe_wait_s": 0.25}
+"""Several engines and daemons share this machine: what moves is looked at, not how soon. So no
+other wait of the connector ends before what it waits for either."""
+
+WARM = {"ids": [9] * 20}
+"""The first step joins the session, and a load waits for that 50 ms at most: this is no load."""
+
+
+def prompt(n_tokens, seed=1):
+    return np.random.default_rng([n_tokens, seed]).integers(1, 4000, n_tokens).tolist()
+
+
+def tokens_of(answers):
+    return [answer["tokens"] for answer in answers]
+
+
+def handed_over(prefill, decode, ids, **how):
+    """The answer of an engine that decodes what the other one has prefilled."""
+    told = prefill.ask(ids, max_tokens=1, params=TO_DECODE)["params"]
+    assert told["kvd"]["peer"]
+    return decode.ask(ids, params=told, **how)
+
+
+def cache_of(python):
+    """Where vLLM keeps what it has found out of a model: that takes it a process, which reads all
+    of vLLM, and two versions in one folder overwrite each other's.
+    """
+    root = Path(os.environ.get("VLLM_CACHE_ROOT") or Path.home() / ".cache" / "vllm")
+    return root / python.strip("/").replace("/", "-")
 
 
 class Forks:
@@ -23,6 +55,7 @@ class Forks:
         self._directory = directory
         # A connector of these tests is found there.
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        own = {"PYTHONPATH": path, "VLLM_CACHE_ROOT": str(cache_of(python))}
         with (directory / "forks.log").open("w") as log:
             self._process = subprocess.Popen(
                 [python, str(HERE / "vllm_forks.py")],
@@ -30,7 +63,7 @@ class Forks:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ | own,
             )
         self.started = 0
 
@@ -54,6 +87,7 @@ class Forks:
         log = self._directory / f"engine-{self.started}.log"
         engine["model"] = str(model)
         asked["environment"] = engine.pop("environment", {})
+        asked["waits"] = dict.fromkeys(WAITS, COMES_S)
         if daemon is not None:
             told = {"kvd.endpoint": daemon.client, **(options or {})}
             engine["kv_transfer_config"] = transfer_of(told, beside or ())
@@ -69,7 +103,7 @@ class Forks:
 
     def close(self):
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(120)
         self._process.stdout.close()
 
 
@@ -91,14 +125,33 @@ class ForkedEngine:
 
     def ask(self, ids, **how):
         """The answer of one prompt."""
-        self._asks.write(json.dumps({"ids": ids, **how}) + "\n")
+        return self.ask_all([ids], **how)[-1]
+
+    def ask_all(self, prompts, **how):
+        """The answers of prompts that are asked at once."""
+        ask = {"ids": prompts[0], "more": prompts[1:], **how}
+        self._asks.write(json.dumps(ask) + "\n")
         self._asks.flush()
         found = self._read()
         assert isinstance(found, list), f"{found}\n{self.log.read_text()[-3000:]}"
-        return found[-1]
+        return found
 
     def close(self):
         """Have it end; what it says last is awaited."""
         self._asks.close()
         self._answers.read()
         self._answers.close()
+
+
+@contextlib.contextmanager
+def engines_at(forks, model, *of_engines):
+    """An engine for each daemon and what ``LLM`` takes, side by side."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for daemon, engine in of_engines:
+            made.append(forks.beside(model, daemon, PATIENT, **engine))
+            stack.callback(made[-1].close)
+        for engine in made:
+            engine.ready()
+            engine.ask(**WARM)
+        yield made

@@ -6,14 +6,12 @@ came of it. Tokens are those of the same engine without kvd.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tests.engines.environment import PYTHON
-from tests.engines.forks import IDS
-from tests.engines.test_layouts import PATIENT, WARM
+from tests.engines.forks import IDS, PATIENT, WARM, engines_at, handed_over, prompt
 from tests.engines.test_vllm import POOL
-from tests.support.daemons import one_daemon
+from tests.support.daemons import one_daemon, two_daemons
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="KVD_VLLM_PYTHON names no environment with vLLM"),
@@ -24,10 +22,6 @@ CACHED = 288
 """Whole blocks of ``IDS``."""
 
 CHUNKS = {"max_num_batched_tokens": 128}
-
-
-def prompt(n_tokens, seed):
-    return np.random.default_rng([n_tokens, seed]).integers(1, 4000, n_tokens).tolist()
 
 
 TURN = [*IDS[:200], *prompt(80, 1)]
@@ -73,6 +67,19 @@ def test_hit(run, tmp_path):
         first, again = run(daemon, asks), run(daemon, asks)
     assert [answer["cached"] for answer in again[1:]] == [CACHED, 256]
     assert first[1]["cached"] == 0
+
+
+def test_handoff(forks, models, alone, tmp_path):
+    """What another node has prefilled, in chunks: whole pages, and a last one that is not."""
+    with (
+        two_daemons(tmp_path, POOL) as pair,
+        engines_at(forks, models / "model", (pair.prefill, CHUNKS), (pair.decode, {})) as (p, d),
+    ):
+        for number, ids in enumerate(CROWD, 1):
+            answer = handed_over(p, d, ids)
+            moved = pair.decode.snapshot().totals.received_bytes
+            assert answer["tokens"] == alone[tuple(ids)][:8]
+            assert (answer["cached"], moved) == (249, number * 8 * 8 * 32768)
 
 
 def test_abort(run, tmp_path):

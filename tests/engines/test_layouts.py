@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.engines.environment import PYTHON
-from tests.engines.forks import HERE
+from tests.engines.forks import PATIENT, WARM, engines_at, handed_over, prompt, tokens_of
 from tests.support.daemons import one_daemon, two_daemons
 
 pytestmark = [
@@ -31,17 +29,6 @@ pytestmark = [
 BF16 = {"dtype": "bfloat16"}
 FLAG = {"disable_hybrid_kv_cache_manager": True}
 SMALL = {"max_num_batched_tokens": 128}
-
-
-PATIENT = {"kvd.probe_wait_s": 0.25}
-"""Several engines and daemons share this machine: what moves is looked at, not how soon."""
-
-WARM = {"ids": [9] * 20}
-"""The first step joins the session, and a load waits for that 50 ms at most: this is no load."""
-
-
-def prompt(n_tokens, seed=1):
-    return np.random.default_rng([n_tokens, seed]).integers(1, 4000, n_tokens).tolist()
 
 
 def pool_of(layers, page_bytes, page_size=32):
@@ -77,6 +64,7 @@ SERVED = {
     "windows beside full attention": ("gemma", {}, pool_of(6, KV)),
     "the same as one group": ("gemma", FLAG, pool_of(6, KV)),
     "the same in blocks of 64": ("gemma", {"block_size": 64}, pool_of(6, 2 * KV, 64)),
+    "the same in blocks of 128": ("gemma", {"block_size": 128}, pool_of(6, 4 * KV, 128)),
     "windows and sinks": ("gptoss", {}, pool_of(4, KV)),
     "windows alone": ("sliding", {}, pool_of(4, KV)),
     "blocks of unlike tokens": ("gemma4", {}, pool_of(8, 2 * KV, 64)),
@@ -91,17 +79,6 @@ SERVED = {
 if "avx512_bf16" in PROCESSOR:  # which vLLM's kernel needs
     in_bf16 = BF16 | {"max_num_batched_tokens": 63}
     SERVED["states of linear attention"] = ("qwen3next", in_bf16, pool_of(1, 334_592))
-
-
-@pytest.fixture(scope="module")
-def families(able, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("families")
-    subprocess.run([PYTHON, str(HERE / "families.py"), str(directory)], check=True)
-    return directory
-
-
-def tokens_of(answers):
-    return [answer["tokens"] for answer in answers]
 
 
 @pytest.mark.parametrize("what", SERVED)
@@ -155,7 +132,13 @@ def test_a_pool_that_does_not_fit_names_what_does(forks, families, tmp_path, wha
 
 
 @pytest.mark.parametrize(
-    "what", ["windows beside full attention", "windows alone", "blocks of unlike tokens"]
+    "what",
+    [
+        "windows beside full attention",
+        "windows alone",
+        "blocks of unlike tokens",
+        "states beside attention",
+    ],
 )
 def test_a_cache_that_is_too_small_for_what_runs(forks, families, tmp_path, what):
     """Requests are preempted in the middle of prompts and answers, and come back from pages."""
@@ -176,6 +159,7 @@ def test_a_cache_that_is_too_small_for_what_runs(forks, families, tmp_path, what
             assert isinstance(found, list), f"{found}\n{log[-3000:]}"
             assert tokens_of(found) == tokens_of(alone), f"engine {n}"
             assert "a bug in kvd's connector" not in log
+            assert found[-1]["preempted"]
         page = int(pool["pool.page_size"])
         assert found[1]["cached"] == 250 // page * page
         totals = daemon.snapshot()
@@ -228,35 +212,22 @@ def test_turns_of_a_conversation(forks, families, tmp_path, what):
 def test_a_prompt_that_another_node_prefilled(forks, families, tmp_path, what):
     """Its last page is partial: of groups with smaller blocks some have no block in it."""
     name, engine, pool = SERVED[what]
-    lengths, tries = (300, 192, 20, 700), range(3)
-    asks = [{"ids": prompt(n, 3 + k), "max_tokens": 12} for n in lengths for k in tries]
+    page = int(pool["pool.page_size"])
+    prompts = [prompt(n, 3) for n in (300, 192, 20, 700)]
+    asks = [{"ids": ids, "max_tokens": 12} for ids in prompts]
     alone = forks.answers(families / name, None, asks, **engine)
-    wanted = dict(zip(((n, k) for n in lengths for k in tries), tokens_of(alone), strict=True))
-    with two_daemons(tmp_path, pool) as pair, contextlib.ExitStack() as stack:
-        p, d = (
-            stack.enter_context(
-                contextlib.closing(forks.beside(families / name, daemon, PATIENT, **engine))
-            )
-            for daemon in (pair.prefill, pair.decode)
-        )
-        for one in (p, d):
-            one.ready()
-            one.ask(**WARM)
-        for n in lengths:
-            for k in tries:
-                ids = prompt(n, 3 + k)
-                told = p.ask(ids, max_tokens=1, params={"do_remote_decode": True})["params"]
-                before = pair.decode.snapshot().totals.received_bytes
-                answer = d.ask(ids, max_tokens=12, params=told)
-                assert answer["tokens"] == wanted[n, k]
-                moved = pair.decode.snapshot().totals.received_bytes - before
-                if moved:
-                    break
-            # A machine that is busy may take longer than a prompt is waited for: it is computed.
-            assert moved == -(-n // int(pool["pool.page_size"])) * page_bytes(pool), said(p, d)
-            page = int(pool["pool.page_size"])
-            whole = (n - 1) // page * page
-            assert answer["cached"] == (whole if "states" in what else n - 1)
+    with (
+        two_daemons(tmp_path, pool) as pair,
+        engines_at(forks, families / name, (pair.prefill, engine), (pair.decode, engine)) as (p, d),
+    ):
+        for ids, wanted in zip(prompts, tokens_of(alone), strict=True):
+            before = pair.decode.snapshot().totals.received_bytes
+            answer = handed_over(p, d, ids, max_tokens=12)
+            moved = pair.decode.snapshot().totals.received_bytes - before
+            assert answer["tokens"] == wanted
+            assert moved == -(-len(ids) // page) * page_bytes(pool), said(p, d)
+            whole = (len(ids) - 1) // page * page
+            assert answer["cached"] == (whole if "states" in what else len(ids) - 1)
 
 
 def page_bytes(pool):

@@ -1,27 +1,20 @@
-"""Real engines of several ranks, and requests that vLLM computes in other ways: the same tokens.
+"""Requests that vLLM computes in other ways, and other connectors beside kvd: the same tokens.
 
 Each is compared with vLLM alone, and what is to be found is found: by a second engine at the same
-daemon, or at another node. What cannot be exchanged is refused in words, on both sides.
+daemon, or at another node.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
-import re
-import signal
 import subprocess
-import sys
-import time
 
-import numpy as np
 import pytest
 
-from tests.engines.engine import TO_DECODE, VllmEngine, transfer_of
+from tests.engines.engine import TO_DECODE, VllmEngine
 from tests.engines.environment import PYTHON
-from tests.engines.forks import HERE
+from tests.engines.forks import HERE, PATIENT, WARM, prompt, tokens_of
 from tests.support.daemons import Daemon, free_port, one_daemon
 
 pytestmark = [
@@ -29,18 +22,8 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-PATIENT = {"kvd.probe_wait_s": 0.25}
-"""Several engines and daemons share this machine: what moves is looked at, not how soon."""
-
-WARM = {"ids": [9] * 20}
-"""The first step joins the session, and a load waits for that 50 ms at most: this is no load."""
-
 TOKEN = 4 * 2 * 32 * 4
 """Bytes of a token in a layer: K and V of 4 heads, 32 wide, of 4 bytes."""
-
-
-def prompt(n_tokens, seed=1):
-    return np.random.default_rng([n_tokens, seed]).integers(1, 4000, n_tokens).tolist()
 
 
 def pool_of(layers=8, page_size=32, parts=1, ranks=1, pages=400):
@@ -55,17 +38,11 @@ def pool_of(layers=8, page_size=32, parts=1, ranks=1, pages=400):
     }
 
 
-def tokens_of(answers):
-    return [answer["tokens"] for answer in answers]
-
-
 @contextlib.contextmanager
 def engine_at(daemon, model, log, options=PATIENT, engine=None, environment=None, **how):
-    """A vLLM in a process of its own, and one for each of its ranks where these are several."""
+    """A vLLM in a process of its own."""
     told = {"kvd.endpoint": daemon.client, **options}
-    engine = engine or {}
-    if not any(name.endswith("_parallel_size") for name in engine):
-        engine = engine | {"distributed_executor_backend": "uni"}
+    engine = {"distributed_executor_backend": "uni", **(engine or {})}
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": path, **(environment or {})}
     made = VllmEngine(
@@ -77,16 +54,6 @@ def engine_at(daemon, model, log, options=PATIENT, engine=None, environment=None
     finally:
         made.close()
 
-
-# ---- ranks ---------------------------------------------------------------------------------------
-
-STAGES = {"pipeline_parallel_size": 2, "worker_cls": "staged.StagedWorker"}
-
-RANKS = {
-    "stages": (STAGES, pool_of(layers=4, ranks=2)),
-    "heads": ({"tensor_parallel_size": 2}, pool_of(parts=2, ranks=2)),
-    "both": (STAGES | {"tensor_parallel_size": 2}, pool_of(layers=4, parts=2, ranks=4)),
-}
 
 TIGHT = {"num_gpu_blocks_override": 40, "max_model_len": 1024, "max_num_batched_tokens": 128}
 """Less than the prompts below need together: some are preempted, and come back."""
@@ -104,35 +71,6 @@ def alone(forks, models):
         models / "model", None, [{**ask, "max_tokens": 24} for ask in asks]
     )
     return first["tokens"], turn["tokens"], tokens_of(several)
-
-
-@pytest.mark.parametrize("what", RANKS)
-def test_each_rank_has_its_part_of_a_page(models, alone, tmp_path, what):
-    ranks, pool = RANKS[what]
-    log = tmp_path / "log"
-    with one_daemon(tmp_path, pool) as daemon:
-        with engine_at(daemon, models / "model", log, engine=TIGHT | ranks) as engine:
-            engine.ask(**WARM)
-            for turn in range(2):
-                # With what vLLM itself has, and then without: all of it comes from pages.
-                found = [engine.ask(ids, 24, reset=bool(turn)) for ids in (FIRST, TURN)]
-                several = engine.ask_all(SEVERAL, 24, reset=bool(turn))
-                assert (*tokens_of(found), tokens_of(several)) == alone
-            assert [answer["cached"] for answer in found] == [288, 384]
-            assert [answer["cached"] for answer in several] == [224] * 6
-        assert not daemon.snapshot().leases
-    assert "a bug in kvd's connector" not in log.read_text()
-
-
-def test_stages_that_are_not_alike_are_refused_in_a_sentence(models, tmp_path):
-    with one_daemon(tmp_path, pool_of(layers=3, ranks=3)) as daemon:
-        log = tmp_path / "log"
-        with (
-            pytest.raises(RuntimeError),
-            engine_at(daemon, models / "model", log, engine={"pipeline_parallel_size": 3}),
-        ):
-            pass
-    assert re.search(r"stages of this pipeline have 3, 3, 2 layers.*divides 8", log.read_text())
 
 
 @contextlib.contextmanager
@@ -159,51 +97,6 @@ def knows_all(daemon, every):
     return len([peer for peer in heard if peer.agent == "loaded" or peer.layout != "same"]) == (
         len(every) - 1
     )
-
-
-def why_peer(daemon, name):
-    """What an operator is told."""
-    asked = [sys.executable, "-m", "kvd", "why", "peer", name, "--connect", daemon.admin]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-
-
-def handed_over(prefill, decode, ids):
-    """The answer of an engine that decodes what the other one has prefilled."""
-    told = prefill.ask(ids, 1, TO_DECODE)["params"]
-    assert told["kvd"]["peer"]
-    return decode.ask(ids, 24, told)
-
-
-def test_ranks_of_two_nodes_hand_over_where_they_are_alike_and_say_why_where_they_are_not(
-    models, alone, tmp_path
-):
-    two, pool = RANKS["heads"]
-    model = models / "model"
-    ids = {n: prompt(200 + n) for n in range(3)}
-    with nodes(tmp_path, p=pool, d=pool, single=pool_of()) as found:
-        log = {name: tmp_path / f"{name}.log" for name in found}
-        with engine_at(found["p"], model, log["p"], engine=two) as p:
-            p.ask(**WARM)
-            with engine_at(found["d"], model, log["d"], engine=two) as d:
-                d.ask(**WARM)
-                answer = handed_over(p, d, FIRST)
-                assert (answer["tokens"], answer["cached"]) == (alone[0], 299)
-                moved = found["d"].snapshot().totals.received_bytes
-                assert moved == -(-300 // 32) * 8 * 32 * TOKEN
-            with engine_at(found["single"], model, log["single"]) as single:
-                single.ask(**WARM)
-                # What the other one is to have: computed, with a prompt of its own each time.
-                for n, (prefill, decode) in enumerate([(p, single), (single, p)]):
-                    answer = handed_over(prefill, decode, ids[n])
-                    again = single if decode is p else p
-                    assert answer["cached"] == 0
-                    assert answer["tokens"] == again.ask(ids[n], 24, reset=True)["tokens"]
-        for name, other in (("single", "p"), ("p", "single")):
-            assert found[name].snapshot().totals.received_bytes == 0
-            # The engine that was to get it, and the daemons of both: all say what differs.
-            said = log[name].read_text()
-            assert re.search(r"did not get what another node was to send.*layout\.ranks", said)
-            assert "layout.ranks: ours" in why_peer(found[name], other)
 
 
 def test_a_second_turn_is_prefilled_with_what_another_node_has_decoded(forks, models, tmp_path):
@@ -238,95 +131,6 @@ def test_a_second_turn_is_prefilled_with_what_another_node_has_decoded(forks, mo
     asks = [{"ids": FIRST, "max_tokens": 120}, {"ids": turn, "max_tokens": 24}]
     asks.append({"ids": SEVERAL[0], "max_tokens": 24})
     assert tokens_of(forks.answers(model, None, asks)) == tokens_of([first, second, itself])
-
-
-# ---- data parallel -------------------------------------------------------------------------------
-
-
-class Served:
-    """``vllm serve`` with several engines behind one port; its balancer can be overruled."""
-
-    def __init__(self, daemon, model, log, *more):
-        self.port = free_port()
-        self.log = log
-        how = transfer_of({"kvd.endpoint": daemon.client, **PATIENT})
-        words = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        words += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)]
-        words += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "2048"]
-        words += ["--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"]
-        words += ["--skip-tokenizer-init", "--enable-prompt-tokens-details"]
-        words += ["--kv-transfer-config", json.dumps(how), *more]
-        own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        own |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        with log.open("w") as target:
-            self._process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=target, stderr=target, env=os.environ | own
-            )
-
-    def ready(self, within_s=300):
-        end_s = time.monotonic() + within_s
-        while time.monotonic() < end_s:
-            assert self._process.poll() is None, self.log.read_text()[-3000:]
-            with contextlib.suppress(OSError):
-                self.asked("GET", "/health")
-                return
-            time.sleep(0.5)
-        raise AssertionError(self.log.read_text()[-3000:])
-
-    def asked(self, method, path, body=None, **headers):
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        told = {"Content-Type": "application/json", **headers}
-        link.request(method, path, None if body is None else json.dumps(body), told)
-        answer = link.getresponse()
-        text = answer.read().decode()
-        link.close()
-        assert answer.status == 200, text
-        return text
-
-    def ask(self, ids, rank, max_tokens=24):
-        """What the engine of that rank answers."""
-        body = {"model": "m", "prompt": ids, "max_tokens": max_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "return_token_ids": True, "detokenize": False}
-        text = self.asked("POST", "/v1/completions", body, **{"X-data-parallel-rank": str(rank)})
-        answer = json.loads(text)
-        cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        return {"tokens": answer["choices"][0]["token_ids"], "cached": cached}
-
-    def close(self):
-        self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def test_data_parallel_engines_share_what_each_has_cached(alone, models, tmp_path):
-    with one_daemon(tmp_path, pool_of()) as daemon:
-        served = Served(daemon, models / "model", tmp_path / "log", "--data-parallel-size", "2")
-        try:
-            served.ready()
-            for rank in range(2):
-                served.ask(WARM["ids"], rank)
-            first, other = served.ask(FIRST, 0), served.ask(FIRST, 1)
-            assert (first["cached"], other["cached"]) == (0, 288)
-            assert tokens_of([first, other]) == [alone[0]] * 2
-            names = {client.name for client in daemon.snapshot().clients}
-            assert [sum(name.endswith(f"_dp{rank}") for name in names) for rank in range(2)] == [
-                1, 1,
-            ]  # fmt: skip
-            said = re.findall(r"kvd namespace (\S+) is of", served.log.read_text())
-            assert len(said) == 2
-            assert len(set(said)) == 1
-            metrics = served.asked("GET", "/metrics")
-            of_rank = dict(re.findall(r'kvd_hit_tokens_total\{.*engine="(\d)".*\} (\S+)', metrics))
-            assert float(of_rank["1"]) == 288.0
-            # Each of them begins an epoch: nothing of before is found by either.
-            served.asked("POST", "/reset_prefix_cache?reset_external=true")
-            assert [served.ask(TURN, rank)["cached"] for rank in (1, 0)] == [0, 384]
-        finally:
-            served.close()
-        assert not daemon.snapshot().leases
 
 
 # ---- requests that are computed in other ways ----------------------------------------------------
@@ -394,6 +198,29 @@ def test_of_an_answer_that_was_drafted_what_was_accepted_is_cached(forks, models
         assert drafted["tokens"] == alone["tokens"]
         _, found = forks.answers(models / "model", daemon, [WARM, turn], PATIENT)
     assert (found["cached"], found["tokens"]) == (192, next_alone["tokens"])
+
+
+@pytest.mark.parametrize("draft", ["model", "shallow"])
+def test_a_model_that_drafts(forks, models, tmp_path, draft):
+    """Its layers have a part of each page: found, by an engine that drafts with the same one."""
+    layers = 8 + (8 if draft == "model" else 4)
+    how = {"method": "draft_model", "model": str(models / draft), "num_speculative_tokens": 3}
+    drafts = {"speculative_config": how}
+    asks = [{"ids": FIRST, "max_tokens": 24}, {"ids": TURN, "max_tokens": 24}]
+    alone = tokens_of(forks.answers(models / "model", None, asks))
+    with one_daemon(tmp_path, pool_of(layers)) as daemon:
+        for n in range(2):
+            found, log = forks.run(models / "model", daemon, [WARM, *asks], PATIENT, **drafts)
+            assert isinstance(found, list), f"{found}\n{log[-3000:]}"
+            assert tokens_of(found[1:]) == alone
+            assert [answer["cached"] for answer in found[1:]] == [288 * n, 384 if n else 288]
+            assert "a bug in kvd's connector" not in log
+        # What is generated with drafts, and some of them taken back, is cached for a next turn.
+        turn = {"ids": [*TURN, *alone[1], 5, 6, 7], "max_tokens": 24}
+        (wanted,) = tokens_of(forks.answers(models / "model", None, [turn]))
+        _, found = forks.answers(models / "model", daemon, [WARM, turn], PATIENT, **drafts)
+        assert (found["tokens"], found["cached"]) == (wanted, 384)
+        assert not daemon.snapshot().leases
 
 
 def test_structured_output(forks, tmp_path):

@@ -12,11 +12,9 @@ import re
 
 import pytest
 
-from tests.engines.engine import VllmEngine
 from tests.engines.environment import PYTHON, flaw
-from tests.engines.forks import IDS, Forks
-from tests.engines.test_layouts import PATIENT, WARM
-from tests.engines.test_vllm import POOL, TO_DECODE
+from tests.engines.forks import IDS, PATIENT, WARM, Forks, handed_over
+from tests.engines.test_vllm import POOL
 from tests.support.daemons import one_daemon, two_daemons
 
 OTHER = os.environ.get("KVD_VLLM_OTHER_PYTHON", "")
@@ -32,22 +30,24 @@ CACHED = 288
 
 
 @pytest.fixture(scope="module")
-def both(models, tmp_path_factory):
-    """An engine of each version, as often as it is asked."""
+def both(able, tmp_path_factory):
+    """Engines of each version."""
     assert not flaw(OTHER)
     made = [Forks(tmp_path_factory.mktemp("forks"), python) for python in (PYTHON, OTHER)]
-    yield [
-        lambda *how, forks=forks, **engine: forks.run(models / "model", *how, **engine)
-        for forks in made
-    ]
+    yield made
     for forks in made:
         forks.close()
 
 
 @pytest.fixture(scope="module")
-def alone(both):
+def model(models):
+    return models / "model"
+
+
+@pytest.fixture(scope="module")
+def alone(both, model):
     """What each says without kvd: they may differ in the last bits, and so in a token."""
-    return [run(None, [WARM, {}])[0][1]["tokens"] for run in both]
+    return [forks.answers(model, None, [WARM, {}])[1]["tokens"] for forks in both]
 
 
 def parts_of(log):
@@ -56,12 +56,12 @@ def parts_of(log):
     return dict(part.split("=", 1) for part in told.split(", ") if "=" in part)
 
 
-def test_neither_finds_what_the_other_has_cached(both, alone, tmp_path):
+def test_neither_finds_what_the_other_has_cached(both, model, alone, tmp_path):
     logs = []
     with one_daemon(tmp_path, POOL) as daemon:
         for cached in (0, CACHED):
-            for run, tokens in zip(both, alone, strict=True):
-                found, log = run(daemon, [WARM, {}], PATIENT)
+            for forks, tokens in zip(both, alone, strict=True):
+                found, log = forks.run(model, daemon, [WARM, {}], PATIENT)
                 assert (found[1]["cached"], found[1]["tokens"]) == (cached, tokens)
                 logs.append(log)
     one, other = map(parts_of, logs[:2])
@@ -69,30 +69,28 @@ def test_neither_finds_what_the_other_has_cached(both, alone, tmp_path):
     assert one["weights"] == other["weights"]
 
 
-def test_a_prompt_that_another_version_prefilled_is_computed(models, alone, tmp_path):
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_prompt_that_another_version_prefilled_is_computed(both, model, alone, tmp_path, order):
     with two_daemons(tmp_path, POOL) as pair, contextlib.ExitStack() as stack:
         engines = []
-        for python, daemon in ((PYTHON, pair.prefill), (OTHER, pair.decode)):
-            log = tmp_path / f"{len(engines)}.log"
-            options = {"kvd.endpoint": daemon.client, **PATIENT}
-            engines.append(VllmEngine(python, models / "model", log, options=options))
+        for at, daemon in zip(order, (pair.prefill, pair.decode), strict=True):
+            engines.append(both[at].beside(model, daemon, PATIENT))
             stack.callback(engines[-1].close)
         for engine in engines:
             engine.ready()
-        told = engines[0].ask(IDS, 1, TO_DECODE)["params"]
-        assert told["kvd"]["peer"] == "p"
-        found = engines[1].ask(IDS, 8, told)
+            engine.ask(**WARM)
+        found = handed_over(*engines, IDS)
         moved = pair.decode.snapshot().totals.received_bytes
-    assert (found["tokens"], found["cached"], moved) == (alone[1], 0, 0)
+    assert (found["tokens"], found["cached"], moved) == (alone[order[1]], 0, 0)
 
 
-def test_a_pool_of_one_version_refuses_the_other(both, tmp_path):
+def test_a_pool_of_one_version_refuses_the_other(both, model, tmp_path):
     one, other = both
     with one_daemon(tmp_path, POOL) as daemon:
-        _, log = one(daemon, [{"ids": IDS[:40]}], PATIENT)
+        _, log = one.run(model, daemon, [{"ids": IDS[:40]}], PATIENT)
     tag = " ".join(re.search(r"blocks packed as '([^']*)'", log)[1].split()[:2])
     (tmp_path / "tagged").mkdir()
     with one_daemon(tmp_path / "tagged", POOL | {"pool.tag": tag}) as daemon:
-        one(daemon, [WARM], PATIENT)
-        refused, _ = other(daemon, [WARM], PATIENT)
+        one.answers(model, daemon, [WARM], PATIENT)
+        refused, _ = other.run(model, daemon, [WARM], PATIENT)
     assert f"it is '{tag}'" in refused["error"]

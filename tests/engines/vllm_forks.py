@@ -1,14 +1,15 @@
 """vLLM imported once; an engine for each line of JSON, in a process that is forked for it.
 
 An engine so starts in a few seconds. Run by the interpreter of an environment that has vLLM. In:
-``{"engine": {...}, "asks": [...], "log": PATH, "environment": {...}}``, with what ``LLM`` takes,
-and variables for this engine alone. An ask has ``ids``, and may have ``lora``, ``params``,
-``reset`` and files to ``copy`` before, ``max_tokens`` and what else ``SamplingParams`` takes
-(``sampling``), prompts that are asked beside it (``more``), the priority of each (``priority``),
-after how many steps it is taken back (``abort``), and ``bytes``: then its answer has a digest of
-each block that vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or
-``{"error": ...}`` if the engine does not start. ``breaks``: every load fails, in the ``worker``
-that should copy it, or before that in the ``scheduler``.
+``{"engine": {...}, "asks": [...], "log": PATH, "environment": {...}, "waits": {...}}``, with what
+``LLM`` takes, variables for this engine alone, and how long the connector waits for what. An ask
+has ``ids``, and may have ``lora``, ``params``, ``reset`` (``drop``: of vLLM's own cache alone) and
+files to ``copy`` before, ``max_tokens`` and what else ``SamplingParams`` takes (``sampling``),
+prompts that are asked beside it (``more``), the priority of each (``priority``), after how many
+steps it is taken back (``abort``), and ``bytes``: then its answer has a digest of each block that
+vLLM can find again, by what vLLM finds it by. Out: the answers of each ask, or ``{"error": ...}``
+if the engine does not start. ``breaks``: every load fails, in the ``worker`` that should copy it,
+or before that in the ``scheduler``.
 
 With ``"pipes": [ASKS, ANSWERS]`` in the place of asks the engine goes on beside others, and has a
 line for each ask in the first, and one for the answers of each in the second.
@@ -17,7 +18,9 @@ line for each ask in the first, and one for the answers of each in the second.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+import multiprocessing
 import os
 import shutil
 import sys
@@ -66,21 +69,31 @@ def started(asked):
     from vllm import LLM  # noqa: PLC0415 - reads the environment
 
     how = {
+        "distributed_executor_backend": "uni",
         "skip_tokenizer_init": True,
         "dtype": "float32",
         "block_size": 32,
         "max_model_len": 2048,
         "kv_cache_memory_bytes": 64 << 20,
     }
+    for wait, within_s in asked["waits"].items():
+        module, _, name = wait.rpartition(".")
+        setattr(importlib.import_module(module), name, within_s)
     if asked.get("breaks"):
         break_loads(asked["breaks"])
     note_preemptions()
-    return LLM(
-        enforce_eager=True,
-        disable_log_stats=True,
-        distributed_executor_backend="uni",
-        **how | asked["engine"],
-    )
+    fork_ranks()
+    return LLM(enforce_eager=True, disable_log_stats=True, **how | asked["engine"])
+
+
+def fork_ranks():
+    """Ranks in processes of their own (``mp``) are forked too: vLLM has all of them read it anew.
+
+    On a GPU that is needed; here no thread computes before the fork.
+    """
+    from vllm.v1.executor import multiproc_executor  # noqa: PLC0415
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def answers_of(engine, ask):
@@ -90,8 +103,8 @@ def answers_of(engine, ask):
 
     if ask.get("copy"):
         shutil.copyfile(*ask["copy"])
-    if ask.get("reset"):
-        engine.reset_prefix_cache(reset_connector=True)
+    if ask.get("reset") or ask.get("drop"):
+        engine.reset_prefix_cache(reset_connector=bool(ask.get("reset")))
     sampling = SamplingParams(
         temperature=0,
         max_tokens=ask.get("max_tokens", 8),
@@ -252,6 +265,7 @@ def main() -> None:
             os.waitpid(child, 0)
     for child in beside:
         os.waitpid(child, 0)
+    os._exit(0)  # to take vLLM apart takes seconds
 
 
 if __name__ == "__main__":

@@ -19,6 +19,27 @@ from kvd.errors import Refusal
 
 BLOCK = 4
 
+COMES_S = 60.0
+"""By then it has come, whatever else the machine does."""
+
+WAITS = (
+    "kvd.client.port.AT_ONCE_S",
+    "kvd.connectors.vllm.claims.ANSWER_WITHIN_S",
+    "kvd.connectors.vllm.held.HELD_S",
+    "kvd.connectors.vllm.lookup.ANSWER_WITHIN_S",
+    "kvd.connectors.vllm.lookup.PULL_WITHIN_S",
+    "kvd.connectors.vllm.scheduler.ANSWER_WITHIN_S",
+    "kvd.connectors.vllm.scheduler.RESET_WITHIN_S",
+    "kvd.connectors.vllm.sessions.OPEN_WITHIN_S",
+    "kvd.connectors.vllm.sessions.SILENT_S",
+    "kvd.connectors.vllm.windows.KEPT_S",
+    "kvd.connectors.vllm.worker.ANSWER_WITHIN_S",
+    "kvd.connectors.vllm.worker.CHECK_WITHIN_S",
+    "kvd.connectors.vllm.worker.JOIN_WITHIN_S",
+    "kvd.connectors.vllm.worker.SAVE_WITHIN_S",
+)
+"""After which something is done without the daemon."""
+
 
 def refusal(code: Code, message: str = "no") -> KvdError:
     return KvdError(Refusal(code, message))

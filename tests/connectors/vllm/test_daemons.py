@@ -28,7 +28,7 @@ from kvd.connectors.vllm.scheduler import SchedulerHalf
 from kvd.connectors.vllm.sessions import NO_LIFE
 from kvd.connectors.vllm.tracked import RequestStage
 from kvd.connectors.vllm.worker import WorkerHalf
-from tests.connectors.vllm.stand_ins import CountedBlocks, Request
+from tests.connectors.vllm.stand_ins import COMES_S, WAITS, CountedBlocks, Request
 from tests.connectors.vllm.world import Layer
 from tests.support.daemons import is_linked, one_daemon, two_daemons
 
@@ -46,26 +46,6 @@ POOL = {
 MEETS = {"do_remote_prefill": True, "kvd": {"v": 1, "peer": "p", "room": "77"}}
 PULLS = {"kvd": {"v": 1, "peer": "p", "room": ""}}
 PROMPT = list(range(1000, 1128))
-
-
-COMES_S = 60.0
-"""By then it has come, whatever else the machine does."""
-
-WAITS = (
-    "kvd.client.port.AT_ONCE_S",
-    "kvd.connectors.vllm.claims.ANSWER_WITHIN_S",
-    "kvd.connectors.vllm.held.HELD_S",
-    "kvd.connectors.vllm.lookup.ANSWER_WITHIN_S",
-    "kvd.connectors.vllm.lookup.PULL_WITHIN_S",
-    "kvd.connectors.vllm.scheduler.ANSWER_WITHIN_S",
-    "kvd.connectors.vllm.scheduler.RESET_WITHIN_S",
-    "kvd.connectors.vllm.sessions.OPEN_WITHIN_S",
-    "kvd.connectors.vllm.sessions.SILENT_S",
-    "kvd.connectors.vllm.worker.ANSWER_WITHIN_S",
-    "kvd.connectors.vllm.worker.JOIN_WITHIN_S",
-    "kvd.connectors.vllm.worker.SAVE_WITHIN_S",
-)
-"""After which something is done without the daemon."""
 
 
 class Patience:
