@@ -18,7 +18,7 @@ from kvd.connectors.vllm.tracked import CopyUnderWay
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from kvd.client import SyncLease
+    from kvd.client import ArrivingPages, SyncLease
     from kvd.connectors.vllm.layout import LayerGroup
     from kvd.connectors.vllm.orders import StepReport
     from kvd.connectors.vllm.tracked import RequestView, Tracked
@@ -89,11 +89,12 @@ class OrdersUnderWay:
     def begin(
         self,
         tracked: Tracked,
-        lease: SyncLease,
+        lease: SyncLease | ArrivingPages,
         *,
         is_load: bool,
         rows: slice,
         upto_tokens: int,
+        is_last: bool = True,
     ) -> CopyOrder:
         """Order it: pages ``rows`` of the lease, and the request's blocks of the same tokens.
 
@@ -110,6 +111,7 @@ class OrdersUnderWay:
             pages=pages,
             blocks=self.blocks_of(tracked, rows),
             upto_tokens=upto_tokens,
+            is_last=is_last,
         )
         copy = CopyUnderWay(order, tracked, is_load=is_load, ranks=self._ranks)
         self.hold(copy.blocks)
@@ -167,6 +169,11 @@ class OrdersUnderWay:
     def has_states(self) -> bool:
         """Whether a request can go on behind whole pages alone."""
         return any(group.has_states for group in self._blocks.groups)
+
+    @property
+    def can_load_in_parts(self) -> bool:
+        """Whether some blocks may be filled before others, and stay the request's meanwhile."""
+        return self._is_plain and not self.has_states and self._blocks.can_be_held
 
     @property
     def can_save(self) -> bool:

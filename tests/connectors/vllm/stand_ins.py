@@ -144,7 +144,7 @@ class Send:
 
 class Receive:
     def __init__(self, node, tokens):
-        self.node, self.tokens, self.lease = node, tokens, None
+        self.node, self.tokens, self.lease, self.arriving = node, tokens, None, None
         self.prefix_len, self.n_tokens = 0, len(tokens)
         self.id = len(node.asked)
         node.receives.append(self)
