@@ -121,7 +121,8 @@ class Node:
     @property
     def life(self) -> tuple[int, str]:
         """``session`` and ``incarnation``: what tells one life of the daemon from the next."""
-        return self.session, self.incarnation
+        attached = self._attachment.attached
+        return attached.session, attached.incarnation
 
     @property
     def session(self) -> int:

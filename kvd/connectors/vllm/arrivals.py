@@ -54,6 +54,9 @@ class ArrivingRequests:
         self._requests = requests
         self._look_ups = look_ups
         look_ups.has_begun = self.has_begun
+        look_ups.as_it_comes = lambda: self.is_on and moves.can_load_in_parts
+        self.is_on = True
+        """Whether the engine can be told that a request has failed of which a part was loaded."""
         self._moves = moves
         self._budget = budget
         self._now_s = now_s

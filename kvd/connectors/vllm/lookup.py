@@ -97,7 +97,7 @@ class LookUps:
         """Claims the pages of a request with its look-up, where that is all right; else False."""
         self.has_begun: Callable[[NodeLink, Tracked], bool] = lambda *_: False
         """Whether enough of a request has come from another node that it may have blocks."""
-        self.as_it_comes = False
+        self.as_it_comes: Callable[[], bool] = lambda: False
         """Whether that is asked."""
         self.unmet: list[str] = []
         """Why what another node was to send does not come, of each such prompt since then."""
@@ -163,7 +163,7 @@ class LookUps:
             deadline_s=self._options.deadline_s,
             request_id=_as_name(tracked.id) if meeting.number else "",
             is_open=meeting.open,
-            as_it_comes=self.as_it_comes and meeting.number > 0 and not tracked.transfer.sends,
+            as_it_comes=meeting.number > 0 and not tracked.transfer.sends and self.as_it_comes(),
         )
         if meeting.number:
             tracked.probe = link.ask(
@@ -290,7 +290,7 @@ class LookUps:
         if lease is not None:
             self.delivered(link, tracked, lease)
             return True
-        if self.as_it_comes and self.has_begun(link, tracked):
+        if self.has_begun(link, tracked):
             return True
         if link.is_silent and link.silent_s(self._now_s()) >= SILENT_WITHIN_S:
             raise _given_up(SILENT)

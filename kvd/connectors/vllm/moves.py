@@ -83,6 +83,11 @@ class Moves:
         del self._requests.loading[tracked.id]
         return [order]
 
+    @property
+    def can_load_in_parts(self) -> bool:
+        """Whether ``loads_part`` may be asked for."""
+        return self._copies.can_load_in_parts
+
     def loads_part(self, tracked: Tracked, come: ArrivingPages) -> list[CopyOrder]:
         """Fill the blocks whose pages are here, but for the last of all: that says that it is."""
         size = self._block

@@ -149,7 +149,7 @@ class SchedulerHalf:
         self._moves = Moves(
             options, self._requests, self._copies, block_size=block_size, now_s=now_s
         )
-        self._arrivals = ArrivingRequests(
+        self.arrivals = ArrivingRequests(
             self._requests, self._look_ups, self._moves, self._budget, now_s
         )
         self._opened = OpenedRooms(options, self._moves.sends_all)
@@ -163,8 +163,6 @@ class SchedulerHalf:
         """In steps up to this one, another connector may not have filled what it has promised."""
         self.look_every_s = LOOK_EVERY_S
         self._looked_s = -math.inf
-        self.in_parts = True
-        """Whether blocks may be filled of a prompt that is still received, where that can be."""
         self._is_idle = True
         """Whether the last step had nothing to compute."""
         self._lock = threading.RLock()
@@ -347,7 +345,6 @@ class SchedulerHalf:
         else:
             tracked.link, tracked.life, tracked.known_tokens = link, self._life, len(tokens)
             tracked.extra = extra or None
-            self._look_ups.as_it_comes = self.in_parts and self._copies.can_load_in_parts
             try:
                 self._look_ups.begin(link, tracked)
             except KvdError as error:
@@ -390,7 +387,7 @@ class SchedulerHalf:
         if tracked.stage not in LOOKED_UP and not tracked.is_arriving:
             return True
         try:
-            self._arrivals.look(link, tracked)
+            self.arrivals.look(link, tracked)
             is_over = tracked.claim is None and self._look_ups.is_over(
                 link, tracked, is_idle=self._is_idle
             )
@@ -533,7 +530,7 @@ class SchedulerHalf:
         requests = self._requests
         self._claims.take_all()
         if requests.arriving:
-            loads += self._arrivals.loads(is_idle=self._is_idle)
+            loads += self.arrivals.loads(is_idle=self._is_idle)
             self._count_met()
         for tracked in list(requests.loading.values()):
             loads += self._moves.loads(tracked)
