@@ -6,7 +6,16 @@ tensor view.
 
 from kvd.client.api import Connecting, FlushResult, Matched, Node, connect
 from kvd.client.arena import PageArena
-from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share, Taken, room_of
+from kvd.client.handoff import (
+    ArrivingPages,
+    KeptRoom,
+    Outcome,
+    Receive,
+    Send,
+    Share,
+    Taken,
+    room_of,
+)
 from kvd.client.lease import Fetched, Lease, Resumption, Retraction
 from kvd.client.lease_key import LeaseKey
 from kvd.client.mover.blocks import EngineBlocks
@@ -31,6 +40,7 @@ from kvd.client.worker import Worker, join
 from kvd.errors import Code, HandoffError, KvdError
 
 __all__ = [
+    "ArrivingPages",
     "Code",
     "Connecting",
     "EngineBlocks",

@@ -121,7 +121,8 @@ class Node:
     @property
     def life(self) -> tuple[int, str]:
         """``session`` and ``incarnation``: what tells one life of the daemon from the next."""
-        return self.session, self.incarnation
+        attached = self._attachment.attached
+        return attached.session, attached.incarnation
 
     @property
     def session(self) -> int:
@@ -216,14 +217,6 @@ class Node:
             check=self.check,
         )
 
-    def _prompt(
-        self,
-        tokens: TokenIds | Prompt | None,
-        keys: Sequence[bytes] | None,
-        extra_keys: ExtraKeys | None,
-    ) -> PromptAddress:
-        return address_of(self._pools, tokens, keys, extra_keys)
-
     def _sent_prompt(
         self,
         room: int,
@@ -234,7 +227,7 @@ class Node:
         """What of a lease is sent; None: all that it knows, for which a message has no tokens."""
         if tokens is None and keys is None:
             return None
-        prompt = self._prompt(tokens, keys, extra_keys)
+        prompt = address_of(self._pools, tokens, keys, extra_keys)
         if prompt.frame:
             return prompt
         why = f"a prompt of 0 tokens for room {room}: leave them out to send all of the lease"
@@ -371,6 +364,7 @@ class Node:
         request_id: str = "",
         promise_tokens: int = 0,
         is_open: bool = False,
+        as_it_comes: bool = False,
     ) -> Receive:
         """Decode side: get the KV of ``tokens`` from ``source``; returns once pages are held.
 
@@ -391,17 +385,15 @@ class Node:
             promise_tokens: as in ``lease``.
             request_id: the router's. Asked again it is the same receive; other prompts are refused.
             is_open: the room was open when it was told of; where it is not, none is waited for.
+            as_it_comes: ``arriving`` has what has come, where that can be told.
 
         Raises:
-            KvdError: refused before anything was sent: ``peer-unknown``, ``no-room`` ...;
-                ``not-supported`` for a pull of a pool with several components, or an older source.
+            KvdError: ``peer-unknown``, ``no-room`` ...; ``not-supported``: it cannot be pulled.
         """
         number, asked = _met_in(room, tokens)
+        met = self._port.connection.next_call(), number, names(source, "source"), namespace
         request = wire.ReceiveRequest(
-            call=self._port.connection.next_call(),
-            room=number,
-            source=names(source, "source"),
-            namespace=namespace,
+            *met,
             reserve_tokens=whole(reserve_tokens, "reserve_tokens"),
             priority=whole(priority, "priority"),
             deadline_s=deadline_s,
@@ -411,8 +403,9 @@ class Node:
             request_id=request_id,
             promise_tokens=whole(promise_tokens, "promise_tokens"),
             is_open=is_open,
+            as_it_comes=as_it_comes,
         )
-        return await self._receiving(request, self._prompt(asked, keys, extra_keys))
+        return await self._receiving(request, address_of(self._pools, asked, keys, extra_keys))
 
     async def _receiving(self, request: wire.ReceiveRequest, prompt: PromptAddress) -> Receive:
         within_s = within(request.deadline_s)
@@ -579,7 +572,7 @@ class Node:
         the start. A receive has that sent anyway, with the end of the prompt for a window.
         """
         request = wire.MatchPrefix(self._port.connection.next_call(), namespace)
-        prompt = self._prompt(tokens, keys, extra_keys)
+        prompt = address_of(self._pools, tokens, keys, extra_keys)
         found = (await perform_about(self._port, request, prompt)).answer.value
         if not isinstance(found, wire.MatchReply):
             raise confused(request, found)

@@ -36,15 +36,15 @@ request about a handle of one life reaches another, except the release of a leas
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any, Final, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
 
+from kvd.client.frames import frames_of
 from kvd.client.state import EventQueue, LeaseView, News, ReceiveState, SendState, Slot
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
-from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, MAX_HEADER_BYTES, readable_replies
+from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, readable_replies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -157,6 +157,7 @@ class Connection:
         self._takers: dict[type, Callable[[Any], None]] = {
             wire.Failed: self._failed,
             wire.Received: self._received,
+            wire.Arriving: self._arriving,
             wire.ReceiveFailed: self._received,
             wire.PagesBack: self._pages_back,
             wire.Accepted: self._accepted,
@@ -310,8 +311,9 @@ class Connection:
         return was_kept and self.end is None and self._away is None
 
     def has_lease(self, number: int) -> LeaseView | None:
-        """The lease of that number whose pages are this engine's, or are kept for it."""
-        return self._leases.get(number)
+        """The lease of that number whose pages are this engine's, or are kept for it, or come."""
+        coming = (receive.arriving for receive in self._receives.values() if receive.arriving)
+        return self._leases.get(number) or next((c for c in coming if c.number == number), None)
 
     def _fail(self, refusal: Refusal) -> None:
         """Every call and every handoff ends; a release has no less effect by being lost."""
@@ -479,6 +481,16 @@ class Connection:
             case _:
                 assert_never(push)
 
+    def _arriving(self, push: wire.Arriving) -> None:
+        state = self._receives.get(push.receive)
+        if state is None:
+            return
+        if state.arriving is None:
+            # No lease of this engine's: nothing of it is released, and it is nobody's to name.
+            prefix = state.prefix_tokens
+            state.arriving = LeaseView(push.lease, prefix_tokens=prefix, pages=push.pages)
+        state.arrived_tokens = max(state.arrived_tokens, push.tokens)
+
     def _pages_back(self, push: wire.PagesBack) -> None:
         state = self._in_doubt.pop(push.receive, None)
         if state is not None and state.safe is not None:
@@ -571,110 +583,4 @@ def _given_back(number: int) -> Refusal:
         Code.CANCELLED,
         f"receive {number} was delivered after it was cancelled; its lease was given back",
         side="client",
-    )
-
-
-def frames_of(request: wire.Request, tokens: Tokens | None, max_frame_bytes: int) -> list[bytes]:
-    """The frames of a request; ``tokens`` are those of one that has a tokens frame.
-
-    Raises:
-        KvdError: a field has the wrong type, or a frame is longer than the daemon reads.
-    """
-    header = _header(request)
-    max_header_bytes = min(max_frame_bytes, MAX_HEADER_BYTES)
-    if len(header) > max_header_bytes:
-        raise _too_long(request, len(header), max_header_bytes)
-    if tokens is None:
-        return [header]
-    if len(tokens) > max_frame_bytes:
-        raise _too_long(request, len(tokens), max_frame_bytes)
-    return [header, tokens]
-
-
-def _header(request: wire.Request) -> bytes:
-    """The request as a frame, read back once: a field of the wrong type is the caller's to know."""
-    try:
-        header = CLIENT_REQUESTS.encode(request)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise _bad(request, _unwritable(request) or str(exc)) from exc
-    read = CLIENT_REQUESTS.decode(header)
-    if isinstance(read, Refusal):
-        raise _bad(request, _flaw(request, read.message))
-    return header
-
-
-_PLACE: Final = re.compile(r"^.*: (?P<why>.*) - at `\$(?P<path>[^`]*)`$", re.DOTALL)
-
-
-_SAID_AS: Final = {"peer": "to", "n_pages": "pages", "extend_tokens": "extend"}
-"""Fields that engines know by another name."""
-
-
-def _flaw(request: wire.Request, message: str) -> str:
-    """What is wrong, by the name of the field: the codec tells it by its place in the frame."""
-    found = _PLACE.match(message)
-    if found is None:
-        return message
-    what, name = _at(request, [int(at) for at in re.findall(r"\[([0-9]+)\]", found["path"])])
-    if not name:
-        return message
-    name = _SAID_AS.get(name, name)
-    limit = re.search(r"length <= ([0-9]+)", found["why"])
-    if limit is not None and isinstance(what, str | bytes | tuple):
-        unit = {str: "characters", bytes: "bytes"}.get(type(what), "elements")
-        return f"{name} has {len(what)} {unit}, {limit[1]} are taken at most"
-    return f"{name} is {what!r:.100}: {found['why']}"
-
-
-def _unwritable(request: wire.Request) -> str:
-    """Which field has what no message can carry, and why; empty where each of them could."""
-    about = _asked(request)
-    for name in about.__struct_fields__:
-        value = getattr(about, name)
-        try:
-            msgspec.msgpack.encode(value)
-        except (TypeError, ValueError, OverflowError) as exc:
-            return f"{_SAID_AS.get(name, name)} is {value!r:.100}: {exc}"
-    return ""
-
-
-def _asked(request: wire.Request) -> wire.Request:
-    return request.request if isinstance(request, wire.AboutPrompt) else request
-
-
-def _at(request: wire.Request, places: list[int]) -> tuple[object, str]:
-    """What is at that place of a request, and how it is called; no name where nothing is."""
-    what: object = request
-    name = ""
-    for place in places:
-        if isinstance(what, msgspec.Struct) and 0 < place <= len(what.__struct_fields__):
-            name = what.__struct_fields__[place - 1]  # the tag comes first
-            what = getattr(what, name)
-        elif isinstance(what, tuple) and place < len(what):
-            name = f"{name}[{place}]"
-            what = what[place]
-        else:
-            return what, ""
-    return what, name
-
-
-def _bad(request: wire.Request, why: str) -> KvdError:
-    return KvdError(
-        Refusal(
-            Code.BAD_REQUEST,
-            f"{type(_asked(request)).__name__} cannot be sent: {why}",
-            side="client",
-        )
-    )
-
-
-def _too_long(request: wire.Request, found: int, limit: int) -> KvdError:
-    return KvdError(
-        Refusal(
-            Code.TOO_LARGE,
-            f"a frame of {type(request).__name__} has {found} bytes, the daemon reads at most "
-            f"{limit}: shorten it, or raise limits.max_frame_bytes",
-            side="client",
-            numbers={"bytes": found, "limit": limit},
-        )
     )

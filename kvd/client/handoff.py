@@ -7,10 +7,13 @@ import math
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvd.client.arguments import opaque, seconds, whole
 from kvd.client.device_event import handle_of
 from kvd.client.lease import Lease
+from kvd.client.lease_key import LeaseKey
 from kvd.client.port import ANSWER_WITHIN_S, Port, confused, within
 from kvd.client.prompt import perform_about
 from kvd.errors import Code, HandoffError, KvdError, Refusal
@@ -24,6 +27,19 @@ if TYPE_CHECKING:
     from kvd.client.pool import Pools
     from kvd.client.prompt import PromptAddress
     from kvd.client.state import LeaseView, ReceiveState, SendState
+
+
+class ArrivingPages(msgspec.Struct, frozen=True, eq=False):
+    """What of a prompt has come so far: an order to load from its pages may be made of it.
+
+    The KV of the first ``n_tokens`` is in ``pages``, which are those of all of the prompt. ``key``
+    goes with their numbers in an order. What was loaded counts once the receive is ``done``: until
+    then the rest may fail to come, and then none of it is the prompt's KV.
+    """
+
+    n_tokens: int
+    pages: NDArray[np.int32]
+    key: LeaseKey
 
 
 class Receive:
@@ -64,6 +80,18 @@ class Receive:
     def n_tokens(self) -> int:
         """Tokens of the prompt that are there after ``done``: all, or those that a pull found."""
         return self._n_tokens
+
+    @property
+    def arriving(self) -> ArrivingPages | None:
+        """What has come, as far as was read, of one ``as_it_comes``; None: nothing, or it is over.
+
+        It grows by whole pages, and none of them becomes another one.
+        """
+        state, come = self._state, self._state.arriving
+        if come is None or state.outcome.value is not None or state.is_unwanted:
+            return None
+        key = self._pools.key_of(come.number, come.version)
+        return ArrivingPages(state.arrived_tokens, come.pages, key)
 
     @property
     def is_ended(self) -> bool:

@@ -148,6 +148,7 @@ class ReceiveState:
     """One receive, from its ``Receiving`` on. ``is_unwanted``: if it is delivered, give it back.
 
     ``lease`` is its record, once it is delivered; ``lost`` why the daemon knows it no more.
+    ``arriving`` is one of before that, of which the first ``arrived_tokens`` are here.
     ``prompt_tokens``: how much of the prompt it will have; None: all of it. ``safe``: of one into
     an arena, filled once no remote can write its pages any more. ``callers``: so many calls have it
     as their answer and their caller still wants it; more than one where it was asked for again.
@@ -168,6 +169,8 @@ class ReceiveState:
         self.is_unwanted = False
         self.callers = 0
         self.lease: LeaseView | None = None
+        self.arriving: LeaseView | None = None
+        self.arrived_tokens = 0
         self.lost: Refusal | None = None
         self.safe: Slot[Received | PagesBack | Refusal] | None = Slot() if is_in_arena else None
 

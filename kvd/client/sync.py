@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvd.client.arena import PageArena
     from kvd.client.attachment import Attachment
     from kvd.client.device_event import WhenWritten
-    from kvd.client.handoff import KeptRoom, Outcome, Receive, Send, Share
+    from kvd.client.handoff import ArrivingPages, KeptRoom, Outcome, Receive, Send, Share
     from kvd.client.lease import Fetched, Lease, Resumption, Retraction
     from kvd.client.lease_key import LeaseKey
     from kvd.client.mover.blocks import Caches, EngineBlocks
@@ -205,6 +205,11 @@ class SyncArrival:
         return self.wrapped.n_tokens
 
     @property
+    def arriving(self) -> ArrivingPages | None:
+        """As ``Receive.arriving``; reads nothing."""
+        return self.wrapped.arriving
+
+    @property
     def aux(self) -> bytes:
         """As ``Receive.aux``."""
         return self.wrapped.aux
@@ -236,9 +241,7 @@ class SyncArrival:
 class SyncReceive(SyncArrival):
     """``Receive``, blocking."""
 
-    def __init__(self, receive: Receive, driver: CallDriver) -> None:
-        super().__init__(receive, driver)
-        self._lease: SyncLease | None = None
+    _lease: SyncLease | None = None
 
     @property
     def lease(self) -> SyncLease:
@@ -275,10 +278,7 @@ class SyncArenaReceive(SyncArrival):
         Raises:
             HandoffError: as ``Receive.done``; the pages may still be written until ``is_safe``.
         """
-        if not self._has_ended():
-            return False
-        self.begin_done().result()
-        return True
+        return self._has_ended() and self.begin_done().result() is self
 
     def begin_done(self) -> PendingCall[SyncArenaReceive]:
         """Begin ``Receive.done``; the outcome is this receive."""
@@ -758,6 +758,7 @@ class SyncNode:
         request_id: str = "",
         promise_tokens: int = 0,
         is_open: bool = False,
+        as_it_comes: bool = False,
     ) -> PendingCall[SyncReceive]:
         """Begin ``Node.receive``: pages are held once it has an outcome; ``poll`` that then."""
         verb = self.wrapped.receive(
@@ -776,6 +777,7 @@ class SyncNode:
             request_id=request_id,
             promise_tokens=promise_tokens,
             is_open=is_open,
+            as_it_comes=as_it_comes,
         )
         return PendingCall(self._channel, self._received(verb), SyncReceive.begin_cancel)
 

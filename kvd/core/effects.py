@@ -134,6 +134,8 @@ class SumLanded(msgspec.Struct, frozen=True, tag="SumLanded"):
     """Sum the first ``landed`` of the pages that ``Verify`` of this ticket will name: all whole.
 
     Not answered. A transfer process that never heard it sums them when it hears ``Verify``.
+    ``sums``: what the writer says of the first ``summed`` of them. Then it says ``LandedGood`` if
+    they are what was sent; what is not, or was never asked, ``Verify`` finds out.
     """
 
     ticket: int
@@ -143,6 +145,8 @@ class SumLanded(msgspec.Struct, frozen=True, tag="SumLanded"):
     landed: int
     shard: int = 0
     window: PageWindow | None = None
+    summed: int = 0
+    sums: bytes = b""
 
 
 class ForgetSums(msgspec.Struct, frozen=True, tag="ForgetSums"):

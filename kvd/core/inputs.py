@@ -362,6 +362,13 @@ class Verified(TimedInput, frozen=True, tag="Verified"):
     why: str = ""
 
 
+class LandedGood(TimedInput, frozen=True, tag="LandedGood"):
+    """The first so many pages of what ``SumLanded`` of that ticket names are what was sent."""
+
+    ticket: int
+    pages: int
+
+
 class Quiet(TimedInput, frozen=True, tag="Quiet"):
     """What was in doubt when ``Quiesce`` was ordered for the lease is over."""
 
@@ -478,6 +485,7 @@ TransferReport = (
     | PostFailed
     | Unposted
     | Verified
+    | LandedGood
     | Quiet
     | Awaiting
     | Copied

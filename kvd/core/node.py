@@ -97,6 +97,7 @@ class NodeState(NodeParts):
             i.PostFailed: self.transfers.post_failed,
             i.Unposted: self.transfers.unposted,
             i.Verified: self.decoder.verified,
+            i.LandedGood: self.decoder.arriving.verified,
             i.Quiet: self.decoder.quarantines.quiet,
             i.Awaiting: self.decoder.quarantines.awaiting,
             i.Copied: self.copies.copied,

@@ -108,7 +108,8 @@ class NodeParts:
         """Both sides of handoffs: what is open, then who asks for it."""
         settings, leases, peers, out = self.settings, self.leases, self.peers, self.out
         admission = self.admission
-        self.decoder = Decoder(settings, payload, leases, admission, peers, self.fetcher, out)
+        fetcher, copies = self.fetcher, self.engine_copies
+        self.decoder = Decoder(settings, payload, leases, admission, peers, fetcher, copies, out)
         self.receives = ReceiveRequests(settings, leases, admission, peers, self.decoder, out)
         self.pulls = Pulls(settings, leases, admission, peers, self.decoder, self.receives, out)
         self.prefiller = Prefiller(settings, payload, leases, peers, out)

@@ -107,6 +107,8 @@ class SimSession:
         match reply:
             case client.Received():
                 self.receives[reply.receive].received(reply)
+            case client.Arriving():
+                self.receives[reply.receive].arriving(reply)
             case client.ReceiveFailed():
                 self.receives[reply.receive].failed(reply.refusal)
             case client.SendFailed():

@@ -58,6 +58,7 @@ class ReceivingEngine(EngineJob):
             request.cache,
             self.tier,
             session.step_tokens(),
+            *("", 0, b"", 0, 0, False, request.room % 2 == 0),
             tokens=self.prompt.tokens,
         )
 
@@ -76,6 +77,19 @@ class ReceivingEngine(EngineJob):
         assert type(reply) is client.Receiving
         self.receive = reply.receive
         self.session.receives[self.receive] = self
+
+    def arriving(self, reply: client.Arriving) -> None:
+        """Some of it is here, and the KV of these tokens by now.
+
+        Raises:
+            Violated: It is not.
+        """
+        is_coming = self in self.session.jobs and not self.lease
+        require(is_coming, f"{self.host.name}: {self}: arrives after its end")
+        if reply.pages:
+            self.rows.pages = self.host.memory.units(page_ids(Pages(reply.pages)))
+        self.rows.check(self.prompt, reply.tokens, f"{self}: what has come")
+        self.host.world.arrivals += 1
 
     def received(self, reply: client.Received) -> None:
         """The prompt is here: it is what the prefill engine wrote, with the aux of that send.

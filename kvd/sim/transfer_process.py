@@ -455,9 +455,17 @@ class SimTransferProcess:
             case effects.SumLanded():
                 memory = self.host.memory.regions[order.component]
                 landed = [memory[page] for page in page_ids(order.pages)[: order.landed]]
-                self._ahead[order.ticket] = _sums(order.seal, order.seal.first, landed)
+                found = self._ahead[order.ticket] = _sums(order.seal, order.seal.first, landed)
+                if order.sums and found.startswith(order.sums):
+                    self._agenda.after(
+                        0.05 * self._random(), self._tell_good, order.ticket, order.summed
+                    )
             case effects.ForgetSums(ticket):
                 self._ahead.pop(ticket, None)
+
+    def _tell_good(self, ticket: int, n_pages: int) -> None:
+        if self.is_alive:
+            self.report(inputs.LandedGood, ticket, n_pages)
 
     def _verify(self, effect: effects.Verify) -> None:
         if not self.is_alive:

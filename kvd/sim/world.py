@@ -86,6 +86,8 @@ class World:
         self.edges: set[tuple[str, str, str]] = set()
         """Transitions that were taken: before, trigger, after."""
         self.sent: dict[bytes, SimSendingEngine] = {}
+        self.arrivals = 0
+        """How often an engine has heard that some of a prompt is here."""
         self.delivered: set[bytes] = set()
         self.joined: set[tuple[int, str]] = set()
         """Rooms received from several hosts, with each of these: the aux of one travels."""

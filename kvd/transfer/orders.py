@@ -11,7 +11,8 @@ Invariants:
     come before.
   - Each ``LoadAgent`` is answered by one ``AgentLoaded`` or ``AgentFailed``, unless a ``DropAgent``
     overtakes it.
-  - Each ``Verify`` is answered by one ``Verified``, each ``Sum`` by one ``Summed``.
+  - Each ``Verify`` is answered by one ``Verified``, each ``Sum`` by one ``Summed``. ``LandedGood``
+    of a ticket comes before that, or never.
   - Each ``Quiesce`` is answered by one ``Quiet``, and no ``Awaiting`` of it follows that.
   - Each ``Copy`` is answered by one ``Copied`` or ``CopyFailed``.
   - ``AgentDropped`` follows every ``PostFailed`` of the posts that were outstanding through its

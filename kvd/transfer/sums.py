@@ -2,7 +2,8 @@
 
     Post -----> job --> turns --> summers --> sums --> joined with its PostDone --> PostDone
     Verify ---> job --> turns --> summers --> sums --> compared with the writer's --> Verified
-    SumLanded: the job of a Verify that is still to come, of as many pages as have landed
+    SumLanded: the job of a Verify that is still to come, of as many pages as have landed;
+               those whose sums the writer has said already are compared --> LandedGood
     Sum ------> job --> turns --> summers --> sums --> Summed
 
 Jobs take turns, a slice of a few megabytes each, so a small one does not wait for all of a large
@@ -34,9 +35,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from kvd.core.effects import SumLanded, Verify
-from kvd.core.inputs import PostDone, PostFailed, Verified
+from kvd.core.inputs import LandedGood, PostDone, PostFailed, Verified
 from kvd.core.layout.seal import SUM_BYTES, Seal, chosen, page_sum
 from kvd.core.layout.shards import Piece, Pieced, Straight
 from kvd.core.layout.spec import shard_region
@@ -88,6 +90,11 @@ class PageSumJob:
         self.left: int = self.ids.size
         self.is_unwanted = False
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether something is to be said of it before all of it is summed."""
+        return False
+
     def sum_slice(self, low: int, high: int) -> None:
         """Sum the chosen pages ``[low, high)``."""
         seal, sums = self.seal, self.sums
@@ -119,6 +126,23 @@ class VerifyJob(PageSumJob):
     """Of a delta; ``wanted`` is what the writer says, once ``Verify`` has come."""
 
     wanted = b""
+    ahead = b""
+    """What it says of the first chosen pages before that, until it is compared."""
+    ahead_pages = 0
+
+    @property
+    @override
+    def is_ahead(self) -> bool:
+        """Whether these are summed; under the lock of the summers."""
+        n_begun = self.begun if self.begun + self.left == self.ids.size else 0
+        return bool(self.ahead) and n_begun * SUM_BYTES >= len(self.ahead)
+
+    def compare_ahead(self) -> LandedGood | None:
+        """The same, compared, once: whatever is not good is said when all of it is asked about."""
+        wanted: NDArray[np.uint64] = np.frombuffer(self.ahead, "<u8")
+        self.ahead = b""
+        is_good = bool((self.sums[: wanted.size] == wanted).all())
+        return LandedGood(UNSTAMPED, self.ticket, self.ahead_pages) if is_good else None
 
     def report(self) -> Verified:
         """What its sums say."""
@@ -280,7 +304,9 @@ class Summers:
                 self._news.notify()
 
     def step(self, *, are_awaited: bool) -> PageSumJob | None:
-        """Sum one slice of what is awaited, or of any, on whatever thread; the job, if it is done.
+        """Sum one slice of what is awaited, or of any, on whatever thread.
+
+        Returns the job, if it is done, or as far as something is to be said of it.
 
         None also where there was nothing to do.
         """
@@ -303,7 +329,12 @@ class Summers:
         with self._news:
             # Under the lock: another thread may be at another slice of the same job.
             job.left -= high - low
-            return None if job.left else job
+            return None if job.left and not job.is_ahead else job
+
+    def is_ahead(self, job: PageSumJob) -> bool:
+        """``PageSumJob.is_ahead``, while others sum."""
+        with self._news:
+            return job.is_ahead
 
     def _run(self) -> None:
         """Sum for ever. An exception is a bug; the worker's hook ends the process then."""
@@ -372,6 +403,16 @@ class Sums:
             job = self._verifies[order.ticket] = found
         end_page = order.seal.first + order.landed
         self._summers.want(job, int(job.logical.searchsorted(end_page)))
+        if order.sums:
+            job.ahead, job.ahead_pages = order.sums, order.summed
+            self._compare_ahead(job)
+
+    def _compare_ahead(self, job: VerifyJob) -> None:
+        """Say it if the first pages are good; as often as may be asked."""
+        if self._summers.is_ahead(job):
+            found = job.compare_ahead()
+            if found is not None:
+                self._report(found)
 
     def forget(self, order: ForgetSums) -> None:
         """Nobody will ask."""
@@ -418,7 +459,11 @@ class Sums:
         self._report(report)
 
     def done(self, job: PageSumJob) -> None:
-        """The sums of a job are there."""
+        """The sums of a job are there, or as many as something is to be said of."""
+        if isinstance(job, VerifyJob) and self._verifies.get(job.ticket) is job:
+            self._compare_ahead(job)
+        if job.left:
+            return
         match job:
             # Of what was summed ahead the question is still to come, and will find the sums.
             case VerifyJob(wanted=wanted) if wanted and self._verifies.get(job.ticket) is job:

@@ -205,6 +205,8 @@ class ReceiveRequest(msgspec.Struct, frozen=True, array_like=True, tag="receive"
     """As in ``OpenLease``."""
     is_open: bool = False
     """The room was opened before this is asked: where no engine has it, none is waited for."""
+    as_it_comes: bool = False
+    """Push ``Arriving`` as pages come, where that can be told of this pool and this source."""
 
 
 class CancelReceive(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -687,6 +689,20 @@ class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
     beside: tuple[bytes, ...] = ()
 
 
+class Arriving(msgspec.Struct, frozen=True, array_like=True, tag="arriving"):
+    """The KV of so many first tokens of a receive is here and verified; the rest is to come.
+
+    ``lease`` will be the engine's with ``Received``. Until then its pages may be loaded from as far
+    as this says, and no more; what was loaded counts once all is here. ``pages``: its row, with the
+    first of these.
+    """
+
+    receive: int
+    lease: int
+    tokens: int
+    pages: bytes = b""
+
+
 class ReceiveFailed(msgspec.Struct, frozen=True, array_like=True, tag="receive-failed"):
     """The handoff ended otherwise; nothing of it is held for the engine any more."""
 
@@ -735,7 +751,7 @@ class Events(msgspec.Struct, frozen=True, array_like=True, tag="events"):
     events: tuple[Event, ...]
 
 
-Push = Received | ReceiveFailed | PagesBack | Accepted | SendFailed | LeaseLost | Events
+Push = Received | Arriving | ReceiveFailed | PagesBack | Accepted | SendFailed | LeaseLost | Events
 
 Reply = (
     Failed | Leased | PageTable | Done | Receiving | Sending | Finished | MatchReply | Snapshotted

@@ -167,6 +167,7 @@ class Offer(PeerMessage, frozen=True, tag="offer"):
     ``epoch``: of the prompt's namespace; the digest covers it too.
     ``is_open``: its engine was told of a room that was open by then, so none that comes later is
     meant.
+    ``as_it_comes``: its engine uses what has come before the rest: Progress is to have sums.
     """
 
     handoff: Counter
@@ -182,6 +183,7 @@ class Offer(PeerMessage, frozen=True, tag="offer"):
     share: SourceShare = ALL
     epoch: Counter = 0
     is_open: bool = False
+    as_it_comes: bool = False
 
 
 class Abort(PeerMessage, frozen=True, tag="abort"):
@@ -217,11 +219,15 @@ class Progress(PeerMessage, frozen=True, tag="progress"):
     ``landed``: of each route of the Offer, in the order of its sums, how many of the pages from the
     first one on are whole over there; empty where nothing is summed, or from a peer that does not
     say.
+    ``summed``: of each route, of how many of these ``checksums`` has the sums, as in Settled; where
+    the Offer asks for it.
     """
 
     handoff: Counter
     moved_bytes: Counter
     landed: Annotated[tuple[Counter, ...], msgspec.Meta(max_length=MAX_ROUTES)] = ()
+    summed: Annotated[tuple[Counter, ...], msgspec.Meta(max_length=MAX_ROUTES)] = ()
+    checksums: Checksums = b""
 
 
 class Settled(PeerMessage, frozen=True, tag="settled"):

@@ -23,7 +23,7 @@ CATCH_ALLS = {
 
 SLEEPERS = {
     "kvd/client/returning.py": "a thread of its own for a node that is closed: nobody waits for it",
-    "kvd/connectors/vllm/scheduler.py": "a reset waits a moment for its answer, in no step",
+    "kvd/connectors/vllm/resets.py": "a reset waits a moment for its answer, in no step",
     "kvd/connectors/vllm/sessions.py": "a step waits less than epoll can count: a millisecond",
     "kvd/daemon/lock.py": "runs before the loop does, and flock knows no time limit",
     "kvd/pools/file_memory.py": "runs before anybody is served, and flock knows no time limit",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvd.core.effects import ForgetSums, SumLanded, Verify
-from kvd.core.inputs import PostDone, Verified
+from kvd.core.inputs import LandedGood, PostDone, Verified
 from kvd.core.layout.seal import Seal
 from kvd.core.layout.shards import lanes
 from kvd.core.layout.spec import PageOrder
@@ -125,3 +125,36 @@ def test_nobody_hears_of_what_was_summed_for_a_question_that_never_comes():
 
     assert not reports
     assert not sums._verifies
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+@pytest.mark.parametrize("is_summed_before", [True, False])
+def test_sums_that_are_said_ahead_are_compared_once_these_pages_are_summed(
+    is_good, is_summed_before
+):
+    here, _ = sides("4 heads, 2 to 1", (PageOrder.PAGE_FIRST, PageOrder.PAGE_FIRST))
+    reports, summers = [], Summers(lambda job: None)
+    sums = Sums(here.areas, summers, reports.append)
+    pages = Pages(pack_ids(PAGES))
+    wanted = verify_job(SumLanded(7, "kv", SEAL, pages, 0), here.areas)
+    wanted.sum_slice(0, len(PAGES))
+    said = wanted.packed()[: 3 * 8] if is_good else bytes(3 * 8)
+
+    def sum_all():
+        while summers._turns:
+            done = summers.step(are_awaited=False)
+            if done is not None:
+                sums.done(done)
+
+    if is_summed_before:
+        sums.landed(SumLanded(7, "kv", SEAL, pages, 4))
+        sum_all()
+    sums.landed(SumLanded(7, "kv", SEAL, pages, 4, summed=3, sums=said))
+    assert bool(reports) is (is_summed_before and is_good)
+    sum_all()
+
+    assert reports == ([LandedGood(UNSTAMPED, 7, 3)] if is_good else [])
+    sums.verify(Verify(7, "kv", SEAL, pages, wanted.packed()))
+    while sums.are_awaited:
+        sums.step()
+    assert reports[-1] == Verified(UNSTAMPED, 7, ())

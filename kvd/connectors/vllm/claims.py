@@ -107,6 +107,11 @@ class Claims:
         tracked.claims_all = is_whole
         self._requests.claiming[tracked.id] = tracked
 
+    def take_all(self) -> None:
+        """``take`` each that waits for its lease."""
+        for tracked in list(self._requests.claiming.values()):
+            self.take(tracked)
+
     def take(self, tracked: Tracked) -> None:
         """Take its lease, if it has come; give it up, if it will not, or not in time."""
         link, claim = tracked.link, tracked.claim

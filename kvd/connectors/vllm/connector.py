@@ -166,6 +166,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
                 blocks=self._blocks,
                 ranks=ranks,
             )
+            self._scheduler.arrivals.is_on = self._failed is None
             self._blocks.on_reset = self._scheduler.fill_no_more
             self._scheduler.watch()
         else:
@@ -511,12 +512,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         """What has come of it since the last time."""
         if self._worker is not None:
             return KvdStats.of_copies(self._worker.counts)
-        untold, half = self._untold, self._half
+        half, untold, self._untold = self._half, self._untold, ""
         found = half.kept_in("its counts", None, KvdStats.of_requests, half.counts)
-        if not untold:
-            return found
-        self._untold = ""
-        return (found or KvdStats(data={})).with_namespace(untold)
+        return (found or KvdStats(data={})).with_namespace(untold) if untold else found
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> KvdStats | None:

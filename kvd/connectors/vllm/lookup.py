@@ -65,6 +65,8 @@ LOOKED_UP: Final = (RequestStage.NAMING, RequestStage.PROBING, RequestStage.MEET
 an enumeration.
 """
 
+BEFORE_BLOCKS: Final = (*LOOKED_UP, RequestStage.FOUND)
+
 HERE: Final = "client"
 """The side of what no daemon has refused."""
 
@@ -93,6 +95,10 @@ class LookUps:
         """Sent by other nodes, since somebody asked."""
         self.claim_ahead: Callable[[NodeLink, Tracked], bool] = lambda *_: False
         """Claims the pages of a request with its look-up, where that is all right; else False."""
+        self.has_begun: Callable[[NodeLink, Tracked], bool] = lambda *_: False
+        """Whether enough of a request has come from another node that it may have blocks."""
+        self.as_it_comes: Callable[[], bool] = lambda: False
+        """Whether that is asked."""
         self.unmet: list[str] = []
         """Why what another node was to send does not come, of each such prompt since then."""
         self.promise_tokens = options.reserve_tokens if options.save == "all" else 0
@@ -141,7 +147,7 @@ class LookUps:
             self._meet(link, tracked, meeting)
         except KvdError as error:
             # No name of a node, or nobody can be asked: that is said once more then.
-            self.unmet.append(_why_unmet(error))
+            self.unmet.append(why_unmet(error))
             self.probe(link, tracked)
 
     def _meet(self, link: NodeLink, tracked: Tracked, meeting: Meeting) -> None:
@@ -157,6 +163,7 @@ class LookUps:
             deadline_s=self._options.deadline_s,
             request_id=_as_name(tracked.id) if meeting.number else "",
             is_open=meeting.open,
+            as_it_comes=meeting.number > 0 and not tracked.transfer.sends and self.as_it_comes(),
         )
         if meeting.number:
             tracked.probe = link.ask(
@@ -204,6 +211,7 @@ class LookUps:
             if call is not None:
                 link.cancel(call)
         receive, tracked.call, tracked.probe, tracked.receive = tracked.receive, None, None, None
+        tracked.is_arriving = False
         if receive is None or tracked.lease is not None:
             return
 
@@ -277,15 +285,17 @@ class LookUps:
             lease = self._heard(link, tracked.call, is_idle)
         except KvdError as error:
             # What was to come does not: what is cached here may be enough.
-            self._look_again(link, tracked, _why_unmet(error))
+            self.look_again(link, tracked, why_unmet(error))
             return True
         if lease is not None:
-            self._delivered(link, tracked, lease)
+            self.delivered(link, tracked, lease)
+            return True
+        if self.has_begun(link, tracked):
             return True
         if link.is_silent and link.silent_s(self._now_s()) >= SILENT_WITHIN_S:
             raise _given_up(SILENT)
         if self._is_stood_up(link, tracked):
-            self._look_again(link, tracked, STOOD_UP)
+            self.look_again(link, tracked, STOOD_UP)
             return True
         if self._now_s() - tracked.asked_s >= ANSWER_WITHIN_S:
             link.doubt(self._now_s())
@@ -362,7 +372,9 @@ class LookUps:
         is_old = 0 < told_at < self._wall_s() - OPENED_S
         return ANSWER_WITHIN_S if is_old else MEET_WITHIN_S
 
-    def _delivered(self, link: NodeLink, tracked: Tracked, lease: SyncLease) -> None:
+    def delivered(self, link: NodeLink, tracked: Tracked, lease: SyncLease) -> None:
+        """All of it has come from another node, and is in the pages of that lease."""
+        tracked.is_arriving = False
         receive = tracked.receive
         assert receive is not None
         if tracked.probe is not None:
@@ -373,7 +385,12 @@ class LookUps:
         self.found(tracked, receive.n_tokens)
         tracked.took(lease, known_tokens=receive.n_tokens, filled_tokens=receive.n_tokens)
 
-    def _look_again(self, link: NodeLink, tracked: Tracked, why: str) -> None:
+    def look_again(self, link: NodeLink, tracked: Tracked, why: str) -> None:
+        """It does not come: what is cached here may be enough.
+
+        Raises:
+            KvdError: nobody can be asked.
+        """
         self.unmet.append(why)
         self.drop(link, tracked)
         self.probe(link, tracked)
@@ -386,7 +403,7 @@ def _as_name(request_id: str) -> str:
     return digest_of(request_id)
 
 
-def _why_unmet(error: KvdError) -> str:
+def why_unmet(error: KvdError) -> str:
     """In a word; where two nodes differ, so that each prompt is told the same, in all of them."""
     is_of_nodes = error.code == Code.LAYOUT_MISMATCH.value
     return f"{error.code}: {error.refusal.message}" if is_of_nodes else error.code

@@ -16,7 +16,7 @@ from kvd.connectors.vllm.windows import WindowBlocks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.client import SyncLease
+    from kvd.client import ArrivingPages, SyncLease
     from kvd.connectors.vllm.options import VllmOptions
     from kvd.connectors.vllm.orders import CopyOrder
     from kvd.connectors.vllm.requests import Requests
@@ -81,6 +81,29 @@ class Moves:
             self._requests.alone_after(tracked, error)
             return []
         del self._requests.loading[tracked.id]
+        return [order]
+
+    @property
+    def can_load_in_parts(self) -> bool:
+        """Whether ``loads_part`` may be asked for."""
+        return self._copies.can_load_in_parts
+
+    def loads_part(self, tracked: Tracked, come: ArrivingPages) -> list[CopyOrder]:
+        """Fill the blocks whose pages are here, but for the last of all: that says that it is."""
+        size = self._block
+        last = (tracked.loads_to - 1) // size
+        upto = min(come.n_tokens // size, last) * size
+        if upto <= tracked.started_tokens:
+            return []
+        order = self._copies.begin(
+            tracked,
+            come,
+            is_load=True,
+            rows=self._rows(tracked.started_tokens, upto),
+            upto_tokens=upto,
+            is_last=False,
+        )
+        tracked.started_tokens = upto
         return [order]
 
     def saves(self, tracked: Tracked, computed_tokens: int) -> list[CopyOrder]:

@@ -22,7 +22,8 @@ class CopyOrder(msgspec.Struct, frozen=True):
     ``blocks``: a row for each group of layers; ``NO_BLOCK`` where that has none for these tokens.
     ``number``: of this order, which no other one has. ``first_page``: where ``pages`` begin among
     those of the lease. ``upto_tokens``: the KV of all tokens of the request below is there once
-    this is done, and what was ordered before it.
+    this is done, and what was ordered before it. ``is_last``: false: a load of which more follow,
+    so that vLLM hears of none yet.
     """
 
     number: int
@@ -32,6 +33,7 @@ class CopyOrder(msgspec.Struct, frozen=True):
     pages: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
     upto_tokens: int
+    is_last: bool = True
 
     @property
     def used(self) -> list[int]:

@@ -135,6 +135,8 @@ class Requests:
         """Those that vLLM has."""
         self.claiming: dict[str, Tracked] = {}
         """Those whose lease has not come yet."""
+        self.arriving: dict[str, Tracked] = {}
+        """Those that have blocks, and are still received."""
         self.ahead: dict[str, Tracked] = {}
         """Those that have claimed pages, and have no blocks yet."""
         self.loading: dict[str, Tracked] = {}
@@ -195,6 +197,7 @@ class Requests:
     def let_go(self, tracked: Tracked) -> None:
         """Nothing is held for it any more; nothing of it is shared that was not before."""
         self.claiming.pop(tracked.id, None)
+        self.arriving.pop(tracked.id, None)
         self.ahead.pop(tracked.id, None)
         link, claim, tracked.claim = tracked.link, tracked.claim, None
         if link is None:

@@ -10,10 +10,11 @@ call: the daemon may have begun its epoch before the engine had those weights.
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from kvd.client import KvdError
-from kvd.connectors.vllm.sessions import RETRY_S
+from kvd.connectors.vllm.sessions import PAUSE_S, RETRY_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from kvd.client import PendingCall
     from kvd.connectors.vllm.log import ConnectorLog
     from kvd.connectors.vllm.sessions import DaemonLife, NodeLink
+
+RESET_WITHIN_S: Final = 0.05
+"""A reset waits so long for the daemon: no request that comes behind it has to go without."""
 
 UNNAMED: Final = ""
 """An engine that does not know its namespace yet."""
@@ -60,10 +64,16 @@ class Resets:
             self.due.remove(UNNAMED)
             self.add(namespace)
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether the daemon is about to answer one."""
-        return self._call is not None
+    def wait(self, look: Callable[[], NodeLink | None]) -> None:
+        """Have the daemon do it; give it a moment. ``look`` sees what has come of the session."""
+        end_s = time.perf_counter() + RESET_WITHIN_S
+        while (
+            (link := look()) is not None
+            and not link.is_silent
+            and self._call is not None
+            and time.perf_counter() < end_s
+        ):
+            time.sleep(PAUSE_S)
 
     def look(self, link: NodeLink, life: DaemonLife) -> None:
         """Say what is due in this session, in this life, and hear of what was said; never waits."""

@@ -26,6 +26,7 @@ import time
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from kvd.client import KvdError
+from kvd.connectors.vllm.arrivals import ArrivingRequests
 from kvd.connectors.vllm.beside import RegularLook, in_thread
 from kvd.connectors.vllm.claims import Claims
 from kvd.connectors.vllm.endings import Endings
@@ -34,6 +35,7 @@ from kvd.connectors.vllm.identity import RequestNamespace
 from kvd.connectors.vllm.log import ConnectorLog
 from kvd.connectors.vllm.lookup import (
     ANSWER_WITHIN_S,
+    BEFORE_BLOCKS,
     LATE,
     LATE_ADAPTER,
     LOOKED_UP,
@@ -43,17 +45,11 @@ from kvd.connectors.vllm.lookup import (
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.opened import OpenedRooms, end_room
 from kvd.connectors.vllm.orders import StepOrders
-from kvd.connectors.vllm.params import (
-    NO_TRANSFER,
-    cached_at,
-    kept_for_decode,
-    transfer_of,
-)
+from kvd.connectors.vllm.params import NO_TRANSFER, cached_at, kept_for_decode, transfer_of
 from kvd.connectors.vllm.requests import Requests
 from kvd.connectors.vllm.resets import Resets
 from kvd.connectors.vllm.sessions import (
     NO_LIFE,
-    PAUSE_S,
     RETRY_S,
     UNFIT_RETRY_S,
     SessionLife,
@@ -91,9 +87,7 @@ where it is made."""
 WATCH_EVERY_S: Final = 0.1
 """So often the same is done beside the steps, where no step has done it meanwhile."""
 
-RESET_WITHIN_S: Final = 0.05
-"""A reset waits so long for the daemon: no request that comes behind it has to go without."""
-
+UNLOADED: Final = "the workers could not load it"
 NOBODY: Final = "no session with a daemon"
 UNFILLED: Final = "another connector may not have filled its blocks: it is not saved further"
 MOST_IN_FLIGHT: Final = 8
@@ -154,6 +148,9 @@ class SchedulerHalf:
         self._claims = Claims(options, self._requests, self._look_ups, self._budget, now_s)
         self._moves = Moves(
             options, self._requests, self._copies, block_size=block_size, now_s=now_s
+        )
+        self.arrivals = ArrivingRequests(
+            self._requests, self._look_ups, self._moves, self._budget, now_s
         )
         self._opened = OpenedRooms(options, self._moves.sends_all)
         self._held = HeldRequests(self._requests, self._moves, self._ending, self._copies, now_s)
@@ -291,7 +288,7 @@ class SchedulerHalf:
         # vLLM may preempt all that run before it resets its own cache.
         self._copies.preempted(self._requests.here.values())
         self._ending.share_nothing()
-        self._await_reset()
+        self._resets.wait(self._look)
         return True
 
     def fill_no_more(self, requests: Collection[str]) -> None:
@@ -308,19 +305,6 @@ class SchedulerHalf:
         if tracked.is_loaded_from:
             self._stale_loads.add(tracked.id)
         self._requests.alone(tracked, RESET)
-
-    def _await_reset(self) -> None:
-        """Have the daemon do it; give it a moment."""
-        end_s = time.perf_counter() + RESET_WITHIN_S
-        link = self._look()
-        while (
-            link is not None
-            and not link.is_silent
-            and self._resets.is_asked
-            and time.perf_counter() < end_s
-        ):
-            time.sleep(PAUSE_S)
-            link = self._look()
 
     # ---- a request comes ---------------------------------------------------------------------
 
@@ -400,9 +384,10 @@ class SchedulerHalf:
 
     def _is_looked_up(self, link: NodeLink, tracked: Tracked) -> bool:
         """Whether nobody waits for its look-up any more."""
-        if tracked.stage not in LOOKED_UP:
+        if tracked.stage not in LOOKED_UP and not tracked.is_arriving:
             return True
         try:
+            self.arrivals.look(link, tracked)
             is_over = tracked.claim is None and self._look_ups.is_over(
                 link, tracked, is_idle=self._is_idle
             )
@@ -474,16 +459,22 @@ class SchedulerHalf:
         elif tracked.stage is RequestStage.NAMING:
             self._requests.alone(tracked, LATE_ADAPTER)
             return
-        elif tracked.stage in LOOKED_UP:
-            self._look_ups.drop(tracked.link, tracked)
-            tracked.stage = RequestStage.COMPUTING
-        elif tracked.stage is RequestStage.FOUND:
-            tracked.stage = RequestStage.COMPUTING
-        if tracked.lease is not None:
+        else:
+            if tracked.stage in LOOKED_UP or tracked.is_arriving:
+                self._look_ups.drop(tracked.link, tracked)
+            if tracked.stage in BEFORE_BLOCKS:
+                tracked.stage = RequestStage.COMPUTING
+        self._fill(tracked.link, tracked, external_tokens)
+
+    def _fill(self, link: NodeLink, tracked: Tracked, external_tokens: int) -> None:
+        """Have its blocks filled, as far as they are to be, and pages taken for it."""
+        if tracked.is_arriving:
+            self._requests.arriving[tracked.id] = tracked
+        elif tracked.lease is not None:
             if external_tokens:
                 self._requests.load(tracked)
         elif tracked.claim is None and (external_tokens or self._options.save != "none"):
-            self._claims.begin(tracked.link, tracked, is_whole=self._options.save != "none")
+            self._claims.begin(link, tracked, is_whole=self._options.save != "none")
 
     def sent_tokens(self, request_id: str, external_tokens: int) -> int:
         """Of the tokens that this one loads, those that another node has sent for it."""
@@ -537,8 +528,10 @@ class SchedulerHalf:
         self._is_idle = not scheduled
         self._glance()
         requests = self._requests
-        for tracked in list(requests.claiming.values()):
-            self._claims.take(tracked)
+        self._claims.take_all()
+        if requests.arriving:
+            loads += self.arrivals.loads(is_idle=self._is_idle)
+            self._count_met()
         for tracked in list(requests.loading.values()):
             loads += self._moves.loads(tracked)
         for tracked in list(requests.held.values()):
@@ -618,11 +611,15 @@ class SchedulerHalf:
 
     def _load_over(self, copy: CopyUnderWay) -> None:
         tracked = copy.tracked
-        if tracked.stage is RequestStage.LOADING and copy.is_done:
+        if not copy.order.is_last:
+            # Of one whose last order is out the workers say that it has failed.
+            if not copy.is_done and tracked.id in self._requests.arriving:
+                self._requests.alone(tracked, UNLOADED)
+        elif tracked.stage is RequestStage.LOADING and copy.is_done:
             tracked.stage = RequestStage.COMPUTING
             self._requests.due.soon(tracked)
         elif tracked.stage is RequestStage.LOADING:
-            self._requests.alone(tracked, "the workers could not load it")
+            self._requests.alone(tracked, UNLOADED)
 
     def _save_over(self, copy: CopyUnderWay) -> None:
         """What is saved up to the first copy that is not done, or not yet, is in the pages."""

@@ -96,6 +96,8 @@ class Tracked:
     probe: PendingCall[Any] | None = None
     """Asked behind the request for a meeting: answered before it, that one waits for room."""
     receive: SyncReceive | None = None
+    is_arriving = False
+    """Its blocks are filled while it is received, or will be: see ``arrivals``."""
     claim: PendingCall[SyncLease] | None = None
     claims_all = False
     """Whether it claims pages for all of its prompt, or those that are cached alone."""
@@ -120,7 +122,7 @@ class Tracked:
     sent_from: int | None = None
     """From here on another node has sent it; None: nothing of it."""
     started_tokens = 0
-    """vLLM has those below itself, and loads from there up to ``loads_to``."""
+    """vLLM has those below itself, or they are ordered, and loads from there up to ``loads_to``."""
     loads_to = 0
     has_run = False
     """A step has computed of it since it was given blocks: before that another connector may be

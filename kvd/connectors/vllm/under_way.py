@@ -18,7 +18,7 @@ from kvd.connectors.vllm.tracked import CopyUnderWay
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from kvd.client import SyncLease
+    from kvd.client import ArrivingPages, SyncLease
     from kvd.connectors.vllm.layout import LayerGroup
     from kvd.connectors.vllm.orders import StepReport
     from kvd.connectors.vllm.tracked import RequestView, Tracked
@@ -67,6 +67,8 @@ class OrdersUnderWay:
         self._blocks = blocks
         self.has_windows = any(group.is_windowed for group in blocks.groups)
         """Whether vLLM takes blocks back while their request goes on."""
+        self.has_states = any(group.has_states for group in blocks.groups)
+        """Whether a request can go on behind whole pages alone."""
         self._is_plain = len(blocks.groups) <= 1 and not self.has_windows
         self._ranks = ranks
         self._last = 0
@@ -89,11 +91,12 @@ class OrdersUnderWay:
     def begin(
         self,
         tracked: Tracked,
-        lease: SyncLease,
+        lease: SyncLease | ArrivingPages,
         *,
         is_load: bool,
         rows: slice,
         upto_tokens: int,
+        is_last: bool = True,
     ) -> CopyOrder:
         """Order it: pages ``rows`` of the lease, and the request's blocks of the same tokens.
 
@@ -110,6 +113,7 @@ class OrdersUnderWay:
             pages=pages,
             blocks=self.blocks_of(tracked, rows),
             upto_tokens=upto_tokens,
+            is_last=is_last,
         )
         copy = CopyUnderWay(order, tracked, is_load=is_load, ranks=self._ranks)
         self.hold(copy.blocks)
@@ -164,9 +168,9 @@ class OrdersUnderWay:
         return not any(null in column for _, column in self._columns(table, pages))
 
     @property
-    def has_states(self) -> bool:
-        """Whether a request can go on behind whole pages alone."""
-        return any(group.has_states for group in self._blocks.groups)
+    def can_load_in_parts(self) -> bool:
+        """Whether some blocks may be filled before others, and stay the request's meanwhile."""
+        return self._is_plain and not self.has_states and self._blocks.can_be_held
 
     @property
     def can_save(self) -> bool:

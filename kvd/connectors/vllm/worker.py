@@ -22,6 +22,7 @@ from kvd.client import Code, KvdError, connect_sync, join
 from kvd.client.mover.pending_copy import CopyState
 from kvd.connectors.vllm import layout
 from kvd.connectors.vllm.beside import BesideTask, in_thread
+from kvd.connectors.vllm.joined import JoinedPool, PoolJoin
 from kvd.connectors.vllm.log import ConnectorLog
 from kvd.connectors.vllm.orders import StepReport
 from kvd.connectors.vllm.sessions import IDLE_WAIT_S
@@ -29,7 +30,7 @@ from kvd.connectors.vllm.sessions import IDLE_WAIT_S
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from kvd.client import EngineBlocks, LeaseKey, PendingCopy, Pool, Worker
+    from kvd.client import PendingCopy, Pool, Worker
     from kvd.connectors.vllm.beside import Start
     from kvd.connectors.vllm.layout import EngineLayers, LayerGroup
     from kvd.connectors.vllm.options import VllmOptions
@@ -49,9 +50,6 @@ JOIN_WITHIN_S: Final = 0.05
 SAVE_WITHIN_S: Final = 1.0
 """So long a save does, and as long for each answer of the daemon; then it is lost."""
 
-REJOIN_S: Final = 1.0
-"""Between two attempts to join one session."""
-
 ANSWER_WITHIN_S: Final = 0.25
 """So long the daemon has to answer that a load begins, or is over; then it is given up. A save has
 ``SAVE_WITHIN_S``."""
@@ -61,9 +59,6 @@ ANSWERED: Final = frozenset({CopyState.ASKING, CopyState.ENDING})
 
 PREEMPTED_WITHIN_S: Final = 0.01
 """So long a step that takes blocks back waits for copies that do not move yet."""
-
-LEAVE_S: Final = 10.0
-"""Between two lines about copies that are waited for before their blocks are freed."""
 
 PREEMPTED_SAID_S: Final = 10.0
 """Between two lines about a step that waits for those that do."""
@@ -75,125 +70,6 @@ class CopyCounts:
     def __init__(self) -> None:
         self.loaded_bytes = self.saved_bytes = 0
         self.load_seconds = self.save_seconds = 0.0
-
-
-class JoinedPool:
-    """A session that this process is of, and the engine's blocks as they are moved there."""
-
-    def __init__(
-        self, session: Worker, blocks: EngineBlocks, component: str, *, has_rows: bool = False
-    ) -> None:
-        self.session = session
-        self.blocks = blocks
-        self.component = component
-        self.has_rows = has_rows
-
-    def leave(self) -> None:
-        """Copy nothing any more; what has begun is waited for."""
-        with contextlib.suppress(KvdError, OSError):
-            self.blocks.close()
-        with contextlib.suppress(KvdError, OSError):
-            self.session.close()
-
-
-class PoolJoin:
-    """Which session this process is of, and the way to the one that it is to be of.
-
-    Args:
-        open_pool: joins the session of a token and maps its pool; may take long.
-        log: where changes are told.
-        now_s: a clock.
-        start: has work done beside the step.
-    """
-
-    def __init__(
-        self,
-        open_pool: Callable[[bytes], JoinedPool],
-        log: ConnectorLog,
-        *,
-        now_s: Callable[[], float] = time.monotonic,
-        start: Start = in_thread,
-    ) -> None:
-        self.unfit = ""
-        """Why the pool of the session that was to be joined does not fit."""
-        self._open_pool = open_pool
-        self._log = log
-        self._now_s = now_s
-        self._start = start
-        self._token = b""
-        self._joined: JoinedPool | None = None
-        self._joining: BesideTask[JoinedPool] | None = None
-        self._leaving: list[BesideTask[None]] = []
-        """Former sessions, of which a copy may still move."""
-        self._next_try_s = now_s()
-
-    def follow(self, token: bytes) -> None:
-        """Be of the session of that token from now on; of none, where it is empty."""
-        if token != self._token:
-            self._token, self.unfit = token, ""
-            self._next_try_s = self._now_s()
-            joined, self._joined = self._joined, None
-            joining, self._joining = self._joining, None
-            if joining is not None:
-                joining.abandon()
-            if joined is not None:
-                self._leaving = [task for task in self._leaving if not task.ended()]
-                self._leaving.append(BesideTask(joined.leave, start=self._start))
-        self._take()
-        if (
-            token
-            and self._joined is None
-            and self._joining is None
-            and not self.unfit
-            and self._now_s() >= self._next_try_s
-        ):
-            self._joining = BesideTask(
-                lambda: self._open_pool(token), JoinedPool.leave, self._start
-            )
-            self._take()
-
-    def comes(self, within_s: float) -> bool:
-        """Whether the session that is being joined is so by then."""
-        if self._joining is None or not self._joining.ended(within_s):
-            return False
-        self._take()
-        return self._joined is not None
-
-    def of(self, key: LeaseKey) -> JoinedPool | None:
-        """Who moves what an order with that key is about; None while, or if, it is not joined."""
-        joined = self._joined
-        return joined if joined is not None and joined.session.owns(key) else None
-
-    def leave(self) -> None:
-        """Be of none, once what has begun is copied: nothing reads or writes blocks behind this."""
-        if self._joining is not None:
-            self._joining.abandon()
-        joined, self._joined, self._joining, self._token = self._joined, None, None, b""
-        if joined is not None:
-            joined.leave()
-        for task in self._leaving:
-            while not task.ended(LEAVE_S):
-                logger.warning("copies of a former session are waited for")
-        self._leaving = []
-
-    def _take(self) -> None:
-        joining = self._joining
-        if joining is None or not joining.ended():
-            return
-        self._joining = None
-        self._next_try_s = self._now_s() + REJOIN_S
-        try:
-            self._joined = joining.take()
-        except (KvdError, OSError, ValueError, RuntimeError) as error:
-            is_unfit = isinstance(error, KvdError) and error.code == Code.LAYOUT_MISMATCH.value
-            self.unfit = str(error) if is_unfit else ""
-            self._log.changed(
-                "join",
-                logging.ERROR if is_unfit else logging.WARNING,
-                f"nothing is copied: {error}",
-            )
-        else:
-            self._log.changed("join", logging.INFO, "this rank has joined the session")
 
 
 class RankCopy:
@@ -314,6 +190,10 @@ class WorkerHalf:
         """Of the step that is under way."""
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
+        self._failing: set[str] = set()
+        """Those that have failed, of which a part may still move."""
+        self._broken: set[str] = set()
+        """Those of which a part was not made: nor is the last one then."""
         self._freed: set[str] = set()
         self._report: StepReport | None = None
 
@@ -421,7 +301,7 @@ class WorkerHalf:
     def load(self, orders: StepOrders) -> None:
         """Have blocks filled from pages; every request that waits for it is heard of in the end."""
         self._orders = orders
-        self._failed.update(orders.failed)
+        self._failing.update(orders.failed)
         self._freed.update(orders.freed)
         try:
             self._join.follow(orders.token if self._has_blocks else b"")
@@ -430,6 +310,7 @@ class WorkerHalf:
         if self._join.unfit:
             self._told().unfit = self._join.unfit
         self._take(orders.loads, is_load=True)
+        self._end_failing()
         self._begin()
 
     def save(self, orders: StepOrders) -> None:
@@ -481,6 +362,8 @@ class WorkerHalf:
         for copy in self._copies.values():
             copy.look(now_s)
         for copy in [copy for copy in self._copies.values() if copy.is_over()]:
+            if self._waits_for_parts(copy):
+                continue
             try:
                 is_done = copy.is_done()
                 self._count(copy)
@@ -488,6 +371,34 @@ class WorkerHalf:
                 self._log.bug("the end of a copy", error)
                 is_done = False
             self._answer(copy, is_done=is_done)
+        self._end_failing()
+
+    def _parts_of(self, request: str) -> list[RankCopy]:
+        """Loads of that request that are not answered, but for the last of all."""
+        return [
+            copy
+            for copy in self._copies.values()
+            if copy.is_load and not copy.order.is_last and copy.order.request == request
+        ]
+
+    def _waits_for_parts(self, copy: RankCopy) -> bool:
+        """Whether it is the last load of a request of which another one is not answered yet."""
+        is_last = copy.is_load and copy.order.is_last and len(self._copies) > 1
+        return is_last and bool(self._parts_of(copy.order.request))
+
+    def _end_failing(self) -> None:
+        """Say of a request that it has failed once no part of it moves any more."""
+        for request in list(self._failing):
+            parts = self._parts_of(request)
+            for copy in parts:
+                if copy.pending is None:
+                    self._answer(copy, is_done=False)
+                else:
+                    copy.pending.cancel()
+            if not self._parts_of(request):
+                self._failing.discard(request)
+                self._broken.discard(request)
+                self._failed.add(request)
 
     def _count(self, copy: RankCopy) -> None:
         pending, counts = copy.pending, self.counts
@@ -507,11 +418,19 @@ class WorkerHalf:
 
     def _answer(self, copy: RankCopy, *, is_done: bool) -> None:
         """It is over, or was never begun: nobody reads or writes its blocks any more."""
-        number, report = copy.order.number, self._told()
+        number, report, request = copy.order.number, self._told(), copy.order.request
         del self._copies[number]
+        is_done = is_done and not (copy.is_load and request in self._broken)
         (report.done if is_done else report.failed)[number] = 1
-        if copy.is_load:
-            (self._loaded if is_done else self._failed).add(copy.order.request)
+        if not copy.is_load:
+            return
+        if not copy.order.is_last:
+            if not is_done:
+                self._broken.add(request)
+        elif is_done:
+            self._loaded.add(request)
+        else:
+            self._failing.add(request)
 
     def _told(self) -> StepReport:
         if self._report is None:

@@ -216,6 +216,7 @@ class OfferWriter:
                 share=share,
                 epoch=epoch_in(lease.namespace),
                 is_open=attempt.is_open,
+                as_it_comes=attempt.as_it_comes,
             )
             part.routes = routes_of(offer, self._peers.by_name[part.peer].incoming)
             part.total_bytes = self._payload.granted_bytes(grants, part.routes)

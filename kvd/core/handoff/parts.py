@@ -191,6 +191,8 @@ class ReceiveAttempt:
     """
 
     __slots__ = (
+        "arrived_tokens",
+        "as_it_comes",
         "aux",
         "deadline_s",
         "doubt",
@@ -234,6 +236,10 @@ class ReceiveAttempt:
         """What its engine calls it; None: nothing."""
         self.is_open = False
         """Whether its engine was told of a room that was open by then."""
+        self.as_it_comes = False
+        """Whether its engine hears how far it has come; from OFFERED on, whether it can."""
+        self.arrived_tokens = 0
+        """What it has heard."""
         self.is_pulled = False
         """Whether its source sends what it has cached, and no engine of it does."""
         self.prefix_tokens = 0
@@ -271,7 +277,10 @@ class ReceiveAttempt:
 class ReceivePart(HandoffPart):
     """One attempt to receive one prompt, or what one of several sources sends of it."""
 
-    __slots__ = ("attempt", "is_verified", "landed", "state", "sums", "tickets", "unanswered")
+    __slots__ = (
+        *("arrived", "attempt", "is_verified", "landed", "state", "summed", "sums", "tickets"),
+        "unanswered",
+    )
 
     def __init__(self, part_id: int, peer: str, attempt: ReceiveAttempt) -> None:
         super().__init__(part_id, peer)
@@ -283,6 +292,10 @@ class ReceivePart(HandoffPart):
         """By route, of what our transfer process is asked to sum, or was told has landed."""
         self.landed: dict[int, int] = {}
         """By route: so many of its first pages our transfer process knows to be whole."""
+        self.summed: dict[int, int] = {}
+        """By route: of so many of these it knows what the writer says."""
+        self.arrived: dict[int, int] = {}
+        """By route: and so many are what was sent, it has said."""
         self.is_verified = False
         """What it sent is good; it waits for the other sources, if there are any."""
         self.unanswered: Offer | Abort | None = None

@@ -61,6 +61,9 @@ TURN_BYTES = 16 * 2**20
 TURNS_AHEAD = 4
 """Handles that are in flight at a time."""
 
+MAX_AHEAD_BYTES = 128 * 1024
+"""Of sums that are said before the end, with each Progress: of 16,384 pages."""
+
 EVENT_BYTES = 64
 """Of the IPC handle of a CUDA event."""
 
@@ -318,6 +321,34 @@ class Posts:
                 route = self._routes[post]
                 upto[route] = min(upto[route], self._whole[post])
         return tuple([unit - seal.first for unit, seal in zip(upto, part.seals, strict=True)])
+
+    def summed(self, part: SendPart) -> tuple[tuple[int, ...], bytes]:
+        """As ``landed``, of those whose posts are over: how many, and their sums, route by route.
+
+        Nothing where the decode side does not ask for it before Settled.
+        """
+        offer = part.offer
+        if offer is None or not offer.as_it_comes or len(part.seals) > MAX_ROUTES:
+            return (), b""
+        upto = [part.ordered_units.get(at, seal.first) for at, seal in enumerate(part.seals)]
+        # Of each route the posts go on where the one before ends, and their numbers grow.
+        open_posts: dict[int, int] = {}
+        for post in part.outstanding:
+            route = self._routes[post]
+            if post < open_posts.get(route, post + 1):
+                open_posts[route], upto[route] = post, self._first[post]
+        over = [
+            sums
+            for (route, post), sums in sorted(part.sums.items())
+            if post < open_posts.get(route, post + 1)
+        ]
+        checksums = b"".join(over)
+        if len(checksums) > MAX_AHEAD_BYTES:
+            return (), b""
+        return (
+            tuple([unit - seal.first for unit, seal in zip(upto, part.seals, strict=True)]),
+            checksums,
+        )
 
     def live_bytes(self, part: SendPart) -> int:
         """What has left for the part, of posts that are under way too."""

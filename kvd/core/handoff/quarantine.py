@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
     from kvd.core.handoff.parts import ReceivePart
     from kvd.core.inputs import Awaiting, Quiet
+    from kvd.core.leases.engine_copies import EngineCopies
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
     from kvd.core.peers.peer import Peer
@@ -56,13 +57,21 @@ class AwaitedStreams(msgspec.Struct, frozen=True):
 class Quarantines:
     """Quarantined leases whose writers are over, until this host is quiet; and the way there."""
 
-    def __init__(self, settings: Settings, leases: LeaseTable, peers: Peers, out: Outbox) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        leases: LeaseTable,
+        copies: EngineCopies,
+        peers: Peers,
+        out: Outbox,
+    ) -> None:
         self.leases: dict[int, LeaseRecord] = {}
         """By lease id."""
         self.awaited: dict[int, AwaitedStreams] = {}
         """Of these leases: which connections they wait for, where it is not done at once."""
         self._settings = settings
         self._table = leases
+        self._copies = copies
         self._peers = peers
         self._out = out
         self._fenced_generation = self._claims = 0
@@ -70,6 +79,7 @@ class Quarantines:
     def begin_quarantine(self, lease: LeaseRecord, parts: list[ReceivePart], why: str) -> None:
         """The writers of these parts may still write its pages: keep them from everybody."""
         writers = tuple([Writer(part.peer, part.incarnation) for part in parts])
+        self._copies.receive_failed(lease)
         # Since now, also where it is doubt that begins it: ``fence_after_s`` counts from when
         # somebody began to wait.
         self._table.quarantine(lease, Quarantine(writers, self._out.at_s, why))

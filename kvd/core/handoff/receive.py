@@ -27,6 +27,7 @@ from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.lease import ARRIVAL
 from kvd.core.effects import Doubt
+from kvd.core.handoff.arriving import Arrivals
 from kvd.core.handoff.offer import OfferWriter
 from kvd.core.handoff.outcomes import Outcomes
 from kvd.core.handoff.protocol import Decode, DecodeTrigger
@@ -46,13 +47,7 @@ from kvd.core.leases.lease_table import RECEIVED
 from kvd.errors import Code, Refusal
 from kvd.types import NO_TOKENS, Pages, count
 from kvd.wire import client
-from kvd.wire.peer import (
-    Abort,
-    Accept,
-    Progress,
-    ReceiveOutcome,
-    Settled,
-)
+from kvd.wire.peer import Abort, Accept, Progress, ReceiveOutcome, Settled
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
@@ -60,6 +55,7 @@ if TYPE_CHECKING:
     from kvd.core.handoff.payload import Payload
     from kvd.core.inputs import Verified
     from kvd.core.leases.admission import Admission
+    from kvd.core.leases.engine_copies import EngineCopies
     from kvd.core.leases.fetch import Fetch, Fetcher
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.outbox import Outbox
@@ -113,6 +109,7 @@ class Decoder:
         admission: Admission,
         peers: Peers,
         fetcher: Fetcher,
+        copies: EngineCopies,
         out: Outbox,
     ) -> None:
         self.parts: dict[int, ReceivePart] = {}
@@ -127,7 +124,8 @@ class Decoder:
         """Of ``attempts`` and ``ready`` those with a request id, the last of each."""
         self.offers = OfferWriter(settings, payload, peers, out)
         self.verifying = Verifying(settings, payload, peers, out)
-        self.quarantines = Quarantines(settings, leases, peers, out)
+        self.arriving = Arrivals(payload, self.verifying, leases, out)
+        self.quarantines = Quarantines(settings, leases, copies, peers, out)
         self.outcomes = Outcomes(settings, out)
         self.delivered = self.failed = 0
         """Parts that were committed, and that ended otherwise after they were offered."""
@@ -206,7 +204,7 @@ class Decoder:
         # Not while it drains or is verified: what is told then is what Settled said.
         if part is not None and part.state in ASKING:
             self._moved(part, message.moved_bytes)
-            self.verifying.note_landed(part, message.landed)
+            self.verifying.note_landed(part, message)
 
     def settled(self, peer: Peer, message: Settled) -> None:
         """The writer's last word."""
@@ -323,8 +321,6 @@ class Decoder:
                 self._give_up(part.attempt, why)
             if part.state in WRITABLE and part.resend_s <= now_s:
                 self.resend(part)
-
-    # ---- edges: from the queue ---------------------------------------------------------------
 
     # ---- edges: the bytes arrive -------------------------------------------------------------
 

@@ -104,6 +104,7 @@ class ReceiveRequests:
         """The engine wants a prompt's KV from known peers: queue for room."""
         attempt = self._new_attempt(session, message, count(tokens), request)
         attempt.is_pulled, attempt.is_open = is_pulled, message.is_open
+        attempt.as_it_comes = message.as_it_comes
         fresh = self._leases.components.fresh_tokens(attempt.prompt_tokens, cached=message.cache)
         claim = Claim(
             session=session,
@@ -170,6 +171,7 @@ class ReceiveRequests:
         attempt.waiter = None
         attempt.lease = lease
         attempt.prefix_tokens = lease.prefix_tokens
+        attempt.as_it_comes = self._receives.arriving.can_tell(attempt, lease)
         for part in attempt.parts:
             part.incarnation = self._peers.by_name[part.peer].incarnation
             # Assigned in the step in which the Offer goes out, so ids grow with the Offers and the

@@ -177,6 +177,8 @@ class Transfers:
     def _tell_progress(self, part: SendPart, moved_bytes: int) -> None:
         peer = self._peers.by_incarnation.get(part.incarnation)
         if peer is not None:
+            landed = self._posts.landed(part)
+            summed, checksums = self._posts.summed(part) if landed else ((), b"")
             self._out.send(
                 peer.link,
                 Progress(
@@ -184,7 +186,9 @@ class Transfers:
                     target=part.incarnation,
                     handoff=part.handoff,
                     moved_bytes=moved_bytes,
-                    landed=self._posts.landed(part),
+                    landed=landed,
+                    summed=summed,
+                    checksums=checksums,
                 ),
             )
 

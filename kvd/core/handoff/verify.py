@@ -6,7 +6,9 @@ settled, so nobody writes the pages any more, and no timer is needed to be safe.
 that ends meanwhile takes the question along; its successor is asked again.
 
 So that little is left to sum then, it sums ahead what is told to have landed while the rest is on
-its way: under the ticket that the question will have, and for nothing if it never comes.
+its way: under the ticket that the question will have, and for nothing if it never comes. Where an
+engine uses what has come (``arriving``), the writer says the sums of that on the way, and they are
+compared then; what is wrong is said when all of it is asked about.
 
 What must not live here: transitions, and what becomes of the pages (``receive``).
 """
@@ -35,9 +37,13 @@ if TYPE_CHECKING:
     from kvd.core.outbox import Outbox
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
+    from kvd.wire.peer import Progress
 
 SHOWN_PAGES = 8
 """Of the wrong pages, in a sentence and an event."""
+
+ARRIVED_BYTES = 256 * 1024
+"""So much more is worth a word to an engine that uses what has come."""
 
 ADVICE = (
     "nothing of it was cached: send it again, and if that fails too, test the memory and the "
@@ -61,37 +67,60 @@ class Verifying:
         """By ticket: what has been asked and not answered."""
         self._routes: dict[int, int] = {}
         """By ticket: which route of the part it is about."""
+        self.ahead: dict[int, tuple[ReceivePart, int]] = {}
+        """By ticket, part and route of which something may be said before it is asked."""
         self._settings = settings
+        self._arrived_bytes = min(ARRIVED_BYTES, settings.sum_ahead_bytes)
         self._payload = payload
         self._peers = peers
         self._out = out
         self._last_ticket = 0
 
-    def note_landed(self, part: ReceivePart, landed: tuple[int, ...]) -> None:
+    def note_landed(self, part: ReceivePart, message: Progress) -> None:
         """So many of the first pages of each route are whole here; others are still to come."""
+        landed = message.landed
         # What a peer says of other routes than those granted is not read. And where the process
         # that they were granted through is gone, the part is as good as over.
         if len(landed) != len(part.seals) or not self._peers.generation:
             return
+        said = _said_ahead(part, message)
         for index, (seal, told) in enumerate(zip(part.seals, landed, strict=True)):
-            known, n_pages = part.landed.get(index, 0), min(told, seal.end - seal.first)
+            n_pages = min(told, seal.end - seal.first)
+            n_summed, sums = said[index] if said else (0, b"")
+            if n_summed > n_pages:
+                n_summed, sums = 0, b""
+            known, summed = part.landed.get(index, 0), part.summed.get(index, 0)
             more = chosen(seal, seal.first + known, seal.first + n_pages).size
-            route = part.routes[index]
-            page_bytes = self._payload.parts[route.grant].bytes_per_page(route.shard_route)
-            if more * page_bytes >= self._settings.sum_ahead_bytes:
-                part.landed[index] = n_pages
-                grant = _grant(part, index)
-                self._out.effects.append(
-                    effects.SumLanded(
-                        ticket=self._ticket(part, index),
-                        component=grant.component,
-                        seal=seal,
-                        pages=Pages(grant.pages),
-                        landed=n_pages,
-                        shard=route.shard_route.peer_shard,
-                        window=route.shard_route.window,
-                    )
+            is_more = self._is_worth(part, index, more, self._settings.sum_ahead_bytes)
+            is_said = self._is_worth(part, index, n_summed - summed, self._arrived_bytes)
+            if not is_more and not is_said:
+                continue
+            # Never less than was told before.
+            part.landed[index] = n_pages = max(n_pages, known)
+            ticket = self._ticket(part, index)
+            if is_said:
+                part.summed[index] = n_summed
+                self.ahead[ticket] = part, index
+            grant, shard_route = _grant(part, index), part.routes[index].shard_route
+            self._out.effects.append(
+                effects.SumLanded(
+                    ticket=ticket,
+                    component=grant.component,
+                    seal=seal,
+                    pages=Pages(grant.pages),
+                    landed=n_pages,
+                    shard=shard_route.peer_shard,
+                    window=shard_route.window,
+                    summed=n_summed if is_said else 0,
+                    sums=sums if is_said else b"",
                 )
+            )
+
+    def _is_worth(self, part: ReceivePart, index: int, n_pages: int, least_bytes: int) -> bool:
+        """Whether so many more pages are worth a word."""
+        route = part.routes[index]
+        page_bytes = self._payload.parts[route.grant].bytes_per_page(route.shard_route)
+        return n_pages > 0 and n_pages * page_bytes >= least_bytes
 
     def begin_part(self, part: ReceivePart, checksums: bytes) -> SumFinding | Refusal:
         """Every byte has landed; ``checksums`` is what the writer says of them."""
@@ -111,6 +140,7 @@ class Verifying:
                 part.sums[index] = checksums[at : at + size]
                 at += size
                 ticket = self._ticket(part, index)
+                self.ahead.pop(ticket, None)
                 self.parts[ticket] = part
                 self._routes[ticket] = index
         part.history.add_line(self._out.at_s, f"{self._told(part)} pages to verify")
@@ -149,6 +179,7 @@ class Verifying:
         # An answer may be under way: it finds no ticket then, and is dropped.
         # What was summed ahead is for nothing, where it was never asked about.
         for ticket in part.tickets.values():
+            self.ahead.pop(ticket, None)
             if self.parts.pop(ticket, None) is None:
                 self._out.effects.append(effects.ForgetSums(ticket))
             else:
@@ -251,6 +282,23 @@ def _grant(part: ReceivePart, index: int) -> Grant:
     offer = part.unanswered
     assert isinstance(offer, Offer)
     return offer.grants[part.routes[index].grant]
+
+
+def _said_ahead(part: ReceivePart, message: Progress) -> list[tuple[int, bytes]]:
+    """By route, of how many pages the writer has said the sums, and these; empty: of none.
+
+    Less is said than could be where it does not fit; a writer may say any number.
+    """
+    if not part.attempt.as_it_comes or len(message.summed) != len(part.seals):
+        return []
+    said: list[tuple[int, bytes]] = []
+    at = 0
+    for seal, told in zip(part.seals, message.summed, strict=True):
+        n_pages = min(told, seal.end - seal.first)
+        size = SUM_BYTES * chosen(seal, seal.first, seal.first + n_pages).size
+        said.append((n_pages, message.checksums[at : at + size]))
+        at += size
+    return said if at == len(message.checksums) else []
 
 
 def _sent_pages(part: ReceivePart) -> int:

@@ -15,6 +15,10 @@ What a save has put there is written when it is over, for the rank that made it.
 order, and only what goes on from there without a gap counts; until then no word of its engine
 counts it, and nobody is sent it. One that failed or was given up raises nothing.
 
+A load may be of a lease that is still received, as far as its pages are known to be good. If the
+receive fails, nobody uses what was loaded: where a remote may still write the pages, the copy is
+forgotten, and may read what it likes.
+
 A process that dies is past writing only when it is gone: its copies end with ``WorkerGone``, which
 the shell says when it is, and no earlier.
 
@@ -30,7 +34,7 @@ from msgspec.structs import replace
 from mypy_extensions import mypyc_attr
 
 from kvd.core.cache.engine_copy import EngineCopy, LeaseCopying, Way, overlap, told_part
-from kvd.core.cache.lease import COPY
+from kvd.core.cache.lease import ARRIVAL, COPY
 from kvd.core.components.device_buffer import Buffers
 from kvd.core.components.state import StatePages
 from kvd.core.layout.spec import companion_factor, companion_pages, shards_of
@@ -56,6 +60,8 @@ MOST_OF_ONE: Final = 1024
 
 MOST_PARTS: Final = 16
 """Components of one copy."""
+
+PROCESS_GONE: Final = "the process that made it is gone"
 
 COPIES_NAMED: Final = 4
 """Of a lease, when somebody asks why."""
@@ -96,7 +102,9 @@ class EngineCopies:
 
     def begin(self, got: WorkerCopies, message: CopyBegins) -> Refusal | None:
         """Keep the pages for it; or why no byte may move."""
-        lease = self._owners.running_lease_of(got.session, message.lease)
+        owned = self._owners
+        lease_of = owned.running_lease_of if message.to_pages else owned.readable_lease_of
+        lease = lease_of(got.session, message.lease)
         if isinstance(lease, Refusal):
             return lease
         own = self.by_worker.get(got.worker, {})
@@ -167,10 +175,18 @@ class EngineCopies:
         """The last process of an engine is gone."""
         self._cut([copy for copy in self if copy.session == session])
 
-    def _cut(self, copies: list[EngineCopy]) -> None:
+    def receive_failed(self, lease: LeaseRecord) -> None:
+        """A remote may still write its pages: what is loaded from them is nobody's KV.
+
+        It may go on, as nobody uses what it brings; when it is over it is not known any more.
+        """
+        if lease.copying is not None:
+            self._cut(list(lease.copying.under_way), "the receive that it loads from has failed")
+
+    def _cut(self, copies: list[EngineCopy], why: str = PROCESS_GONE) -> None:
         for copy in copies:
             del self.by_worker[copy.worker][copy.call]
-            self._over(copy, why="the process that made it is gone")
+            self._over(copy, why=why)
 
     # ---- what is refused ---------------------------------------------------------------------
 
@@ -472,7 +488,11 @@ class EngineCopies:
         )
         # The read first, as at the end of a fetch.
         self._leases.end_read(lease)
-        if not copying.under_way:
+        if copying.under_way:
+            return
+        if ARRIVAL in lease.holders:
+            lease.holders.discard(COPY)  # nothing of it ends: more of it comes
+        else:
             self._leases.release(lease, COPY, "copied")
 
     def _refuse(self, code: Code, message: str, **numbers: int) -> Refusal:

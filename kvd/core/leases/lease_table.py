@@ -706,7 +706,7 @@ class LeaseTable:
         """The prompt is here: from now on the lease is the engine's."""
         # In the place of the arrival, in one assignment: a lease without a holder would be nobody's
         # to end.
-        lease.holders = {ENGINE}
+        lease.holders = {ENGINE, *(lease.holders & {COPY})}
         lease.reason = reason
         if self._journal is not None:
             # Only now: as long as a remote wrote them they were free to the process after this one,

@@ -172,6 +172,19 @@ class Owners:
             side=self._name,
         )
 
+    def readable_lease_of(self, session: int, lease_id: int) -> LeaseRecord | Refusal:
+        """The same; also one that is still received, of which nothing but what is there is read."""
+        found = self._leases.leases.get(lease_id)
+        if (
+            found is not None
+            and found.session == session
+            and ARRIVAL in found.holders
+            and found.lost is None
+            and found.lent is None
+        ):
+            return found
+        return self.running_lease_of(session, lease_id)
+
     def arena_of(self, session: int, lease_id: int) -> LeaseRecord | Refusal:
         """The session's arena, whose pages it may use."""
         lease = self.lease_of(session, lease_id)

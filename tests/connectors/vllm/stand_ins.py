@@ -29,7 +29,7 @@ WAITS = (
     "kvd.connectors.vllm.lookup.ANSWER_WITHIN_S",
     "kvd.connectors.vllm.lookup.PULL_WITHIN_S",
     "kvd.connectors.vllm.scheduler.ANSWER_WITHIN_S",
-    "kvd.connectors.vllm.scheduler.RESET_WITHIN_S",
+    "kvd.connectors.vllm.resets.RESET_WITHIN_S",
     "kvd.connectors.vllm.sessions.OPEN_WITHIN_S",
     "kvd.connectors.vllm.sessions.SILENT_S",
     "kvd.connectors.vllm.windows.KEPT_S",
@@ -165,7 +165,7 @@ class Send:
 
 class Receive:
     def __init__(self, node, tokens):
-        self.node, self.tokens, self.lease = node, tokens, None
+        self.node, self.tokens, self.lease, self.arriving = node, tokens, None, None
         self.prefix_len, self.n_tokens = 0, len(tokens)
         self.id = len(node.asked)
         node.receives.append(self)

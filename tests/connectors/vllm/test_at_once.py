@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from kvd.connectors.vllm.arrivals import CUT_SHORT
 from tests.connectors.vllm.stand_ins import Request
 from tests.connectors.vllm.test_daemons import BLOCK, MINE, POOL, PlainEngine, leases_of
 from tests.support.daemons import two_daemons
@@ -15,6 +16,9 @@ CHUNK = 3 * BLOCK
 PROMPT = list(range(1000, 1200))
 """Three chunks, and a part of a page."""
 
+
+PART_BYTES = 64 * 1024
+"""Of a page and a layer: three pages are worth a word while the rest is computed."""
 
 COMES_S = 20.0
 """Within which comes what has to; nothing that is told here takes as long by itself."""
@@ -31,9 +35,10 @@ def idle(engine, for_s=0.3):
 class AtOnce:
     """A router that has told both engines of a room."""
 
-    def __init__(self, pair):
+    def __init__(self, pair, **more):
         self.pair = pair
-        self.prefill, self.decode = PlainEngine(pair.prefill), PlainEngine(pair.decode)
+        self.prefill = PlainEngine(pair.prefill, **more)
+        self.decode = PlainEngine(pair.decode, **more)
         for layer in self.decode.layers.values():
             layer.array[:] = 0
         idle(self.decode)
@@ -246,3 +251,92 @@ def test_who_decodes_and_hangs_up_leaves_the_room_to_the_next(pair):
     pair.prefill.half.finished(computed)
     assert pair.gets(again) == len(PROMPT) - 1
     pair.decode.half.finished(again)
+
+
+# ---- in parts ------------------------------------------------------------------------------------
+
+
+class InParts(AtOnce):
+    """Pages are so large that the decode engine is told of each chunk."""
+
+    def __init__(self, pair):
+        super().__init__(pair, page_bytes=PART_BYTES)
+
+    def begins(self):
+        """The first chunk is in the blocks of the decode engine, and the rest is not computed."""
+        request, computed = super().begins()
+        assert self.gets(request) == len(PROMPT) - 1
+        self.decode.half.given_blocks(request, len(PROMPT) - 1)
+        self.until(lambda: self.is_filled(CHUNK))
+        assert request.request_id not in self.decode.loaded
+        return request, computed
+
+    def is_filled(self, n_tokens):
+        filled = slice(n_tokens // BLOCK)
+        return all((layer.array[filled] == MINE).all() for layer in self.decode.layers.values())
+
+    def until(self, is_so):
+        end_s = time.monotonic() + COMES_S
+        while not is_so():
+            assert time.monotonic() < end_s, f"it never is: {self.decode.alone}"
+            self.look(0.02)
+
+    def is_computed(self, request):
+        """Where it was to be decoded; and nothing is left of it."""
+        self.until(lambda: self.decode.alone)
+        self.look(0.1)
+        assert self.decode.half.counts.failed_loads == 1
+        assert request.request_id not in self.decode.loaded
+        self.decode.half.finished(request)
+        self.decode.until(lambda: not self.decode.counted.needed)
+
+
+@pytest.fixture
+def parts(tmp_path):
+    with two_daemons(tmp_path, POOL | {"pool.page_bytes": str(PART_BYTES)}) as daemons:
+        made = InParts(daemons)
+        yield made
+        made.close()
+
+
+def test_blocks_are_filled_while_the_rest_is_computed(parts):
+    request, computed = parts.begins()
+    parts.compute(computed, upto=2 * CHUNK)
+    parts.until(lambda: parts.is_filled(2 * CHUNK))
+    assert request.request_id not in parts.decode.loaded
+    parts.compute(computed)
+    parts.prefill.half.finished(computed)
+    parts.decode.until(lambda: request.request_id in parts.decode.loaded)
+    assert parts.is_filled(len(PROMPT) // BLOCK * BLOCK)
+    assert not parts.decode.alone
+    assert parts.decode.half.counts.received_tokens == len(PROMPT)
+    parts.decode.half.finished(request)
+    parts.is_over(parts.decode, parts.pair.decode)
+    parts.is_over(parts.prefill, parts.pair.prefill)
+    assert not parts.decode.counted.needed
+
+
+def test_an_aborted_prefill_ends_what_was_filled_in_part(parts):
+    request, computed = parts.begins()
+    parts.prefill.half.finished(computed, is_heard=False)
+    parts.is_computed(request)
+    assert parts.decode.alone == [CUT_SHORT]
+    parts.is_over(parts.decode, parts.pair.decode)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_daemon_that_ends_ends_what_was_filled_in_part(parts, side):
+    request, _ = parts.begins()
+    daemon = getattr(parts.pair, side)
+    daemon.kill()
+    daemon.start()
+    daemon.wait_ready()
+    parts.is_computed(request)
+
+
+def test_an_abort_of_who_decodes_ends_what_was_filled_in_part(parts):
+    request, computed = parts.begins()
+    parts.decode.half.finished(request)
+    parts.decode.until(lambda: not parts.decode.counted.needed)
+    parts.is_over(parts.decode, parts.pair.decode)
+    parts.prefill.half.finished(computed, is_heard=False)

@@ -70,9 +70,9 @@ def patience():
     patience.lose()
 
 
-def plain_layer(value):
+def plain_layer(value, page_bytes=PAGE_BYTES):
     layer = Layer()
-    layer.array = np.full((128, PAGE_BYTES), value, np.uint8)
+    layer.array = np.full((128, page_bytes), value, np.uint8)
     layer.shape = layer.array.shape
     return layer
 
@@ -80,8 +80,8 @@ def plain_layer(value):
 class PlainEngine:
     """Steps as vLLM does, one request at a time; every block is the same bytes."""
 
-    def __init__(self, daemon, ranks=1, **options):
-        self.layers = {f"layer {n}": plain_layer(MINE) for n in range(LAYERS)}
+    def __init__(self, daemon, ranks=1, page_bytes=PAGE_BYTES, **options):
+        self.layers = {f"layer {n}": plain_layer(MINE, page_bytes) for n in range(LAYERS)}
         self.counted = CountedBlocks(defaultdict(lambda: list(range(100))))
         told = VllmOptions(endpoint=daemon.client, **options)
         self.half = SchedulerHalf(

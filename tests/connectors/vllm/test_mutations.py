@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvd.connectors.vllm.joined import PoolJoin
 from kvd.connectors.vllm.moves import Moves
 from kvd.connectors.vllm.under_way import OrdersUnderWay
-from kvd.connectors.vllm.worker import PoolJoin, RankCopy, WorkerHalf
+from kvd.connectors.vllm.worker import RankCopy, WorkerHalf
 from tests.connectors.vllm.stand_ins import CountedBlocks, Request
 from tests.connectors.vllm.test_restarts import PROMPT, walk
 from tests.connectors.vllm.world import World, WorldBlocks, WorldCopy, WorldEngine, WorldWorker

@@ -298,10 +298,10 @@ def end_and_return(rng, world):
         world.give_back()
 
 
-def walk(seed, window=0, *, has_states=False):
+def walk(seed, window=0, *, has_states=False, world_of=World):
     """Returns how many tokens were loaded on the way."""
     rng = random.Random(seed)
-    world = World(has_states=has_states)
+    world = world_of(has_states=has_states)
     world.rng = rng
     engine = WorldEngine(
         world,
@@ -330,6 +330,7 @@ def walk(seed, window=0, *, has_states=False):
         engine.has_no_blocks = rng.random() < 0.2
         engine.computes_all = rng.random() < 0.2
         engine.step()
+        world.go_on()
         world.check_foreign()
     if world.is_down:
         world.start(same_memory=False)

@@ -14,12 +14,12 @@ from kvd.client import Code, KvdError, LeaseKey, connect_sync
 from kvd.client.mover.engine_memory import block_layout
 from kvd.connectors.vllm import layout
 from kvd.connectors.vllm.beside import BesideTask
+from kvd.connectors.vllm.joined import REJOIN_S
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.orders import CopyOrder, StepOrders, StepReport
 from kvd.connectors.vllm.worker import (
     ANSWER_WITHIN_S,
     JOIN_WITHIN_S,
-    REJOIN_S,
     SAVE_WITHIN_S,
     RankCopy,
     WorkerHalf,

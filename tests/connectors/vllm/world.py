@@ -209,6 +209,8 @@ class WorldSend:
 
 
 class WorldReceive:
+    arriving = None
+
     def __init__(self, node, room, tokens, namespace):
         self.node, self.room, self.tokens, self.namespace = node, room, tokens, namespace
         self.prefix_len, self.n_tokens = 0, len(tokens)
@@ -332,7 +334,7 @@ class WorldNode:
         self.alive()
         return WorldCall(
             self,
-            lambda: WorldReceive(self, room, prompt.tokens, namespace),
+            lambda: self.world.receive_of(self, room, prompt.tokens, namespace, **how),
             lambda one: one.begin_cancel(),
         )
 
@@ -769,6 +771,13 @@ class World:
             raise refusal(Code.UNREACHABLE)
         return WorldNode(self)
 
+    def receive_of(self, node, room, tokens, namespace, **how):
+        """A daemon that tells nothing before all of it has come."""
+        return WorldReceive(node, room, tokens, namespace)
+
+    def go_on(self, *, is_last=False):
+        """What other nodes send goes on; ``is_last``: to its end."""
+
     def join(self, token):
         for node in self.nodes:
             if node.token == token and not self.is_down and not self.is_hung:
@@ -1046,6 +1055,7 @@ class WorldEngine:
     def settle(self):
         """The daemon is well, and nothing is under way any more: nothing may be left anywhere."""
         world = self.world
+        world.go_on(is_last=True)
         world.holds = world.is_hung = world.are_workers_late = self.is_slow = False
         world.refuses_epochs = False
         self.has_no_blocks = self.are_threads_slow = self.are_copies_slow = False
