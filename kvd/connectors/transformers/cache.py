@@ -30,7 +30,7 @@ class KeptWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-cal
     """One layer with a window, which also keeps up to ``beyond_tokens`` that have left it."""
 
     def __init__(self, sliding_window: int, beyond_tokens: int) -> None:
-        super().__init__(sliding_window=sliding_window)  # type: ignore[no-untyped-call]
+        super().__init__(sliding_window=sliding_window)
         self.beyond_tokens = beyond_tokens
         self._older: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -60,7 +60,7 @@ class KeptWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-cal
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, n_tokens: int) -> None:
         """The KV of the last tokens of ``n_tokens``: all of its window, if not more."""
-        self.lazy_initialization(keys, values)  # type: ignore[no-untyped-call]
+        self.lazy_initialization(keys, values)
         window = self.sliding_window - 1
         cut = max(0, keys.shape[2] - window)
         self.keys, self.values = keys[:, :, cut:], values[:, :, cut:]
@@ -83,7 +83,7 @@ class KeptWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-cal
         self.beyond_tokens, self._older = 0, None
 
 
-class KvdCache(DynamicCache):  # type: ignore[no-untyped-call]
+class KvdCache(DynamicCache):
     """The KV of one sequence, in this process, and of which tokens it is.
 
     Args:

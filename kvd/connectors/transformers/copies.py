@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from kvd.client import SyncLease
     from kvd.connectors.transformers.layout import LayerPages, LayerShape, PoolFit
 
+STEP_TOKENS: Final = 1024
+LEAST_PAGES: Final = 2
+
 FEW_RUNS: Final = 8
 """So many runs of pages that follow each other are written one by one, more of them by index."""
 
@@ -52,14 +55,23 @@ class PageCopies:
         beyond = self._fit.beyond_tokens
         return KvdCache(self._config, beyond_tokens=KEEPS_ALL if beyond is None else beyond)
 
-    def load(self, lease: SyncLease) -> KvdCache:
-        """A cache with what the lease has: its prefix.
+    def step_tokens(self) -> int:
+        """How far ahead a lease has windows mapped, while it slides to its end; 0: it has none.
+
+        A lease then takes a quarter of the windows of the pool at most, where that is enough.
+        """
+        if not self._fit.window_pages:
+            return 0
+        room = self._fit.window_pages // 4 * self.page_size - self._fit.window_tokens
+        return max(LEAST_PAGES * self.page_size, min(STEP_TOKENS, room))
+
+    def load(self, lease: SyncLease, n_tokens: int) -> KvdCache:
+        """A cache of so many tokens, which are whole pages of the lease's prefix.
 
         Raises:
             NotWhole: of a window, or of a state, something is missing.
             KvdError: the pages are not this process's any more.
         """
-        n_tokens = lease.prefix_len
         cache = self.empty()
         rows = {name: lease.pages_of(name) for name in self._parts()}
         for shape, pages, layer in zip(

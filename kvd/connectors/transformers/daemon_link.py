@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvd.client import Code, KvdError, connect_sync
 from kvd.connectors.transformers.copies import NotWhole, PageCopies
-from kvd.connectors.transformers.layout import WINDOW, PoolFit
+from kvd.connectors.transformers.layout import PoolFit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,15 +46,8 @@ SILENT_S: Final = 5.0
 UNFIT_S: Final = 60.0
 """A pool that does not fit is looked at so often: it changes with its daemon's configuration."""
 
-STEP_TOKENS: Final = 1024
-"""So many tokens of a window are mapped ahead, at least, while a lease slides to its end."""
-
-OVER: Final = frozenset(
-    {Code.POOL_CHANGED.value, Code.UNKNOWN_SESSION.value, Code.CLIENT_GONE.value}
-)
-"""Of these the session is over: another one is opened."""
-
-UNHEARD: Final = frozenset({Code.DEADLINE.value, Code.UNREACHABLE.value})
+SHORT: Final = frozenset({Code.NO_ROOM.value, Code.TOO_LARGE.value})
+"""Of these the daemon has no pages for what was asked."""
 
 BROKEN: Final = (OSError, ValueError, RuntimeError)
 """What sockets raise that were closed under a call, and torch where memory is short."""
@@ -86,7 +79,10 @@ class DaemonLink:
         self._node: SyncNode | None = None
         self._copies: PageCopies | None = None
         self._not_before_s = 0.0
+        self._was_lost = False
+        """The last one asked in a session that was over: another one may be had at once."""
         self._said = ""
+        self._short: set[str] = set()
         self.why_away = ""
         """Why nothing was had of the daemon the last time; empty: it was."""
 
@@ -110,23 +106,31 @@ class DaemonLink:
             self._leave()
 
     def load(self, ids: torch.Tensor, namespace: str) -> KvdCache | None:
-        """A cache with what the node has of the first of them; None: nobody can be asked.
+        """A cache with what the node has of them, but the last one; None: nobody can be asked.
 
         Args:
             ids: (1, tokens).
             namespace: whose KV it must be.
         """
-        with self._lock, self._asked() as asked:
+        with self._lock:
+            cache = self._load(ids, namespace)
+            return self._load(ids, namespace) if cache is None and self._was_lost else cache
+
+    def _load(self, ids: torch.Tensor, namespace: str) -> KvdCache | None:
+        with self._asked() as asked:
             if asked is None:
                 return None
             node, copies = asked
             tokens = ids[0].cpu().numpy()
             lease = node.lease(tokens, hold="prefix", namespace=namespace, deadline_s=0)
             cache = copies.empty()
+            # The last token is computed in any case, for what comes behind it.
+            most = (ids.shape[1] - 1) // copies.page_size * copies.page_size
+            n_tokens = min(lease.prefix_len, most)
             try:
-                if lease.prefix_len:
-                    cache = copies.load(lease)
-                    cache.loaded(ids[:, : lease.prefix_len])
+                if n_tokens:
+                    cache = copies.load(lease, n_tokens)
+                    cache.loaded(ids[:, :n_tokens])
             except NotWhole:
                 cache = copies.empty()
             finally:
@@ -140,14 +144,19 @@ class DaemonLink:
         Returns:
             How many tokens are cached by this that were not before.
         """
-        with self._lock, self._asked() as asked:
+        with self._lock:
+            saved = self._save(cache, namespace)
+            return self._save(cache, namespace) if self._was_lost else saved
+
+    def _save(self, cache: KvdCache, namespace: str) -> int:
+        with self._asked() as asked:
             if asked is None:
                 return 0
             node, copies = asked
             n_tokens = cache.n_tokens // copies.page_size * copies.page_size
             if n_tokens <= cache.saved_tokens:
                 return 0
-            step = max(STEP_TOKENS, self._window_tokens())
+            step = copies.step_tokens()
             lease = node.lease(
                 cache.tokens()[:n_tokens], namespace=namespace, deadline_s=0, step_tokens=step
             )
@@ -168,21 +177,16 @@ class DaemonLink:
         """Tokens of a page; 0 while no pool is known."""
         return 0 if self._copies is None else self._copies.page_size
 
-    def _window_tokens(self) -> int:
-        return max((layer.window_tokens for layer in self.shape.layers), default=0)
-
     def _slide(self, lease: SyncLease, n_tokens: int, step: int) -> None:
         """To the end: what stays mapped of a window is what the cache has."""
-        if not any(layer.window_tokens for layer in self.shape.layers) or self._node is None:
-            return
-        if all(part.name != WINDOW for part in self._node.pool(self._pool).memory.components):
-            return
-        for upto in (*range(lease.prefix_len + step, n_tokens, step), n_tokens):
-            lease.slide(upto)
+        if step:
+            for upto in (*range(lease.prefix_len + step, n_tokens, step), n_tokens):
+                lease.slide(upto)
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[tuple[SyncNode, PageCopies] | None]:
         """The session, if there is one; what goes wrong with it is told, and ends here."""
+        self._was_lost = False
         try:
             here = self._here()
             yield here
@@ -227,16 +231,20 @@ class DaemonLink:
                 node.close()
 
     def _failed(self, error: KvdError) -> None:
-        now_s = time.monotonic()
-        if error.code in OVER or (self._node is not None and self._node.end is not None):
+        if error.code in SHORT:
+            # It is there, and has no room: a pool for what is usual is the user's to give.
+            self.why_away = str(error)
+            if error.code not in self._short:
+                self._short.add(error.code)
+                logger.warning("kvd: not everything is cached: %s", error)
+            return
+        pauses = {Code.DEADLINE.value: SILENT_S, Code.LAYOUT_MISMATCH.value: UNFIT_S}
+        if error.code not in pauses and self._node is not None:
+            # No lease is to go on: a new session is as good as this one, and there sooner.
             self._leave()
-        elif error.code == Code.LAYOUT_MISMATCH.value:
-            self._not_before_s = now_s + UNFIT_S
-        elif error.code == Code.UNREACHABLE.value:
-            # A session that is open goes back by itself, whenever it is asked.
-            self._not_before_s = now_s + (RETRY_S if self._node is None else 0.0)
-        elif error.code == Code.DEADLINE.value:
-            self._not_before_s = now_s + SILENT_S
+            self._was_lost = True
+            return
+        self._not_before_s = time.monotonic() + pauses.get(error.code, RETRY_S)
         self._told(str(error))
 
     def _heard(self) -> None:

@@ -72,7 +72,7 @@ REFUSED: Final = ("assistant_model", "custom_generate", "past_key_values", "cach
 TAKEN: Final = frozenset({"input_ids", "attention_mask", "tokenizer"})
 """Of what else the model may be given."""
 
-SETTINGS: Final = frozenset(vars(GenerationConfig()))
+SETTINGS: Final = frozenset(vars(GenerationConfig()))  # type: ignore[no-untyped-call]
 """Of how tokens are chosen, and when to stop."""
 
 BY_POSITION: Final = 4
@@ -174,6 +174,7 @@ class GenerateNode:
         save: str,
     ) -> None:
         self._model, self._link, self._why_alone = model, link, why_alone
+        self._class: Any = type(model)
         self._partition, self._weights, self._save = partition, weights, save
         self._watch = WeightWatch(model)
         self._page_size = 0
@@ -223,7 +224,7 @@ class GenerateNode:
         cache = None
         if not why and ids is not None and self._link is not None:
             why, cache = self._begun(self._link, ids.detach())
-        plain = self._before.get("generate") or partial(type(self._model).generate, self._model)
+        plain = self._before.get("generate") or partial(self._class.generate, self._model)
         if cache is None or self._link is None:
             self._alone(why)
             return plain(inputs, generation_config, *args, **kwargs)
@@ -245,16 +246,14 @@ class GenerateNode:
         why = self._name_weights(link)
         if why:
             return why, None
-        n_tokens, has_states = ids.shape[1], link.shape.has_states
-        # The last token is computed in any case, for what comes behind it. Where there are states
-        # the daemon sees to that.
-        cache = link.load(ids if has_states else ids[:, :-1], self.namespace)
+        n_tokens = ids.shape[1]
+        cache = link.load(ids, self.namespace)
         if cache is None:
             return link.why_away or AWAY, None
         self.counts.prompts += 1
         self.counts.prompt_tokens += n_tokens
         self.counts.hit_tokens += cache.n_tokens
-        if has_states:
+        if link.shape.has_states:
             self._compute_pages(link, cache, ids)
         elif self._save != "none":
             cache.when_computed(n_tokens, lambda: self._saved(link, cache))
@@ -318,7 +317,7 @@ class GenerateNode:
         if kwargs.get("is_first_iteration") and isinstance(cache, KvdCache):
             kwargs["next_sequence_length"] = input_ids.shape[1] - cache.n_tokens
         before = self._before.get("prepare_inputs_for_generation")
-        prepare = before or partial(type(self._model).prepare_inputs_for_generation, self._model)
+        prepare = before or partial(self._class.prepare_inputs_for_generation, self._model)
         return prepare(input_ids, *args, **kwargs)
 
     # ---- which are served ------------------------------------------------------------------------
@@ -359,7 +358,7 @@ class GenerateNode:
     ) -> Iterator[str]:
         own = self._model.generation_config.to_dict()
         given = {} if asked is None else asked.to_dict()
-        of_generate = inspect.signature(type(self._model).generate).parameters
+        of_generate = inspect.signature(self._class.generate).parameters
         known = {*own, *given, *TAKEN, *of_generate, *SETTINGS}
         for name, value in kwargs.items():
             if value is not None and name not in known:

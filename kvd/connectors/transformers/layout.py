@@ -271,7 +271,9 @@ class PoolFit:
         windows = {layer.window_tokens for layer in shape.layers if layer.window_tokens}
         if self.has_windows and windows != {self._parts[WINDOW].extent_tokens}:
             raise self._misfit(f"its window is of {self._parts[WINDOW].extent_tokens} tokens")
-        self.beyond_tokens = self._beyond(max(windows, default=0))
+        self.window_tokens = max(windows, default=0)
+        self.window_pages = self._parts[WINDOW].pages if self.has_windows else 0
+        self.beyond_tokens = self._beyond(self.window_tokens)
 
     def _beyond(self, window_tokens: int) -> int | None:
         """How many tokens a layer must keep beyond its window; None: all of them."""
@@ -311,7 +313,8 @@ class PoolFit:
 
     def _kv(self, kv: KvShape, found: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         if set(found) == {"latent"}:
-            k, v = found["latent"].split([kv.k_dim, found["latent"].shape[-1] - kv.k_dim], dim=-1)
+            latent = found["latent"]
+            k, v = latent[..., : kv.k_dim], latent[..., kv.k_dim :]
         elif set(found) == {"k", "v"}:
             k, v = found["k"], found["v"]
             if self._pool.interior == "hnd":

@@ -133,7 +133,8 @@ def _digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().reshape(-1)
     if flat.numel():
         step = max(1, CHUNK_BYTES // flat.element_size())
-        for part in flat.split(step):
+        for start in range(0, flat.numel(), step):
+            part = flat[start : start + step]
             found.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
