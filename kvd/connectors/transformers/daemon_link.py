@@ -187,11 +187,18 @@ class DaemonLink:
     def _asked(self) -> Iterator[tuple[SyncNode, PageCopies] | None]:
         """The session, if there is one; what goes wrong with it is told, and ends here."""
         self._was_lost = False
-        try:
+        here = None
+        with self._told_of():
             here = self._here()
+        with self._told_of():
             yield here
             if here is not None:
                 self._heard()
+
+    @contextlib.contextmanager
+    def _told_of(self) -> Iterator[None]:
+        try:
+            yield
         except KvdError as error:
             self._failed(error)
         except NotWhole as error:

@@ -32,7 +32,7 @@ from transformers import GenerationConfig
 
 from kvd.connectors.transformers.cache import KvdCache
 from kvd.connectors.transformers.daemon_link import DaemonLink
-from kvd.connectors.transformers.layout import shape_of
+from kvd.connectors.transformers.layout import ARGUMENTS, shape_of
 from kvd.connectors.transformers.weights import (
     WeightWatch,
     identity_of_model,
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvd.connectors.transformers")
 
-TESTED: Final = ("5.23",)
-"""Series that were run: ``python -m tests.connectors.transformers.versions``."""
+TESTED: Final = ("5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24")
+"""Series that were run, as the how-to says."""
 
 ONE_BY_ONE: Final = {
     "num_beams": (None, 1),
@@ -66,7 +66,7 @@ ONE_BY_ONE: Final = {
 }
 """What must be so that one sequence is computed, token by token, in the cache that is given."""
 
-REFUSED: Final = ("assistant_model", "custom_generate", "past_key_values", "cache_params")
+REFUSED: Final = ("assistant_model", "custom_generate", *ARGUMENTS)
 """Arguments of ``generate`` that bring another way, or another cache."""
 
 TAKEN: Final = frozenset({"input_ids", "attention_mask", "tokenizer"})
@@ -77,9 +77,6 @@ SETTINGS: Final = frozenset(vars(GenerationConfig()))  # type: ignore[no-untyped
 
 BY_POSITION: Final = 4
 """Arguments of ``generate`` behind the configuration that change nothing here; then come others."""
-
-OLD_ARGUMENT: Final = "cache_params"
-"""What a model calls its cache whose ``generate`` does not look at how far that is."""
 
 AWAY: Final = "the daemon is not there"
 
@@ -177,7 +174,6 @@ class GenerateNode:
         self._class: Any = type(model)
         self._partition, self._weights, self._save = partition, weights, save
         self._watch = WeightWatch(model)
-        self._page_size = 0
         self._lock = threading.Lock()
         self._before: dict[str, Any] = {}
         self._hook: torch.utils.hooks.RemovableHandle | None = None
@@ -188,7 +184,8 @@ class GenerateNode:
     def __enter__(self) -> Self:
         # Of the instance, so that whoever has the model, a pipeline too, calls this one.
         ours: dict[str, Any] = {"generate": self.generate}
-        if self._link is not None and self._link.shape.argument == OLD_ARGUMENT:
+        if self._link is not None and not self._link.shape.has_kv:
+            # A cache of states alone does not say how far it is.
             ours["prepare_inputs_for_generation"] = self._prepare
         of_instance = vars(self._model)
         self._before = {name: of_instance.pop(name, None) for name in ours}
@@ -262,20 +259,14 @@ class GenerateNode:
     def _name_weights(self, link: DaemonLink) -> str:
         """Have the namespace be that of the weights of now; why it cannot be."""
         with self._lock:
-            page_size = link.page_size
-            has_changed = self._watch.has_changed()
-            if has_changed or page_size != self._page_size or not self.namespace:
+            if self._watch.has_changed() or not self.namespace:
                 by = switched(self._model)
                 if by:
                     return f"it has an adapter that can be switched ({by})"
                 identity = identity_of_model(
-                    self._model,
-                    link.shape,
-                    weights=self._weights,
-                    partition=self._partition,
-                    page_size=page_size,
+                    self._model, link.shape, weights=self._weights, partition=self._partition
                 )
-                self._page_size, self.namespace = page_size, identity.namespace
+                self.namespace = identity.namespace
                 for flaw in identity.alone:
                     logger.warning("kvd: nobody shares the cache of this model: %s", flaw)
         return ""
@@ -312,8 +303,8 @@ class GenerateNode:
             cache.given(args[0] if args else kwargs["input_ids"])
 
     def _prepare(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Of a model whose ``generate`` does not look at how far its cache is: what is left."""
-        cache = kwargs.get(OLD_ARGUMENT)
+        """Of a model whose cache does not say how far it is: what is left of the prompt."""
+        cache = None if self._link is None else kwargs.get(self._link.shape.argument)
         if kwargs.get("is_first_iteration") and isinstance(cache, KvdCache):
             kwargs["next_sequence_length"] = input_ids.shape[1] - cache.n_tokens
         before = self._before.get("prepare_inputs_for_generation")

@@ -38,6 +38,9 @@ STATES: Final = ("LinearAttentionLayer", BOTH)
 NOTHING: Final = "DummyLayer"
 """Layers of transformers' cache that are served, by the names of their classes."""
 
+ARGUMENTS: Final = ("cache", "cache_params", "past_key_values")
+"""What a model calls its cache, by its version and family."""
+
 CONV, SCAN = "conv", "ssm"
 """The tensors of a state, by their names in the pool."""
 
@@ -140,8 +143,8 @@ def shape_of(model: PreTrainedModel) -> CacheShape:
     """
     if model.config.is_encoder_decoder:
         raise _not_served(model, "it has an encoder")
-    is_old = "cache_params" in inspect.signature(model.forward).parameters
-    argument = "cache_params" if is_old else "past_key_values"
+    takes = inspect.signature(model.forward).parameters
+    argument = next((name for name in ARGUMENTS if name in takes), ARGUMENTS[-1])
     cache = DynamicCache(config=model.config)
     first = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with torch.no_grad():

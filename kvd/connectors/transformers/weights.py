@@ -53,7 +53,7 @@ SWITCHED: Final = ("peft.",)
 
 
 def identity_of_model(
-    model: PreTrainedModel, shape: CacheShape, *, weights: str, partition: str, page_size: int
+    model: PreTrainedModel, shape: CacheShape, *, weights: str, partition: str
 ) -> EngineIdentity:
     """The namespace of the KV that ``model`` computes now.
 
@@ -62,7 +62,6 @@ def identity_of_model(
         shape: what its cache holds.
         weights: a name for its weights, in place of their digest.
         partition: what stands before the name, and shares nothing with others.
-        page_size: of the pool.
     """
     config = model.config
     gathered = IdentityParts()
@@ -73,7 +72,7 @@ def identity_of_model(
     gathered.add("config", lambda: described(config))
     gathered.add("dtype", lambda: str(model.dtype))
     gathered.add("weights", lambda: f"named {weights}" if weights else weight_digest_of(model))
-    gathered.add("packing", lambda: [shape.in_words(), page_size])
+    gathered.add("packing", shape.in_words)
     name = plain(name_of(model), MOST["model"])
     revision = revision_of(model)
     if revision:

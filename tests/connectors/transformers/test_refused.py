@@ -9,6 +9,7 @@ from transformers import DynamicCache, GenerationConfig, T5Config, T5ForConditio
 
 from kvd.client import KvdError
 from kvd.connectors.transformers import generate, node
+from kvd.connectors.transformers.layout import shape_of
 from tests.connectors.transformers.world import answered, daemon_for, model_of, prompt, served
 
 IDS = prompt(20)
@@ -61,8 +62,9 @@ def test_a_configuration_that_is_given_counts_as_arguments_do(alone) -> None:
 def test_a_cache_of_the_scripts_own_is_left_to_it(alone) -> None:
     model = model_of("llama")
     mine = DynamicCache(config=model.config)
-    answered(model, IDS, past_key_values=mine)
-    assert list(alone.counts.alone) == ["it brings past_key_values"]
+    name = shape_of(model).argument
+    answered(model, IDS, **{name: mine})
+    assert list(alone.counts.alone) == [f"it brings {name}"]
     assert mine.get_seq_length() == IDS.shape[1] + 19
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvd.connectors.transformers.layout import shape_of
 from kvd.core.layout.spec import PageOrder
 from tests.connectors.transformers.world import (
     ARCHITECTURES,
@@ -123,7 +124,8 @@ def test_a_streamer_and_an_answer_with_its_cache_are_as_without() -> None:
         assert torch.equal(out.sequences, alone)
         # What came with the answer can be gone on from, as any other.
         longer = torch.cat([out.sequences, prompt(5)], dim=1)
-        again = answered(model, longer, past_key_values=out.past_key_values)
+        name = shape_of(model).argument
+        again = answered(model, longer, **{name: out[name]})
     assert torch.equal(again, answered(model, longer))
 
 

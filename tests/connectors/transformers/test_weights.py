@@ -19,7 +19,7 @@ def model():
 
 
 def name_of(model, **how):
-    given = {"weights": "", "partition": "", "page_size": 16, **how}
+    given = {"weights": "", "partition": "", **how}
     return identity_of_model(model, shape_of(model), **given).namespace
 
 
@@ -54,7 +54,7 @@ def test_whatever_changes_kv_changes_the_name(model, change) -> None:
     assert name_of(model) != before
 
 
-@pytest.mark.parametrize("how", [{"weights": "v1"}, {"partition": "mine"}, {"page_size": 32}])
+@pytest.mark.parametrize("how", [{"weights": "v1"}, {"partition": "mine"}])
 def test_what_the_user_says_changes_the_name(model, how) -> None:
     assert name_of(model, **how) != name_of(model)
 
@@ -62,10 +62,7 @@ def test_what_the_user_says_changes_the_name(model, how) -> None:
 def test_weights_that_are_nowhere_are_nobody_elses(model) -> None:
     model.lm_head.weight = torch.nn.Parameter(torch.empty((2048, 256), device="meta"))
     shape = shape_of(build_model(ARCHITECTURES["llama"]))
-    names = {
-        identity_of_model(model, shape, weights="", partition="", page_size=16).namespace
-        for _ in range(2)
-    }
+    names = {identity_of_model(model, shape, weights="", partition="").namespace for _ in range(2)}
     assert len(names) == 2
 
 
