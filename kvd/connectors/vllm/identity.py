@@ -16,30 +16,33 @@ Nothing here imports vLLM: its objects are read by the names of their fields.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import hashlib
 import json
 import re
-import secrets
-from collections.abc import Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from kvd.connectors.vllm.weights import DIGEST_CHARS, UnknownWeights, weight_files
+from kvd.connectors.identity import (
+    DIGEST_CHARS,
+    MEMBER,
+    EngineIdentity,
+    IdentityParts,
+    UnknownWeights,
+    attribute,
+    described,
+    digest_of,
+    plain,
+)
+from kvd.connectors.vllm.weights import weight_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvd.connectors.vllm.options import VllmOptions
 
 SCHEME: Final = 1
 """Of what is digested: another number is another name for the same KV."""
-
-MEMBER: Final = "#"
-"""Between a base and what tells its members apart."""
 
 MOST: Final = {
     "partition": 24,
@@ -50,14 +53,6 @@ MOST: Final = {
     "adapter": 16 + 1 + DIGEST_CHARS,
 }
 """Characters of what can be read in a name; the digest tells apart what was cut."""
-
-PLAIN: Final = re.compile(r"[^A-Za-z0-9._+-]+")
-
-SAID_CHARS: Final = 64
-"""A part is logged as it is up to here, and by its digest above."""
-
-NOTHING: Final = frozenset({"null", '""', "{}", "[null, null]"})
-"""Parts that an engine does not have."""
 
 LOADERS: Final = frozenset(
     {
@@ -140,9 +135,6 @@ WITHOUT_KV: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
 LORA_APART: Final = frozenset({"max_loras", "max_cpu_loras", "specialize_active_lora"})
 """Of ``LoRAConfig``."""
 
-CONFIG_APART: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
-"""Of a configuration of transformers, at any depth."""
-
 BLOCK_APART: Final = frozenset({"num_kv_heads", "num_heads"})
 """Of ``KVCacheSpec``: those of a rank. The pool says how ranks share a page."""
 
@@ -168,10 +160,6 @@ ENVIRONMENT: Final = (
 """Variables that change values, or how blocks hold them; the layout is a part of its own."""
 
 
-class Indescribable(TypeError):
-    """There is no text that two equal values of this type both have."""
-
-
 class BlockPacking(msgspec.Struct, frozen=True):
     """How the workers pack a block, as they have found it in their layers.
 
@@ -180,109 +168,6 @@ class BlockPacking(msgspec.Struct, frozen=True):
 
     tag: str
     details: dict[str, str] = {}
-
-
-class EngineIdentity(msgspec.Struct, frozen=True):
-    """Of an engine. ``alone``: why nobody else has its name, not even itself once restarted."""
-
-    namespace: str
-    parts: dict[str, str]
-    """By name, as JSON; of these the namespace is the digest."""
-    alone: tuple[str, ...] = ()
-
-    def in_words(self) -> str:
-        """For a log line: two engines that differ in the name differ in a part."""
-        told = {name: _short(text) for name, text in self.parts.items() if text not in NOTHING}
-        return ", ".join(f"{name}={text}" for name, text in told.items())
-
-
-def _short(text: str) -> str:
-    text = text.strip('"')
-    return text if len(text) <= SAID_CHARS else digest_of(text)[:8]
-
-
-def digest_of(text: str) -> str:
-    """So much of a hash tells it from others."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:DIGEST_CHARS]
-
-
-def plain(text: str, most: int) -> str:
-    """What can be read of it in a name: no space, no control character, no ``#``."""
-    return PLAIN.sub("_", text)[:most]
-
-
-# ---- of values ---------------------------------------------------------------------------------
-
-
-def described(value: Any, *, apart: frozenset[str] = frozenset()) -> Any:  # noqa: PLR0911
-    """A value of a configuration as JSON has it: equal for equal ones, in every process.
-
-    Args:
-        value: of any type that vLLM and transformers have in theirs.
-        apart: its own fields that are left out.
-
-    Raises:
-        Indescribable: a function, or an object that shows no fields.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__name__}.{value.name}"
-    if isinstance(value, bytes | bytearray):
-        return value.hex()
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return [described(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(json.dumps(described(item), sort_keys=True) for item in value)
-    if type(value).__module__ == "torch" and type(value).__name__ in {"dtype", "device", "Size"}:
-        return str(value)
-    return _described_fields(value, apart)
-
-
-def _described_fields(value: Any, apart: frozenset[str]) -> Any:
-    fields = fields_of(value)
-    if fields is None:
-        raise Indescribable(f"a {type(value).__qualname__} cannot be described")
-    left = {str(key): described(item) for key, item in fields.items() if key not in apart}
-    return {key: left[key] for key in sorted(left)}
-
-
-def fields_of(value: Any) -> Mapping[Any, Any] | None:
-    """By name, where it is a mapping or shows its fields; None: it does not."""
-    if isinstance(value, Mapping):
-        return value
-    methods = dir(type(value))
-    # Of transformers, whose configurations have more than their fields; and of pydantic.
-    for method in ("to_dict", "model_dump"):
-        if method in methods:
-            found: Mapping[Any, Any] = _without_places(getattr(value, method)())
-            return found
-    if dataclasses.is_dataclass(value):
-        kind = {"": type(value).__name__}
-        return kind | {
-            field.name: attribute(value, field.name) for field in dataclasses.fields(value)
-        }
-    return None
-
-
-def _without_places(found: Any) -> Any:
-    """Where a configuration was read, and by what: one within another has that too."""
-    if not isinstance(found, Mapping):
-        return found
-    left = {key: item for key, item in found.items() if key not in CONFIG_APART}
-    return {key: _without_places(item) for key, item in left.items()}
-
-
-def attribute(value: Any, name: str) -> Any:
-    """None where it has none: another version's, or one that is never set."""
-    try:
-        return getattr(value, name)
-    except AttributeError:
-        return None
 
 
 # ---- of an engine ------------------------------------------------------------------------------
@@ -313,7 +198,7 @@ def identity_of(
             None: it has not.
     """
     model = config.model_config
-    gathered = _Parts()
+    gathered = IdentityParts()
 
     def files_of(model: Any, load: Any) -> str:
         return _weights(model, load, options, since_ns, environment, snapshot)
@@ -331,12 +216,11 @@ def identity_of(
     gathered.add("packing", lambda: packing.tag)
     gathered.add("packing_details", lambda: packing.details)
     _add_configuration(gathered, config)
-    total = digest_of(json.dumps(gathered.found, sort_keys=True))
     readable = _readable(model, config.cache_config, options)
-    return EngineIdentity(f"{readable}:{total}", gathered.found, tuple(gathered.alone))
+    return EngineIdentity(f"{readable}:{gathered.digest()}", gathered.found, tuple(gathered.alone))
 
 
-def _add_configuration(gathered: _Parts, config: Any) -> None:
+def _add_configuration(gathered: IdentityParts, config: Any) -> None:
     """What the user, and the files of the model, have set."""
     model = config.model_config
     gathered.add("model", lambda: model_name(model))
@@ -355,22 +239,6 @@ def _add_configuration(gathered: _Parts, config: Any) -> None:
     if (stages := attribute(config.parallel_config, "pipeline_parallel_size") or 1) > 1:
         # Whose layers a rank has decides what lies in its part of a page.
         gathered.add("stages", lambda: stages)
-
-
-class _Parts:
-    """What was found, part by part; what cannot be is a random number."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, str] = {}
-        self.alone: list[str] = []
-
-    def add(self, name: str, make: Callable[[], object]) -> None:
-        try:
-            part = make()
-        except (UnknownWeights, AttributeError, TypeError, ValueError) as error:
-            self.alone.append(f"{name}: {error}")
-            part = f"unknown {secrets.token_hex(8)}"
-        self.found[name] = json.dumps(part, sort_keys=True)
 
 
 def _readable(model: Any, cache: Any, options: VllmOptions) -> str:
@@ -504,7 +372,7 @@ def _draft(config: Any, files_of: Callable[[Any, Any], str]) -> object:
 
 def adapter_rules(lora_config: Any) -> str:
     """What an engine makes of every adapter; what cannot be described is its alone."""
-    gathered = _Parts()
+    gathered = IdentityParts()
     gathered.add("lora", lambda: described(lora_config, apart=LORA_APART))
     return gathered.found["lora"]
 

@@ -14,9 +14,8 @@ import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvd.client import Code, KvdError
-from kvd.connectors.vllm.identity import digest_of
+from kvd.connectors.identity import UnknownWeights, digest_of
 from kvd.connectors.vllm.tracked import RequestStage, Tracked
-from kvd.connectors.vllm.weights import UnknownWeights
 from kvd.errors import Refusal
 
 if TYPE_CHECKING:

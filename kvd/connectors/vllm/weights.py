@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
+from kvd.connectors.identity import DIGEST_CHARS, UnknownWeights
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -50,9 +52,6 @@ IRRELEVANT: Final = re.compile(
 )
 """Files that are in such directories, and change no KV of given tokens. Others count."""
 
-DIGEST_CHARS: Final = 24
-"""Of a SHA-256 in hexadecimal: 96 bits."""
-
 MAX_QUESTIONS: Final = 64
 """So many adapters are asked for at a time: behind a file system that hangs they only grow more."""
 
@@ -61,10 +60,6 @@ MAX_ADAPTER_NAME: Final = 16
 
 MAX_ADAPTERS: Final = 4096
 """Those of an engine that are remembered; further ones are not cached."""
-
-
-class UnknownWeights(Exception):
-    """Nobody can say which weights these are, and why."""
 
 
 class WeightFiles(msgspec.Struct, frozen=True):

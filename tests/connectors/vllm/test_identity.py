@@ -12,12 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvd.client import Code, KvdError, LayerMemory
+from kvd.connectors.identity import Indescribable, described
 from kvd.connectors.vllm import identity
 from kvd.connectors.vllm.identity import (
     BlockPacking,
-    Indescribable,
     agreed,
-    described,
     identity_of,
     namespace_of,
     packing_of,

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvd.connectors.identity import UnknownWeights
 from kvd.connectors.vllm import weights
 from kvd.connectors.vllm.weights import (
     PIECE_BYTES,
     PIECES,
     Adapters,
-    UnknownWeights,
     process_began_ns,
     weight_files,
 )

@@ -24,10 +24,10 @@ import numpy as np
 from kvd.client import Code, KvdError, LeaseKey
 from kvd.client.mover.pending_copy import CopyState
 from kvd.client.mover.pieces import NO_BLOCK
+from kvd.connectors.identity import UnknownWeights
 from kvd.connectors.vllm.layout import LayerGroup
 from kvd.connectors.vllm.options import VllmOptions
 from kvd.connectors.vllm.scheduler import SchedulerHalf
-from kvd.connectors.vllm.weights import UnknownWeights
 from kvd.connectors.vllm.worker import WorkerHalf
 from kvd.errors import Refusal
 from tests.connectors.vllm.stand_ins import CountedBlocks
