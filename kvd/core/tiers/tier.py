@@ -126,6 +126,13 @@ class StorageTier:
         return self.generation > 0 and self._out.at_s >= self.away_until_s
 
     @property
+    def word(self) -> str:
+        """``serving``, ``away`` or ``down``."""
+        if not self.generation:
+            return "down"
+        return "serving" if self.is_serving else "away"
+
+    @property
     def most_moving(self) -> int:
         """Objects that may be under way at a time, each way."""
         return max(1, self.settings.max_moving_bytes // self.settings.object_bytes)
