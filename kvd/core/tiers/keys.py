@@ -43,7 +43,9 @@ def keys_along(before: bytes, tokens: bytes, page_bytes: int) -> list[bytes]:
     """The keys of all whole pages of ``tokens``, which follow the page of key ``before``."""
     found = []
     for start in range(0, len(tokens) - page_bytes + 1, page_bytes):
-        before = blake2b(before + tokens[start : start + page_bytes], digest_size=KEY_BYTES).digest()
+        before = blake2b(
+            before + tokens[start : start + page_bytes], digest_size=KEY_BYTES
+        ).digest()
         found.append(before)
     return found
 
