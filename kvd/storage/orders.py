@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from kvd.core.effects import StorageOrder
 from kvd.core.inputs import StorageReport
-from kvd.transfer.orders import Dying, RegionPlan, Stream
+from kvd.transfer.orders import Dying, OrderStream, RegionPlan
 
 
 class ObjectPart(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class Searched(msgspec.Struct, frozen=True, tag="searched"):
 StorageOrders = BeginStorage | StorageOrder
 StorageReports = StorageReady | Dying | Found | Searched | StorageReport
 
-STORAGE_STREAM: Final[Stream[StorageOrders, StorageReports]] = Stream(
+STORAGE_STREAM: Final[OrderStream[StorageOrders, StorageReports]] = OrderStream(
     msgspec.msgpack.Decoder(StorageOrders), msgspec.msgpack.Decoder(list[StorageReports])
 )
 

@@ -18,7 +18,7 @@ import sys
 from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
-    from kvd.transfer.orders import Frames, Stream
+    from kvd.transfer.orders import Frames, OrderStream
 
 MOST_DESCRIPTORS: Final = 253
 """With one message: the kernel's limit."""
@@ -100,7 +100,7 @@ def die_with(parent: int) -> None:
 
 
 def first_orders(
-    orders: socket.socket, frames: Frames, stream: Stream[OrderT, ReportT]
+    orders: socket.socket, frames: Frames, stream: OrderStream[OrderT, ReportT]
 ) -> tuple[list[OrderT], list[int]]:
     """Wait for the first order; it, what came with it in one read, and the descriptors."""
     received: list[int] = []

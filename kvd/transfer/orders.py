@@ -182,7 +182,7 @@ ReportT = TypeVar("ReportT")
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class Stream(Generic[OrderT, ReportT]):
+class OrderStream(Generic[OrderT, ReportT]):
     """What goes each way between a daemon and one of its processes, as the bytes of frames."""
 
     def __init__(
@@ -215,7 +215,7 @@ class Stream(Generic[OrderT, ReportT]):
         return _read(self._reports, body)
 
 
-TRANSFER_STREAM: Final[Stream[Order, Report]] = Stream(
+TRANSFER_STREAM: Final[OrderStream[Order, Report]] = OrderStream(
     msgspec.msgpack.Decoder(Order), msgspec.msgpack.Decoder(list[Report])
 )
 frame_of = TRANSFER_STREAM.frame_of

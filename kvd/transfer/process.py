@@ -37,9 +37,9 @@ from kvd.transfer.orders import (
     Dying,
     Frames,
     Order,
+    OrderStream,
     Ready,
     Report,
-    Stream,
     descriptors_of,
 )
 
@@ -112,7 +112,7 @@ class ProcessKind(msgspec.Struct, Generic[OrderT, ReportT, ReadyT], frozen=True)
 
     what: str
     module: str
-    stream: Stream[OrderT, ReportT]
+    stream: OrderStream[OrderT, ReportT]
     ready: type[ReadyT]
     """Its first report, where all is well; ``Dying`` where it is not."""
 
