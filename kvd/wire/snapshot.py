@@ -332,6 +332,58 @@ class AuditState(msgspec.Struct, frozen=True):
     found: tuple[Finding, ...] = ()
 
 
+class TierState(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies below the pool in one tier, and what was moved since the daemon began.
+
+    ``state`` is ``serving``; ``away``: orders failed, and it is left alone for ``away_s`` more; or
+    ``down``: no storage process serves it. ``why`` it is away or down.
+    """
+
+    tier: str
+    state: str
+    why: str
+    away_s: float
+    generation: int
+    """Of the storage process; 0: none serves."""
+    demote: str
+    wait_s: float
+    objects: int
+    """Pages that lie there."""
+    capacity_objects: int
+    object_bytes: int
+    """What one takes there."""
+    namespaces: int
+    writing_objects: int
+    reading_objects: int
+    """On their way; their pages are locked."""
+    written_objects: int
+    written_bytes: int
+    unwritten_objects: int
+    """Ordered to be written, and not there in the end."""
+    read_objects: int
+    read_bytes: int
+    bad_objects: int
+    """Not there, short, damaged, or not what their key names: removed, never used."""
+    dropped_objects: int
+    """The oldest used, to keep the bound."""
+    evicted_unwritten_pages: int
+    """That left the pool before they were written."""
+    hits: int
+    """Requests for which pages came from here."""
+    waits: int
+    """Requests that waited."""
+    late: int
+    """Of these, those that went on without because it took too long."""
+    no_room: int
+    """Requests whose pages were here, and the pool had no room for them."""
+    failed_orders: int
+    cut_orders: int
+    """Those that ended with their storage process."""
+    read_bytes_per_s: float
+    written_bytes_per_s: float
+    """As measured lately; 0: nothing was yet."""
+
+
 class DrainState(msgspec.Struct, frozen=True):
     """Why nothing new is begun here, and what is still under way.
 
@@ -380,3 +432,5 @@ class Snapshot(msgspec.Struct, frozen=True):
     pinned_bytes: dict[str, int] = {}
     """By region of host memory that copies of devices read or write: so much is registered with
     CUDA. A region is missing until it has been tried."""
+    tiers: tuple[TierState, ...] = ()
+    """What lies below the pool, the nearest first."""

@@ -132,6 +132,12 @@ def test_what_was_evicted_comes_back_as_it_was_and_outlives_the_daemon(tiered):
     assert tiered.match(0) == 0
     assert tiered.lease(0) == PROMPT_TOKENS
     assert tiered.match(0) == PROMPT_TOKENS
+    (tier,) = tiered.daemon.snapshot().tiers
+    assert (tier.state, tier.hits, tier.bad_objects) == ("serving", 1, 0)
+    assert tier.read_objects == PROMPT_PAGES
+    assert tier.read_bytes == PROMPT_PAGES * PAGE_BYTES
+    assert tier.objects == tiered.files()
+    assert 'kvd_tier_requests_total{outcome="hit",tier="disk"} 1.0' in tiered.daemon.metrics()
 
     tiered.daemon.kill()
     tiered.start()
@@ -204,6 +210,22 @@ def test_what_lies_there_never_takes_more_than_its_size(make):
     assert most[0] <= 80
     assert tiered.n_bytes() <= bound + directories
     tiered.until_found(N_PROMPTS - 12)
+
+
+def test_a_directory_that_cannot_be_used_is_told_and_the_daemon_serves(make, tmp_path):
+    (tmp_path / "tier").mkdir(mode=0o700)
+    (tmp_path / "tier" / "mine").write_text("x")
+
+    tiered = make()
+
+    assert tiered.match(0) == 0
+    tiered.daemon.wait_for(
+        lambda: "is no tier of kvd" in tiered.daemon.snapshot().tiers[0].why, "says nothing", 20.0
+    )
+    assert tiered.daemon.snapshot().tiers[0].state == "down"
+    tiered.compute(0)
+    assert tiered.lease(0) == PROMPT_TOKENS
+    assert (tmp_path / "tier" / "mine").read_text() == "x"
 
 
 def test_a_full_disk_costs_hits_and_nothing_else(make, tmp_path):

@@ -18,10 +18,13 @@ from kvd.core.inspect.rows import (
 )
 from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING
 from kvd.core.inspect.words import node_word
-from kvd.wire.snapshot import Snapshot, Totals
+from kvd.core.tiers.demotion import NodeDemotion
+from kvd.core.tiers.promotion import PagePromotion
+from kvd.wire.snapshot import Snapshot, TierState, Totals
 
 if TYPE_CHECKING:
     from kvd.core.inspect.view import NodeView
+    from kvd.core.tiers.tier import StorageTier
     from kvd.wire.snapshot import PoolState, RoomState, WaitingState
 
 
@@ -50,6 +53,45 @@ def snapshot(node: NodeView) -> Snapshot:
         epochs=dict(sorted(node.epochs.by_namespace.items())),
         slow_path=node.ways.slow_words(),
         pinned_bytes={name: got.pinned_bytes for name, got in node.ways.pinned.items()},
+        tiers=tuple([tier_state(node, tier) for tier in node.tiers.each]),
+    )
+
+
+def tier_state(node: NodeView, tier: StorageTier) -> TierState:
+    """One tier, and what it has done since the daemon began."""
+    index, counts, moves = tier.index, tier.counts, node.tiers.moves
+    away_s = max(0.0, tier.away_until_s - node.out.at_s)
+    state = "away" if away_s else "serving"
+    return TierState(
+        tier=tier.name,
+        state=state if tier.generation else "down",
+        why=(tier.away_why if away_s else "") if tier.generation else tier.down_why,
+        away_s=away_s,
+        generation=tier.generation,
+        demote=tier.settings.demotion.value,
+        wait_s=tier.settings.wait_s,
+        objects=index.n_objects,
+        capacity_objects=index.capacity,
+        object_bytes=tier.settings.object_bytes,
+        namespaces=len(index.namespaces()),
+        writing_objects=moves.n_objects(tier, NodeDemotion),
+        reading_objects=moves.n_objects(tier, PagePromotion),
+        written_objects=counts.written,
+        written_bytes=counts.written_bytes,
+        unwritten_objects=counts.unwritten,
+        read_objects=counts.read,
+        read_bytes=counts.read_bytes,
+        bad_objects=counts.bad,
+        dropped_objects=counts.dropped,
+        evicted_unwritten_pages=counts.evicted_unwritten,
+        hits=counts.hits,
+        waits=counts.waits,
+        late=counts.late,
+        no_room=counts.no_room,
+        failed_orders=counts.failed_orders,
+        cut_orders=counts.cut,
+        read_bytes_per_s=tier.read_rate,
+        written_bytes_per_s=tier.written_rate,
     )
 
 

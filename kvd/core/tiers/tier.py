@@ -89,6 +89,7 @@ class StorageTier:
         "away_until_s",
         "away_why",
         "counts",
+        "down_why",
         "dropped_namespaces",
         "failures",
         "generation",
@@ -106,6 +107,8 @@ class StorageTier:
         self.counts = TierCounts()
         self.generation = 0
         """Of the storage process that serves it; 0: none does."""
+        self.down_why = ""
+        """Why none does, once that is known."""
         self.failures = 0
         """In a row."""
         self.away_s = 0.0
