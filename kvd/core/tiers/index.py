@@ -196,13 +196,20 @@ class TierIndex:
 
     def _make_anew(self) -> None:
         """The heap, without what is out of date."""
-        entries = [
+        self._last = self._unfollowed()
+        if not self._last:
+            # Each is followed by another: no hashes make such a circle, but whoever wants room
+            # must not wait for one.
+            for objects in self._by_namespace.values():
+                for known in objects.values():
+                    known.followers = 0
+            self._last = self._unfollowed()
+        heapify(self._last)
+
+    def _unfollowed(self) -> list[tuple[int, bytes, str]]:
+        return [
             (known.used, key, namespace)
             for namespace, objects in self._by_namespace.items()
             for key, known in objects.items()
+            if not known.followers
         ]
-        # All, where each is followed by another: no such circle can be made of hashes, but what
-        # cannot be made room in must not be waited for.
-        last = [entry for entry in entries if not self._by_namespace[entry[2]][entry[1]].followers]
-        self._last = last or entries
-        heapify(self._last)
