@@ -11,6 +11,7 @@ like a process that ended: it is told why once, and tried again after a pause th
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -47,6 +48,8 @@ class StorageSupervisor:
         self._started_s = 0.0
         self._why_down = ""
         self._starting: asyncio.Task[None] | None = None
+        self._found: deque[Found | Searched] = deque()
+        """Still to be told to the node."""
 
     def begin(self) -> None:
         """Start the first one; nobody waits for it."""
@@ -78,14 +81,27 @@ class StorageSupervisor:
         now_s = self._reactor.clock()
         for report in reports:
             match report:
-                case Found(tier, namespace, keys):
-                    self._reactor.feed(inputs.TierFound(now_s, tier, namespace, keys))
-                case Searched(tier):
-                    self._reactor.feed(inputs.TierReady(now_s, tier, self._generation))
+                case Found() | Searched():
+                    if not self._found:
+                        asyncio.get_running_loop().call_soon(self._tell)
+                    self._found.append(report)
                 case StorageReady() | Dying():
                     pass  # of the process itself, no input of the node
                 case _:
                     self._reactor.feed(msgspec.structs.replace(report, at_s=now_s))
+
+    def _tell(self) -> None:
+        """Tell the node the next of what was found: one a turn of the loop, which others share."""
+        if not self._found:
+            return  # its process is gone
+        now_s = self._reactor.clock()
+        match self._found.popleft():
+            case Found(tier, namespace, keys):
+                self._reactor.feed(inputs.TierFound(now_s, tier, namespace, keys))
+            case Searched(tier):
+                self._reactor.feed(inputs.TierReady(now_s, tier, self._generation))
+        if self._found:
+            asyncio.get_running_loop().call_soon(self._tell)
 
     def _on_exit(self, why: str) -> None:
         """The process that serves ended by itself, and is reaped."""
@@ -96,6 +112,7 @@ class StorageSupervisor:
 
     def _is_gone(self, why: str) -> None:
         self._why_down = why
+        self._found.clear()
         self._reactor.feed(inputs.StorageGone(self._reactor.clock(), self._generation, why))
 
     async def _replace(self, why: str) -> None:

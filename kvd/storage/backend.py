@@ -110,6 +110,3 @@ class Backend(Protocol):
 
     def drop_namespace(self, namespace: str) -> None:
         """Remove all that it has."""
-
-    def close(self) -> None:
-        """Let another process have it."""

@@ -109,10 +109,6 @@ class DirectoryTier(Backend):
         self._writes = FileQueue(binding, f"{name}-writes", spans, self._shape)
         self._reads = FileQueue(binding, f"{name}-reads", spans, self._shape)
 
-    @override
-    def close(self) -> None:
-        os.close(self._lock)
-
     # ---- objects ---------------------------------------------------------------------------------
 
     @override

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 READ_BYTES: Final = 2**20
 LAST_WORDS_S: Final = 2.0
-FOUND_KEYS: Final = 1024
+FOUND_KEYS: Final = 512
 """Told at a time: the node takes them in one step."""
 AGE_SLICES: Final = 64
 """What was found is told by age, and what is of one namespace together within each of these."""
