@@ -8,12 +8,13 @@ import subprocess
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from kvd.client import connect_sync as connect
 from kvd.storage.objects import HEAD_BYTES, object_bytes
 from tests.daemon.kv import PAGE, PAGE_BYTES, SHAPE, digest, tokens_of, write
-from tests.support.daemons import Daemon
+from tests.support.daemons import Daemon, two_daemons
 
 PROMPT_PAGES = 24
 PROMPT_TOKENS = PROMPT_PAGES * PAGE
@@ -23,20 +24,24 @@ OBJECT_BYTES = object_bytes(PAGE_BYTES)
 LIMIT_S = 30.0
 
 
+def settings(tmp_path, **sets) -> dict[str, str]:
+    """Of a daemon with a tier."""
+    of_tier = {
+        "tiers.disk.directory": str(tmp_path / "tier"),
+        "tiers.disk.size": "64MiB",
+        "tiers.disk.max_moving": "512KiB",
+        "tiers.disk.deadline_s": "2",
+        "tiers.disk.wait_s": "5",
+    }
+    return SHAPE | of_tier | sets
+
+
 class Tiered:
     """A daemon with a tier, and prompts that do not fit into its pool."""
 
-    def __init__(self, tmp_path, **sets) -> None:
+    def __init__(self, daemon, tmp_path) -> None:
         self.directory = tmp_path / "tier"
-        settings = {
-            **SHAPE,
-            "tiers.disk.directory": str(self.directory),
-            "tiers.disk.size": "64MiB",
-            "tiers.disk.max_moving": "512KiB",
-            "tiers.disk.deadline_s": "2",
-            "tiers.disk.wait_s": "5",
-        }
-        self.daemon = Daemon("solo", tmp_path, settings | sets)
+        self.daemon = daemon
         self.prompts = [tokens_of(PROMPT_TOKENS, seed) for seed in range(N_PROMPTS)]
         self.digests: dict[int, str] = {}
 
@@ -111,7 +116,7 @@ def make(tmp_path):
     made: list[Tiered] = []
 
     def one(**sets) -> Tiered:
-        made.append(Tiered(tmp_path, **sets))
+        made.append(Tiered(Daemon("solo", tmp_path, settings(tmp_path, **sets)), tmp_path))
         made[-1].start()
         return made[-1]
 
@@ -144,6 +149,27 @@ def test_what_was_evicted_comes_back_as_it_was_and_outlives_the_daemon(tiered):
 
     tiered.until_found(1)
     assert tiered.lease(2) == PROMPT_TOKENS
+
+
+def test_a_pull_asks_for_nothing_that_lies_in_the_tier(tmp_path):
+    with two_daemons(tmp_path, settings(tmp_path), prefill=SHAPE) as pair:
+        tiered = Tiered(pair.decode, tmp_path)
+        tiered.fill()
+        longer = np.concatenate([tiered.prompts[0], tokens_of(8 * PAGE, seed=99)])
+        with connect(pair.prefill.client, name="engine") as node:
+            lease = node.lease(longer)
+            write(node, lease, longer)
+            there = digest(node, lease.pages)
+            lease.release(())
+
+        assert tiered.match(0) == 0
+        with connect(pair.decode.client, name="reader") as node:
+            receive = node.receive(longer, source="p")
+            receive.done()
+
+            assert receive.prefix_len == PROMPT_TOKENS
+            assert receive.lease.kv_len == len(longer)
+            assert digest(node, receive.lease.pages) == there
 
 
 def test_a_storage_process_that_is_killed_costs_hits_and_no_transfer_process(tiered):
