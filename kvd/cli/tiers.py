@@ -10,7 +10,7 @@ from kvd.cli import render
 from kvd.cli.link import Target, with_target
 from kvd.cli.look import snapshot
 from kvd.cli.options import with_format
-from kvd.text import amount, counted, duration
+from kvd.text import amount, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ def tiers(states: tuple[TierState, ...]) -> RenderableType:
             amount(tier.capacity_objects * tier.object_bytes),
             str(tier.hits),
             str(tier.waits),
-            str(tier.bad_objects),
+            str(tier.bad),
             prose="\n".join(_prose(tier)),
         )
     return out
@@ -51,22 +51,24 @@ def tiers(states: tuple[TierState, ...]) -> RenderableType:
 
 def _prose(tier: TierState) -> Iterator[str]:
     if tier.why:
-        left = f", tried again in {duration(tier.away_s)}" if tier.away_s else ""
-        yield f"{tier.state}: {tier.why}{left}"
+        yield f"{tier.state}: {tier.why}"
     yield (
-        f"written {counted(tier.written_objects, 'page')}{_speed(tier.written_bytes_per_s)}, "
-        f"read {tier.read_objects}{_speed(tier.read_bytes_per_s)}; "
-        f"{tier.writing_objects} being written, {tier.reading_objects} being read"
+        f"written {counted(tier.written, 'page')}{_speed(tier.written_bytes_per_s)}, "
+        f"read {tier.read}{_speed(tier.read_bytes_per_s)}"
     )
     yield (
-        f"left the pool unwritten {tier.evicted_unwritten_pages}, removed as the oldest "
-        f"{tier.dropped_objects}, could not be written {tier.unwritten_objects}"
+        f"{tier.writing} being written, {tier.reading} being read, "
+        f"{counted(tier.waiting, 'request')} waiting"
+    )
+    yield (
+        f"left the pool unwritten {tier.evicted_unwritten}, removed as the oldest "
+        f"{tier.dropped}, could not be written {tier.unwritten}"
     )
     troubles = {
         "waited too long": tier.late,
         "found no room in the pool": tier.no_room,
         "orders failed": tier.failed_orders,
-        "orders ended with their process": tier.cut_orders,
+        "orders ended with their process": tier.cut,
     }
     told = [f"{what} {number}" for what, number in troubles.items() if number]
     if told:

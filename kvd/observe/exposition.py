@@ -274,7 +274,7 @@ def _of_tiers(tiers: tuple[TierState, ...]) -> Iterator[Metric]:
 
 
 def _moving_pages(tier: TierState) -> dict[str, float]:
-    return {"writing": tier.writing_objects, "reading": tier.reading_objects}
+    return {"writing": tier.writing, "reading": tier.reading}
 
 
 def _tier_speeds(tier: TierState) -> dict[str, float]:
@@ -287,12 +287,12 @@ def _tier_bytes(tier: TierState) -> dict[str, float]:
 
 def _tier_pages(tier: TierState) -> dict[str, float]:
     return {
-        "written": tier.written_objects,
-        "unwritten": tier.unwritten_objects,
-        "read": tier.read_objects,
-        "bad": tier.bad_objects,
-        "dropped": tier.dropped_objects,
-        "evicted-unwritten": tier.evicted_unwritten_pages,
+        "written": tier.written,
+        "unwritten": tier.unwritten,
+        "read": tier.read,
+        "bad": tier.bad,
+        "dropped": tier.dropped,
+        "evicted-unwritten": tier.evicted_unwritten,
     }
 
 
@@ -301,7 +301,7 @@ def _tier_requests(tier: TierState) -> dict[str, float]:
 
 
 def _tier_failures(tier: TierState) -> dict[str, float]:
-    return {"failed": tier.failed_orders, "cut": tier.cut_orders}
+    return {"failed": tier.failed_orders, "cut": tier.cut}
 
 
 OVER = frozenset({"ready", "closed", "settled", "forgotten"})

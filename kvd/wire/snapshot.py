@@ -332,58 +332,6 @@ class AuditState(msgspec.Struct, frozen=True):
     found: tuple[Finding, ...] = ()
 
 
-class TierState(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies below the pool in one tier, and what was moved since the daemon began.
-
-    ``state`` is ``serving``; ``away``: orders failed, and it is left alone for ``away_s`` more; or
-    ``down``: no storage process serves it. ``why`` it is away or down.
-    """
-
-    tier: str
-    state: str
-    why: str
-    away_s: float
-    generation: int
-    """Of the storage process; 0: none serves."""
-    demote: str
-    wait_s: float
-    objects: int
-    """Pages that lie there."""
-    capacity_objects: int
-    object_bytes: int
-    """What one takes there."""
-    namespaces: int
-    writing_objects: int
-    reading_objects: int
-    """On their way; their pages are locked."""
-    written_objects: int
-    written_bytes: int
-    unwritten_objects: int
-    """Ordered to be written, and not there in the end."""
-    read_objects: int
-    read_bytes: int
-    bad_objects: int
-    """Not there, short, damaged, or not what their key names: removed, never used."""
-    dropped_objects: int
-    """The oldest used, to keep the bound."""
-    evicted_unwritten_pages: int
-    """That left the pool before they were written."""
-    hits: int
-    """Requests for which pages came from here."""
-    waits: int
-    """Requests that waited."""
-    late: int
-    """Of these, those that went on without because it took too long."""
-    no_room: int
-    """Requests whose pages were here, and the pool had no room for them."""
-    failed_orders: int
-    cut_orders: int
-    """Those that ended with their storage process."""
-    read_bytes_per_s: float
-    written_bytes_per_s: float
-    """As measured lately; 0: nothing was yet."""
-
-
 class DrainState(msgspec.Struct, frozen=True):
     """Why nothing new is begun here, and what is still under way.
 
@@ -401,6 +349,53 @@ class DrainState(msgspec.Struct, frozen=True):
     sends: int
     waiting: int
     leases: int
+
+
+class TierState(msgspec.Struct, frozen=True):
+    """A tier below the pool: what lies there, what moves, and what was done since the daemon began.
+
+    ``state`` is ``serving``, ``away`` (left alone after failures) or ``down`` (no storage process).
+    Objects are pages over all layers, each of ``object_bytes``.
+    """
+
+    tier: str
+    state: str
+    why: str
+    """It is away or down; empty while it serves, or where nobody knows yet."""
+    generation: int
+    demotion: str
+    objects: int
+    capacity_objects: int
+    object_bytes: int
+    writing: int
+    reading: int
+    """Objects that are being written and read."""
+    waiting: int
+    """Requests that wait for what is being read."""
+    written: int
+    written_bytes: int
+    unwritten: int
+    """Objects that were to be written, and are not there."""
+    evicted_unwritten: int
+    """Pages that left the pool before they were written, of those that should have been."""
+    dropped: int
+    """The oldest objects, for the bound."""
+    read: int
+    read_bytes: int
+    bad: int
+    """Objects that were not there, or did not verify: dropped, never used."""
+    waits: int
+    """Requests that waited; ``hits`` got pages, ``late`` went on when their time was over."""
+    hits: int
+    late: int
+    no_room: int
+    """Requests whose pages were here, when the pool had no room for them."""
+    failed_orders: int
+    cut: int
+    """Orders that ended with their storage process."""
+    read_bytes_per_s: float
+    written_bytes_per_s: float
+    """As measured of the last orders; 0: there was none."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -433,4 +428,4 @@ class Snapshot(msgspec.Struct, frozen=True):
     """By region of host memory that copies of devices read or write: so much is registered with
     CUDA. A region is missing until it has been tried."""
     tiers: tuple[TierState, ...] = ()
-    """What lies below the pool, the nearest first."""
+    """Below the pool, the nearest first."""

@@ -403,3 +403,18 @@ def test_the_audit_finds_an_order_whose_lease_is_gone():
     (move,) = d.node.tiers.moves.under_way.values()
     move.lease.holders = {"engine"}
     assert any("has no lease that is kept for it" in found for found in violations(d.node))
+
+
+def test_the_snapshot_shows_a_tier_with_its_figures():
+    world, d = world_with_evicted()
+    d.hold_storage = True
+    d.call(client.OpenLease, PROMPT)
+    (state,) = d.ask(admin.ShowStatus(1)).snapshot.tiers
+    assert (state.tier, state.state, state.demotion) == (DISK, "serving", "always")
+    assert (state.reading, state.waiting, state.waits) == (8, 1, 1)
+    assert state.objects == len(d.stored.objects) <= state.capacity_objects == 200
+    d.hold_storage = False
+    world.run()
+    d.stop_storage()
+    (state,) = d.ask(admin.ShowStatus(1)).snapshot.tiers
+    assert (state.state, state.objects, state.hits, state.read) == ("down", 0, 1, 8)

@@ -138,8 +138,8 @@ def test_what_was_evicted_comes_back_as_it_was_and_outlives_the_daemon(tiered):
     assert tiered.lease(0) == PROMPT_TOKENS
     assert tiered.match(0) == PROMPT_TOKENS
     (tier,) = tiered.daemon.snapshot().tiers
-    assert (tier.state, tier.hits, tier.bad_objects) == ("serving", 1, 0)
-    assert tier.read_objects == PROMPT_PAGES
+    assert (tier.state, tier.hits, tier.bad) == ("serving", 1, 0)
+    assert tier.read == PROMPT_PAGES
     assert tier.read_bytes == PROMPT_PAGES * PAGE_BYTES
     assert tier.objects == tiered.files()
     assert 'kvd_tier_requests_total{outcome="hit",tier="disk"} 1.0' in tiered.daemon.metrics()

@@ -19,7 +19,7 @@ from kvd.core.inspect.rows import (
 from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING
 from kvd.core.inspect.words import node_word
 from kvd.core.tiers.demotion import NodeDemotion
-from kvd.core.tiers.promotion import PagePromotion
+from kvd.core.tiers.promotion import PagePromotion, TierWait
 from kvd.wire.snapshot import Snapshot, TierState, Totals
 
 if TYPE_CHECKING:
@@ -57,44 +57,6 @@ def snapshot(node: NodeView) -> Snapshot:
     )
 
 
-def tier_state(node: NodeView, tier: StorageTier) -> TierState:
-    """One tier, and what it has done since the daemon began."""
-    index, counts, moves = tier.index, tier.counts, node.tiers.moves
-    away_s = max(0.0, tier.away_until_s - node.out.at_s)
-    state = "away" if away_s else "serving"
-    return TierState(
-        tier=tier.name,
-        state=state if tier.generation else "down",
-        why=(tier.away_why if away_s else "") if tier.generation else tier.down_why,
-        away_s=away_s,
-        generation=tier.generation,
-        demote=tier.settings.demotion.value,
-        wait_s=tier.settings.wait_s,
-        objects=index.n_objects,
-        capacity_objects=index.capacity,
-        object_bytes=tier.settings.object_bytes,
-        namespaces=len(index.namespaces()),
-        writing_objects=moves.n_objects(tier, NodeDemotion),
-        reading_objects=moves.n_objects(tier, PagePromotion),
-        written_objects=counts.written,
-        written_bytes=counts.written_bytes,
-        unwritten_objects=counts.unwritten,
-        read_objects=counts.read,
-        read_bytes=counts.read_bytes,
-        bad_objects=counts.bad,
-        dropped_objects=counts.dropped,
-        evicted_unwritten_pages=counts.evicted_unwritten,
-        hits=counts.hits,
-        waits=counts.waits,
-        late=counts.late,
-        no_room=counts.no_room,
-        failed_orders=counts.failed_orders,
-        cut_orders=counts.cut,
-        read_bytes_per_s=tier.read_rate,
-        written_bytes_per_s=tier.written_rate,
-    )
-
-
 def totals(node: NodeView) -> Totals:
     """Counters since the incarnation began."""
     decoder, prefiller = node.decoder, node.prefiller
@@ -115,6 +77,41 @@ def totals(node: NodeView) -> Totals:
         leases_resumed=node.retractor.resumed,
         restored_bytes=node.retractor.restored_bytes,
         spared_bytes=node.retractor.spared_bytes,
+    )
+
+
+def tier_state(node: NodeView, tier: StorageTier) -> TierState:
+    """One tier below the pool."""
+    counts, moves = tier.counts, node.tiers.moves
+    waits = [waiter.tier for waiter in node.admission.side_queue.waiters.values()]
+    return TierState(
+        tier=tier.name,
+        state=tier.word,
+        why=tier.why,
+        generation=tier.generation,
+        demotion=tier.settings.demotion.value,
+        objects=tier.index.n_objects,
+        capacity_objects=tier.index.capacity,
+        object_bytes=tier.settings.object_bytes,
+        writing=moves.n_objects(tier, NodeDemotion),
+        reading=moves.n_objects(tier, PagePromotion),
+        waiting=sum([isinstance(wait, TierWait) and wait.tier is tier for wait in waits]),
+        written=counts.written,
+        written_bytes=counts.written_bytes,
+        unwritten=counts.unwritten,
+        evicted_unwritten=counts.evicted_unwritten,
+        dropped=counts.dropped,
+        read=counts.read,
+        read_bytes=counts.read_bytes,
+        bad=counts.bad,
+        waits=counts.waits,
+        hits=counts.hits,
+        late=counts.late,
+        no_room=counts.no_room,
+        failed_orders=counts.failed_orders,
+        cut=counts.cut,
+        read_bytes_per_s=tier.read_rate,
+        written_bytes_per_s=tier.written_rate,
     )
 
 

@@ -129,6 +129,18 @@ class StorageTier:
         return self.generation > 0 and self._out.at_s >= self.away_until_s
 
     @property
+    def word(self) -> str:
+        """``serving``, ``away`` or ``down``."""
+        if not self.generation:
+            return "down"
+        return "serving" if self.is_serving else "away"
+
+    @property
+    def why(self) -> str:
+        """Why it does not serve."""
+        return self.away_why if self.generation else self.down_why
+
+    @property
     def most_moving(self) -> int:
         """Objects that may be under way at a time, each way."""
         return max(1, self.settings.max_moving_bytes // self.settings.object_bytes)
