@@ -361,7 +361,7 @@ class TierState(msgspec.Struct, frozen=True):
     tier: str
     state: str
     why: str
-    """Of a tier that is away."""
+    """It is away or down; empty while it serves, or where nobody knows yet."""
     generation: int
     demotion: str
     objects: int

@@ -87,7 +87,7 @@ def tier_state(node: NodeView, tier: StorageTier) -> TierState:
     return TierState(
         tier=tier.name,
         state=tier.word,
-        why=tier.away_why,
+        why=tier.why,
         generation=tier.generation,
         demotion=tier.settings.demotion.value,
         objects=tier.index.n_objects,

@@ -89,6 +89,7 @@ class StorageTier:
         "away_until_s",
         "away_why",
         "counts",
+        "down_why",
         "dropped_namespaces",
         "failures",
         "generation",
@@ -106,6 +107,8 @@ class StorageTier:
         self.counts = TierCounts()
         self.generation = 0
         """Of the storage process that serves it; 0: none does."""
+        self.down_why = ""
+        """Why none does, once that is known."""
         self.failures = 0
         """In a row."""
         self.away_s = 0.0
@@ -131,6 +134,11 @@ class StorageTier:
         if not self.generation:
             return "down"
         return "serving" if self.is_serving else "away"
+
+    @property
+    def why(self) -> str:
+        """Why it does not serve."""
+        return self.away_why if self.generation else self.down_why
 
     @property
     def most_moving(self) -> int:

@@ -135,7 +135,7 @@ class Tiers:
         tier = self.named(got.tier)
         if tier is None:
             return
-        tier.generation = got.generation
+        tier.generation, tier.down_why = got.generation, ""
         # Of an epoch that is over nothing is ever asked again.
         over = self._epochs.over(tier.index.namespaces())
         for namespace in sorted({*over, *tier.dropped_namespaces}):
@@ -164,20 +164,22 @@ class Tiers:
             self.promotions.promoted(move, got)
 
     def gone(self, got: StorageGone) -> None:
-        """The process is reaped: nothing is under way, and nobody knows what lies in a tier."""
+        """The process is reaped: nothing is under way, and nobody knows what lies in a tier.
+
+        One that could not begin is told of too: its tier may be another daemon's.
+        """
         if any(tier.generation > got.generation for tier in self.each):
             return
         # All tiers first: who waited is asked again below, and must not be told to wait once more.
         moves = self.moves.cut()
         for tier in self.each:
-            was_serving, tier.generation = tier.generation > 0, 0
+            tier.generation, tier.down_why = 0, got.why
             cut = [move for move in moves if move.tier is tier]
             tier.index.clear()
             tier.counts.cut += len(cut)
             if cut:
                 tier.failed(got.why)
-            if was_serving:
-                self._out.emit(events.TierDown(tier=tier.name, cut=len(cut), why=got.why))
+            self._out.emit(events.TierDown(tier=tier.name, cut=len(cut), why=got.why))
         for move in moves:
             if isinstance(move, PagePromotion):
                 self.promotions.cut(move)
