@@ -21,6 +21,7 @@ SHORT_HELP = {
     "connector": "What vLLM's scheduler waits for kvd.",
     "transformers": "A prompt at transformers' generate, found or saved.",
     "first_token": "From a prompt at one vLLM to the first token at another.",
+    "tiers": "A tier on disk beside bare NIXL.",
     "pull": "A cached prefix, pulled and handed over.",
     "console": "What consoles cost.",
     "compare": "This checkout beside another one.",

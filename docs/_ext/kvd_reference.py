@@ -75,8 +75,8 @@ UNIONS: dict[str, tuple[types.ModuleType, object]] = {
     "admin-requests": (admin, admin.AdminRequest),
     "admin-replies": (admin, admin.AdminReply),
 }
-MAPPED = "kvd kvd.core kvd.wire kvd.families kvd.transfer kvd.daemon kvd.pools kvd.journal"
-MAPPED += " kvd.recorder kvd.observe kvd.console kvd.client kvd.config kvd.cli"
+MAPPED = "kvd kvd.core kvd.wire kvd.families kvd.transfer kvd.storage kvd.daemon kvd.pools"
+MAPPED += " kvd.journal kvd.recorder kvd.observe kvd.console kvd.client kvd.config kvd.cli"
 MAPPED += " kvd.device kvd.zmtp kvd.sim kvd.demo kvd.bench kvd.harness benchmarks tui"
 
 

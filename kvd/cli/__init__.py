@@ -20,6 +20,7 @@ VERBS = {
     "proxy": Verb("kvd.cli.proxy:proxy_command", "One address for many engines.", RUN),
     "status": Verb("kvd.cli.look:status_command", "The whole node on one screen.", LOOK),
     "pools": Verb("kvd.cli.look:pools_command", "Pages by state, and whether they add up.", LOOK),
+    "tiers": Verb("kvd.cli.tiers:tiers_command", "What lies below the pool, and its use.", LOOK),
     "tree": Verb("kvd.cli.look:tree_command", "The radix tree, and who locks it.", LOOK),
     "locks": Verb("kvd.cli.look:locks_command", "Leases: who holds what, why, how long.", LOOK),
     "rooms": Verb("kvd.cli.look:rooms_command", "Handoffs under way on this side.", LOOK),

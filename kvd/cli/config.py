@@ -150,7 +150,7 @@ def explain(
     rows = [
         row
         for row in toml.explanations(valid_config(config_file, sets))
-        if not wanted or row.key in wanted or row.key.partition(".")[0] in wanted
+        if not wanted or any(f"{row.key}.".startswith(f"{name}.") for name in wanted)
     ]
     if wanted and not rows:
         raise click.UsageError(f"no key or section is named {' or '.join(wanted)}")

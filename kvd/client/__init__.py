@@ -25,7 +25,7 @@ from kvd.client.pending import PendingCall
 from kvd.client.pool import Pool
 from kvd.client.prompt import Prompt
 from kvd.client.rank_words import PendingWord
-from kvd.client.state import EventsLost
+from kvd.client.state import EventsLost, LeaseTiers
 from kvd.client.sync import (
     SyncArena,
     SyncArenaReceive,
@@ -53,6 +53,7 @@ __all__ = [
     "LayerMemory",
     "Lease",
     "LeaseKey",
+    "LeaseTiers",
     "Matched",
     "Node",
     "Outcome",

@@ -62,11 +62,14 @@ class Matched(msgspec.Struct, frozen=True):
     """What a router asks of a node.
 
     ``tokens`` are cached, ``load`` handoffs are open or requests wait, ``free`` pages can be had.
+    ``tier_tokens`` that follow lie in a tier below the pool: ``tier_ms`` to have them, 0: unknown.
     """
 
     tokens: int
     load: int
     free: int
+    tier_tokens: int = 0
+    tier_ms: float = 0.0
 
 
 class FlushResult(msgspec.Struct, frozen=True):
@@ -268,6 +271,7 @@ class Node:
         cache: bool = True,
         step_tokens: int = 0,
         promise_tokens: int = 0,
+        tiers: str = "",
     ) -> Lease:
         """Lock the cached prefix of ``tokens`` and hold pages for the rest; waits for room.
 
@@ -292,6 +296,8 @@ class Node:
                 they rotate as it slides; 0: one for every page of the prompt and the reserve.
             promise_tokens: pages for so many more, behind the reserve, are never short: ``extend``,
                 or a commit with it, brings them. Until then cached KV stays in them, and is found.
+            tiers: ``wait`` (if nothing is said) for pages of the prompt that lie in a tier below
+                the pool, for a bounded time; ``now`` takes what is in the pool (``Lease.tiers``).
 
         Raises:
             KvdError: ``no-room``, ``too-large``, ``deadline`` with the numbers and the holders;
@@ -310,6 +316,7 @@ class Node:
             cache=cache,
             step_tokens=whole(step_tokens, "step_tokens"),
             promise_tokens=whole(promise_tokens, "promise_tokens"),
+            tiers=tiers,
         )
         request = opening if hold == "all" else _prefix_of(opening, hold)
         return await self._leasing(request, prompt, within(deadline_s))
@@ -365,6 +372,7 @@ class Node:
         promise_tokens: int = 0,
         is_open: bool = False,
         as_it_comes: bool = False,
+        tiers: str = "",
     ) -> Receive:
         """Decode side: get the KV of ``tokens`` from ``source``; returns once pages are held.
 
@@ -386,6 +394,7 @@ class Node:
             request_id: the router's. Asked again it is the same receive; other prompts are refused.
             is_open: the room was open when it was told of; where it is not, none is waited for.
             as_it_comes: ``arriving`` has what has come, where that can be told.
+            tiers: as in ``lease``, of this side: what is loaded from a tier is not sent.
 
         Raises:
             KvdError: ``peer-unknown``, ``no-room`` ...; ``not-supported``: it cannot be pulled.
@@ -404,6 +413,7 @@ class Node:
             promise_tokens=whole(promise_tokens, "promise_tokens"),
             is_open=is_open,
             as_it_comes=as_it_comes,
+            tiers=tiers,
         )
         return await self._receiving(request, address_of(self._pools, asked, keys, extra_keys))
 
@@ -576,7 +586,13 @@ class Node:
         found = (await perform_about(self._port, request, prompt)).answer.value
         if not isinstance(found, wire.MatchReply):
             raise confused(request, found)
-        return Matched(found.tokens, found.load, found.free)
+        return Matched(
+            tokens=found.tokens,
+            load=found.load,
+            free=found.free,
+            tier_tokens=found.tier_tokens,
+            tier_ms=found.tier_ms,
+        )
 
     async def flush(self, namespace: str = "") -> FlushResult:
         """Drop what is cached of a namespace now and not locked; for all engines of the node.

@@ -41,7 +41,16 @@ from typing import TYPE_CHECKING, Any, assert_never
 import msgspec
 
 from kvd.client.frames import frames_of
-from kvd.client.state import EventQueue, LeaseView, News, ReceiveState, SendState, Slot
+from kvd.client.state import (
+    EventQueue,
+    LeaseTiers,
+    LeaseView,
+    News,
+    ReceiveState,
+    SendState,
+    Slot,
+    tiers_of,
+)
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire import client as wire
 from kvd.wire.codec import CLIENT_REPLIES, CLIENT_REQUESTS, readable_replies
@@ -414,6 +423,7 @@ class Connection:
         match answer:
             case wire.Leased(_, number, prefix_tokens, pages, beside):
                 call.lease = self._opened(number, prefix_tokens, pages, beside)
+                call.lease.tiers = tiers_of(answer)
             case wire.PageTable(_, first, pages, beside) if call.lease is not None:
                 call.lease.replace(first, pages, beside)
             case wire.Retracted() if call.lease is not None:
@@ -433,6 +443,7 @@ class Connection:
                     number, prefix_tokens, prompt_tokens, is_in_arena=bool(is_in_arena)
                 )
                 self._receives[number] = call.receive
+                call.receive.promoted_tokens = answer.promoted_tokens
                 call.receive.callers += 1
             case wire.Sending(_, number):
                 call.send = self._sends.get(number) or SendState(number)
@@ -468,6 +479,7 @@ class Connection:
             case wire.Received(_, lease, pages, beside=beside):
                 if state is not None and not state.is_unwanted:
                     state.lease = self._opened(lease, state.prefix_tokens, pages, beside)
+                    state.lease.tiers = LeaseTiers(state.promoted_tokens)
                     state.outcome.put(push)
                     return
                 self.tell(wire.ReleaseLease(self.next_call(), lease))

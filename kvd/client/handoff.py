@@ -77,6 +77,11 @@ class Receive:
         return self._state.prefix_tokens
 
     @property
+    def promoted_len(self) -> int:
+        """Tokens of ``prefix_len`` that came out of a tier below the pool for it."""
+        return self._state.promoted_tokens
+
+    @property
     def n_tokens(self) -> int:
         """Tokens of the prompt that are there after ``done``: all, or those that a pull found."""
         return self._n_tokens

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvd.client.port import Port
     from kvd.client.prompt import PromptAddress
     from kvd.client.rows import PageNumbers
-    from kvd.client.state import LeaseView
+    from kvd.client.state import LeaseTiers, LeaseView
     from kvd.client.tokens import TokenIds
 
 
@@ -102,6 +102,11 @@ class Lease:
     def prefix_len(self) -> int:
         """Tokens that were cached already when the lease began or last resumed; page aligned."""
         return self._state.prefix_tokens
+
+    @property
+    def tiers(self) -> LeaseTiers:
+        """What came out of a tier below the pool for it, and what more lies there."""
+        return self._state.tiers
 
     @property
     def kv_len(self) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvd.wire.client import Accepted, PagesBack, Received
+    from kvd.wire.client import Accepted, Leased, PagesBack, Received
     from kvd.wire.events import Event
 
 T = TypeVar("T")
@@ -61,6 +61,29 @@ class Slot(Generic[T]):
             self._wakes.remove(wake)
 
 
+class LeaseTiers(msgspec.Struct, frozen=True):
+    """What tiers below the pool had of a lease's prompt when it was opened.
+
+    ``promoted_tokens`` of its prefix came out of a tier for it; ``tokens`` more lie in a tier
+    behind the prefix, and it takes about ``ms`` to have them (0: not measured yet): ask with
+    ``tiers="wait"``, or compute them where that is faster.
+    """
+
+    promoted_tokens: int = 0
+    tokens: int = 0
+    ms: float = 0.0
+
+
+NO_TIERS: Final = LeaseTiers()
+
+
+def tiers_of(answer: Leased) -> LeaseTiers:
+    """As the daemon has said it."""
+    if not answer.promoted_tokens and not answer.tier_tokens:
+        return NO_TIERS  # as of nearly every lease
+    return LeaseTiers(answer.promoted_tokens, answer.tier_tokens, answer.tier_ms)
+
+
 class LeaseView:
     """The pages of one lease, as the daemon last said; none while it is retracted.
 
@@ -81,6 +104,7 @@ class LeaseView:
         self.number = number
         self.prefix_tokens = prefix_tokens
         self.kv_tokens = prefix_tokens
+        self.tiers = NO_TIERS
         self.is_released = False
         self.is_retracted = False
         self.lost: Refusal | None = None
@@ -164,6 +188,7 @@ class ReceiveState:
     ) -> None:
         self.number = number
         self.prefix_tokens = prefix_tokens
+        self.promoted_tokens = 0
         self.prompt_tokens = prompt_tokens
         self.outcome: Slot[Received | Refusal] = Slot()
         self.is_unwanted = False

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvd.client.pool import Pool
     from kvd.client.prompt import Prompt
     from kvd.client.rows import PageNumbers
-    from kvd.client.state import EventsLost
+    from kvd.client.state import EventsLost, LeaseTiers
     from kvd.client.tokens import TokenIds
     from kvd.wire.events import Event
     from kvd.wire.page_address import ExtraKeys
@@ -75,6 +75,11 @@ class SyncLease:
     def prefix_len(self) -> int:
         """As ``Lease.prefix_len``."""
         return self.wrapped.prefix_len
+
+    @property
+    def tiers(self) -> LeaseTiers:
+        """As ``Lease.tiers``."""
+        return self.wrapped.tiers
 
     @property
     def kv_len(self) -> int:
@@ -198,6 +203,11 @@ class SyncArrival:
     def prefix_len(self) -> int:
         """As ``Receive.prefix_len``."""
         return self.wrapped.prefix_len
+
+    @property
+    def promoted_len(self) -> int:
+        """As ``Receive.promoted_len``."""
+        return self.wrapped.promoted_len
 
     @property
     def n_tokens(self) -> int:
@@ -723,6 +733,7 @@ class SyncNode:
         cache: bool = True,
         step_tokens: int = 0,
         promise_tokens: int = 0,
+        tiers: str = "",
     ) -> PendingCall[SyncLease]:
         """Begin ``Node.lease``."""
         verb = self.wrapped.lease(
@@ -737,6 +748,7 @@ class SyncNode:
             cache=cache,
             step_tokens=step_tokens,
             promise_tokens=promise_tokens,
+            tiers=tiers,
         )
         return PendingCall(self._channel, self._leased(verb), SyncLease.begin_release)
 
@@ -759,6 +771,7 @@ class SyncNode:
         promise_tokens: int = 0,
         is_open: bool = False,
         as_it_comes: bool = False,
+        tiers: str = "",
     ) -> PendingCall[SyncReceive]:
         """Begin ``Node.receive``: pages are held once it has an outcome; ``poll`` that then."""
         verb = self.wrapped.receive(
@@ -778,6 +791,7 @@ class SyncNode:
             promise_tokens=promise_tokens,
             is_open=is_open,
             as_it_comes=as_it_comes,
+            tiers=tiers,
         )
         return PendingCall(self._channel, self._received(verb), SyncReceive.begin_cancel)
 

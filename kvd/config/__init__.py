@@ -4,9 +4,9 @@
 
 Read first, in order: ``schema`` (every section and key, with its documentation), ``keys`` (the same
 as one table, ``KEYS``, from which anything about keys is generated), ``load`` (sources, weakest
-first), ``rules`` and ``pool_rules`` (what bounds cannot say), ``render`` (as TOML, explained key by
-key, what differs), ``plan`` (what a model takes). What belongs to one family of pools is
-``kvd.families``.
+first), ``rules``, ``pool_rules`` and ``tier_rules`` (what bounds cannot say), ``render`` (as TOML,
+explained key by key, what differs), ``plan`` (what a model takes). What belongs to one family of
+pools is ``kvd.families``.
 
 What must not be here: what anybody does with a value.
 """

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args, get_origin
 import msgspec
 from msgspec import inspect, structs
 
-from kvd.config.schema import SECTIONS
+from kvd.config.schema import SECTIONS, field_of
 from kvd.families import POOLS, Value
 from kvd.families.family import INDEX, among
 
@@ -54,12 +54,12 @@ class ConfigKey(msgspec.Struct, frozen=True):
     @property
     def section(self) -> str:
         """The table that the key stands in."""
-        return self.path.partition(".")[0]
+        return self.path.rpartition(".")[0]
 
     @property
     def name(self) -> str:
         """The key inside its table."""
-        return self.path.partition(".")[2]
+        return self.path.rpartition(".")[2]
 
     @property
     def doc(self) -> str:
@@ -183,7 +183,7 @@ def _field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
 
 def value_of(config: Config, key: ConfigKey) -> Value:
     """The effective value of one key; its default where another family has it."""
-    section = msgspec.structs.asdict(config)[key.section]
+    section = msgspec.structs.asdict(config)[field_of(key.section)]
     return cast("Value", msgspec.structs.asdict(section).get(key.name, key.default))
 
 

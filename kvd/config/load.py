@@ -19,7 +19,7 @@ from kvd.config.host import HostFacts, this_host
 from kvd.config.keys import KEYS, ConfigKey, KeyKind, nearest
 from kvd.config.origin import DEFAULT, ConfigError, ValueOrigin, ValueSource
 from kvd.config.rules import RULES, entry_flaw, flaw_of, reason_not_built
-from kvd.config.schema import SECTIONS, Config
+from kvd.config.schema import SECTIONS, Config, field_of
 from kvd.config.sources import Assignment, Found, read_environment, read_file, read_sets, shown
 from kvd.families import POOLS
 
@@ -187,7 +187,7 @@ class _Draft:
             sections[key.section][key.name] = self.values[key.path]
         # A family's section has no field for the keys of others, and msgspec passes over those.
         types = SECTIONS | {"pool": POOLS[str(self.values["pool.family"])].section}
-        built = {name: msgspec.convert(sections[name], types[name]) for name in SECTIONS}
+        built = {field_of(name): msgspec.convert(sections[name], types[name]) for name in SECTIONS}
         return Config(**built, origins=self.origins)  # type: ignore[arg-type]  # by SECTIONS
 
 

@@ -149,6 +149,8 @@ def is_of_use(config: Config, key: str) -> bool:
             return config.pool.is_in_files
         case "pool.verify":
             return config.pool.is_kept
+        case _ if key.startswith("tiers.disk."):
+            return config.tiers_disk.directory is not None
         case _:
-            section, _, name = key.partition(".")
+            section, _, name = key.rpartition(".")
             return section != "pool" or reason_out_of_place(config, name) is None

@@ -17,7 +17,7 @@ from kvd.config.host import HostFacts
 from kvd.config.keys import KEYS, ConfigKey, KeyKind, value_of
 from kvd.config.load import host_defaults
 from kvd.config.pool import is_of_use
-from kvd.config.schema import SECTIONS
+from kvd.config.schema import SECTIONS, field_of
 from kvd.config.sources import shown
 from kvd.families import Value
 
@@ -225,12 +225,13 @@ def changes(before: Config, after: Config) -> list[KeyChange]:
 def with_changes(config: Config, taken: list[KeyChange]) -> Config:
     """``config`` with the values after these changes."""
     for change in taken:
-        section, _, name = change.key.partition(".")
+        key = KEYS[change.key]
+        section = field_of(key.section)
         value = change.after
         if change.entry is not None:
-            table = cast("dict[str, str]", value_of(config, KEYS[change.key]))
+            table = cast("dict[str, str]", value_of(config, key))
             value = {**table, change.entry: cast("str", change.after)}
-        replaced = msgspec.structs.replace(getattr(config, section), **{name: value})
+        replaced = msgspec.structs.replace(getattr(config, section), **{key.name: value})
         config = msgspec.structs.replace(config, **{section: replaced})
     return config
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from kvd.config.address import attach_path, host_port, ipc_path, tcp_address
 from kvd.config.host import has_group
-from kvd.config.pool_rules import RULES, over
+from kvd.config.pool_rules import over
+from kvd.config.tier_rules import RULES
 from kvd.core.cache.namespaces import bad_name
 from kvd.core.handoff.message_sizes import MESSAGE_BYTES
 from kvd.core.layout.spec import MAX_TAG_CHARS
@@ -160,6 +161,11 @@ _TEXTS: dict[str, TextRule] = {
         "write 127.0.0.1:7480; to be scraped from elsewhere put a proxy in front of it",
     ),
     "cache.epochs_directory": text_rule(lambda text: text.startswith("/"), "begin it with /"),
+    "tiers.disk.directory": text_rule(
+        _is_plain_directory, "write for example /var/lib/kvd/tiers/disk"
+    ),
+    "tiers.disk.size": _SIZE,
+    "tiers.disk.max_moving": _SIZE,
     "recorder.directory": text_rule(lambda text: text.startswith("/"), "begin it with /"),
 } | {f"pool.{key}": rule for row in POOLS.values() for key, rule in row.texts.items()}
 

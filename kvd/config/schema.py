@@ -1,9 +1,9 @@
 """Every section of kvd.toml and every key of it: type, default, bounds and documentation.
 
 A section is a frozen struct and a key is a field of it; nothing is configurable that has no field
-here or, of [pool], in ``kvd.families``. ``keys`` reads these structs into one table; ``rules`` and
-``pool_rules`` hold what bounds cannot say. A key that may be left out without a value of its own is
-``| None``, and its documentation says what then happens.
+here or, of [pool], in ``kvd.families``. ``keys`` reads these structs into one table; ``rules``,
+``pool_rules`` and ``tier_rules`` hold what bounds cannot say. A key that may be left out without a
+value of its own is ``| None``, and its documentation says what then happens.
 
 [engine] declares what no daemon can see: what the engine on this pool does. Nothing changes by it;
 it is there so that what cannot work is refused before an engine finds out.
@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from kvd.config.origin import ValueOrigin
 from kvd.families import PoolSection
-from kvd.families.keys import NAME_RULE, example, rule
+from kvd.families.keys import NAME_RULE, SIZE_RULE, example, rule
 from kvd.types import MAX_FRAME_BYTES
 
 SOCKET_RULE = "ipc:// and an absolute path of at most 100 bytes"
@@ -111,6 +111,29 @@ class CacheSection(msgspec.Struct, frozen=True):
     )
     """Where NAME.epochs is kept, which tells the next daemon of this node the epochs of its
     namespaces. Left out: beside sockets.client, which a restart of the host empties."""
+
+
+class DiskTierSection(msgspec.Struct, frozen=True):
+    """A tier on a disk of this host: pages that leave the pool are kept there, and found again."""
+
+    directory: Annotated[
+        str | None, rule("an absolute path"), example("/var/lib/kvd/tiers/disk")
+    ] = None
+    """Where pages are kept: a directory of this daemon alone and for its user only, made if it is
+    not there. What is no object of its pool is removed from it. Left out: there is no such tier."""
+    size: Annotated[str | None, rule(SIZE_RULE), example("512GiB")] = None
+    """What lies there takes no more than this. The oldest used is removed first."""
+    demote: Literal["always", "second-use", "never"] = "always"
+    """Which pages are written there before they leave the pool: all; those that a request has found
+    in the cache at least once; or none, and what lies there is still found."""
+    wait_s: Annotated[float, Meta(ge=0, le=600)] = 2.0
+    """How long a request waits for its pages from there at most; then it takes what is in the pool.
+    0: none does unless it says so."""
+    deadline_s: Annotated[float, Meta(ge=1, le=3600)] = 10.0
+    """An order to the storage process that takes longer ends that process, and the next one begins.
+    """
+    max_moving: Annotated[str, rule(SIZE_RULE)] = "256MiB"
+    """Bytes under way to there at a time, and as many from there: their pages are locked."""
 
 
 class EngineSection(msgspec.Struct, frozen=True):
@@ -274,6 +297,7 @@ class Config(msgspec.Struct, frozen=True):
     peers: PeersSection
     pool: PoolSection
     cache: CacheSection
+    tiers_disk: DiskTierSection = msgspec.field(name="tiers.disk")
     engine: EngineSection
     radix: RadixSection
     admission: AdmissionSection
@@ -288,7 +312,14 @@ class Config(msgspec.Struct, frozen=True):
     origins: dict[str, ValueOrigin]
 
 
+def field_of(section: str) -> str:
+    """The field of ``Config`` that has a section: ``tiers_disk`` has [tiers.disk]."""
+    return section.replace(".", "_")
+
+
 SECTIONS: dict[str, type[msgspec.Struct]] = {
-    field.name: field.type for field in msgspec.structs.fields(Config) if field.name != "origins"
+    field.encode_name: field.type
+    for field in msgspec.structs.fields(Config)
+    if field.name != "origins"
 }
 """Sections in the order in which they are shown; [pool] without the keys of one family alone."""

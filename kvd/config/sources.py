@@ -19,6 +19,7 @@ import msgspec
 
 from kvd.config.keys import KEYS, KeyKind
 from kvd.config.origin import ConfigError, ValueOrigin, ValueSource
+from kvd.config.schema import SECTIONS
 from kvd.curve import is_key
 
 if TYPE_CHECKING:
@@ -100,19 +101,23 @@ Place = tuple[str, dict[tuple[str, ...], int]]
 
 
 def _section(section: str, content: object, place: Place) -> Iterator[Assignment]:
-    """The assignments of one top-level table of a file."""
+    """The assignments of one table of a file, and of those in it that are sections too."""
+    above = tuple(section.split("."))
     if not isinstance(content, dict):
-        yield Assignment(section, content, _origin(place, (section,)))
+        yield Assignment(section, content, _origin(place, above))
         return
     for name, value in content.items():
         path = f"{section}.{name}"
+        if path in SECTIONS and isinstance(value, dict):
+            yield from _section(path, value, place)
+            continue
         known = KEYS.get(path)
         if known is not None and known.kind is KeyKind.TABLE and isinstance(value, dict):
             for entry, item in value.items():
-                origin = _origin(place, (section, name, entry))
+                origin = _origin(place, (*above, name, entry))
                 yield Assignment(path, item, origin, entry=entry)
         else:
-            yield Assignment(path, value, _origin(place, (section, name)))
+            yield Assignment(path, value, _origin(place, (*above, name)))
 
 
 def _origin(place: Place, path: tuple[str, ...]) -> ValueOrigin:

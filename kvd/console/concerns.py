@@ -144,7 +144,7 @@ def waiting(context: Context) -> Iterator[Concern]:
             continue
         if row.lacks_pages:
             groups.setdefault(row.waiter.budget, []).append(row)
-        elif (blocked := row.waiter.asker.blocked()) is not None:
+        elif (blocked := row.waiter.blocked()) is not None:
             groups.setdefault(blocked, []).append(row)
     for group in groups.values():
         yield _waiting(context, min(group, key=lambda row: row.waiter.since_s), len(group))

@@ -135,6 +135,8 @@ MAX_REFUSED = 64
 """Refused messages that are remembered: enough to tell a flood from a mistake."""
 RECEIVE = "receive from "
 """How the reason of a lease begins whose tokens come from a peer."""
+TIERS = ("demotion to ", "promotion from ")
+"""The same of a lease that keeps pages while they move between the pool and a tier."""
 GIVEN_UP = frozenset({"aborted", "cancelled", "client-gone"})
 """Codes of handoffs that somebody did not want any more: their tokens are not lost."""
 DELIVERED = frozenset({"delivered", "committed"})
@@ -243,6 +245,8 @@ class Recent:
         self.quarantined.pop(event.lease, None)
 
     def _lease_opened(self, event: events.LeaseOpened) -> None:
+        if event.reason.startswith(TIERS):
+            return  # a page on its way, and no prompt
         self.cached += event.prefix_tokens
         if event.reason.startswith(RECEIVE):
             return  # what it misses is on its way: its handoff tells what became of it

@@ -255,6 +255,53 @@ class KeepEpochs(msgspec.Struct, frozen=True, tag="KeepEpochs"):
     """By base of namespaces; recordings have the other name."""
 
 
+class Demote(msgspec.Struct, frozen=True, tag="Demote"):
+    """Write our ``pages[i]`` as object ``keys[i]`` of a tier; say ``Demoted``.
+
+    ``keys`` follow each other, ``KEY_BYTES`` each. The pages stay as they are until that is said.
+    """
+
+    ticket: int
+    tier: str
+    namespace: str
+    keys: bytes
+    pages: Pages
+
+
+class Promote(msgspec.Struct, frozen=True, tag="Promote"):
+    """Read object ``keys[i]`` of a tier over our ``pages[i]``, verify it, and say ``Promoted``."""
+
+    ticket: int
+    tier: str
+    namespace: str
+    keys: bytes
+    pages: Pages
+
+
+class DropObjects(msgspec.Struct, frozen=True, tag="DropObjects"):
+    """Remove these objects of a tier; before anything that is ordered after it. Not answered."""
+
+    tier: str
+    namespace: str
+    keys: bytes
+
+
+class DropNamespace(msgspec.Struct, frozen=True, tag="DropNamespace"):
+    """Remove every object of a namespace; as ``DropObjects``."""
+
+    tier: str
+    namespace: str
+
+
+class RestartStorage(msgspec.Struct, frozen=True, tag="RestartStorage"):
+    """Kill and reap the storage process, say ``StorageGone``, then start the next: a fence."""
+
+    why: str
+
+
+StorageOrder = Demote | Promote | DropObjects | DropNamespace
+"""What goes to the storage process, as it stands and in this order."""
+
 TransferOrder = (
     LoadAgent
     | DropAgent
@@ -284,6 +331,8 @@ Effect = (
     | NoteFreed
     | NoteEnded
     | KeepEpochs
+    | StorageOrder
+    | RestartStorage
 )
 
 

@@ -399,6 +399,58 @@ class CopyFailed(TimedInput, frozen=True, tag="CopyFailed"):
     why: str
 
 
+class TierFound(TimedInput, frozen=True, tag="TierFound"):
+    """Objects that lie in a tier since before; before ``TierReady``, oldest used first.
+
+    ``keys`` follow each other, ``KEY_BYTES`` each.
+    """
+
+    tier: str
+    namespace: str
+    keys: bytes
+
+
+class TierReady(TimedInput, frozen=True, tag="TierReady"):
+    """A storage process serves this tier from now on."""
+
+    tier: str
+    generation: int
+
+
+class Demoted(TimedInput, frozen=True, tag="Demoted"):
+    """The pages of a ``Demote`` are read no more.
+
+    ``written``: which of its objects lie in the tier now, by their places in the order.
+    """
+
+    ticket: int
+    written: tuple[int, ...]
+    n_bytes: int
+    why: str = ""
+    """Why the others do not; empty: there are none."""
+
+
+class Promoted(TimedInput, frozen=True, tag="Promoted"):
+    """The pages of a ``Promote`` are written no more.
+
+    ``bad``: places in the order of objects that are not there or did not verify; each of the other
+    pages holds what its key names.
+    """
+
+    ticket: int
+    bad: tuple[int, ...]
+    n_bytes: int
+    why: str = ""
+    """Of the first bad one."""
+
+
+class StorageGone(TimedInput, frozen=True, tag="StorageGone"):
+    """The storage process is reaped: nothing of it reads or writes a page any more."""
+
+    generation: int
+    why: str
+
+
 class Tick(TimedInput, frozen=True, tag="Tick"):
     """Time passed: repetitions, deadlines, heartbeats."""
 
@@ -493,6 +545,9 @@ TransferReport = (
 )
 """What a transfer process says; the daemon stamps it with its own time."""
 
+StorageReport = Demoted | Promoted
+"""What a storage process says; the daemon stamps it with its own time."""
+
 Input = (
     ClientJoined
     | ClientHungUp
@@ -516,6 +571,10 @@ Input = (
     | TransferReady
     | TransferGone
     | TransferReport
+    | TierFound
+    | TierReady
+    | StorageReport
+    | StorageGone
     | Tick
     | AuditTurn
     | CheckedAll

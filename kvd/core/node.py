@@ -102,6 +102,11 @@ class NodeState(NodeParts):
             i.Awaiting: self.decoder.quarantines.awaiting,
             i.Copied: self.copies.copied,
             i.CopyFailed: self.copies.copy_failed,
+            i.TierFound: self.tiers.found,
+            i.TierReady: self.tiers.ready,
+            i.Demoted: self.tiers.demoted,
+            i.Promoted: self.tiers.promoted,
+            i.StorageGone: self.tiers.gone,
             i.Tick: self._tick,
             i.AuditTurn: self.audit.turn,
             i.CheckedAll: self._checked_all,
@@ -163,7 +168,7 @@ class NodeState(NodeParts):
         # Nobody asks for them any more, and nobody should wait until they are the oldest.
         over = epochs.over(roots)
         if over:
-            self.leases.flush(over)
+            self.tiers.flush(over)
 
     def _epochs_found(self, got: i.EpochsFound) -> None:
         self.epochs.found(got)
@@ -346,6 +351,8 @@ class NodeState(NodeParts):
         self.inquiries.tick()
         self.epoch_answers.tick()
         self.drainer.tick()
+        if self.tiers.each:
+            self.tiers.tick()
         if self.peers.pulse.is_due():
             self.decoder.quarantines.fence_if_due()
             for peer in list(self.peers.by_name.values()):

@@ -39,6 +39,7 @@ from kvd.core.outbox import Outbox
 from kvd.core.peers.registry import Peers
 from kvd.core.peers.ways import Ways
 from kvd.core.recorded import RecorderFacts
+from kvd.core.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
     from kvd.core.settings import Settings
@@ -65,6 +66,8 @@ class NodeParts:
         self.former_leases = FormerLeases(settings, leases, open_sessions, out)
         self.owners = Owners(settings.name, leases, open_sessions, self.former_leases, out)
         self.admission = Admission(settings, leases, self.owners, out)
+        self.epochs = Epochs(settings.name)
+        self.tiers = Tiers(settings, leases, self.admission, self.epochs, out)
         self.peers = Peers(settings, out)
         self.ways = Ways(out)
         self.copies = Copies(out)
@@ -97,7 +100,6 @@ class NodeParts:
             self.prefiller,
             out,
         )
-        self.epochs = Epochs(settings.name)
         self.epoch_answers = EpochAnswers(self.epochs, out)
         self.inquiries = Inquiries(self)
         self.audit = StandingAudit(self)
@@ -110,7 +112,9 @@ class NodeParts:
         admission = self.admission
         fetcher, copies = self.fetcher, self.engine_copies
         self.decoder = Decoder(settings, payload, leases, admission, peers, fetcher, copies, out)
-        self.receives = ReceiveRequests(settings, leases, admission, peers, self.decoder, out)
+        self.receives = ReceiveRequests(
+            settings, leases, admission, self.tiers.promotions, peers, self.decoder, out
+        )
         self.pulls = Pulls(settings, leases, admission, peers, self.decoder, self.receives, out)
         self.prefiller = Prefiller(settings, payload, leases, peers, out)
         self.kept_rooms = KeptRooms(settings, payload, leases, self.prefiller, out)

@@ -175,7 +175,7 @@ def flush(node: NodeView, got: admin.Flush) -> VerbPlan | Refusal:
         return VerbPlan(admin.Report(got.call, {"freed_pages": 0}, kept), _nothing)
     changed = _flushed_pages(node, keys)
     return VerbPlan(
-        admin.Report(got.call, changed, kept), lambda: node.leases.flush(keys, namespace)
+        admin.Report(got.call, changed, kept), lambda: node.tiers.flush(keys, namespace)
     )
 
 
@@ -205,7 +205,7 @@ def raise_epoch(node: NodeView, got: admin.RaiseEpoch) -> VerbPlan | Refusal:
     def begin() -> None:
         who = "an operator"
         begin_epoch(epochs, node.prefiller, node.out, base=base, epoch=epoch, who=who)
-        node.leases.flush(keys, base)
+        node.tiers.flush(keys, base)
 
     return VerbPlan(report, begin)
 

@@ -32,6 +32,31 @@ class DialRule(enum.Enum):
     """Keys say who answers; or ``peers.insecure`` says that anybody may."""
 
 
+class Demotion(enum.Enum):
+    """Which of the pages that are about to leave the pool are written to a tier."""
+
+    ALWAYS = "always"
+    SECOND_USE = "second-use"
+    """Those that somebody has found in the cache at least once."""
+    NEVER = "never"
+
+
+class TierSettings(msgspec.Struct, frozen=True):
+    """One tier below the pool."""
+
+    name: str
+    capacity_bytes: int
+    object_bytes: int
+    """Of one object as it counts against the capacity: page, header, rounding."""
+    demotion: Demotion = Demotion.ALWAYS
+    wait_s: float = 2.0
+    """How long a request waits for its pages from here at most."""
+    deadline_s: float = 10.0
+    """An order without an answer for so long ends the storage process."""
+    max_moving_bytes: int = 2**28
+    """Under way at a time, each way."""
+
+
 class Settings(msgspec.Struct, frozen=True):
     """Who this node is, what its pool holds, and how long anything may take (seconds)."""
 
@@ -89,5 +114,7 @@ class Settings(msgspec.Struct, frozen=True):
     sum_ahead_bytes: int = 4 * 2**20
     """So much that is to be verified must have landed that it is summed ahead of the end."""
     cache_mode: CacheMode = CacheMode.RADIX
+    tiers: tuple[TierSettings, ...] = ()
+    """Below the pool, the nearest first."""
     is_journaled: bool = False
     """Whether the pool outlives the process: what moves in it is noted for the next one."""

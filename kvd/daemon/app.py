@@ -44,6 +44,7 @@ from kvd.daemon.settings_from_config import (
     settings_of,
 )
 from kvd.daemon.socket_activation import UnfitConfig
+from kvd.daemon.storage_supervisor import StorageSupervisor
 from kvd.daemon.systemd import Systemd
 from kvd.daemon.transfer_supervisor import TransferSupervisor
 from kvd.daemon.warm_restart import leave
@@ -145,6 +146,8 @@ class Daemon:
         self._open_admin()
         self._open_peers()
         self._wire()
+        if launched.has_tiers:
+            self._begin_storage(launched)
         # After ``_wire``: its first input says Hello, which is an effect.
         self.links.dial(config.peers.connect)
         await self._serve_http()
@@ -271,6 +274,17 @@ class Daemon:
             effects.Recall: self.auditor.recall,
             effects.ReadyToStop: lambda _: self.stopped.set(),
         }
+
+    def _begin_storage(self, launched: Launch) -> None:
+        """Tiers are there when they are: nobody waits for what lies in them to be found."""
+        storage = StorageSupervisor(self.reactor, launched.storage)
+        self.reactor.perform |= {
+            **dict.fromkeys(get_args(effects.StorageOrder), storage.order),
+            effects.RestartStorage: storage.restart,
+        }
+        storage.begin()
+        # Ended before the transfer process, and before anything that it writes is let go.
+        self._up.push_async_callback(storage.stop)
 
     async def _serve_http(self) -> None:
         address = host_port(self.config.http.listen)

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING
 
 from kvd.config import pool_spec
 from kvd.config.address import IPC
+from kvd.core.layout.spec import companion_factor, has_bytes, region_names
+from kvd.core.tiers.keys import layout_digest
 from kvd.daemon import lock
 from kvd.daemon.listeners import own_directory
 from kvd.daemon.socket_activation import UnfitConfig
 from kvd.daemon.warm_restart import open_pool
 from kvd.pools.arena import NotReserved
 from kvd.pools.build import device_bytes, reserved_bytes
+from kvd.storage.orders import DirectoryPlan, ObjectPart
+from kvd.storage.process import StorageProcess
 from kvd.transfer.orders import NO_FD, RegionPlan
 from kvd.transfer.process import TransferProcess
 from kvd.types import Incarnation
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from kvd.transfer.child import WorkerChild
 
 FIRST_GENERATION = 1
+DISK = "disk"
+"""The tier of [tiers.disk]."""
 
 
 class Launch:
@@ -69,10 +75,36 @@ class Launch:
             _planned(region, in_huge_pages=in_huge_pages) for region in pool.memory.placed
         ]
         self.first = self._process(FIRST_GENERATION, child)
+        self._disk = config.tiers_disk.directory
 
     def process(self, generation: int) -> TransferProcess:
         """The transfer process of this generation, to be started."""
         return self.first if generation == FIRST_GENERATION else self._process(generation)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there is anything below the pool."""
+        return self._disk is not None
+
+    def storage(self, generation: int) -> StorageProcess:
+        """The storage process of this generation, to be started; there are tiers."""
+        spec = self.spec
+        # Region by region in the order of the components, which all go in lockstep.
+        parts = [
+            ObjectPart(name, companion_factor(spec, component))
+            for component in spec.components
+            if has_bytes(component)
+            for name in region_names(spec, component.name)
+        ]
+        names = {part.region for part in parts}
+        return StorageProcess(
+            f"{self.incarnation}-storage-{generation}",
+            [region for region in self._regions if region.name in names],
+            parts,
+            layout=layout_digest(spec).hex(),
+            tiers=[] if self._disk is None else [DirectoryPlan(DISK, self._disk)],
+            keep_open=(self._lock_fd, *self.pool.memory.keeper.keep_open),
+        )
 
     def close(self) -> None:
         """Let go of memory and lock; what is kept stays."""

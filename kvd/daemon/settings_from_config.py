@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 from kvd.config.address import IPC
 from kvd.core.cache import radix
 from kvd.core.cache.eviction import Policy
-from kvd.core.settings import CacheMode, DialRule, Settings
+from kvd.core.layout.spec import lockstep_bytes
+from kvd.core.settings import CacheMode, Demotion, DialRule, Settings, TierSettings
 from kvd.curve import KeyFlaw, PeerKeys, read_pair
+from kvd.daemon.launch import DISK
 from kvd.daemon.session_entries import AttachLimits
 from kvd.daemon.socket_activation import UnfitConfig
+from kvd.families.budget import size_bytes
+from kvd.storage.objects import object_bytes
 from kvd.types import NodeName
 from kvd.wire.bounds import MAX_PEER_BYTES
 from kvd.wire.peer import Integrity
@@ -20,6 +24,7 @@ from kvd.zmtp.bounds import BOUNDS, Bounds
 
 if TYPE_CHECKING:
     from kvd.config import Config
+    from kvd.core.layout.spec import PoolSpec
     from kvd.daemon.launch import Launch
 
 
@@ -55,7 +60,32 @@ def settings_of(config: Config, launched: Launch) -> Settings:
         max_frame_bytes=min(config.limits.max_frame_bytes, MAX_PEER_BYTES),
         integrity=Integrity(config.transfer.integrity),
         cache_mode=CacheMode(config.cache.mode),
+        tiers=_tiers(config, launched.spec),
         is_journaled=launched.pool.is_journaled,
+    )
+
+
+TIER_SHARE = 8
+"""Of the pool's pages one in so many may be on its way to a tier, and as many from there."""
+
+
+def _tiers(config: Config, spec: PoolSpec) -> tuple[TierSettings, ...]:
+    """What lies below the pool."""
+    disk = config.tiers_disk
+    if disk.directory is None:
+        return ()
+    page_bytes = lockstep_bytes(spec)
+    most_moving = max(page_bytes, page_bytes * spec.pages[0] // TIER_SHARE)
+    return (
+        TierSettings(
+            name=DISK,
+            capacity_bytes=size_bytes(str(disk.size)) or 0,
+            object_bytes=object_bytes(page_bytes),
+            demotion=Demotion(disk.demote),
+            wait_s=disk.wait_s,
+            deadline_s=disk.deadline_s,
+            max_moving_bytes=min(size_bytes(disk.max_moving) or 0, most_moving),
+        ),
     )
 
 

@@ -145,6 +145,8 @@ class PoolFamily(msgspec.Struct, Generic[Section], frozen=True, kw_only=True):
     """Why its memory cannot outlive the daemon; empty where it can."""
     unsharded: str = ""
     """Why it cannot be cut into shards; empty where it can."""
+    untiered: str = ""
+    """Why its pages cannot lie in a tier below the pool; empty where they can."""
     uncounted: str = ""
     """Why it cannot do without its KV (prefill-only); empty where it can."""
 

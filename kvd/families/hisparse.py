@@ -131,6 +131,7 @@ FAMILY = PoolFamily(
         ),
     ),
     unkept="the buffer on the device is filled for one daemon's requests",
+    untiered="its index lies on the device, which storage cannot read or write",
     unsharded="its host memory and its device buffer are those of one device",
     uncounted="its KV lies in host memory, from where it is fetched, and there is none",
     unsuited=_unsuited,

@@ -158,6 +158,7 @@ FAMILY = PoolFamily(
     without_layers="",
     memory_flaws=_memory_flaws,
     unkept="a state has no tokens of its own by which it could be found again",
+    untiered="a prompt is nothing without its state, which is of its end alone and of no page",
     unsharded="a state has no layers and heads of KV by which it could be cut",
     uncounted="a state is carried from token to token, so it must be kept",
     unsuited=_unsuited,

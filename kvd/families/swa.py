@@ -116,6 +116,7 @@ FAMILY = PoolFamily(
     without_layers="its sliding layers alone",
     flaws=_flaws,
     unkept="the window of a sequence has pages of its own, and slides",
+    untiered="the window of a sequence has pages of its own, which are no part of an object",
     unsharded="the window of a sequence has pages of its own, which are not cut",
     uncounted="sliding layers have a window of the pool, and a budget of its own, and there is "
     "none",

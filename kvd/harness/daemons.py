@@ -224,6 +224,10 @@ class DaemonProcess:
         """Of its transfer process."""
         return self._child("kvd.transfer.worker")
 
+    def storage_pid(self) -> int:
+        """Of its storage process."""
+        return self._child("kvd.storage.worker")
+
     def recorder_pid(self) -> int:
         """Of its recorder process."""
         return self._child("kvd.recorder")

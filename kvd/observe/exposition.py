@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
     from kvd.observe.metrics import Histogram, Histograms, Labels, Metrics
-    from kvd.wire.snapshot import PeerState, PoolState, Snapshot
+    from kvd.wire.snapshot import PeerState, PoolState, Snapshot, TierState
 
 Values = TypeVar("Values", bound="Labels")
 
@@ -84,6 +84,8 @@ class Exposition:
         node = self._read_snapshot()
         yield from _of_pools(node.pools)
         yield from _of_peers(node.peers)
+        if node.tiers:
+            yield from _of_tiers(node.tiers)
         yield from _of_node(node)
         build = msgspec.structs.asdict(self._build)
         yield InfoMetricFamily("kvd_build", "What runs here.", value=build)
@@ -240,6 +242,66 @@ def _of_peers(peers: tuple[PeerState, ...]) -> Iterator[Metric]:
     yield gauge("kvd_peer_slow_path", slow, each(lambda peer: int(bool(peer.slow_path))), ("peer",))
     trips = each(lambda peer: peer.round_trip_ms / 1e3)
     yield gauge("kvd_rtt_seconds", "Round trip of the last Ping.", trips, ("peer",))
+
+
+def _of_tiers(tiers: tuple[TierState, ...]) -> Iterator[Metric]:
+    """What lies below the pool, and what came of it."""
+
+    def each(read: Callable[[TierState], float]) -> dict[Labels, float]:
+        return {(tier.tier,): read(tier) for tier in tiers}
+
+    def by(read: Callable[[TierState], dict[str, float]]) -> dict[Labels, float]:
+        return {(tier.tier, name): n for tier in tiers for name, n in read(tier).items()}
+
+    up = "1 if the tier serves, 0 if it is away or down."
+    yield gauge("kvd_tier_up", up, each(lambda t: int(t.state == "serving")), ("tier",))
+    used = "What lies there takes."
+    yield gauge("kvd_tier_used_bytes", used, each(lambda t: t.objects * t.object_bytes), ("tier",))
+    size = "What may lie there takes at most."
+    full = each(lambda t: t.capacity_objects * t.object_bytes)
+    yield gauge("kvd_tier_size_bytes", size, full, ("tier",))
+    moving = "Pages on their way there (writing) and back (reading)."
+    yield gauge("kvd_tier_moving_pages", moving, by(_moving_pages), ("tier", "direction"))
+    speed = "Bytes a second, as measured lately."
+    yield gauge("kvd_tier_bytes_per_second", speed, by(_tier_speeds), ("tier", "direction"))
+    yield total("kvd_tier_pages", "Pages by outcome.", by(_tier_pages), ("tier", "outcome"))
+    moved = "Bytes that were written there and read from there."
+    yield total("kvd_tier_moved_bytes", moved, by(_tier_bytes), ("tier", "direction"))
+    asked = "Requests that found pages there (hit), waited, waited too long, or found no room."
+    yield total("kvd_tier_requests", asked, by(_tier_requests), ("tier", "outcome"))
+    failed = "Orders that came to nothing, or ended with their storage process (cut)."
+    yield total("kvd_tier_failed_orders", failed, by(_tier_failures), ("tier", "outcome"))
+
+
+def _moving_pages(tier: TierState) -> dict[str, float]:
+    return {"writing": tier.writing, "reading": tier.reading}
+
+
+def _tier_speeds(tier: TierState) -> dict[str, float]:
+    return {"writing": tier.written_bytes_per_s, "reading": tier.read_bytes_per_s}
+
+
+def _tier_bytes(tier: TierState) -> dict[str, float]:
+    return {"writing": tier.written_bytes, "reading": tier.read_bytes}
+
+
+def _tier_pages(tier: TierState) -> dict[str, float]:
+    return {
+        "written": tier.written,
+        "unwritten": tier.unwritten,
+        "read": tier.read,
+        "bad": tier.bad,
+        "dropped": tier.dropped,
+        "evicted-unwritten": tier.evicted_unwritten,
+    }
+
+
+def _tier_requests(tier: TierState) -> dict[str, float]:
+    return {"hit": tier.hits, "waited": tier.waits, "late": tier.late, "no-room": tier.no_room}
+
+
+def _tier_failures(tier: TierState) -> dict[str, float]:
+    return {"failed": tier.failed_orders, "cut": tier.cut}
 
 
 OVER = frozenset({"ready", "closed", "settled", "forgotten"})

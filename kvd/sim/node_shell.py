@@ -123,6 +123,15 @@ class NodeShell:
                 | effects.Copy()
             ):
                 self.order(effect)
+            case (
+                effects.Demote()
+                | effects.Promote()
+                | effects.DropObjects()
+                | effects.DropNamespace()
+            ):
+                self.order_storage(effect)
+            case effects.RestartStorage():
+                self.restart_storage(effect.why)
             case _:
                 self.perform_other(effect)
 
@@ -153,6 +162,22 @@ class NodeShell:
     def order(self, order: effects.TransferOrder) -> None:
         """For the transfer process that serves now."""
         raise NotImplementedError
+
+    def order_storage(self, order: effects.StorageOrder) -> None:
+        """For the storage process that serves now.
+
+        Raises:
+            Violated: no node here has tiers.
+        """
+        raise Violated(f"{self.name}: this world has no tiers: {order}")
+
+    def restart_storage(self, why: str) -> None:
+        """Kill it and begin another; carried out once the effects of the running step are.
+
+        Raises:
+            Violated: no node here has tiers.
+        """
+        raise Violated(f"{self.name}: this world has no tiers, and is to restart storage: {why}")
 
     def perform_other(self, effect: effects.Effect) -> None:
         """Of the journal, the audit, or a stop: whoever has none of these sees none of them."""

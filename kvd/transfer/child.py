@@ -1,8 +1,10 @@
-"""A transfer process that nobody has told yet what it is: it is born, and loads meanwhile.
+"""A process that nobody has told yet what it is: it is born, and loads meanwhile.
 
-It needs as long to load as a daemon does, and nothing of the configuration. So ``kvd serve`` starts
-it before anything else; what it maps comes with its first order, descriptors and all. What lives
-here must import next to nothing.
+The transfer process needs as long to load as a daemon does, and nothing of the configuration. So
+``kvd serve`` starts it before anything else; what it maps comes with its first order, descriptors
+and all. What lives here must import next to nothing.
+
+The child's side of it is here too: how it ends with its parent, and how it takes that first order.
 """
 
 from __future__ import annotations
@@ -13,9 +15,18 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
-_WORKER: Final = "kvd.transfer.worker"
+if TYPE_CHECKING:
+    from kvd.transfer.orders import Frames, OrderStream
+
+MOST_DESCRIPTORS: Final = 253
+"""With one message: the kernel's limit."""
+
+OrderT = TypeVar("OrderT")
+ReportT = TypeVar("ReportT")
+
+TRANSFER_WORKER: Final = "kvd.transfer.worker"
 
 
 class WorkerChild:
@@ -27,8 +38,8 @@ class WorkerChild:
         socket: ours of the pair, not blocking.
     """
 
-    def __init__(self) -> None:
-        """Start it.
+    def __init__(self, module: str = TRANSFER_WORKER) -> None:
+        """Start it: ``python -m MODULE SOCKET PARENT``.
 
         Raises:
             OSError: this host has no process or descriptor left for it.
@@ -45,7 +56,7 @@ class WorkerChild:
                 self.process = subprocess.Popen(
                     # Without the current directory on its path: what lies there is not for it to
                     # import.
-                    [sys.executable, "-P", "-m", _WORKER, str(theirs.fileno()), str(os.getpid())],
+                    [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                 )
@@ -70,3 +81,34 @@ class WorkerChild:
         self.process.wait()
         os.close(self.pidfd)
         self.socket.close()
+
+
+_PR_SET_PDEATHSIG: Final = 1
+_READ_BYTES: Final = 2**20
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies; end now if it already has."""
+    import ctypes  # noqa: PLC0415 - the daemon imports this file before everything else
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A parent that died before the line above sends no signal any more.
+    if os.getppid() != parent:
+        os._exit(0)
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the daemon, which
+        signal.signal(name, signal.SIG_IGN)  # decides when this process ends
+
+
+def first_orders(
+    orders: socket.socket, frames: Frames, stream: OrderStream[OrderT, ReportT]
+) -> tuple[list[OrderT], list[int]]:
+    """Wait for the first order; it, what came with it in one read, and the descriptors."""
+    received: list[int] = []
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(orders, _READ_BYTES, MOST_DESCRIPTORS)
+        received += descriptors
+        if not data:
+            os._exit(0)
+        found = [stream.order_of(body) for body in frames.feed(data)]
+        if found:
+            return found, received

@@ -1,4 +1,6 @@
-"""NIXL, and nothing else: the only file that knows the binding.
+"""NIXL, and nothing else: the only file that imports the binding, and drives its UCX backend.
+
+Its POSIX backend is driven by ``kvd.storage.nixl_files``, through ``Binding``.
 
 A ``ReceivingAgent`` is the one passive agent of a process: it registers regions and serves whoever
 holds its metadata, on NIXL's own progress thread. A ``SendingAgent`` is the agent for one transport

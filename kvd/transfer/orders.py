@@ -22,7 +22,7 @@ Invariants:
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -74,10 +74,6 @@ class BeginTransfer(msgspec.Struct, frozen=True, tag="begin"):
     kept: tuple[int, ...]
     regions: tuple[RegionPlan, ...]
     environment: dict[str, str] = {}
-
-
-MOST_DESCRIPTORS: Final = 253
-"""With one message: the kernel's limit."""
 
 
 def descriptors_of(begin: BeginTransfer) -> list[int]:
@@ -181,33 +177,51 @@ class BadStream(Exception):
     """The other end of the order socket sent what is no frame of it; the message says what."""
 
 
+OrderT = TypeVar("OrderT")
+ReportT = TypeVar("ReportT")
+
 _ENCODER = msgspec.msgpack.Encoder()
-_ORDER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-_REPORTS = msgspec.msgpack.Decoder(list[Report])
 
 
-def frame_of(message: Order | list[Report]) -> bytes:
-    """The bytes of one frame."""
-    body = _ENCODER.encode(message)
-    return _LENGTH.pack(len(body)) + body
+class OrderStream(Generic[OrderT, ReportT]):
+    """What goes each way between a daemon and one of its processes, as the bytes of frames."""
+
+    def __init__(
+        self,
+        orders: msgspec.msgpack.Decoder[OrderT],
+        reports: msgspec.msgpack.Decoder[list[ReportT]],
+    ) -> None:
+        self._orders = orders
+        self._reports = reports
+
+    def frame_of(self, message: OrderT | list[ReportT]) -> bytes:
+        """The bytes of one frame."""
+        body = _ENCODER.encode(message)
+        return _LENGTH.pack(len(body)) + body
+
+    def order_of(self, body: bytes) -> OrderT:
+        """Decode the body of a frame on the child's side.
+
+        Raises:
+            BadStream: it is no order.
+        """
+        return _read(self._orders, body)
+
+    def reports_of(self, body: bytes) -> list[ReportT]:
+        """Decode the body of a frame on the daemon's side.
+
+        Raises:
+            BadStream: it is no list of reports.
+        """
+        return _read(self._reports, body)
 
 
-def order_of(body: bytes) -> Order:
-    """Decode the body of a frame on the child's side.
-
-    Raises:
-        BadStream: it is no order.
-    """
-    return _read(_ORDER, body)
-
-
-def reports_of(body: bytes) -> list[Report]:
-    """Decode the body of a frame on the daemon's side.
-
-    Raises:
-        BadStream: it is no list of reports.
-    """
-    return _read(_REPORTS, body)
+TRANSFER_STREAM: Final[OrderStream[Order, Report]] = OrderStream(
+    msgspec.msgpack.Decoder(Order), msgspec.msgpack.Decoder(list[Report])
+)
+frame_of = TRANSFER_STREAM.frame_of
+order_of = TRANSFER_STREAM.order_of
+reports_of = TRANSFER_STREAM.reports_of
 
 
 def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:

@@ -1,8 +1,9 @@
-"""The daemon's handle on its transfer process: spawn, orders out, reports in, reap.
+"""The daemon's handle on a process that maps its pool: spawn, orders out, reports in, reap.
 
-Nothing here imports NIXL. Orders are written straight to a socket pair; what it does not take is
-kept and written when it is writable, so the loop never waits. The first order takes descriptors
-with it. The end of the process is noticed by its pidfd, whatever ended it.
+The transfer process is one, the storage process another (``kvd.storage.process``). Nothing here
+imports NIXL. Orders are written straight to a socket pair; what it does not take is kept and
+written when it is writable, so the loop never waits. The first order takes descriptors with it. The
+end of the process is noticed by its pidfd, whatever ended it.
 
     NEW --spawn--> SPAWNED --start--> STARTING --Ready--> UP --stop--> GONE
                                          '- died -> raises    '- died -> GONE, on_exit(why)
@@ -22,30 +23,35 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+import msgspec
 
 from kvd.core.inputs import AgentFailed, PostFailed
-from kvd.transfer.child import WorkerChild
+from kvd.transfer.child import MOST_DESCRIPTORS, TRANSFER_WORKER, WorkerChild
 from kvd.transfer.mapping import create_witness, is_map_gone
 from kvd.transfer.orders import (
-    MOST_DESCRIPTORS,
+    TRANSFER_STREAM,
     BadStream,
     BeginTransfer,
     Dying,
     Frames,
+    Order,
+    OrderStream,
     Ready,
     Report,
     descriptors_of,
-    frame_of,
-    reports_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvd.transfer.orders import Order, RegionPlan
+    from kvd.transfer.orders import RegionPlan
 
 R = TypeVar("R")
+OrderT = TypeVar("OrderT")
+ReportT = TypeVar("ReportT")
+ReadyT = TypeVar("ReadyT")
 
 OnReports = Callable[[list[Report]], None]
 """Takes reports in the order they were made; called on the event loop."""
@@ -60,7 +66,7 @@ WITNESS_EVERY_S: Final = 0.001
 
 
 class TransportDown(Exception):
-    """A transfer process did not start, or was asked for something after its end."""
+    """A process did not start, or was asked for something after its end."""
 
 
 class ReportQueue:
@@ -101,31 +107,38 @@ class _State(enum.Enum):
     GONE = "gone"
 
 
-class TransferProcess:
-    """One life of the transfer process.
+class ProcessKind(msgspec.Struct, Generic[OrderT, ReportT, ReadyT], frozen=True):
+    """What processes of one kind are called and run, what they are told, and how they begin."""
+
+    what: str
+    module: str
+    stream: OrderStream[OrderT, ReportT]
+    ready: type[ReadyT]
+    """Its first report, where all is well; ``Dying`` where it is not."""
+
+
+class WorkerProcess(Generic[OrderT, ReportT, ReadyT]):
+    """One life of such a process.
 
     Args:
-        name: unique among all transfer processes that ever meet: incarnation and generation.
-        regions: what to map and register; their descriptors stay the caller's.
-        environment: added to the daemon's own, for NIXL and UCX settings.
-        keep_open: descriptors that are held until its memory map is gone: the daemon's lock.
+        kind: of which kind it is.
+        name: of this life, in what is said about it.
+        begin: makes the first order, and the descriptors that go with it, of the descriptor of the
+            witness that the process keeps mapped.
         child: to be told all this, where one was started before; else it starts one.
     """
 
     def __init__(
         self,
+        kind: ProcessKind[OrderT, ReportT, ReadyT],
         name: str,
-        regions: Sequence[RegionPlan],
-        *,
-        environment: Mapping[str, str],
-        keep_open: Sequence[int] = (),
+        begin: Callable[[int], tuple[OrderT, Sequence[int]]],
         child: WorkerChild | None = None,
     ) -> None:
+        self._kind = kind
         self._name = name
+        self._begin = begin
         self._early = child
-        self._keep_open = tuple(keep_open)
-        self._regions = tuple(regions)
-        self._environment = dict(environment)
         self._state = _State.NEW
         self._frames = Frames()
         self._unsent = bytearray()
@@ -148,11 +161,11 @@ class TransferProcess:
             self._spawn()
         except OSError as exc:
             raise TransportDown(
-                f"transfer process {self._name} could not be started: {exc}"
+                f"{self._kind.what} {self._name} could not be started: {exc}"
             ) from exc
 
-    async def start(self, on_reports: OnReports, on_exit: OnExit) -> Ready:
-        """Spawn the process and wait until it has registered every region.
+    async def start(self, on_reports: Callable[[list[ReportT]], None], on_exit: OnExit) -> ReadyT:
+        """Spawn the process and wait until it has mapped every region.
 
         Raises:
             TransportDown: it ended, said that it cannot serve, or this host has no process or
@@ -161,10 +174,12 @@ class TransferProcess:
         if self._state is _State.NEW:
             self.spawn()
         if self._state is not _State.SPAWNED:
-            raise TransportDown(f"transfer process {self._name} was started before; make a new one")
+            raise TransportDown(
+                f"{self._kind.what} {self._name} was started before; make a new one"
+            )
         self._loop = asyncio.get_running_loop()
         self._on_reports, self._on_exit = on_reports, on_exit
-        self._ready: asyncio.Future[Ready] = self._loop.create_future()
+        self._ready: asyncio.Future[ReadyT] = self._loop.create_future()
         self._gone = asyncio.Event()
         self._state = _State.STARTING
         self._loop.add_reader(self._child.pidfd, self._died)
@@ -177,7 +192,7 @@ class TransferProcess:
         except TimeoutError:
             await self.stop()
             raise TransportDown(
-                f"transfer process {self.pid} was not ready within {START_LIMIT_S:.0f} s"
+                f"{self._kind.what} {self.pid} was not ready within {START_LIMIT_S:.0f} s"
             ) from None
         # Whoever gave up waiting, by a cancel too, must not leave a process behind that maps the
         # pool.
@@ -185,12 +200,12 @@ class TransferProcess:
             await self.stop()
             raise
 
-    def order(self, order: Order) -> None:
+    def order(self, order: OrderT) -> None:
         """Send an order, in the order of the calls; dropped when the process is gone."""
         if self._state in {_State.NEW, _State.GONE}:
             return
         waiting = bool(self._unsent)
-        self._unsent += frame_of(order)
+        self._unsent += self._kind.stream.frame_of(order)
         if not waiting:
             self._write()
 
@@ -214,19 +229,14 @@ class TransferProcess:
     def _spawn(self) -> None:
         self._witness = create_witness()
         try:
-            self._child = (self._early or WorkerChild()).take()
+            self._child = (self._early or WorkerChild(self._kind.module)).take()
         except OSError:
             os.close(self._witness)
             raise
         self._socket = self._child.socket
         self._state = _State.SPAWNED
-        begin = BeginTransfer(
-            name=self._name,
-            kept=(self._witness, *self._keep_open),
-            regions=self._regions,
-            environment=self._environment,
-        )
-        frame, descriptors = frame_of(begin), descriptors_of(begin)
+        begin, descriptors = self._begin(self._witness)
+        frame = self._kind.stream.frame_of(begin)
         # At once, with no loop needed: it begins to load NIXL while the rest of the daemon is
         # imported. To one that has died nothing is sent, and the pidfd tells.
         with contextlib.suppress(ConnectionError):
@@ -253,7 +263,7 @@ class TransferProcess:
             return
         try:
             for body in self._frames.feed(data):
-                self._deliver(reports_of(body))
+                self._deliver(self._kind.stream.reports_of(body))
         except BadStream as exc:
             self._is_confused = True
             self._last_words = f": it sent {exc}"
@@ -269,7 +279,7 @@ class TransferProcess:
         except OSError:
             return b""
 
-    def _deliver(self, reports: list[Report]) -> None:
+    def _deliver(self, reports: list[ReportT]) -> None:
         if reports and self._state is _State.STARTING:
             first, *reports = reports
             self._began(first)
@@ -279,20 +289,19 @@ class TransferProcess:
         if reports:
             self._on_reports(reports)
 
-    def _began(self, first: Report) -> None:
+    def _began(self, first: ReportT) -> None:
         """The first report; whoever waited for it may have given up by now."""
         is_awaited = not self._ready.done()
-        match first:
-            case Ready():
-                # Before the future: whoever waits may be gone, and its reports count from here on.
-                self._state = _State.UP
-                if is_awaited:
-                    self._ready.set_result(first)
-                return
-            case Dying(why):
-                pass
-            case other:
-                why = f"transfer process began with {type(other).__name__}"
+        if isinstance(first, self._kind.ready):
+            # Before the future: whoever waits may be gone, and its reports count from here on.
+            self._state = _State.UP
+            if is_awaited:
+                self._ready.set_result(first)
+            return
+        if isinstance(first, Dying):
+            why = first.why
+        else:
+            why = f"{self._kind.what} began with {type(first).__name__}"
         if is_awaited:
             self._ready.set_exception(TransportDown(why))
 
@@ -319,7 +328,7 @@ class TransferProcess:
         self._loop.remove_writer(self._socket)
         self._socket.close()
         os.close(self._child.pidfd)
-        why = f"transfer process {self.pid} {_ending(status)}{self._last_words}"
+        why = f"{self._kind.what} {self.pid} {_ending(status)}{self._last_words}"
         self._bury(why)
 
     def _bury(self, why: str) -> None:
@@ -335,6 +344,41 @@ class TransferProcess:
             self._ready.set_exception(TransportDown(why))
         elif was is _State.UP:
             self._on_exit(why)
+
+
+TRANSFER: Final = ProcessKind("transfer process", TRANSFER_WORKER, TRANSFER_STREAM, Ready)
+
+
+class TransferProcess(WorkerProcess[Order, Report, Ready]):
+    """One life of the transfer process.
+
+    Args:
+        name: unique among all transfer processes that ever meet: incarnation and generation.
+        regions: what to map and register; their descriptors stay the caller's.
+        environment: added to the daemon's own, for NIXL and UCX settings.
+        keep_open: descriptors that are held until its memory map is gone: the daemon's lock.
+        child: as ``WorkerProcess`` has it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        regions: Sequence[RegionPlan],
+        *,
+        environment: Mapping[str, str],
+        keep_open: Sequence[int] = (),
+        child: WorkerChild | None = None,
+    ) -> None:
+        def begin(witness: int) -> tuple[Order, Sequence[int]]:
+            order = BeginTransfer(
+                name=name,
+                kept=(witness, *keep_open),
+                regions=tuple(regions),
+                environment=dict(environment),
+            )
+            return order, descriptors_of(order)
+
+        super().__init__(TRANSFER, name, begin, child)
 
 
 def _ending(status: int) -> str:

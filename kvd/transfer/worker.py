@@ -24,10 +24,8 @@ The process ends with its parent: by the death signal, and by the end of the ord
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -48,6 +46,7 @@ from kvd.core.effects import (
 )
 from kvd.core.inputs import Copied, CopyFailed, MemoryPinned
 from kvd.device.cuda import CudaError
+from kvd.transfer.child import die_with, first_orders
 from kvd.transfer.copies import COPIER, Area, Copier, mapped_area
 from kvd.transfer.device_streams import DeviceStuck
 from kvd.transfer.devices import Devices, DeviceUnusable
@@ -63,7 +62,7 @@ from kvd.transfer.mapping import (
 from kvd.transfer.metadata import VERSION, Metadata, pack
 from kvd.transfer.nixl import Binding, NixlUnusable, ReceivingAgent
 from kvd.transfer.orders import (
-    MOST_DESCRIPTORS,
+    TRANSFER_STREAM,
     Alive,
     BeginTransfer,
     Collapsed,
@@ -97,7 +96,6 @@ TICK_S: Final = 0.02
 BLIND_TICK_S: Final = 0.0005
 READ_BYTES: Final = 2**20
 LAST_WORDS_S: Final = 2.0
-_PR_SET_PDEATHSIG: Final = 1
 
 
 Item = BuiltAgent | Collapsed | MemoryPinned | Copied | CopyFailed | PageSumJob | Dying
@@ -240,20 +238,12 @@ class TransferWorker:
             self._inbox.put(Dying(f"thread {args.thread.name} ended by {what}"))
 
     def _first_order(self) -> tuple[BeginTransfer, list[Order]]:
-        received: list[int] = []
-        while True:
-            data, descriptors, _, _ = socket.recv_fds(self._orders, READ_BYTES, MOST_DESCRIPTORS)
-            received += descriptors
-            if not data:
-                os._exit(0)
-            orders = [order_of(body) for body in self._frames.feed(data)]
-            if not orders:
-                continue
-            match orders[0]:
-                case BeginTransfer() as begin:
-                    return with_descriptors(begin, received), orders[1:]
-                case other:
-                    raise RegionUnusable(f"the first order is {type(other).__name__}, not Begin")
+        orders, received = first_orders(self._orders, self._frames, TRANSFER_STREAM)
+        match orders[0]:
+            case BeginTransfer() as begin:
+                return with_descriptors(begin, received), orders[1:]
+            case other:
+                raise RegionUnusable(f"the first order is {type(other).__name__}, not Begin")
 
     def _is_busy(self) -> bool:
         """Whether posts are under way; read by the collapser, where an old answer does no harm."""
@@ -390,20 +380,10 @@ def _told(mine: OwnMemory, blob: bytes) -> Metadata:
     )
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; end now if it already has."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A parent that died before the line above sends no signal any more.
-    if os.getppid() != parent:
-        os._exit(0)
-
-
 def main() -> None:
     """Serve the socket whose descriptor is the first argument."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with(parent)
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the daemon, which
-        signal.signal(name, signal.SIG_IGN)  # decides when this process ends
     worker = TransferWorker(socket.socket(fileno=descriptor))
     try:
         worker.begin()

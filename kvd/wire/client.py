@@ -65,7 +65,8 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
     ``promise_tokens``: pages for so many more, behind the reserve, are never short: they are not
     taken, and whoever extends the lease by these tokens has them. ``step_tokens``: window pages are
     wanted for so many tokens ahead of what is computed, and move on with ``SlideLease``; 0: for all
-    tokens at once.
+    tokens at once. ``tiers``: ``wait`` for pages of the prompt that lie in a tier below the pool,
+    for a bounded time; ``now`` takes what is in the pool; nothing said is ``wait``.
     """
 
     call: Call
@@ -76,6 +77,7 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="lease"):
     cache: bool = True
     step_tokens: Figure = 0
     promise_tokens: Figure = 0
+    tiers: Name = ""
 
 
 class HoldPrefix(msgspec.Struct, frozen=True, array_like=True, tag="hold"):
@@ -207,6 +209,8 @@ class ReceiveRequest(msgspec.Struct, frozen=True, array_like=True, tag="receive"
     """The room was opened before this is asked: where no engine has it, none is waited for."""
     as_it_comes: bool = False
     """Push ``Arriving`` as pages come, where that can be told of this pool and this source."""
+    tiers: Name = ""
+    """As in ``OpenLease``, of the decode side; what was in a tier is not sent then."""
 
 
 class CancelReceive(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -533,6 +537,12 @@ class Leased(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="leased
     beside: tuple[bytes, ...] = ()
     promised_tokens: int = 0
     """So many more are promised; a daemon that knows no promises says none."""
+    promoted_tokens: int = 0
+    """Of the prefix, what came out of a tier for this lease."""
+    tier_tokens: int = 0
+    """So many that follow the prefix lie in a tier, and were not waited for."""
+    tier_ms: float = 0.0
+    """So long it would take to have them, as measured; 0: nothing was measured yet."""
 
 
 class PageTable(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="row"):
@@ -563,6 +573,8 @@ class Receiving(msgspec.Struct, frozen=True, array_like=True, tag="receiving"):
     """Of a receive without a room: so much of the prompt the lease will have; None: all of it."""
     promised_tokens: int = 0
     """As in ``Leased``."""
+    promoted_tokens: int = 0
+    """As in ``Leased``; none of it is in the Offer."""
 
 
 class Sending(msgspec.Struct, frozen=True, array_like=True, tag="sending"):
@@ -617,6 +629,10 @@ class MatchReply(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
     tokens: int
     load: int
     free: int
+    tier_tokens: int = 0
+    """So many that follow lie in a tier below the pool."""
+    tier_ms: float = 0.0
+    """As in ``Leased``."""
 
 
 class FlushReport(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):

@@ -447,6 +447,60 @@ class EpochBegan(NumberedEvent, frozen=True, kw_only=True, tag="epoch"):
     who: str
 
 
+class TierUp(NumberedEvent, frozen=True, kw_only=True, tag="tier-up"):
+    """A storage process serves a tier, in which it found so many objects that may be used."""
+
+    tier: str
+    generation: int
+    objects: int
+
+
+class TierDown(NumberedEvent, frozen=True, kw_only=True, tag="tier-down"):
+    """It ended, with so many orders of this tier under way."""
+
+    tier: str
+    cut: int
+    why: str
+
+
+class TierAway(NumberedEvent, frozen=True, kw_only=True, tag="tier-away"):
+    """Orders of a tier came to nothing: it is left alone for so long, and nobody waits for it."""
+
+    tier: str
+    for_s: float
+    why: str
+
+
+class TierBack(NumberedEvent, frozen=True, kw_only=True, tag="tier-back"):
+    """An order of a tier that was away has come to something."""
+
+    tier: str
+
+
+class PagesDemoted(NumberedEvent, frozen=True, kw_only=True, tag="demoted"):
+    """Cached pages were written to a tier; ``lost`` of those that were ordered are not there."""
+
+    tier: str
+    lease: int
+    pages: int
+    lost: int
+    n_bytes: int
+    took_s: float
+    why: str = ""
+
+
+class PagesPromoted(NumberedEvent, frozen=True, kw_only=True, tag="promoted"):
+    """Pages of a tier are in the pool again; ``bad`` more were ordered and are of no use."""
+
+    tier: str
+    lease: int
+    pages: int
+    bad: int
+    n_bytes: int
+    took_s: float
+    why: str = ""
+
+
 class Violation(NumberedEvent, frozen=True, kw_only=True, tag="violation"):
     """An invariant does not hold: a bug, named with what it touches."""
 
@@ -541,6 +595,12 @@ Event = (
     | MessageRefused
     | Flushed
     | EpochBegan
+    | TierUp
+    | TierDown
+    | TierAway
+    | TierBack
+    | PagesDemoted
+    | PagesPromoted
     | Violation
     | ViolationHealed
     | RecordingStarted

@@ -351,6 +351,53 @@ class DrainState(msgspec.Struct, frozen=True):
     leases: int
 
 
+class TierState(msgspec.Struct, frozen=True):
+    """A tier below the pool: what lies there, what moves, and what was done since the daemon began.
+
+    ``state`` is ``serving``, ``away`` (left alone after failures) or ``down`` (no storage process).
+    Objects are pages over all layers, each of ``object_bytes``.
+    """
+
+    tier: str
+    state: str
+    why: str
+    """It is away or down; empty while it serves, or where nobody knows yet."""
+    generation: int
+    demotion: str
+    objects: int
+    capacity_objects: int
+    object_bytes: int
+    writing: int
+    reading: int
+    """Objects that are being written and read."""
+    waiting: int
+    """Requests that wait for what is being read."""
+    written: int
+    written_bytes: int
+    unwritten: int
+    """Objects that were to be written, and are not there."""
+    evicted_unwritten: int
+    """Pages that left the pool before they were written, of those that should have been."""
+    dropped: int
+    """The oldest objects, for the bound."""
+    read: int
+    read_bytes: int
+    bad: int
+    """Objects that were not there, or did not verify: dropped, never used."""
+    waits: int
+    """Requests that waited; ``hits`` got pages, ``late`` went on when their time was over."""
+    hits: int
+    late: int
+    no_room: int
+    """Requests whose pages were here, when the pool had no room for them."""
+    failed_orders: int
+    cut: int
+    """Orders that ended with their storage process."""
+    read_bytes_per_s: float
+    written_bytes_per_s: float
+    """As measured of the last orders; 0: there was none."""
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """Everything, at one moment between two steps."""
 
@@ -380,3 +427,5 @@ class Snapshot(msgspec.Struct, frozen=True):
     pinned_bytes: dict[str, int] = {}
     """By region of host memory that copies of devices read or write: so much is registered with
     CUDA. A region is missing until it has been tried."""
+    tiers: tuple[TierState, ...] = ()
+    """Below the pool, the nearest first."""

@@ -1,7 +1,8 @@
 """One noun a room: names that occur once, files that live where they are used, arrows one way.
 
-    layout <- effects, outbox, inputs <- cache <- settings <- components <- leases <- peers
-           <- handoff <- inspect <- audit <- node_parts <- engines, operators <- node <- replay
+    layout <- effects, outbox, inputs <- cache <- settings <- components <- leases <- tiers
+           <- peers <- handoff <- inspect <- audit <- node_parts <- engines, operators <- node
+           <- replay
 
 That is ``kvd/core``; imports for type checkers count, so that a function below the node cannot take
 the whole of it.
@@ -21,6 +22,7 @@ ROOMS = (
     ("settings",),
     ("components",),
     ("leases",),
+    ("tiers",),
     ("peers",),
     ("handoff",),
     ("inspect",),

@@ -22,6 +22,7 @@ MIDDLE = CORE | {"kvd.sockets", "kvd.places", "kvd.curve"}
 ENGINE_SIDE = WIRE | {"kvd.sockets", "kvd.places", "kvd.zmtp", "kvd.client"}
 NODE = MIDDLE | {
     *("kvd.config", "kvd.pools", "kvd.device", "kvd.transfer", "kvd.observe", "kvd.recorder"),
+    "kvd.storage",
     *("kvd.console", "kvd.families", "kvd.journal", "kvd.zmtp"),
 }
 WHOLE = NODE | {"kvd.daemon", "kvd.client", "kvd.text", "kvd.filters", "kvd.parts"}
@@ -44,6 +45,7 @@ MAY_IMPORT = {
     "kvd.pools": MIDDLE | {"kvd.pools"},
     "kvd.device": MIDDLE | {"kvd.pools", "kvd.device"},
     "kvd.transfer": MIDDLE | {"kvd.device", "kvd.transfer"},
+    "kvd.storage": MIDDLE | {"kvd.transfer", "kvd.storage"},
     "kvd.observe": MIDDLE | {"kvd.observe"},
     "kvd.recorder": CORE | {"kvd.recorder"},
     "kvd.console": CORE | {"kvd.filters", "kvd.console"},

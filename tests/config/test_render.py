@@ -51,6 +51,17 @@ def test_the_shipped_file_gives_the_defaults_as_it_is_and_with_every_line_enable
     assert {key for key in origins if origins[key].place == "default"} == unset | tables
 
 
+_CUT = ("pool.layers=32", "pool.heads=8", "pool.tp_size=8")
+BESIDE = {
+    "pool.directory": ("pool.backing=shm",),
+    "pool.tp_ranks": _CUT,
+    "pool.stage": _CUT,
+    "tiers.disk.directory": ("tiers.disk.size=8GiB",),
+    "tiers.disk.size": ("tiers.disk.directory=/var/lib/kvd/tiers/disk",),
+}
+"""What an example needs beside it, by key."""
+
+
 def test_every_example_of_the_schema_is_a_valid_value() -> None:
     """In a pool of the family that its key belongs to."""
     for key in KEYS.values():
@@ -71,10 +82,7 @@ def test_every_example_of_the_schema_is_a_valid_value() -> None:
             base = ["pool.size=8GiB", *POOLS[next(one for one in POOLS if one in families)]]
         if key.path.startswith("pool.index"):
             base = [*base, "pool.index_dim=128"]
-        if key.path == "pool.directory":
-            base = ["pool.backing=shm"]
-        if key.path in {"pool.tp_ranks", "pool.stage"}:
-            base = ["pool.layers=32", "pool.heads=8", "pool.tp_size=8"]
+        base = [*base, *BESIDE.get(key.path, ())]
         loaded(None, *base, *sets)
 
 

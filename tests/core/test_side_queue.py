@@ -179,7 +179,7 @@ class Naive(Admission):
         blocking: list[Waiter] = []
         admitted, claimed, promised = [], [], self._leases.budgets.nothing
         for waiter in list(self.line):
-            if waiter.asker.blocked() is not None:
+            if waiter.blocked() is not None:
                 continue
             found = self._claim(waiter, promised)
             if isinstance(found, Claimed):

@@ -176,5 +176,5 @@ def check_nobody_waits_alone(side: Side) -> None:
     """In a node without a lease there is room for whoever waits for room."""
     node = side.node
     if not node.leases.leases:
-        stuck = [one for one in node.admission.queue if one.asker.blocked() is None]
+        stuck = [one for one in node.admission.queue if one.blocked() is None]
         assert not stuck, f"waits in idle {side.name}: {node.admission.shortage(stuck[0])}"

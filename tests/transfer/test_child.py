@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvd.core.layout.geometry import Geometry, PieceRow
-from kvd.transfer.child import WorkerChild
+from kvd.transfer.child import MOST_DESCRIPTORS, WorkerChild
 from kvd.transfer.orders import (
-    MOST_DESCRIPTORS,
     NO_FD,
     BeginTransfer,
     Frames,

@@ -31,7 +31,7 @@ from kvd.core.inputs import (
 )
 from kvd.core.layout.geometry import Geometry, PieceRow
 from kvd.core.layout.seal import Seal
-from kvd.transfer import nixl
+from kvd.transfer import nixl, process
 from kvd.transfer.metadata import pack, unpack
 from kvd.transfer.orders import Alive, Collapsed, Probe, RegionPlan
 from kvd.transfer.process import TransferProcess, TransportDown
@@ -111,7 +111,7 @@ async def test_a_blob_with_a_name_that_is_no_text_fails_its_load_and_no_other(re
 
 async def test_a_bug_in_the_builder_ends_the_process_and_says_which(real, monkeypatch):
     receiver = await real.node("receiver")
-    monkeypatch.setattr("kvd.transfer.child._WORKER", "tests.transfer.broken_worker")
+    run_instead(monkeypatch, "tests.transfer.broken_worker")
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[2]))
     sender = await real.node("sender")
 
@@ -123,7 +123,7 @@ async def test_a_bug_in_the_builder_ends_the_process_and_says_which(real, monkey
 
 
 async def test_a_bug_in_the_copier_ends_the_process_and_says_which(real, monkeypatch):
-    monkeypatch.setattr("kvd.transfer.child._WORKER", "tests.transfer.broken_worker")
+    run_instead(monkeypatch, "tests.transfer.broken_worker")
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[2]))
     node = await real.node("node")
 
@@ -155,7 +155,7 @@ async def test_posts_go_on_beside_a_long_copy(real):
     ],
 )
 async def test_a_process_that_babbles_is_ended_and_says_what(real, monkeypatch, babble, why):
-    monkeypatch.setattr("kvd.transfer.child._WORKER", "tests.transfer.babbling_worker")
+    run_instead(monkeypatch, "tests.transfer.babbling_worker")
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[2]))
     sender = await real.node("sender")
 
@@ -385,6 +385,12 @@ async def serve():
 
 asyncio.run(serve())
 """
+
+
+def run_instead(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Have transfer processes run that."""
+    kind = msgspec.structs.replace(process.TRANSFER, module=module)
+    monkeypatch.setattr(process, "TRANSFER", kind)
 
 
 def _halt(pid: int) -> None:

@@ -81,8 +81,8 @@ KEPT = [
     ),
     (
         CLIENT_REQUESTS,
-        client.OpenLease(1, "", 8, 0, 30.0, cache=False, step_tokens=4, promise_tokens=5),
-        "99a56c6561736501a00800cb403e000000000000c20405",
+        client.OpenLease(1, reserve_tokens=8, promise_tokens=5, tiers="now"),
+        "9aa56c6561736501a00800cb403e000000000000c30005a36e6f77",
     ),
     (CLIENT_REQUESTS, client.SlideLease(1, 2, 16), "94a5736c69646501 0210"),
     (
@@ -92,8 +92,8 @@ KEPT = [
     ),
     (
         CLIENT_REPLIES,
-        client.Leased(1, 2, 16, b"\x01\0\0\0", (b"\0", b""), 5),
-        "97a66c65617365640102 10c4040100000092c40100c40005",
+        client.Leased(1, 2, 16, b"\x01\0\0\0", (b"\0", b""), 5, 3, 7),
+        "9aa66c65617365640102 10c4040100000092c40100c400050307cb0000000000000000",
     ),
     (
         CLIENT_REPLIES,
@@ -134,6 +134,16 @@ EARLIER = [
         CLIENT_REQUESTS,
         client.OpenLease(1, "", 8, 0, 30.0, cache=False),
         "97a56c6561736501a00800cb403e000000000000c2",
+    ),
+    (
+        CLIENT_REQUESTS,
+        client.OpenLease(1, "", 8, 0, 30.0, cache=False, step_tokens=4, promise_tokens=5),
+        "99a56c6561736501a00800cb403e000000000000c20405",
+    ),
+    (
+        CLIENT_REPLIES,
+        client.Leased(1, 2, 16, b"\x01\0\0\0", (b"\0", b""), 5),
+        "97a66c65617365640102 10c4040100000092c40100c40005",
     ),
     (
         CLIENT_REQUESTS,

@@ -33,7 +33,7 @@ ROUTINE = frozenset(
     {
         *("lease-opened", "lease-extended", "lease-written", "lease-committed"),
         *("lease-released", "evicted", "engine-copied"),
-        *("waiting", "moved", "agent-changed"),
+        *("waiting", "moved", "agent-changed", "demoted", "promoted"),
     }
 )
 """What every request does."""
@@ -42,6 +42,7 @@ TROUBLE = frozenset(
         *("quarantined", "peer-suspect", "peer-lost", "peer-refused", "handshake-failed"),
         *("message-refused", "recording-ended", "violation-healed"),
         *("drain-began", "peer-draining", "client-hung-up-on", "slow-path"),
+        *("tier-down", "tier-away"),
     }
 )
 FAULTS = frozenset({"violation", "pages-corrupt"})
@@ -157,6 +158,24 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "message-refused": ("on {socket} from {sender}: {code}, {why}",),
     "flushed": ("{freed_pages} pages freed, {kept_pages} kept", " of namespace {namespace}"),
     "epoch": ("namespace {namespace} is in epoch {epoch} by {who}",),
+    "tier-up": ("tier {tier} serves, generation {generation}", ", {objects} objects found"),
+    "tier-down": ("tier {tier} is down: {why}", ", {cut} orders cut"),
+    "tier-away": ("tier {tier} is left alone for {for_s}: {why}",),
+    "tier-back": ("tier {tier} serves again",),
+    "demoted": (
+        "lease {lease}: {pages} pages written to tier {tier}",
+        ", {n_bytes} bytes",
+        " in {took_s}",
+        ", {lost} not written",
+        ": {why}",
+    ),
+    "promoted": (
+        "lease {lease}: {pages} pages read from tier {tier}",
+        ", {n_bytes} bytes",
+        " in {took_s}",
+        ", {bad} of no use",
+        ": {why}",
+    ),
     "violation": ("{what}", "; lease {lease}", "; node {tree_node}", "; {owner} {pid}"),
     "violation-healed": ("{what}, after {lasted_s}",),
     "recording-started": ("every input from here on",),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
+from kvd.core.cache.lease import COPY, FETCH, MOVING
 from kvd.core.handoff.protocol import Decode
 from kvd.core.inspect.page_states import needed_nodes
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from kvd.core.inspect.view import NodeView
     from kvd.core.leases.lease_table import LeaseTable
 
+
+UNDER_WAY = MOVING | {FETCH, COPY}
+"""Holders for as long as something is under way for a lease: see ``Backrefs.under_way``."""
 
 Needs = tuple[Counter["RadixNode"], ...]
 """For each component beside the first: by node, how many leases need what lies there."""
@@ -40,6 +44,7 @@ class Backrefs:
         self._copies: Counter[int] | None = None
         self._engine_copies: Counter[int] | None = None
         self._may_read_former: bool | None = None
+        self._moving: Counter[int] | None = None
         self._queued: set[int] | None = None
 
     @property
@@ -90,6 +95,20 @@ class Backrefs:
         if self._engine_copies is None:
             self._engine_copies = Counter([copy.lease for copy in self._node.engine_copies])
         return self._engine_copies
+
+    @property
+    def moving(self) -> Counter[int]:
+        """By lease id, the orders of a storage process that are under way."""
+        if self._moving is None:
+            moves = self._node.tiers.moves.under_way.values()
+            self._moving = Counter([move.lease.id for move in moves])
+        return self._moving
+
+    def under_way(self, holder: str) -> Counter[int]:
+        """By lease id, what is under way for the sake of which such a holder is there."""
+        if holder in MOVING:
+            return self.moving
+        return self.reads if holder == FETCH else self.engine_copies
 
     @property
     def copies(self) -> Counter[int]:

@@ -39,6 +39,7 @@ from kvd.core.audit.rules import (
     tile_faults,
     tree_faults,
 )
+from kvd.core.audit.tier_rules import tier_faults
 from kvd.core.inspect.page_states import pools_of
 
 if TYPE_CHECKING:
@@ -71,5 +72,6 @@ def faults(node: NodeView) -> list[Fault]:
         found += post_faults(node.prefiller, post, send)
     found += queue_faults(node, refs)
     found += register_faults(node)
+    found += tier_faults(node)
     found += component_faults(node, refs)
     return found

@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from kvd.core.audit.backrefs import UNDER_WAY
 from kvd.core.cache.lease import (
     ARRIVAL,
     COPY,
     ENGINE,
-    FETCH,
     FORMER_COPY,
     RESTORE,
     SAVE,
@@ -525,8 +525,8 @@ def _is_holder_there(holder: str, lease: LeaseRecord, refs: Backrefs) -> bool:
     if holder in {UNPROVEN, FORMER_COPY}:
         is_awaited = holder == UNPROVEN or refs.is_awaited(lease.session)
         return is_awaited and refs.may_read_former
-    if holder in {FETCH, COPY}:
-        return (refs.reads if holder == FETCH else refs.engine_copies)[lease.id] > 0
+    if holder in UNDER_WAY:
+        return refs.under_way(holder)[lease.id] > 0
     send = refs.sends.get(int(holder.removeprefix("send ")))
     return send is not None and send.engine is not None and send.engine.lease is lease
 
@@ -730,7 +730,7 @@ def _forgotten(node: NodeView) -> Iterator[Fault]:
         if name == OWN_TRANSFER or peers.not_ready(name) is not None:
             continue
         for waiter in waiters.values():
-            if not waiter.asker.awaits():
+            if not waiter.waits_for():
                 session, call = waiter.claim.session, waiter.claim.call
                 what = f"a request of session {session} (call {call}) waits for {name}, which is up"
                 yield Fault("I9", f"forgotten-{session}-{call}", what)

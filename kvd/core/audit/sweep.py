@@ -47,6 +47,7 @@ from kvd.core.audit.rules import (
     tile_faults,
     total_faults,
 )
+from kvd.core.audit.tier_rules import tier_faults
 from kvd.core.inspect.page_states import pools_of
 from kvd.types import ID_BYTES
 
@@ -313,6 +314,7 @@ class Sweep:
         self.faults += promise_faults(node.leases)
         self.faults += queue_faults(node, refs)
         self.faults += register_faults(node)
+        self.faults += tier_faults(node)
         area = node.leases.saved
         # Nobody notes moves of saved pages, so it is the whole area in this piece, or numbers
         # alone.

@@ -79,6 +79,15 @@ class EvictionOrder(Protocol):
     def prefer(self, node: RadixNode, priority: int) -> None:
         """Gives the path of ``node`` at least this ``priority``."""
 
+    def pin(self, node: RadixNode) -> None:
+        """``node`` is locked and not used: it keeps its place although it is passed."""
+
+    def unpin(self, node: RadixNode) -> None:
+        """That is over; it is still locked."""
+
+    def stay(self, node: RadixNode) -> None:
+        """In the place of ``release``: the lock that is gone was no use of ``node``."""
+
     def take_victims(self, n_bytes: int) -> list[RadixNode]:
         """Takes out victims until their page ids make ``n_bytes``; that much must be unlocked."""
 
@@ -102,10 +111,11 @@ class EvictionOrder(Protocol):
 class LruOrder:
     """Least recently used first: one ordered dict, a used path moves to its end deepest first."""
 
-    __slots__ = ("_nodes", "add", "release")
+    __slots__ = ("_nodes", "_pinned", "add", "release")
 
     def __init__(self) -> None:
         self._nodes: OrderedDict[RadixNode, None] = OrderedDict()
+        self._pinned: dict[RadixNode, None] = {}
         # The dict's own methods, because these two run for the nodes of every path.
         self.add: Callable[[RadixNode], None] = self._nodes.setdefault
         self.release: Callable[[RadixNode], None] = self._nodes.move_to_end
@@ -146,19 +156,37 @@ class LruOrder:
     def prefer(self, node: RadixNode, priority: int) -> None:
         """Nothing: priorities are not recency."""
 
+    def pin(self, node: RadixNode) -> None:
+        """``take_victims`` puts it back where it came upon it."""
+        self._pinned[node] = None
+
+    def unpin(self, node: RadixNode) -> None:
+        """From now on it goes to the recent end when it is passed, as all others."""
+        del self._pinned[node]
+
+    def stay(self, node: RadixNode) -> None:
+        """Nothing: it stands where it stood."""
+
     def take_victims(self, n_bytes: int) -> list[RadixNode]:
         """Takes out the nodes used longest ago."""
         nodes = self._nodes
-        out = []
+        out, kept = [], []
         while n_bytes > 0:
             node, _ = nodes.popitem(False)  # noqa: FBT003 - by keyword it takes twice as long
             # Passed once: it goes to the recent end, and gets its true place when its last lock
             # goes.
             if node.lock_ref:
-                nodes[node] = None
+                if node in self._pinned:
+                    kept.append(node)
+                else:
+                    nodes[node] = None
             else:
                 n_bytes -= len(node.pages)
                 out.append(node)
+        # The last one first: so each stands before those that it stood before.
+        for node in reversed(kept):
+            nodes[node] = None
+            nodes.move_to_end(node, last=False)
         return out
 
     def ahead(self) -> Iterator[RadixNode | None]:
@@ -221,6 +249,16 @@ class RankedOrder:
             heapify(self._heap)
         else:
             heappush(self._heap, self._entry(node))
+
+    def pin(self, node: RadixNode) -> None:
+        """Nothing: its rank is not changed by being passed."""
+
+    def unpin(self, node: RadixNode) -> None:
+        """Nothing."""
+
+    def stay(self, node: RadixNode) -> None:
+        """Enters ``node`` again with the rank that it has: its entry may have been passed."""
+        heappush(self._heap, self._entry(node))
 
     def remove(self, node: RadixNode) -> None:
         """Forgets ``node``; its entry goes when it comes up."""

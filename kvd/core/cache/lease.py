@@ -45,6 +45,15 @@ LASTING = frozenset({COPY, FORMER_COPY})
 OUTLIVING = LASTING | {ENGINE}
 """Holders for whose sake pages stay noted as somebody's."""
 
+DEMOTION = "demotion"
+"""The holder while a storage process reads cached pages that will leave the pool (``tiers``)."""
+
+PROMOTION = "promotion"
+"""The holder while a storage process writes pages that somebody waits for, or waited for."""
+
+MOVING = frozenset({DEMOTION, PROMOTION})
+"""Those of a move between the pool and a tier: it ends by its answer, or with that process."""
+
 UNPROVEN = "unproven"
 """The holder of pages that only leases of before a restart may still read."""
 

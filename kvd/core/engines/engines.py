@@ -241,7 +241,7 @@ class Engines(Verbs):
     def _flush(self, call: int, namespace: str) -> client.FlushReport:
         keys = keys_meant(namespace, self._leases.tree.roots)
         kept = locked_words(self._node, keys)
-        freed_pages, kept_pages = self._leases.flush(keys, namespace)
+        freed_pages, kept_pages = self._node.tiers.flush(keys, namespace)
         return client.FlushReport(
             call=call,
             freed_pages=freed_pages,
@@ -291,15 +291,21 @@ class Engines(Verbs):
 
     def _match(self, session: int, message: client.MatchPrefix, tokens: Tokens) -> Refusal | None:
         load = len(self._decoder.parts) + len(self._prefiller.rooms.by_room) + len(self._admission)
+        # A question must not count as a use: a router that asks every node would keep everything
+        # young.
+        cached_tokens = self._leases.tree.probe(tokens, message.namespace)
+        tier_tokens, tier_ms = self._node.tiers.promotions.told(
+            tokens, message.namespace, cached_tokens
+        )
         self._out.answer(
             session,
             client.MatchReply(
                 call=message.call,
-                # A question must not count as a use: a router that asks every node would keep
-                # everything young.
-                tokens=self._leases.tree.probe(tokens, message.namespace),
+                tokens=cached_tokens,
                 load=load,
                 free=self._leases.headroom_pages,
+                tier_tokens=tier_tokens,
+                tier_ms=tier_ms,
             ),
         )
         return None

@@ -15,6 +15,8 @@ from kvd.core.leases.admission import MemoryAsker, Waiter
 from kvd.core.leases.arenas import REASON, no_run, unfit_pool
 from kvd.core.leases.lease_events import tell_written
 from kvd.core.leases.written import say_written
+from kvd.core.tiers.promotion import UNTOLD
+from kvd.core.tiers.words import NOW, bad_word
 from kvd.errors import Code, Refusal
 from kvd.types import NO_TOKENS, Tokens, count, slice_pages
 from kvd.wire import client
@@ -23,23 +25,35 @@ if TYPE_CHECKING:
     from kvd.core.leases.lease_table import LeaseTable
     from kvd.core.node_parts import NodeParts
     from kvd.core.outbox import Outbox
+    from kvd.core.tiers.promotion import Promotions, TierWait
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class LeaseAsker(MemoryAsker):
     """An engine that asked for a plain lease: it waits for memory and nothing else."""
 
-    __slots__ = ("_call", "_leases", "_out", "_session")
+    __slots__ = ("_call", "_leases", "_out", "_promotions", "_session", "_waited")
 
-    def __init__(self, session: int, call: int, leases: LeaseTable, out: Outbox) -> None:
+    def __init__(
+        self,
+        session: int,
+        call: int,
+        leases: LeaseTable,
+        promotions: Promotions,
+        waited: TierWait | None,
+        out: Outbox,
+    ) -> None:
         self._leases = leases
+        self._promotions = promotions
+        self._waited = waited
         self._session = session
         self._call = call
         self._out = out
 
     def admitted(self, lease: LeaseRecord) -> None:
         """Answer with the lease."""
-        self._out.answer(self._session, _leased(self._call, lease, self._leases))
+        told = self._promotions.told_of(lease, self._waited)
+        self._out.answer(self._session, _leased(self._call, lease, self._leases, told))
 
     def refused(self, refusal: Refusal) -> None:
         """Answer with the reason."""
@@ -55,6 +69,7 @@ class LeaseVerbs(Verbs):
         self._admission = node.admission
         self._copies = node.engine_copies
         self._receives = node.receives
+        self._tiers = node.tiers
         self._max_deadline_s = node.settings.max_deadline_s
 
     def open_lease(self, session: int, message: client.OpenLease, tokens: Tokens) -> Refusal | None:
@@ -73,14 +88,53 @@ class LeaseVerbs(Verbs):
                 f"{promise_tokens} promised, {step_tokens} at a time"
             )
         claim = _plain_claim(session, message, tokens)
+        if self._tiers.each or message.tiers:
+            return self._open_with_tiers(session, message, claim)
         lease = self._admission.at_once(claim)
         if isinstance(lease, LeaseRecord):
             self._out.answer(session, _leased(message.call, lease, self._leases))
             return None
-        asker = LeaseAsker(session, message.call, self._leases, self._out)
-        wait_s = min(self._max_deadline_s, message.deadline_s)
-        self._admission.submit(Waiter(claim, self._out.at_s + wait_s, asker), lease)
+        self._wait_for_lease(message, claim, lease, None)
         return None
+
+    def _open_with_tiers(
+        self, session: int, message: client.OpenLease, claim: Claim
+    ) -> Refusal | None:
+        """The same, where what is not in the pool may lie in a tier."""
+        refusal = bad_word(message.tiers, self._name)
+        if refusal is not None:
+            return refusal
+        promotions, waited = self._tiers.promotions, None
+        if message.tiers != NOW:
+            waited = promotions.wait_for(claim, self._deadline_of(message))
+        lease = self._admission.at_once(claim) if waited is None else None
+        if isinstance(lease, LeaseRecord):
+            told = promotions.told_of(lease, None)
+            self._out.answer(session, _leased(message.call, lease, self._leases, told))
+            return None
+        self._wait_for_lease(message, claim, lease, waited)
+        return None
+
+    def _wait_for_lease(
+        self,
+        message: client.OpenLease,
+        claim: Claim,
+        shortage: Shortage | None,
+        waited: TierWait | None,
+    ) -> None:
+        asker = LeaseAsker(
+            claim.session,
+            message.call,
+            self._leases,
+            self._tiers.promotions,
+            waited,
+            self._out,
+        )
+        waiter = Waiter(claim, self._deadline_of(message), asker, waited)
+        self._admission.submit(waiter, shortage)
+
+    def _deadline_of(self, message: client.OpenLease) -> float:
+        return self._out.at_s + min(self._max_deadline_s, message.deadline_s)
 
     def hold_prefix(
         self, session: int, message: client.HoldPrefix, tokens: Tokens
@@ -98,7 +152,8 @@ class LeaseVerbs(Verbs):
         lease = self._leases.open_prefix(_plain_claim(session, opening, tokens))
         if not isinstance(lease, LeaseRecord):
             return self._no_room("a cached prefix", lease)
-        self._out.answer(session, _leased(message.call, lease, self._leases))
+        told = self._tiers.promotions.told(tokens, message.namespace, lease.prefix_tokens)
+        self._out.answer(session, _leased(message.call, lease, self._leases, (0, *told)))
         return None
 
     def open_arena(self, session: int, message: client.OpenArena, _: Tokens) -> Refusal | None:
@@ -305,10 +360,22 @@ def _plain_claim(session: int, message: client.OpenLease, tokens: Tokens) -> Cla
     )
 
 
-def _leased(call: int, lease: LeaseRecord, leases: LeaseTable) -> client.Leased:
-    """The answer that names the lease and its pages."""
+def _leased(
+    call: int, lease: LeaseRecord, leases: LeaseTable, told: tuple[int, int, float] = UNTOLD
+) -> client.Leased:
+    """The answer that names the lease and its pages; ``told`` of tiers."""
     components = leases.components
     beside = components.page_tables(lease) if components.each else ()
     promised = 0 if lease.promise is None else lease.promised_tokens
     # By position, as above.
-    return client.Leased(call, lease.id, lease.prefix_tokens, lease.page_table, beside, promised)
+    return client.Leased(
+        call,
+        lease.id,
+        lease.prefix_tokens,
+        lease.page_table,
+        beside,
+        promised,
+        told[0],
+        told[1],
+        told[2],
+    )

@@ -12,6 +12,7 @@ from kvd.core.handoff.refusals import asked_again, bad_room, unknown_handoff
 from kvd.core.handoff.retries import ReceiveRetries, received_request
 from kvd.core.leases.arenas import bad_pages, in_use
 from kvd.core.leases.receive_tier import bad_tier
+from kvd.core.tiers.words import bad_word
 from kvd.errors import Code, Refusal
 from kvd.types import Pages, Tokens, count
 from kvd.wire import client
@@ -139,7 +140,8 @@ class ReceiveVerbs(Verbs):
                 f"{message.promise_tokens} promised, {message.step_tokens} at a time"
             )
         n_tokens = count(tokens)
-        refusal = bad_tier(message.tier, n_tokens, self._spec, self._name)
+        refusal = bad_word(message.tiers, self._name)
+        refusal = refusal or bad_tier(message.tier, n_tokens, self._spec, self._name)
         return refusal or self._decoder.offers.unfit_sources(message.source, n_tokens)
 
     def cancel_receive(

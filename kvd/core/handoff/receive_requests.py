@@ -21,6 +21,7 @@ from kvd.core.handoff.parts import ReceiveAttempt, ReceivePart, is_wanted
 from kvd.core.handoff.protocol import DecodeTrigger
 from kvd.core.leases.admission import Admission, Waiter
 from kvd.core.leases.receive_tier import DEVICE
+from kvd.core.tiers.words import NOW
 from kvd.types import ID_BYTES, Pages, Tokens, count
 from kvd.wire import client
 from kvd.wire.peer import Offer, ReceiveOutcome, Withdrawn
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvd.core.outbox import Outbox
     from kvd.core.peers.registry import Peers
     from kvd.core.settings import Settings
+    from kvd.core.tiers.promotion import Promotions, TierWait
     from kvd.errors import Refusal
 
 T = DecodeTrigger
@@ -41,16 +43,23 @@ T = DecodeTrigger
 class ReceiveAsker:
     """A receive in the queue: it waits for memory, and for its sources."""
 
-    __slots__ = ("_attempt", "_call", "_requests")
+    __slots__ = ("_attempt", "_call", "_requests", "_waited")
 
-    def __init__(self, requests: ReceiveRequests, attempt: ReceiveAttempt, call: int) -> None:
+    def __init__(
+        self,
+        requests: ReceiveRequests,
+        attempt: ReceiveAttempt,
+        call: int,
+        waited: TierWait | None,
+    ) -> None:
         self._requests = requests
         self._attempt = attempt
         self._call = call
+        self._waited = waited
 
     def admitted(self, lease: LeaseRecord) -> None:
         """There is room, and every source is ready."""
-        self._requests.queued_to_offered(self._attempt, lease, self._call)
+        self._requests.queued_to_offered(self._attempt, lease, self._call, self._waited)
 
     def refused(self, refusal: Refusal) -> None:
         """There will be none."""
@@ -74,6 +83,7 @@ class ReceiveRequests:
         settings: Settings,
         leases: LeaseTable,
         admission: Admission,
+        promotions: Promotions,
         peers: Peers,
         receives: Decoder,
         out: Outbox,
@@ -82,6 +92,7 @@ class ReceiveRequests:
         self._settings = settings
         self._leases = leases
         self._admission = admission
+        self._promotions = promotions
         self._peers = peers
         self._receives = receives
         self._out = out
@@ -125,15 +136,20 @@ class ReceiveRequests:
         )
         if message.arena:
             claim = self._into_arena(claim, attempt, message)
+        # First of all: the Offer says how much is here, and what a tier has is not sent then.
+        waited = None
+        if message.tiers != NOW:
+            waited = self._promotions.wait_for(claim, attempt.deadline_s)
         # The common case, without the queue: its sources are ready, and there is room.
-        lease = None if self.offers.awaits(attempt) else self._admission.at_once(claim)
+        is_ready = waited is None and not self.offers.awaits(attempt)
+        lease = self._admission.at_once(claim) if is_ready else None
         if isinstance(lease, LeaseRecord):
             self.queued_to_offered(attempt, lease, message.call)
             return attempt
-        asker = ReceiveAsker(self, attempt, message.call)
+        asker = ReceiveAsker(self, attempt, message.call, waited)
         # The waiter is what says that it is queued: set before ``submit``, which may refuse or
         # admit it in this call.
-        attempt.waiter = Waiter(claim, attempt.deadline_s, asker)
+        attempt.waiter = Waiter(claim, attempt.deadline_s, asker, waited)
         self._admission.submit(attempt.waiter, lease)
         return attempt
 
@@ -161,7 +177,13 @@ class ReceiveRequests:
                 found.append(attempt)
         return found
 
-    def queued_to_offered(self, attempt: ReceiveAttempt, lease: LeaseRecord, call: int) -> None:
+    def queued_to_offered(
+        self,
+        attempt: ReceiveAttempt,
+        lease: LeaseRecord,
+        call: int,
+        waited: TierWait | None = None,
+    ) -> None:
         """ADMITTED: prefix locked, delta pages held; send the Offers.
 
         To CLOSED where an Offer, or the Settled that it asks for, would be longer than is read.
@@ -198,6 +220,7 @@ class ReceiveRequests:
             prefix_tokens=attempt.prefix_tokens,
             prompt_tokens=attempt.prompt_tokens if attempt.is_pulled else None,
             promised_tokens=lease.promised_tokens,
+            promoted_tokens=0 if waited is None else waited.told(lease.prefix_tokens),
         )
         self._out.answer(attempt.session, answer)
         for part in attempt.parts:

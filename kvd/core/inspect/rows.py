@@ -248,7 +248,7 @@ class WaitingRow:
     @property
     def lacks_pages(self) -> bool:
         """Whether it waits for memory: not for its peer, nor for those before it."""
-        return bool(self.waiter.budget) and self.waiter.asker.blocked() is None
+        return bool(self.waiter.budget) and self.waiter.blocked() is None
 
 
 def waiting_rows(node: NodeView) -> Iterator[WaitingRow]:
@@ -262,4 +262,4 @@ def waiting_rows(node: NodeView) -> Iterator[WaitingRow]:
     for waiter in queue:
         yield WaitingRow(waiter, ahead, receives.get(waiter.number, 0))
         # Who waits for a peer lets those behind it pass: it is ahead of nobody.
-        ahead += waiter.asker.blocked() is None
+        ahead += waiter.blocked() is None

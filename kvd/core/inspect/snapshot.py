@@ -18,10 +18,13 @@ from kvd.core.inspect.rows import (
 )
 from kvd.core.inspect.schema import CLIENT, LEASE, PEER, POOL, ROOM, WAITING
 from kvd.core.inspect.words import node_word
-from kvd.wire.snapshot import Snapshot, Totals
+from kvd.core.tiers.demotion import NodeDemotion
+from kvd.core.tiers.promotion import PagePromotion, TierWait
+from kvd.wire.snapshot import Snapshot, TierState, Totals
 
 if TYPE_CHECKING:
     from kvd.core.inspect.view import NodeView
+    from kvd.core.tiers.tier import StorageTier
     from kvd.wire.snapshot import PoolState, RoomState, WaitingState
 
 
@@ -50,6 +53,7 @@ def snapshot(node: NodeView) -> Snapshot:
         epochs=dict(sorted(node.epochs.by_namespace.items())),
         slow_path=node.ways.slow_words(),
         pinned_bytes={name: got.pinned_bytes for name, got in node.ways.pinned.items()},
+        tiers=tuple([tier_state(node, tier) for tier in node.tiers.each]),
     )
 
 
@@ -73,6 +77,41 @@ def totals(node: NodeView) -> Totals:
         leases_resumed=node.retractor.resumed,
         restored_bytes=node.retractor.restored_bytes,
         spared_bytes=node.retractor.spared_bytes,
+    )
+
+
+def tier_state(node: NodeView, tier: StorageTier) -> TierState:
+    """One tier below the pool."""
+    counts, moves = tier.counts, node.tiers.moves
+    waits = [waiter.tier for waiter in node.admission.side_queue.waiters.values()]
+    return TierState(
+        tier=tier.name,
+        state=tier.word,
+        why=tier.why,
+        generation=tier.generation,
+        demotion=tier.settings.demotion.value,
+        objects=tier.index.n_objects,
+        capacity_objects=tier.index.capacity,
+        object_bytes=tier.settings.object_bytes,
+        writing=moves.n_objects(tier, NodeDemotion),
+        reading=moves.n_objects(tier, PagePromotion),
+        waiting=sum([isinstance(wait, TierWait) and wait.tier is tier for wait in waits]),
+        written=counts.written,
+        written_bytes=counts.written_bytes,
+        unwritten=counts.unwritten,
+        evicted_unwritten=counts.evicted_unwritten,
+        dropped=counts.dropped,
+        read=counts.read,
+        read_bytes=counts.read_bytes,
+        bad=counts.bad,
+        waits=counts.waits,
+        hits=counts.hits,
+        late=counts.late,
+        no_room=counts.no_room,
+        failed_orders=counts.failed_orders,
+        cut=counts.cut,
+        read_bytes_per_s=tier.read_rate,
+        written_bytes_per_s=tier.written_rate,
     )
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvd.core.peers.registry import Peers
     from kvd.core.peers.ways import Ways
     from kvd.core.settings import Settings
+    from kvd.core.tiers.tiers import Tiers
     from kvd.wire.snapshot import AuditState, RecorderState
 
 
@@ -66,6 +67,7 @@ class NodeView(Protocol):
     leases: LeaseTable
     owners: Owners
     admission: Admission
+    tiers: Tiers
     peers: Peers
     ways: Ways
     decoder: Decoder

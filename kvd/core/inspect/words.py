@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.core.cache.lease import ARRIVAL, COPY, ENGINE, FETCH, FORMER_COPY
+from kvd.core.cache.lease import ARRIVAL, COPY, ENGINE, FETCH, FORMER_COPY, MOVING
 from kvd.core.cache.lease_state import LeaseStage
 from kvd.core.handoff.kept import told_keeping
 from kvd.core.handoff.parts import waits_for_others
 from kvd.core.handoff.protocol import Decode, Prefill
 from kvd.core.handoff.sources import TokenSpan, share_words, span_of
 from kvd.core.layout.seal import SUM_BYTES
+from kvd.core.tiers.words import waits_for as tier_waits_for
 
 if TYPE_CHECKING:
     from kvd.core.cache.lease_record import LeaseRecord
@@ -61,12 +62,14 @@ def node_word(node: NodeView) -> str:
 
 
 def lease_word(lease: LeaseRecord) -> str:
-    """``held``, ``lingering``, ``quarantined``, or its standing on the way out and back."""
+    """``held``, ``lingering``, ``moving``, ``quarantined``, or its stage of retraction."""
     if lease.quarantine is not None:
         return "quarantined"
     if lease.state is not LeaseStage.RUNNING:
         word: str = lease.state.value
         return word
+    if not lease.holders.isdisjoint(MOVING):
+        return "moving"
     is_somebodys = ENGINE in lease.holders or ARRIVAL in lease.holders
     return "held" if is_somebodys else "lingering"
 
@@ -82,6 +85,8 @@ def lease_waits_for(node: NodeView, lease: LeaseRecord) -> str:
         return _former_waits_for(node, lease)
     if lease.state is not LeaseStage.RUNNING:
         return _STANDING_WAITS[lease.state]
+    if not lease.holders.isdisjoint(MOVING):
+        return tier_waits_for(node.tiers.moves.of_lease(lease.id))
     return _running_waits_for(lease)
 
 
@@ -192,7 +197,7 @@ def asked_word(waiter: Waiter) -> str:
 
 def why_waits(admission: Admission, waiter: Waiter, ahead: int) -> str:
     """For its peer, for pages, or for ``ahead`` others."""
-    other = waiter.asker.blocked()
+    other = waiter.blocked()
     if other is not None:
         return other
     return admission.shortage(waiter) if waiter.budget else f"its turn: {ahead} before it"

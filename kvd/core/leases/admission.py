@@ -103,6 +103,16 @@ class Asker(Protocol):
         """The same as names for ``Admission.changed``; none when only memory counts."""
 
 
+class OtherWait(Protocol):
+    """What a request waits for before its asker is asked: pages of its prompt from a tier."""
+
+    def awaits(self) -> tuple[str, ...]:
+        """As of an asker; none where it need not wait any more."""
+
+    def blocked(self) -> str | None:
+        """The same in words."""
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class MemoryAsker:
     """An asker that waits for memory and nothing else."""
@@ -126,6 +136,7 @@ class Waiter:
         claim: What it asks for.
         deadline_s: When it gives up, on the node's clock.
         asker: Who hears of it.
+        tier: What it waits for first, if there is anything.
     """
 
     __slots__ = (
@@ -140,12 +151,16 @@ class Waiter:
         "overtaken",
         "seen_growth",
         "since_s",
+        "tier",
     )
 
-    def __init__(self, claim: Claim, deadline_s: float, asker: Asker) -> None:
+    def __init__(
+        self, claim: Claim, deadline_s: float, asker: Asker, tier: OtherWait | None = None
+    ) -> None:
         self.claim = claim
         self.deadline_s = deadline_s
         self.asker = asker
+        self.tier = tier
         self.awaits: tuple[str, ...] = ()
         """The names under which it is in the side queue; none: it is in the line."""
         self.since_s = 0.0
@@ -159,6 +174,16 @@ class Waiter:
         self.seen_growth = 0
         """What the cache had grown to then."""
         self.overtaken = 0
+
+    def waits_for(self) -> tuple[str, ...]:
+        """The names of what it waits for other than memory."""
+        tier = self.tier
+        return (tier.awaits() if tier is not None else ()) or self.asker.awaits()
+
+    def blocked(self) -> str | None:
+        """The same in words; None when only memory counts."""
+        tier = self.tier
+        return (tier.blocked() if tier is not None else None) or self.asker.blocked()
 
     @property
     def missing_pages(self) -> int:
@@ -374,7 +399,7 @@ class Admission:
     def _stand(self, waiter: Waiter) -> None:
         """Give it the place where it belongs now: in the line, or in the side queue."""
         # Asked anew each time: what it waited for may have come while something else went.
-        waiter.awaits = waiter.asker.awaits()
+        waiter.awaits = waiter.waits_for()
         if waiter.awaits:
             self.side_queue.put(waiter)
         else:
@@ -405,7 +430,7 @@ class Admission:
             if one is waiter:
                 return False
             # One whose peer has gone since bars nobody: it steps aside when it is looked at.
-            if self._is_barring(one) and not one.asker.awaits():
+            if self._is_barring(one) and not one.waits_for():
                 return True
         return False
 
@@ -438,7 +463,7 @@ class Admission:
         hopeless: list[Waiter] = []
         for index, waiter in enumerate(waiting):
             self.looks += 1
-            awaits = waiter.asker.awaits()
+            awaits = waiter.waits_for()
             if awaits:
                 aside.append((waiter, awaits))
                 continue
@@ -483,7 +508,7 @@ class Admission:
     def _too_late(self, waiter: Waiter) -> Refusal:
         table = self._leases
         waited_s = self._out.at_s - waiter.since_s
-        other = waiter.asker.blocked()
+        other = waiter.blocked()
         # Without a budget it was never matched: those before it kept the line.
         before = f"{len(self)} requests wait in front of it"
         why = other or (self.shortage(waiter) if waiter.budget else before)

@@ -327,14 +327,14 @@ class LeaseTable:
         if claim.resumes:
             lease = self._again(self.leases[claim.resumes], anchor, pages)
         else:
-            lease = self._opened(claim, anchor, pages, n_pages)
+            lease = self.add_lease(claim, anchor, pages, n_pages)
         if self._journal is not None:
             # In this step, so before the answer that names the pages: an engine that writes one
             # must find it noted as its own, or the next process would give it away.
             self._journal.note_held(lease, own)
         return lease
 
-    def _opened(self, claim: Claim, anchor: RadixNode, pages: Pages, n_own: int) -> LeaseRecord:
+    def add_lease(self, claim: Claim, anchor: RadixNode, pages: Pages, n_own: int) -> LeaseRecord:
         """A new lease, with so many pages of its own."""
         self.opened = opened = self.opened + 1
         at_s, prefix_tokens = self._out.at_s, anchor.end_tokens
@@ -572,7 +572,7 @@ class LeaseTable:
         if freed:
             self.return_pages(freed, lease)
         was_locked = node.id if node.parent is not None else 0
-        self._forget(lease, "normal", len(freed) // ID_BYTES, was_locked)
+        self.forget(lease, "normal", len(freed) // ID_BYTES, was_locked)
         return True
 
     # ---- arenas ------------------------------------------------------------------------------
@@ -585,7 +585,7 @@ class LeaseTable:
         run = self.pool.take_run(n_pages)
         if run is None:
             return None
-        lease = self._opened(claim, self.tree.hold(NO_TOKENS, claim.namespace), run, n_pages)
+        lease = self.add_lease(claim, self.tree.hold(NO_TOKENS, claim.namespace), run, n_pages)
         lease.is_arena = True
         if self._journal is not None:
             self._journal.note_held(lease, run)
@@ -767,7 +767,7 @@ class LeaseTable:
             self.growth += 1
         was_locked = self._unlock(lease)
         self.saved.drop(lease)
-        self._forget(lease, cause, self._give_up(lease, lease.held, cause), was_locked)
+        self.forget(lease, cause, self._give_up(lease, lease.held, cause), was_locked)
 
     def _cut_reserve(self, lease: LeaseRecord) -> None:
         """No engine writes it any more: only the prompts that are sent of it are read."""
@@ -855,7 +855,7 @@ class LeaseTable:
             self.components.end_lease(lease)
             self.growth += 1
         was_locked = self._unlock(lease)
-        self._forget(lease, "gave-way", self._give_up(lease, lease.held, "gave-way"), was_locked)
+        self.forget(lease, "gave-way", self._give_up(lease, lease.held, "gave-way"), was_locked)
         # They are others' from here on.
         lease.page_table, lease.owned = NO_PAGES, 0
 
@@ -897,7 +897,7 @@ class LeaseTable:
         n_freed = self._give_up(lease, lease.page_table, proof)
         self.components.end_lease(lease)
         lease_events.tell_quarantine_ended(self._out, lease, n_pages, proof)
-        self._forget(lease, proof, n_freed, 0)
+        self.forget(lease, proof, n_freed, 0)
 
     # ---- pages -------------------------------------------------------------------------------
 
@@ -952,7 +952,8 @@ class LeaseTable:
         lease.anchor = None
         return anchor.id if anchor.parent is not None else 0
 
-    def _forget(self, lease: LeaseRecord, cause: str, freed_pages: int, was_locked: int) -> None:
+    def forget(self, lease: LeaseRecord, cause: str, freed_pages: int, was_locked: int) -> None:
+        """It has neither lock nor page any more."""
         del self.leases[lease.id]
         if lease.promise is not None:
             self.promises.end(lease)

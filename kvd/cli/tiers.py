@@ -1,0 +1,79 @@
+"""The verb that shows what lies below the pool: ``kvd tiers``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from kvd.cli import render
+from kvd.cli.link import Target, with_target
+from kvd.cli.look import snapshot
+from kvd.cli.options import with_format
+from kvd.text import amount, counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+    from kvd.wire.snapshot import TierState
+
+
+@click.command()
+@with_target
+@with_format
+def tiers_command(target: Target, form: str) -> None:
+    """Show what lies in each tier below the pool, what moves, and what came of it."""
+    states = snapshot(target).tiers
+    render.answer(form, states, tiers(states))
+
+
+def tiers(states: tuple[TierState, ...]) -> RenderableType:
+    """What lies in each, and what was found there; below it what was moved, and what failed."""
+    if not states:
+        return render.nothing("tiers")
+    out = render.TextTable("TIER", "STATE", "PAGES>", "USED>", "SIZE>", "HITS>", "WAITED>", "BAD>")
+    for tier in states:
+        out.row(
+            tier.tier,
+            render.state(tier.state),
+            str(tier.objects),
+            amount(tier.objects * tier.object_bytes),
+            amount(tier.capacity_objects * tier.object_bytes),
+            str(tier.hits),
+            str(tier.waits),
+            str(tier.bad),
+            prose="\n".join(_prose(tier)),
+        )
+    return out
+
+
+def _prose(tier: TierState) -> Iterator[str]:
+    if tier.why:
+        yield f"{tier.state}: {tier.why}"
+    yield (
+        f"written {counted(tier.written, 'page')}{_speed(tier.written_bytes_per_s)}, "
+        f"read {tier.read}{_speed(tier.read_bytes_per_s)}"
+    )
+    yield (
+        f"{tier.writing} being written, {tier.reading} being read, "
+        f"{counted(tier.waiting, 'request')} waiting"
+    )
+    yield (
+        f"left the pool unwritten {tier.evicted_unwritten}, removed as the oldest "
+        f"{tier.dropped}, could not be written {tier.unwritten}"
+    )
+    troubles = {
+        "waited too long": tier.late,
+        "found no room in the pool": tier.no_room,
+        "orders failed": tier.failed_orders,
+        "orders ended with their process": tier.cut,
+    }
+    told = [f"{what} {number}" for what, number in troubles.items() if number]
+    if told:
+        yield ", ".join(told)
+
+
+def _speed(bytes_per_s: float) -> str:
+    return f" at {amount(round(bytes_per_s))}/s" if bytes_per_s else ""

@@ -1,0 +1,297 @@
+"""Demotion: pages are written to a tier before they leave the pool, so that eviction never waits.
+
+The next victims of the order of eviction are looked at, a few at a time, as far ahead as the pool
+may need pages soon (``AHEAD``). What a policy wants of them and the tier has not is ordered to be
+written; while it is read a lease of nobody's session keeps it, under a lock that is no use of it
+(``QuietLocks``). A page that is evicted before its turn is lost to the tier, and counted.
+
+Of a node the tier has all pages if it has the last: of a prompt the last goes first.
+
+What must not live here: what comes back (``promotion``).
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from mypy_extensions import mypyc_attr
+from typing_extensions import override
+
+from kvd.core import effects
+from kvd.core.cache.lease import DEMOTION, Claim
+from kvd.core.settings import Demotion
+from kvd.core.tiers.moves import TierMove, joined
+from kvd.types import ID_BYTES, NO_TOKENS, Pages
+from kvd.wire import events
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvd.core.cache.lease_record import LeaseRecord
+    from kvd.core.cache.quiet_locks import QuietLocks
+    from kvd.core.cache.radix_node import RadixNode
+    from kvd.core.inputs import Demoted
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.outbox import Outbox
+    from kvd.core.tiers.moves import TierMoves
+    from kvd.core.tiers.node_keys import KeysAtNodes
+    from kvd.core.tiers.tier import StorageTier
+
+AHEAD: Final = 4
+"""One page in so many of the pool is free or written, or is being written."""
+
+LOCKED: Final = 8
+"""At most one page in so many of the pool is locked for being written."""
+
+MOST_LOOKS: Final = 512
+"""At nodes, in one turn; of which so many pages are hashed, or one node:"""
+MOST_HASHED: Final = 1024
+
+USED_TWICE: Final = 2
+"""Hits of a node that somebody has found; whoever put it there was the first."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class NodeDemotion(TierMove):
+    """Pages of one node that are being written; ``keys`` are all of the node as far as that goes.
+
+    ``places``: which of them were ordered.
+    """
+
+    __slots__ = ("places",)
+
+    verb: ClassVar[str] = "demotion"
+
+    def __init__(
+        self,
+        tier: StorageTier,
+        lease: LeaseRecord,
+        namespace: str,
+        before: bytes,
+        keys: list[bytes],
+        places: list[int],
+    ) -> None:
+        super().__init__(tier, lease, namespace, before, keys)
+        self.places = places
+
+    @property
+    @override
+    def n_objects(self) -> int:
+        """How many were ordered."""
+        return len(self.places)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Demoter:
+    """What of the pool is written to one tier, and when."""
+
+    def __init__(
+        self,
+        tier: StorageTier,
+        leases: LeaseTable,
+        keys: KeysAtNodes,
+        quiet: QuietLocks,
+        moves: TierMoves,
+        out: Outbox,
+    ) -> None:
+        self.tier = tier
+        self._leases = leases
+        self._keys = keys
+        self._quiet = quiet
+        self._moves = moves
+        self._out = out
+        self._seen = (-1, -1, -1)
+        """What the pool and the tier were like when there was nothing to do."""
+        self._half: tuple[int, list[bytes]] = (0, [])
+        """A node that takes several orders, and its keys."""
+
+    def wants(self, node: RadixNode) -> bool:
+        """Whether the policy would have it written."""
+        demotion = self.tier.settings.demotion
+        return demotion is Demotion.ALWAYS or (
+            demotion is Demotion.SECOND_USE and node.hits >= USED_TWICE
+        )
+
+    def evicted(self, nodes: Iterable[tuple[RadixNode, bytes, str]]) -> None:
+        """These have left the pool, with their keys where these were known: what is lost by it."""
+        index = self.tier.index
+        for node, key, namespace in nodes:
+            if self.wants(node) and not (key and index.has(namespace, key)):
+                self.tier.counts.evicted_unwritten += len(node.pages) // ID_BYTES
+
+    # ---- what is ordered ---------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Order what is to be written now."""
+        tier, leases = self.tier, self._leases
+        if tier.settings.demotion is Demotion.NEVER or not tier.is_serving:
+            return
+        now = (leases.growth, leases.releases, leases.evicted_pages)
+        if now == self._seen:
+            return
+        ahead = leases.capacity_pages // AHEAD - leases.pool.free_pages
+        moving = self._moves.n_objects(tier, NodeDemotion)
+        most = min(tier.most_moving, leases.capacity_pages // LOCKED or 1, tier.index.capacity)
+        left = most - moving
+        if left <= 0:
+            return
+        chosen, is_all = self._choose(ahead, left)
+        for node, places in chosen:
+            self._begin(node, places)
+        if is_all and not chosen and not moving:
+            self._seen = now
+
+    def _choose(self, ahead: int, left: int) -> tuple[list[tuple[RadixNode, list[int]]], bool]:
+        """The next victims that lack something, up to ``left`` pages of it, and whether all were.
+
+        Nothing is locked before the last was looked at: that would change the order.
+        """
+        chosen: list[tuple[RadixNode, list[int]]] = []
+        hashed = 0
+        # No more than half of what the tier holds: what is written last would push out the first.
+        fits = self.tier.index.capacity // 2 or 1
+        for node in islice(self._leases.tree.order.ahead(), MOST_LOOKS):
+            if ahead <= 0 or fits <= 0:
+                return chosen, True
+            if left <= 0 or hashed >= MOST_HASHED:
+                return chosen, False
+            if node is None or (node.lock_ref and node not in self._quiet.by_node):
+                continue
+            ahead -= node.n_pages
+            if not self.wants(node):
+                continue
+            before, fits = fits, fits - node.n_pages
+            if node.lock_ref:
+                continue  # it is being written
+            if not self._keys.is_known(node):
+                hashed += node.n_pages
+            namespace = node.namespace
+            if self.tier.index.has(namespace, self._keys.end_of(node)):
+                continue
+            places = self._lacking(node, namespace, before, left)
+            if places:
+                chosen.append((node, places))
+                left -= len(places)
+        return chosen, True
+
+    def _lacking(self, node: RadixNode, namespace: str, within: int, most: int) -> list[int]:
+        """The first ``most`` of its first pages ``within`` that the tier has not."""
+        keys, index = self._keys_of(node)[:within], self.tier.index
+        lacking = (place for place, key in enumerate(keys) if not index.has(namespace, key))
+        return list(islice(lacking, most))
+
+    def _keys_of(self, node: RadixNode) -> list[bytes]:
+        number, keys = self._half
+        # By its end too: the upper half of a split has another number, the lower one fewer pages.
+        if number == node.id and len(keys) == node.n_pages:
+            return keys
+        keys = self._keys.of(node)
+        self._half = (node.id, keys)
+        return keys
+
+    def _begin(self, node: RadixNode, places: list[int]) -> None:
+        leases, tier = self._leases, self.tier
+        # What others are promised must stay evictable.
+        if leases.promises.n_pages and _unlocked_pages(node) > leases.headroom_pages:
+            return
+        assert node.parent is not None
+        namespace, before = node.namespace, self._keys.end_of(node.parent)
+        keys = self._keys_of(node)[: places[-1] + 1]
+        claim = Claim(
+            session=0,
+            call=0,
+            reason=f"demotion to {tier.name}",
+            room=0,
+            namespace=namespace,
+            # It is no prompt's: it counts as nobody's hit.
+            tokens=NO_TOKENS,
+            reserve_tokens=0,
+            priority=0,
+            cache=False,
+            holder=DEMOTION,
+        )
+        self._quiet.lock(node)
+        lease = leases.add_lease(claim, node, leases.tree.path_pages(node), 0)
+        move = NodeDemotion(tier, lease, namespace, before, keys, places)
+        # Before the order, so that the tier has room for it.
+        for name, gone in tier.index.reserve(len(places)).items():
+            tier.counts.dropped += len(gone)
+            self._moves.drop(tier, name, gone)
+        ids = node.pages
+        pages = b"".join([ids[at * ID_BYTES : (at + 1) * ID_BYTES] for at in places])
+        self._out.effects.append(
+            effects.Demote(
+                ticket=self._moves.begin(move),
+                tier=tier.name,
+                namespace=namespace,
+                keys=joined([keys[at] for at in places]),
+                pages=Pages(pages),
+            )
+        )
+
+    # ---- how it went -------------------------------------------------------------------------
+
+    def demoted(self, move: NodeDemotion, got: Demoted) -> None:
+        """The pages are read no more."""
+        tier, index = self.tier, self.tier.index
+        index.release(move.n_objects)
+        written = {move.places[at] for at in got.written if 0 <= at < len(move.places)}
+        n_there = 0 if move.is_void else self._n_there(move, written)
+        index.add(move.namespace, move.keys[:n_there], move.before)
+        # Behind one that is not there nobody looks for it.
+        vain = [move.keys[place] for place in sorted(written) if place >= n_there]
+        self._moves.drop(tier, move.namespace, vain)
+        tier.counts.written += len(written)
+        tier.counts.unwritten += move.n_objects - len(written)
+        took_s = self._out.at_s - move.since_s
+        tier.measure_written(got.n_bytes, took_s)
+        if written:
+            tier.worked(move.ticket)
+        else:
+            tier.answered(move.ticket)
+            tier.failed(got.why or "nothing was written")
+        self._out.emit(
+            events.PagesDemoted(
+                tier=tier.name,
+                lease=move.lease.id,
+                pages=len(written),
+                lost=move.n_objects - len(written),
+                n_bytes=got.n_bytes,
+                took_s=took_s,
+                why=got.why,
+            )
+        )
+        self._end(move, "demoted" if written else "not-written")
+        self._seen = (-1, -1, -1)
+
+    def _n_there(self, move: NodeDemotion, written: set[int]) -> int:
+        """How many of the node's first pages are in the tier now."""
+        index = self.tier.index
+        for place, key in enumerate(move.keys):
+            # One that was there when this was ordered may have gone for the bound.
+            if place not in written and not index.has(move.namespace, key):
+                return place
+        return len(move.keys)
+
+    def cut(self, move: NodeDemotion) -> None:
+        """Its process is reaped: what it wrote is found when the next one looks."""
+        self._end(move, "storage-gone")
+        self._seen = (-1, -1, -1)
+
+    def _end(self, move: NodeDemotion, cause: str) -> None:
+        lease = move.lease
+        anchor, lease.anchor, lease.holders = lease.anchor, None, set()
+        assert anchor is not None
+        self._quiet.unlock(anchor)
+        self._leases.forget(lease, cause, 0, anchor.id)
+
+
+def _unlocked_pages(node: RadixNode) -> int:
+    """Pages of its path that nobody locks."""
+    n_pages = 0
+    step: RadixNode | None = node
+    while step is not None and not step.lock_ref:
+        n_pages += step.n_pages
+        step = step.parent
+    return n_pages

@@ -1,0 +1,350 @@
+"""Promotion: pages that lie in a tier come back into the pool before the answer that needs them.
+
+What is asked for is probed in the tree first; where a tier has the pages that follow, a lease of
+nobody's session takes room for them, and they are read into it. Whoever asked waits in the side
+queue, under the promotion's name, and for a bounded time; who asks for the same meanwhile waits
+for the same promotion. What has come joins the tree before that lease ends, and whoever waited is
+asked again in between, so it is theirs::
+
+    a claim       probed: 3 pages in the pool, 5 more in the tier
+    promotion     a lease: locks 3, holds 5  -- Promote -->  storage process
+    the claim     waits for the promotion                         |
+                                             <-- Promoted --------+
+    promotion     5 pages join the tree; the claim locks 8; the lease ends
+
+A long prompt comes in several, each as large as may be under way. What is bad, short or not there
+is never used: the pages before the first such one count, and it leaves the index with all behind
+it. Until the order is over its pages are nobody else's, whoever has stopped waiting.
+
+What must not live here: what is written to a tier (``demotion``), who waits in which order
+(``leases.admission``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from mypy_extensions import mypyc_attr
+
+from kvd.core import effects
+from kvd.core.cache.lease import PROMOTION, Claim, Shortage
+from kvd.core.cache.lease_record import LeaseRecord
+from kvd.core.tiers.keys import next_key
+from kvd.core.tiers.moves import TierMove, joined
+from kvd.errors import Refusal
+from kvd.types import ID_BYTES, NO_TOKENS, Tokens
+from kvd.wire import events
+
+if TYPE_CHECKING:
+    from kvd.core.inputs import Promoted
+    from kvd.core.leases.admission import Admission
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.outbox import Outbox
+    from kvd.core.tiers.moves import TierMoves
+    from kvd.core.tiers.node_keys import KeysAtNodes
+    from kvd.core.tiers.tier import StorageTier
+
+
+UNTOLD = (0, 0, 0.0)
+"""What a lease is told of tiers that do not matter to it."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class TierPages:
+    """What a tier has of a prompt, behind what is in the pool."""
+
+    __slots__ = ("before", "have_tokens", "keys", "tier")
+
+    def __init__(
+        self, tier: StorageTier, have_tokens: int, before: bytes, keys: list[bytes]
+    ) -> None:
+        self.tier = tier
+        self.have_tokens = have_tokens
+        self.before = before
+        self.keys = keys
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PagePromotion(TierMove):
+    """Objects that are being read, each over one page of its lease's own, in their order."""
+
+    __slots__ = ()
+
+    verb: ClassVar[str] = "promotion"
+
+    @property
+    def name(self) -> str:
+        """What a waiter waits for; no peer has a name with a blank."""
+        return f"{self.verb} {self.ticket}"
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class TierWait:
+    """A request that waits for pages of its prompt, and what came of that so far."""
+
+    __slots__ = (
+        "claim",
+        "have_tokens",
+        "promoted_tokens",
+        "promotion",
+        "tier",
+        "until_s",
+    )
+
+    def __init__(
+        self, claim: Claim, have_tokens: int, promotion: PagePromotion, until_s: float
+    ) -> None:
+        self.claim = claim
+        self.have_tokens = have_tokens
+        """What was in the pool when it began to wait."""
+        self.promotion: PagePromotion | None = promotion
+        """None: it waits for none any more."""
+        self.tier = promotion.tier
+        """Of which it waited last."""
+        self.until_s = until_s
+        self.promoted_tokens = 0
+        """What came of the promotions that it waited for, wanted by it or not."""
+
+    def awaits(self) -> tuple[str, ...]:
+        """The name of the promotion, for the side queue."""
+        return () if self.promotion is None else (self.promotion.name,)
+
+    def told(self, prefix_tokens: int) -> int:
+        """How much of the prefix that a request got in the end came from a tier for it."""
+        return min(self.promoted_tokens, max(0, prefix_tokens - self.have_tokens))
+
+    def blocked(self) -> str | None:
+        """The same in words."""
+        found = self.promotion
+        if found is None:
+            return None
+        return f"{found.n_objects} pages to be read from tier {found.tier.name}"
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Promotions:
+    """What comes back from the tiers, and who waits for it."""
+
+    def __init__(
+        self,
+        tiers: tuple[StorageTier, ...],
+        leases: LeaseTable,
+        admission: Admission,
+        keys: KeysAtNodes,
+        moves: TierMoves,
+        out: Outbox,
+    ) -> None:
+        self._tiers = tiers
+        self._leases = leases
+        self._admission = admission
+        self._keys = keys
+        self._moves = moves
+        self._out = out
+        self._coming: dict[bytes, PagePromotion] = {}
+        """By key, what is being read."""
+
+    # ---- what is asked -----------------------------------------------------------------------
+
+    def look(self, tokens: Tokens, namespace: str) -> TierPages | None:
+        """What of a prompt lies in a tier, behind what is in the pool; nothing is changed."""
+        serving = [
+            tier for tier in self._tiers if tier.is_serving and tier.index.objects_of(namespace)
+        ]
+        if not serving:
+            return None
+        page_bytes = self._leases.page_size * ID_BYTES
+        have_tokens, before = self._keys.behind(tokens, namespace)
+        found: list[bytes] = []
+        first, last, key = have_tokens * ID_BYTES, len(tokens) - page_bytes, before
+        for tier in serving:
+            for at in range(first, last + 1, page_bytes):
+                key = next_key(key, tokens[at : at + page_bytes])
+                if not tier.index.has(namespace, key):
+                    break
+                found.append(key)
+            if found:
+                return TierPages(tier, have_tokens, before, found)
+            key = before
+        return None
+
+    def wait_for(self, claim: Claim, deadline_s: float) -> TierWait | None:
+        """Have what a tier has of the claim's prompt read, or wait for who does; None: go on."""
+        # Pages that an engine names are not looked for, and a lease without a cache shares none.
+        if claim.lent is not None or not claim.cache:
+            return None
+        found = self.look(claim.tokens, claim.namespace)
+        if found is None:
+            return None
+        now_s = self._out.at_s
+        # Half of the time that the request has is left for the room that it waits for then.
+        until_s = min(now_s + found.tier.settings.wait_s, now_s + (deadline_s - now_s) / 2)
+        if until_s <= now_s:
+            return None
+        promotion = self._promotion_of(claim, found)
+        if promotion is None:
+            return None
+        promotion.tier.counts.waits += 1
+        return TierWait(claim, found.have_tokens, promotion, until_s)
+
+    def _promotion_of(self, claim: Claim, found: TierPages) -> PagePromotion | None:
+        """The one that reads the next page that is wanted, begun if there is none."""
+        coming = self._coming.get(found.keys[0])
+        if coming is not None:
+            return coming
+        # Whoever waits for memory was here first.
+        if self._admission.line:
+            found.tier.counts.no_room += 1
+            return None
+        return self._begin(claim, found)
+
+    def _begin(self, claim: Claim, found: TierPages) -> PagePromotion | None:
+        tier = found.tier
+        left = tier.most_moving - self._moves.n_objects(tier, PagePromotion)
+        keys = found.keys[:left]
+        lease = self._open(claim, found, len(keys)) if keys else None
+        # So much of it as there is room for, asked for once more.
+        if isinstance(lease, Shortage):
+            keys = keys[: lease.obtainable_pages]
+            lease = self._open(claim, found, len(keys)) if keys else None
+        if not isinstance(lease, LeaseRecord):
+            tier.counts.no_room += 1
+            return None
+        move = PagePromotion(tier, lease, claim.namespace, found.before, keys)
+        ticket = self._moves.begin(move)
+        for key in keys:
+            self._coming[key] = move
+        self._out.effects.append(
+            effects.Promote(
+                ticket=ticket,
+                tier=tier.name,
+                namespace=claim.namespace,
+                keys=joined(keys),
+                pages=lease.held,
+            )
+        )
+        return move
+
+    def _open(self, claim: Claim, found: TierPages, n_pages: int) -> LeaseRecord | Shortage:
+        end_tokens = found.have_tokens + n_pages * self._leases.page_size
+        return self._leases.open_lease(
+            Claim(
+                session=0,
+                call=0,
+                reason=f"promotion from {found.tier.name}",
+                room=0,
+                namespace=claim.namespace,
+                tokens=Tokens(claim.tokens[: end_tokens * ID_BYTES]),
+                reserve_tokens=0,
+                priority=claim.priority,
+                cache=True,
+                holder=PROMOTION,
+            )
+        )
+
+    def told(self, tokens: Tokens, namespace: str, prefix_tokens: int) -> tuple[int, float]:
+        """Tokens behind a prefix that lie in a tier and were not read, and how many ms that is."""
+        found = self.look(tokens, namespace)
+        if found is None:
+            return 0, 0.0
+        n_tokens = found.have_tokens + len(found.keys) * self._leases.page_size - prefix_tokens
+        return max(0, n_tokens), found.tier.ms_for(len(found.keys))
+
+    def told_of(self, lease: LeaseRecord, waited: TierWait | None) -> tuple[int, int, float]:
+        """What a new lease is told: of its prefix what was promoted for it; then as ``told``."""
+        if not self._tiers:
+            return UNTOLD
+        promoted = 0 if waited is None else waited.told(lease.prefix_tokens)
+        n_tokens, ms = self.told(lease.tokens, lease.namespace, lease.prefix_tokens)
+        return promoted, n_tokens, ms
+
+    # ---- how it went -------------------------------------------------------------------------
+
+    def promoted(self, move: PagePromotion, got: Promoted) -> None:
+        """The pages are written no more: what is good is cached, and whoever waits goes on."""
+        tier, index = move.tier, move.tier.index
+        n_good = min([at for at in got.bad if 0 <= at < len(move.keys)], default=len(move.keys))
+        gone = index.forget(move.namespace, move.keys[n_good:])
+        self._moves.drop(tier, move.namespace, gone)
+        # Used now, as far as they were not dropped for the bound meanwhile.
+        there = move.keys[: index.leading(move.namespace, move.keys[:n_good])]
+        index.add(move.namespace, there, move.before)
+        tier.counts.bad += len(got.bad)
+        took_s = self._out.at_s - move.since_s
+        tier.measure_read(got.n_bytes, took_s)
+        if n_good:
+            tier.worked(move.ticket)
+        else:
+            tier.answered(move.ticket)
+            tier.failed(got.why or "nothing was read")
+        n_cached = 0 if move.is_void else self._keep(move.lease, n_good)
+        tier.counts.read += n_cached
+        self._out.emit(
+            events.PagesPromoted(
+                tier=tier.name,
+                lease=move.lease.id,
+                pages=n_cached,
+                bad=len(move.keys) - n_good,
+                n_bytes=got.n_bytes,
+                took_s=took_s,
+                why=got.why,
+            )
+        )
+        self._end(move, n_cached, "promoted" if n_cached else "not-promoted")
+
+    def cut(self, move: PagePromotion) -> None:
+        """Its process is reaped: nothing writes its pages, and nobody knows what is in them."""
+        self._end(move, 0, "storage-gone")
+
+    def _keep(self, lease: LeaseRecord, n_good: int) -> int:
+        """The first pages of its own join the tree; how many did."""
+        # One that was found broken shares nothing any more.
+        if not n_good or lease.lost is not None:
+            return 0
+        before = lease.owned
+        upto_tokens = lease.prefix_tokens + n_good * self._leases.page_size
+        said = self._leases.commit(lease, NO_TOKENS, upto_tokens)
+        return 0 if isinstance(said, Refusal) else lease.owned - before
+
+    def _end(self, move: PagePromotion, n_cached: int, cause: str) -> None:
+        for key in move.keys:
+            if self._coming.get(key) is move:
+                del self._coming[key]
+        waiting = list(self._admission.side_queue.by_name.get(move.name, {}).values())
+        for waiter in waiting:
+            if isinstance(waiter.tier, TierWait):
+                self._go_on(waiter.tier, n_cached)
+        # Before the lease ends: what has come is locked by it, and now by them.
+        self._admission.changed(move.name)
+        self._leases.release(move.lease, PROMOTION, cause)
+
+    def _go_on(self, wait: TierWait, n_cached: int) -> None:
+        """Wait for what follows, if there is more of it and time."""
+        tier = wait.tier
+        if n_cached and not wait.promoted_tokens:
+            tier.counts.hits += 1
+        wait.promoted_tokens += n_cached * self._leases.page_size
+        wait.promotion = None
+        if not n_cached or wait.until_s <= self._out.at_s:
+            return
+        found = self.look(wait.claim.tokens, wait.claim.namespace)
+        if found is not None:
+            wait.promotion = self._promotion_of(wait.claim, found)
+            wait.tier = found.tier
+
+    def tick(self) -> None:
+        """Whoever has waited long enough goes on with what is in the pool."""
+        now_s = self._out.at_s
+        for move in list(self._moves.under_way.values()):
+            if not isinstance(move, PagePromotion):
+                continue
+            waiting = self._admission.side_queue.by_name.get(move.name, {}).values()
+            late = [
+                waiter.tier
+                for waiter in waiting
+                if isinstance(waiter.tier, TierWait) and waiter.tier.until_s <= now_s
+            ]
+            for wait in late:
+                wait.promotion = None
+                move.tier.counts.late += 1
+            if late:
+                self._admission.changed(move.name)

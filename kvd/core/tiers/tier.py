@@ -1,0 +1,201 @@
+"""One tier: what lies there, whether it serves, how fast it is, and what was counted of it.
+
+A tier that fails is left alone for a while: after ``FAILURES`` orders in a row that came to nothing
+it is *away*, nothing is ordered of it and no request waits for it, for a time that doubles until an
+order succeeds again. So a disk that is full, read-only or gone costs hits, and no request more than
+a few times the time that it may wait.
+
+What must not live here: leases and pages (``demotion``, ``promotion``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from mypy_extensions import mypyc_attr
+
+from kvd.core.tiers.index import TierIndex
+from kvd.wire import events
+
+if TYPE_CHECKING:
+    from kvd.core.outbox import Outbox
+    from kvd.core.settings import TierSettings
+
+FAILURES: Final = 3
+"""Orders in a row that came to nothing, until a tier is away."""
+
+AWAY_S: Final = 1.0
+MOST_AWAY_S: Final = 60.0
+"""For so long first, and at most."""
+
+WEIGHT: Final = 0.25
+"""Of the last order in what is told of a tier's speed."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class TierCounts:
+    """What a tier has done since this daemon began, in objects unless it says otherwise."""
+
+    __slots__ = (
+        "bad",
+        "cut",
+        "dropped",
+        "evicted_unwritten",
+        "failed_orders",
+        "hits",
+        "late",
+        "no_room",
+        "read",
+        "read_bytes",
+        "unwritten",
+        "waits",
+        "written",
+        "written_bytes",
+    )
+
+    def __init__(self) -> None:
+        self.written = 0
+        self.written_bytes = 0
+        self.unwritten = 0
+        """Ordered, and not there in the end."""
+        self.read = 0
+        self.read_bytes = 0
+        self.bad = 0
+        """Not there, short, or not what their key names: dropped, never used."""
+        self.dropped = 0
+        """The oldest, for the bound."""
+        self.evicted_unwritten = 0
+        """Pages that left the pool before they were written, of those that should have been."""
+        self.hits = 0
+        """Requests for which pages came from here."""
+        self.waits = 0
+        """Requests that waited."""
+        self.late = 0
+        """Of these, those that went on without because it took too long."""
+        self.no_room = 0
+        """Requests whose pages were here, and the pool had no room for them."""
+        self.failed_orders = 0
+        self.cut = 0
+        """Orders that ended with their storage process."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class StorageTier:
+    """One of them, by its name. Read it; the parts of this room write it."""
+
+    __slots__ = (
+        "_out",
+        "away_s",
+        "away_until_s",
+        "away_why",
+        "counts",
+        "down_why",
+        "dropped_namespaces",
+        "failures",
+        "generation",
+        "index",
+        "name",
+        "read_rate",
+        "settings",
+        "written_rate",
+    )
+
+    def __init__(self, settings: TierSettings, out: Outbox) -> None:
+        self.settings = settings
+        self.name = settings.name
+        self.index = TierIndex(max(1, settings.capacity_bytes // settings.object_bytes))
+        self.counts = TierCounts()
+        self.generation = 0
+        """Of the storage process that serves it; 0: none does."""
+        self.down_why = ""
+        """Why none does, once that is known."""
+        self.failures = 0
+        """In a row."""
+        self.away_s = 0.0
+        """For how long it was away last; 0 since an order has succeeded."""
+        self.away_until_s = 0.0
+        self.away_why = ""
+        self.read_rate = 0.0
+        """Bytes per second of a promotion, as measured; 0: there was none yet."""
+        self.written_rate = 0.0
+        self.dropped_namespaces: dict[str, int] = {}
+        """Those whose objects were ordered away, by the last ticket before: as long as no later
+        one is answered nobody knows that it was done."""
+        self._out = out
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether anything is ordered of it now."""
+        return self.generation > 0 and self._out.at_s >= self.away_until_s
+
+    @property
+    def word(self) -> str:
+        """``serving``, ``away`` or ``down``."""
+        if not self.generation:
+            return "down"
+        return "serving" if self.is_serving else "away"
+
+    @property
+    def why(self) -> str:
+        """Why it does not serve."""
+        return self.away_why if self.generation else self.down_why
+
+    @property
+    def most_moving(self) -> int:
+        """Objects that may be under way at a time, each way."""
+        return max(1, self.settings.max_moving_bytes // self.settings.object_bytes)
+
+    def ms_for(self, n_objects: int) -> float:
+        """How long it takes to have so many in the pool, as measured; 0: nothing was measured."""
+        if not self.read_rate:
+            return 0.0
+        return 1000.0 * n_objects * self.settings.object_bytes / self.read_rate
+
+    # ---- how an order went -------------------------------------------------------------------
+
+    def worked(self, ticket: int) -> None:
+        """An order has come to something."""
+        self.answered(ticket)
+        self.failures = 0
+        if self.away_s:
+            self.away_s, self.away_why = 0.0, ""
+            self._out.emit(events.TierBack(tier=self.name))
+
+    def answered(self, ticket: int) -> None:
+        """The storage process has come as far as this order, and so past those before it."""
+        if self.dropped_namespaces:
+            self.dropped_namespaces = {
+                namespace: before
+                for namespace, before in self.dropped_namespaces.items()
+                if before >= ticket
+            }
+
+    def failed(self, why: str) -> None:
+        """An order has come to nothing."""
+        self.counts.failed_orders += 1
+        self.failures += 1
+        # One that fails after it was away goes at once, and for longer.
+        if self.failures < FAILURES and not self.away_s:
+            return
+        if self._out.at_s < self.away_until_s:
+            return  # ordered before it went
+        self.away_s = min(MOST_AWAY_S, 2 * self.away_s) if self.away_s else AWAY_S
+        self.away_until_s = self._out.at_s + self.away_s
+        self.away_why = why
+        self._out.emit(events.TierAway(tier=self.name, for_s=self.away_s, why=why))
+
+    def measure_read(self, n_bytes: int, took_s: float) -> None:
+        """So much was read in that time."""
+        self.counts.read_bytes += n_bytes
+        if n_bytes and took_s > 0:
+            self.read_rate = _mean(self.read_rate, n_bytes / took_s)
+
+    def measure_written(self, n_bytes: int, took_s: float) -> None:
+        """So much was written in that time."""
+        self.counts.written_bytes += n_bytes
+        if n_bytes and took_s > 0:
+            self.written_rate = _mean(self.written_rate, n_bytes / took_s)
+
+
+def _mean(before: float, now: float) -> float:
+    return now if not before else (1 - WEIGHT) * before + WEIGHT * now

@@ -1,0 +1,196 @@
+"""All tiers of a node: what the storage process says, what a flush takes, what the tree lets go.
+
+A node without tiers has this too, with nothing in it: then nothing here costs a step anything.
+
+A namespace that was flushed must not come back from a disk. So its objects are ordered away in the
+same step; what is under way of it is void; and where the storage process ends before it is known to
+have obeyed, what the next one finds of that namespace is ordered away again.
+
+What must not live here: what one order is (``demotion``, ``promotion``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mypy_extensions import mypyc_attr
+
+from kvd.core import effects
+from kvd.core.cache.namespaces import keys_meant
+from kvd.core.cache.quiet_locks import QuietLocks
+from kvd.core.settings import CacheMode
+from kvd.core.tiers.demotion import Demoter, NodeDemotion
+from kvd.core.tiers.keys import each_key
+from kvd.core.tiers.moves import TierMoves
+from kvd.core.tiers.node_keys import KeysAtNodes
+from kvd.core.tiers.promotion import PagePromotion, Promotions
+from kvd.core.tiers.tier import StorageTier
+from kvd.wire import events
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from kvd.core.cache.radix_node import RadixNode
+    from kvd.core.inputs import Demoted, Promoted, StorageGone, TierFound, TierReady
+    from kvd.core.leases.admission import Admission
+    from kvd.core.leases.epochs import Epochs
+    from kvd.core.leases.lease_table import LeaseTable
+    from kvd.core.outbox import Outbox
+    from kvd.core.settings import Settings
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Tiers:
+    """The tiers of a pool, the nearest first, and what moves to and from them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        leases: LeaseTable,
+        admission: Admission,
+        epochs: Epochs,
+        out: Outbox,
+    ) -> None:
+        # What lies beside the first component has pages of its own at the nodes, which no object
+        # has; and without a tree nothing would ever be found.
+        is_fit = not leases.components.each and settings.cache_mode is CacheMode.RADIX
+        self.each = tuple([StorageTier(tier, out) for tier in settings.tiers if is_fit])
+        self.moves = TierMoves(out)
+        self.keys = KeysAtNodes(settings.spec, leases.tree)
+        self.quiet = QuietLocks(leases.tree)
+        self.demoters = tuple(
+            [Demoter(tier, leases, self.keys, self.quiet, self.moves, out) for tier in self.each]
+        )
+        self.promotions = Promotions(self.each, leases, admission, self.keys, self.moves, out)
+        self._leases = leases
+        self._epochs = epochs
+        self._out = out
+        self._is_flushing = False
+        if self.each:
+            leases.tree.components.append(self)
+
+    def named(self, name: str) -> StorageTier | None:
+        """The tier of that name."""
+        return next((tier for tier in self.each if tier.name == name), None)
+
+    # ---- told by the tree --------------------------------------------------------------------
+
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
+        """Nothing: the lower half ends where the whole did, and so does its key."""
+
+    def dropped(self, nodes: Iterable[RadixNode]) -> None:
+        """They have left the pool."""
+        left = [(node, self.keys.forget(node), node.namespace) for node in nodes]
+        if not self._is_flushing:
+            for demoter in self.demoters:
+                demoter.evicted(left)
+
+    def flush(self, keys: Collection[str] | None, namespace: str | None = None) -> tuple[int, int]:
+        """Drop these namespaces of the tree, or all, in the pool and in every tier.
+
+        Args:
+            keys: of the tree; None: all of them.
+            namespace: what these are called, in whatever epoch; a tier may have more of them.
+
+        Returns:
+            As ``LeaseTable.flush``.
+        """
+        for tier in self.each:
+            known = {*tier.index.namespaces(), *[m.namespace for m in self._moving(tier)]}
+            meant = known if keys is None else known & set(keys)
+            if namespace is not None:
+                meant |= set(keys_meant(namespace, known))
+            for name in sorted(meant):
+                self._drop_namespace(tier, name)
+        self._is_flushing = True
+        flushed = self._leases.flush(keys, namespace)
+        self._is_flushing = False
+        return flushed
+
+    def _moving(self, tier: StorageTier) -> list[NodeDemotion | PagePromotion]:
+        return [
+            move
+            for move in self.moves.under_way.values()
+            if move.tier is tier and isinstance(move, (NodeDemotion, PagePromotion))
+        ]
+
+    def _drop_namespace(self, tier: StorageTier, namespace: str) -> None:
+        tier.index.forget_namespace(namespace)
+        tier.dropped_namespaces[namespace] = self.moves.last_ticket
+        for move in self._moving(tier):
+            move.is_void = move.is_void or move.namespace == namespace
+        if tier.generation:
+            self._out.effects.append(effects.DropNamespace(tier.name, namespace))
+
+    # ---- told by the storage process ---------------------------------------------------------
+
+    def found(self, got: TierFound) -> None:
+        """Objects of before, which nobody has to write again."""
+        tier = self.named(got.tier)
+        if tier is not None and got.namespace not in tier.dropped_namespaces:
+            tier.index.found(got.namespace, each_key(got.keys))
+
+    def ready(self, got: TierReady) -> None:
+        """It serves; what it found and nobody wants goes first."""
+        tier = self.named(got.tier)
+        if tier is None:
+            return
+        tier.generation, tier.down_why = got.generation, ""
+        # Of an epoch that is over nothing is ever asked again.
+        over = self._epochs.over(tier.index.namespaces())
+        for namespace in sorted({*over, *tier.dropped_namespaces}):
+            self._drop_namespace(tier, namespace)
+        for name, gone in tier.index.shrink().items():
+            tier.counts.dropped += len(gone)
+            self.moves.drop(tier, name, gone)
+        self._out.emit(
+            events.TierUp(tier=tier.name, generation=got.generation, objects=tier.index.n_objects)
+        )
+
+    def demoted(self, got: Demoted) -> None:
+        """One order to write is over."""
+        move = self.moves.end(got.ticket, NodeDemotion)
+        if move is None:
+            return  # of a process that is gone
+        for demoter in self.demoters:
+            if demoter.tier is move.tier:
+                demoter.demoted(move, got)
+                demoter.turn()
+
+    def promoted(self, got: Promoted) -> None:
+        """One order to read is over."""
+        move = self.moves.end(got.ticket, PagePromotion)
+        if move is not None:
+            self.promotions.promoted(move, got)
+
+    def gone(self, got: StorageGone) -> None:
+        """The process is reaped: nothing is under way, and nobody knows what lies in a tier.
+
+        One that could not begin is told of too: its tier may be another daemon's.
+        """
+        if any(tier.generation > got.generation for tier in self.each):
+            return
+        # All tiers first: who waited is asked again below, and must not be told to wait once more.
+        moves = self.moves.cut()
+        for tier in self.each:
+            tier.generation, tier.down_why = 0, got.why
+            cut = [move for move in moves if move.tier is tier]
+            tier.index.clear()
+            tier.counts.cut += len(cut)
+            if cut:
+                tier.failed(got.why)
+            self._out.emit(events.TierDown(tier=tier.name, cut=len(cut), why=got.why))
+        for move in moves:
+            if isinstance(move, PagePromotion):
+                self.promotions.cut(move)
+            elif isinstance(move, NodeDemotion):
+                for demoter in self.demoters:
+                    if demoter.tier is move.tier:
+                        demoter.cut(move)
+
+    def tick(self) -> None:
+        """Deadlines, who has waited long enough, and what is to be written."""
+        self.moves.restart_if_silent()
+        self.promotions.tick()
+        for demoter in self.demoters:
+            demoter.turn()

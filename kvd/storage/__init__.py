@@ -1,0 +1,23 @@
+"""The storage process: writes pages of the pool to the tiers below it, and reads them back.
+
+Ending a process is the only abort of storage that holds: a read that was begun writes into the pool
+until it ends by itself or its process is reaped. So it is a process of its own, beside the transfer
+process and over the same memory: handoffs go on when it is killed.
+
+The map of this room. In the daemon::
+
+    orders   what is ordered and what is reported; nearly all of it is declared in the core
+    process  the daemon's handle, over ``kvd.transfer.process``
+
+In the storage process::
+
+    worker   the loop: orders in, reports out; it never waits for a disk
+    lane     writes in the order in which they came, and beside them reads, each on a thread
+    objects  what one object is: a head that says what it should be, and a page; what is wrong with
+             one that is not as it says
+    backend  the seam: what a tier must be able to do, and nothing about how
+    posix    a directory behind that seam, by NIXL's POSIX backend over libaio
+    pages    where the bytes of a page lie in the pool
+
+What must not live here: which page is written, read or dropped, and when. The core decides.
+"""

@@ -1,0 +1,243 @@
+"""Two ways through a tier, each of two threads: what is written, and what is read.
+
+    Demote --> seal: sums, heads --> write: put ---> Demoted
+    Drop   ----------------------> write: drop
+    Promote --> read: get ---> check: sums ---> Promoted
+
+Orders are cut into batches of some megabytes; one is summed while the one before it is on the disk,
+whichever order it is of. What is written or dropped is so in the order in which it was ordered:
+room that is made is there before what it was made for. What is read passes by all of that, and
+finds an object or does not.
+
+An object that does not verify is removed at once, and named in the ``Promoted``. Invariants: each
+order is answered once, after its last batch, and then none of its pages is read or written any
+more; at most ``AHEAD`` batches wait between two threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from queue import Queue
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+
+from kvd.core.effects import Demote, DropNamespace, DropObjects, Promote
+from kvd.core.inputs import Demoted, Promoted
+from kvd.core.tiers.keys import each_key
+from kvd.storage.backend import ObjectName, ObjectRead, ObjectWrite
+from kvd.storage.objects import BadObject, ObjectHead, packed_head, read_head, sum_of
+from kvd.transfer.orders import UNSTAMPED
+from kvd.types import count, page_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvd.storage.backend import Backend
+    from kvd.storage.pages import ObjectPages
+
+    Reporting = Callable[[Demoted | Promoted], None]
+
+AHEAD: Final = 2
+"""Batches between two threads."""
+
+OrderT = TypeVar("OrderT", Demote, Promote)
+
+
+def refusal(order: Demote | Promote, why: str) -> Demoted | Promoted:
+    """The answer to an order of which nothing is done."""
+    if isinstance(order, Demote):
+        return Demoted(at_s=UNSTAMPED, ticket=order.ticket, written=(), n_bytes=0, why=why)
+    bad = tuple(range(len(each_key(order.keys))))
+    return Promoted(at_s=UNSTAMPED, ticket=order.ticket, bad=bad, n_bytes=0, why=why)
+
+
+class _Batch(Generic[OrderT]):
+    """Some objects of one order that are moved together: those at ``places`` of it."""
+
+    def __init__(self, order: OrderT, places: range, keys: list[bytes], pages: list[int]) -> None:
+        self.order: OrderT = order
+        self.places = places
+        self.names = [ObjectName(order.namespace, keys[place]) for place in places]
+        self.pages = [pages[place] for place in places]
+        self.is_last = places.stop == len(pages)
+
+
+class _SealedBatch(NamedTuple):
+    batch: _Batch[Demote]
+    writes: list[ObjectWrite]
+
+
+class _ReadBatch(NamedTuple):
+    batch: _Batch[Promote]
+    heads: list[ObjectHead | BadObject]
+
+
+class _Tally:
+    """What has become of an order so far."""
+
+    def __init__(self) -> None:
+        self.good: list[int] = []
+        self.bad: list[int] = []
+        self.why = ""
+
+    def count(self, place: int, why: str) -> None:
+        """One object of it; ``why`` it is bad, empty if it is not."""
+        (self.bad if why else self.good).append(place)
+        self.why = self.why or why
+
+
+class TierLanes:
+    """What writes and reads one tier."""
+
+    def __init__(
+        self, tier: str, backend: Backend, pages: ObjectPages, layout: bytes, report: Reporting
+    ) -> None:
+        """``report`` takes each outcome, on a thread of a lane."""
+        self._tier = tier
+        self._backend = backend
+        self._pages = pages
+        self._layout = layout
+        self._report = report
+        able = backend.capabilities
+        self._stride = max(1, min(able.batch_objects, able.batch_bytes // pages.page_bytes))
+        self._to_write: Queue[Demote | DropObjects | DropNamespace] = Queue()
+        self._to_read: Queue[Promote] = Queue()
+        self._sealed: Queue[_SealedBatch | DropObjects | DropNamespace] = Queue(AHEAD)
+        self._got: Queue[_ReadBatch] = Queue(AHEAD)
+
+    def start(self) -> None:
+        """Begin to serve. An exception on one of the threads is the end of the process."""
+        for name, run in (
+            ("seal", self._seal),
+            ("write", self._write),
+            ("read", self._read),
+            ("check", self._check),
+        ):
+            threading.Thread(target=run, name=f"{self._tier}-{name}", daemon=True).start()
+
+    def want(self, order: Demote | Promote | DropObjects | DropNamespace) -> None:
+        """Queue an order; one that makes no sense is refused whole."""
+        match order:
+            case DropObjects() | DropNamespace():
+                self._to_write.put(order)
+            case _ if why := self._flaw(order):
+                self._report(refusal(order, why))
+            case Demote():
+                self._to_write.put(order)
+            case Promote():
+                self._to_read.put(order)
+
+    def _flaw(self, order: Demote | Promote) -> str:
+        n_keys, n_pages = len(each_key(order.keys)), count(order.pages)
+        if n_keys != n_pages:
+            return f"{n_keys} keys for {n_pages} pages"
+        strays = self._pages.strays(order.pages)
+        return f"page {strays[0]} is no page of the pool" if strays else ""
+
+    def _batches(self, order: OrderT) -> Iterator[_Batch[OrderT]]:
+        keys, pages = each_key(order.keys), page_ids(order.pages)
+        # One batch of nothing for an order of nothing: it is answered as any other.
+        for first in range(0, max(1, len(pages)), self._stride):
+            end = min(first + self._stride, len(pages))
+            yield _Batch(order, range(first, end), keys, pages)
+
+    # ---- what is written -------------------------------------------------------------------------
+
+    def _seal(self) -> None:
+        """Sum pages and make heads of them."""
+        while True:
+            order = self._to_write.get()
+            if not isinstance(order, Demote):
+                self._sealed.put(order)
+                continue
+            for batch in self._batches(order):
+                writes = [
+                    ObjectWrite(name, self._head(name.key, page), self._pages.addresses(page))
+                    for name, page in zip(batch.names, batch.pages, strict=True)
+                ]
+                self._sealed.put(_SealedBatch(batch, writes))
+
+    def _head(self, key: bytes, page: int) -> bytes:
+        head = ObjectHead(
+            key=key,
+            layout=self._layout,
+            page_bytes=self._pages.page_bytes,
+            page_sum=sum_of(key, self._pages.pieces(page)),
+        )
+        return packed_head(head)
+
+    def _write(self) -> None:
+        """Carry out what is sealed, in its order."""
+        tally = _Tally()
+        while True:
+            match self._sealed.get():
+                case DropObjects(namespace=namespace, keys=keys):
+                    self._backend.drop(ObjectName(namespace, key) for key in each_key(keys))
+                case DropNamespace(namespace=namespace):
+                    self._backend.drop_namespace(namespace)
+                case _SealedBatch(batch, writes):
+                    outcomes = self._backend.put(writes)
+                    for place, why in zip(batch.places, outcomes, strict=True):
+                        tally.count(place, why)
+                    if batch.is_last:
+                        self._report(self._demoted(batch.order, tally))
+                        tally = _Tally()
+
+    def _demoted(self, order: Demote, tally: _Tally) -> Demoted:
+        return Demoted(
+            at_s=UNSTAMPED,
+            ticket=order.ticket,
+            written=tuple(tally.good),
+            n_bytes=len(tally.good) * self._pages.page_bytes,
+            why=tally.why,
+        )
+
+    # ---- what is read ----------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Read objects over their pages."""
+        while True:
+            for batch in self._batches(self._to_read.get()):
+                reads = [
+                    ObjectRead(name, self._judge(name.key), self._pages.addresses(page))
+                    for name, page in zip(batch.names, batch.pages, strict=True)
+                ]
+                self._got.put(_ReadBatch(batch, self._backend.get(reads)))
+
+    def _judge(self, key: bytes) -> Callable[[bytes], ObjectHead | BadObject]:
+        return partial(read_head, key=key, layout=self._layout, page_bytes=self._pages.page_bytes)
+
+    def _check(self) -> None:
+        """Compare what was read with its sums; remove what is not what it should be."""
+        tally = _Tally()
+        while True:
+            batch, heads = self._got.get()
+            for at, (name, page, head) in enumerate(
+                zip(batch.names, batch.pages, heads, strict=True), batch.places.start
+            ):
+                why = self._wrong(name.key, page, head)
+                if why:
+                    self._backend.drop([name])
+                tally.count(at, why)
+            if batch.is_last:
+                self._report(self._promoted(batch.order, tally))
+                tally = _Tally()
+
+    def _wrong(self, key: bytes, page: int, head: ObjectHead | BadObject) -> str:
+        """What is wrong with an object that was read; empty if its page is what it should be."""
+        if isinstance(head, BadObject):
+            why = head.why
+        elif sum_of(key, self._pages.pieces(page)) == head.page_sum:
+            return ""
+        else:
+            why = "its page does not have the sum that its head says"
+        return f"object {key.hex()[:12]}: {why}"
+
+    def _promoted(self, order: Promote, tally: _Tally) -> Promoted:
+        return Promoted(
+            at_s=UNSTAMPED,
+            ticket=order.ticket,
+            bad=tuple(tally.bad),
+            n_bytes=len(tally.good) * self._pages.page_bytes,
+            why=tally.why,
+        )

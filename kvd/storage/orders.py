@@ -1,0 +1,92 @@
+"""What the daemon tells the storage process, and what it hears back.
+
+As with the transfer process (``kvd.transfer.orders``): an order is an effect of a step, as it
+stands, and a report becomes an input once the daemon has stamped it. What is declared here passes
+between the two processes alone.
+
+Invariants:
+  - ``StorageReady`` is the first report; then ``Found`` of what lies in a tier, then one
+    ``Searched`` of it.
+  - Each ``Demote`` is answered by one ``Demoted``, each ``Promote`` by one ``Promoted``.
+  - What is written or dropped is so in the order of the orders; what is read waits for none of it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from kvd.core.effects import StorageOrder
+from kvd.core.inputs import StorageReport
+from kvd.transfer.orders import Dying, OrderStream, RegionPlan
+
+
+class ObjectPart(msgspec.Struct, frozen=True):
+    """What an object has of one region: ``factor`` pages of it for each page of the pool."""
+
+    region: str
+    factor: int = 1
+
+
+class DirectoryPlan(msgspec.Struct, frozen=True):
+    """A tier in a directory of this host."""
+
+    tier: str
+    directory: str
+
+
+class BeginStorage(msgspec.Struct, frozen=True, tag="begin"):
+    """The first order: what this process maps, what an object is made of, and where objects lie.
+
+    ``kept`` and ``regions`` have descriptors of the sender, which travel beside the order.
+    ``layout`` is the fingerprint of the pool: objects of another one are of no use to it.
+    """
+
+    name: str
+    kept: tuple[int, ...]
+    regions: tuple[RegionPlan, ...]
+    parts: tuple[ObjectPart, ...]
+    layout: str
+    tiers: tuple[DirectoryPlan, ...]
+
+
+class StorageReady(msgspec.Struct, frozen=True, tag="storage-ready"):
+    """The pool is mapped, and every tier can be used; what lies in them is looked for now."""
+
+    transport: str
+
+
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    """Objects of a namespace that lie in a tier, ``KEY_BYTES`` of each, the oldest used first."""
+
+    tier: str
+    namespace: str
+    keys: bytes
+
+
+class Searched(msgspec.Struct, frozen=True, tag="searched"):
+    """All that lies in a tier has been told; ``removed`` of what lay there was no object of it."""
+
+    tier: str
+    removed: int
+    why: str = ""
+    """Of the first one that was removed."""
+
+
+StorageOrders = BeginStorage | StorageOrder
+StorageReports = StorageReady | Dying | Found | Searched | StorageReport
+
+STORAGE_STREAM: Final[OrderStream[StorageOrders, StorageReports]] = OrderStream(
+    msgspec.msgpack.Decoder(StorageOrders), msgspec.msgpack.Decoder(list[StorageReports])
+)
+
+
+def with_received(begin: BeginStorage, received: list[int]) -> BeginStorage:
+    """The order with the numbers that its descriptors have where they arrived."""
+    kept, mapped = received[: len(begin.kept)], received[len(begin.kept) :]
+    regions = tuple(
+        replace(region, fd=fd) for region, fd in zip(begin.regions, mapped, strict=True)
+    )
+    return replace(begin, kept=tuple(kept), regions=regions)

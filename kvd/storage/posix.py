@@ -1,0 +1,397 @@
+"""A tier in a directory of this host: one file an object.
+
+    DIRECTORY/kvd-tier                                     says that kvd may remove what lies here
+    DIRECTORY/lock                                         held by the process that writes here
+    DIRECTORY/LAYOUT/writing/N                             an object that is being written
+    DIRECTORY/LAYOUT/=NAMESPACE/KK/KEY                     an object; KK are the first digits of KEY
+
+``LAYOUT`` and ``KEY`` are hexadecimal digests; a namespace is escaped as in an URL, and one that is
+too long for a file name is a digest, with its name in a file beside its objects.
+
+An object is written under ``writing`` and gets its name when it is whole, so a process that is
+killed at any moment leaves a whole object or none. A host that loses power may leave one whose page
+did not reach the disk: its sum says so when it is read. When an object was last used is the time of
+its file. Room for it is taken before anything is written, so a full disk is said in its own words.
+
+Only the user of the daemon may read the directory: the pages of prompts are in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import time
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import quote, unquote
+
+import numpy as np
+from typing_extensions import override
+
+from kvd.core.tiers.keys import KEY_BYTES
+from kvd.storage.backend import (
+    Backend,
+    Capabilities,
+    ObjectName,
+    SearchOutcome,
+    StorageLost,
+    StoredObject,
+)
+from kvd.storage.nixl_files import FileMove, FileQueue
+from kvd.storage.objects import HEAD_BYTES, BadObject, object_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kvd.storage.backend import ObjectRead, ObjectWrite
+    from kvd.storage.objects import ObjectHead
+    from kvd.storage.pages import ObjectPages
+    from kvd.transfer.nixl import Binding, MemorySpan
+
+MARK: Final = "kvd-tier"
+LOCK: Final = "lock"
+WRITING: Final = "writing"
+NAME: Final = "namespace"
+"""The file that has the name of a namespace whose directory is a digest."""
+
+LOCK_S: Final = 5.0
+"""How long the process before may take to end."""
+LOCK_EVERY_S: Final = 0.02
+LONGEST_NAME: Final = 200
+
+_HEX: Final = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+
+
+class DirectoryTier(Backend):
+    """One directory, of which this process has the lock."""
+
+    def __init__(self, directory: str, layout: bytes, pages: ObjectPages) -> None:
+        """Take the directory; ``begin`` makes it ready to move bytes.
+
+        Raises:
+            StorageLost: it cannot be used; the message says why, and what to do.
+        """
+        self.capabilities = Capabilities(
+            transport="nixl POSIX (libaio)",
+            can_search=True,
+            batch_bytes=16 * 2**20,
+            batch_objects=64,
+        )
+        self._directory = directory
+        self._root = os.path.join(directory, layout.hex())
+        self._writing = os.path.join(self._root, WRITING)
+        self._size = object_bytes(pages.page_bytes)
+        self._shape = (pages.offsets + np.uint64(HEAD_BYTES), pages.sizes)
+        self._made: set[str] = set()
+        """Directories that are known to be there."""
+        self._drafts = 0
+        try:
+            self._lock = _taken(directory)
+            os.makedirs(self._writing, mode=0o700, exist_ok=True)
+        except OSError as exc:
+            raise StorageLost(f"the directory {directory} cannot be used: {exc.strerror}") from exc
+
+    def begin(self, binding: Binding, name: str, spans: Sequence[MemorySpan]) -> None:
+        """Be ready to write and to read.
+
+        Raises:
+            NixlUnusable: NIXL refuses.
+        """
+        # One each: a queue's completions are told to whoever asks, and two threads would.
+        self._writes = FileQueue(binding, f"{name}-writes", spans, self._shape)
+        self._reads = FileQueue(binding, f"{name}-reads", spans, self._shape)
+
+    # ---- objects ---------------------------------------------------------------------------------
+
+    @override
+    def put(self, objects: Sequence[ObjectWrite]) -> list[str]:
+        with contextlib.ExitStack() as opened:
+            drafts = [self._draft(write.head, opened) for write in objects]
+            self._writes.write(
+                [
+                    FileMove(draft.fd, write.addresses)
+                    for draft, write in zip(drafts, objects, strict=True)
+                    if isinstance(draft, _Draft)
+                ]
+            )
+            return [
+                self._named(draft.path, write.name) if isinstance(draft, _Draft) else draft.why
+                for draft, write in zip(drafts, objects, strict=True)
+            ]
+
+    def _draft(self, head: bytes, opened: contextlib.ExitStack) -> _Draft | BadObject:
+        """A file with room for an object, and its head; closed with ``opened``."""
+        self._drafts += 1
+        path = os.path.join(self._writing, str(self._drafts))
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            opened.callback(os.close, fd)
+            _reserve(fd, self._size)
+            os.pwrite(fd, head, 0)
+        except OSError as exc:
+            return BadObject(self._refused(path, exc))
+        return _Draft(fd, path)
+
+    def _named(self, path: str, name: ObjectName) -> str:
+        """Give a written file its name; why it has none."""
+        try:
+            self._have_directory(name)
+            os.rename(path, self._path(name))
+        except OSError as exc:
+            return self._refused(path, exc)
+        return ""
+
+    def _refused(self, path: str, exc: OSError) -> str:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        return f"{self._directory}: {exc.strerror}"
+
+    @override
+    def get(self, objects: Sequence[ObjectRead]) -> list[ObjectHead | BadObject]:
+        with contextlib.ExitStack() as opened:
+            found = [self._opened(read, opened) for read in objects]
+            sources = [
+                (source, read)
+                for source, read in zip(found, objects, strict=True)
+                if isinstance(source, _Source)
+            ]
+            try:
+                self._reads.read([FileMove(source.fd, read.addresses) for source, read in sources])
+            except StorageLost:
+                # Any of them may be what cannot be read: the next process must not meet it again.
+                self.drop(read.name for _, read in sources)
+                raise
+            for source, _ in sources:
+                # Dropped meanwhile is no error, nor is a file system that keeps no times.
+                with contextlib.suppress(OSError):
+                    os.utime(source.fd)
+        return [source.head if isinstance(source, _Source) else source for source in found]
+
+    def _opened(self, read: ObjectRead, opened: contextlib.ExitStack) -> _Source | BadObject:
+        """The file of an object that is as long as it says, and is what it should be."""
+        try:
+            fd = os.open(self._path(read.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            opened.callback(os.close, fd)
+            size = os.fstat(fd).st_size
+            head = read.judge(os.pread(fd, HEAD_BYTES, 0))
+        except FileNotFoundError:
+            return BadObject("it is not there")
+        except OSError as exc:
+            return BadObject(f"{exc.strerror}")
+        if isinstance(head, BadObject):
+            return head
+        # A read beyond the end would fail without saying of which file.
+        if size != self._size:
+            return BadObject(f"its file has {size} bytes where {self._size} are right")
+        return _Source(fd, head)
+
+    @override
+    def exists(self, names: Sequence[ObjectName]) -> list[bool]:
+        return [os.path.exists(self._path(name)) for name in names]
+
+    @override
+    def drop(self, names: Iterable[ObjectName]) -> None:
+        for name in names:
+            # What cannot be removed is found at the next search.
+            with contextlib.suppress(OSError):
+                os.unlink(self._path(name))
+
+    @override
+    def drop_namespace(self, namespace: str) -> None:
+        directory = os.path.join(self._root, _escaped(namespace))
+        shutil.rmtree(directory, ignore_errors=True)
+        self._made = {made for made in self._made if not made.startswith(f"{directory}/")}
+
+    def _path(self, name: ObjectName) -> str:
+        key = name.key.hex()
+        return os.path.join(self._root, _escaped(name.namespace), key[:2], key)
+
+    def _have_directory(self, name: ObjectName) -> None:
+        """Make the directory of an object, where it is not known to be there."""
+        directory = os.path.dirname(self._path(name))
+        if directory in self._made:
+            return
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        above = os.path.dirname(directory)
+        if not os.path.basename(above).startswith("="):
+            with open(os.path.join(above, NAME), "w", encoding="utf-8") as file:
+                file.write(name.namespace)
+        self._made.add(directory)
+
+    # ---- what lies there -------------------------------------------------------------------------
+
+    @override
+    def search(self) -> SearchOutcome:
+        removed: list[str] = []
+        for entry in _entries(self._directory):
+            if _HEX.fullmatch(entry.name) and entry.path != self._root:
+                removed.append(f"{entry.name[:12]} is of a pool with another layout")
+                shutil.rmtree(entry.path, ignore_errors=True)
+        objects: list[StoredObject] = []
+        for entry in _entries(self._root):
+            if entry.name == WRITING:
+                removed += (
+                    "one was being written when its process ended" for _ in _entries(entry.path)
+                )
+                _emptied(entry.path)
+                continue
+            namespace = _unescaped(entry)
+            if namespace is None:
+                removed.append(f"{entry.name[:40]} is no namespace")
+                shutil.rmtree(entry.path, ignore_errors=True)
+                continue
+            objects += self._found(namespace, entry.path, removed)
+        objects.sort(key=lambda found: found.used_ns)
+        return SearchOutcome(objects, len(removed), removed[0] if removed else "")
+
+    def _found(self, namespace: str, path: str, removed: list[str]) -> Iterator[StoredObject]:
+        """The objects of one namespace."""
+        for digits in _entries(path):
+            if digits.name == NAME:
+                continue
+            for entry in _entries(digits.path):
+                seen = entry.stat(follow_symlinks=False)
+                why = ""
+                if not _HEX.fullmatch(entry.name) or not stat.S_ISREG(seen.st_mode):
+                    why = "is no object"
+                elif entry.name[:2] != digits.name:
+                    why = "lies in another directory than it should"
+                elif seen.st_size != self._size:
+                    why = f"has {seen.st_size} bytes where {self._size} are right"
+                if why:
+                    removed.append(f"{entry.name[:40]} {why}")
+                    _removed(entry)
+                    continue
+                key = bytes.fromhex(entry.name)
+                yield StoredObject(ObjectName(namespace, key), seen.st_mtime_ns)
+            with contextlib.suppress(OSError):
+                os.rmdir(digits.path)  # refused while it has anything
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+
+
+class _Draft(NamedTuple):
+    """A file that is being written."""
+
+    fd: int
+    path: str
+
+
+class _Source(NamedTuple):
+    """An object that is read."""
+
+    fd: int
+    head: ObjectHead
+
+
+def _taken(directory: str) -> int:
+    """Make the directory if it is not there, and take its lock.
+
+    Raises:
+        OSError: the kernel refuses.
+        StorageLost: somebody else's things are in it, others may look into it, or a process uses
+            it.
+    """
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    seen = os.stat(directory)
+    mode = stat.S_IMODE(seen.st_mode)
+    if seen.st_uid != os.geteuid() or mode & 0o077:
+        raise StorageLost(
+            f"the directory {directory} is of user {seen.st_uid} with mode {mode:04o}, and pages "
+            f"of prompts are for user {os.geteuid()} alone: chown it, and chmod 0700"
+        )
+    mark = os.path.join(directory, MARK)
+    if not os.path.exists(mark):
+        # Whatever lies in a tier and is no object of it is removed: so nobody else's may.
+        others = sorted(set(os.listdir(directory)) - {"lost+found"})
+        if others:
+            raise StorageLost(
+                f"the directory {directory} has {others[0]!r} in it and is no tier of kvd: name an "
+                "empty one, or one that is not there"
+            )
+        with open(mark, "w", encoding="ascii") as file:
+            file.write("kvd removes from this directory whatever is no object of its pool.\n")
+    lock = os.open(os.path.join(directory, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    until_s = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                os.close(lock)
+                raise StorageLost(
+                    f"the directory {directory} is in use by another process: a directory is of "
+                    "one daemon"
+                ) from None
+            time.sleep(LOCK_EVERY_S)
+        else:
+            return lock
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Make the file that long, with room for all of it.
+
+    Raises:
+        OSError: there is none.
+    """
+    if not _libc.fallocate(fd, 0, 0, size):
+        return
+    code = ctypes.get_errno()
+    if code != errno.EOPNOTSUPP:
+        raise OSError(code, os.strerror(code))
+    # A file system that takes no room ahead: what it says is free must do.
+    room = os.fstatvfs(fd)
+    if room.f_bavail * room.f_frsize < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(fd, size)
+
+
+def _escaped(namespace: str) -> str:
+    """The directory of a namespace."""
+    name = f"={quote(namespace, safe='')}"
+    if len(name) <= LONGEST_NAME:
+        return name
+    return blake2b(namespace.encode(), digest_size=KEY_BYTES).hexdigest()
+
+
+def _unescaped(entry: os.DirEntry[str]) -> str | None:
+    """The namespace of a directory; None if it is of none."""
+    if entry.name.startswith("="):
+        namespace = unquote(entry.name[1:])
+    else:
+        try:
+            with open(os.path.join(entry.path, NAME), encoding="utf-8") as file:
+                namespace = file.read()
+        except (OSError, UnicodeDecodeError):
+            return None
+    return namespace if _escaped(namespace) == entry.name else None
+
+
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    """What is in a directory; nothing where it is none, or is gone."""
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _emptied(path: str) -> None:
+    for entry in _entries(path):
+        _removed(entry)
+
+
+def _removed(entry: os.DirEntry[str]) -> None:
+    if entry.is_dir(follow_symlinks=False):
+        shutil.rmtree(entry.path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        os.unlink(entry.path)

@@ -1,0 +1,174 @@
+"""The storage process: ``python -m kvd.storage.worker SOCKET PARENT``.
+
+The loop only takes orders: it hands each to the lanes of its tier, whose threads write, read and
+report. So an order never waits behind a disk before it is read, and a report goes out when it is
+made. What lies in a tier is looked for before its lanes have anything to do, on this thread.
+
+An exception on a thread of a lane, a bug or a ``StorageLost``, ends the process, which says so
+last: what it had under way is over with it. The process ends with its parent too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from itertools import groupby
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from kvd.core.effects import Demote, Promote
+from kvd.core.tiers.keys import KEY_BYTES
+from kvd.storage.backend import StorageLost
+from kvd.storage.lane import TierLanes, refusal
+from kvd.storage.orders import (
+    STORAGE_STREAM,
+    BeginStorage,
+    Found,
+    Searched,
+    StorageReady,
+    with_received,
+)
+from kvd.storage.pages import ObjectPages
+from kvd.storage.posix import DirectoryTier
+from kvd.transfer.child import die_with, first_orders
+from kvd.transfer.mapping import RegionUnusable, keep_map, map_region
+from kvd.transfer.nixl import Binding, MemorySpan, NixlUnusable
+from kvd.transfer.orders import Dying, Frames
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvd.storage.backend import Backend, SearchOutcome
+    from kvd.storage.orders import StorageOrders, StorageReports
+
+READ_BYTES: Final = 2**20
+LAST_WORDS_S: Final = 2.0
+FOUND_KEYS: Final = 512
+"""Told at a time: the node takes them in one step."""
+AGE_SLICES: Final = 64
+"""What was found is told by age, and what is of one namespace together within each of these."""
+NICENESS: Final = 5
+"""Handoffs and requests go first."""
+
+
+class StorageWorker:
+    """The loop of the storage process."""
+
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._frames = Frames()
+        self._lanes: dict[str, TierLanes] = {}
+        self._sending = threading.Lock()
+
+    def run(self) -> None:
+        """Serve until the end of the order socket.
+
+        Raises:
+            NixlUnusable: NIXL is missing or refuses.
+            RegionUnusable: a region cannot be mapped.
+            StorageLost: a tier cannot be used.
+        """
+        orders, received = first_orders(self._orders, self._frames, STORAGE_STREAM)
+        if not isinstance(orders[0], BeginStorage):
+            raise StorageLost(f"the first order is {type(orders[0]).__name__}, not Begin")
+        self._begin(with_received(orders[0], received))
+        for order in orders[1:]:
+            self._obey(order)
+        while data := self._orders.recv(READ_BYTES):
+            for body in self._frames.feed(data):
+                self._obey(STORAGE_STREAM.order_of(body))
+
+    def fail(self, why: str) -> NoReturn:
+        """Say the last words, and end."""
+        # Whoever holds the lock may be stuck in a send to a daemon that is gone.
+        self._sending.acquire(timeout=LAST_WORDS_S)
+        self._orders.settimeout(LAST_WORDS_S)
+        with contextlib.suppress(OSError):
+            self._orders.sendall(STORAGE_STREAM.frame_of([Dying(why)]))
+        os._exit(1)
+
+    def _begin(self, begin: BeginStorage) -> None:
+        threading.excepthook = self._broke  # before there is a thread that others wait for
+        for descriptor in begin.kept:
+            keep_map(descriptor)
+        notes = {plan.name: map_region(plan) for plan in begin.regions}
+        for plan in begin.regions:
+            os.close(plan.fd)
+        pages = ObjectPages(notes, begin.parts)
+        layout = bytes.fromhex(begin.layout)
+        # Its lock first: two processes of one directory would remove each other's objects.
+        tiers = {plan.tier: DirectoryTier(plan.directory, layout, pages) for plan in begin.tiers}
+        binding = Binding()
+        spans = [MemorySpan(note.address, note.region_bytes) for note in notes.values()]
+        for name, tier in tiers.items():
+            tier.begin(binding, f"{begin.name}-{name}", spans)
+        self._report(StorageReady(f"{binding.module} POSIX"))
+        for name, tier in tiers.items():
+            self._serve(name, tier, pages, layout)
+
+    def _serve(self, name: str, tier: Backend, pages: ObjectPages, layout: bytes) -> None:
+        """Say what lies there; then its lanes have work."""
+        found = tier.search()
+        for report in _told(name, found):
+            self._report(report)
+        self._report(Searched(name, found.removed, found.why))
+        self._lanes[name] = lanes = TierLanes(name, tier, pages, layout, self._report)
+        lanes.start()
+
+    def _obey(self, order: StorageOrders) -> None:
+        if isinstance(order, BeginStorage):
+            raise StorageLost("it was begun twice")
+        lanes = self._lanes.get(order.tier)
+        if lanes is not None:
+            lanes.want(order)
+        elif isinstance(order, Demote | Promote):
+            self._report(refusal(order, f"there is no tier {order.tier!r} here"))
+
+    def _report(self, report: StorageReports) -> None:
+        """Send it, from any thread."""
+        frame = STORAGE_STREAM.frame_of([report])
+        with self._sending:
+            try:
+                self._orders.sendall(frame)
+            except OSError:
+                os._exit(0)  # the daemon is gone
+
+    def _broke(self, args: threading.ExceptHookArgs) -> None:
+        """A thread has ended by an exception: others wait for it."""
+        if isinstance(args.exc_value, StorageLost):
+            self.fail(str(args.exc_value))
+        threading.__excepthook__(args)
+        name = "" if args.thread is None else args.thread.name
+        self.fail(f"thread {name} ended by {args.exc_type.__name__}: {args.exc_value}")
+
+
+def _told(tier: str, found: SearchOutcome) -> Iterator[Found]:
+    """What lies there: roughly by age, and some of one namespace at a time."""
+    stride = max(1, -(-len(found.objects) // AGE_SLICES))
+    for first in range(0, len(found.objects), stride):
+        names = [stored.name for stored in found.objects[first : first + stride]]
+        # Stable: by age within each namespace.
+        names.sort(key=lambda name: name.namespace)
+        for namespace, same in groupby(names, key=lambda name: name.namespace):
+            keys = b"".join(name.key for name in same)
+            for start in range(0, len(keys), FOUND_KEYS * KEY_BYTES):
+                yield Found(tier, namespace, keys[start : start + FOUND_KEYS * KEY_BYTES])
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is the first argument."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    die_with(parent)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    os.nice(NICENESS)
+    worker = StorageWorker(socket.socket(fileno=descriptor))
+    try:
+        worker.run()
+    except (NixlUnusable, RegionUnusable, StorageLost) as exc:
+        worker.fail(str(exc))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""What leaves the pool of a real daemon is on its disk, and comes back as it was, or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvd.client import connect_sync as connect
+from kvd.storage.objects import HEAD_BYTES, object_bytes
+from tests.daemon.kv import PAGE, PAGE_BYTES, SHAPE, digest, tokens_of, write
+from tests.support.daemons import Daemon, two_daemons
+
+PROMPT_PAGES = 24
+PROMPT_TOKENS = PROMPT_PAGES * PAGE
+N_PROMPTS = 14
+"""More than the pool has room for."""
+OBJECT_BYTES = object_bytes(PAGE_BYTES)
+LIMIT_S = 30.0
+
+
+def settings(tmp_path, **sets) -> dict[str, str]:
+    """Of a daemon with a tier."""
+    of_tier = {
+        "tiers.disk.directory": str(tmp_path / "tier"),
+        "tiers.disk.size": "64MiB",
+        "tiers.disk.max_moving": "512KiB",
+        "tiers.disk.deadline_s": "2",
+        "tiers.disk.wait_s": "5",
+    }
+    return SHAPE | of_tier | sets
+
+
+class Tiered:
+    """A daemon with a tier, and prompts that do not fit into its pool."""
+
+    def __init__(self, daemon, tmp_path) -> None:
+        self.directory = tmp_path / "tier"
+        self.daemon = daemon
+        self.prompts = [tokens_of(PROMPT_TOKENS, seed) for seed in range(N_PROMPTS)]
+        self.digests: dict[int, str] = {}
+
+    def start(self) -> None:
+        self.daemon.start()
+        self.daemon.wait_ready()
+
+    def compute(self, number: int) -> None:
+        """Have a prompt cached, as an engine has."""
+        with connect(self.daemon.client, name="engine") as node:
+            lease = node.lease(self.prompts[number])
+            write(node, lease, self.prompts[number])
+            self.digests[number] = digest(node, lease.pages)
+            lease.release(())
+
+    def fill(self) -> None:
+        """All prompts, one after the other: the pool has only the last ones in the end."""
+        for number in range(N_PROMPTS):
+            self.compute(number)
+            self.settle()
+
+    def settle(self) -> None:
+        """Return when nothing has been written for a moment."""
+        files, since_s = self.files(), time.monotonic()
+        while time.monotonic() < since_s + 0.3:
+            time.sleep(0.02)
+            if self.files() != files:
+                files, since_s = self.files(), time.monotonic()
+
+    def lease(self, number: int) -> int:
+        """How many tokens of a prompt are found; with the rest computed it is what it was."""
+        with connect(self.daemon.client, name="reader") as node:
+            lease = node.lease(self.prompts[number])
+            found = lease.prefix_len
+            write(node, lease, self.prompts[number])
+            assert digest(node, lease.pages) == self.digests[number]
+            lease.release()
+        return found
+
+    def match(self, number: int) -> int:
+        """What of it is in the pool."""
+        with connect(self.daemon.client, name="router") as node:
+            return node.match(self.prompts[number]).tokens
+
+    def until_found(self, number: int) -> None:
+        """Return when all of it is found again."""
+        until_s = time.monotonic() + LIMIT_S
+        while self.lease(number) < PROMPT_TOKENS:
+            assert time.monotonic() < until_s, f"prompt {number} is not found"
+            time.sleep(0.1)
+
+    def objects(self):
+        """The files of objects, the oldest used first."""
+        found = [path for path in self.directory.glob("*/*/*/*") if len(path.name) == 40]
+        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+
+    def files(self) -> int:
+        """How many objects lie there."""
+        return len(list(self.directory.glob("*/*/*/*")))
+
+    def n_bytes(self) -> int:
+        """What lies there takes."""
+        done = subprocess.run(
+            ["du", "-s", "-B1", "--exclude=lock", self.directory], capture_output=True, check=False
+        )
+        return int(done.stdout.split()[0])
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes one that serves."""
+    made: list[Tiered] = []
+
+    def one(**sets) -> Tiered:
+        made.append(Tiered(Daemon("solo", tmp_path, settings(tmp_path, **sets)), tmp_path))
+        made[-1].start()
+        return made[-1]
+
+    yield one
+    for tiered in made:
+        tiered.daemon.stop()
+
+
+@pytest.fixture
+def tiered(make):
+    """One that serves, with all that is cached written but for the last."""
+    made = make()
+    made.fill()
+    return made
+
+
+def test_what_was_evicted_comes_back_as_it_was_and_outlives_the_daemon(tiered):
+    assert tiered.match(0) == 0
+    assert tiered.lease(0) == PROMPT_TOKENS
+    assert tiered.match(0) == PROMPT_TOKENS
+    (tier,) = tiered.daemon.snapshot().tiers
+    assert (tier.state, tier.hits, tier.bad) == ("serving", 1, 0)
+    assert tier.read == PROMPT_PAGES
+    assert tier.read_bytes == PROMPT_PAGES * PAGE_BYTES
+    assert tier.objects == tiered.files()
+    assert 'kvd_tier_requests_total{outcome="hit",tier="disk"} 1.0' in tiered.daemon.metrics()
+
+    tiered.daemon.kill()
+    tiered.start()
+
+    tiered.until_found(1)
+    assert tiered.lease(2) == PROMPT_TOKENS
+
+
+def test_a_pull_asks_for_nothing_that_lies_in_the_tier(tmp_path):
+    with two_daemons(tmp_path, settings(tmp_path), prefill=SHAPE) as pair:
+        tiered = Tiered(pair.decode, tmp_path)
+        tiered.fill()
+        longer = np.concatenate([tiered.prompts[0], tokens_of(8 * PAGE, seed=99)])
+        with connect(pair.prefill.client, name="engine") as node:
+            lease = node.lease(longer)
+            write(node, lease, longer)
+            there = digest(node, lease.pages)
+            lease.release(())
+
+        assert tiered.match(0) == 0
+        with connect(pair.decode.client, name="reader") as node:
+            receive = node.receive(longer, source="p")
+            receive.done()
+
+            assert receive.prefix_len == PROMPT_TOKENS
+            assert receive.lease.kv_len == len(longer)
+            assert digest(node, receive.lease.pages) == there
+
+
+def test_a_storage_process_that_is_killed_costs_hits_and_no_transfer_process(tiered):
+    transfer, storage = tiered.daemon.transfer_pid(), tiered.daemon.storage_pid()
+
+    os.kill(storage, signal.SIGKILL)
+    tiered.lease(0)
+    tiered.until_found(1)
+
+    assert tiered.daemon.transfer_pid() == transfer
+    assert tiered.daemon.storage_pid() != storage
+
+
+def test_a_storage_process_that_hangs_is_waited_for_and_replaced(tiered):
+    storage = tiered.daemon.storage_pid()
+    os.kill(storage, signal.SIGSTOP)
+
+    began_s = time.monotonic()
+    tiered.lease(0)  # found or not: what it has is right
+    took_s = time.monotonic() - began_s
+    tiered.until_found(1)
+
+    assert took_s < 10
+    assert tiered.daemon.storage_pid() != storage
+
+
+def test_an_object_that_was_damaged_is_not_used_and_nothing_behind_it(tiered):
+    # Of every tenth, another thing is wrong.
+    for number, path in enumerate(tiered.objects()[::10]):
+        match number % 3:
+            case 0:
+                os.truncate(path, OBJECT_BYTES // 2)
+            case 1:
+                with path.open("r+b") as file:
+                    file.seek(HEAD_BYTES + 100)
+                    file.write(b"damaged")
+            case 2:
+                path.write_bytes(tiered.objects()[number * 10 + 1].read_bytes())
+
+    found = [tiered.lease(number) for number in range(4)]
+
+    assert min(found) < PROMPT_TOKENS
+    assert all(tokens % PAGE == 0 for tokens in found)
+
+
+def test_what_lies_there_never_takes_more_than_its_size(make):
+    bound = 80 * OBJECT_BYTES
+    tiered = make(**{"tiers.disk.size": f"{bound // 1024}KiB"})
+    tiered.settle()
+    directories = 300 * 4096
+    most, over = [0], threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            most[0] = max(most[0], tiered.files())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    tiered.fill()
+    over.set()
+    thread.join()
+
+    assert 40 <= tiered.files() <= 80
+    assert most[0] <= 80
+    assert tiered.n_bytes() <= bound + directories
+    tiered.until_found(N_PROMPTS - 12)
+
+
+def test_a_directory_that_cannot_be_used_is_told_and_the_daemon_serves(make, tmp_path):
+    (tmp_path / "tier").mkdir(mode=0o700)
+    (tmp_path / "tier" / "mine").write_text("x")
+
+    tiered = make()
+
+    assert tiered.match(0) == 0
+    tiered.daemon.wait_for(
+        lambda: "is no tier of kvd" in tiered.daemon.snapshot().tiers[0].why, "says nothing", 20.0
+    )
+    assert tiered.daemon.snapshot().tiers[0].state == "down"
+    tiered.compute(0)
+    assert tiered.lease(0) == PROMPT_TOKENS
+    assert (tmp_path / "tier" / "mine").read_text() == "x"
+
+
+def test_a_full_disk_costs_hits_and_nothing_else(make, tmp_path):
+    (tmp_path / "tier").mkdir(mode=0o700)
+    size = f"size={60 * OBJECT_BYTES}"
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"{size},mode=700", "tmpfs", tmp_path / "tier"],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("this user may mount nothing here")
+    try:
+        tiered = make()
+        tiered.fill()
+
+        found = [tiered.lease(number) for number in range(N_PROMPTS)]
+        tiered.daemon.stop()
+    finally:
+        subprocess.run(["umount", "-l", tmp_path / "tier"], check=True)
+
+    assert found.count(PROMPT_TOKENS) > 0
