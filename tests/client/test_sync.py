@@ -260,6 +260,48 @@ def test_a_failed_handoff_raises(daemon: Daemon) -> None:
             handoff.done()
 
 
+@pytest.mark.parametrize("end", ["received", "failed", "cancelled"])
+def test_what_has_come_of_a_receive_is_told_until_it_has_ended(daemon: Daemon, end: str) -> None:
+    row = pack_ids([4, 5, 6])
+    daemon.script = lambda request, _: [
+        wire.Receiving(request.call, 11, 8)
+        if isinstance(request, wire.ReceiveRequest)
+        else wire.Done(request.call)
+    ]
+
+    with kvd.client.connect_sync(daemon.endpoint, name="decode-0") as node:
+        handoff = node.receive(7, list(range(40)), "prefill-1", as_it_comes=True)
+        assert handoff.arriving is None
+        daemon.push(wire.Arriving(11, 70, 16, row))
+        daemon.push(wire.Arriving(11, 70, 32))
+        until_read(node, lambda: handoff.arriving is not None and handoff.arriving.n_tokens == 32)
+        come = handoff.arriving
+        assert come is not None
+        assert come.pages.tolist() == [4, 5, 6]
+        assert (come.key.lease, come.key.session) == (70, node.session)
+        node.check(come.key)
+        if end == "cancelled":
+            handoff.cancel()
+        else:
+            over = wire.Received(11, 70, row, b"")
+            daemon.push(over if end == "received" else wire.ReceiveFailed(11, ABORTED))
+            until_read(node, lambda: handoff.wrapped.is_ended)
+        assert handoff.arriving is None
+        if end == "failed":
+            with pytest.raises(KvdError, match="unknown-lease"):
+                node.check(come.key)
+
+    assert isinstance(daemon.got[0], wire.ReceiveRequest)
+    assert daemon.got[0].as_it_comes
+
+
+def until_read(node: kvd.client.SyncNode, is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end_s, "it never comes"
+        node.pump()
+
+
 def test_connect_says_what_to_do_when_there_is_no_daemon(tmp_path: Any) -> None:
     with pytest.raises(KvdError, match=r"no daemon at .*attach.sock: start it"):
         kvd.client.connect_sync(f"ipc://{tmp_path}/client.sock", name="decode-0")
