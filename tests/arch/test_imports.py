@@ -98,10 +98,10 @@ NOT_IN_THE_CORE = {
 
 HOMES = {
     "torch": (
-        *("kvd/pools/", "kvd/device/", "kvd/demo/", "benchmarks/"),
+        *("kvd/pools/", "kvd/device/", "kvd/demo/", "kvd/connectors/transformers/", "benchmarks/"),
         *("kvd/client/mapping.py", "kvd/client/device_mapping.py"),
     ),
-    "transformers": ("kvd/demo/",),
+    "transformers": ("kvd/demo/", "kvd/connectors/transformers/", "benchmarks/transformers.py"),
     "flash_attn": ("kvd/device/attention.py",),
     "nixl": ("kvd/transfer/nixl.py",),
     "nixl_cu12": ("kvd/transfer/nixl.py",),
