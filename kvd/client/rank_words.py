@@ -181,7 +181,7 @@ class RankWords:
     def look(self) -> Refusal | None:
         """Why the daemon has hung up; None while it has not."""
         with self._reading:
-            self._take()
+            self._take(is_all=True)
         return self._end
 
     def renewed(self) -> None:
@@ -227,8 +227,8 @@ class RankWords:
             del self._watched[loop]
             loop.remove_reader(watch.fd)
 
-    def _take(self) -> None:
-        """Everything that has come; the caller reads alone."""
+    def _take(self, *, is_all: bool = False) -> None:
+        """What has come; the caller reads alone. ``is_all``: behind the last answer too."""
         while self._end is None:
             heard = self._attachment.hear()
             if heard is None:
@@ -238,8 +238,11 @@ class RankWords:
                     self._finish(heard)
                     return
                 word = self._open.pop(heard.call, None)
+                is_last = not self._open
             if word is not None:
                 word.settle(heard.refusal)
+            if is_last and not is_all:
+                return
 
     def _finish(self, why: Refusal) -> None:
         self._end = why

@@ -368,10 +368,11 @@ class Side(NodeShell):
         *,
         rank: int = 0,
         ranks: int = 1,
+        session: int = 1,
         worker: int = 1,
     ) -> Refusal | None:
-        """A process of session 1 says what it copies; why it may not, if so."""
-        self.feed(inputs.WorkerCopies(self.world.now_s, 1, worker, message, rank, ranks))
+        """A process of a session says what it copies; why it may not, if so."""
+        self.feed(inputs.WorkerCopies(self.world.now_s, session, worker, message, rank, ranks))
         self.world.run()
         told = self.told_workers[-1]
         assert (told.worker, told.call) == (worker, message.call), told

@@ -525,3 +525,53 @@ def test_groups_of_layers_lie_over_each_other(engine: Engine) -> None:
     expected[:2, [10, 11]] = engine.filled[:2, [3, 4]]
     expected[0, 12] = engine.filled[0, 2]
     assert (engine.there() == expected).all()
+
+
+# ---- whichever call of CUDA fails ----------------------------------------------------------------
+
+CALLS = ("is_capturing", "record", "has_come", "begin_copies", "event")
+STICKY = {700, 719}
+
+
+@pytest.mark.parametrize("number", [1, 2, 700, 719, 999])
+@pytest.mark.parametrize("name", CALLS)
+def test_whatever_fails_is_typed_and_no_end_is_untrue(
+    daemon: WordsDaemon,
+    cuda: Runtime,
+    double: Double,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    number: int,
+) -> None:
+    engine = Engine(daemon, cuda)
+    until(engine.lane.is_registered)
+    runtime = engine.lane._runtime
+    call = getattr(runtime, name)
+    failed = []
+
+    def fails_once(*args: Any, **more: Any) -> Any:
+        if not failed:
+            failed.append(name)
+            double.poison(number) if number in STICKY else double.fail_next(number)
+        return call(*args, **more)
+
+    monkeypatch.setattr(runtime, name, fails_once)
+    orders = []
+
+    def saved(block: int, page: int) -> None:
+        orders.append(engine.save([block], [page]))
+        orders[-1].result(5)
+
+    with pytest.raises(KvdError, match=rf"\({number}\)") as refused:
+        saved(3, 5)
+    double.poison(0)
+    assert refused.value.code == Code.POST_FAILED.value
+    assert not [word for word in daemon.ended.values() if word.is_done]
+    if not all(order.safe() for order in orders):
+        assert not daemon.worker.movers.is_quiet, "its pages are kept until this process is gone"
+    elif engine.blocks._mover._dead is not None:
+        with pytest.raises(KvdError, match="end this process"):
+            saved(4, 6)
+    else:
+        saved(4, 6)
+        assert (engine.pages()[:, 6] == engine.filled[:, 4]).all()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvd.client import Code, KvdError, LayerMemory
-from kvd.client.mover.mover import Mover
+from kvd.client.mover.pieces import PieceTable
 from kvd.device.cuda_library import VARIABLE, load
 from kvd.errors import Refusal
 from kvd.wire.attach import CopyBegins
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvd.client import PendingCopy
+    from kvd.client.mover.pieces import PieceColumns
     from kvd.device.cuda import Runtime
     from kvd.wire.attach import CopyEnds
     from tests.cuda.double import Double
@@ -62,6 +63,8 @@ class Walk:
 
     def __init__(self, seed: int, daemon: WordsDaemon, runtime: Runtime | None) -> None:
         self.rng = random.Random(seed)
+        # Of its own: another thread refuses, and what this one does next is not to hang on when.
+        self.refusals = random.Random(seed)
         self.daemon, self.runtime = daemon, runtime
         self.memory = numbered(np.random.default_rng(seed), (LAYERS, BLOCKS, BYTES))
         self.model = Model(self.rng, self.memory)
@@ -84,7 +87,7 @@ class Walk:
         daemon.refuse = self.refuse
 
     def refuse(self, word: CopyBegins | CopyEnds) -> Refusal | None:
-        if isinstance(word, CopyBegins) and self.rng.random() < 0.15:
+        if isinstance(word, CopyBegins) and self.refusals.random() < 0.15:
             self.refused += 1
             return Refusal(Code.WRONG_STATE, "not now", side="daemon")
         return None
@@ -197,19 +200,19 @@ def test_what_is_said_of_random_orders_is_true(seed: int, runtime: Runtime | Non
     walk(seed, runtime)
 
 
-def _load_what_is_saved(patch: pytest.MonkeyPatch) -> None:
-    """The last block of an order comes from elsewhere."""
-    begin = Mover._begin
+def _copy_another_block(patch: pytest.MonkeyPatch) -> None:
+    """The last block of an order is another; the order still has those that it named."""
+    pieces = PieceTable.pieces
 
-    def wrong(self: Mover, moving: Any) -> None:
-        part = moving.copy.parts[0]
-        part.blocks[-1] = (part.blocks[-1] + 1) % BLOCKS
-        begin(self, moving)
+    def wrong(self: PieceTable, blocks: Any, pages: Any, units: Any) -> PieceColumns:
+        others = blocks.copy()
+        others[-1] = (others[-1] + 1) % BLOCKS
+        return pieces(self, others, pages, units)
 
-    patch.setattr(Mover, "_begin", wrong)
+    patch.setattr(PieceTable, "pieces", wrong)
 
 
 def test_a_mover_that_copies_another_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    _load_what_is_saved(monkeypatch)
+    _copy_another_block(monkeypatch)
     with pytest.raises(AssertionError, match=r"(block|page) \d+"):
         walk(1, None)

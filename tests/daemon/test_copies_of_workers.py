@@ -1,4 +1,4 @@
-"""A worker that is stopped in the middle of a copy: nobody is given what it may still write."""
+"""A worker that is stopped or dies at a step of a copy: nobody is given what it may still write."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvd.client import SyncLease, SyncNode
+    from kvd.wire.snapshot import LeaseState
     from tests.support.daemons import Daemon
 
 BLOCKS, POOL = 40, 33
@@ -28,18 +29,31 @@ WORKER = f"""
 import os, signal, sys, time
 import numpy as np
 import kvd.client
+from kvd.client.attachment import Attachment
 from kvd.client.mover.host_lane import HostLane
+from kvd.wire.attach import CopyBegins, CopyEnds
 
-begin = HostLane.begin
+endpoint, key, step = sys.argv[1:4]
+begin, say = HostLane.begin, Attachment.say
 
-def stops_first(lane, columns, *, to_pages):
-    print("moving", flush=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.2)  # this thread may go on for a moment
+def stop(at):
+    if at == step:
+        print(step, flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.2)  # this thread may go on for a moment
+
+def begins(lane, columns, *, to_pages):
+    stop("moving")
     return begin(lane, columns, to_pages=to_pages)
 
-HostLane.begin = stops_first
-endpoint, key = sys.argv[1:3]
+def says(attachment, word):
+    if isinstance(word, CopyEnds):
+        stop("moved")
+    say(attachment, word)
+    if isinstance(word, CopyBegins):
+        stop("asked")
+
+HostLane.begin, Attachment.say = begins, says
 worker = kvd.client.join(endpoint, key=key, rank=0, ranks=1)
 own = np.full(({LAYERS}, {BLOCKS}, {BYTES}), 0xEE, np.uint8)
 blocks = worker.blocks(dict(enumerate(own)), block_size={PAGE})
@@ -64,12 +78,14 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield made
 
 
-@pytest.fixture
-def begun(daemon: Daemon) -> Iterator[tuple[SyncNode, SyncLease, subprocess.Popen[str]]]:
-    """A session whose worker is stopped with a save of two pages begun."""
+@pytest.fixture(params=["moving"])
+def begun(
+    daemon: Daemon, request: pytest.FixtureRequest
+) -> Iterator[tuple[SyncNode, SyncLease, subprocess.Popen[str]]]:
+    """A session whose worker is stopped at a step of a save of two pages."""
     with (
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, daemon.client, "engine"],
+            [sys.executable, "-c", WORKER, daemon.client, "engine", request.param],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -87,7 +103,7 @@ def begun(daemon: Daemon) -> Iterator[tuple[SyncNode, SyncLease, subprocess.Pope
             order = {"key": key, "pages": lease.pages.tolist()}
             worker.stdin.write(json.dumps(order) + "\n")
             worker.stdin.flush()
-            assert worker.stdout.readline() == "moving\n"
+            assert worker.stdout.readline() == f"{request.param}\n"
             os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
             yield node, lease, worker
         finally:
@@ -139,3 +155,24 @@ def test_nor_over_a_restart_of_the_daemon(daemon, begun, end):
         assert set(last.pages.tolist()) == mine
     if end is signal.SIGCONT:
         assert worker.stdout.readline() == "unreachable\n"
+
+
+@pytest.mark.parametrize("begun", ["asked", "moving", "moved"], indirect=True)
+def test_what_a_dead_worker_had_begun_comes_back_and_counts_for_nothing(daemon, begun):
+    """Be all of its bytes there or none: nobody has said that they are."""
+    node, lease, worker = begun
+    mine = set(lease.pages.tolist())
+    daemon.wait_for(lambda: "copy" in state_of(daemon, lease).holders, "has no copy", 5.0)
+    os.kill(worker.pid, signal.SIGKILL)
+    daemon.wait_for(lambda: "copy" not in state_of(daemon, lease).holders, "keeps it", 5.0)
+    assert state_of(daemon, lease).written_tokens == 0
+    lease.commit()
+    assert node.match(tokens_of(2)).tokens == 0
+    lease.release()
+    with kvd.client.connect_sync(daemon.client, name="other") as other:
+        assert mine <= takes(other, POOL - 1, 100)
+
+
+def state_of(daemon: Daemon, lease: SyncLease) -> LeaseState:
+    (found,) = [state for state in daemon.snapshot().leases if state.id == lease.id]
+    return found

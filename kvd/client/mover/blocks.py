@@ -199,8 +199,6 @@ class EngineBlocks:
         to_pages: bool,
     ) -> PendingCopy:
         key = _key_of(lease)
-        for check in self._checks:
-            check(key)
         parts = self._parts(lease, blocks, pages, first_page, to_pages=to_pages)
         if not any(part.n_bytes for part in parts):
             raise _bad(f"an order of no block for lease {key.lease}: leave it out")
@@ -224,6 +222,8 @@ class EngineBlocks:
             after=after,
             mark_within_s=self._mark_within_s,
         )
+        for check in self._checks:
+            check(key)
         with self._lock:
             if self._is_closed:
                 raise KvdError(_CLOSED)

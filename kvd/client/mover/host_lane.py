@@ -2,7 +2,7 @@
 
 A thread copies up to 1,024 pieces in one call that has let go of the interpreter: taking it back
 after each piece would wait for the engine's Python, up to 5 ms a time. The call is
-``process_vm_readv`` of this very process: as fast as memcpy from pieces of 16 KiB on, and memory
+``process_vm_readv`` of this very process: as fast as memcpy from pieces of 64 KiB on, and memory
 that is not there any more is an error instead of the end of the engine. Where a sandbox forbids it,
 memmove does it, piece by piece.
 """
@@ -24,8 +24,17 @@ from kvd.client.mover.pieces import PieceColumns, cut_pieces, merged_pieces
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
+    from kvd.client.mover.pieces import Words
+
 PIECES_PER_READ: Final = 1024
 """IOV_MAX of Linux."""
+
+FEW_PIECES: Final = 32
+"""Copied sooner than it is seen which of them are one."""
+
+_IOVEC_BYTES: Final = 16
 
 ALONE_BYTES: Final = 512 * 1024
 """So much is not shared among threads: waking them takes longer."""
@@ -76,8 +85,7 @@ class HostLane:
     device: Final = ""
     mark_kind: Final = CopyMark
     chunk_bytes: Final = 16 * 2**20
-    """Begun at once: a millisecond or two, after which a shorter order may come."""
-    depth: Final = 1
+    """Begun at once: some milliseconds, after which a shorter order may come."""
     polls: Final = False
     """Whether nothing tells that a copy is over or a mark has come, so that one must look."""
 
@@ -86,7 +94,8 @@ class HostLane:
         self._parts: queue.SimpleQueue[tuple[PieceColumns, bool, RunningCopy] | None] = (
             queue.SimpleQueue()
         )
-        self._n_threads = n_threads
+        self.depth: Final = 2 if n_threads > 1 else 1
+        """Threads that are done with one chunk have the next one without the mover's turn."""
         self._threads = [
             threading.Thread(target=self._serve, name=f"kvd-copy-{number}", daemon=True)
             for number in range(n_threads if n_threads > 1 else 0)
@@ -107,7 +116,8 @@ class HostLane:
 
     def begin(self, columns: PieceColumns, *, to_pages: bool) -> RunningCopy:
         """Copy these pieces, in any order."""
-        columns = merged_pieces(columns)
+        if len(columns.sizes) > FEW_PIECES:
+            columns = merged_pieces(columns)
         total = int(columns.sizes.sum())
         if not self._threads or total <= ALONE_BYTES:
             running = RunningCopy(1, _nothing)
@@ -139,40 +149,33 @@ def _copied(columns: PieceColumns, *, to_pages: bool) -> MemoryFault | None:
     return copy_pieces(to, source, columns.sizes)
 
 
-def copy_pieces(
-    to: np.ndarray[tuple[int], np.dtype[np.uint64]],
-    source: np.ndarray[tuple[int], np.dtype[np.uint64]],
-    sizes: np.ndarray[tuple[int], np.dtype[np.uint64]],
-) -> MemoryFault | None:
+def copy_pieces(to: Words, source: Words, sizes: Words) -> MemoryFault | None:
     """Copy piece by piece; why it ended in the middle, None where all of it is there."""
     # The kernel's iovec, twice: an address and a length each.
-    there, here = np.column_stack((to, sizes)), np.column_stack((source, sizes))
-    first = 0
-    while first < len(sizes):
+    vectors = np.empty((2, len(sizes), 2), np.uint64)
+    vectors[0, :, 0], vectors[1, :, 0], vectors[:, :, 1] = to, source, sizes
+    there = vectors.ctypes.data
+    here = there + vectors.nbytes // 2
+    for first in range(0, len(sizes), PIECES_PER_READ):
         n = min(PIECES_PER_READ, len(sizes) - first)
         wanted = int(sizes[first : first + n].sum())
-        copied = _libc.process_vm_readv(
-            os.getpid(), there[first:].ctypes.data, n, here[first:].ctypes.data, n, 0
-        )
+        skipped = first * _IOVEC_BYTES
+        copied = _libc.process_vm_readv(os.getpid(), there + skipped, n, here + skipped, n, 0)
         if copied != wanted:
             number = ctypes.get_errno() if copied < 0 else errno.EFAULT
             if copied < 0 and number in _FORBIDDEN:
-                _move(there[first:], here[first:])
+                _move(vectors[:, first:])
                 return None
             return MemoryFault(
                 f"copying {wanted:,} bytes in {n} pieces between {int(source[first]):#x} and "
                 f"{int(to[first]):#x} ended after {max(0, copied):,}: {os.strerror(number)}"
             )
-        first += n
     return None
 
 
-def _move(
-    there: np.ndarray[tuple[int, int], np.dtype[np.uint64]],
-    here: np.ndarray[tuple[int, int], np.dtype[np.uint64]],
-) -> None:
+def _move(vectors: NDArray[np.uint64]) -> None:
     move = _libc.memmove
-    for (to, size), (source, _) in zip(there.tolist(), here.tolist(), strict=True):
+    for (to, size), (source, _) in zip(*vectors.tolist(), strict=True):
         move(to, source, size)
 
 

@@ -1,8 +1,9 @@
 """The thread that sees orders through, from their marks to the daemon's last word on each.
 
-Engine threads append an order and ring; all else happens here. One order after another: pieces of
-two are never in one call. Of those that may move the shorter one goes first, and each is taken for
-shorter the longer it has waited, so none waits for ever.
+Engine threads append an order and ring, or ask the daemon for one whose mark has come; all else
+happens here. One order after another: pieces of two are never in one call. Of those that may move
+the shorter one goes first, and each is taken for shorter the longer it has waited, so none waits
+for ever.
 
 Invariants: no copy begins before its mark has come and the daemon has said that the pages are kept
 for it; the daemon hears that a copy is over when no byte of it moves, and of each that it kept
@@ -14,8 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-import select
 import threading
 import time
 from collections import deque
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvd.client.lease_key import LeaseKey
+    from kvd.client.mover.bell import Bell
     from kvd.client.mover.pending_copy import OrderPart, PendingCopy
     from kvd.client.mover.pieces import PieceColumns
     from kvd.client.rank_words import PendingWord, RankWords
@@ -47,9 +47,6 @@ LOOK_SHARE: Final = 8
 """The longer nothing has come the more seldom: each look takes the interpreter from the engine for
 some microseconds. What comes is noticed later by an eighth of what it took, half a millisecond at
 most."""
-
-NAP_S: Final = 0.001
-"""Shorter sleeps are naps: poll counts milliseconds."""
 
 ASKED_AT_ONCE: Final = 256
 """So many copies the daemon keeps pages for at most; it takes 1,024 of a process."""
@@ -119,7 +116,10 @@ class CopyLane(Protocol):
         ...
 
     def enter(self) -> None:
-        """The mover's thread begins; all but ``mark`` is called by it."""
+        """The mover's thread begins; all but ``mark`` is called by it.
+
+        Where nothing is to be looked at, any thread calls ``has_come``.
+        """
         ...
 
     def begin(self, columns: PieceColumns, *, to_pages: bool) -> LaneCopy:
@@ -134,41 +134,6 @@ class CopyLane(Protocol):
     def close(self) -> None:
         """Nothing is begun any more."""
         ...
-
-
-class Bell:
-    """Wakes a thread that sleeps, from any other."""
-
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._nap = threading.Lock()
-        self._nap.acquire()
-        self._is_napping = False
-
-    def ring(self) -> None:
-        """Have it wake, or not fall asleep."""
-        os.eventfd_write(self._fd, 1)
-        if self._is_napping:
-            with contextlib.suppress(RuntimeError):  # another ring was quicker
-                self._nap.release()
-
-    def sleep(self, within_s: float, other: int = -1) -> None:
-        """Until it rings, ``other`` is readable, or the time is up."""
-        if within_s < NAP_S:
-            self._is_napping = True
-            self._nap.acquire(timeout=within_s)
-            self._is_napping = False
-            return
-        ready = select.poll()
-        ready.register(self._fd, select.POLLIN)
-        if other >= 0:
-            ready.register(other, select.POLLIN)
-        if any(fd == self._fd for fd, _ in ready.poll(within_s * 1000)):
-            os.eventfd_read(self._fd)
-
-    def close(self) -> None:
-        """Nobody rings any more."""
-        os.close(self._fd)
 
 
 class _LostCopy:
@@ -277,8 +242,30 @@ class Mover:
         with self._lock:
             self.require_alive()
             copy.begun(self._bell.ring)
+            if self._is_asked_at_once(copy):
+                return
             self._new.append(copy)
         self._bell.ring()
+
+    def _is_asked_at_once(self, copy: PendingCopy) -> bool:
+        """Ask the daemon on the engine's thread where nothing has to come first.
+
+        The answer wakes the mover's thread, so it takes one turn fewer until bytes move.
+        """
+        is_late = self.lane.polls or not self.lane.has_come(copy.after)
+        if is_late or self._new or self._waiting or len(self._under_way) >= ASKED_AT_ONCE:
+            return False
+        try:
+            self._ask(copy)  # its key was looked at in this very call
+        except (KvdError, ArithmeticError, TypeError, ValueError):
+            return False  # the thread asks again, and says why it ends
+        if copy.state is CopyState.ASKING:
+            # Last: where the thread was woken before the order was among those that are asked for,
+            # it has gone to sleep again, and listens to nothing.
+            self._bell.listen(self._words.fileno())
+            if any(word.is_over for word in list(self._asking)):
+                self._bell.ring()
+        return True
 
     def wait_for(self, copies: Sequence[PendingCopy], within_s: float = CLOSE_WITHIN_S) -> None:
         """Return when they are over.
@@ -439,24 +426,29 @@ class Mover:
                     upto_tokens=copy.upto_tokens,
                     device=self.lane.device,
                 ),
-                self._bell.ring,
+                self._answered,
             )
-        except KvdError:
+        except BaseException:
             self._under_way.discard(copy)
             raise
         copy.state = CopyState.ASKING
         self._asking[word] = copy
 
+    def _answered(self) -> None:
+        """Somebody has read an answer; where this thread has, it is awake."""
+        if threading.get_ident() != self._thread.ident:
+            self._bell.ring()
+
     def _hear(self) -> bool:
-        """Take the daemon's answers."""
+        """Take the daemon's answers. Meanwhile engine threads may ask for more."""
         if not self._asking and not self._ending:
             return False
         self._words.read()
-        for copy in self._asking.values():
+        for copy in list(self._asking.values()):
             if copy.is_cancelled and not copy.is_over:
                 # No byte of it has moved, and none will: nobody has to wait for the daemon.
                 copy.end(_cancelled(copy))
-        asked = [word for word in self._asking if word.is_over]
+        asked = [word for word in list(self._asking) if word.is_over]
         for word in asked:
             copy = self._asking.pop(word)
             if word.refusal is not None:
@@ -563,7 +555,7 @@ class Mover:
             if moving.is_done:
                 moving.copy.n_bytes = moving.total_bytes
             try:
-                said = self._words.begin(functools.partial(_ends, moving), self._bell.ring)
+                said = self._words.begin(functools.partial(_ends, moving), self._answered)
             except KvdError as error:
                 if self._words.end is None:
                     self._unsaid.append(moving)  # it has not read what was said before

@@ -9,10 +9,11 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from kvd.client.arguments import seconds
+from kvd.client.mover.bell import Bell
 from kvd.client.mover.blocks import EngineBlocks, given_memory
 from kvd.client.mover.engine_memory import HOST
 from kvd.client.mover.host_lane import HostLane
-from kvd.client.mover.mover import Bell, Mover
+from kvd.client.mover.mover import Mover
 from kvd.client.mover.pending_copy import MARK_WITHIN_S
 from kvd.errors import Code, KvdError, Refusal
 from kvd.wire.attach import KeepsBlocks

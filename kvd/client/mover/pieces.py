@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvd.wire.memory import ComponentMemory, TensorPlace
 
     Words = NDArray[np.uint64]
+    Grid = NDArray[np.uint64]
     Numbers = NDArray[np.int64]
 
 NO_BLOCK: Final = -1
@@ -171,6 +172,9 @@ class PieceTable:
         self._engine, self._block_step, self._engine_unit_step = arrays[1:4]
         self._pool, self._page_step, self._pool_unit_step = arrays[4:7]
         self._sizes = arrays[7][:, 0]
+        goes_on = (self._block_step == arrays[7]) & (self._page_step == arrays[7])
+        self._is_by_page = self.is_even and not goes_on.any()
+        """No piece goes on in the next page: so a page is written from its beginning to its end."""
 
     def units(self, n_blocks: int, n_pages: int) -> int:
         """What so many blocks and pages have in common; the last one of either may go further."""
@@ -184,7 +188,7 @@ class PieceTable:
         return sum(n * size for n, size in zip(counts, self._group_bytes, strict=True))
 
     def pieces(self, blocks: Numbers, pages: Numbers, units: PieceUnits) -> PieceColumns:
-        """Those of some units, layer by layer: what follows in both memories follows here.
+        """Those of some units: what follows in both memories, or else in the pool, follows here.
 
         Args:
             blocks: their numbers; a row for each group of layers, where there are several.
@@ -205,7 +209,17 @@ class PieceTable:
             page, inside = np.divmod(numbers, self.blocks_per_page)
             pool = self._pool + self._page_step * pages[page].astype(np.uint64)
             pool += self._pool_unit_step * inside.astype(np.uint64)
-        sizes = np.repeat(self._sizes, units.end - units.first)
+        return self._in_order(engine, pool)
+
+    def _in_order(self, engine: Grid, pool: Grid) -> PieceColumns:
+        """Pieces of a grid, one row of it for each stretch and one column for each unit."""
+        n_units = engine.shape[1]
+        if n_units == 1:
+            return PieceColumns(engine[:, 0], pool[:, 0], self._sizes)
+        if self._is_by_page:
+            sizes = np.tile(self._sizes, n_units)
+            return PieceColumns(engine.T.reshape(-1), pool.T.reshape(-1), sizes)
+        sizes = np.repeat(self._sizes, n_units)
         return PieceColumns(engine.reshape(-1), pool.reshape(-1), sizes)
 
     def _pieces_of_groups(self, blocks: Numbers, pages: Numbers, units: PieceUnits) -> PieceColumns:
@@ -213,9 +227,9 @@ class PieceTable:
         of_stretch = blocks[self._group, chosen]
         engine = self._engine + self._block_step * of_stretch.astype(np.uint64)
         pool = self._pool + self._page_step * pages[chosen].astype(np.uint64)
-        sizes = np.repeat(self._sizes, units.end - units.first)
-        columns = PieceColumns(engine.reshape(-1), pool.reshape(-1), sizes)
-        is_there = (of_stretch != NO_BLOCK).reshape(-1)
+        columns = self._in_order(engine, pool)
+        there = of_stretch != NO_BLOCK
+        is_there = (there.T if self._is_by_page else there).reshape(-1)
         if is_there.all():
             return columns
         return PieceColumns(*(column[is_there] for column in columns))
@@ -350,12 +364,11 @@ def _joined(stretches: list[_PieceStretch]) -> list[_PieceStretch]:
 def merged_pieces(columns: PieceColumns) -> PieceColumns:
     """As few rows: those that go on where the one before ends, in both memories."""
     engine, pool, sizes = columns
-    is_new = np.ones(sizes.size, bool)
-    is_new[1:] = engine[:-1] + sizes[:-1] != engine[1:]
-    is_new[1:] |= pool[:-1] + sizes[:-1] != pool[1:]
-    first = np.flatnonzero(is_new)
-    if first.size == sizes.size:
+    goes_on = engine[:-1] + sizes[:-1] == engine[1:]
+    if not goes_on.any():
         return columns
+    goes_on &= pool[:-1] + sizes[:-1] == pool[1:]
+    first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
     return PieceColumns(engine[first], pool[first], np.add.reduceat(sizes, first))
 
 
