@@ -20,6 +20,7 @@ from kvd.wire.admin import (
     AdminFailed,
     Audit,
     Because,
+    Drain,
     Evict,
     Fence,
     Flush,
@@ -27,6 +28,7 @@ from kvd.wire.admin import (
     Recorded,
     Rehearse,
     Report,
+    Undrain,
 )
 from tui.model import commands
 from tui.widgets.card import EVENTS_OF, CardContent, about_of, links_of, question
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+NO_ROWS = "this page has no rows to leave out: Esc"
 NOT_HERE = "nothing can be changed from here: the console was started with --readonly"
 
 
@@ -56,6 +59,8 @@ async def obey(app: KvdTui, text: str) -> None:
 
 def judge(app: KvdTui, mode: str, text: str) -> SyntaxFlaw | None:
     """What is wrong with a text of the bar; None for nothing."""
+    if mode == "/" and app.page.table() is None and not app.page.CAN_FILTER:
+        return SyntaxFlaw(NO_ROWS, 0)
     found = commands.parse(text) if mode == ":" else f"filter_by({text!r})"
     if isinstance(found, str):
         _, name, words = parse_action(found)
@@ -114,10 +119,10 @@ def name_of(request: NodeRequest) -> str:
             return f"evict {pages}"
         case AbortRoom(room=room, reason=reason):
             return f"abort room {room} {reason}".rstrip()
-        case Fence():
-            return "fence"
-        case Audit():
-            return "audit"
+        case Drain(why=why):
+            return f"drain {why}".rstrip()
+        case Fence() | Undrain() | Audit():
+            return type(request).__name__.lower()
         case Record():
             return "record save"
         case _:
@@ -175,8 +180,13 @@ def room_of(app: KvdTui) -> str:
 
 
 def propose(app: KvdTui, action: str) -> None:
-    """Put a command that was proposed into the bar, to be looked at first; words are shown."""
-    if action and not isinstance(commands.parse(action), SyntaxFlaw):
+    """Put a command that was proposed into the bar, to be looked at first; words are shown.
+
+    What is no command of the console is copied, to be typed on the node.
+    """
+    if action.startswith(commands.KILL):
+        app.copy(action.partition(":")[0])
+    elif commands.is_doable(action):
         app.action_ask(":", action)
     else:
         app.say(clean(action) or "nothing is proposed")
@@ -188,7 +198,7 @@ def propose(app: KvdTui, action: str) -> None:
 async def related(app: KvdTui) -> None:
     """Have the operator choose among what has to do with what is open, or under the cursor."""
     known = await _known(app)
-    chosen = await app.push_screen_wait(MenuDialog(f"{known.ref} has to do with", links_of(known)))
+    chosen = await app.push_screen_wait(MenuDialog(f"related to {known.ref}", links_of(known)))
     if chosen:
         await app.open(chosen)
 

@@ -22,25 +22,27 @@ from textual.widgets import ContentSwitcher, Footer, Tab, Tabs
 from typing_extensions import override
 
 from kvd.errors import Code, Refusal
+from kvd.text import age
 from kvd.wire.admin import Audit, Because
 from tui import actions
-from tui.model.commands import PAGES, RULES
+from tui.model.commands import PAGES, RULES, cli_command
 from tui.model.mirror import Subscription
+from tui.model.peers import ALL_PEERS, TrafficRates
+from tui.model.snapshots import differences
 from tui.screens import ALL, page_of
-from tui.themes import HIGH_CONTRAST, THEMES
+from tui.themes import HIGH_CONTRAST, THEMES, texts_of
 from tui.widgets import head as heads
 from tui.widgets.card import ELSEWHERE, Card, CardContent, question
 from tui.widgets.commandbar import CommandBar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 
     from textual.actions import ActionParseResult
     from textual.app import ComposeResult
     from textual.binding import BindingType
     from textual.dom import DOMNode
     from textual.screen import Screen
-    from textual.timer import Timer
     from textual.worker import Worker
 
     from tui.link import Link
@@ -73,6 +75,7 @@ class Keyboard(LinuxDriver):
 
 NARROW_COLUMNS = 100
 """A terminal with fewer has no room for a card beside the page."""
+COMPARED_S = 60.0
 SLOWER = 1.2
 """Frames that are so many times rarer than asked for are worth a word."""
 IN_THE_LOG = frozenset({"lost", "skipped"})
@@ -151,11 +154,14 @@ class KvdTui(App[None], inherit_bindings=False):
         Binding("escape", "close", "close, or back along the way you came", show=False),
         Binding("ctrl+up", "scroll_card(-3)", "the card up", show=False),
         Binding("ctrl+down", "scroll_card(3)", "the card down", show=False),
-        Binding("T", "next_theme", "the next theme", show=False),
-        *(
-            Binding(str(at), f"go({page!r})", f"the page {page}", show=False)
-            for at, page in enumerate(PAGES, start=1)
+        Binding(
+            "c",
+            "compare",
+            "compare",
+            show=False,
+            tooltip="with a minute ago; again: with now, as it goes on; again: no more",
         ),
+        Binding("T", "next_theme", "the next theme", show=False),
         Binding("?", "help", "help", tooltip="these keys, and the commands"),
         Binding("q,ctrl+c", "quit", "quit"),
     ]
@@ -166,12 +172,21 @@ class KvdTui(App[None], inherit_bindings=False):
         connect: Callable[[Mirror, Callable[[], Subscription]], Link],
         options: Options | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         # The terminal's own colours, as then none is sent at all; else Textual sends greys.
         super().__init__(Keyboard, ansi_color=True if "NO_COLOR" in os.environ else None)
         self.mirror: Mirror = mirror
         self.options = options if options is not None else Options()
         self.clock = clock
+        self._wall = wall
+        self._wall_ahead_s = 0.0
+        """Of the daemon's clock."""
+        self.traffic = TrafficRates()
+        """With every peer, whatever page is shown."""
+        self._compared: DaemonSnapshot | None = None
+        """What the overview says the difference to; None: nothing."""
+        self._compares = 0
         first = self.options.page
         self.place = Location(first)
         """Where the operator is."""
@@ -188,7 +203,6 @@ class KvdTui(App[None], inherit_bindings=False):
         """The visible page."""
         self._switcher = ContentSwitcher(self.page, id="pages", initial=self.page.id)
         self._pages = {first: self.page}
-        self._frames_clock: Timer | None = None
         self._seen: tuple[object, ...] = ()
         self._can: tuple[object, ...] = ()
         """What decides which keys mean something, as of the last look."""
@@ -200,6 +214,11 @@ class KvdTui(App[None], inherit_bindings=False):
         """What was gone to, while its row has not come."""
         self.link = connect(mirror, self.wanted)
         self.link.fps = self.options.fps
+
+    @override
+    def get_css_variables(self) -> dict[str, str]:
+        variables = super().get_css_variables()
+        return variables | texts_of(variables, self.theme)
 
     # ---- what is on the screen --------------------------------------------------------------
 
@@ -218,7 +237,7 @@ class KvdTui(App[None], inherit_bindings=False):
         self.theme = self.options.theme
         self.bench.set_focus(self.page)
         _: Worker[None] = self.run_worker(self.link.run, name="link", exit_on_error=True)
-        self.action_set_fps(self.options.fps)
+        self.set_interval(1 / self.options.fps, self.tick)
         self.set_interval(CARD_S, self.ask_again)
         if self.options.ref:
             self.call_after_refresh(self.open, self.options.ref)
@@ -254,7 +273,18 @@ class KvdTui(App[None], inherit_bindings=False):
         """
         if not self.is_running:
             return self._asked
-        return Subscription(self.page.queries(), self.page.events())
+        queries = dict.fromkeys((*self.page.queries(), ALL_PEERS))
+        return Subscription(tuple(queries), self.page.events())
+
+    def time_of_day(self, at_s: float, *, is_fine: bool = False) -> str:
+        """A moment of the daemon's clock as ours says it: ``14:32:07``, or ``14:32:07.250``."""
+        newest = self.mirror.history.newest
+        ahead_s = self._wall() - self.clock() + newest.heard_s - newest.now_s
+        if abs(ahead_s - self._wall_ahead_s) > 1.0:  # less is the way of a frame
+            self._wall_ahead_s = ahead_s
+        at_s += self._wall_ahead_s
+        clock = time.strftime("%H:%M:%S", time.localtime(at_s))
+        return f"{clock}.{int(at_s % 1 * 1000):03}" if is_fine else clock
 
     def say(self, text: str, is_bad: bool = False) -> None:  # noqa: FBT001, FBT002
         """Tell the operator in passing."""
@@ -267,6 +297,7 @@ class KvdTui(App[None], inherit_bindings=False):
         if not self.is_running:
             return
         start_s = time.perf_counter()
+        self.traffic.take(self.mirror.history.newest.tables.get(ALL_PEERS))
         self._paint_frame()
         snapshot = self.snapshot
         seen = (self.mirror.frames, snapshot.heard_s, self.page, self.size, self.theme)
@@ -278,15 +309,17 @@ class KvdTui(App[None], inherit_bindings=False):
             self.hurry()
             self.call_after_refresh(self._painted, start_s)
 
+    def compared(self, snapshot: DaemonSnapshot) -> Sequence[str]:
+        """What is another in this picture than in what it is compared with, in words."""
+        before = self._compared
+        if before is None or before.vitals is None or snapshot.vitals is None:
+            return ()
+        ago = age(snapshot.now_s - before.now_s)
+        when = self.time_of_day(before.now_s)
+        return f"since {when}, {ago} ago:", *differences(before, snapshot)
+
     def _painted(self, start_s: float) -> None:
         self.link.painted(time.perf_counter() - start_s)
-
-    def action_set_fps(self, fps: float) -> None:
-        """Paint so often, or as often as the daemon and the terminal can."""
-        self.link.fps = fps
-        if self._frames_clock is not None:
-            self._frames_clock.stop()
-        self._frames_clock = self.set_interval(1 / fps, self.tick)
 
     def hurry(self) -> None:
         """Ask soon, if something else is wanted than before."""
@@ -306,6 +339,7 @@ class KvdTui(App[None], inherit_bindings=False):
             fps=wanted_fps,
             frozen_s=history.behind_s if history.is_frozen else None,
             slowed_to=1 / interval_s if interval_s * wanted_fps > SLOWER else 0.0,
+            clock=self.time_of_day(self.snapshot.now_s) if self.mirror.frames else "",
         )
         line = heads.head_line(self.snapshot.vitals, now, width)
         self._head.paint([line])
@@ -340,7 +374,6 @@ class KvdTui(App[None], inherit_bindings=False):
         """Whether a key means something here and now."""
         page, card = self.page, self.card
         known = {
-            "ask": parameters != ("/",) or page.table() is not None or page.CAN_FILTER,
             **dict.fromkeys(ON_SOMETHING, bool(parameters) or self.is_on_something),
             "change": not self.options.readonly,
             **dict.fromkeys(("step", "live"), self.mirror.history.is_frozen),
@@ -439,10 +472,22 @@ class KvdTui(App[None], inherit_bindings=False):
         self.card.scroll_relative(y=lines)
 
     def action_copy(self) -> None:
-        """Copy what it is called."""
-        ref = self.card.ref or self.page.chosen()
-        self.copy_to_clipboard(ref)
-        self.say(f"copied {ref}")
+        """Copy the command that says why it is there."""
+        self.copy(cli_command(self.card.ref or self.page.chosen()))
+
+    def copy(self, text: str) -> None:
+        """To the clipboard, and say so."""
+        self.copy_to_clipboard(text)
+        self.say(f"copied: {text}")
+
+    async def action_compare(self) -> None:
+        """Say the difference to a minute ago; then to now, as it goes on; then no more."""
+        history = self.mirror.history
+        marks = (history.ago(COMPARED_S), history.newest, None)
+        self._compared = marks[self._compares]
+        self._compares = (self._compares + 1) % len(marks)
+        await self.action_go(PAGES[0])
+        self._seen = ()
 
     def action_next_theme(self) -> None:
         """Paint in other colours."""
@@ -521,10 +566,13 @@ class KvdTui(App[None], inherit_bindings=False):
             self._tabs.active = f"tab-{place.page}"
             self.bench.set_focus(self.page)
             self._sought = ""
-            if place.ref:
-                is_here = self.page.seek(place.ref)
-                if not is_here and place.ref.partition(":")[0] in self.page.REFS:
-                    self._sought = place.ref
+            kind = place.ref.partition(":")[0]
+            if not place.ref:
+                self.page.pin("")
+            elif not self.page.seek(place.ref) and kind in self.page.REFS:
+                self._sought = place.ref
+                self.page.pin(place.ref)
+            if place.ref and kind not in self.page.TOLD:
                 self.card.open(place.ref, place.crumbs())
                 self.ask_again()
             else:

@@ -150,9 +150,9 @@ def test_an_owner_who_calls_himself_free_does_not_look_so():
         "free",
         "cached",
         "dim",
-        "hue-0",
-        "hue-1",
         "hue-2",
+        "hue-3",
+        "hue-4",
         "nobody",
     )
 

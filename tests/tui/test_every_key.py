@@ -25,7 +25,7 @@ SITUATION = {"overview": "dead-client", "pools": "mixture"}
 BEFORE = {
     "light": ("end", "enter"),
     "next_lit": ("end", "enter", "L"),
-    "go('clients')": ("1",),
+    "app.go('clients')": ("1",),
     "zoom(2.0)": ("-",),
     "zoom(0.5)": ("+", "+"),
     "app.step(-1)": ("space",),

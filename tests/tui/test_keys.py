@@ -27,10 +27,10 @@ async def active(page, *keys, **options):
 
 
 def test_number_keys_are_the_pages_in_their_order():
-    found = bindings_of(KvdTui)
+    found = bindings_of(Page)
     assert tuple(ALL) == PAGES
     assert [found[str(at)][0].action for at in range(1, len(PAGES) + 1)] == [
-        f"go({page!r})" for page in PAGES
+        f"app.go({page!r})" for page in PAGES
     ]
 
 

@@ -56,13 +56,13 @@ async def test_each_component_has_a_line_with_its_bar_and_figures():
     async with app.run_test(size=NARROW) as pilot:
         await bring(app, feed, pilot)
         heads = line_with(app, "component").split()
-        assert heads == ["component", "pages", "used", "evict/s", "state", "free", "held",
-                         "locked", "cached", "quar"]  # fmt: skip
+        assert heads == ["component", "pages", "can", "give", "state", "evict/s", "free", "held",
+                         "locked", "cached"]  # fmt: skip
         first = line_with(app, "▶ kv").split()
         assert first[0:2] == ["▶", "kv"]
-        assert first[2].startswith("HL█c█")
-        assert first[3:] == ["33%", "0.0", "ok", "500000", "10", "125000", "250000", "3"]
-        assert line_with(app, "  swa").split()[1].startswith("HL█c█")
+        assert first[2].startswith("HL██c█Q")
+        assert first[-6:] == ["ok", "0.0", "500000", "10", "125000", "250000"]
+        assert line_with(app, "  swa").split()[1].startswith("HL██c█Q")
 
 
 async def test_what_lies_inside_a_page_is_told_where_it_does_not_go_without_saying():
@@ -70,7 +70,7 @@ async def test_what_lies_inside_a_page_is_told_where_it_does_not_go_without_sayi
     async with app.run_test(size=WIDE) as pilot:
         await bring(app, feed, pilot)
         assert not [line for line in lines_of(app) if "nhd" in line]
-        await bring(app, feed, pilot, "c", "c")  # past what is saved of kv
+        await bring(app, feed, pilot, "m", "m")  # past what is saved of kv
         assert "host, hnd, engine 1" in line_with(app, "engine 1")
 
 
@@ -81,7 +81,7 @@ async def test_evictions_are_told_by_the_second():
             feed.evicted = evicted
             feed.bring()
             await settle(app, pilot)
-        assert line_with(app, "▶ kv").split()[4] == "50.0"
+        assert "50.0" in line_with(app, "▶ kv").split()
 
 
 @pytest.mark.parametrize("size", [NARROW, WIDE, HUGE])
@@ -110,15 +110,15 @@ async def test_without_colour_a_cell_is_the_letter_of_its_level(monkeypatch):
 async def test_a_small_component_has_a_letter_a_page_and_no_more_lines_than_it_fills():
     app, feed = memory("pools")
     async with app.run_test(size=WIDE) as pilot:
-        await bring(app, feed, pilot, "c")
+        await bring(app, feed, pilot, "m")
         assert map_of(app).component == "kv.saved"
-        await bring(app, feed, pilot, "c")
+        await bring(app, feed, pilot, "m")
         assert map_of(app).component == "swa"
         assert map_of(app).grid == Grid(132, 8, "letters")
         assert map_of(app).asks()[0].cells == 1000
         assert line_with(app, "▶ swa")
         assert line_with(app, "─ swa  lens state  1 cell = 1 page  1 000 pages x 64.0Ki")
-        await bring(app, feed, pilot, "c")
+        await bring(app, feed, pilot, "m")
         assert map_of(app).component == ""
 
 
@@ -231,7 +231,7 @@ async def test_enter_opens_the_page_under_the_cursor_with_its_component_if_not_t
         assert any("lease 7 holds it" in line for line in lines_of(app))
         await bring(app, feed, pilot, "right")
         assert app.card.ref == f"page:{map_of(app).page}" != "page:0"
-        await bring(app, feed, pilot, "escape", "c", "c")
+        await bring(app, feed, pilot, "escape", "m", "m")
         await bring(app, feed, pilot, "right", "enter")
         assert Why(0, "page", 1, component="swa") in feed.requests
 

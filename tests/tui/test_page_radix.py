@@ -138,16 +138,6 @@ async def test_the_narrow_page_has_the_holders_too():
         assert "holders" in lines_of(app)[4]
 
 
-async def test_the_way_to_the_node_under_the_cursor_is_told():
-    app, feed = memory("radix")
-    async with app.run_test(size=NARROW) as pilot:
-        await bring(app, feed, pilot, *["right"] * 4, "down")
-        assert app.page.chosen() == "node:5"
-        assert line_with(app, f"path  {SHOWN} / 10 11 12 … / 40 41")
-        await bring(app, feed, pilot, "l")
-        assert line_with(app, f"path  {SHOWN} / 320 tokens / 30")
-
-
 async def test_what_would_be_evicted_next_is_told_where_there_is_room():
     app, feed = memory("radix")
     async with app.run_test(size=WIDE) as pilot:

@@ -52,6 +52,10 @@ NAME_COLUMNS = 24
 """Of a peer and its side, before the chart."""
 LEAST_COLUMNS = 20
 """Of a chart; where there are fewer, the words have to do."""
+QUIET_S = 2.0
+"""A silence is worth a look from here on."""
+ASKED = "asked; no answer yet"
+"""What is no trouble yet."""
 MAX_MARKS = 64
 """Of one end; a daemon tells sixteen."""
 ARROW = " -> "
@@ -127,27 +131,28 @@ def draw(ends: Sequence[HandoffEnd], width: int, deadline_in_s: float | None = N
         lines.append(fit(_deadline(deadline_in_s), width))
     for end in ends:
         lines += _words(end, width)
-    quiet = silence(known)
+    quiet, quiet_s = silence(known)
     if quiet:
-        lines.append(fit(line(quiet, "warn"), width))
+        lines.append(fit(line(quiet, "warn" if quiet_s > QUIET_S else "dim"), width))
     return lines
 
 
-def silence(ends: Sequence[HandoffEnd]) -> str:
+def silence(ends: Sequence[HandoffEnd]) -> tuple[str, float]:
     """The longest time in which neither end did anything, in words; empty if nothing ever did."""
     marks = sorted(
         ((mark.ago_s, end.name, mark.what) for end in ends for mark in sound(end.marks)),
         reverse=True,
     )
     if not marks:
-        return ""
+        return "", 0.0
     is_over = all(end.state in OVER for end in ends)
     laters = [ago_s for ago_s, _, _ in marks[1:]] + [marks[-1][0] if is_over else 0.0]
     gaps = [mark[0] - later for mark, later in zip(marks, laters, strict=True)]
     at = max(range(len(gaps)), key=gaps.__getitem__)
     _, name, what = marks[at]
     cleaned = f"longest silence {lasting(gaps[at])}, after {clean(name)}: {clean(what)}"
-    return f"{cleaned}; it lasts" if at + 1 == len(marks) and not is_over else cleaned
+    lasts = "; it lasts" if at + 1 == len(marks) and not is_over else ""
+    return cleaned + lasts, gaps[at]
 
 
 def _move(what: str) -> tuple[str, str, str]:
@@ -234,7 +239,8 @@ def _words(end: HandoffEnd, width: int) -> list[Line]:
     """An end's phases with their durations; what it waits for; or why nothing is known of it."""
     name = Styled(f"{clean(end.name)}: ", "head")
     if end.trouble:
-        return [fit((name, Styled(clean(end.trouble), "warn")), width)]
+        style: Style = "dim" if end.trouble == ASKED else "warn"
+        return [fit((name, Styled(clean(end.trouble), style)), width)]
     items: list[Line] = []
     for phase in phases(end):
         figure = f"{clean(phase.state)} {lasting(phase.lasted_s)}"

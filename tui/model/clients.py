@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvd.text import age, clean, compact, counted
+from kvd.text import clean, compact
 from kvd.wire.console import Column
 from tui.model import cells
 
@@ -61,35 +61,3 @@ def calls(row: NamedRow) -> tuple[str, Style]:
     if found is None:
         return cells.NOTHING, "dim"
     return f"{found:.1f}" if found < 100 else compact(round(found)), "plain"
-
-
-def advice(row: NamedRow, now_s: float) -> str:
-    """What it holds, and how that comes back: kvd takes no page from a process that handoffs."""
-    name, pids = row.text("name") or row.row.key, row.text("pids")
-    leases, held = row.number("leases") or 0, row.number("held") or 0
-    oldest_s = row.number("oldest")
-    oldest = "" if oldest_s is None else f", the oldest for {age(now_s - oldest_s)}"
-    word = row.text("state")
-    if not leases:
-        return f"{name} holds nothing"
-    holds = f"{name} holds {counted(held, 'page')} by {counted(leases, 'lease')}{oldest}."
-    if word == "gone":
-        return (
-            f"{holds} Its processes are gone, and a process that inherited its connection keeps it "
-            "open: stop that one, and its leases are released within 1 s"
-        )
-    if word == "awaited":
-        return (
-            f"{holds} It was there before the restart and has not come back yet: what it does not "
-            f"use any more is released when it does, and all of it when pid {pids} ends"
-        )
-    if word == "hung up on":
-        return (
-            f"{holds} kvd hung up on it and serves it no more, and its process may still write: "
-            f"all of it is released within 1 s when pid {pids} ends"
-        )
-    stop = f"stop pid {pids}" if pids else "stop its process"
-    return (
-        f"{holds} kvd never takes pages from a living process: {stop}, and its leases are "
-        "released within 1 s"
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.text import bytes_per_second, clean
-from kvd.wire.console import Column
+from kvd.wire.console import Column, Query
 from tui.draw import chart
 from tui.model import cells
 from tui.model.rates import RowRates
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from kvd.wire.console import Cell
     from tui.draw.spans import Style
     from tui.model.columns import NamedRow
+    from tui.model.tables import TableData
 
+ALL_PEERS = Query("peers", limit=200)
+"""Asked for with every frame: who goes to a chart sees what was before that, too."""
 TRACE_COLUMNS = 12
 """Of a small chart in a row; each is ``TRACE_STEP_S``."""
 TRACE_STEP_S = 2.0
@@ -69,7 +72,7 @@ class ByteFlow(NamedTuple):
     """What went one way between us and one peer: now, and lately, in bytes per second."""
 
     now: float | None
-    lately: list[float]
+    lately: list[float | None]
 
 
 class TrafficRates:
@@ -78,6 +81,14 @@ class TrafficRates:
     def __init__(self) -> None:
         self.incoming = RowRates("in_bytes")
         self.outgoing = RowRates("out_bytes")
+        self._taken: TableData | None = None
+
+    def take(self, data: TableData | None) -> None:
+        """Remember the counters of a table of all peers, unless it is the last one."""
+        if data is not None and data is not self._taken:
+            self._taken = data
+            self.incoming.take(data)
+            self.outgoing.take(data)
 
     def ways(
         self, key: str, end_s: float, count: int = TRACE_COLUMNS, step_s: float = TRACE_STEP_S

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kvd.wire.console import Vitals
     from tui.model.tables import TableData
 
+HOLE_S = 3.0
+"""Between two points that are so far apart nobody knows, if most come more often."""
 STEP_S = 0.25
 MAX_POINTS = 2400
 """Ten minutes."""
@@ -83,16 +85,19 @@ class NodeRates:
             return [0.0] * len(names), 0.0
         end = points[-1]
         start_s = max(points[0].at_s, end.at_s - over_s)
-        grown = [end.counters[_AT[name]] - _value_at(points, _AT[name], start_s) for name in names]
+        start = [_value_at(points, _AT[name], start_s, float("inf")) for name in names]
+        grown = [
+            end.counters[_AT[name]] - (was or 0.0) for name, was in zip(names, start, strict=True)
+        ]
         return [max(0.0, growth) for growth in grown], max(0.0, end.at_s - start_s)
 
     def per_second(
         self, name: str, count: int, *, step_s: float = 1.0, end_s: float | None = None
-    ) -> list[float]:
+    ) -> list[float | None]:
         """The last ``count`` steps of a counter, each as growth per second, the latest last.
 
-        Fewer where less is known. Steps begin at multiples of ``step_s``: a chart of them moves by
-        whole columns.
+        Fewer where less is known; None while nobody watched. Steps begin at multiples of
+        ``step_s``: a chart of them moves by whole columns.
         """
         return _growth(_until(self._points, end_s), _AT[name], count, step_s)
 
@@ -137,7 +142,7 @@ class RowRates:
 
     def per_second(
         self, key: str, count: int, *, step_s: float = 1.0, end_s: float | None = None
-    ) -> list[float]:
+    ) -> list[float | None]:
         """The last ``count`` steps, as those of ``NodeRates``."""
         return _growth(_until(self._seen.get(key, ()), end_s), 0, count, step_s)
 
@@ -159,18 +164,26 @@ def _when(point: Point) -> float:
     return point.at_s
 
 
-def _growth(points: list[Point], which: int, count: int, step_s: float) -> list[float]:
-    """What a counter grew by in each of the last ``count`` whole steps, per second."""
+def _growth(points: list[Point], which: int, count: int, step_s: float) -> list[float | None]:
+    """What a counter grew by in each of the last ``count`` whole steps, per second.
+
+    None where an end of the step is in a hole: a line through it would be an invention.
+    """
     if len(points) < 2:
         return []
     last = int(points[-1].at_s // step_s)
     first = max(last - count, -int(-points[0].at_s // step_s))
-    values = [_value_at(points, which, edge * step_s) for edge in range(first, last + 1)]
-    return [max(0.0, right - left) / step_s for left, right in itertools.pairwise(values)]
+    usual_s = (points[-1].at_s - points[0].at_s) / (len(points) - 1)
+    hole_s = max(HOLE_S, 2.5 * usual_s)
+    values = [_value_at(points, which, edge * step_s, hole_s) for edge in range(first, last + 1)]
+    return [
+        None if left is None or right is None else max(0.0, right - left) / step_s
+        for left, right in itertools.pairwise(values)
+    ]
 
 
-def _value_at(points: list[Point], which: int, at_s: float) -> float:
-    """A counter at a moment between two points: on the line between them."""
+def _value_at(points: list[Point], which: int, at_s: float, hole_s: float) -> float | None:
+    """A counter at a moment between two points: on the line between them, if they are close."""
     after = bisect_left(points, at_s, key=_when)
     if after >= len(points):
         return points[-1].counters[which]
@@ -178,5 +191,7 @@ def _value_at(points: list[Point], which: int, at_s: float) -> float:
     if after == 0 or right.at_s == at_s:
         return right.counters[which]
     left = points[after - 1]
+    if right.at_s - left.at_s > hole_s:
+        return None
     share = (at_s - left.at_s) / (right.at_s - left.at_s)
     return left.counters[which] + share * (right.counters[which] - left.counters[which])

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.text import compact, compact_bytes
 from kvd.wire.console import EventQuery, MapQuery, PageMap, Query, Vitals
 from tui.model.event_log import Log, log_slot, only
 from tui.model.tables import TableData, derive, regrid, slot_of
 
+if TYPE_CHECKING:
+    from kvd.wire.console import Cell
+
 MAX_MOMENTS = 600
 MAX_WEIGHT_BYTES = 32 * 2**20
+FRESH_S = 2.0
+"""A table is of the time of a picture if it is not older."""
 CELL_BYTES = 64
 """What a cell of a row takes, about: a short string, or a float and its place."""
 MOMENT_BYTES = 2048
@@ -137,6 +144,19 @@ class SnapshotHistory:
             self.weight_bytes -= self._weights.popleft()
             self._at = max(0, self._at - 1)
 
+    def ago(self, seconds: float) -> DaemonSnapshot:
+        """The picture of then, of this daemon; the oldest there is where that is later."""
+        newest = self.newest
+        same = [
+            moment
+            for moment in self._ring
+            if moment.vitals is not None
+            and newest.vitals is not None
+            and moment.vitals.incarnation == newest.vitals.incarnation
+        ]
+        until_s = newest.now_s - seconds
+        return next((moment for moment in same if moment.now_s >= until_s), newest)
+
     def freeze(self) -> None:
         """Stand still at what is shown now."""
         if self._frozen is None and self._ring:
@@ -154,6 +174,64 @@ class SnapshotHistory:
         self.freeze()
         self._at = max(0, min(len(self._ring) - 1, self._at + count))
         self._frozen = self._ring[self._at]
+
+
+def differences(before: DaemonSnapshot, after: DaemonSnapshot) -> list[str]:
+    """What has changed between two pictures: what was counted, what there is, and the pools."""
+    then, now = before.vitals, after.vitals
+    if then is None or now is None:
+        return []
+    made = []
+    for words, name in GROWN.items():
+        more = getattr(now.totals, name) - getattr(then.totals, name)
+        figure = compact_bytes(more) if name.endswith("_bytes") else compact(more)
+        made += [f"+{figure} {words}"] if more else []
+    for name, words in THERE.items():
+        made += _change(words, getattr(then, name), getattr(now, name))
+    was, pools = _pools(before), _pools(after)
+    if was is not None and pools is not None:
+        for key in pools.order:
+            component = pools.cell(key, "component")
+            for column, words in (("headroom", "can give"), ("held", "held"), ("cached", "cached")):
+                made += _change(
+                    f"{component} {words}", was.cell(key, column), pools.cell(key, column)
+                )
+    return made or ["nothing has changed"]
+
+
+def _pools(snapshot: DaemonSnapshot) -> TableData | None:
+    """The components, if they are of the time of the picture."""
+    found = [
+        data
+        for data in snapshot.tables.values()
+        if data.view == "pools" and snapshot.now_s - data.at_s < FRESH_S
+    ]
+    return found[-1] if found else None
+
+
+GROWN = {
+    "delivered": "handoffs_delivered",
+    "failed": "handoffs_failed",
+    "in": "received_bytes",
+    "out": "sent_bytes",
+    "evicted pages": "evicted_pages",
+}
+"""What is told of the counters."""
+THERE = {
+    "findings": "problems",
+    "rooms": "in flight",
+    "waiting": "waiting",
+    "clients": "engines",
+    "leases": "leases",
+    "peers_up": "peers up",
+}
+"""And of what there is."""
+
+
+def _change(words: str, then: Cell, now: Cell) -> list[str]:
+    if not isinstance(then, int) or not isinstance(now, int) or now == then:
+        return []
+    return [f"{words} {now} ({now - then:+d})"]
 
 
 def _is_alike(was: MapQuery, slot: MapQuery, page_map: PageMap) -> bool:

@@ -53,7 +53,7 @@ class EventsPage(Page):
     CAN_FILTER = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("f", "follow", "follow", tooltip="the newest, or stay"),
-        Binding("c", "correlate", "same",
+        Binding("a", "correlate", "about",
             tooltip="only events about the same; again: about the next that it names"),
     ]  # fmt: skip
 
@@ -240,7 +240,6 @@ class EventsPage(Page):
 
 HEAD_LINES = 1
 AGE_COLUMNS = 7
-CLOCK_COLUMNS = 11
 KIND_COLUMNS = 17
 MAX_WORDS = 512
 """Lines that are kept in words: more than any terminal shows."""
@@ -340,7 +339,8 @@ class EventLogView(Canvas):
     def _line(self, entry: Entry, width: int, *, is_chosen: bool) -> Line:
         told = self._told(entry)
         ago = age(self._now_s - entry.at_s)
-        when = f"{spans.right(ago, AGE_COLUMNS)}{spans.right(f'{entry.at_s:.3f}', CLOCK_COLUMNS)}"
+        clock = console(self).time_of_day(entry.at_s, is_fine=True)
+        when = f"{spans.right(ago, AGE_COLUMNS)}  {clock}"
         made = (
             Styled("▸ ", "key") if is_chosen else Styled("  ", "dim"),
             Styled(when, "dim"),

@@ -9,7 +9,7 @@ from textual.containers import Container
 from textual.message import Message
 from typing_extensions import override
 
-from tui.model.commands import RULES
+from tui.model.commands import PAGES, RULES
 from tui.widgets.canvas import console
 from tui.widgets.table import HEAD_LINES, WindowedTable
 
@@ -50,6 +50,8 @@ class Page(Container, can_focus=True):
     """By view, the filter that leaves only what is wrong; under an empty name that of the page."""
     REFS: ClassVar[tuple[str, ...]] = ()
     """Kinds of what can be opened here: ``lease`` of ``lease:7``."""
+    TOLD: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of which the page itself tells all: they have no card over it."""
     CAN_MOVE: ClassVar[bool] = False
     """Whether arrows mean something without a table."""
     CAN_FILTER: ClassVar[bool] = False
@@ -62,6 +64,11 @@ class Page(Container, can_focus=True):
         Binding("/", "app.ask('/')", "filter", priority=True,
             tooltip="state:held owner:eng* age>5s !lingering words"),
         Binding(":", "app.ask(':')", "command", priority=True, tooltip="with Tab"),
+        # So is a page, for what is typed in one go after it.
+        *(
+            Binding(str(at), f"app.go({page!r})", f"the page {page}", show=False, priority=True)
+            for at, page in enumerate(PAGES, start=1)
+        ),
         Binding("left", "app.step(-1)", "back", tooltip="one picture, frozen"),
         Binding("right,.", "app.step(1)", "on", tooltip="one picture, frozen"),
         Binding("end", "app.live", "live", tooltip="go on"),
@@ -74,10 +81,10 @@ class Page(Container, can_focus=True):
         Binding("home", "home", "to the first row", show=False),
         Binding("end", "end", "to the last row", show=False),
         Binding("tab", "panel", "to the next table", show=False),
-        Binding("g", "app.related", "related", show=False, tooltip="go to what has to do with it"),
+        Binding("g", "app.related", "related", show=False, tooltip="what it leads to"),
         Binding("i", "app.events_of", "events", show=False,
             tooltip="what happened to it, of a handoff from both ends"),
-        Binding("y", "app.copy", "copy what it is called", show=False),
+        Binding("y", "app.copy", "copy", show=False, tooltip="the kvd command that says why"),
         Binding("s", "sort", "sort", show=False, tooltip="by the next column"),
         Binding("w", "wide", "wide", show=False, tooltip="all columns, no card beside them"),
         Binding("z", "app.faults", "faults", show=False, tooltip="only what is wrong"),
@@ -110,7 +117,7 @@ class Page(Container, can_focus=True):
 
     def activate(self, table: WindowedTable) -> None:
         """Keys are about this table from now on."""
-        for other in self.tables():
+        for other in self._tables or self.tables():
             other.is_active = other is table
             other.redraw()
 
@@ -150,6 +157,16 @@ class Page(Container, can_focus=True):
                 self.activate(table)
                 return True
         return False
+
+    def table_of(self, kind: str) -> WindowedTable | None:
+        """The table with the rows of this kind, in which one can be asked for alone."""
+        return next(iter(self.tables()), None)
+
+    def pin(self, ref: str) -> None:
+        """Show this alone, as it is not in sight; everything again where it is empty."""
+        table = self.table_of(ref.partition(":")[0]) if ref else self.table()
+        if table is not None and table.pin(ref) and ref:
+            self.activate(table)
 
     def row(self, ref: str) -> tuple[TableRow | None, tuple[Column, ...]]:
         """What the page has in its rows about this, and their columns."""
@@ -195,7 +212,7 @@ class Page(Container, can_focus=True):
 
     def widen(self) -> bool:
         """Show more again where what is shown was narrowed down; whether it was."""
-        return False
+        return any(table.pin("") for table in self.tables())
 
     def unfold(self) -> None:
         """Show what is below what is under the cursor, where there is such a thing."""

@@ -15,7 +15,7 @@ from tui.model import cells, peers
 from tui.model.columns import ComputedColumns
 from tui.screens.handoffs import show_handoffs
 from tui.screens.page import FENCE, Page
-from tui.widgets.canvas import Canvas
+from tui.widgets.canvas import Canvas, console
 from tui.widgets.table import ColumnRules, WindowedTable
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ class PeersPage(Page):
 
     def __init__(self) -> None:
         super().__init__()
-        self._traffic = peers.TrafficRates()
         self._path = ""
 
     @override
@@ -61,7 +60,6 @@ class PeersPage(Page):
             title="peers",
             rules=ColumnRules(peers.MATTERS, peers.HIDDEN),
             stands_for=peers.STANDS_FOR,
-            rates=(self._traffic.incoming, self._traffic.outgoing),
         )
         yield PeerPanel(id="peer")
 
@@ -71,7 +69,7 @@ class PeersPage(Page):
         return self.query_one("#table-peers", WindowedTable)
 
     def _made(self, row: NamedRow) -> tuple[Cell, ...]:
-        return self._traffic.made(row, self._path)
+        return console(self).traffic.made(row, self._path)
 
     @override
     def show(self, snapshot: DaemonSnapshot) -> None:
@@ -82,7 +80,7 @@ class PeersPage(Page):
         self.fit_height(self.peers)
         panel = self.query_one(PeerPanel)
         if panel.display:
-            panel.show(self.peers.named_row(), self._traffic, snapshot.now_s)
+            panel.show(self.peers.named_row(), console(self).traffic, snapshot.now_s)
 
     async def action_handoffs(self) -> None:
         """Go to the handoffs with the one under the cursor."""

@@ -35,7 +35,7 @@ TITLES = {
 """Views of nodes, and how they are headed."""
 RULES = {
     TREE: ColumnRules(
-        first=("name", "pages", "below_pages", "lock_ref", "holders", "last_use", "hits", "tokens"),
+        first=("name", "pages", "hits", "below_pages", "lock_ref", "holders", "last_use", "tokens"),
         never=("children",),
         narrow=("name", "holders"),
     ),
@@ -55,6 +55,9 @@ WITHOUT_BESIDE = {
 """Where no node has anything of other components: nobody misses the column."""
 MAX_NAMED = 8192
 """Nodes of which the parent is remembered: more than anybody scrolls past."""
+HOTTEST = "-hits"
+MOST_FOLLOWED = 4
+"""Levels that are opened to show the hottest branch."""
 CLOSED, OPENED, LEAF = "▶", "▼", " "
 
 
@@ -65,7 +68,6 @@ class TreeTable(WindowedTable):
         super().__init__(TREE, title=TITLES[TREE], rules=RULES[TREE])
         self._above: dict[str, str] = {}
         """By the key of a node, as they were seen in the tree; empty for the uppermost."""
-        self._named: dict[str, str] = {}
 
     @property
     def is_tree(self) -> bool:
@@ -88,6 +90,8 @@ class TreeTable(WindowedTable):
             return
         if self.is_tree:
             self._learn(data)
+            if self.sort == HOTTEST:
+                self._follow_first(data)
         at = data.index("beside")
         if at >= 0 and not any(row.cells[at] for row in data.rows.values()):
             self.rules = WITHOUT_BESIDE[self.view]
@@ -121,6 +125,16 @@ class TreeTable(WindowedTable):
         self._set_opened(tuple(node for node in self.opened if node != self.number))
         return True
 
+    def _follow_first(self, data: TableData) -> None:
+        """Open what is below the first of the first ones, a level with each picture."""
+        for depth, row in enumerate(data.listed()[:MOST_FOLLOWED]):
+            if self._of(row, "depth") != depth:
+                return
+            number = _number(row.key)
+            if number is not None and number not in self.opened and self.is_parent(row):
+                self._set_opened((*self.opened[-MAX_OPENED + 1 :], number))
+                return
+
     def _set_opened(self, opened: tuple[int, ...]) -> None:
         self.opened, self._known = opened, {}
         self.redraw()
@@ -141,39 +155,17 @@ class TreeTable(WindowedTable):
             return True
         return below > own
 
-    # ---- the way to a node ------------------------------------------------------------------
-
-    def path(self) -> tuple[str, ...]:
-        """The names from the root to the node under the cursor, as far as they were seen."""
-        row = self.row()
-        if not self.is_tree and row is not None:
-            above = [self._of(row, "namespace"), self._before(row), self._of(row, "name")]
-            return tuple(str(name) for name in above if name)
-        made: list[str] = []
-        key = self.chosen()
-        while key in self._named and len(made) < MAX_OPENED:
-            made.append(self._named[key])
-            key = self._above.get(key, "")
-        return tuple(reversed(made))
-
-    def _before(self, row: TableRow) -> str:
-        """What of a prompt is above a node of a list."""
-        start = self._of(row, "start")
-        return f"{start} tokens" if isinstance(start, int) and start else ""
-
     def _learn(self, data: TableData) -> None:
         """Remember the parents of what is shown: of a long tree only a part is ever here."""
-        depth_at, name_at = data.index("depth"), data.index("name")
-        if depth_at < 0 or name_at < 0:
+        depth_at = data.index("depth")
+        if depth_at < 0:
             return
-        if len(self._named) > MAX_NAMED:
-            self._named.clear()
+        if len(self._above) > MAX_NAMED:
             self._above.clear()
         above: dict[int, str] = {}
         for row in data.listed():
             depth = row.cells[depth_at]
             depth = int(depth) if isinstance(depth, int | float) else 0
-            self._named[row.key] = str(row.cells[name_at])
             if depth == 0 or depth - 1 in above:
                 self._above[row.key] = above.get(depth - 1, "")
             above[depth] = row.key
@@ -210,13 +202,14 @@ TABS = ((TREE, "x", "tree"), ("locked", "l", "locked"), ("eviction", "v", "evict
 
 
 class RadixPage(Page):
-    """The tree, or a list of some of its nodes; above which one, below the way to the node."""
+    """The tree, or a list of some of its nodes; above which one, below what goes next."""
 
     NAME = "radix"
     REFS = ("node",)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l", "nodes('locked')", "locked", tooltip="only what is locked"),
         Binding("v", "nodes('eviction')", "eviction", tooltip="in the order of eviction"),
+        Binding("h", "hottest", "hottest", tooltip="the branches by their hits; again: by size"),
         Binding("x", "expand", "expand", tooltip="open or close the node"),
         Binding("p", "pages_of", "pages", tooltip="on the page map", show=False),
         EVICT,
@@ -224,14 +217,14 @@ class RadixPage(Page):
     ]
     DEFAULT_CSS = """
     RadixPage > #radix-tabs { height: 1; }
-    RadixPage > #radix-path { height: 2; }
+    RadixPage > #radix-next { height: 1; }
     """
 
     @override
     def compose(self) -> ComposeResult:
         yield Canvas(id="radix-tabs")
         yield TreeTable()
-        yield Canvas(id="radix-path")
+        yield Canvas(id="radix-next")
 
     @property
     def nodes(self) -> TreeTable:
@@ -251,13 +244,14 @@ class RadixPage(Page):
     def show(self, snapshot: DaemonSnapshot) -> None:
         super().show(snapshot)
         self.query_one("#radix-tabs", Canvas).paint([self._tabs(snapshot)])
-        path = self.query_one("#radix-path", Canvas)
-        lines = [self._path()]
-        if self._shows_next:
-            lines.append(self._next(snapshot))
-        if path.styles.height is None or path.styles.height.value != len(lines):
-            path.styles.height = len(lines)
-        path.paint(lines)
+        following = self.query_one("#radix-next", Canvas)
+        following.display = self._shows_next
+        if following.display:
+            following.paint([self._next(snapshot)])
+
+    @override
+    def table_of(self, kind: str) -> None:
+        """Nodes are shown below those that are opened: none of them alone."""
 
     @override
     def unfold(self) -> None:
@@ -282,6 +276,13 @@ class RadixPage(Page):
         """Open or close the node."""
         if not self.nodes.close_node():
             self.nodes.open_node()
+
+    def action_hottest(self) -> None:
+        """The branches that are used the most on top, or again the biggest."""
+        nodes = self.nodes
+        if not nodes.is_tree:
+            nodes.show_view(TREE)
+        nodes.set_sort("" if nodes.sort == HOTTEST else HOTTEST)
 
     def action_pages_of(self) -> None:
         """Its pages on the page map."""
@@ -310,15 +311,6 @@ class RadixPage(Page):
         if data is None and view in COUNTED:
             data = snapshot.table(COUNTED[view])
         return f" {data.of}" if data is not None and not data.trouble else ""
-
-    def _path(self) -> Line:
-        """The way from the root to the node under the cursor; its end matters most."""
-        words = " / ".join(self.nodes.path())
-        text = spans.text_of([cleaned(words or "-")])
-        room = max(1, self.size.width - 6)
-        while spans.columns(text) > room:
-            text = "…" + text[2:] if text.startswith("…") else "…" + text[1:]
-        return spans.fit((Styled("path  ", "dim"), Styled(text)), self.size.width)
 
     def _next(self, snapshot: DaemonSnapshot) -> Line:
         """What would be evicted first."""

@@ -16,6 +16,7 @@ from kvd.wire.admin import Because, Why
 from kvd.wire.console import Column, TableRow
 from tui.draw.spans import EMPTY, Line, Styled, cleaned, left, line
 from tui.model import cells
+from tui.model.columns import heading
 from tui.widgets.canvas import palette_of, rich_lines
 
 if TYPE_CHECKING:
@@ -85,20 +86,21 @@ def _because(because: Because) -> list[Line]:
             made.append((Styled(ago, "dim"), cleaned(mark.what)))
     if because.links:
         links = "  ".join(because.links)
-        made += [EMPTY, line("has to do with (g)", "dim"), (cleaned(links, "key"),)]
+        made += [EMPTY, line("related (g)", "dim"), (cleaned(links, "key"),)]
     return made
 
 
 def _facts(content: CardContent) -> list[Line]:
     """Each cell of the row by its column's name."""
     assert content.row is not None
-    pad = min(max((len(column.name) for column in content.columns), default=0), MOST_NAME_COLUMNS)
+    names = [heading(column) for column in content.columns]
+    pad = min(max(map(len, names), default=0), MOST_NAME_COLUMNS)
     made: list[Line] = []
-    for column, cell in zip(content.columns, content.row.cells, strict=True):
+    for name, column, cell in zip(names, content.columns, content.row.cells, strict=True):
         if column.kind == "depth" or cell is None or cell == "":
             continue
         text, style = cells.show(cell, column.kind, content.now_s, 400)
-        made.append((Styled(left(clean(column.name), pad) + "  ", "dim"), Styled(text, style)))
+        made.append((Styled(left(clean(name), pad) + "  ", "dim"), Styled(text, style)))
     return made
 
 

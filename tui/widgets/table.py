@@ -13,13 +13,14 @@ import msgspec
 from textual.message import Message
 from typing_extensions import override
 
+from kvd.filters import KEY
 from kvd.text import clean, counted
-from kvd.wire.console import MAX_ROWS, Filter, Query
+from kvd.wire.console import MAX_FILTERS, MAX_ROWS, Filter, Query
 from tui.draw import spans
 from tui.draw.spans import Line, Styled, cleaned
 from tui.draw.spans import columns as width_of
 from tui.model import cells
-from tui.model.columns import NamedRow, places
+from tui.model.columns import NamedRow, heading, places
 from tui.widgets.canvas import NOT_HERE_YET, Canvas, console
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class ColumnRules(msgspec.Struct, frozen=True):
 
 def natural(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
     """How wide each column would like to be: its widest text, and its name."""
-    widths = [width_of(column.name) for column in columns]
+    widths = [width_of(heading(column)) for column in columns]
     for row in rows:
         for at, text in enumerate(row):
             if len(text) > widths[at]:
@@ -183,6 +184,9 @@ class WindowedTable(Canvas):
     class Opened(Moved):
         """A row was clicked twice."""
 
+    head_lines = HEAD_LINES
+    """Above the rows."""
+
     def __init__(
         self,
         view: str,
@@ -201,6 +205,10 @@ class WindowedTable(Canvas):
         self.sort = sort
         self.filters: tuple[Filter, ...] = ()
         self.filter_text = ""
+        self.only: tuple[Filter, ...] = ()
+        """What the page leaves out by itself; the operator's filters come on top."""
+        self.pinned = ""
+        """What alone is asked for, as it was gone to and was not in sight; empty for nothing."""
         self.opened: tuple[int, ...] = ()
         """Nodes of the tree whose children are shown."""
         self.is_wide = False
@@ -234,17 +242,24 @@ class WindowedTable(Canvas):
     @property
     def page_rows(self) -> int:
         """Rows that there is room for."""
-        return max(1, self.size.height - HEAD_LINES)
+        return max(1, self.size.height - self.head_lines)
 
     def asks(self) -> Query:
         """What to ask for: what is shown, and half a screen more, so that small steps are here."""
         half = max(1, self.page_rows // 2)
+        filters = (*self.only, *self.filters)[:MAX_FILTERS]
+        if self.pinned:
+            kind, _, number = self.pinned.partition(":")
+            is_room = kind == "room"
+            filters = (
+                Filter(kind, "is", float(number)) if is_room else Filter(KEY, "is", self.pinned),
+            )
         return Query(
             self.view,
             first=self._first // half * half,
             limit=min(MAX_ROWS, self.page_rows + half),
             sort=self.sort,
-            filters=self.filters,
+            filters=filters,
             opened=self.opened,
         )
 
@@ -389,7 +404,9 @@ class WindowedTable(Canvas):
 
     def _caption(self, words: str, width: int) -> Line:
         title: Line = (cleaned(self.title, "head"),)
-        if self.filters:
+        if self.pinned:
+            title = (cleaned(f"only {self.pinned}, Esc: all", "key"),)
+        elif self.filters:
             title = (*title, Styled(" /", "key"), cleaned(self.filter_text, "key"))
         return spans.ruled(title, (cleaned(words, "dim"),), width)
 
@@ -398,7 +415,7 @@ class WindowedTable(Canvas):
         for at, width in zip(self._fit.at, self._fit.widths, strict=True):
             column = data.columns[at]
             mark = {f"-{column.name}": " ↓", column.name: " ↑"}.get(self.sort, "")
-            name = clean(column.name) + mark
+            name = clean(heading(column)) + mark
             pad = spans.right if column.kind in cells.FIGURES else spans.left
             made.append(Styled(pad(name, width), "key" if mark else "head"))
             made.append(Styled(" " * GAP))
@@ -462,6 +479,22 @@ class WindowedTable(Canvas):
         self._go(data.slot.first + data.order.index(key))
         return True
 
+    def pin(self, ref: str) -> bool:
+        """Ask for this row alone, or for all again where it is empty; whether that is another."""
+        if ref == self.pinned:
+            return False
+        self.pinned = ref
+        self.move_to_start()
+        return True
+
+    def restrict(self, only: tuple[Filter, ...], title: str) -> None:
+        """Show only these, from the top."""
+        self.title = title
+        if only != self.only:
+            self.only = only
+            self._first = self._cursor = 0
+            self._is_following = False
+
     def set_filters(self, text: str, filters: tuple[Filter, ...]) -> None:
         """Show only what passes, from the top; ``text`` is how it was written."""
         self.filter_text, self.filters = text, filters
@@ -507,15 +540,19 @@ class WindowedTable(Canvas):
 
     # ---- the mouse --------------------------------------------------------------------------
 
+    def row_at(self, y: int) -> int:
+        """Which row is on this line; under 0 for none."""
+        return self._first + y - self.head_lines if y >= self.head_lines else -1
+
     def on_click(self, event: events.Click) -> None:
         """The name of a column sorts, a row is chosen, and opened by the second click."""
-        if event.y == HEAD_LINES - 1:
+        if event.y == HEAD_LINES - 1 < self.head_lines:
             at = self._fit.column_under(event.x - GUTTER)
             if at is not None:
                 self.sort_by(self.columns[at].name)
             return
-        index = self._first + event.y - HEAD_LINES
-        if event.y >= HEAD_LINES and self._key_at(index):
+        index = self.row_at(event.y)
+        if index >= 0 and self._key_at(index):
             self._go(index)
             if event.chain == 2:
                 self.post_message(self.Opened(self))
