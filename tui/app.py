@@ -557,14 +557,15 @@ class KvdTui(App[None], inherit_bindings=False):
         Keys and orders may go somewhere at once: one after the other, as making a page takes time.
         """
         async with self._going:
-            self.place = place
             if place.page not in self._pages:
                 self._pages[place.page] = ALL[place.page]()
                 await self._switcher.add_content(self._pages[place.page])
+            self.place = place
             self.page = self._pages[place.page]
             self._switcher.current = self.page.id
             self._tabs.active = f"tab-{place.page}"
-            self.bench.set_focus(self.page)
+            if not self.bar.display:  # what is typed ahead is typed there
+                self.bench.set_focus(self.page)
             self._sought = ""
             kind = place.ref.partition(":")[0]
             if not place.ref:
@@ -614,6 +615,8 @@ class KvdTui(App[None], inherit_bindings=False):
 
     async def on_tabs_tab_activated(self, message: Tabs.TabActivated) -> None:
         """A page was clicked; the tab also follows when it is gone to in another way."""
+        if message.tab.id != self._tabs.active:
+            return  # left meanwhile: to go there would bring back the one after it, and so on
         page = (message.tab.id or "").removeprefix("tab-")
         # Said by a sign too: a terminal without colours, and a text of the screen, have no style.
         for name in PAGES:
@@ -641,6 +644,7 @@ class KvdTui(App[None], inherit_bindings=False):
 
     def on_windowed_table_moved(self, message: WindowedTable.Moved) -> None:
         """Keys are about the table in which something was clicked; more rows may be wanted."""
-        if message.table is not self.page.table():
+        # One of a page that was left meanwhile means nothing here.
+        if message.table in self.page.tables() and message.table is not self.page.table():
             self.page.activate(message.table)
         self.hurry()

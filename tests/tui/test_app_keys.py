@@ -13,6 +13,8 @@ from kvd.wire.admin import AdminFailed, Audit, Because, Evict, Fence, Flush, Reh
 from kvd.wire.console import Filter
 from tests.tui.feed import console, lines_of, settle
 from tests.tui.plain import plain  # noqa: F401 - a fixture for all tests here
+from tui.app import Location
+from tui.widgets.table import WindowedTable
 
 SIZE = (120, 30)
 
@@ -159,6 +161,35 @@ async def test_keys_are_letters_while_something_is_typed():
         await press(app, pilot, "escape")
         await press(app, pilot, "2")
         assert app.page.id == "page-pools"
+
+
+async def test_pages_that_are_gone_to_at_once_do_not_call_each_other_back(monkeypatch):
+    async with shown() as (app, _, pilot):
+        went, go = [], app.go
+
+        async def counted(place):
+            went.append(place.page)
+            await go(place)
+
+        monkeypatch.setattr(app, "go", counted)
+        await app.action_go("pools")
+        await app.action_go("overview")
+        for _ in range(5):
+            await settle(app, pilot)
+        assert went == ["pools", "overview"]
+
+
+async def test_going_somewhere_late_neither_takes_the_keys_from_the_bar_nor_from_the_table():
+    async with shown() as (app, _, pilot):
+        left = app.page.table()
+        app.action_ask(":")
+        await app.go(Location("handoffs"))
+        await settle(app, pilot)
+        assert app.focused is app.bar.typed
+        await press(app, pilot, "escape")
+        app.on_windowed_table_moved(WindowedTable.Moved(left))
+        assert app.page.NAME == "handoffs"
+        assert app.page.table() is not None
 
 
 async def test_tab_completes_a_command():

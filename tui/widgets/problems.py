@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 WIDE_COLUMNS = 60
 """From here on there is room for how long ago it was, beside when."""
+MOST_WRAPPED = 200
 SMALL_LINES = 10
 """With less room the one under the cursor has its sentence on one line."""
 
@@ -40,6 +41,7 @@ class ProblemCards(WindowedTable):
         self._is_all = True
         """Whether all have their whole text."""
         self._room = 0
+        self._wrapped: dict[str, tuple[TableRow, int, list[str]]] = {}
         self._rows_at: list[int] = []
         """By line below the head: which row is there."""
 
@@ -109,15 +111,23 @@ class ProblemCards(WindowedTable):
         grave, ago = self._head(named)
         width = max(20, self.size.width - GUTTER - 1)
         pad = spans.columns(grave.text)
-        text = spans.text_of(_said(named))
-        parts = wrap_words(text, width - pad - spans.columns(ago.text) - 1)
         if 0 < self._room < SMALL_LINES:
             return [self._short(row), *([line] if (line := self._todo(named, pad, width)) else [])]
-        first, *rest = parts or ["-"]
+        first, *rest = self._parts(row, named, width - pad - spans.columns(ago.text) - 1)
         made = [spans.spread((grave, Styled(first)), (ago,), width)]
         made += [(Styled(" " * pad), Styled(part)) for part in rest]
         todo = self._todo(named, pad, width)
         return [*made, todo] if todo else made
+
+    def _parts(self, row: TableRow, named: NamedRow, width: int) -> list[str]:
+        """The sentence in lines: made once, as that takes its time."""
+        known = self._wrapped.get(row.key)
+        if known is None or known[0] is not row or known[1] != width:
+            if len(self._wrapped) > MOST_WRAPPED:
+                self._wrapped.clear()
+            words = wrap_words(spans.text_of(_said(named)), width) or ["-"]
+            known = self._wrapped[row.key] = (row, width, words)
+        return known[2]
 
     def _todo(self, row: NamedRow, pad: int, width: int) -> Line:
         action, subject = row.text("action"), row.text("subject")
