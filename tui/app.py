@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+from textual import events
 from textual._xterm_parser import XTermParser
 from textual.app import App, SystemCommand
 from textual.binding import Binding
@@ -75,9 +76,13 @@ class Keyboard(LinuxDriver):
 
 NARROW_COLUMNS = 100
 """A terminal with fewer has no room for a card beside the page."""
-COMPARED_S = 60.0
-SLOWER = 1.2
-"""Frames that are so many times rarer than asked for are worth a word."""
+COMPARED_S = (60.0, 600.0)
+"""What the key compares with, one after the other; then with now, as it goes on."""
+CHARTED_S = (1.0, 8.0)
+"""Of a dot of the charts: two minutes at a glance, or the quarter of an hour that is kept."""
+AHEAD_S = 3.0
+"""So long keys about a row wait for the first rows of a page."""
+ABOUT_A_ROW = frozenset({"enter", "r", "i", "y", "A", "x", "h", "p", "up", "down", "k", "j"})
 IN_THE_LOG = frozenset({"lost", "skipped"})
 """Notices that are lines among the events; where those are many, telling each is in the way."""
 ON_SOMETHING = ("open", "related", "events_of", "copy")
@@ -93,7 +98,7 @@ class Options(msgspec.Struct, frozen=True):
     """How the console was started."""
 
     readonly: bool = False
-    fps: float = 10.0
+    fps: float = 4.0
     theme: str = THEMES[0]
     page: str = PAGES[0]
     ref: str = ""
@@ -159,8 +164,9 @@ class KvdTui(App[None], inherit_bindings=False):
             "compare",
             "compare",
             show=False,
-            tooltip="with a minute ago; again: with now, as it goes on; again: no more",
+            tooltip="with a minute ago; again: ten; again: with now, as it goes on; again: no more",
         ),
+        Binding("t", "charts", "time", show=False, tooltip="charts of two minutes, or of fifteen"),
         Binding("T", "next_theme", "the next theme", show=False),
         Binding("?", "help", "help", tooltip="these keys, and the commands"),
         Binding("q,ctrl+c", "quit", "quit"),
@@ -187,6 +193,9 @@ class KvdTui(App[None], inherit_bindings=False):
         self._compared: DaemonSnapshot | None = None
         """What the overview says the difference to; None: nothing."""
         self._compares = 0
+        self.chart_step_s = CHARTED_S[0]
+        self._ahead: list[events.Key] = []
+        """Keys that wait for the rows of the page, and those after them."""
         first = self.options.page
         self.place = Location(first)
         """Where the operator is."""
@@ -210,6 +219,8 @@ class KvdTui(App[None], inherit_bindings=False):
         self.register_theme(HIGH_CONTRAST)
         self._asked = Subscription()
         self._going = asyncio.Lock()
+        self._went_s = 0.0
+        """When the page was gone to."""
         self._sought = ""
         """What was gone to, while its row has not come."""
         self.link = connect(mirror, self.wanted)
@@ -308,6 +319,8 @@ class KvdTui(App[None], inherit_bindings=False):
                 self._sought = ""
             self.hurry()
             self.call_after_refresh(self._painted, start_s)
+        if self._ahead and not (self._is_coming or self.bar.is_entering):
+            self.call_later(self._take_ahead)
 
     def compared(self, snapshot: DaemonSnapshot) -> Sequence[str]:
         """What is another in this picture than in what it is compared with, in words."""
@@ -332,13 +345,12 @@ class KvdTui(App[None], inherit_bindings=False):
         """The lines around the page, and what has to be told."""
         width, now_s = self.size.width, self.clock()
         history = self.mirror.history
-        wanted_fps, interval_s = self.link.fps, self.link.interval_s
+        interval_s = self.link.interval_s
         now = heads.HeadStatus(
             link_state=self.mirror.link_state(now_s, interval_s),
             now_s=now_s,
-            fps=wanted_fps,
+            fps=min(self.link.fps, 1 / interval_s),
             frozen_s=history.behind_s if history.is_frozen else None,
-            slowed_to=1 / interval_s if interval_s * wanted_fps > SLOWER else 0.0,
             clock=self.time_of_day(self.snapshot.now_s) if self.mirror.frames else "",
         )
         line = heads.head_line(self.snapshot.vitals, now, width)
@@ -370,13 +382,43 @@ class KvdTui(App[None], inherit_bindings=False):
         return bool(self.card.ref or self.page.chosen())
 
     @override
+    async def on_event(self, event: events.Event) -> None:
+        """No key is lost, and each is done before the next: Textual's own go round the widgets.
+
+        What is typed before the rows are here waits for them, and what comes after it. Whoever is
+        shown has the keys: Textual takes them from what it hid a moment ago.
+        """
+        if isinstance(event, events.Key) and not event.is_forwarded and self.screen is self.bench:
+            is_early = self._is_coming and event.key in ABOUT_A_ROW
+            if self._ahead or is_early or self.bar.is_entering:
+                self._ahead.append(event)
+                return
+            if self.bench.focused is None:
+                self.bench.set_focus(self.bar.typed if self.bar.display else self.page)
+            self.bar.is_entering = self.bench.focused is self.bar.typed and event.key == "enter"
+            if self.bench.focused is self.page and await self._check_bindings(event.key):
+                return
+        await super().on_event(event)
+
+    @property
+    def _is_coming(self) -> bool:
+        """Whether the rows of the page have been asked for, and not come yet."""
+        is_late = self.clock() - self._went_s > AHEAD_S or self.bar.display
+        return not is_late and any(table.data is None for table in self.page.tables())
+
+    async def _take_ahead(self) -> None:
+        """Do what was typed ahead: that for which it waited is here."""
+        typed, self._ahead = self._ahead, []
+        for event in typed:
+            await self.on_event(event)
+
+    @override
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Whether a key means something here and now."""
         page, card = self.page, self.card
         known = {
             **dict.fromkeys(ON_SOMETHING, bool(parameters) or self.is_on_something),
             "change": not self.options.readonly,
-            **dict.fromkeys(("step", "live"), self.mirror.history.is_frozen),
             "scroll_card": bool(card.ref),
             "faults": bool(page.faults()),
         }
@@ -454,14 +496,6 @@ class KvdTui(App[None], inherit_bindings=False):
         else:
             history.freeze()
 
-    def action_live(self) -> None:
-        """Go on live."""
-        self.mirror.history.live()
-
-    def action_step(self, pictures: int) -> None:
-        """So many pictures on."""
-        self.mirror.history.step(pictures)
-
     def action_faults(self) -> None:
         """Only what is wrong, or all again."""
         wanted = self.page.faults()
@@ -481,12 +515,18 @@ class KvdTui(App[None], inherit_bindings=False):
         self.say(f"copied: {text}")
 
     async def action_compare(self) -> None:
-        """Say the difference to a minute ago; then to now, as it goes on; then no more."""
+        """Say the difference to some minutes ago; then to now, as it goes on; then no more."""
         history = self.mirror.history
-        marks = (history.ago(COMPARED_S), history.newest, None)
+        marks = (*map(history.ago, COMPARED_S), history.newest, None)
         self._compared = marks[self._compares]
         self._compares = (self._compares + 1) % len(marks)
         await self.action_go(PAGES[0])
+        self._seen = ()
+
+    def action_charts(self) -> None:
+        """Charts of minutes, or of all that is kept."""
+        at = CHARTED_S.index(self.chart_step_s) + 1
+        self.chart_step_s = CHARTED_S[at % len(CHARTED_S)]
         self._seen = ()
 
     def action_next_theme(self) -> None:
@@ -560,7 +600,7 @@ class KvdTui(App[None], inherit_bindings=False):
             if place.page not in self._pages:
                 self._pages[place.page] = ALL[place.page]()
                 await self._switcher.add_content(self._pages[place.page])
-            self.place = place
+            self.place, self._went_s = place, self.clock()
             self.page = self._pages[place.page]
             self._switcher.current = self.page.id
             self._tabs.active = f"tab-{place.page}"
@@ -626,12 +666,14 @@ class KvdTui(App[None], inherit_bindings=False):
 
     async def on_command_bar_entered(self, message: CommandBar.Entered) -> None:
         """A command or a filter was typed."""
+        self.bar.is_entering = False
         if message.mode == "/":
             actions.filter_by(self, message.text)
         elif message.text:
             await actions.obey(self, message.text)
         self.hurry()
         self.tick()
+        await self._take_ahead()
 
     async def on_page_open_requested(self, message: Page.OpenRequested) -> None:
         """A page would have something opened."""

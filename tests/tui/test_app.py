@@ -34,7 +34,7 @@ async def test_the_head_says_how_the_daemon_is_in_words():
         await settle(app, pilot)
         head = lines_of(app)[0]
     assert head.startswith(" LOOK  decode-node  serving  problems 2  peers 6/6 ")
-    assert re.search(r" LIVE 10/s \d\d:\d\d:\d\d$", head)
+    assert re.search(r" LIVE 4/s \d\d:\d\d:\d\d$", head)
 
 
 async def test_a_lost_daemon_is_said_over_what_was_last_seen():

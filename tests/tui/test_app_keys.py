@@ -9,7 +9,18 @@ import pytest
 from textual.command import CommandPalette
 
 from kvd.errors import Code, Refusal
-from kvd.wire.admin import AdminFailed, Audit, Because, Evict, Fence, Flush, Rehearse, Report, Why
+from kvd.wire.admin import (
+    AdminFailed,
+    Audit,
+    Because,
+    Evict,
+    Fence,
+    Flush,
+    RaiseEpoch,
+    Rehearse,
+    Report,
+    Why,
+)
 from kvd.wire.console import Filter
 from tests.tui.feed import console, lines_of, settle
 from tests.tui.plain import plain  # noqa: F401 - a fixture for all tests here
@@ -51,11 +62,12 @@ async def test_arrows_and_letters_move_the_cursor():
     async with shown() as (app, _, pilot):
         await press(app, pilot, "down", "j", "down", "k", "up")
         assert app.page.chosen() == "client:1"
-        await press(app, pilot, "end")
-        feed_end = app.page.table().asks()
-        assert feed_end.first + feed_end.limit >= 40
-        await press(app, pilot, "home")
-        assert app.page.chosen() == "client:0"
+        for end, home in (("end", "home"), ("G", "g")):
+            await press(app, pilot, end)
+            feed_end = app.page.table().asks()
+            assert feed_end.first + feed_end.limit >= 40
+            await press(app, pilot, home)
+            assert app.page.chosen() == "client:0"
 
 
 async def test_page_keys_move_by_a_screen():
@@ -230,7 +242,7 @@ async def test_a_command_does_what_it_says(typed, check):
         assert check(app)
 
 
-async def test_space_freezes_and_arrows_walk_through_what_was_collected_meanwhile():
+async def test_space_freezes_while_it_goes_on_collecting():
     async with shown() as (app, feed, pilot):
         await press(app, pilot, "space")
         for _ in range(3):
@@ -238,14 +250,38 @@ async def test_space_freezes_and_arrows_walk_through_what_was_collected_meanwhil
         await settle(app, pilot)
         assert "FROZEN -" in lines_of(app)[0]
         assert "problems 2" in lines_of(app)[0]
-        await press(app, pilot, "right")
+        await press(app, pilot, "space")
         assert "problems 9" in lines_of(app)[0]
-        await press(app, pilot, "left")
-        assert "problems 2" in lines_of(app)[0]
-        await press(app, pilot, ".")
-        assert "problems 9" in lines_of(app)[0]
-        await press(app, pilot, "end")
         assert "FROZEN" not in lines_of(app)[0]
+
+
+async def test_keys_about_a_row_that_are_typed_ahead_wait_for_the_rows_in_their_order():
+    async with shown() as (app, feed, pilot):
+        await pilot.press("5", "down", "enter", "y", "down", ":", *"sort")
+        assert (app.card.ref, app.clipboard, app.bar.display) == ("", "", False)
+        feed.bring()
+        await press(app, pilot)
+        await press(app, pilot)
+        assert app.clipboard == "kvd why peer 1"
+        assert app.card.ref == "peer:2"
+        assert lines_of(app)[-2].startswith(":sort")
+
+
+async def test_a_page_that_textual_takes_the_keys_from_has_them_again():
+    async with shown() as (app, _, pilot):
+        app.bench.set_focus(None)
+        await press(app, pilot, ":", *"q")
+        assert lines_of(app)[-2].startswith(":q")
+
+
+async def test_shift_and_a_letter_sorts_by_the_columns_that_begin_with_it():
+    async with shown() as (app, _, pilot):
+        await press(app, pilot, "P")
+        assert app.page.table().sort == "-pages"
+        await press(app, pilot, "P")
+        assert app.page.table().sort == "pages"
+        await press(app, pilot, "Z")
+        assert app.page.table().sort == "pages"
 
 
 async def test_a_frozen_console_does_not_ask_what_is_now():
@@ -259,10 +295,10 @@ async def test_a_frozen_console_does_not_ask_what_is_now():
         assert Why(0, "client", 0) in feed.requests
 
 
-async def test_g_goes_to_what_has_to_do_with_it_and_escape_back_along_the_way():
+async def test_r_goes_to_what_has_to_do_with_it_and_escape_back_along_the_way():
     async with shown() as (app, feed, pilot):
         feed.replies[Why] = Because(0, "because", (), ("lease:7", "peer:peers-2"))
-        await press(app, pilot, "enter", "g")
+        await press(app, pilot, "enter", "r")
         await press(app, pilot)
         assert "related to client:0" in text_of(app)
         await press(app, pilot, "down", "enter")
@@ -363,6 +399,7 @@ DONE = Report(0, {"evicted_pages": 41}, ())
         ("radix", ("E", *"5", "enter"), Evict(0, 5)),
         ("peers", ("X",), Fence(0)),
         ("clients", (":", *"flush strict", "enter"), Flush(0, "strict")),
+        ("clients", (":", *"epoch llama", "enter"), RaiseEpoch(0, "llama")),
     ],
 )
 async def test_what_changes_something_is_rehearsed_and_done_only_when_agreed_to(page, keys, verb):

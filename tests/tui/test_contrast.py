@@ -11,7 +11,7 @@ from tui.themes import LEAST_CONTRAST, THEMES, contrast
 
 PAINTED = tuple(theme for theme in THEMES if not theme.startswith("ansi"))
 """Of the others the terminal has the colours."""
-OVER = {"dialog": ("2", "F"), "bar": ("7", ":", "s"), "menu": ("7", "enter", "g"), "keys": ("?",)}
+OVER = {"dialog": ("2", "F"), "bar": ("7", ":", "s"), "menu": ("7", "enter", "r"), "keys": ("?",)}
 """What lies over a page, by the keys that lead to it."""
 
 

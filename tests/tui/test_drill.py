@@ -65,7 +65,7 @@ async def test_leaked_page_and_forgotten_lock_are_found_and_shown_where_they_are
 
             breaks("lost_page")
             await person.reads("leak in the head", r"\A BAD .* problems 1 ")
-            await person.reads("leak on overview", r"violation .*page \d+ is nowhere")
+            await person.reads("leak on overview", r"violation: .*page \d+ is nowhere")
             await person.turns("overview")
             await person.reads(
                 "leak among the findings", r"HIGH +violation: ", r"page \d+ is nowhere"
@@ -82,7 +82,9 @@ async def test_leaked_page_and_forgotten_lock_are_found_and_shown_where_they_are
             node = f"node:{re.search(r'violation: I2: node ([0-9]+)', text)[1]}"
             await person.turns("radix")
             await person.presses("l")
-            await person.reads("lock on radix", r"locked \d+<", r"\(no namespace\) +\d+ ")
+            await person.reads(
+                "lock on radix", r"locked nodes ─+ 1-\d+ of \d+", r"\(no namespace\) +\d+ "
+            )
             assert node in person.app.page.table().data.order
 
 
@@ -126,6 +128,7 @@ async def test_pages_that_a_remote_may_write_for_a_killed_engine_are_quarantined
             await person.presses("escape")
             person.causes()
             await person.turns("pools")
+            await person.presses("l")
             await person.reads("free on pools", r"Q quarantined 0", within_s=RELEASED_S)
     wait_linked(pair)
 
@@ -160,8 +163,7 @@ async def test_handoff_whose_prefill_engine_stops_is_explained_and_ended_from_he
         person.causes()
         await person.reads(
             "silence on handoffs",
-            r"longest silence [2-9]\.\d*s, .*it lasts",
-            r"waits for the engine to",
+            r"nothing for [2-9]\.\d*s: d waits for the rest of .*, as p waits for the engine to",
         )
         await person.turns("overview")
         await person.reads(
@@ -189,7 +191,7 @@ async def test_prompt_that_a_decode_engine_never_lets_go_has_its_name_and_age(pa
     start("sends-all", pair.prefill.client, "prefill-0", 400, 1)
     async with operator(pair.decode, told, "clients") as person:
         person.causes()
-        await person.reads("kept", r"held +received from p ", r"decode-0 holds 1 page by")
+        await person.reads("kept", r"held +received from p ", r"leases of decode-0 \(client:\d+\)")
         await person.presses("tab", "enter")
         await person.reads("card", r"lease:\d+", r"decode-0", r"received from p")
 

@@ -112,6 +112,7 @@ def test_only_what_changes_the_node_is_kept_from_a_console_that_only_reads():
         "evict",
         "abort",
         "drain",
+        "epoch",
         "undrain",
         "fence",
     ]

@@ -111,11 +111,11 @@ def test_what_went_between_us_and_a_peer_is_told_both_ways():
         one = TableData(
             Query("peers"), columns, ("peer:p",), {"peer:p": row}, 1, 1, 100.0 + second, 1
         )
-        traffic.incoming.take(one)
-        traffic.outgoing.take(one)
-    incoming, outgoing = traffic.ways("peer:p", 102.0, 4, 1.0)
-    assert (incoming.now, incoming.lately) == (4096, [4096, 4096])
-    assert (outgoing.now, outgoing.lately) == (1024, [0, 1024])
+        traffic.take(one)
+    row = named_row_of(one, "peer:p")
+    assert row is not None
+    assert traffic.made(row, "tcp") == (4096, 1024, "←0 →0", "tcp")
+    assert traffic.outgoing.per_second("peer:p", 4) == [0, 1024]
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,11 @@ async def test_the_life_of_the_one_under_the_cursor_is_shown_and_follows_it():
 async def test_the_other_end_is_drawn_beside_ours():
     async with staged("handoffs", "stuck") as stage:
         lines = life_of(stage)
-    assert lines[1].startswith("deadline in ")
-    assert lines[2].startswith("decode-0 decode")
-    assert lines[3].startswith("prefill0 prefill")
-    assert "│streaming" in lines[3]
+    assert lines[1].startswith("nothing for ")
+    assert lines[2].startswith("deadline in ")
+    assert lines[3].startswith("decode-0 decode")
+    assert lines[4].startswith("prefill0 prefill")
+    assert "│streaming" in lines[4]
     assert any(line.startswith("longest silence ") for line in lines)
     assert any("posts under way" in line for line in lines)
 
@@ -184,11 +185,11 @@ async def test_a_column_that_is_made_here_sorts_by_what_it_is_made_of():
         assert stage.app.page.table().asks().sort == "-done_bytes"
 
 
-async def test_enter_opens_it_and_g_leads_to_its_peer():
+async def test_enter_opens_it_and_r_leads_to_its_peer():
     async with staged("handoffs") as stage:
         await stage.press("enter")
         assert stage.app.card.ref == "receive:8"
-        await stage.press("g")
+        await stage.press("r")
         choices = stage.text
         assert "peer:prefill0" in choices
         assert "lease:" in choices

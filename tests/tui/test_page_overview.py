@@ -106,6 +106,8 @@ async def test_compare_says_what_is_another_than_a_minute_ago_then_than_now_then
         await stage.pass_time(1.0)
         assert "kv cached 288 (+30)" in " ".join(of(stage, Figures))
         await stage.press("c")
+        assert "kv cached 288 (+30)" in " ".join(of(stage, Figures))  # than ten minutes ago
+        await stage.press("c")
         assert "nothing has changed" in " ".join(of(stage, Figures))
         await stage.press("c")
         assert "since " not in of(stage, Figures)[0]

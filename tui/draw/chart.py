@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvd.text import percent
+from kvd.text import age, percent
 from tui.draw.spans import Line, Style, Styled, cleaned, fit, line, merged, spread
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ Value = float | None
 class Series(NamedTuple):
     """What a chart shows: values at even intervals, oldest first, and how a figure is said.
 
-    ``top``: the value at the upper edge; None for the largest one shown.
+    ``step_s``: from one to the next. The upper edge is the largest one shown.
     """
 
     title: str
     values: Sequence[Value]
     show: Callable[[float], str]
-    top: float | None = None
+    step_s: float = 1.0
 
 
 def chart(series: Series, width: int, height: int) -> list[Line]:
@@ -63,9 +63,9 @@ def chart(series: Series, width: int, height: int) -> list[Line]:
     peak = max(known)
     now = "-" if newest is None else series.show(newest)
     at_left = (cleaned(series.title, "head"), Styled(f" {now}"))
-    head = spread(at_left, line(f"max {series.show(peak)}", "dim"), width, Styled("─", "border"))
-    top = peak if series.top is None else series.top
-    return [head, *area(shown, width, height - 1, top)]
+    most = f"max {series.show(peak)} in {age(len(shown) * series.step_s)}"
+    head = spread(at_left, line(most, "dim"), width, Styled("─", "border"))
+    return [head, *area(shown, width, height - 1, peak)]
 
 
 def area(values: Sequence[Value], width: int, height: int, top: float) -> list[Line]:

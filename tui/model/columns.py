@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 HEADINGS = {
     "calls_s": "calls/s",
-    "in_trace": "lately",
-    "out_trace": "lately",
     "lock_ref": "locks",
     "below_pages": "pages below",
     "last_use": "last used",
@@ -31,7 +29,6 @@ HEADINGS = {
     "waiting_for": "waits for",
     "until": "deadline",
     "since": "for",
-    "ended": "ended",
     "moved": "last moved",
     "away_since": "away for",
     "touched": "last touched",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from kvd.filters import SyntaxFlaw
-from kvd.wire.admin import AbortRoom, Audit, Drain, Evict, Fence, Flush, Record, Undrain
+from kvd.wire import admin
 from kvd.wire.bounds import INT64, MAX_REASON
 
 PAGES = ("overview", "pools", "radix", "handoffs", "peers", "events", "clients")
@@ -22,7 +22,7 @@ PAGES = ("overview", "pools", "radix", "handoffs", "peers", "events", "clients")
 REASON = "an operator asked for it"
 
 
-NodeRequest = Flush | Evict | AbortRoom | Fence | Drain | Undrain | Audit | Record
+NodeRequest = admin.Plannable | admin.Audit | admin.Record
 """A verb for the daemon."""
 
 Command = str | NodeRequest
@@ -153,14 +153,14 @@ def _sort(rest: str) -> Command | SyntaxFlaw:
 def _flush(rest: str) -> Command | SyntaxFlaw:
     if rest not in {"", "strict"}:
         return SyntaxFlaw(f"expected nothing, or strict, not {rest!r}", 0)
-    return Flush(0, rest or "unlocked")
+    return admin.Flush(0, rest or "unlocked")
 
 
 def _evict(rest: str) -> Command | SyntaxFlaw:
     pages = _whole(rest, "how many pages")
     if pages == 0:
         return SyntaxFlaw("expected at least 1 page", 0)
-    return pages if isinstance(pages, SyntaxFlaw) else Evict(0, pages)
+    return pages if isinstance(pages, SyntaxFlaw) else admin.Evict(0, pages)
 
 
 def _abort(rest: str) -> Command | SyntaxFlaw:
@@ -173,13 +173,13 @@ def _abort(rest: str) -> Command | SyntaxFlaw:
         return SyntaxFlaw(room.what, len(rest) - len(more.strip()))
     if len(reason) > MAX_REASON:
         return SyntaxFlaw(f"a reason has at most {MAX_REASON} characters", len(rest) - len(reason))
-    return AbortRoom(0, room, reason.strip() or REASON)
+    return admin.AbortRoom(0, room, reason.strip() or REASON)
 
 
 def _drain(reason: str) -> Command | SyntaxFlaw:
     if len(reason) > MAX_REASON:
         return SyntaxFlaw(f"a reason has at most {MAX_REASON} characters", MAX_REASON)
-    return Drain(0, who="console", why=reason or REASON)
+    return admin.Drain(0, who="console", why=reason or REASON)
 
 
 def cli_command(ref: str) -> str:
@@ -205,7 +205,7 @@ def _record(rest: str) -> Command | SyntaxFlaw:
         return SyntaxFlaw(
             "expected save: what the daemon's flight recorder has goes to a file there", 0
         )
-    return Record(0)
+    return admin.Record(0)
 
 
 def _refs(kind: str) -> Callable[[CommandChoices], Iterable[str]]:
@@ -216,7 +216,7 @@ def _refs(kind: str) -> Callable[[CommandChoices], Iterable[str]]:
 
 RULES: tuple[CommandRule, ...] = (
     *(CommandRule(page, f"show the page {page}", _nothing(f"go({page!r})")) for page in PAGES),
-    CommandRule("help", "show the page help", _nothing("help")),
+    CommandRule("help", "show the keys", _nothing("help")),
     *(
         CommandRule(f"{kind} N", f"open a {kind}", _numbered(kind), choices=_refs(kind))
         for kind in ("lease", "node", "room", "client")
@@ -264,9 +264,15 @@ RULES: tuple[CommandRule, ...] = (
         needs="write",
     ),
     CommandRule("drain [REASON]", "begin nothing new, end what runs", _drain, needs="write"),
-    CommandRule("undrain", "serve again", _nothing(Undrain(0)), needs="write"),
-    CommandRule("fence", "restart the transfer process", _nothing(Fence(0)), needs="write"),
-    CommandRule("audit", "check every invariant now", _nothing(Audit(0))),
+    CommandRule(
+        "epoch [NAMESPACE]",
+        "new weights: what is cached in it is never found again",
+        lambda rest: admin.RaiseEpoch(0, rest),
+        needs="write",
+    ),
+    CommandRule("undrain", "serve again", _nothing(admin.Undrain(0)), needs="write"),
+    CommandRule("fence", "restart the transfer process", _nothing(admin.Fence(0)), needs="write"),
+    CommandRule("audit", "check every invariant now", _nothing(admin.Audit(0))),
     CommandRule("record save", "save the flight recorder", _record, choices=lambda _: ("save",)),
     CommandRule("q", "quit", _nothing("quit")),
     CommandRule("quit", "quit", _nothing("quit")),

@@ -255,16 +255,8 @@ def _others(story: HandoffStory, row: NamedRow, peer: str, now_s: float) -> tupl
             return (HandoffEnd(peer or UNNAMED, side, "", (), "", message),)
         case StoryAnswer(at_s=at_s, answer=tuple() as found):
             if not found:
-                return (
-                    HandoffEnd(
-                        peer or UNNAMED,
-                        side,
-                        "",
-                        (),
-                        "",
-                        "this daemon tells of no other end",
-                    ),
-                )
+                none = "this daemon tells of no other end"
+                return (HandoffEnd(peer or UNNAMED, side, "", (), "", none),)
             return tuple(_other(end, now_s - at_s) for end in found)
         case _:
             return ()

@@ -1,7 +1,7 @@
 """Counters into figures per second, by the daemon's own clock.
 
 A frame may come late or twice; the daemon's clock in it says over which time a counter grew. One
-point is kept per ``STEP_S``, so ten minutes cost the same at one frame a second as at twenty.
+point is kept per ``STEP_S``: an hour's quarter costs the same at one frame a second as at twenty.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 HOLE_S = 3.0
 """Between two points that are so far apart nobody knows, if most come more often."""
-STEP_S = 0.25
-MAX_POINTS = 2400
-"""Ten minutes."""
+STEP_S = 1.0
+MAX_POINTS = 900
+"""A quarter of an hour."""
 
 COUNTERS = (
     *Totals.__struct_fields__,
@@ -48,7 +48,7 @@ class Point(NamedTuple):
 
 
 class NodeRates:
-    """The last ten minutes of a daemon's head, for charts.
+    """The last quarter of an hour of a daemon's head, for charts.
 
     ``end_s``: only what was before it, for a screen that stands still.
     """
@@ -105,13 +105,12 @@ class NodeRates:
 class RowRates:
     """How fast one column grows in each row of a table, per second: bytes of a handoff.
 
-    What was is kept for ``keep_s``. ``end_s``: as of then, for a screen that stands still.
+    ``end_s``: as of then, for a screen that stands still.
     """
 
-    def __init__(self, column: str, over_s: float = 1.0, keep_s: float = 90.0) -> None:
+    def __init__(self, column: str, over_s: float = 1.0) -> None:
         self._column = column
         self._over_s = over_s
-        self._keep_s = keep_s
         self._seen: dict[str, deque[Point]] = {}
 
     def take(self, data: TableData) -> None:
@@ -123,10 +122,8 @@ class RowRates:
             if isinstance(cell, int | float):
                 points = self._seen.get(key)
                 if points is None or cell < points[-1].counters[0]:
-                    points = deque()
+                    points = deque(maxlen=MAX_POINTS)
                 _add(points, Point(data.at_s, (cell,)))
-                while len(points) > 2 and points[1].at_s <= data.at_s - self._keep_s:
-                    points.popleft()
                 seen[key] = points
         self._seen = seen
 

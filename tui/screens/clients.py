@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.binding import Binding
 from typing_extensions import override
 
-from kvd.wire.console import Filter
-from tui.model import clients
+from kvd.text import clean, compact
+from kvd.wire.console import Column, Filter
+from tui.model import cells
 from tui.model.columns import ComputedColumns
 from tui.model.rates import RowRates
 from tui.screens.handoffs import show_handoffs
@@ -22,8 +23,50 @@ if TYPE_CHECKING:
     from textual.binding import BindingType
 
     from kvd.wire.console import Cell
+    from tui.draw.spans import Style
     from tui.model.columns import NamedRow
     from tui.model.snapshots import DaemonSnapshot
+
+
+COLUMNS = (Column("calls_s", "count", "requests of the last seconds, per second"),)
+"""What is made here; the rest is the daemon's."""
+FIRST = ("name", "state", "pids", "held", "locked", "leases", "oldest", "calls_s")
+MATTERS = (
+    *("name", "state", "pids", "held", "leases", "oldest", "calls_s", "locked", "receives"),
+    *("sends", "since", "calls"),
+)
+STANDS_FOR = {"calls_s": "calls"}
+RATE_OVER_S = 2.0
+
+LEASE_COLUMNS = (
+    *("id", "state", "held", "since", "waiting_for", "holders", "room", "reason", "locked_node"),
+    *("locked", "row", "quarantined", "touched", "prompt_tokens", "prefix_tokens", "why"),
+)
+"""Columns of the leases of one client that stay longest; whose they are, the caption says."""
+LEASES_HIDDEN = ("owner", "client", "pid")
+
+LETTERS = {"alive": "+", "gone": "!", "partly gone": "~", "awaited": "?", "hung up on": "x"}
+STATES: dict[str, Style] = {
+    "alive": "ok",
+    "gone": "bad",
+    "partly gone": "warn",
+    "awaited": "warn",
+    "hung up on": "warn",
+}
+
+
+def state(row: NamedRow) -> tuple[str, Style]:
+    """A letter, the word, and its style."""
+    word = row.text("state")
+    return f"{LETTERS.get(word, '?')} {clean(word)}", STATES.get(word, "warn")
+
+
+def calls(row: NamedRow) -> tuple[str, Style]:
+    """Requests per second."""
+    found = row.number("calls_s")
+    if found is None:
+        return cells.NOTHING, "dim"
+    return f"{found:.1f}" if found < 100 else compact(round(found)), "plain"
 
 
 class ClientsPage(Page):
@@ -45,21 +88,21 @@ class ClientsPage(Page):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rates = RowRates("calls", clients.RATE_OVER_S)
+        self._rates = RowRates("calls", RATE_OVER_S)
         self._owner = ""
 
     @override
     def compose(self) -> ComposeResult:
         yield WindowedTable(
             "clients",
-            computed=ComputedColumns(clients.COLUMNS, self._made, clients.FIRST),
-            painters={"state": clients.state, "calls_s": clients.calls},
+            computed=ComputedColumns(COLUMNS, self._made, FIRST),
+            painters={"state": state, "calls_s": calls},
             sort="name",
-            rules=ColumnRules(clients.MATTERS),
-            stands_for=clients.STANDS_FOR,
+            rules=ColumnRules(MATTERS),
+            stands_for=STANDS_FOR,
             rates=(self._rates,),
         )
-        yield WindowedTable("leases", rules=ColumnRules(clients.LEASES, clients.LEASES_HIDDEN))
+        yield WindowedTable("leases", rules=ColumnRules(LEASE_COLUMNS, LEASES_HIDDEN))
 
     @property
     def clients(self) -> WindowedTable:
@@ -72,7 +115,7 @@ class ClientsPage(Page):
         return self.query_one("#table-leases", WindowedTable)
 
     def _made(self, row: NamedRow) -> tuple[Cell, ...]:
-        return clients.made(row, self._rates)
+        return (self._rates.rate(row.row.key, row.at_s),)
 
     @override
     def show(self, snapshot: DaemonSnapshot) -> None:

@@ -233,13 +233,15 @@ class Charts(Canvas):
         width, made = self.size.width, list[Line]()
         if not width or not self.display:
             return
+        step_s = console(self).chart_step_s
         found = {
-            name: rates.per_second(name, 2 * width, end_s=end_s)
+            name: rates.per_second(name, 2 * width, step_s=step_s, end_s=end_s)
             for name in ("in_bytes", "out_bytes")
         }
         shown = [name for name, values in found.items() if any(values)] or ["in_bytes"]
         for name in shown:
-            series = chart.Series(f"bytes {name.partition('_')[0]}", found[name], bytes_per_second)
+            title = f"bytes {name.partition('_')[0]}"
+            series = chart.Series(title, found[name], bytes_per_second, step_s)
             made += chart.chart(series, width, height // len(shown))
         self.paint(made)
 
@@ -302,6 +304,8 @@ def _lasting(seconds: float) -> str:
 
 AUDIT = Query("audit", limit=1)
 PARTS = ("free", "held", "cached", "quarantined")
+SHORT_COLUMNS = 100
+"""With fewer, the books have short words."""
 NULL_PAGES = 1
 """Of each component: the page that stands for none is never anybody's."""
 
@@ -313,24 +317,18 @@ def ledger_lines(snapshot: DaemonSnapshot, width: int) -> list[Line]:
     for key in pools.order[:MOST_POOLS] if pools is not None else ():
         facts = named_row_of(pools, key) if pools is not None else None
         if facts is not None:
-            line = _component(facts, "quarantined", " + ")
-            if spans.width_of(line) > width:
-                line = _component(facts, "quar", "+")
-            made.append(spans.fit(line, width))
+            made.append(spans.fit(_component(facts, is_short=width < SHORT_COLUMNS), width))
     if pools is not None and len(pools.order) > MOST_POOLS:
         made.append(spans.line(f"  and {len(pools.order) - MOST_POOLS} more on page 2", "dim"))
     return [*made, *_audit(audit, snapshot.now_s, width)]
 
 
-def _component(row: NamedRow, last: str, plus: str) -> Line:
+def _component(row: NamedRow, *, is_short: bool) -> Line:
     """Whether null + free + held + cached + quarantined is the total."""
     name, total = row.text("component"), round(row.number("total") or 0)
-    parts = [(part, round(row.number(part) or 0)) for part in PARTS]
-    known = NULL_PAGES + sum(pages for _, pages in parts)
-    named = [*PARTS[:-1], last]
-    terms = plus.join(
-        f"{thousands(pages)} {name}" for name, (_, pages) in zip(named, parts, strict=True)
-    )
+    parts = [(part[:4] if is_short else part, round(row.number(part) or 0)) for part in PARTS]
+    known, plus = NULL_PAGES + sum(pages for _, pages in parts), "+" if is_short else " + "
+    terms = plus.join(f"{thousands(pages)} {name}" for name, pages in parts)
     off = total - known
     verdict: Styled = Styled("balanced", "ok")
     if off:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from textual.binding import BindingType
+    from textual.events import Key
     from textual.widget import Widget
 
     from kvd.wire.console import Column, EventQuery, TableRow
@@ -69,23 +70,21 @@ class Page(Container, can_focus=True):
             Binding(str(at), f"app.go({page!r})", f"the page {page}", show=False, priority=True)
             for at, page in enumerate(PAGES, start=1)
         ),
-        Binding("left", "app.step(-1)", "back", tooltip="one picture, frozen"),
-        Binding("right,.", "app.step(1)", "on", tooltip="one picture, frozen"),
-        Binding("end", "app.live", "live", tooltip="go on"),
         Binding("up,k", "move(-1)", "up", show=False),
         Binding("down,j", "move(1)", "down", show=False),
         Binding("left", "shift(-1)", "left", show=False, tooltip="columns, pages, closes a node"),
         Binding("right", "shift(1)", "right", show=False, tooltip="columns, pages, opens a node"),
-        Binding("pageup", "screen(-1)", "one screen up", show=False),
-        Binding("pagedown", "screen(1)", "one screen down", show=False),
-        Binding("home", "home", "to the first row", show=False),
-        Binding("end", "end", "to the last row", show=False),
-        Binding("tab", "panel", "to the next table", show=False),
-        Binding("g", "app.related", "related", show=False, tooltip="what it leads to"),
+        Binding("pageup,ctrl+u", "screen(-1)", "one screen up", show=False),
+        Binding("pagedown,ctrl+d", "screen(1)", "one screen down", show=False),
+        Binding("home,g", "home", "to the first row", show=False),
+        Binding("end,G", "end", "to the last row", show=False),
+        Binding("tab", "next_table", "to the next table", show=False),
+        Binding("r", "app.related", "related", show=False, tooltip="what it leads to"),
         Binding("i", "app.events_of", "events", show=False,
             tooltip="what happened to it, of a handoff from both ends"),
         Binding("y", "app.copy", "copy", show=False, tooltip="the kvd command that says why"),
-        Binding("s", "sort", "sort", show=False, tooltip="by the next column"),
+        Binding("s", "sort", "sort", show=False,
+            tooltip="by the next column; Shift and a letter: by the one that begins with it"),
         Binding("w", "wide", "wide", show=False, tooltip="all columns, no card beside them"),
         Binding("z", "app.faults", "faults", show=False, tooltip="only what is wrong"),
     ]  # fmt: skip
@@ -121,7 +120,7 @@ class Page(Container, can_focus=True):
             other.is_active = other is table
             other.redraw()
 
-    def next_table(self) -> None:
+    def action_next_table(self) -> None:
         """Keys are about the next table."""
         tables, now = self.tables(), self.table()
         if tables:
@@ -130,7 +129,7 @@ class Page(Container, can_focus=True):
 
     def on_mount(self) -> None:
         """Keys are about the first table, until another is chosen."""
-        self.next_table()
+        self.action_next_table()
 
     def queries(self) -> tuple[Slot, ...]:
         """What is wanted while this page is visible, at its present size."""
@@ -224,15 +223,22 @@ class Page(Container, can_focus=True):
         """Whether a key means something here and now."""
         table = self.table()
         if action in MOVES:
-            is_stepping = action in {"shift", "end"} and console(self).mirror.history.is_frozen
-            return (table is not None or self.CAN_MOVE) and not is_stepping
-        if action == "panel":
+            return table is not None or self.CAN_MOVE
+        if action == "next_table":
             return len(self.tables()) > 1
         if action in {"sort", "wide"}:
             return table is not None
         if action in ON_A_ROW:
             return bool(self.chosen())
         return super().check_action(action, parameters)
+
+    def on_key(self, event: Key) -> None:
+        """Shift and a letter that is no key of the page sorts by the column with that letter."""
+        table, letter = self.table(), event.character or ""
+        is_bound = event.key in self.screen.active_bindings
+        if table is not None and letter.isalpha() and letter.isupper() and not is_bound:
+            table.sort_by_letter(letter.lower())
+            self.post_message(WindowedTable.Moved(table))
 
     def action_move(self, rows: int) -> None:
         """So many rows down."""
@@ -258,10 +264,6 @@ class Page(Container, can_focus=True):
         """To the last row."""
         if (table := self.table()) is not None:
             table.move_to_end()
-
-    def action_panel(self) -> None:
-        """Keys are about the next table."""
-        self.next_table()
 
     def action_sort(self) -> None:
         """By the next column."""

@@ -85,8 +85,8 @@ def _because(because: Because) -> list[Line]:
             ago = f"{f'-{duration(max(0.0, mark.ago_s))}':>8} "
             made.append((Styled(ago, "dim"), cleaned(mark.what)))
     if because.links:
-        links = "  ".join(because.links)
-        made += [EMPTY, line("related (g)", "dim"), (cleaned(links, "key"),)]
+        links = [span for ref in because.links for span in (cleaned(ref, "key"), Styled("  "))]
+        made += [EMPTY, line("related (r)", "dim"), tuple(links[:-1])]
     return made
 
 
@@ -123,7 +123,8 @@ def links_of(content: CardContent) -> tuple[str, ...]:
 def about_of(refs: Iterable[str]) -> str:
     """What events are to be about: the first of a kind that they name, of a handoff its room."""
     first, *rest = refs
-    near = (first, *(ref for ref in rest if ref.startswith("room:")))
+    is_event = first.startswith("event:")
+    near = (first, *(ref for ref in rest if is_event or ref.startswith("room:")))
     return next((ref for ref in near if ref.partition(":")[0] in WITH_EVENTS), "")
 
 
@@ -171,4 +172,4 @@ class Card(VerticalScroll, can_focus=False):
         lines = card_lines(content)
         if lines != self._lines:
             self._lines = lines
-            self.query_one(Static).update(rich_lines(lines, palette_of(self.app)))
+            self.query_one(Static).update(rich_lines(lines, palette_of(self.app), self.links))

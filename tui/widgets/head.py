@@ -22,15 +22,13 @@ if TYPE_CHECKING:
 class HeadStatus(msgspec.Struct, frozen=True):
     """What the head says beside the vitals. ``frozen_s``: how far back the picture lies, or None.
 
-    ``now_s`` is on our clock. ``slowed_to``: the frames a second that there are, where the daemon
-    or the terminal does not keep up with ``fps``; else 0.
+    ``now_s`` is on our clock.
     """
 
     link_state: LinkState
     now_s: float
     fps: float
     frozen_s: float | None = None
-    slowed_to: float = 0.0
     clock: str = ""
     """The time of day of what is shown."""
 
@@ -113,10 +111,7 @@ def _picture(now: HeadStatus) -> Line:
         return spans.merged((frozen, Styled(" "), *link) if link else (frozen,))
     if link:
         return link
-    rate = f"{now.fps:g}/s"
-    if now.slowed_to:
-        return (Styled(f"SLOW {now.slowed_to:.1f}/s of {rate}", "warn"),)
-    return (Styled(f"LIVE {rate}", "ok"), Styled(f" {now.clock}" if now.clock else ""))
+    return (Styled(f"LIVE {now.fps:.2g}/s", "ok"), Styled(f" {now.clock}" if now.clock else ""))
 
 
 class Head(Canvas):

@@ -292,11 +292,15 @@ class WindowedTable(Canvas):
                 self._measured = newest
                 for rates in self._rates:
                     rates.take(newest)
-        data = snapshot.table(self.asks())
+        asked = self.asks()
+        data = snapshot.table(asked)
         if data is not None and data is not self.source:
             self.source = data
             self.data = self._computed.extend(data) if self._computed is not None else data
             self._place()
+        elif data is None and self.source is not None and self.source.slot.filters != asked.filters:
+            self.source = self.data = None  # rows that nobody asks for, and no key is to be about
+            self._key = ""
         self.redraw()
 
     def _place(self) -> None:
@@ -328,7 +332,10 @@ class WindowedTable(Canvas):
     def make_lines(self, width: int, height: int) -> Sequence[Line]:
         data = self.data
         if data is None:
-            return [self._caption(NOT_HERE_YET, width)]
+            is_frozen = console(self).mirror.history.is_frozen
+            return [
+                self._caption("frozen: not in this picture" if is_frozen else NOT_HERE_YET, width)
+            ]
         shown = [
             (index, self._key_at(index))
             for index in range(self._first, min(self._first + self.page_rows, data.total))
@@ -398,12 +405,10 @@ class WindowedTable(Canvas):
             words.append(f"by {self.sort}")
         if self._fit.hidden:
             words.append(f"{counted(self._fit.hidden, 'column')} hidden")
-        if data.note:
-            words.append(data.note)
         return " · ".join(words)
 
     def _caption(self, words: str, width: int) -> Line:
-        title: Line = (cleaned(self.title, "head"),)
+        title: Line = (cleaned(self.title, "head" if self.is_active else "dim"),)
         if self.pinned:
             title = (cleaned(f"only {self.pinned}, Esc: all", "key"),)
         elif self.filters:
@@ -427,12 +432,14 @@ class WindowedTable(Canvas):
         if texts is None:
             return (Styled(mark, "key"), Styled("…", "dim"))
         columns, gap = self.columns, ""
+        states = [texts[at][1] for at in self._fit.at if columns[at].kind == "state"]
+        tint: Style = states[0] if states and states[0] in {"bad", "warn"} else "plain"
         made = [Styled(mark, "key")]
         for at, width in zip(self._fit.at, self._fit.widths, strict=True):
             text, style = texts[at]
             pad = spans.right if columns[at].kind in cells.FIGURES else spans.left
             if style == "plain":
-                made.append(Styled(gap + pad(text, width)))
+                made.append(Styled(gap + pad(text, width), tint))
             else:
                 made += [Styled(gap), Styled(pad(text, width), style)]
             gap = " " * GAP
@@ -518,6 +525,16 @@ class WindowedTable(Canvas):
         now = self.sort.removeprefix("-")
         at = names.index(now) if now in names else 0
         self.sort_by(names[(at + 1) % len(names)])
+
+    def sort_by_letter(self, letter: str) -> None:
+        """By the next column that is shown whose heading begins with this letter."""
+        shown = [self.columns[at] for at in self._fit.at]
+        names = [column.name for column in shown if heading(column).startswith(letter)]
+        told = [self._stands_for.get(name, name) for name in names]
+        now = self.sort.removeprefix("-")
+        if names:
+            is_more = now in told and len(set(told)) > 1
+            self.sort_by(names[(told.index(now) + 1) % len(names)] if is_more else names[0])
 
     def sort_by(self, name: str) -> None:
         """By this column, the other way round if it is sorted by it; figures from the largest."""
