@@ -112,12 +112,11 @@ class ProblemCards(WindowedTable):
         width = max(20, self.size.width - GUTTER - 1)
         pad = spans.columns(grave.text)
         if 0 < self._room < SMALL_LINES:
-            return [self._short(row), *([line] if (line := self._todo(named, pad, width)) else [])]
+            return [self._short(row), *self._todo(named, pad, width)]
         first, *rest = self._parts(row, named, width - pad - spans.columns(ago.text) - 1)
         made = [spans.spread((grave, Styled(first)), (ago,), width)]
         made += [(Styled(" " * pad), Styled(part)) for part in rest]
-        todo = self._todo(named, pad, width)
-        return [*made, todo] if todo else made
+        return [*made, *self._todo(named, pad, width)]
 
     def _parts(self, row: TableRow, named: NamedRow, width: int) -> list[str]:
         """The sentence in lines: made once, as that takes its time."""
@@ -129,15 +128,19 @@ class ProblemCards(WindowedTable):
             known = self._wrapped[row.key] = (row, width, words)
         return known[2]
 
-    def _todo(self, row: NamedRow, pad: int, width: int) -> Line:
-        action, subject = row.text("action"), row.text("subject")
+    def _todo(self, row: NamedRow, pad: int, width: int) -> list[Line]:
+        """What to do, and what Enter opens; in lines where it is not short of room."""
+        action, subject = clean(row.text("action")), row.text("subject")
         opens = f"   ⏎ {subject}" if subject and action != f"open {subject}" else ""
         room = width - pad - 4 - spans.columns(opens)
-        words = (
-            spans.cut(clean(action), room) if spans.columns(clean(action)) > room else clean(action)
-        )
-        key = Styled("x ", "key") if is_doable(action) else Styled("↳ ", "key")
-        return (Styled(" " * pad), key, Styled(words), cleaned(opens, "key"))
+        is_small = 0 < self._room < SMALL_LINES
+        words = [spans.cut(action, room)] if is_small else wrap_words(action, room) or [""]
+        key = "x " if is_doable(action) else "↳ "
+        made: list[Line] = [
+            (Styled(" " * pad), Styled(key if at == 0 else "  ", "key"), Styled(part))
+            for at, part in enumerate(words)
+        ]
+        return [*made[:-1], (*made[-1], cleaned(opens, "key"))]
 
     @override
     def row_at(self, y: int) -> int:
